@@ -1,0 +1,34 @@
+# `make setup` needs Python 3.11+, make and a package registry; everything else follows from it.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: setup quickstart check format test test-fast clean
+
+setup: .venv/.installed
+
+.venv/.installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+quickstart: setup
+	$(BIN)/ductile rl @ examples/quickstart/rl.toml
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright --warnings
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test: setup
+	$(BIN)/python -m pytest
+
+test-fast: setup
+	$(BIN)/python -m pytest -m "not slow"
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist

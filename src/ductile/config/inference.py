@@ -1,0 +1,50 @@
+"""[inference]: the generators. It is also the whole config of `ductile inference`."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ductile.config.model import ModelConfig
+from ductile.config.section import NotBuilt, Section
+
+
+class ServerConfig(Section):
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    """0 takes a free port and prints it."""
+    api_key: str | None = None
+    """When set, requests need `Authorization: Bearer <api_key>`. Required for a host that is not loopback."""
+
+
+class ParallelConfig(Section):
+    tp: Annotated[int, NotBuilt("tensor-parallel generation")] = Field(default=1, ge=1)
+    """Slots that hold one copy of the model."""
+    dp: int | None = Field(default=None, ge=1)
+    """Copies of the model. In `ductile rl` it must equal the generate slots divided by `tp`, or be left out."""
+
+
+class InferenceModelConfig(ModelConfig):
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """`auto`: bfloat16 on a GPU, float32 on a CPU."""
+    max_model_len: int = Field(default=2048, ge=2)
+    """Longest prompt plus answer, in tokens."""
+    chat_template: str | None = None
+    """A Jinja file; default: the model folder's own."""
+
+
+class InferenceConfig(Section):
+    model: InferenceModelConfig = InferenceModelConfig()
+    server: ServerConfig = ServerConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    engine: Literal["ductile", "vllm", "sglang"] = "ductile"
+    max_num_seqs: int = Field(default=64, ge=1)
+    """Sequences that run at once on one generator."""
+    max_num_batched_tokens: int = Field(default=1024, ge=16)
+    """Tokens of one engine step, prefill and decode together; longer prompts are prefilled in chunks."""
+    block_size: int = Field(default=16, ge=1)
+    """Tokens in a KV-cache block."""
+    num_blocks: int | None = Field(default=None, ge=2)
+    """KV-cache blocks; default: enough for `max_num_seqs` sequences of `max_model_len`, within `cache_memory_gib`."""
+    cache_memory_gib: float = Field(default=1.0, gt=0)
+    enable_prefix_caching: bool = True
+    seed: int = 0

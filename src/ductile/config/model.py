@@ -1,0 +1,86 @@
+"""[model] and [trainer.model]: which weights, in which precision, and how they are spread."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ductile.config.section import NotBuilt, Section
+
+
+class ModelConfig(Section):
+    name: str | None = None
+    """A Hugging Face model folder (config.json, safetensors, tokenizer files)."""
+
+
+class ActivationCheckpointing(Section):
+    mode: Literal["full", "selective"] = "full"
+    freq: int = Field(default=1, ge=1)
+    """Checkpoint every n-th layer."""
+    targets: list[str] = ["norm"]
+
+
+class ActivationOffloading(Section):
+    pin_memory: bool = True
+    max_inflight_activations: int = Field(default=5, ge=1)
+
+
+class CompileConfig(Section):
+    fullgraph: bool = False
+
+
+class LoraConfig(Section):
+    rank: int = Field(default=16, ge=1)
+    alpha: float = 32.0
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    target_modules: list[str] = []
+    modules_to_save: list[str] = []
+
+
+class DebugConfig(Section):
+    num_layers: int | None = Field(default=None, ge=1)
+    """Keep only the first n layers of the model."""
+    random_init: bool = False
+    """Random weights of the folder's shape, instead of its weights."""
+
+
+class TrainerModelConfig(ModelConfig):
+    seq_len: int = Field(default=2048, ge=2)
+    """Tokens a rank packs into one micro-batch. A longer sample is refused by the trainer."""
+    impl: Literal["custom", "auto", "hf"] = "auto"
+    """`auto` and `custom` are ductile's own models; there is no other implementation."""
+    attn: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "fa4"] = (
+        "auto"
+    )
+    """`auto` and `sdpa` use torch's scaled_dot_product_attention."""
+    optimization_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the sharded parameters, which the optimizer updates."""
+    compute_dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the forward and backward arithmetic. Default: bfloat16 on a GPU, float32 on a CPU."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of gradient reductions."""
+    dp_replicate: Annotated[int, NotBuilt("hybrid sharding (HSDP)")] = Field(default=1, ge=1)
+    """Degree of replication; the rest of the data-parallel ranks shard."""
+    reshard_after_forward: bool = True
+    """Free gathered parameters after the forward pass; false keeps them until the backward pass."""
+    fsdp_cpu_offload: Annotated[bool, NotBuilt("FSDP CPU offload")] = False
+    """Keep parameters, gradients and optimizer state in host memory."""
+    optim_cpu_offload: Annotated[bool, NotBuilt("optimizer offload")] = False
+    """Keep optimizer state in host memory."""
+    tp: Annotated[int, NotBuilt("tensor parallelism")] = Field(default=1, ge=1)
+    pp: Annotated[int, NotBuilt("pipeline parallelism")] = Field(default=1, ge=1)
+    cp: Annotated[int, NotBuilt("context parallelism")] = Field(default=1, ge=1)
+    cp_style: Literal["ring", "ulysses"] = "ring"
+    ep: Annotated[int | Literal["auto"], NotBuilt("expert parallelism")] = 1
+    ep_comm_backend: Annotated[Literal["torch", "deepep"], NotBuilt("expert parallelism")] = "torch"
+    deepep_num_sms: Annotated[int, NotBuilt("expert parallelism")] = Field(default=20, ge=1)
+    deepep_token_chunk_size: Annotated[int | None, NotBuilt("expert parallelism")] = Field(default=None, ge=1)
+    moe_use_grouped_mm: Annotated[bool, NotBuilt("mixture of experts")] = True
+    freeze_moe_router: Annotated[bool, NotBuilt("mixture of experts")] = False
+    ac: Annotated[ActivationCheckpointing | None, NotBuilt("activation checkpointing")] = None
+    ac_offloading: Annotated[ActivationOffloading | None, NotBuilt("activation offloading")] = None
+    compile: Annotated[CompileConfig | None, NotBuilt("torch.compile")] = None
+    lora: Annotated[LoraConfig | None, NotBuilt("LoRA")] = None
+    fused_lm_head_token_chunk_size: Annotated[int | Literal["auto", "disabled"], NotBuilt("LM head chunking")] = (
+        "disabled"
+    )
+    debug: DebugConfig = DebugConfig()

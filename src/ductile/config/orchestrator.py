@@ -1,0 +1,112 @@
+"""[orchestrator]: which questions, how many answers, how far generation may run ahead of training."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ductile.config.section import NotBuilt, Section
+
+
+class SamplingConfig(Section):
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=-1, ge=-1)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    max_tokens: int = Field(default=128, ge=1)
+    seed: int | None = None
+    stop: list[str] = []
+
+
+class ReasoningGymTask(Section):
+    type: Literal["reasoning_gym"] = "reasoning_gym"
+    name: str
+    """A data set of reasoning-gym: "chain_sum", "basic_arithmetic", "countdown", ..."""
+    config: dict[str, object] = {}
+    """Its own configuration, as reasoning-gym names it."""
+    size: int = Field(default=10_000, ge=1)
+    """Examples to make."""
+    seed: int = 0
+    system_prompt: str | None = None
+    question_template: str = "{question}"
+    """How the question is put to the policy; `{question}` stands for reasoning-gym's text."""
+
+
+class JsonlTask(Section):
+    type: Literal["jsonl"] = "jsonl"
+    path: str
+    """One JSON object a line, with `prompt` (text) or `messages`, and whatever the reward needs."""
+    reward: str
+    """`package.module.function` or `file.py:function`, called as `reward(row, answer) -> float | (float, metrics)`."""
+    system_prompt: str | None = None
+
+
+class ImportTask(Section):
+    type: Literal["import"] = "import"
+    import_path: str
+    """`package.module.Class` or `file.py:Class` that follows `ductile.roles.Task`; called with `kwargs`."""
+    kwargs: dict[str, object] = {}
+
+
+class BuiltinTask(Section):
+    type: Literal["builtin"] = "builtin"
+    name: str
+    """A procedural task of `ductile.tasks`: "addition", "reverse", "guess_number" (several turns)."""
+    config: dict[str, object] = {}
+    size: int = Field(default=10_000, ge=1)
+    seed: int = 0
+
+
+TaskConfig = Annotated[ReasoningGymTask | JsonlTask | ImportTask | BuiltinTask, Field(discriminator="type")]
+
+
+class EvalConfig(Section):
+    interval: int | None = Field(default=None, ge=1)
+    """Evaluate every n steps; the first weights and the last are always evaluated when a task is given."""
+    task: TaskConfig | None = None
+    """Held-out prompts. Default: the last `num_examples` of the training task, which are then never trained on."""
+    num_examples: int = Field(default=64, ge=1)
+    samples_per_example: int = Field(default=1, ge=1)
+    sampling: SamplingConfig = SamplingConfig(temperature=0.0)
+    enabled: bool = True
+
+
+class AdvantageConfig(Section):
+    type: Literal["default", "grpo", "custom"] = "default"
+    """default: reward minus the group's mean; grpo: also divided by the group's standard deviation."""
+    import_path: str | None = None
+    """For `custom`: `function(rewards: list[float], group: RolloutGroup) -> list[float]`."""
+
+
+class ClientConfig(Section):
+    base_url: str | None = None
+    """An OpenAI-compatible server, `http://host:port/v1`. Only for `ductile orchestrator`; `ductile rl` has its own."""
+    api_key: str | None = None
+    timeout_s: float = Field(default=600.0, gt=0)
+
+
+class OrchestratorConfig(Section):
+    task: TaskConfig | None = None
+    batch_size: int = Field(default=128, ge=1)
+    """Rollouts a training step uses. Must be a multiple of `rollouts_per_example`."""
+    rollouts_per_example: int = Field(default=8, ge=1)
+    """Answers to one prompt (the group). Also written `group_size`."""
+    n_minibatches: int = Field(default=1, ge=1)
+    """Optimizer steps a batch is split into."""
+    max_async_level: int = Field(default=1, ge=0)
+    """How many versions generation may run ahead of the trainer. 0: strictly on-policy."""
+    max_off_policy_steps: int = Field(default=8, ge=0)
+    """A group whose oldest token is more versions behind than this is thrown away, and asked again."""
+    sampling: SamplingConfig = SamplingConfig()
+    eval: EvalConfig = EvalConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    drop_zero_advantage: bool = True
+    """Leave groups whose rewards are all equal out of the gradient (they still count for the batch)."""
+    seed: int = 0
+    shuffle: bool = True
+    reward_timeout_s: float = Field(default=30.0, gt=0)
+    """A reward function that takes longer scores 0 and is counted in `reward_errors`."""
+    num_reward_workers: int = Field(default=1, ge=1)
+    """Processes that run reward functions."""
+    client: ClientConfig = ClientConfig()
+    max_steps: int | None = Field(default=None, ge=1)
+    oversampling_factor: Annotated[float, NotBuilt("oversampling")] = 1.0

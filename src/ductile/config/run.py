@@ -1,0 +1,159 @@
+"""The roots: one class a command. `RLConfig` is the tree of which the others are branches."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ductile.config.cluster import ClusterConfig, DeploymentConfig, SingleNodeDeployment, SlurmConfig
+from ductile.config.inference import InferenceConfig
+from ductile.config.model import ModelConfig, TrainerModelConfig
+from ductile.config.orchestrator import OrchestratorConfig
+from ductile.config.section import NotBuilt, Section
+from ductile.config.trainer import (
+    AdamWConfig,
+    BenchConfig,
+    CheckpointConfig,
+    ConstantSchedule,
+    OptimConfig,
+    SchedulerConfig,
+    TrainerConfig,
+)
+
+
+class LogConfig(Section):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    json_logging: Annotated[bool, NotBuilt("JSON logs")] = False
+
+
+class WandbConfig(Section):
+    project: str = "ductile"
+    name: str | None = None
+    offline: bool = False
+
+
+class TensorboardConfig(Section):
+    dir: str | None = None
+    """Default: `<output_dir>/tensorboard`."""
+
+
+class RLConfig(Section):
+    """`ductile rl`: the whole circle."""
+
+    model: ModelConfig = ModelConfig()
+    """Shared: goes to trainer, inference and orchestrator."""
+    seq_len: int | None = Field(default=None, ge=2)
+    """Shared: `trainer.model.seq_len` and `inference.model.max_model_len`."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Shared: batches to train on."""
+    output_dir: str = "runs/rl"
+    """Everything the run writes. `runs/<name>` is the convention."""
+    clean: bool = False
+    """Delete a finished or broken run in `output_dir` first. Also written `clean_output_dir`."""
+    resume: bool = False
+    """Go on from the latest complete checkpoint in `output_dir` (`ckpt.resume_step = -1`)."""
+    seed: int = 0
+    trainer: TrainerConfig = TrainerConfig()
+    orchestrator: OrchestratorConfig = OrchestratorConfig()
+    inference: InferenceConfig = InferenceConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    deployment: DeploymentConfig = SingleNodeDeployment()
+    slurm: Annotated[SlurmConfig | None, NotBuilt("SLURM")] = None
+    ckpt: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    wandb: WandbConfig | None = None
+    tensorboard: TensorboardConfig | None = None
+    bench: BenchConfig | None = None
+    """A few steps on fake data, a table of figures, no checkpoints."""
+    dry_run: bool = False
+    """Write the resolved config to `output_dir` and exit."""
+
+
+class JsonlData(Section):
+    type: Literal["sft"] = "sft"
+    path: str | None = None
+    """JSONL: `messages`, or `prompt` and `completion`, a line."""
+    batch_size: int = Field(default=128, ge=1)
+    """Samples an optimizer step."""
+    seq_len: int = Field(default=128, ge=2)
+    """Tokens of a micro-batch; longer samples are cut, and counted."""
+    shuffle: bool = True
+    loss_on: Literal["assistant", "all"] = "assistant"
+    """Which tokens are trained: the assistant's turns (or the completion), or everything."""
+
+
+class FakeData(Section):
+    type: Literal["fake"] = "fake"
+    batch_size: int = Field(default=128, ge=1)
+    seq_len: int = Field(default=128, ge=2)
+    length: Literal["fixed", "variable"] = "fixed"
+    input_ids: Literal["increasing", "random"] = "increasing"
+
+
+SFTData = Annotated[JsonlData | FakeData, Field(discriminator="type")]
+
+
+class SFTDeployment(Section):
+    type: Literal["single_node"] = "single_node"
+    num_gpus: int = Field(default=1, ge=1)
+    """Train slots."""
+    gpus_per_node: int = Field(default=8, ge=1)
+
+
+class SFTConfig(Section):
+    """`ductile sft`: supervised fine-tuning, with the same trainer."""
+
+    model: TrainerModelConfig = TrainerModelConfig()
+    data: SFTData = JsonlData()
+    optim: OptimConfig = AdamWConfig(lr=1e-5)
+    scheduler: SchedulerConfig = ConstantSchedule()
+    max_steps: int | None = Field(default=None, ge=1)
+    """Default: one pass over the data."""
+    output_dir: str = "runs/sft"
+    clean: bool = False
+    resume: bool = False
+    seed: int = 0
+    matmul_precision: Literal["highest", "high", "medium"] = "high"
+    dist_timeout_seconds: int = Field(default=600, ge=1)
+    cluster: ClusterConfig = ClusterConfig()
+    deployment: SFTDeployment = SFTDeployment()
+    slurm: Annotated[SlurmConfig | None, NotBuilt("SLURM")] = None
+    ckpt: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    wandb: WandbConfig | None = None
+    tensorboard: TensorboardConfig | None = None
+    bench: BenchConfig | None = None
+    dry_run: bool = False
+
+
+class TrainerRunConfig(TrainerConfig):
+    """`ductile trainer`: the trainer alone, on fake data."""
+
+    output_dir: str = "runs/trainer"
+    clean: bool = False
+    cluster: ClusterConfig = ClusterConfig()
+    deployment: SFTDeployment = SFTDeployment()
+    bench: BenchConfig | None = None
+    log: LogConfig = LogConfig()
+    dry_run: bool = False
+
+
+class OrchestratorRunConfig(OrchestratorConfig):
+    """`ductile orchestrator`: rollouts and rewards against a running server, without training."""
+
+    model: ModelConfig = ModelConfig()
+    """Its tokenizer and chat template."""
+    output_dir: str = "runs/orchestrator"
+    clean: bool = False
+    bench: BenchConfig | None = None
+    log: LogConfig = LogConfig()
+    dry_run: bool = False
+
+
+class InferenceRunConfig(InferenceConfig):
+    """`ductile inference`: an OpenAI-compatible server."""
+
+    output_dir: str = "runs/inference"
+    cluster: ClusterConfig = ClusterConfig()
+    slurm: Annotated[SlurmConfig | None, NotBuilt("SLURM")] = None
+    log: LogConfig = LogConfig()
+    dry_run: bool = False

@@ -1,0 +1,152 @@
+"""[trainer]: everything the train slots need to know. It is also the whole config of `ductile trainer`."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ductile.config.model import TrainerModelConfig
+from ductile.config.section import NotBuilt, Section
+
+
+class AdamWConfig(Section):
+    type: Literal["adamw"] = "adamw"
+    lr: float = Field(default=1e-6, gt=0)
+    weight_decay: float = Field(default=0.01, ge=0)
+    max_norm: float | None = Field(default=1.0, gt=0)
+    """Clip the global gradient norm to this; "None" turns clipping off."""
+    betas1: float = Field(default=0.9, ge=0, lt=1)
+    betas2: float = Field(default=0.999, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+
+
+class SGDConfig(Section):
+    type: Literal["sgd"] = "sgd"
+    lr: float = Field(default=1e-6, gt=0)
+    weight_decay: float = Field(default=0.01, ge=0)
+    max_norm: float | None = Field(default=1.0, gt=0)
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    nesterov: bool = True
+
+
+class MuonConfig(Section):
+    type: Literal["muon"]
+
+
+class SignSGDConfig(Section):
+    type: Literal["sign_sgd"]
+
+
+OptimConfig = Annotated[AdamWConfig | SGDConfig | MuonConfig | SignSGDConfig, Field(discriminator="type")]
+
+
+class ConstantSchedule(Section):
+    type: Literal["constant"] = "constant"
+    warmup_steps: int = Field(default=0, ge=0)
+
+
+class LinearSchedule(Section):
+    type: Literal["linear"] = "linear"
+    warmup_steps: int = Field(default=10, ge=0)
+    decay_steps: int = Field(default=10, ge=0)
+    """The last n of `max_steps` go down to `min_lr`."""
+    min_lr: float = Field(default=0.0, ge=0)
+
+
+class CosineSchedule(Section):
+    type: Literal["cosine"] = "cosine"
+    warmup_steps: int = Field(default=10, ge=0)
+    min_lr: float = Field(default=0.0, ge=0)
+
+
+SchedulerConfig = Annotated[ConstantSchedule | LinearSchedule | CosineSchedule, Field(discriminator="type")]
+
+
+class DefaultLoss(Section):
+    """DPPO mask with a quadratic KL term: `-A*r` over kept tokens plus `kl_tau * (log r)^2` over all."""
+
+    type: Literal["default"] = "default"
+    dppo_mask_low: float = Field(default=0.2, ge=0)
+    dppo_mask_high: float = Field(default=0.2, ge=0)
+    adv_tau: float = Field(default=1.0, ge=0)
+    kl_tau: float = Field(default=1e-3, ge=0)
+
+
+class IPOLoss(Section):
+    """As `default`, but a token is dropped when the absolute change of its probability exceeds `ipo_threshold`."""
+
+    type: Literal["ipo"] = "ipo"
+    ipo_threshold: float = Field(default=0.1, gt=0)
+    adv_tau: float = Field(default=1.0, ge=0)
+    kl_tau: float = Field(default=1e-3, ge=0)
+
+
+class GRPOLoss(Section):
+    """PPO's clipped objective over group advantages."""
+
+    type: Literal["grpo"] = "grpo"
+    clip_low: float = Field(default=0.2, ge=0)
+    clip_high: float = Field(default=0.2, ge=0)
+    """Larger than `clip_low`: clip-higher (DAPO)."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the k3 KL estimate to the reference model. Above 0 needs a `score` slot."""
+    normalise: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = "token_mean"
+    """token_mean: each trained token counts alike; seq_mean_token_mean: each sequence counts alike;
+    seq_mean_token_sum: token sums, divided by the number of sequences."""
+
+
+class CustomLoss(Section):
+    type: Literal["custom"] = "custom"
+    import_path: str
+    """`package.module.function`, called as `function(LossInputs, **kwargs) -> LossOutputs`."""
+    kwargs: dict[str, object] = {}
+
+
+class SFTLoss(Section):
+    """Negative log-likelihood of the masked-in tokens. What `ductile sft` trains with."""
+
+    type: Literal["sft"] = "sft"
+
+
+LossConfig = Annotated[DefaultLoss | IPOLoss | GRPOLoss | CustomLoss | SFTLoss, Field(discriminator="type")]
+
+
+class FakeDataConfig(Section):
+    batch_size: int = Field(default=2, ge=1)
+    """Samples a step."""
+    generate_samples: bool = False
+    """Documents of different lengths instead of one full sequence a sample."""
+
+
+class TrainerDataConfig(Section):
+    fake: FakeDataConfig | None = None
+    """Train on made-up data; no generator is needed."""
+
+
+class CheckpointConfig(Section):
+    interval: int | None = Field(default=None, ge=1)
+    """Save every n steps; a run always saves at its end and on Ctrl-C."""
+    keep_last: int | None = Field(default=2, ge=1)
+    """Complete checkpoints to keep; "None" keeps all."""
+    resume_step: int | None = Field(default=None, ge=-1)
+    """Resume from this step; -1 is the latest complete one."""
+    export_model: bool = True
+    """Also write an HF folder at each save."""
+
+
+class BenchConfig(Section):
+    output_json: str | None = None
+    """Write the figures here too."""
+
+
+class TrainerConfig(Section):
+    model: TrainerModelConfig = TrainerModelConfig()
+    optim: OptimConfig = AdamWConfig()
+    scheduler: SchedulerConfig = ConstantSchedule()
+    loss: LossConfig = DefaultLoss()
+    data: TrainerDataConfig = TrainerDataConfig()
+    max_steps: int | None = Field(default=None, ge=1)
+    seed: int = 0
+    matmul_precision: Literal["highest", "high", "medium"] = "high"
+    dist_timeout_seconds: int = Field(default=600, ge=1)
+    """Every collective gives up after this."""
+    max_concurrent_runs: Annotated[int, NotBuilt("several runs on one trainer")] = Field(default=1, ge=1)

@@ -1,0 +1,213 @@
+"""What flows round the circle.
+
+    Prompt -> GenerateRequest -> Generation -> Rollout -> RolloutGroup -> Sample -> MicroBatch -> (gradient) -> Manifest
+
+All of them are plain, immutable values without tensors. They cross process borders as msgpack (`ductile.wire.codec`);
+they become tensors in `ductile.trainer.collate` and `ductile.generator.engine`, and only there.
+
+Per-token lists of one value always have the same length; `__post_init__` says so where it would hurt most.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is drawn. Field names and meanings are those of the OpenAI API and its vLLM extensions."""
+
+    temperature: float = 1.0
+    """0 means greedy."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 keeps all tokens."""
+    min_p: float = 0.0
+    max_tokens: int = 128
+    stop_token_ids: tuple[int, ...] = ()
+    """Generation ends after one of these; the token is part of the output, so that it can be trained on."""
+    stop: tuple[str, ...] = ()
+    """Generation ends when the decoded text contains one of these."""
+    seed: int | None = None
+    """With a seed, the same request gives the same tokens, whatever else runs in the batch and across a hand-over."""
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One question, before anybody answers it."""
+
+    id: str
+    """Unique in a run, and the same after a resume: `"train/0/17"` is epoch 0, example 17."""
+    task: str
+    example: int
+    """Index into the task's data set; with it the task can score an answer."""
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """Ask a generator for one sequence. `generated` is what another generator (or an earlier life) produced already."""
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    group: str = ""
+    """Members of a group share their prompt's cache blocks."""
+    generated: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    versions: tuple[int, ...] = ()
+    priority: int = 0
+    """Higher runs first."""
+
+    def __post_init__(self) -> None:
+        if not len(self.generated) == len(self.logprobs) == len(self.versions):
+            raise ValueError(
+                f"request {self.id}: {len(self.generated)} generated tokens, {len(self.logprobs)} log-probs and "
+                f"{len(self.versions)} versions; the three must be equally long"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What a generator answers: all tokens after the prompt, those of `GenerateRequest.generated` included."""
+
+    id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of the processed distribution (temperature, top-k, ... applied), natural log."""
+    versions: tuple[int, ...]
+    """The weight version each token was sampled from."""
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One answer to a prompt, scored. In a task of several turns it holds all turns, the environment's words too."""
+
+    token_ids: tuple[int, ...]
+    """After the prompt."""
+    mask: tuple[bool, ...]
+    """True where the policy sampled the token: these are trained on."""
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    """-1 where the policy did not sample."""
+    finish_reason: FinishReason
+    reward: float
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    num_turns: int = 1
+
+    @property
+    def oldest_version(self) -> int:
+        return min((v for v, sampled in zip(self.versions, self.mask, strict=True) if sampled), default=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutGroup:
+    """All answers to one prompt; advantages are computed inside it."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+
+    @property
+    def oldest_version(self) -> int:
+        return min((rollout.oldest_version for rollout in self.rollouts), default=-1)
+
+    @property
+    def mean_reward(self) -> float:
+        return sum(rollout.reward for rollout in self.rollouts) / max(1, len(self.rollouts))
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One trainable token sequence.
+
+    Position `i` of every list speaks about `token_ids[i]`: its log-prob is that of predicting it from what precedes
+    it. `mask[0]` is always False, as nothing precedes the first token.
+
+    Example, prompt [5, 6], answer [7, 2], advantage 0.5:
+        token_ids   5     6     7     2
+        mask        F     F     T     T
+        logprobs    0     0    -.7   -.1
+        advantages  0     0    .5    .5
+        weights     0     0     1     1
+    """
+
+    token_ids: tuple[int, ...]
+    mask: tuple[bool, ...]
+    logprobs: tuple[float, ...] = ()
+    """As the generator sampled them. Empty in SFT."""
+    advantages: tuple[float, ...] = ()
+    """Empty in SFT."""
+    weights: tuple[float, ...] = ()
+    """Each token's share in the un-normalised loss: 1 for token-mean, 1/length for seq-mean. Empty means 1."""
+    old_logprobs: tuple[float, ...] = ()
+    """Under trainer numerics, from the scorer. Empty: the generator's are used."""
+    ref_logprobs: tuple[float, ...] = ()
+    """Of the reference model, from the scorer. Empty: no KL term."""
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        n = len(self.token_ids)
+        for name in ("mask", "logprobs", "advantages", "weights", "old_logprobs", "ref_logprobs"):
+            values = getattr(self, name)
+            if values and len(values) != n:
+                raise ValueError(f"sample of {n} tokens has {len(values)} {name}")
+        if len(self.mask) != n:
+            raise ValueError(f"sample of {n} tokens has {len(self.mask)} mask entries")
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Samples that one rank runs forward and backward together, packed one after the other.
+
+    An empty one is a rank's turn in the collectives without work of its own.
+    """
+
+    samples: tuple[Sample, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(sample) for sample in self.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where one tensor lies in a published segment. `dtype` is torch's name without the prefix: "float32"."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One published weight version: what is in it, where it lies, and how to know that it arrived whole."""
+
+    version: int
+    carrier: Literal["shared_memory", "disk"]
+    location: str
+    """`shared_memory`: a path that the receiver opens; `disk`: an HF folder."""
+    num_bytes: int
+    fingerprint: int
+    """64-bit, over all bytes in order (`ductile.weights.fingerprint`)."""
+    tensors: tuple[TensorEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What the trainer says of one optimizer step. All ranks compute the same one."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    num_tokens: int
+    """Trained tokens (mask true), all ranks together."""
+    metrics: dict[str, float] = field(default_factory=dict[str, float])

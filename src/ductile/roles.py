@@ -1,0 +1,130 @@
+"""What the loop may ask of the others. `ductile.wire.remote` implements these across processes; tests do in memory.
+
+Every call either returns or raises within its deadline: `SlotLost` when a process died, `Late` when it did not answer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from ductile.records import GenerateRequest, Generation, Manifest, MicroBatch, Sample, StepReport
+
+
+class SlotLost(Exception):
+    """A slot's process is gone. The text is a sentence: which slot, which role, what it did, how it ended."""
+
+
+class Late(Exception):
+    """A deadline passed. The text says who was asked for what, and how long we waited."""
+
+
+class Refused(Exception):
+    """A slot answered with an error. The text is the slot's sentence; `__notes__` has its traceback."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a role runs, as the orchestrator decided it. The constructor argument of every `SlotRole`."""
+
+    slot: int
+    members: tuple[int, ...]
+    """Slots that hold the role together, in rank order; this one is among them."""
+    epoch: int
+    device: str
+    """"cpu" or "cuda:0"."""
+    rendezvous: str = ""
+    """host:port of the run's store, for groups."""
+
+
+class Trainer(Protocol):
+    @property
+    def num_ranks(self) -> int:
+        """Data-parallel ranks to pack for."""
+        ...
+
+    async def forward_backward(self, batch: Sequence[Sequence[MicroBatch]]) -> None:
+        """Accumulate gradients. `batch[rank]` are that rank's micro-batches, equally many on every rank."""
+        ...
+
+    async def optim_step(self, divisor: float) -> StepReport: ...
+
+    async def publish(self, version: int) -> Manifest: ...
+
+    async def withdraw(self, version: int) -> None: ...
+
+    async def save(self, path: str) -> None: ...
+
+    async def load(self, path: str) -> None: ...
+
+    async def export(self, path: str) -> None: ...
+
+
+class Generators(Protocol):
+    @property
+    def capacity(self) -> int:
+        """How many sequences all generators together run at once."""
+        ...
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Wait for one sequence. Cancelling the call aborts the request."""
+        ...
+
+    async def receive(self, manifest: Manifest) -> None:
+        """Returns when every generator samples from this version. Requests in flight go on."""
+        ...
+
+
+class Scorer(Protocol):
+    async def score(
+        self, samples: Sequence[Sample], model: Literal["policy", "reference"]
+    ) -> list[tuple[float, ...]]: ...
+
+    async def receive(self, manifest: Manifest) -> None: ...
+
+
+class Task(Protocol):
+    """Prompts and rewards. Plain Python without torch; `ductile.tasks` has the built-in ones.
+
+    A task of one turn needs `__len__`, `messages` and `reward`. One of several turns also overrides `reply`.
+    """
+
+    name: str
+
+    def __len__(self) -> int:
+        """Number of examples. Procedural tasks say how many they can make."""
+        ...
+
+    def messages(self, example: int) -> list[dict[str, str]]:
+        """The conversation that asks example `example`: `[{"role": "user", "content": "1 + 2 ="}]`."""
+        ...
+
+    def reward(self, example: int, answer: str) -> "float | tuple[float, dict[str, float]]":
+        """Score the policy's last words: a reward, or (reward, metrics)."""
+        ...
+
+    def reply(self, example: int, messages: list[dict[str, str]]) -> list[dict[str, str]] | None:
+        """The environment's next words after the policy spoke; None ends the rollout."""
+        ...
+
+
+class SlotRole(Protocol):
+    """A role as its slot holds it, made by `Role(settings, place)`: `settings` is the dumped config section of `Hold`.
+
+    The slot's main thread alone calls these, one at a time.
+    """
+
+    def handle(self, command: Any) -> Any:
+        """Execute one command (`ductile.wire.messages`) and return its reply."""
+        ...
+
+    def has_work(self) -> bool:
+        """True while `step` would do something. The slot then does not sleep between commands."""
+        ...
+
+    def step(self) -> list[Any]:
+        """Do one short piece of own work (an engine step) and return the events it caused."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; called on `Drop` and before the process exits."""
+        ...
