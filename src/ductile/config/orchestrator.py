@@ -15,6 +15,8 @@ class SamplingConfig(Section):
     max_tokens: int = Field(default=128, ge=1)
     seed: int | None = None
     stop: list[str] = []
+    ignore_eos: bool = False
+    """Always generate `max_tokens`; for benchmarks."""
 
 
 class ReasoningGymTask(Section):
