@@ -1,0 +1,144 @@
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+
+from ductile.records import Manifest
+from ductile.weights.publisher import ALIGNMENT_BYTES, Publisher
+from ductile.weights.subscriber import WeightsUnavailable, receive
+
+TENSORS = {
+    "embed": torch.arange(15, dtype=torch.float32).reshape(5, 3),
+    "norm": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+    "scalar": torch.tensor(7, dtype=torch.int64),
+    "empty": torch.empty(0, 4),
+    "transposed": torch.arange(6.0).reshape(2, 3).T,
+}
+
+
+@pytest.fixture
+def publisher():
+    publisher = Publisher()
+    yield publisher
+    publisher.close()
+
+
+def test_receives_what_was_published(publisher: Publisher):
+    manifest = publisher.publish(3, TENSORS.items())
+    received = receive(manifest)
+    assert list(received) == list(TENSORS)
+    for name, tensor in TENSORS.items():
+        assert received[name].dtype == tensor.dtype
+        assert torch.equal(received[name], tensor)
+    assert manifest.version == 3
+    assert all(entry.offset_bytes % ALIGNMENT_BYTES == 0 for entry in manifest.tensors)
+
+
+def test_a_version_may_be_empty(publisher: Publisher):
+    assert receive(publisher.publish(0, [])) == {}
+
+
+def test_receivers_do_not_disturb_each_other(publisher: Publisher):
+    manifest = publisher.publish(0, TENSORS.items())
+    first, second = receive(manifest), receive(manifest)
+    first["embed"].zero_()
+    assert torch.equal(second["embed"], TENSORS["embed"])
+    assert torch.equal(receive(manifest)["embed"], TENSORS["embed"])
+
+
+def test_a_published_segment_is_sealed(publisher: Publisher):
+    manifest = publisher.publish(0, TENSORS.items())
+    fd = os.open(manifest.location, os.O_RDWR)
+    with pytest.raises(PermissionError):
+        os.pwrite(fd, b"x", 0)
+    os.close(fd)
+
+
+def test_withdrawn_versions_are_freed_and_keep_serving_who_has_them(publisher: Publisher):
+    num_fds = len(os.listdir("/proc/self/fd"))
+    manifests = [publisher.publish(version, TENSORS.items()) for version in range(3)]
+    held = receive(manifests[0])
+    publisher.withdraw(1)
+    assert publisher.versions == (2,)
+    assert len(os.listdir("/proc/self/fd")) == num_fds + 2  # version 2's, and the mapping of version 0
+    with pytest.raises(WeightsUnavailable, match=r"version 0 is gone.*ended or withdrew"):
+        receive(manifests[0])
+    assert torch.equal(held["embed"], TENSORS["embed"])
+    assert torch.equal(receive(manifests[2])["embed"], TENSORS["embed"])
+
+
+def test_a_number_that_serves_another_version_is_refused(publisher: Publisher):
+    old = publisher.publish(0, TENSORS.items())
+    publisher.withdraw(0)
+    new = publisher.publish(1, [("embed", TENSORS["embed"] + 1)])
+    assert new.location == old.location
+    with pytest.raises(WeightsUnavailable, match="version 0"):
+        receive(old)
+    publisher.withdraw(1)
+    changed = {**TENSORS, "embed": TENSORS["embed"] + 1}
+    publisher.publish(2, changed.items())
+    with pytest.raises(WeightsUnavailable, match=r"version 0.*damaged.*fingerprint"):
+        receive(old)
+
+
+def test_publishing_a_version_twice_is_refused(publisher: Publisher):
+    publisher.publish(0, [])
+    with pytest.raises(ValueError, match="version 0 is published already"):
+        publisher.publish(0, [])
+
+
+def test_a_failing_source_leaves_nothing_open(publisher: Publisher):
+    def tensors():
+        yield "a", torch.ones(2)
+        raise RuntimeError("gather failed")
+
+    num_fds = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(RuntimeError, match="gather failed"):
+        publisher.publish(0, tensors())
+    assert len(os.listdir("/proc/self/fd")) == num_fds
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "complex7"}, "embed has the unknown dtype 'complex7'"),
+        ({"offset_bytes": 10_000}, "embed lies at bytes"),
+        ({"offset_bytes": -64}, "embed lies at bytes"),
+        ({"shape": (5, 4)}, "embed has 60 bytes, too many or few for float32"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_is_refused(publisher: Publisher, change: dict, message: str):
+    manifest = publisher.publish(0, TENSORS.items())
+    wrong = replace(manifest, tensors=(replace(manifest.tensors[0], **change), *manifest.tensors[1:]))
+    with pytest.raises(WeightsUnavailable, match=message):
+        receive(wrong)
+
+
+def test_a_dead_publisher_is_a_clear_error():
+    program = (
+        "import sys, msgspec, torch, signal\n"
+        "from ductile.weights.publisher import Publisher\n"
+        "manifest = Publisher().publish(5, [('w', torch.arange(4.0))])\n"
+        "sys.stdout.buffer.write(msgspec.json.encode(manifest) + b'\\n'); sys.stdout.flush()\n"
+        "signal.pause()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        manifest = msgspec.json.decode(process.stdout.readline(), type=Manifest)
+        held = receive(manifest)
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        assert torch.equal(held["w"], torch.arange(4.0))
+        with pytest.raises(WeightsUnavailable, match="version 5 is gone"):
+            receive(manifest)
+    finally:
+        process.kill()
+        process.wait(10)
+        assert process.stdout is not None
+        process.stdout.close()
