@@ -1,0 +1,234 @@
+"""What a model is made of, as plain numbers: `ModelSpec`, read from a Hugging Face `config.json`.
+
+Everything that the model cannot do is refused here, by name, before a byte of weights is read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, cast
+
+Family = Literal["llama", "qwen2", "qwen3"]
+
+ARCHITECTURES: dict[str, Family] = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+
+
+class SpecError(ValueError):
+    """A `config.json` that we cannot build a model from. The text names the key, the value and what is possible."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for longer contexts. Absent in most models."""
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+    """Only `llama3` reads these three."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+
+    family: Family
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    rms_norm_eps: float = 1e-6
+    tie_embeddings: bool = False
+    attention_bias: bool = False
+    """On q, k and v."""
+    output_bias: bool = False
+    """On the projection after attention."""
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """RMSNorm over each head of q and k, before the rotation."""
+    max_position: int = 2048
+    """Longest sequence that the model was trained for; nothing here enforces it."""
+    initializer_range: float = 0.02
+    """Standard deviation of random weights."""
+
+    def __post_init__(self) -> None:
+        sizes = {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+        }
+        for key, value in sizes.items():
+            if value < 1:
+                raise SpecError(f"{key} is {value}; it must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise SpecError(
+                f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}; "
+                "each key/value head serves equally many query heads"
+            )
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise SpecError(f"head_dim is {self.head_dim}; rotary positions need an even number")
+
+    @property
+    def num_parameters(self) -> int:
+        """Tied embeddings count once."""
+        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = (query + 2 * key) * (self.hidden_size + self.attention_bias)
+        attention += query * self.hidden_size + self.hidden_size * self.output_bias
+        attention += 2 * self.head_dim * self.qk_norm
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        mlp += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
+        layer = attention + mlp + 2 * self.hidden_size
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return embeddings + self.num_layers * layer + self.hidden_size
+
+
+def spec_from_hf(config: Mapping[str, object]) -> ModelSpec:
+    """Read a `config.json` of transformers 4 or 5. Raises `SpecError` on anything that we would compute differently."""
+    family = _family(config)
+    _refuse_the_unsupported(config)
+    hidden_size, num_heads = _integer(config, "hidden_size"), _integer(config, "num_attention_heads")
+    theta, scaling = _rope(config)
+    biased = _flag(config, "attention_bias", False)
+    if config.get("head_dim") is not None:
+        head_dim = _integer(config, "head_dim")
+    elif family == "qwen3":
+        head_dim = 128  # Qwen3Config's default, which does not follow from the other sizes
+    elif num_heads > 0 and hidden_size % num_heads == 0:
+        head_dim = hidden_size // num_heads
+    else:
+        raise SpecError(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}")
+    return ModelSpec(
+        family=family,
+        vocab_size=_integer(config, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=_integer(config, "intermediate_size"),
+        num_layers=_integer(config, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=_integer(config, "num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
+        tie_embeddings=_flag(config, "tie_word_embeddings", False),
+        attention_bias=family == "qwen2" or biased,
+        output_bias=family != "qwen2" and biased,
+        mlp_bias=family == "llama" and _flag(config, "mlp_bias", False),
+        qk_norm=family == "qwen3",
+        max_position=_integer(config, "max_position_embeddings", 2048),
+        initializer_range=_number(config, "initializer_range", 0.02),
+    )
+
+
+def _family(config: Mapping[str, object]) -> Family:
+    architectures = config.get("architectures")
+    if isinstance(architectures, list) and architectures:
+        name = str(cast(list[object], architectures)[0])
+        if name in ARCHITECTURES:
+            return ARCHITECTURES[name]
+        raise SpecError(f"architectures is {name!r}; ductile has {', '.join(ARCHITECTURES)}")
+    for family in ARCHITECTURES.values():
+        if config.get("model_type") == family:
+            return family
+    raise SpecError(
+        f"neither architectures nor model_type ({config.get('model_type')!r}) names a model that ductile has; "
+        f"architectures must be one of {', '.join(ARCHITECTURES)}"
+    )
+
+
+def _refuse_the_unsupported(config: Mapping[str, object]) -> None:
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise SpecError(f"hidden_act is {activation!r}; ductile computes 'silu' only")
+    layer_types = config.get("layer_types")
+    sliding = isinstance(layer_types, list) and "sliding_attention" in layer_types
+    if config.get("use_sliding_window") or sliding:
+        raise SpecError(
+            "sliding-window attention is not supported; set use_sliding_window to false and drop layer_types"
+        )
+    if config.get("quantization_config") is not None:
+        raise SpecError("quantization_config: quantised weights are not supported; save the model in bfloat16 first")
+    if _integer(config, "pretraining_tp", 1) != 1:
+        raise SpecError(f"pretraining_tp is {config['pretraining_tp']!r}; ductile computes pretraining_tp = 1 only")
+
+
+def _rope(config: Mapping[str, object]) -> tuple[float, RopeScaling | None]:
+    """transformers 5 writes `rope_parameters`; 4 wrote `rope_theta` beside an optional `rope_scaling`."""
+    key = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
+    value = config.get(key)
+    if value is None:
+        return _number(config, "rope_theta", 10_000.0), None
+    if not isinstance(value, Mapping):
+        raise SpecError(f"{key} is {value!r}; it must be a table with rope_type")
+    rope = cast(Mapping[str, object], value)
+    theta = _number(rope if "rope_theta" in rope else config, "rope_theta", 10_000.0)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if _number(rope, "partial_rotary_factor", 1.0) != 1.0:
+        raise SpecError(
+            f"{key}.partial_rotary_factor is {rope['partial_rotary_factor']!r}; whole heads are rotated here"
+        )
+    if kind == "default":
+        return theta, None
+    if kind == "linear":
+        return theta, RopeScaling("linear", _positive(rope, "factor"))
+    if kind == "llama3":
+        scaling = RopeScaling(
+            "llama3",
+            factor=_positive(rope, "factor"),
+            low_freq_factor=_positive(rope, "low_freq_factor"),
+            high_freq_factor=_positive(rope, "high_freq_factor"),
+            original_max_position=_integer(rope, "original_max_position_embeddings"),
+        )
+        if scaling.high_freq_factor <= scaling.low_freq_factor:
+            raise SpecError(f"{key}.high_freq_factor must be larger than low_freq_factor {scaling.low_freq_factor}")
+        return theta, scaling
+    raise SpecError(f"{key}.rope_type is {kind!r}; ductile has 'default', 'linear' and 'llama3'")
+
+
+def _integer(config: Mapping[str, object], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None:
+        if default is None:
+            raise SpecError(f"{key} is missing")
+        return default
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise SpecError(f"{key} is {value!r}; it must be an integer")
+    return value
+
+
+def _number(config: Mapping[str, object], key: str, default: float | None = None) -> float:
+    value = config.get(key)
+    if value is None:
+        if default is None:
+            raise SpecError(f"{key} is missing")
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise SpecError(f"{key} is {value!r}; it must be a number")
+    return float(value)
+
+
+def _positive(config: Mapping[str, object], key: str) -> float:
+    value = _number(config, key)
+    if value <= 0:
+        raise SpecError(f"{key} is {value}; it must be above 0")
+    return value
+
+
+def _flag(config: Mapping[str, object], key: str, default: bool) -> bool:
+    value = config.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise SpecError(f"{key} is {value!r}; it must be true or false")
+    return value

@@ -1,0 +1,38 @@
+"""Attention over documents packed one after the other, without leak from one to the next.
+
+T tokens, H query heads, K key/value heads, D head size.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+class Attend(Protocol):
+    """The seam between the model and whoever keeps keys and values: a packed batch here, a paged cache elsewhere."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [T, H, D], k and v [T, K, D], after norms and rotation -> [T, H, D]."""
+        ...
+
+
+class PackedAttention:
+    """Causal attention inside each document of `lengths`, which add up to T."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = list(lengths)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = zip(q.split(self.lengths), k.split(self.lengths), v.split(self.lengths), strict=True)
+        grouped = q.shape[1] != k.shape[1]
+        return torch.cat(
+            [
+                scaled_dot_product_attention(
+                    *(part.transpose(0, 1)[None] for part in qkv), is_causal=True, enable_gqa=grouped
+                )[0].transpose(0, 1)
+                for qkv in parts
+            ]
+        )

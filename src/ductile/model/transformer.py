@@ -1,0 +1,103 @@
+"""A decoder-only transformer: Llama, Qwen2 and Qwen3 on one page. It knows no batch, no cache and no mesh.
+
+Tokens come flat, documents one after the other; `attend` knows which may see which. Names on disk differ
+(`ductile.core.layout.parameters`). T tokens, M hidden size, H query heads, K key/value heads, D head size, V vocabulary.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ductile.core.layout.spec import ModelSpec
+from ductile.model.attention import Attend
+from ductile.model.rope import Rope, rotate
+
+Head = Callable[[Tensor, Tensor], Tensor]
+"""What is made of the last hidden states [T, M] and the output embeddings [V, M]."""
+
+
+def full_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """[T, V]"""
+    return F.linear(hidden, weight)
+
+
+class RMSNorm(nn.Module):
+    """Divide by the root mean square over the last dim, in fp32, and scale."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        x32 = x.float()
+        x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
+        return x32.to(x.dtype) * self.weight
+
+
+class Attention(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        self.head_dim = spec.head_dim
+        self.qkv_proj = nn.Linear(spec.hidden_size, sum(self.heads) * spec.head_dim, bias=spec.attention_bias)
+        self.o_proj = nn.Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=spec.output_bias)
+        self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
+        q, k, v = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=1)
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        return self.o_proj(attend(layer, q, k, v).flatten(1))
+
+
+class MLP(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
+        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class Layer(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.attention = Attention(spec)
+        self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.mlp = MLP(spec)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, layer, attend)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Transformer(nn.Module):
+    """Made with uninitialised weights; `ductile.model.checkpoint.load_model` fills them."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.rope = Rope(spec)
+        self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.num_layers))
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        if not spec.tie_embeddings:
+            self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, head: Head = full_logits) -> Tensor:
+        """`token_ids` [T] and `positions` [T] (from 0 in each document), int64 -> whatever `head` makes of them.
+
+        `head` runs inside forward, so that wrappers which gather weights for the time of a forward (FSDP) cover it.
+        """
+        cos, sin = self.rope(positions)
+        x = self.embed(token_ids)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, index, attend)
+        output = self.embed if self.spec.tie_embeddings else self.lm_head
+        return head(self.norm(x), output.weight)
