@@ -1,0 +1,1 @@
+"""What does each rank work on, and how much does each token count?"""

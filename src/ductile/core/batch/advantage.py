@@ -1,0 +1,70 @@
+"""How much better than its siblings was each answer, and the samples that say so token by token."""
+
+from collections.abc import Callable, Sequence
+from math import sqrt
+
+from ductile.records import Prompt, Rollout, RolloutGroup, Sample
+
+Advantage = Callable[[list[float], RolloutGroup], list[float]]
+"""`function(rewards, group)` gives one advantage a rollout. A custom one has this signature too."""
+
+
+def mean_baseline(rewards: list[float], group: RolloutGroup) -> list[float]:
+    """Reward minus the group's mean ("default")."""
+    mean = sum(rewards) / max(1, len(rewards))
+    return [reward - mean for reward in rewards]
+
+
+def standardised(rewards: list[float], group: RolloutGroup, eps: float = 1e-6) -> list[float]:
+    """Reward minus the group's mean, over its standard deviation ("grpo"). Equal rewards give 0, not 0/0."""
+    centred = mean_baseline(rewards, group)
+    std = sqrt(sum(value * value for value in centred) / max(1, len(centred)))
+    return [value / (std + eps) for value in centred]
+
+
+ADVANTAGES: dict[str, Advantage] = {"default": mean_baseline, "grpo": standardised}
+"""By the `type` of `[orchestrator.advantage]`; `custom` is imported by who reads the config."""
+
+
+def to_samples(group: RolloutGroup, advantage: Advantage = mean_baseline, temperature: float = 1.0) -> list[Sample]:
+    """One sample a rollout, in order. `temperature` is the one that the answers were sampled with.
+
+    Raises ValueError when `advantage` does not return one finite number a rollout.
+    """
+    advantages = advantage([rollout.reward for rollout in group.rollouts], group)
+    _check(advantages, group)
+    return [
+        _to_sample(group.prompt, rollout, value, temperature)
+        for rollout, value in zip(group.rollouts, advantages, strict=True)
+    ]
+
+
+def all_equal(rewards: Sequence[float]) -> bool:
+    """A group that teaches nothing: every advantage is 0."""
+    return len(set(rewards)) <= 1
+
+
+def _to_sample(prompt: Prompt, rollout: Rollout, advantage: float, temperature: float) -> Sample:
+    num_before = len(prompt.token_ids)
+    mask = (False,) * num_before + rollout.mask
+    if not num_before and mask:
+        mask = (False, *mask[1:])  # nothing precedes the first token, so nothing predicted it
+    return Sample(
+        token_ids=prompt.token_ids + rollout.token_ids,
+        mask=mask,
+        logprobs=(0.0,) * num_before + rollout.logprobs,
+        advantages=tuple(advantage if trained else 0.0 for trained in mask),
+        # Greedy answers are trained on as they are without a temperature: a division by 0 has no log-prob.
+        temperature=temperature or 1.0,
+    )
+
+
+def _check(advantages: Sequence[float], group: RolloutGroup) -> None:
+    if len(advantages) != len(group.rollouts):
+        raise ValueError(
+            f"the advantage function returned {len(advantages)} values for the {len(group.rollouts)} rollouts of "
+            f"prompt {group.prompt.id}; it must return one a rollout"
+        )
+    for rollout, value in enumerate(advantages):
+        if not abs(value) < float("inf"):
+            raise ValueError(f"the advantage of rollout {rollout} of prompt {group.prompt.id} is {value}")

@@ -1,0 +1,104 @@
+"""Every sample once, nothing over budget, equal counts, balanced."""
+
+from collections import Counter
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ductile.core.batch.packing import Cost, SampleTooLong, pack
+from ductile.records import MicroBatch, Sample
+
+SEQ_LEN = 64
+
+
+def samples_of(lengths: list[int]) -> list[Sample]:
+    """Distinguishable: the first token is the sample's index."""
+    return [Sample((index,) + (0,) * (n - 1), mask=(False,) * n) for index, n in enumerate(lengths)]
+
+
+def cost_of(micro_batch: MicroBatch, cost: Cost) -> float:
+    return sum(cost(len(sample)) for sample in micro_batch.samples)
+
+
+lengths_lists = st.lists(st.integers(1, SEQ_LEN), max_size=60)
+
+
+@given(lengths=lengths_lists, num_ranks=st.integers(1, 9))
+@settings(deadline=None)
+def test_each_sample_is_packed_exactly_once_within_the_budget(lengths: list[int], num_ranks: int) -> None:
+    samples = samples_of(lengths)
+    ranks = pack(samples, num_ranks, SEQ_LEN)
+    packed = [sample for rank in ranks for micro_batch in rank for sample in micro_batch.samples]
+    assert Counter(packed) == Counter(samples)
+    assert all(micro_batch.num_tokens <= SEQ_LEN for rank in ranks for micro_batch in rank)
+    assert len(ranks) == num_ranks
+    assert len({len(rank) for rank in ranks}) == 1
+
+
+@given(lengths=lengths_lists, num_ranks=st.integers(1, 9), per_pair=st.floats(0, 1))
+@settings(deadline=None)
+def test_no_sample_wants_to_move(lengths: list[int], num_ranks: int, per_pair: float) -> None:
+    """Greedy balance: a micro-batch without its cheapest sample costs no more than any other that had room for it."""
+    cost = Cost(per_pair)
+    bins = [micro_batch for rank in pack(samples_of(lengths), num_ranks, SEQ_LEN, cost) for micro_batch in rank]
+    for one in bins:
+        for other in bins:
+            if one is other or not one.samples:
+                continue
+            last = min(len(sample) for sample in one.samples)
+            if SEQ_LEN - other.num_tokens >= last:
+                assert cost_of(one, cost) - cost(last) <= cost_of(other, cost) + 1e-6
+
+
+@given(lengths=lengths_lists, num_ranks=st.integers(1, 9))
+@settings(deadline=None)
+def test_ranks_differ_by_less_than_one_micro_batch(lengths: list[int], num_ranks: int) -> None:
+    cost = Cost()
+    ranks = pack(samples_of(lengths), num_ranks, SEQ_LEN, cost)
+    costs = [[cost_of(micro_batch, cost) for micro_batch in rank] for rank in ranks]
+    totals = [sum(rank) for rank in costs]
+    assert max(totals) - min(totals) <= max((max(rank, default=0.0) for rank in costs), default=0.0) + 1e-6
+
+
+@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=7))
+@settings(deadline=None, max_examples=60)
+def test_not_more_micro_batches_than_one_above_the_fewest_possible(lengths: list[int]) -> None:
+    """Against a dumb twin that tries every partition."""
+    (rank,) = pack(samples_of(lengths), 1, 12)
+    assert len(rank) <= fewest_bins(lengths, 12) + 1
+
+
+def fewest_bins(lengths: list[int], room: int) -> int:
+    if not lengths:
+        return 0
+    first, rest = lengths[0], lengths[1:]
+    best = len(lengths)
+    for size in range(len(rest) + 1):
+        for beside in combinations(range(len(rest)), size):
+            if first + sum(rest[i] for i in beside) <= room:
+                others = [n for i, n in enumerate(rest) if i not in beside]
+                best = min(best, 1 + fewest_bins(others, room))
+    return best
+
+
+def test_the_dearest_come_first_and_meet_each_other() -> None:
+    ranks = pack(samples_of([60, 58, 10, 9]), 2, 64)
+    assert [[micro_batch.num_tokens for micro_batch in rank] for rank in ranks] == [[60, 9], [58, 10]] or [
+        [micro_batch.num_tokens for micro_batch in rank] for rank in ranks
+    ] == [[60, 10], [58, 9]]
+
+
+def test_fewer_samples_than_ranks_leaves_empty_micro_batches() -> None:
+    ranks = pack(samples_of([5, 4]), 4, 64)
+    assert [[micro_batch.num_tokens for micro_batch in rank] for rank in ranks] == [[5], [4], [0], [0]]
+
+
+def test_nothing_to_pack() -> None:
+    assert pack([], 3, 64) == [[], [], []]
+
+
+def test_a_sample_that_never_fits_is_named() -> None:
+    with pytest.raises(SampleTooLong, match=r"sample 1 has 65 tokens and seq_len is 64"):
+        pack(samples_of([3, 65]), 2, 64)
