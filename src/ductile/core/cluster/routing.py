@@ -1,0 +1,59 @@
+"""Which generator gets the next sequence.
+
+The one with the least work ahead of it, counted in predicted tokens and not in sequences: sequences of a skewed length
+distribution are not alike. Siblings of a group go where their prompt is already cached, as long as that costs less
+than the cached prompt saves (`affinity_tokens` more predicted tokens than the least loaded generator).
+
+The caller keeps the books (a `GeneratorLoad` a slot) and asks again for every sequence.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorLoad:
+    slot: int
+    remaining_tokens: float
+    """Predicted tokens that it still has to sample, all its sequences together."""
+    groups: frozenset[str] = frozenset()
+    """Groups with a member in flight here: their prompts are cached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    slot: int
+    reason: str
+
+
+def route(group: str, loads: Sequence[GeneratorLoad], affinity_tokens: float = 256) -> Route:
+    """The slot for one more sequence of `group` ("" for none). Ties go to the lowest slot number.
+
+    Raises ValueError when there is no generator.
+    """
+    if not loads:
+        raise ValueError("there is no generator to route to")
+    least = min(loads, key=lambda load: (load.remaining_tokens, load.slot))
+    siblings = [load for load in loads if group and group in load.groups]
+    if siblings:
+        near = min(siblings, key=lambda load: (load.remaining_tokens, load.slot))
+        extra = near.remaining_tokens - least.remaining_tokens
+        if extra <= affinity_tokens:
+            return Route(
+                near.slot, f"slot {near.slot} has the prompt of group {group} cached, for {extra:.0f} tokens more"
+            )
+    return Route(least.slot, f"slot {least.slot} has the fewest tokens left: {least.remaining_tokens:.0f}")
+
+
+def predicted_tokens(max_tokens: int, generated: int, mean_length: float | None) -> float:
+    """How many tokens a sequence still takes, as far as one can know.
+
+    mean_length: of the answers finished so far; None before the first one, when the limit is all that is known.
+    A sequence that outlived the mean is expected to need half of what its limit leaves.
+    """
+    left = max(0, max_tokens - generated)
+    if mean_length is None:
+        return float(left)
+    if generated < mean_length:
+        return min(float(left), mean_length - generated)
+    return left / 2
