@@ -1,0 +1,162 @@
+"""What a run writes down about itself, as it happens.
+
+    events.jsonl    one line an event: a sentence for a person, fields for a program
+    metrics.jsonl   one line a training step
+    summary.json    the run in a dozen numbers, written at its end
+
+`Recorder` writes them; whoever wants to watch (the live view, TensorBoard, W&B) is a `Listener` of it. A line is
+flushed when it is written: after a kill -9 the files tell everything up to that moment.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    time_s: float
+    """Unix time."""
+    kind: str
+    """For programs: "saved", "slot_lost", "group_dropped"."""
+    sentence: str
+    """For people."""
+    fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+class Listener(Protocol):
+    """Follows a run. Called in the orchestrator's event loop: must return at once and not raise."""
+
+    def on_event(self, event: Event) -> None: ...
+
+    def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Recorder:
+    """Writes the three files in `folder` and tells the listeners. Files of an earlier life are continued."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+        self.folder = folder
+        self.clock = clock
+        self.listeners: list[Listener] = []
+        folder.mkdir(parents=True, exist_ok=True)
+        self._events = _open_to_append(folder / "events.jsonl")
+        self._metrics = _open_to_append(folder / "metrics.jsonl")
+
+    def event(self, kind: str, sentence: str, **fields: Any) -> None:
+        event = Event(self.clock(), kind, sentence, fields)
+        _write_line(self._events, {"time": round(event.time_s, 3), "kind": kind, "sentence": sentence, **fields})
+        for listener in self.listeners:
+            listener.on_event(event)
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        _write_line(self._metrics, {"step": step, "time": round(self.clock(), 3), **values})
+        for listener in self.listeners:
+            listener.on_metrics(step, values)
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        write_json(self.folder / "summary.json", dict(values))
+
+    def close(self) -> None:
+        for listener in self.listeners:
+            listener.close()
+        self._events.close()
+        self._metrics.close()
+
+
+class Stopwatch:
+    """Seconds by phase. Phases may overlap (the trainer works while the loop waits for groups), so they need not add
+    up to the step's wall time."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+        self._started_s = clock()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start_s = self._clock()
+        try:
+            yield
+        finally:
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + self._clock() - start_s
+
+    def lap(self) -> tuple[float, dict[str, float]]:
+        """(seconds since the last lap, seconds by phase in it); starts the next one."""
+        now_s = self._clock()
+        total_s, seconds = now_s - self._started_s, self._seconds
+        self._started_s, self._seconds = now_s, {}
+        return total_s, seconds
+
+
+def read_jsonl(file: Path) -> list[dict[str, Any]]:
+    """The file's objects. A last line that was cut off by a kill is left out."""
+    rows: list[dict[str, Any]] = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def truncate_metrics(folder: Path, last_step: int) -> int:
+    """Drop the metrics of steps after `last_step`, which a resume from there is about to repeat. Returns how many."""
+    file = folder / "metrics.jsonl"
+    rows = read_jsonl(file)
+    kept = [row for row in rows if row["step"] <= last_step]
+    write_text(file, "".join(_line(row) for row in kept))
+    return len(rows) - len(kept)
+
+
+def write_json(file: Path, value: Any) -> None:
+    write_text(file, json.dumps(_finite(value), indent=2, sort_keys=False) + "\n")
+
+
+def write_text(file: Path, text: str) -> None:
+    """Atomic: a reader sees the old content or the new, also after a power cut."""
+    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    with partial.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.replace(file)
+
+
+def _open_to_append(file: Path) -> TextIO:
+    stream = file.open("a+", encoding="utf-8")
+    end = stream.seek(0, os.SEEK_END)
+    if end:
+        # A kill may have cut the last line; the next one must not be glued to it.
+        stream.seek(end - 1)
+        if stream.read(1) != "\n":
+            stream.write("\n")
+    return stream
+
+
+def _write_line(stream: TextIO, value: Mapping[str, Any]) -> None:
+    stream.write(_line(value))
+    stream.flush()
+
+
+def _line(value: Mapping[str, Any]) -> str:
+    return json.dumps(_finite(value), ensure_ascii=False, default=str) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN or infinity; null says "no number" in every reader."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,86 @@
+import json
+import subprocess
+import sys
+
+from ductile.observe import Recorder, Stopwatch, read_jsonl, truncate_metrics
+
+
+class Watcher:
+    def __init__(self):
+        self.events, self.rows, self.closed = [], [], False
+
+    def on_event(self, event):
+        self.events.append(event)
+
+    def on_metrics(self, step, metrics):
+        self.rows.append((step, dict(metrics)))
+
+    def close(self):
+        self.closed = True
+
+
+def test_events_metrics_and_summary(tmp_path):
+    record = Recorder(tmp_path, clock=lambda: 12.5)
+    watcher = Watcher()
+    record.listeners.append(watcher)
+    record.event("saved", "Saved step 3.", step=3)
+    record.metrics(3, {"loss": 0.5, "kl": float("nan")})
+    record.summary({"steps": 3})
+    assert json.loads((tmp_path / "events.jsonl").read_text()) == {
+        "time": 12.5,
+        "kind": "saved",
+        "sentence": "Saved step 3.",
+        "step": 3,
+    }
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 3, "time": 12.5, "loss": 0.5, "kl": None}
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 3}
+    record.close()
+    assert watcher.events[0].sentence == "Saved step 3."
+    assert watcher.rows[0][0] == 3
+    assert watcher.closed
+
+
+def test_a_line_is_on_disk_when_the_process_is_killed(tmp_path):
+    code = (
+        "import os, pathlib, signal; from ductile.observe import Recorder\n"
+        f"r = Recorder(pathlib.Path({str(tmp_path)!r})); r.event('a', 'One.'); r.metrics(1, {{'x': 1}})\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -9
+    assert [row["sentence"] for row in read_jsonl(tmp_path / "events.jsonl")] == ["One."]
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1]
+
+
+def test_a_cut_line_neither_hides_the_next_one_nor_breaks_reading(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "x": 1}\n{"step": 2, "x"')
+    record = Recorder(tmp_path)
+    record.metrics(3, {"x": 3})
+    record.close()
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 3]
+
+
+def test_truncate_keeps_what_the_checkpoint_knows(tmp_path):
+    record = Recorder(tmp_path)
+    for step in range(1, 6):
+        record.metrics(step, {"x": step})
+    record.close()
+    assert truncate_metrics(tmp_path, 3) == 2
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_stopwatch_adds_up_phases_and_starts_again_after_a_lap():
+    now = [0.0]
+    watch = Stopwatch(clock=lambda: now[0])
+    with watch("wait"):
+        now[0] += 2
+    with watch("train"), watch("publish"):
+        now[0] += 1
+    with watch("wait"):
+        now[0] += 3
+    assert watch.lap() == (6.0, {"wait": 5.0, "train": 1.0, "publish": 1.0})
+    assert watch.lap() == (0.0, {})
+
+
+def test_observing_needs_no_torch():
+    code = "import sys, ductile.observe; assert 'torch' not in sys.modules and 'pydantic' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
