@@ -1,4 +1,4 @@
-"""Tiny Hugging Face folders with random weights, written by `transformers` and `tokenizers`, not by the code under test.
+"""Tiny Hugging Face folders with random weights, written by `transformers` and `tokenizers`, not by our own code.
 
 folder = make_model_folder(tmp_path / "m")                        # Qwen3, 2 layers of 32, tied embeddings
 folder = make_model_folder(tmp_path / "m", "llama", tie_word_embeddings=False, num_hidden_layers=3)
@@ -12,7 +12,7 @@ SPECIALS = ("<|pad|>", "<|bos|>", "<|im_start|>", "<|im_end|>", "<|unk|>")
 PAD, BOS, IM_START, IM_END, UNK = range(len(SPECIALS))
 """`<|im_end|>` ends a turn and is the end-of-sequence token."""
 
-CHARACTERS = tuple(chr(code) for code in range(32, 127)) + ("\n", "\t")
+CHARACTERS = (*(chr(code) for code in range(32, 127)), "\n", "\t")
 VOCAB_SIZE = len(SPECIALS) + len(CHARACTERS)
 
 CHAT_TEMPLATE = (

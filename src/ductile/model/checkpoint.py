@@ -31,7 +31,6 @@ COPIED = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
-    "chat_template.json",
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
@@ -143,7 +142,8 @@ def _read_parameter(
         tensor = opened[file].get_tensor(part.name)
         if tuple(tensor.shape) != part.shape:
             raise ModelFolderError(
-                f"{folder / file}: {part.name} has shape {list(tensor.shape)}, but {CONFIG} calls for {list(part.shape)}"
+                f"{folder / file}: {part.name} has shape {list(tensor.shape)}, "
+                f"but {CONFIG} calls for {list(part.shape)}"
             )
         parts.append(tensor)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -248,7 +248,7 @@ def _bytes(tensor: Tensor, parameter: Parameter, dtype: torch.dtype) -> memoryvi
     if tuple(tensor.shape) != parameter.shape:
         raise ValueError(f"{parameter.name} has shape {list(tensor.shape)}, not {list(parameter.shape)}")
     whole = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
-    return memoryview(whole.flatten().view(torch.uint8).numpy())
+    return memoryview(whole.flatten().view(torch.uint8).numpy().data)
 
 
 def _replace(folder: Path, building: Path) -> None:

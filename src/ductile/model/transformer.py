@@ -1,7 +1,9 @@
 """A decoder-only transformer: Llama, Qwen2 and Qwen3 on one page. It knows no batch, no cache and no mesh.
 
 Tokens come flat, documents one after the other; `attend` knows which may see which. Names on disk differ
-(`ductile.core.layout.parameters`). T tokens, M hidden size, H query heads, K key/value heads, D head size, V vocabulary.
+(`ductile.core.layout.parameters`).
+
+T tokens, M hidden size, H query heads, K key/value heads, D head size, V vocabulary.
 """
 
 from collections.abc import Callable

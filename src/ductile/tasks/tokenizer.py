@@ -1,0 +1,178 @@
+"""Text to token ids and back, and chats to prompts, from the files of a Hugging Face folder.
+
+`tokenizers` does the work; what `transformers` adds on top (special tokens, chat templates) is a page, so the control
+plane does without it, and without torch.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from ductile.tasks.chat_template import ChatTemplate, ChatTemplateError
+
+Message = Mapping[str, Any]
+
+
+class TokenizerError(Exception):
+    """Tokenizer files that cannot be used, or a chat that they cannot express. The text says which file and why."""
+
+
+class Tokenizer:
+    """Read with `from_folder`. Encoding follows the folder: its own rules say whether a bos token is added."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str],
+        eos_token_ids: Sequence[int],
+        chat_template: ChatTemplate | None,
+        source: str = "",
+    ) -> None:
+        backend.no_padding()
+        backend.no_truncation()
+        self._backend = backend
+        self._special_tokens = dict(special_tokens)
+        self._chat_template = chat_template
+        self._source = source
+        self.eos_token_ids = tuple(eos_token_ids)
+        """Generation ends after any of these: those of generation_config.json, config.json and the tokenizer."""
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, chat_template: str | Path | None = None) -> "Tokenizer":
+        """`chat_template` is a Jinja file to use instead of the folder's own."""
+        folder = Path(folder)
+        backend = _read_backend(folder / "tokenizer.json")
+        settings = _read_optional(folder / "tokenizer_config.json")
+        special_tokens = _special_tokens(_read_optional(folder / "special_tokens_map.json") | settings)
+        eos = _eos_token_ids(folder, backend, special_tokens.get("eos_token"))
+        template = _read_template(folder, settings, chat_template)
+        return cls(backend, special_tokens, eos, template, str(folder))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Ids that the vocabulary does not have (a model may be padded beyond it) decode to nothing."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of one token, None for an id that it does not have."""
+        return self._backend.id_to_token(token_id)
+
+    def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
+        """The text of a conversation. `variables` are further template variables: `enable_thinking=False`."""
+        if self._chat_template is None:
+            raise TokenizerError(
+                f"{self._source} has no chat template; add chat_template.jinja to it, or name a file with "
+                "--inference.model.chat-template"
+            )
+        try:
+            return self._chat_template.render(
+                **{"tools": None, "documents": None, **self._special_tokens, **variables},
+                messages=list(messages),
+                add_generation_prompt=add_generation_prompt,
+            )
+        except ChatTemplateError as error:
+            raise TokenizerError(f"the chat template of {self._source} refuses the messages: {error}") from error
+
+    def apply_chat_template(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
+    ) -> list[int]:
+        """The tokens of a conversation. The template writes the special tokens, so none are added here."""
+        return self.encode(self.render_chat(messages, add_generation_prompt, **variables), add_special_tokens=False)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this, added tokens included. A model's own `vocab_size` may be larger."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._id("bos_token")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        return self._id("pad_token")
+
+    def _id(self, name: str) -> int | None:
+        token = self._special_tokens.get(name)
+        return None if token is None else self._backend.token_to_id(token)
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    if not path.is_file():
+        raise TokenizerError(
+            f"{path.parent} has no {path.name}; ductile reads tokenizers in that format (save it with "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+        )
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the Rust side raises plain Exception
+        raise TokenizerError(f"{path} cannot be read: {error}") from error
+
+
+def _read_optional(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token` and its kin, as templates see them. A token is written as text or as a table with `content`."""
+    found: dict[str, str] = {}
+    for name in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"):
+        value = settings.get(name)
+        if isinstance(value, Mapping):
+            value = value.get("content")
+        if isinstance(value, str):
+            found[name] = value
+    return found
+
+
+def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, eos_token: str | None) -> list[int]:
+    """Chat models often name the end of a turn in one file and the end of a text in another; both end generation."""
+    found: list[Any] = []
+    for name in ("generation_config.json", "config.json"):
+        value = _read_optional(folder / name).get("eos_token_id")
+        found += value if isinstance(value, list) else [value]
+    found.append(backend.token_to_id(eos_token) if eos_token is not None else None)
+    wrong = [value for value in found if value is not None and (isinstance(value, bool) or not isinstance(value, int))]
+    if wrong:
+        raise TokenizerError(f"{folder}: eos_token_id holds {wrong[0]!r}; it must be an integer or a list of integers")
+    return list(dict.fromkeys(value for value in found if value is not None))
+
+
+def _read_template(folder: Path, settings: Mapping[str, Any], path: str | Path | None) -> ChatTemplate | None:
+    """Newer folders have chat_template.jinja; older ones put it into tokenizer_config.json, some as a list of several."""
+    if path is None and (folder / "chat_template.jinja").is_file():
+        path = folder / "chat_template.jinja"
+    if path is not None:
+        source = str(path)
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TokenizerError(f"chat template {path} cannot be read: {error}") from error
+    else:
+        source = f"chat_template in {folder / 'tokenizer_config.json'}"
+        text = settings.get("chat_template")
+        if isinstance(text, list):
+            text = {entry.get("name"): entry.get("template") for entry in text}.get("default")
+        if not isinstance(text, str):
+            return None
+    try:
+        return ChatTemplate(text)
+    except ChatTemplateError as error:
+        raise TokenizerError(f"{source} is not a template: {error}") from error
