@@ -46,8 +46,8 @@ TEMPLATES = {
     {% endif %}""",
     "json_namespace_and_tools": (
         "{% set ns = namespace(users=0) %}{% for m in messages %}{% if m.role == 'user' %}"
-        "{% set ns.users = ns.users + 1 %}{% endif %}{{ m | tojson }}{% endfor %}{{ messages | tojson(indent=2) }}{{ ns.users }}"
-        "{% if tools %}tools{% endif %}{{ '!' if tools is none }}"
+        "{% set ns.users = ns.users + 1 %}{% endif %}{{ m | tojson }}{% endfor %}"
+        "{{ messages | tojson(indent=2) }}{{ ns.users }}{% if tools %}tools{% endif %}{{ '!' if tools is none }}"
     ),
     "generation_marks": (
         "{% set last = 'x' %}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{% set last = 'y' %}"

@@ -156,7 +156,7 @@ def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, eos_token: str |
 
 
 def _read_template(folder: Path, settings: Mapping[str, Any], path: str | Path | None) -> ChatTemplate | None:
-    """Newer folders have chat_template.jinja; older ones put it into tokenizer_config.json, some as a list of several."""
+    """Newer folders have chat_template.jinja; older ones tokenizer_config.json, with one template or a named list."""
     if path is None and (folder / "chat_template.jinja").is_file():
         path = folder / "chat_template.jinja"
     if path is not None:
