@@ -8,7 +8,14 @@ from pydantic import BaseModel, ConfigDict
 class Section(BaseModel):
     """A table of the config. Unknown keys are errors; the docstring under a field is its help text."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=False, frozen=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=False,
+        frozen=True,
+        allow_inf_nan=False,  # a deadline of `inf` would be a wait without an end
+        protected_namespaces=(),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,3 +27,15 @@ class NotBuilt:
     """
 
     what: str
+    only: tuple[object, ...] = ()
+    """Refuse just these values; empty: everything but the default."""
+    instead: str = ""
+    """What to write, or what happens, instead: a sentence."""
+
+    def refuses(self, value: object, default: object) -> bool:
+        if self.only:
+            return value in self.only
+        return value != default
+
+    def sentence(self) -> str:
+        return f"{self.what} is not built yet." + (f" {self.instead}" if self.instead else "")

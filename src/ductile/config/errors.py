@@ -1,0 +1,66 @@
+"""What is wrong with a config, in words: everything at once, each with its key, its value and where it came from."""
+
+import difflib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ductile.config.provenance import Origin, Path
+
+SECRETS = frozenset({"api_key"})
+"""Keys whose values are neither shown nor written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing to put right."""
+
+    what: str
+    """What is wrong and what to write instead. Starts where the subject, the key, leaves off."""
+    key: str = ""
+    """In its flag spelling; empty for a problem with a file or with the command line itself."""
+    value: str | None = None
+    origin: str = ""
+
+    def __str__(self) -> str:
+        head = self.key + ("" if self.value is None else f" = {self.value}")
+        place = f"({self.origin})" if self.origin else ""
+        return " ".join(part for part in (head, place) if part) + f"\n    {self.what}"
+
+
+class ConfigError(Exception):
+    """A config that cannot be run. `str()` is the whole message, ready to print."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        super().__init__(f"{count} with the configuration\n\n" + "\n".join(str(problem) for problem in self.problems))
+
+
+def flag(path: Path) -> str:
+    """`("trainer", "max_steps")` as the user types it: `--trainer.max-steps`."""
+    return "--" + ".".join(str(part).replace("_", "-") for part in path)
+
+
+def dotted(path: Path) -> str:
+    """`trainer.max_steps`, as it is written in a file."""
+    return ".".join(str(part) for part in path)
+
+
+def show(value: object, path: Path = ()) -> str:
+    """A value as a TOML file would have it, at most 80 characters of it."""
+    if path and path[-1] in SECRETS:
+        return "***"
+    text = "None" if value is None else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def about(path: Path, value: object, origin: Origin, what: str) -> Problem:
+    """A problem with the value at `path`."""
+    return Problem(what, flag(path), show(value, path), str(origin))
+
+
+def did_you_mean(word: str, known: Iterable[str], ask: str = " Did you mean {}?") -> str:
+    """A question that names the most similar of `known`, or nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return ask.format(close[0]) if close else ""

@@ -1,0 +1,136 @@
+"""A config file becomes a draft: TOML, YAML or JSON, by its suffix."""
+
+import json
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path as FilePath
+from typing import Any, cast
+
+from ductile.config.errors import ConfigError, Problem, did_you_mean
+from ductile.config.lines import json_lines, toml_lines
+from ductile.config.provenance import Draft, Origin, Path, as_table
+
+Lines = dict[Path, int]
+_AT_LINE = re.compile(r" \(at line (\d+), column (\d+)\)$")
+_YAML_FLOAT = re.compile(r"^[-+]?(?:\d[\d_]*)?\.?\d+(?:[eE][-+]?\d+)$")
+
+
+def read_file(name: str, layer: int) -> Draft:
+    """Values and lines of the file `name`.
+
+    Raises:
+        ConfigError: it is not there, not readable, or not what its suffix says; the message has the line.
+    """
+    parse = _PARSERS.get(FilePath(name).suffix.lower())
+    if parse is None:
+        raise _cannot(name, "has no suffix that says what it is. Config files end in .toml, .yaml, .yml or .json")
+    try:
+        text = FilePath(name).read_bytes().decode()
+    except FileNotFoundError:
+        raise _cannot(name, "does not exist." + _neighbour(name)) from None
+    except OSError as error:
+        raise _cannot(name, f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise _cannot(name, f"is not UTF-8 text (byte {error.start})") from None
+    values, lines = parse(name, text)
+    table = as_table(values if values is not None else {})
+    if table is None:
+        raise _cannot(name, f"holds a {type(values).__name__}; a config file holds a table of keys", 1)
+    origins = {path: Origin(name, line, layer) for path, line in lines.items()}
+    return Draft(table, {(): Origin(name, None, layer), **origins})
+
+
+def _cannot(name: str, what: str, line: int | None = None) -> ConfigError:
+    return ConfigError([Problem(what, key=f"@ {name}", origin="" if line is None else f"{name}:{line}")])
+
+
+def _neighbour(name: str) -> str:
+    folder = FilePath(name).parent
+    if not folder.is_dir():
+        return f" Neither does the folder {folder}"
+    known = [str(FilePath(name).with_name(other.name)) for other in folder.iterdir() if other.suffix in _PARSERS]
+    return did_you_mean(name, known)
+
+
+def _toml(name: str, text: str) -> tuple[Any, Lines]:
+    try:
+        return tomllib.loads(text), toml_lines(text.replace("\r\n", "\n"))
+    except tomllib.TOMLDecodeError as error:
+        message = str(error)
+        at = _AT_LINE.search(message)
+        line = int(at[1]) if at else text.count("\n") + 1
+        column = f" (column {at[2]})" if at else ""
+        said = _AT_LINE.sub("", message).removesuffix(" (at end of document)")
+        raise _cannot(name, f"is not valid TOML: {said}{column}", line) from None
+
+
+def _json(name: str, text: str) -> tuple[Any, Lines]:
+    lines = json_lines(text)
+
+    def no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) < len(pairs):
+            twin = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+            line = max((line for path, line in lines.items() if path and path[-1] == twin), default=1)
+            raise _cannot(name, f'has the key "{twin}" twice in one table', line)
+        return table
+
+    try:
+        return json.loads(text, object_pairs_hook=no_twins), lines
+    except json.JSONDecodeError as error:
+        raise _cannot(name, f"is not valid JSON: {error.msg} (column {error.colno})", error.lineno) from None
+
+
+def _yaml(name: str, text: str) -> tuple[Any, Lines]:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """YAML 1.2's floats: `1e-6` is a number, not text."""
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _YAML_FLOAT, list("-+0123456789."))  # pyright: ignore[reportUnknownMemberType]
+    lines: Lines = {}
+
+    def visit(node: object, path: Path) -> None:
+        if isinstance(node, yaml.MappingNode):
+            seen: set[str] = set()
+            for key, value in node.value:
+                word, line = str(key.value), int(key.start_mark.line) + 1
+                if word in seen:
+                    raise _cannot(name, f'has the key "{word}" twice in one table', line)
+                seen.add(word)
+                lines[(*path, word)] = line
+                visit(value, (*path, word))
+        elif isinstance(node, yaml.SequenceNode):
+            for index, item in enumerate(node.value):
+                lines[(*path, index)] = int(item.start_mark.line) + 1
+                visit(item, (*path, index))
+
+    try:
+        loader = Loader(text)
+        node = cast(Any, loader.get_single_node())
+        if node is None:
+            return {}, {}
+        visit(node, ())
+        return _text_keys(cast(Any, loader).construct_document(node)), lines
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line, column = (mark.line + 1, f" (column {mark.column + 1})") if mark else (1, "")
+        raise _cannot(name, f"is not valid YAML: {error.problem or error.context}{column}", line) from None
+    except yaml.YAMLError as error:
+        raise _cannot(name, f"is not valid YAML: {error}", 1) from None
+
+
+def _text_keys(value: Any) -> Any:
+    """YAML allows `1: x`; a config's keys are text."""
+    if isinstance(value, dict):
+        return {str(key): _text_keys(item) for key, item in cast(dict[Any, Any], value).items()}
+    return value
+
+
+_PARSERS: dict[str, Callable[[str, str], tuple[Any, Lines]]] = {
+    ".toml": _toml,
+    ".yaml": _yaml,
+    ".yml": _yaml,
+    ".json": _json,
+}

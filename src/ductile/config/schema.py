@@ -1,0 +1,167 @@
+"""The tree of keys, read off the section classes: what help, flags, checks and documentation all walk over."""
+
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+
+from ductile.config.provenance import Path
+from ductile.config.section import NotBuilt, Section
+
+Shape = Literal["table", "dict", "list", "bool", "value"]
+REQUIRED: Any = object()
+"""The default of a key that has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One field of a section."""
+
+    name: str
+    shape: Shape
+    wants: str
+    """What may be written, in words: "a whole number of at least 1"."""
+    default: Any
+    help: str
+    optional: bool
+    """May be "None"."""
+    variants: tuple[type[Section], ...] = ()
+    """For a table: the section it holds, or those that its `type` chooses from."""
+    choices: tuple[object, ...] = ()
+    """The words it may be, where there is a list of them."""
+    has_bool: bool = False
+    is_text: bool = False
+    not_built: NotBuilt | None = None
+
+    @property
+    def is_union(self) -> bool:
+        return len(self.variants) > 1
+
+    def variant(self, tag: object) -> type[Section] | None:
+        """The section that `type = tag` means."""
+        for section in self.variants:
+            if tag in keys(section)["type"].choices:
+                return section
+        return None
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        return tuple(str(keys(section)["type"].choices[0]) for section in self.variants)
+
+    @property
+    def default_tag(self) -> str | None:
+        """The `type` of the default, which a table without a `type` of its own takes."""
+        return next(
+            (tag for tag in self.tags if self.is_union and isinstance(self.default, self.variant(tag) or ())), None
+        )
+
+
+@cache
+def keys(section: type[Section]) -> dict[str, Key]:
+    """The keys of a section, in the order in which they are written down."""
+    return {name: _key(name, info) for name, info in section.model_fields.items()}
+
+
+def find(root: type[Section], path: Path) -> list[Key]:
+    """The keys that `path` may mean: one for each variant of a union that has it. Empty: there is none."""
+    sections: Sequence[type[Section]] = (root,)
+    found: list[Key] = []
+    for part in path:
+        found = [keys(section)[str(part)] for section in sections if str(part) in keys(section)]
+        sections = [variant for key in found for variant in key.variants]
+    return found
+
+
+def walk(section: type[Section], path: Path = ()) -> Iterator[tuple[Path, Key]]:
+    """Every key below `section`, tables before what is in them. The keys of all variants of a union follow it, each
+    once for each variant that has it."""
+    for name, key in keys(section).items():
+        yield (*path, name), key
+        for variant in key.variants:
+            for below, inner in walk(variant, (*path, name)):
+                if not (key.is_union and below == (*path, name, "type") and variant is not key.variants[0]):
+                    yield below, inner
+
+
+def _key(name: str, info: FieldInfo) -> Key:
+    metadata = list(info.metadata)
+    options = list(_options(info.annotation))
+    optional = type(None) in options
+    options = [option for option in options if option is not type(None)]
+    sections = tuple(option for option in options if isinstance(option, type) and issubclass(option, Section))
+    marks = [mark for mark in metadata if isinstance(mark, NotBuilt)]
+    default = REQUIRED if info.is_required() else info.get_default(call_default_factory=True)
+    return Key(
+        name=name,
+        shape=_shape(options, sections),
+        wants=_wants(options, sections, metadata) + (' or "None"' if optional else ""),
+        default=default,
+        help=" ".join((info.description or "").split()),
+        optional=optional,
+        variants=sections,
+        choices=tuple(choice for option in options if get_origin(option) is Literal for choice in get_args(option)),
+        has_bool=bool in options,
+        is_text=str in options,
+        not_built=marks[0] if marks else None,
+    )
+
+
+def _options(annotation: Any) -> Iterator[Any]:
+    """`Annotated[A | B, ...] | None` as A, B, None."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from _options(get_args(annotation)[0])
+    elif origin is Union or origin is types.UnionType:
+        for option in get_args(annotation):
+            yield from _options(option)
+    else:
+        yield annotation
+
+
+def _shape(options: list[Any], sections: tuple[type[Section], ...]) -> Shape:
+    if sections:
+        return "table"
+    origins = {get_origin(option) or option for option in options}
+    if dict in origins:
+        return "dict"
+    if list in origins:
+        return "list"
+    return "bool" if origins == {bool} else "value"
+
+
+def _wants(options: list[Any], sections: tuple[type[Section], ...], metadata: list[Any]) -> str:
+    if sections:
+        return "a table"
+    bounds = _bounds(metadata)
+    return " or ".join(_one(option, bounds) for option in options)
+
+
+def _one(option: Any, bounds: str) -> str:
+    origin, inner = get_origin(option), get_args(option)
+    if origin is Literal:
+        return ("one of " if len(inner) > 1 else "") + ", ".join(f'"{choice}"' for choice in inner)
+    if origin is list:
+        return "a list of " + {str: "texts", int: "whole numbers", float: "numbers"}.get(inner[0], "values")
+    if origin is dict:
+        return "a table of names and values"
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    return words.get(option, "a value") + (bounds if option in (int, float) else "")
+
+
+def _bounds(metadata: list[Any]) -> str:
+    low = high = ""
+    for mark in metadata:
+        if isinstance(mark, Ge):
+            low = f"at least {mark.ge}"
+        elif isinstance(mark, Gt):
+            low = f"more than {mark.gt}"
+        elif isinstance(mark, Le):
+            high = f"at most {mark.le}"
+        elif isinstance(mark, Lt):
+            high = f"less than {mark.lt}"
+    both = " and ".join(part for part in (low, high) if part)
+    return f" of {both}" if both else ""

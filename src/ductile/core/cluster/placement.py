@@ -1,0 +1,254 @@
+"""Which slot does what when a run starts.
+
+1. Each entry of `component_placement` gives one or several roles a set of slots: `actor: 0`, `rollout: 1-2,5`,
+   `actor,rollout: all`. Without entries, `deployment` numbers do it: generate slots first, train slots next.
+2. Roles that name the same slot share it; nothing else makes them share.
+3. The slots used must be 0, 1, ... n-1, a train slot must be among them, and every role that the run needs.
+
+Whatever is wrong is found in one go, and each complaint says what to write instead.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Literal
+
+Role = Literal["train", "generate", "score"]
+Entry = str | int | Sequence[str | int]
+
+ROLES: dict[str, Role] = {
+    "actor": "train",
+    "train": "train",
+    "trainer": "train",
+    "rollout": "generate",
+    "generate": "generate",
+    "generator": "generate",
+    "inference": "score",
+    "score": "score",
+    "scorer": "score",
+}
+"""Every accepted spelling: the users' words are actor, rollout, inference; ours are train, generate, score."""
+
+SPELLED: dict[Role, str] = {"train": "actor", "generate": "rollout", "score": "inference"}
+
+_ITEM = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?")
+MAX_SLOTS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Slots of each role, ascending, and why they are these."""
+
+    train: tuple[int, ...]
+    generate: tuple[int, ...]
+    score: tuple[int, ...]
+    reason: str
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        return tuple(sorted({*self.train, *self.generate, *self.score}))
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.slots)
+
+    def of(self, role: Role) -> tuple[int, ...]:
+        return {"train": self.train, "generate": self.generate, "score": self.score}[role]
+
+    def roles(self, slot: int) -> tuple[Role, ...]:
+        """What the slot does, in the order train, generate, score."""
+        return tuple(role for role in SPELLED if slot in self.of(role))
+
+
+class PlacementError(ValueError):
+    """A placement that cannot be. `complaints` are sentences, each with what to write instead."""
+
+    def __init__(self, complaints: Sequence[str]) -> None:
+        self.complaints = tuple(complaints)
+        super().__init__(" ".join(self.complaints))
+
+
+def place(
+    entries: Mapping[str, Entry] | None,
+    *,
+    num_train: int = 1,
+    num_generate: int = 1,
+    needs: Sequence[Role] = ("train", "generate"),
+    num_devices: int | None = None,
+) -> Placement:
+    """Give every role its slots.
+
+    Args:
+        entries: `cluster.component_placement`, or None to go by the two numbers.
+        num_train: `deployment.num_train_gpus`. With entries, it only says what `all` means where nothing else does.
+        num_generate: `deployment.num_infer_gpus`, likewise.
+        needs: roles without which the run makes no sense.
+        num_devices: GPUs of the machine; None where slots are processes, of which there are as many as wanted.
+
+    Raises:
+        PlacementError: with every complaint at once.
+    """
+    if entries is None:
+        generate = tuple(range(num_generate if "generate" in needs else 0))
+        train = tuple(range(len(generate), len(generate) + (num_train if "train" in needs else 0)))
+        reason = f"{len(generate)} generate and {len(train)} train slots, as the deployment numbers say"
+        placement = Placement(train, generate, (), reason)
+    else:
+        placement = _from_entries(entries, num_train + num_generate, num_devices)
+    complaints = [*_missing(placement, needs), *_gaps(placement), *_too_many(placement, num_devices)]
+    if complaints:
+        raise PlacementError(complaints)
+    return placement
+
+
+def _from_entries(entries: Mapping[str, Entry], num_wanted: int, num_devices: int | None) -> Placement:
+    complaints: list[str] = []
+    named: dict[Role, str] = {}
+    slots: dict[str, tuple[int, ...] | None] = {}
+    for names, entry in entries.items():
+        for name in names.split(","):
+            role = ROLES.get(name.strip().lower())
+            if role is None:
+                complaints.append(_unknown_role(name.strip()))
+            elif role in named:
+                complaints.append(
+                    f"{role} slots are named twice, by `{named[role]}` and by `{names}`: keep one of them, with all of "
+                    f'its slots in it ("0-1,3").'
+                )
+            else:
+                named[role] = names
+        try:
+            slots[names] = None if _is_all(entry) else _slots(names, entry)
+        except PlacementError as error:
+            complaints.extend(error.complaints)
+    if complaints:
+        raise PlacementError(complaints)
+    listed = {slot for chosen in slots.values() if chosen is not None for slot in chosen}
+    if num_devices is not None:
+        num_all, because = num_devices, "the machine has"
+    elif listed:
+        num_all, because = max(listed) + 1, "the other roles name"
+    else:
+        num_all, because = num_wanted, "the deployment numbers add up to"
+    reason = "as component_placement says"
+    if None in slots.values():
+        reason += f"; `all` is {num_all} slots, because {because} so many"
+    by_role = {role: slots[names] for role, names in named.items()}
+    everything = tuple(range(num_all))
+
+    def of(role: Role) -> tuple[int, ...]:
+        if role not in by_role:
+            return ()
+        chosen = by_role[role]
+        return everything if chosen is None else chosen
+
+    return Placement(of("train"), of("generate"), of("score"), reason)
+
+
+def _is_all(entry: Entry) -> bool:
+    return isinstance(entry, str) and entry.strip().lower() == "all"
+
+
+def _slots(names: str, entry: Entry) -> tuple[int, ...]:
+    """`"0-1,3"`, `3` or `[0, "1-2"]` as slot numbers, ascending."""
+    words = [str(item) for item in entry] if not isinstance(entry, str | int) else str(entry).split(",")
+    complaints: list[str] = []
+    slots: list[int] = []
+    for word in words:
+        shown = f"`{names}: {word.strip()}`"
+        found = _ITEM.fullmatch(word)
+        if ":" in word:
+            complaints.append(
+                f"{shown} gives processes to devices; here a slot is one process on one device: write "
+                f"`{names}: {word.split(':')[0].strip()}`."
+            )
+        elif found is None:
+            complaints.append(
+                f"{shown} is no slot: write numbers from 0 (0), ranges (0-3), lists of them (0-1,3) or all."
+            )
+        else:
+            first, last = int(found[1]), int(found[2] or found[1])
+            if last < first:
+                complaints.append(f"{shown} runs backwards: write `{names}: {last}-{first}`.")
+            elif last >= MAX_SLOTS:
+                complaints.append(f"{shown} goes past slot {MAX_SLOTS - 1}, the highest there can be.")
+            else:
+                slots.extend(range(first, last + 1))
+    twice = sorted({slot for slot in slots if slots.count(slot) > 1}) if len(slots) != len(set(slots)) else []
+    if twice:
+        complaints.append(f"`{names}` names slot{_list(twice)} twice: write `{names}: {compact(sorted(set(slots)))}`.")
+    if not words:
+        complaints.append(f"`{names}` has no slots: leave it out, or give it some.")
+    if complaints:
+        raise PlacementError(complaints)
+    return tuple(sorted(slots))
+
+
+def _unknown_role(name: str) -> str:
+    close = get_close_matches(name.lower(), ROLES, n=1)
+    hint = f" Did you mean `{close[0]}`?" if close else ""
+    return f"`{name}` is no role: roles are actor (train), rollout (generate) and inference (score).{hint}"
+
+
+def _missing(placement: Placement, needs: Sequence[Role]) -> list[str]:
+    free = placement.num_slots
+    return [
+        f"No slot has the role {role}, which this run needs: add `{SPELLED[role]}: {free}`, or let it share a slot "
+        f"(`{_sharing(placement, role)}`)."
+        for role in needs
+        if not placement.of(role)
+    ]
+
+
+def _gaps(placement: Placement) -> list[str]:
+    slots = placement.slots
+    unused = sorted(set(range(max(slots, default=-1) + 1)) - set(slots))
+    if not unused:
+        return []
+    number = {slot: index for index, slot in enumerate(slots)}
+    renumbered = ", ".join(
+        f"{SPELLED[role]}: {compact([number[slot] for slot in placement.of(role)])}"
+        for role in SPELLED
+        if placement.of(role)
+    )
+    return [
+        f"Slot{_list(unused)} would do nothing: slots are numbered from 0 without gaps. Write `{renumbered}`; "
+        "CUDA_VISIBLE_DEVICES chooses the physical devices."
+    ]
+
+
+def _too_many(placement: Placement, num_devices: int | None) -> list[str]:
+    highest = max(placement.slots, default=-1)
+    if num_devices is None or highest < num_devices:
+        return []
+    has = "no GPU" if num_devices == 0 else "1 GPU" if num_devices == 1 else f"{num_devices} GPUs"
+    return [
+        f"The placement uses {highest + 1} slots, and this machine has {has}: use slots below {num_devices}, let roles "
+        "share a slot (`actor,rollout: 0`), or set cluster.device to cpu."
+    ]
+
+
+def _sharing(placement: Placement, role: Role) -> str:
+    """An entry that puts `role` on the slots of another role."""
+    other = next((other for other in SPELLED if placement.of(other)), None)
+    if other is None:
+        return f"{SPELLED[role]}: 0"
+    return f"{SPELLED[other]},{SPELLED[role]}: {compact(placement.of(other))}"
+
+
+def _list(slots: Sequence[int]) -> str:
+    """ " 3", "s 3-5"."""
+    return (" " if len(slots) == 1 else "s ") + compact(slots)
+
+
+def compact(slots: Sequence[int]) -> str:
+    """(0, 1, 2, 5) as "0-2,5"."""
+    parts: list[str] = []
+    start = 0
+    for index in range(1, len(slots) + 1):
+        if index == len(slots) or slots[index] != slots[index - 1] + 1:
+            first, last = slots[start], slots[index - 1]
+            parts.append(str(first) if first == last else f"{first}-{last}")
+            start = index
+    return ",".join(parts)
