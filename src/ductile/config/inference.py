@@ -47,4 +47,7 @@ class InferenceConfig(Section):
     """KV-cache blocks; default: enough for `max_num_seqs` sequences of `max_model_len`, within `cache_memory_gib`."""
     cache_memory_gib: float = Field(default=1.0, gt=0)
     enable_prefix_caching: bool = True
+    keep_cache_on_update: bool = False
+    """When new weights arrive, sequences in flight keep the keys and values of the old ones instead of computing them
+    again. Faster; the rest of such a sequence is then sampled from a mixture that no single version is."""
     seed: int = 0
