@@ -1,0 +1,181 @@
+"""The orchestrator's side of every conversation: ask one slot or many, hear their events, and give the lost ones up.
+
+A mailbox knows no sockets: a `Carrier` takes envelopes away and brings others in (`router` across processes, `memory`
+in tests). It counts what it could not use instead of failing on it: a late or doubled answer is nobody's error.
+"""
+
+import asyncio
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from ductile.roles import Late, Refused, SlotLost
+from ductile.wire.messages import Command, Died, Drop, Envelope, Event, Failed, Heartbeat, Hold, Reply
+
+Outcome = Reply | SlotLost | Late | Refused
+"""What became of one command: its reply, or why there is none."""
+
+Listener = Callable[[int, Event], None]
+
+
+class Carrier(Protocol):
+    async def post(self, slot: int, envelope: Envelope) -> None:
+        """Take one command to a slot. Raises `SlotLost` when there is no way to it."""
+        ...
+
+    def listen(self, deliver: Callable[[int, Envelope], None]) -> None:
+        """Call `deliver` in the event loop with whatever a slot sends."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    slot: int
+    answer: "asyncio.Future[Reply]"
+
+
+class Mailbox:
+    """Questions and answers by sequence number. All of it runs in one event loop."""
+
+    def __init__(self, carrier: Carrier, clock: Callable[[], float] = time.monotonic) -> None:
+        self.epoch = 0
+        """Sent with every command; slots refuse older ones than they have seen."""
+        self.lost: dict[int, str] = {}
+        """Slots that were given up, with the sentence that says why."""
+        self.heard_at_s: dict[int, float] = {}
+        """When each slot last said anything, on `clock`."""
+        self.heartbeats: dict[int, Heartbeat] = {}
+        self.unused: Counter[str] = Counter()
+        """Answers that nobody waits for any more, by class."""
+        self._roles: dict[int, list[str]] = {}
+        self._carrier = carrier
+        self._clock = clock
+        self._sequence = itertools.count(1)
+        self._questions: dict[int, _Question] = {}
+        self._listeners: list[Listener] = []
+        carrier.listen(self._deliver)
+
+    async def ask(self, slot: int, command: Command, deadline_s: float) -> Reply:
+        """Send a command and wait for its answer. Raises `SlotLost`, `Late`, or `Refused` when it was `Failed`."""
+        if slot in self.lost:
+            raise SlotLost(self.lost[slot])
+        sequence = next(self._sequence)
+        question = _Question(slot, asyncio.get_running_loop().create_future())
+        self._questions[sequence] = question
+        self._note_role(slot, command)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._carrier.post(slot, Envelope(self.epoch, sequence, command))
+                reply = await question.answer
+        except TimeoutError:
+            raise Late(self._late_sentence(slot, command, deadline_s)) from None
+        finally:
+            del self._questions[sequence]
+        if isinstance(reply, Failed):
+            refused = Refused(f"{self.describe(slot)}: {reply.error}")
+            if reply.traceback:
+                refused.add_note(reply.traceback)
+            raise refused
+        return reply
+
+    async def ask_all(
+        self, commands: Mapping[int, Command], deadline_s: float, after_failure_s: float | None = None
+    ) -> dict[int, Outcome]:
+        """Ask several slots at once; one outcome each, never an exception.
+
+        Commands that run collectives cannot finish without all slots: with `after_failure_s`, the first failure
+        gives the others that long before they count as late.
+        """
+        asked = {asyncio.create_task(self._outcome(slot, c, deadline_s)): slot for slot, c in commands.items()}
+        waiting = set(asked)
+        patience_s: float | None = None
+        try:
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    break
+                if after_failure_s is not None and any(isinstance(task.result(), Exception) for task in done):
+                    patience_s = after_failure_s
+        finally:
+            for task in waiting:
+                task.cancel()
+        return {
+            slot: Late(
+                f"{self.describe(slot)} had not answered {type(commands[slot]).__name__} when another slot failed"
+            )
+            if task in waiting
+            else task.result()
+            for task, slot in asked.items()
+        }
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Have `listener(slot, event)` called for every event, `Died` included. Returns how to end that."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    def lose(self, slot: int, reason: str) -> None:
+        """Give a slot up: all that is asked of it fails at once, now and later. The first reason stays."""
+        if slot in self.lost:
+            return
+        self.lost[slot] = reason
+        for question in self._questions.values():
+            if question.slot == slot and not question.answer.done():
+                question.answer.set_exception(SlotLost(reason))
+        self._tell(slot, Died(reason))
+
+    def silent_for_s(self, slot: int) -> float:
+        """Since the slot last said anything; 0 for one that never did (starting has its own deadline)."""
+        now = self._clock()
+        return now - self.heard_at_s.get(slot, now)
+
+    def describe(self, slot: int) -> str:
+        """ "slot 2 (generate)"."""
+        roles = self._roles.get(slot)
+        return f"slot {slot} ({', '.join(roles)})" if roles else f"slot {slot}"
+
+    def _deliver(self, slot: int, envelope: Envelope) -> None:
+        if slot in self.lost:
+            self.unused[type(envelope.body).__name__] += 1
+            return
+        self.heard_at_s[slot] = self._clock()
+        body = envelope.body
+        if isinstance(body, Heartbeat):
+            self.heartbeats[slot] = body
+        if isinstance(body, Event):
+            self._tell(slot, body)
+        elif isinstance(body, Failed) and envelope.seq == 0:
+            self.lose(slot, f"{self.describe(slot)} failed on its own: {body.error}")
+        else:
+            question = self._questions.get(envelope.seq)
+            if question and question.slot == slot and isinstance(body, Reply) and not question.answer.done():
+                question.answer.set_result(body)
+            else:
+                self.unused[type(body).__name__] += 1
+
+    def _tell(self, slot: int, event: Event) -> None:
+        # Through the loop, so that a listener that raises is reported there and neither stops the others nor us.
+        for listener in self._listeners:
+            asyncio.get_running_loop().call_soon(listener, slot, event)
+
+    async def _outcome(self, slot: int, command: Command, deadline_s: float) -> Outcome:
+        try:
+            return await self.ask(slot, command, deadline_s)
+        except (SlotLost, Late, Refused) as error:
+            return error
+
+    def _note_role(self, slot: int, command: Command) -> None:
+        roles = self._roles.setdefault(slot, [])
+        if isinstance(command, Hold) and command.role not in roles:
+            roles.append(command.role)
+        elif isinstance(command, Drop) and command.role in roles:
+            roles.remove(command.role)
+
+    def _late_sentence(self, slot: int, command: Command, deadline_s: float) -> str:
+        sentence = f"{self.describe(slot)} did not answer {type(command).__name__} within {deadline_s:g} s"
+        beat = self.heartbeats.get(slot)
+        if beat and beat.busy_with:
+            sentence += f"; it has been busy with {beat.busy_with} for {beat.busy_for_s:.0f} s"
+        return sentence

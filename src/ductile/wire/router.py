@@ -1,0 +1,79 @@
+"""The orchestrator's socket: a ZeroMQ ROUTER on loopback. Each message has four frames, from a slot:
+
+    [ ZeroMQ's name of the connection | the run's token | slot number | envelope ]
+
+and three frames to a slot: the second and third of these fall together, since the connection says which slot it is.
+A message without the right token, or one that cannot be read, is dropped and counted; it never stops the others.
+"""
+
+import asyncio
+import hmac
+from collections import Counter
+from collections.abc import Callable
+
+import zmq
+import zmq.asyncio
+
+from ductile.roles import SlotLost
+from ductile.wire.codec import MAX_FRAME_BYTES, BadFrame, decode, encode
+from ductile.wire.messages import Envelope, Hello
+
+
+class Router:
+    """A `Carrier` (`ductile.wire.mailbox`). Made inside a running event loop; `close` ends it."""
+
+    def __init__(self, token: bytes) -> None:
+        self.dropped: Counter[str] = Counter()
+        """Messages that were not let in, by reason."""
+        self._token = token
+        self._connections: dict[int, bytes] = {}
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        # No high-water mark: at the mark a send waits, and one stopped slot would hold up the commands to all others.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self.address = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+        self._receiving: asyncio.Task[None] | None = None
+
+    def listen(self, deliver: Callable[[int, Envelope], None]) -> None:
+        self._receiving = asyncio.create_task(self._receive(deliver))
+
+    async def post(self, slot: int, envelope: Envelope) -> None:
+        connection = self._connections.get(slot)
+        if connection is None:
+            raise SlotLost(f"slot {slot} has not said Hello")
+        try:
+            await self._socket.send_multipart([connection, self._token, encode(envelope)])
+        except zmq.ZMQError as error:
+            raise SlotLost(f"slot {slot} is not connected any more ({error})") from error
+
+    async def close(self) -> None:
+        if self._receiving:
+            self._receiving.cancel()
+            await asyncio.wait([self._receiving], timeout=1.0)
+        self._context.destroy(linger=0)
+
+    async def _receive(self, deliver: Callable[[int, Envelope], None]) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            if len(frames) != 4:
+                self.dropped["wrong number of frames"] += 1
+                continue
+            connection, token, name, payload = frames
+            if not hmac.compare_digest(token, self._token):
+                self.dropped["unknown token"] += 1
+                continue
+            try:
+                slot, envelope = int(name), decode(payload)
+            except (BadFrame, ValueError):
+                self.dropped["unreadable"] += 1
+                continue
+            if isinstance(envelope.body, Hello):
+                self._connections[slot] = connection
+            if self._connections.get(slot) == connection:
+                deliver(slot, envelope)
+            else:
+                self.dropped["no Hello"] += 1

@@ -1,0 +1,192 @@
+"""What asking means, on both carriers."""
+
+import asyncio
+import time
+
+import pytest
+
+from ductile.records import Manifest
+from ductile.roles import Late, Refused, SlotLost
+from ductile.wire.messages import (
+    Command,
+    Died,
+    Done,
+    EngineStats,
+    Failed,
+    Heartbeat,
+    Hold,
+    OptimStep,
+    Ping,
+    Publish,
+    Published,
+    Reply,
+)
+from tests.wire.carriers import eventually, memory_slots, socket_slots
+
+MANIFEST = Manifest(3, "shared_memory", "/proc/1/fd/3", 0, 0, ())
+STATS = EngineStats(num_running=1, num_waiting=0, num_tokens=5, num_preempted=0, cache_used=0.5, version=2)
+
+
+@pytest.fixture(params=[memory_slots, socket_slots], ids=["memory", "sockets"])
+def slots(request: pytest.FixtureRequest):
+    return request.param
+
+
+def answer(slot: int, command: Command) -> Reply | None:
+    match command:
+        case Ping():
+            return Done()
+        case Publish(version):
+            return Published(MANIFEST if slot == 0 else None) if version == 3 else Failed("no such version", "line 7")
+        case _:
+            return None
+
+
+def run(story) -> None:
+    asyncio.run(asyncio.wait_for(story, 20))
+
+
+def test_each_question_gets_its_answer(slots):
+    async def story():
+        async with slots({0: answer, 1: answer}) as (mailbox, _):
+            replies = await asyncio.gather(*(mailbox.ask(n % 2, Publish(3), 5) for n in range(50)))
+            assert replies == [Published(MANIFEST if n % 2 == 0 else None) for n in range(50)]
+
+    run(story())
+
+
+def test_a_failure_is_refused_with_the_slots_words(slots):
+    async def story():
+        async with slots({0: answer}) as (mailbox, _):
+            with pytest.raises(Refused, match="slot 0: no such version") as raised:
+                await mailbox.ask(0, Publish(1), 5)
+            assert raised.value.__notes__ == ["line 7"]
+
+    run(story())
+
+
+def test_silence_is_late_and_says_what_the_slot_was_doing(slots):
+    async def story():
+        async with slots({0: answer}) as (mailbox, emit):
+            emit[0](Heartbeat("Hold", 12.0))
+            await eventually(lambda: mailbox.heartbeats)
+            with pytest.raises(Late, match=r"slot 0 did not answer OptimStep within 0.05 s; .*busy with Hold for 12 s"):
+                await mailbox.ask(0, OptimStep(1.0), 0.05)
+            assert await mailbox.ask(0, Ping(), 5) == Done()
+
+    run(story())
+
+
+def test_an_answer_after_the_deadline_is_counted_and_harms_nobody(slots):
+    def slow(slot: int, command: Command) -> Reply:
+        if isinstance(command, OptimStep):
+            time.sleep(0.2)
+        return Done()
+
+    async def story():
+        async with slots({0: slow}) as (mailbox, _):
+            if slots is memory_slots:
+                pytest.skip("a handler that blocks blocks the memory carrier's loop; test_memory delays instead")
+            with pytest.raises(Late):
+                await mailbox.ask(0, OptimStep(1.0), 0.05)
+            assert await mailbox.ask(0, Ping(), 5) == Done()
+            assert mailbox.unused == {"Done": 1}
+
+    run(story())
+
+
+def test_a_lost_slot_fails_everything_asked_of_it_at_once(slots):
+    async def story():
+        async with slots({0: answer, 1: answer}) as (mailbox, _):
+            events = []
+            mailbox.subscribe(lambda slot, event: events.append((slot, event)))
+            asking = [asyncio.create_task(mailbox.ask(1, OptimStep(1.0), 60)) for _ in range(3)]
+            other = asyncio.create_task(mailbox.ask(0, OptimStep(1.0), 0.3))
+            await asyncio.sleep(0.05)
+            mailbox.lose(1, "slot 1 was killed by SIGKILL")
+            mailbox.lose(1, "a later reason")
+            for task in asking:
+                with pytest.raises(SlotLost, match="slot 1 was killed by SIGKILL"):
+                    await task
+            with pytest.raises(SlotLost, match="killed by SIGKILL"):
+                await mailbox.ask(1, Ping(), 5)
+            with pytest.raises(Late):
+                await other
+            assert events == [(1, Died("slot 1 was killed by SIGKILL"))]
+
+    run(story())
+
+
+def test_asking_all_gives_one_outcome_a_target(slots):
+    async def story():
+        async with slots({0: answer, 1: answer, 2: answer, 3: answer}) as (mailbox, _):
+            mailbox.lose(2, "slot 2 is gone")
+            outcomes = await mailbox.ask_all({0: Ping(), 1: Publish(1), 2: Ping(), 3: OptimStep(1.0)}, 0.2)
+            assert list(outcomes) == [0, 1, 2, 3]
+            assert outcomes[0] == Done()
+            assert [type(outcomes[slot]) for slot in (1, 2, 3)] == [Refused, SlotLost, Late]
+
+    run(story())
+
+
+def test_after_a_failure_the_others_are_not_waited_for(slots):
+    async def story():
+        async with slots({0: answer, 1: answer}) as (mailbox, _):
+            outcomes = await mailbox.ask_all({0: OptimStep(1.0), 1: Publish(1)}, 600, after_failure_s=0.05)
+            assert isinstance(outcomes[1], Refused)
+            assert isinstance(outcomes[0], Late)
+            assert "had not answered OptimStep when another slot failed" in str(outcomes[0])
+
+    run(story())
+
+
+def test_a_cancelled_question_is_forgotten(slots):
+    async def story():
+        async with slots({0: answer}) as (mailbox, _):
+            task = asyncio.create_task(mailbox.ask(0, OptimStep(1.0), 60))
+            await asyncio.sleep(0.02)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            mailbox.lose(0, "gone")
+            assert not mailbox._questions
+
+    run(story())
+
+
+def test_events_reach_every_listener_until_it_leaves(slots):
+    async def story():
+        async with slots({0: answer, 1: answer}) as (mailbox, emit):
+            heard: list = []
+            leave = mailbox.subscribe(lambda slot, event: heard.append((slot, event)))
+            mailbox.subscribe(lambda slot, event: heard.append("second"))
+            emit[1](STATS)
+            await eventually(lambda: len(heard) == 2)
+            assert heard == [(1, STATS), "second"]
+            leave()
+            emit[1](STATS)
+            await eventually(lambda: len(heard) == 3)
+            assert heard[2:] == ["second"]
+
+    run(story())
+
+
+def test_sentences_name_the_roles_of_a_slot(slots):
+    async def story():
+        async with slots({0: lambda slot, command: Done()}) as (mailbox, _):
+            await mailbox.ask(0, Hold("generate", {}, (0,)), 5)
+            await mailbox.ask(0, Hold("score", {}, (0,)), 5)
+            assert mailbox.describe(0) == "slot 0 (generate, score)"
+
+    run(story())
+
+
+def test_time_since_a_slot_spoke(slots):
+    async def story():
+        async with slots({0: answer}) as (mailbox, _):
+            await mailbox.ask(0, Ping(), 5)
+            heard = mailbox.heard_at_s[0]
+            mailbox._clock = lambda: heard + 7.5
+            assert mailbox.silent_for_s(0) == 7.5
+
+    run(story())

@@ -1,0 +1,66 @@
+"""What the socket lets in."""
+
+import asyncio
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from ductile.roles import SlotLost
+from ductile.wire.codec import encode
+from ductile.wire.mailbox import Mailbox
+from ductile.wire.messages import Done, Envelope, Hello, Ping
+from ductile.wire.router import Router
+from tests.wire.carriers import TOKEN, SocketSlot, eventually, socket_slots
+
+HELLO = encode(Envelope(0, 0, Hello(pid=1, device="cpu")))
+
+
+@pytest.mark.parametrize(
+    ("frames", "reason"),
+    [
+        ([b"wrong token", b"0", HELLO], "unknown token"),
+        ([b"", b"0", HELLO], "unknown token"),
+        ([TOKEN, b"0", b"garbage"], "unreadable"),
+        ([TOKEN, b"zero", HELLO], "unreadable"),
+        ([TOKEN, HELLO], "wrong number of frames"),
+        ([TOKEN, b"0", encode(Envelope(0, 1, Done()))], "no Hello"),
+    ],
+)
+def test_strangers_are_dropped_counted_and_disturb_nobody(frames: list[bytes], reason: str):
+    async def story():
+        async with socket_slots({0: lambda slot, command: Done()}) as (mailbox, _):
+            router = mailbox._carrier
+            stranger = zmq.asyncio.Context()
+            socket = stranger.socket(zmq.DEALER)
+            socket.connect(router.address)
+            await socket.send_multipart(frames)
+            await eventually(lambda: router.dropped)
+            assert router.dropped == {reason: 1}
+            assert await mailbox.ask(0, Ping(), 5) == Done()
+            stranger.destroy(linger=0)
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+
+
+def test_a_stale_token_never_becomes_a_slot():
+    async def story():
+        router = Router(TOKEN)
+        mailbox = Mailbox(router)
+        stale = SocketSlot(0, router.address, lambda slot, command: Done(), token=b"the token of yesterday's run....")
+        await eventually(lambda: router.dropped)
+        with pytest.raises(SlotLost, match="slot 0 has not said Hello"):
+            await mailbox.ask(0, Ping(), 5)
+        stale.stop()
+        await router.close()
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+
+
+def test_listens_on_loopback_only():
+    async def story():
+        router = Router(TOKEN)
+        assert router.address.startswith("tcp://127.0.0.1:")
+        await router.close()
+
+    asyncio.run(story())
