@@ -20,12 +20,13 @@ def main() -> None:
     parser.add_argument("--group", type=int, required=True)
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--lr", type=float, required=True)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", required=True)
     args = parser.parse_args()
 
     import torch
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -74,7 +75,7 @@ def main() -> None:
     if trainer.is_world_process_zero():
         marks = clock.marks
         seconds = [after - before for before, after in zip(marks, marks[1:], strict=False)]
-        print(json.dumps({"step_s": seconds[args.warmup :], "processes": processes}), flush=True)
+        print(json.dumps({"step_s": seconds[args.warmup :], "processes": processes, "threads": args.threads}), flush=True)
 
 
 if __name__ == "__main__":
