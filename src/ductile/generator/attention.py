@@ -1,0 +1,164 @@
+"""Attention over the paged cache, plugged into the model's `attend` seam. One `PagedAttention` is made for each step.
+
+1. All new keys and values are written to their blocks first, so that a chunk may read what another one of the same
+   step writes.
+2. Sequences with one new token (decode) are grouped by length; a group gathers its blocks into one padded tensor and
+   runs one fused attention. The query heads that share a key head stand in for query positions, so keys and values
+   are read once and never repeated.
+3. Longer chunks (prefill) of the same shape run together: straight from the step's own keys and values when they
+   begin a sequence, over gathered blocks otherwise.
+
+T tokens of the step, H query heads, K key/value heads, G = H / K, D head size, S padded length.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ductile.core.layout.spec import ModelSpec
+from ductile.generator.scheduler import Chunk
+
+GROUP_COST_BLOCKS = 16
+"""Running one more group costs about as much as reading this many padded blocks (16 tokens of 2 heads of 64, CPU)."""
+
+
+class KVCache:
+    """The tensors behind `BlockPool`: keys and values [layers, blocks, block size, K, D]."""
+
+    def __init__(self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: str) -> None:
+        shape = (spec.num_layers, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+        # Zeros, not empty: padding is read and masked, and a masked NaN is still a NaN.
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.block_size = block_size
+
+    @staticmethod
+    def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
+        return 2 * spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Put k and v [T, K, D] where `slots` [T] says: block * block_size + offset."""
+        self.keys[layer].flatten(0, 1).index_copy_(0, slots, k)
+        self.values[layer].flatten(0, 1).index_copy_(0, slots, v)
+
+    def read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """`blocks` [N, S / block size] -> keys and values [N, K, S, D]."""
+        shape = (blocks.shape[0], -1, *self.keys.shape[-2:])
+        k = self.keys[layer].index_select(0, blocks.flatten()).view(shape)
+        v = self.values[layer].index_select(0, blocks.flatten()).view(shape)
+        return k.transpose(1, 2), v.transpose(1, 2)
+
+
+class PagedAttention:
+    """`chunks` in the order of their tokens in the batch, as `order_for_attention` gives them."""
+
+    def __init__(self, cache: KVCache, chunks: Sequence[Chunk]) -> None:
+        self._cache = cache
+        device = cache.keys.device
+        self._slots = torch.from_numpy(_slots(chunks, cache.block_size)).to(device)
+        decodes = [chunk for chunk in chunks if chunk.count == 1]
+        prefills = groupby(chunks[len(decodes) :], key=_shape)
+        self._parts: list[_Decode | _Prefill] = [
+            _Decode(cache, group) for group in group_by_length(decodes, cache.block_size)
+        ]
+        self._parts += [_Prefill(cache, list(group)) for _, group in prefills]
+        self._sizes = [part.num_tokens for part in self._parts]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [T, H, D], k and v [T, K, D] -> [T, H, D]"""
+        self._cache.write(layer, self._slots, k, v)
+        split = zip(self._parts, q.split(self._sizes), k.split(self._sizes), v.split(self._sizes), strict=True)
+        outputs = [part.attend(layer, *qkv) for part, *qkv in split]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+class _Decode:
+    """One new token of each of N sequences."""
+
+    def __init__(self, cache: KVCache, chunks: Sequence[Chunk]) -> None:
+        self.num_tokens = len(chunks)
+        self._cache = cache
+        self._blocks = _padded_blocks(chunks, cache)
+        lengths = torch.tensor([chunk.end for chunk in chunks], device=self._blocks.device)
+        beyond = torch.arange(self._blocks.shape[1] * cache.block_size, device=lengths.device) >= lengths[:, None]
+        # Additive, in the queries' type: a boolean one would be converted anew in every layer.
+        mask = torch.zeros(beyond.shape, dtype=cache.keys.dtype, device=lengths.device)
+        self._mask = mask.masked_fill_(beyond, -torch.inf)[:, None, None, :]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q_NKGD = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2])
+        keys, values = self._cache.read(layer, self._blocks)
+        return scaled_dot_product_attention(q_NKGD, keys, values, attn_mask=self._mask).reshape(q.shape)
+
+
+class _Prefill:
+    """`count` new tokens from position `start` on of each of N sequences."""
+
+    def __init__(self, cache: KVCache, chunks: Sequence[Chunk]) -> None:
+        self._cache = cache
+        self._num = len(chunks)
+        start, count = _shape(chunks[0])
+        self.num_tokens = self._num * count
+        self._blocks: Tensor | None = None
+        if start:
+            self._blocks = _padded_blocks(chunks, cache)
+            columns = torch.arange(self._blocks.shape[1] * cache.block_size, device=self._blocks.device)
+            rows = torch.arange(start, start + count, device=self._blocks.device)
+            self._mask = columns <= rows[:, None]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q_NHCD = q.unflatten(0, (self._num, -1)).transpose(1, 2)
+        grouped = q.shape[1] != k.shape[1]
+        if self._blocks is None:
+            keys, values = (x.unflatten(0, (self._num, -1)).transpose(1, 2) for x in (k, v))
+            out = scaled_dot_product_attention(q_NHCD, keys, values, is_causal=True, enable_gqa=grouped)
+        else:
+            keys, values = self._cache.read(layer, self._blocks)
+            out = scaled_dot_product_attention(q_NHCD, keys, values, attn_mask=self._mask, enable_gqa=grouped)
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+def order_for_attention(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """Decodes first, short ones before long ones; then prefills, those of one shape together."""
+    return sorted(chunks, key=lambda chunk: (chunk.count > 1, chunk.start, chunk.count))
+
+
+def group_by_length(decodes: Sequence[Chunk], block_size: int) -> list[list[Chunk]]:
+    """Cut a list that is sorted by length where padding the shorter ones would cost more than one more group."""
+    groups: list[list[Chunk]] = []
+    longest = 0
+    for chunk in decodes:
+        num_blocks = -(-chunk.end // block_size)
+        if groups and (num_blocks - longest) * len(groups[-1]) <= GROUP_COST_BLOCKS:
+            groups[-1].append(chunk)
+        else:
+            groups.append([chunk])
+        longest = num_blocks
+    return groups
+
+
+def _shape(chunk: Chunk) -> tuple[int, int]:
+    return chunk.start, chunk.count
+
+
+def _padded_blocks(chunks: Sequence[Chunk], cache: KVCache) -> Tensor:
+    """[N, blocks of the longest]. Rows of shorter sequences go on with block 0, which is masked."""
+    used = [chunk.blocks(cache.block_size) for chunk in chunks]
+    padded = np.zeros((len(used), max(map(len, used))), dtype=np.int64)
+    for row, blocks in zip(padded, used, strict=True):
+        row[: len(blocks)] = blocks
+    return torch.from_numpy(padded).to(cache.keys.device)
+
+
+def _slots(chunks: Sequence[Chunk], block_size: int) -> np.ndarray:
+    """[T] where each token's key and value go."""
+    parts: list[np.ndarray] = []
+    for chunk in chunks:
+        positions = np.arange(chunk.start, chunk.end)
+        blocks = np.array(chunk.sequence.blocks, dtype=np.int64)
+        parts.append(blocks[positions // block_size] * block_size + positions % block_size)
+    return np.concatenate(parts)

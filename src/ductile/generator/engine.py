@@ -1,0 +1,206 @@
+"""Continuous batching on one device. A step: schedule, run the model once, sample, report what ended.
+
+`add` and `abort` may come between any two steps; so may `load_weights`: every token remembers the version it was
+sampled from. Nothing here blocks, sleeps or knows of processes.
+"""
+
+import math
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ductile.config.inference import InferenceConfig
+from ductile.core.layout.spec import ModelSpec
+from ductile.generator.attention import KVCache, PagedAttention, order_for_attention
+from ductile.generator.kv_cache import BlockPool
+from ductile.generator.limits import Limits, RequestRefused
+from ductile.generator.sampler import sample, stream_key
+from ductile.generator.scheduler import Chunk, Scheduler
+from ductile.generator.sequence import Sequence
+from ductile.model.transformer import Transformer
+from ductile.records import FinishReason, GenerateRequest, Generation
+from ductile.wire.messages import EngineStats
+
+
+class Engine:
+    def __init__(
+        self,
+        model: Transformer,
+        config: InferenceConfig,
+        eos_token_ids: Collection[int],
+        decode: Callable[[list[int]], str],
+        device: str = "cpu",
+        version: int = 0,
+    ) -> None:
+        """`model` is on `device` already. `decode` turns tokens into text, for stop strings; `version` names the
+        weights that the model has now. Raises `ValueError` when the cache would hold no sequence at all."""
+        dtype = next(model.parameters()).dtype
+        num_blocks = num_cache_blocks(model.spec, config, dtype)
+        self.config = config
+        self.model = model.requires_grad_(False).eval()
+        self.version = version
+        self.limits = Limits(model.spec.vocab_size, config.model.max_model_len, num_blocks * config.block_size)
+        self.pool = BlockPool(num_blocks, config.block_size)
+        self.scheduler = Scheduler(
+            self.pool, config.max_num_seqs, config.max_num_batched_tokens, config.enable_prefix_caching
+        )
+        self._cache = KVCache(model.spec, num_blocks, config.block_size, dtype, device)
+        self._device = device
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._decode = decode
+        self._live: dict[str, Sequence] = {}
+        self._ended: list[Generation] = []
+        """Ended outside of a step, reported by the next one."""
+        self._num_arrived = 0
+        self._num_sampled = 0
+
+    def check(self, *requests: GenerateRequest) -> None:
+        """Raise `RequestRefused` when adding these, one after the other, would."""
+        ids = set(self._live)
+        for request in requests:
+            reason = "a request of this id is in flight already" if request.id in ids else self.limits.why_not(request)
+            if reason:
+                raise RequestRefused(f"request {request.id}: {reason}")
+            ids.add(request.id)
+
+    def add(self, request: GenerateRequest) -> None:
+        """Take a request, a new one or one that another engine began. Raises `RequestRefused`."""
+        self.check(request)
+        stops = frozenset(request.sampling.stop_token_ids)
+        sequence = Sequence(
+            request=request,
+            order=(-request.priority, self._num_arrived),
+            stream=stream_key(request.sampling.seed, self.config.seed, request.id),
+            max_len=self.limits.max_len(len(request.prompt), request.sampling.max_tokens),
+            stop_ids=stops if request.sampling.ignore_eos else stops | self._eos_token_ids,
+        )
+        self._num_arrived += 1
+        reason = sequence.finish_reason(self._decode)  # one that was handed over may have said its last word already
+        if reason:
+            self._ended.append(sequence.generation(reason))
+        else:
+            self._live[request.id] = sequence
+            self.scheduler.add(sequence)
+
+    def abort(self, ids: Collection[str] | None = None) -> None:
+        """End these (None: all) with what they have; the next step reports them. Unknown ids have ended already."""
+        for id in list(self._live) if ids is None else ids:
+            if id in self._live:
+                self._ended.append(self._end(self._live[id], "abort"))
+
+    def has_work(self) -> bool:
+        return bool(self._live or self._ended)
+
+    def peek(self, id: str, start: int = 0) -> tuple[list[int], list[float]] | None:
+        """What a live request has generated from answer token `start` on: tokens, log-probs. None: not live."""
+        sequence = self._live.get(id)
+        if sequence is None:
+            return None
+        return sequence.tokens[len(sequence.request.prompt) + start :], sequence.logprobs[start:]
+
+    @torch.inference_mode()
+    def step(self) -> list[Generation]:
+        """Run every scheduled sequence a little further. Returns the requests that ended."""
+        chunks = order_for_attention(self.scheduler.schedule())
+        if chunks:
+            ready, logits = self._run(chunks)
+            if ready:
+                self._sample(ready, logits)
+        ended, self._ended = self._ended, []
+        return ended
+
+    @torch.no_grad()
+    def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Sample from these weights (all of the model's, by its own names) from the next step on.
+
+        Requests in flight go on. They compute their keys and values anew, so that each token's log-prob is what its
+        version says of everything before it; with `keep_cache_on_update` they keep those of the older weights.
+        Raises `ValueError`, with nothing changed, when names or shapes are not the model's.
+        """
+        parameters = dict(self.model.named_parameters())
+        wrong = sorted(parameters.keys() ^ tensors.keys())
+        if wrong:
+            raise ValueError(
+                f"weights of version {version} do not fit the model: {', '.join(wrong[:5])} on one side only"
+            )
+        for name, parameter in parameters.items():
+            if tensors[name].shape != parameter.shape:
+                raise ValueError(
+                    f"{name} of version {version} has shape {tuple(tensors[name].shape)}, "
+                    f"the model's has {tuple(parameter.shape)}"
+                )
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+        self.version = version
+        self.scheduler.weights_changed(keep_cache=self.config.keep_cache_on_update)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            num_tokens=self._num_sampled,
+            num_preempted=self.scheduler.num_preempted,
+            cache_used=1 - self.pool.num_free / self.pool.num_blocks,
+            version=self.version,
+        )
+
+    def _run(self, chunks: list[Chunk]) -> tuple[list[Sequence], Tensor]:
+        """One forward pass. Returns the sequences whose next token can be sampled, and its logits [N, V]."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        ready: list[Sequence] = []
+        last_rows: list[int] = []
+        for chunk in chunks:
+            token_ids += chunk.sequence.tokens[chunk.start : chunk.end]
+            positions += range(chunk.start, chunk.end)
+            if chunk.reaches_the_end:
+                ready.append(chunk.sequence)
+                last_rows.append(len(token_ids) - 1)
+        rows = torch.tensor(last_rows, device=self._device)
+        logits = self.model(
+            torch.tensor(token_ids, device=self._device),
+            torch.tensor(positions, device=self._device),
+            PagedAttention(self._cache, chunks),
+            # Prefilled tokens need no logits; only the last one's hidden state goes to the vocabulary.
+            head=lambda hidden, weight: F.linear(hidden[rows], weight),
+        )
+        return ready, logits
+
+    def _sample(self, sequences: list[Sequence], logits: Tensor) -> None:
+        tokens, logprobs = sample(
+            logits,
+            [sequence.request.sampling for sequence in sequences],
+            [sequence.stream for sequence in sequences],
+            [sequence.num_generated for sequence in sequences],
+        )
+        self._num_sampled += len(sequences)
+        for sequence, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
+            if not math.isfinite(logprob):
+                raise FloatingPointError(
+                    f"request {sequence.request.id}: weights of version {self.version} give logits that are not finite"
+                )
+            sequence.append(token, logprob, self.version)
+            reason = sequence.finish_reason(self._decode)
+            if reason:
+                self._ended.append(self._end(sequence, reason))
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> Generation:
+        del self._live[sequence.request.id]
+        self.scheduler.remove(sequence)
+        return sequence.generation(reason)
+
+
+def num_cache_blocks(spec: ModelSpec, config: InferenceConfig, dtype: torch.dtype) -> int:
+    """What `num_blocks` says, or enough for every sequence at its longest, as far as the memory goes."""
+    if config.num_blocks is not None:
+        return config.num_blocks
+    wanted = config.max_num_seqs * -(-config.model.max_model_len // config.block_size)
+    affordable = int(config.cache_memory_gib * 2**30) // KVCache.block_bytes(spec, config.block_size, dtype)
+    if affordable < 2:
+        raise ValueError(
+            f"cache_memory_gib {config.cache_memory_gib} holds {affordable} blocks of {config.block_size} tokens; "
+            "it must hold at least 2"
+        )
+    return min(wanted, affordable)

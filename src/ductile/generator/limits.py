@@ -1,0 +1,57 @@
+"""What an engine can serve: a pure answer to "why not?", given before a request takes any place."""
+
+from dataclasses import dataclass
+
+from ductile.records import GenerateRequest, Sampling
+
+
+class RequestRefused(ValueError):
+    """A request that this engine can never serve. The text says why, and what would be possible."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    vocab_size: int
+    max_model_len: int
+    cache_tokens: int
+    """What the whole cache holds."""
+
+    def max_len(self, prompt_len: int, max_tokens: int) -> int:
+        """Prompt plus answer, in tokens, at which generation ends."""
+        return min(prompt_len + max_tokens, self.max_model_len)
+
+    def why_not(self, request: GenerateRequest) -> str:
+        """Empty when the request can be served."""
+        num_prompt = len(request.prompt)
+        if not num_prompt:
+            return "the prompt has no tokens; it needs at least one"
+        for token in (*request.prompt, *request.generated):
+            if not 0 <= token < self.vocab_size:
+                return f"token id {token} is not in the vocabulary; ids go from 0 to {self.vocab_size - 1}"
+        if num_prompt >= self.max_model_len:
+            return (
+                f"the prompt has {num_prompt} tokens; model.max_model_len {self.max_model_len} leaves room for "
+                f"{self.max_model_len - 1} and one of the answer"
+            )
+        max_len = self.max_len(num_prompt, request.sampling.max_tokens)
+        if max_len > self.cache_tokens:
+            return (
+                f"prompt and answer may reach {max_len} tokens and the whole cache holds {self.cache_tokens}; "
+                "raise num_blocks or cache_memory_gib, or lower max_tokens"
+            )
+        return wrong_sampling(request.sampling)
+
+
+def wrong_sampling(sampling: Sampling) -> str:
+    """Empty when every value makes sense."""
+    for name, value, fits, rule in (
+        ("temperature", sampling.temperature, sampling.temperature >= 0, "0 or more"),
+        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1"),
+        ("top_k", sampling.top_k, sampling.top_k == -1 or sampling.top_k > 0, "-1 (all) or 1 or more"),
+        ("min_p", sampling.min_p, 0 <= sampling.min_p <= 1, "from 0 to 1"),
+        ("max_tokens", sampling.max_tokens, sampling.max_tokens >= 1, "1 or more"),
+        ("stop", sampling.stop, all(sampling.stop), "strings of at least one character"),
+    ):
+        if not fits:
+            return f"{name} is {value!r}; it must be {rule}"
+    return ""

@@ -1,0 +1,72 @@
+"""A request on its way: its tokens so far, what of them is in the cache, and when it ends."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from ductile.records import FinishReason, GenerateRequest, Generation
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    request: GenerateRequest
+    order: tuple[int, int]
+    """(-priority, arrival): the smaller goes first."""
+    stream: int
+    """64-bit key of its random numbers (`ductile.generator.sampler.stream_key`)."""
+    max_len: int
+    """Prompt plus answer, in tokens, at which it ends."""
+    stop_ids: Collection[int]
+    tokens: list[int] = field(init=False)
+    """Prompt, then answer."""
+    logprobs: list[float] = field(init=False)
+    versions: list[int] = field(init=False)
+    blocks: list[int] = field(default_factory=list[int])
+    keys: list[bytes] = field(default_factory=list[bytes])
+    """Content keys of its full blocks, valid under `salt`."""
+    salt: int = -1
+    """The weights that its first block was computed under; -1 when it holds none."""
+    num_registered: int = 0
+    """Leading blocks that others can find."""
+    num_computed: int = 0
+    """Leading tokens whose keys and values are in the cache, or will be when the scheduled step has run."""
+
+    def __post_init__(self) -> None:
+        self.tokens = [*self.request.prompt, *self.request.generated]
+        self.logprobs = list(self.request.logprobs)
+        self.versions = list(self.request.versions)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.versions)
+
+    @property
+    def num_pending(self) -> int:
+        """Known tokens that are not computed: 1 while it decodes, more before its prefill is through."""
+        return len(self.tokens) - self.num_computed
+
+    def append(self, token: int, logprob: float, version: int) -> None:
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+
+    def finish_reason(self, decode: Callable[[list[int]], str]) -> FinishReason | None:
+        """None while it goes on. `decode` is asked only when there are stop strings."""
+        if self.num_generated:
+            if self.tokens[-1] in self.stop_ids:
+                return "stop"
+            if self.request.sampling.stop and self._says_stop(decode):
+                return "stop"
+        if len(self.tokens) >= self.max_len:
+            return "length"
+        return None
+
+    def _says_stop(self, decode: Callable[[list[int]], str]) -> bool:
+        # A token that decodes to anything has at least one byte, so a match that ends in the last token begins no
+        # further back than the stop string has bytes. One more, as some decoders strip the first token's space.
+        reach = 1 + max(len(text.encode()) for text in self.request.sampling.stop)
+        tail = decode(self.tokens[-min(reach, self.num_generated) :])
+        return any(text in tail for text in self.request.sampling.stop)
+
+    def generation(self, reason: FinishReason) -> Generation:
+        answer = self.tokens[len(self.request.prompt) :]
+        return Generation(self.request.id, tuple(answer), tuple(self.logprobs), tuple(self.versions), reason)
