@@ -104,7 +104,7 @@ class Task(Protocol):
 
     def reply(self, example: int, messages: list[dict[str, str]]) -> list[dict[str, str]] | None:
         """The environment's next words after the policy spoke; None ends the rollout."""
-        ...
+        return None
 
 
 class SlotRole(Protocol):
