@@ -18,18 +18,19 @@ class Rope:
         self._frequencies = {torch.device("cpu"): frequencies(spec)}
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """`positions` [T] -> cos and sin, each [T, 1, D/2], fp32."""
+        """`positions` [T] -> cos and sin, each [T, 1, D], fp32. The first half of sin is negated, for `rotate`."""
         device = positions.device
         if device not in self._frequencies:
             self._frequencies[device] = self._frequencies[torch.device("cpu")].to(device)
         angles = (positions.float()[:, None] * self._frequencies[device])[:, None, :]
-        return angles.cos(), angles.sin()
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, H, D] -> the same, turned. The arithmetic is fp32, whatever x is."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    partner = x.roll(x.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x * cos, partner, sin).to(x.dtype)
 
 
 def frequencies(spec: ModelSpec) -> Tensor:
