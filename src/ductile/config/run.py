@@ -157,3 +157,6 @@ class InferenceRunConfig(InferenceConfig):
     slurm: Annotated[SlurmConfig | None, NotBuilt("SLURM")] = None
     log: LogConfig = LogConfig()
     dry_run: bool = False
+
+
+RunConfig = RLConfig | SFTConfig | TrainerRunConfig | OrchestratorRunConfig | InferenceRunConfig

@@ -1,0 +1,181 @@
+"""The command line: `ductile rl @ run.toml --max-steps 100`.
+
+Nothing heavy is imported before the config is known to be good: `check`, `--help` and every refusal answer at once, and
+never load torch.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ductile import __version__
+from ductile.config.errors import ConfigError, did_you_mean
+from ductile.config.parse import Parsed, parse
+from ductile.config.run import (
+    InferenceRunConfig,
+    OrchestratorRunConfig,
+    RLConfig,
+    RunConfig,
+    SFTConfig,
+    TrainerRunConfig,
+)
+
+BAD_CONFIG = 2
+"""Exit status when nothing was started because the command line or a config is wrong."""
+
+
+def _rl(config: RLConfig) -> int:
+    from ductile.launch.run import run_rl
+
+    return run_rl(config)
+
+
+def _sft(config: SFTConfig) -> int:
+    from ductile.launch.run import run_sft
+
+    return run_sft(config)
+
+
+def _trainer(config: TrainerRunConfig) -> int:
+    from ductile.launch.run import run_trainer
+
+    return run_trainer(config)
+
+
+def _orchestrator(config: OrchestratorRunConfig) -> int:
+    from ductile.launch.run import run_orchestrator
+
+    return run_orchestrator(config)
+
+
+def _inference(config: InferenceRunConfig) -> int:
+    from ductile.launch.run import run_inference
+
+    return run_inference(config)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    name: str
+    summary: str
+    root: type[RunConfig]
+    run: Callable[[Any], int]
+
+
+COMMANDS = {
+    command.name: command
+    for command in (
+        Command("rl", "train with RL: the whole circle", RLConfig, _rl),
+        Command("sft", "supervised fine-tuning, with the same trainer", SFTConfig, _sft),
+        Command("trainer", "the trainer alone, on fake data", TrainerRunConfig, _trainer),
+        Command("orchestrator", "rollouts and rewards against a running server", OrchestratorRunConfig, _orchestrator),
+        Command("inference", "an OpenAI-compatible server", InferenceRunConfig, _inference),
+    )
+}
+
+OVERVIEW = f"""ductile {__version__}: elastic RL post-training
+
+  ductile <command> @ run.toml [@ more.toml] [--key value ...]
+
+{chr(10).join(f"  {command.name:14}{command.summary}" for command in COMMANDS.values())}
+  check         is a config good? says what it would do: ductile check [rl] @ run.toml
+
+  ductile <command> --help          all keys of a command
+  ductile <command> --help optim    those with "optim" in their name
+  ductile <command> ... --dry-run   write the resolved config and stop
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit status."""
+    try:
+        return _main(argv)
+    except BrokenPipeError:  # `ductile rl --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(OVERVIEW, end="")
+        return 0 if words else BAD_CONFIG
+    if words[0] == "--version":
+        print(f"ductile {__version__}")
+        return 0
+    name, *rest = words
+    if name == "check":
+        return _check(rest)
+    command = COMMANDS.get(name)
+    if command is None:
+        near = did_you_mean(name, [*COMMANDS, "check"])
+        print(f"ductile: there is no command {name}.{near}\n\n{OVERVIEW}", end="", file=sys.stderr)
+        return BAD_CONFIG
+    if _wants_help(command, rest):
+        return 0
+    parsed = _parse(command, rest, f"ductile {name}")
+    if parsed is None:
+        return BAD_CONFIG
+    if parsed.config.dry_run:
+        return _dry_run(command, parsed)
+    try:
+        return command.run(parsed.config)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _check(words: list[str]) -> int:
+    """`ductile check rl @ run.toml`; without a command, it is `rl`; the `@` may be left out."""
+    command = COMMANDS["rl"]
+    if words and words[0] in COMMANDS:
+        command = COMMANDS[words.pop(0)]
+    if words and not words[0].startswith(("@", "-")):
+        words.insert(0, "@")
+    if _wants_help(command, words):
+        return 0
+    parsed = _parse(command, words, "ductile check")
+    if parsed is None:
+        return BAD_CONFIG
+    from ductile.config.summary import summary
+
+    print(summary(parsed, command.name))
+    return 0
+
+
+def _wants_help(command: Command, words: list[str]) -> bool:
+    at = next((index for index, word in enumerate(words) if word in ("-h", "--help")), None)
+    if at is None:
+        return False
+    from ductile.config.help import help_text
+
+    print(help_text(command.name, command.summary, command.root, words[at + 1] if at + 1 < len(words) else ""))
+    return True
+
+
+def _parse(command: Command, words: list[str], who: str) -> Parsed[RunConfig] | None:
+    try:
+        parsed = parse(command.root, words)
+    except ConfigError as error:
+        print(f"{who}: {error}", file=sys.stderr)
+        return None
+    for notice in parsed.notices:
+        print(f"note: {notice}", file=sys.stderr)
+    return parsed
+
+
+def _dry_run(command: Command, parsed: Parsed[RunConfig]) -> int:
+    from ductile.config.dump import write_resolved
+
+    try:
+        path = write_resolved(parsed.config, parsed.config.output_dir, command.name)
+    except OSError as error:
+        print(f"ductile {command.name}: cannot write the resolved config: {error}", file=sys.stderr)
+        return BAD_CONFIG
+    print(f"The config is good. Resolved: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""A resolved config as a TOML file: every key with its value, so that the file alone runs the same thing again.
+
+TOML has no null. A key that is None and would be None without being written is left out, another is written as "None";
+a table of free names with a null in it is written as JSON text. Secrets are left out: they must be given again.
+"""
+
+import json
+import os
+from pathlib import Path as FilePath
+from typing import Any, cast
+
+import tomli_w
+
+from ductile.config.errors import SECRETS
+from ductile.config.schema import keys
+from ductile.config.section import Section
+
+
+def to_table(section: Section) -> dict[str, Any]:
+    """The section as nested plain values that `parse` reads back to an equal section (secrets apart)."""
+    table: dict[str, Any] = {}
+    for name, key in keys(type(section)).items():
+        value = cast(object, getattr(section, name))
+        if name in SECRETS:
+            continue
+        if isinstance(value, Section):
+            table[name] = to_table(value)
+        elif value is not None:
+            table[name] = json.dumps(value) if key.shape == "dict" and _has_null(value) else value
+        elif key.default is not None:
+            table[name] = "None"
+    return table
+
+
+def to_toml(config: Section) -> str:
+    """The whole config, but for `dry_run`: that is a question, not a setting."""
+    return tomli_w.dumps({name: value for name, value in to_table(config).items() if name != "dry_run"})
+
+
+def write_resolved(config: Section, folder: str | FilePath, command: str) -> FilePath:
+    """Write `folder/config.toml`, whole or not at all. `command` is the one that would run it: "rl"."""
+    path = FilePath(folder) / "config.toml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".toml.partial")
+    partial.write_text(f"# Resolved by ductile. Run it again: ductile {command} @ {path}\n\n{to_toml(config)}")
+    os.replace(partial, path)
+    return path
+
+
+def _has_null(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(_has_null(item) for item in cast(dict[str, object], value).values())
+    if isinstance(value, list):
+        return any(_has_null(item) for item in cast(list[object], value))
+    return value is None

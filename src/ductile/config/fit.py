@@ -1,0 +1,131 @@
+"""Fit given values to the tree: fill in what is understood, and say what does not fit.
+
+Understood without being said: the text "None", a table without a `type` (it takes the default's), an empty table in
+YAML, a table written as JSON text. What remains, the kind and the bounds of each value, is pydantic's to judge
+(`judge.py`).
+"""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from ductile.config.errors import Problem, about, did_you_mean, flag, show
+from ductile.config.flags import COMMAND_LINE, unknown_key
+from ductile.config.provenance import Draft, Path, as_table
+from ductile.config.schema import Key, keys
+from ductile.config.section import Section
+
+
+@dataclass(slots=True)
+class Fit:
+    """The values that fit, and what is wrong with the others, which are left out."""
+
+    values: dict[str, Any] = field(default_factory=dict[str, Any])
+    problems: list[Problem] = field(default_factory=list[Problem])
+    rejected: list[Path] = field(default_factory=list[Path])
+    """Keys that have a problem already; checks across sections do not speak of them again."""
+
+
+def fit(root: type[Section], draft: Draft) -> Fit:
+    result = Fit()
+    result.values = _table(root, root, draft.values, (), draft, result)
+    return result
+
+
+def _table(
+    root: type[Section], section: type[Section], given: dict[str, Any], path: Path, draft: Draft, result: Fit
+) -> dict[str, Any]:
+    known = keys(section)
+    fitted: dict[str, Any] = {}
+    for name, value in given.items():
+        here = (*path, name)
+        if name in known:
+            fits, fitted_value = _value(root, known[name], value, here, draft, result)
+            if fits:
+                fitted[name] = fitted_value
+        else:
+            result.problems.append(_unknown(root, section, here, value, draft))
+            result.rejected.append(here)
+    return fitted
+
+
+def _value(root: type[Section], key: Key, value: Any, path: Path, draft: Draft, result: Fit) -> tuple[bool, Any]:
+    """(whether the value has a place in the tree, the value as pydantic shall see it)"""
+
+    def refuse(what: str) -> tuple[bool, Any]:
+        result.problems.append(about(path, value, draft.origin(path), what))
+        result.rejected.append(path)
+        return False, None
+
+    if value == "None" or value is None:
+        if key.optional:
+            return True, None
+        if value is None and key.shape == "table":
+            value = {}  # `trainer:` with nothing below it, in YAML
+        elif value is None or not key.is_text:
+            return refuse(f'cannot be "None": it must be {key.wants}')
+    if key.shape in ("table", "dict") and isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            return refuse(f"is not valid JSON: {error.msg} (column {error.colno})")
+    if key.shape == "table":
+        table = as_table(value)
+        if table is None:
+            first = next(iter(name for section in key.variants for name in keys(section) if name != "type"), "")
+            return refuse(f"is a table, not a value: give its keys, such as {flag((*path, first))}")
+        return _variant(root, key, table, path, draft, result)
+    if isinstance(value, bool) and key.shape == "value" and not key.has_bool:
+        return refuse(f"must be {key.wants}")  # pydantic would take true for 1
+    return True, value
+
+
+def _variant(
+    root: type[Section], key: Key, table: dict[str, Any], path: Path, draft: Draft, result: Fit
+) -> tuple[bool, Any]:
+    """Choose the section that the table is, and fit its keys."""
+    if not key.is_union:
+        return True, _table(root, key.variants[0], table, path, draft, result)
+    tag = table.get("type", key.default_tag)
+    section = key.variant(tag)
+    here = (*path, "type")
+    if section is not None:
+        return True, _table(root, section, {"type": tag, **table}, path, draft, result)
+    choices = "one of " + ", ".join(f'"{choice}"' for choice in key.tags)
+    if tag is None:
+        fits_one = [
+            choice for choice, variant in zip(key.tags, key.variants, strict=True) if table.keys() <= {*keys(variant)}
+        ]
+        hint = f'. With these keys it is "{fits_one[0]}"' if len(fits_one) == 1 else ""
+        result.problems.append(Problem(f"is missing: write {choices}{hint}", flag(here), None, str(draft.origin(path))))
+    else:
+        near = did_you_mean(str(tag), key.tags)
+        result.problems.append(
+            about(here, tag, draft.origin(here), f"must be {choices}.{near}" if near else f"must be {choices}")
+        )
+    result.rejected.append(path)
+    return False, None
+
+
+def _unknown(root: type[Section], section: type[Section], path: Path, value: Any, draft: Draft) -> Problem:
+    """A key that its table does not have; perhaps another variant of the table does."""
+    origin = draft.origin(path)
+    shown = None if as_table(value) is not None else show(value, path)
+    typed = flag(path)
+    for above in _unions_above(root, path):
+        others = [tag for tag, variant in zip(above.tags, above.variants, strict=True) if path[-1] in keys(variant)]
+        if others and section in above.variants:
+            mine = next(tag for tag, variant in zip(above.tags, above.variants, strict=True) if variant is section)
+            chosen = draft.origin((*path[:-1], "type"))
+            said = f", chosen by {chosen}" if draft.has((*path[:-1], "type")) else ", the default"
+            names = " or ".join(f'"{other}"' for other in others)
+            what = f'belongs to {flag((*path[:-1], "type"))} = {names}, not to "{mine}"{said}'
+            return Problem(what, typed, shown, str(origin))
+    where = COMMAND_LINE if origin.source == COMMAND_LINE else str(origin)
+    return unknown_key(root, path, where, typed, shown)
+
+
+def _unions_above(root: type[Section], path: Path) -> list[Key]:
+    from ductile.config.schema import find
+
+    return [key for key in find(root, path[:-1]) if key.is_union]

@@ -1,0 +1,107 @@
+"""`--help`: every key of a command, from the field docstrings."""
+
+import shutil
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ductile.config.errors import did_you_mean, flag, show
+from ductile.config.provenance import Path
+from ductile.config.schema import REQUIRED, Key, keys
+from ductile.config.section import Section
+
+HOW = """\
+Files are TOML, YAML or JSON; they merge from left to right, and flags come last. `--trainer.model @ model.toml`
+merges a file below a key. Tables marked "off" are turned on by their bare name and off by --no-name. See docs/config.md."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What help and documentation say of one key."""
+
+    path: Path
+    wants: str
+    default: str
+    help: str
+    variant: str = ""
+    """The `type` that the key belongs to, where its table is a union: "sgd"."""
+    not_built: str = ""
+    """What is missing, or empty."""
+
+
+def lines(section: type[Section], path: Path = (), variant: str = "", not_built: str = "") -> Iterator[Line]:
+    """One line for each key: first the values of a table, then the tables in it."""
+    for name, key in sorted(keys(section).items(), key=lambda item: bool(item[1].variants)):
+        here = (*path, name)
+        missing = key.not_built.sentence() if key.not_built else not_built
+        if key.not_built and key.not_built.only:
+            missing = f"{', '.join(map(str, key.not_built.only))}: {missing}"
+        if not key.variants:
+            yield Line(here, key.wants, _default(key), key.help, variant, missing)
+            continue
+        if key.optional:
+            yield Line(here, key.wants, "off" if key.default is None else "on", key.help, variant, missing)
+        if key.is_union:
+            yield from _union(key, here, missing)
+        else:
+            yield from lines(key.variants[0], here, variant, missing)
+
+
+def _union(key: Key, path: Path, not_built: str) -> Iterator[Line]:
+    """First the `type`, then the keys of each variant; a key that is the same in several comes once."""
+    about = [
+        (tag, " ".join((section.__doc__ or "").split())) for tag, section in zip(key.tags, key.variants, strict=True)
+    ]
+    marks = [keys(section)["type"].not_built for section in key.variants]
+    unbuilt = " ".join(f"{tag}: {mark.sentence()}" for tag, mark in zip(key.tags, marks, strict=True) if mark)
+    wants = "one of " + ", ".join(f'"{tag}"' for tag in key.tags)
+    text = " ".join(f"{tag}: {doc}" for tag, doc in about if doc)
+    default = f'"{key.default_tag}"' if key.default_tag else "required"
+    yield Line((*path, "type"), wants, default, text, "", not_built or unbuilt)
+    merged: dict[Line, list[str]] = {}
+    for tag, section, mark in zip(key.tags, key.variants, marks, strict=True):
+        for line in lines(section, path, "", mark.sentence() if mark else not_built):
+            if line.path != (*path, "type"):
+                merged.setdefault(line, []).append(tag)
+    for line, tags in merged.items():
+        yield replace(line, variant="" if len(tags) == len(key.variants) else ", ".join(tags))
+
+
+def _default(key: Key) -> str:
+    return "required" if key.default is REQUIRED else show(key.default)
+
+
+def help_text(command: str, summary: str, root: type[Section], only: str = "") -> str:
+    """The keys of a command, or those with `only` in their name. Fits the terminal."""
+    width = min(120, shutil.get_terminal_size((100, 24)).columns)
+    word = only.lstrip("-").replace("-", "_").lower()
+    everything = list(lines(root))
+    chosen = [line for line in everything if word in ".".join(map(str, line.path))]
+    if not chosen:
+        near = did_you_mean(word, [".".join(map(str, line.path)) for line in everything])
+        return f"ductile {command} has no key with {only} in its name.{near}"
+    out = [f"ductile {command}: {summary}", "", f"  ductile {command} [@ file ...] [--key value ...]", ""]
+    if not only:
+        out += [*textwrap.wrap(HOW, width), ""]
+    group: Path | None = None
+    for line in chosen:
+        if line.path[:-1] != group:
+            group = line.path[:-1]
+            title = ".".join(map(str, group))
+            out += ["", f"[{title}]"] if title else []
+        out += _entry(line, width)
+    return "\n".join(out)
+
+
+def _entry(line: Line, width: int) -> list[str]:
+    variant = f"  ({line.variant})" if line.variant else ""
+    head = f"  {flag(line.path)}  {line.wants}; {_said(line.default)}{variant}"
+    body = " ".join(part for part in (line.help, f"[{line.not_built}]" if line.not_built else "") if part)
+    return [
+        *textwrap.wrap(head, width, subsequent_indent=" " * 6),
+        *textwrap.wrap(body, width, initial_indent=" " * 6, subsequent_indent=" " * 6),
+    ]
+
+
+def _said(default: str) -> str:
+    return default if default in ("required", "on", "off") else f"default {default}"

@@ -1,0 +1,56 @@
+"""From the words on a command line to one validated, immutable config.
+
+    read (files < nested files < flags) -> rename -> share -> fit -> judge
+
+Every stage collects problems instead of stopping at the first.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar, cast
+
+from ductile.config.errors import ConfigError, Problem, flag
+from ductile.config.fit import fit
+from ductile.config.flags import read
+from ductile.config.judge import judge
+from ductile.config.provenance import Draft
+from ductile.config.section import Section
+from ductile.config.share import Sharing, share
+
+S = TypeVar("S", bound=Section)
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed(Generic[S]):
+    config: S
+    draft: Draft
+    """What was given, in ductile's spelling, with shared keys filled in; knows where each value came from."""
+    notices: tuple[str, ...]
+    files: tuple[str, ...]
+
+
+def parse(root: type[S], argv: Sequence[str]) -> Parsed[S]:
+    """The config that `argv` (the words after the command) describes.
+
+    Raises:
+        ConfigError: with every problem that was found.
+    """
+    given = read(root, argv)
+    sharing = share(root, given.draft)
+    config, problems = judge(root, fit(root, sharing.draft), sharing.draft)
+    problems = [*given.problems, *sharing.problems, *_at_their_source(problems, sharing)]
+    if problems or config is None:
+        raise ConfigError(problems)
+    return Parsed(cast(S, config), sharing.draft, tuple(given.notices), tuple(given.files))
+
+
+def _at_their_source(problems: list[Problem], sharing: Sharing) -> list[Problem]:
+    """A wrong shared value is wrong wherever it went: say it once, of the key that the user wrote."""
+    written = {flag(target): flag(source) for target, source in sharing.filled.items()}
+    known = {problem.key for problem in problems}
+    moved = [
+        replace(problem, key=written.get(problem.key, problem.key))
+        for problem in problems
+        if written.get(problem.key) not in known
+    ]
+    return list(dict.fromkeys(moved))

@@ -1,0 +1,111 @@
+"""Keys that several sub-trees share: written once, they go wherever they are needed.
+
+A table, applied in one pass over the given values: a target that is absent takes the shared value, a target that is
+there keeps its own. No rule reads what another one wrote, so their order means nothing (a test shuffles it).
+
+`must_agree`: where two different values would be a contradiction, giving both is an error, unless the shared key comes
+from a later source (a flag over a file): then it replaces the earlier one, as a later source always does. So a resolved
+config, which spells everything out, can be run again with `--max-steps 4`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from ductile.config.errors import Problem, about, dotted, flag, show
+from ductile.config.provenance import Draft, Path
+from ductile.config.run import RLConfig, SFTConfig
+from ductile.config.section import Section
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    key: str
+    targets: tuple[str, ...]
+    must_agree: bool = True
+    why: str = ""
+    """Why the targets may differ, where they may."""
+
+    def value(self, given: Any) -> Any:
+        return given
+
+
+@dataclass(frozen=True, slots=True)
+class Resume(Shared):
+    """`resume = true` is `ckpt.resume_step = -1`, the latest complete checkpoint."""
+
+    def value(self, given: Any) -> Any:
+        return -1 if given in (True, "true") else None
+
+
+_RESUME = Resume("resume", ("ckpt.resume_step",), must_agree=False, why="a given step is more exact than `resume`")
+
+SHARED: dict[type[Section], tuple[Shared, ...]] = {
+    RLConfig: (
+        Shared("model.name", ("trainer.model.name", "inference.model.name")),
+        Shared("max_steps", ("trainer.max_steps", "orchestrator.max_steps")),
+        Shared(
+            "seq_len",
+            ("trainer.model.seq_len", "inference.model.max_model_len"),
+            must_agree=False,
+            why="a trainer may pack more tokens into a micro-batch than one answer has",
+        ),
+        Shared(
+            "seed",
+            ("trainer.seed", "orchestrator.seed", "inference.seed"),
+            must_agree=False,
+            why="the parts may be seeded apart",
+        ),
+        _RESUME,
+    ),
+    SFTConfig: (
+        Shared(
+            "data.seq_len",
+            ("model.seq_len",),
+            must_agree=False,
+            why="a trainer may pack more tokens into a micro-batch than one document has",
+        ),
+        _RESUME,
+    ),
+}
+
+
+@cache
+def _targets(shared: Shared) -> tuple[Path, ...]:
+    return tuple(tuple(target.split(".")) for target in shared.targets)
+
+
+@dataclass(slots=True)
+class Sharing:
+    draft: Draft
+    filled: dict[Path, Path] = field(default_factory=dict[Path, Path])
+    """Target to the shared key that filled it: a problem with the one is a problem with the other."""
+    problems: list[Problem] = field(default_factory=list[Problem])
+
+
+def share(root: type[Section], draft: Draft, rules: Sequence[Shared] | None = None) -> Sharing:
+    """The draft with every absent target filled, and one problem for each contradiction."""
+    result = Sharing(draft.copy())
+    for shared in SHARED.get(root, ()) if rules is None else rules:
+        source: Path = tuple(shared.key.split("."))
+        value = shared.value(draft.get(source))
+        if not draft.has(source) or value in (None, "None"):
+            continue
+        for target in _targets(shared):
+            differs = draft.has(target) and str(draft.get(target)) != str(value)
+            later = draft.origin(source).layer > draft.origin(target).layer
+            if not draft.has(target) or (differs and shared.must_agree and later):
+                result.draft.put(target, value, draft.origin(source))
+                result.filled[target] = source
+            elif differs and shared.must_agree:
+                result.problems.append(_conflict(draft, source, target))
+    return result
+
+
+def _conflict(draft: Draft, source: Path, target: Path) -> Problem:
+    what = (
+        f"contradicts {dotted(target)} = {show(draft.get(target))} ({draft.origin(target)}), which takes this value "
+        f"when it is absent. Leave {flag(target)} out, or make the two equal"
+    )
+    return about(source, draft.get(source), draft.origin(source), what)
