@@ -193,6 +193,11 @@ BROKEN_FOLDERS = {
     "bad_settings": ("tokenizer_config.json", "{,}", "tokenizer_config.json is not JSON"),
     "settings_not_a_table": ("tokenizer_config.json", "[]", "tokenizer_config.json must hold a JSON object, not list"),
     "bad_template": ("chat_template.jinja", "{% for %}", "chat_template.jinja is not a template"),
+    "of_another_model": (
+        "config.json",
+        '{"vocab_size": 50}',
+        f"ids up to {VOCAB_SIZE - 1}, but vocab_size in config.json is 50; take the tokenizer that belongs to",
+    ),
     "bad_eos": ("generation_config.json", '{"eos_token_id": "2"}', "eos_token_id holds '2'; it must be an integer"),
 }
 

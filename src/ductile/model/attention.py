@@ -23,9 +23,11 @@ class PackedAttention:
     """Causal attention inside each document of `lengths`, which add up to T."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
-        self.lengths = list(lengths)
+        self.lengths = [length for length in lengths if length > 0]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not self.lengths:
+            return q  # nothing to attend to, but the graph goes on: a rank without work still runs its collectives
         # One call a document. Padding them into a batch costs two copies each way and arithmetic on nothing; it was
         # slower at every mix of lengths that was tried, and four times slower where lengths differ much.
         outputs = [

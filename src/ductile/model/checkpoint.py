@@ -4,26 +4,21 @@ Both ways go parameter by parameter (`ductile.core.layout.parameters`), so that 
 """
 
 import json
+import re
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ductile.core.layout.parameters import Parameter, parameters
 from ductile.core.layout.spec import ModelSpec, SpecError, spec_from_hf
 from ductile.model.safetensors_writer import Entry, write_safetensors
 from ductile.model.transformer import Transformer
+from ductile.model.weight_files import CONFIG, DTYPES, INDEX, WEIGHTS, ModelFolderError, WeightFiles, read_json
 
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 COPIED = (
     "generation_config.json",
     "tokenizer.json",
@@ -38,13 +33,6 @@ COPIED = (
 )
 """What a saved folder takes over from its source, where it is there."""
 
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-
-
-class ModelFolderError(Exception):
-    """A model folder that cannot be used. The text says which folder and file, what is wrong, and what to do."""
-
-
 # -- Reading ---------------------------------------------------------------------------------------------------------
 
 
@@ -52,7 +40,7 @@ def read_spec(folder: str | Path) -> ModelSpec:
     """The model that `config.json` describes."""
     path = Path(folder) / CONFIG
     try:
-        return spec_from_hf(_read_json(path))
+        return spec_from_hf(read_json(path))
     except SpecError as error:
         raise ModelFolderError(f"{path}: {error}") from error
 
@@ -93,13 +81,12 @@ def truncate(spec: ModelSpec, num_layers: int, folder: str | Path) -> ModelSpec:
 def read_tensors(folder: str | Path, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     """Our names and full tensors, in the order of `parameters(spec)`, in the file's dtype. One at a time in memory."""
     folder = Path(folder)
-    if not folder.is_dir():
-        raise ModelFolderError(f"there is no model folder {folder}")
-    files = _weight_files(folder)
-    with ExitStack() as stack:
-        opened: dict[str, Any] = {}
-        for parameter in parameters(spec):
-            yield parameter.name, _read_parameter(folder, files, parameter, opened, stack)
+    table = parameters(spec)
+    with WeightFiles(folder) as files:
+        _refuse_surplus(files, table, spec)
+        for parameter in table:
+            parts = [files.read(part) for part in parameter.parts]
+            yield parameter.name, parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def random_tensors(spec: ModelSpec, seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -114,62 +101,18 @@ def random_tensors(spec: ModelSpec, seed: int) -> Iterator[tuple[str, Tensor]]:
             yield parameter.name, torch.empty(parameter.shape).normal_(0.0, spec.initializer_range, generator=generator)
 
 
-def _weight_files(folder: Path) -> Mapping[str, str] | None:
-    """Tensor name -> file name of a sharded folder; None where all tensors are in one file."""
-    if (folder / WEIGHTS).is_file():
-        return None
-    if not (folder / INDEX).is_file():
-        hint = " (it has pytorch_model.bin: convert it)" if (folder / "pytorch_model.bin").exists() else ""
-        raise ModelFolderError(f"{folder} has neither {WEIGHTS} nor {INDEX}{hint}; ductile reads safetensors only")
-    files = _read_json(folder / INDEX).get("weight_map")
-    if not isinstance(files, dict):
-        raise ModelFolderError(f"{folder / INDEX} has no weight_map; download the file again")
-    return files
-
-
-def _read_parameter(
-    folder: Path, files: Mapping[str, str] | None, parameter: Parameter, opened: dict[str, Any], stack: ExitStack
-) -> Tensor:
-    parts: list[Tensor] = []
-    for part in parameter.parts:
-        file = WEIGHTS if files is None else files.get(part.name)
-        if file is None:
-            raise ModelFolderError(f"{folder / INDEX} does not list {part.name}, which {CONFIG} calls for")
-        if file not in opened:
-            opened[file] = _open(folder / file, stack)
-        if part.name not in opened[file].keys():  # noqa: SIM118 (not a dict)
-            raise ModelFolderError(f"{folder / file} does not have {part.name}, which {CONFIG} calls for")
-        tensor = opened[file].get_tensor(part.name)
-        if tuple(tensor.shape) != part.shape:
-            raise ModelFolderError(
-                f"{folder / file}: {part.name} has shape {list(tensor.shape)}, "
-                f"but {CONFIG} calls for {list(part.shape)}"
-            )
-        parts.append(tensor)
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _open(path: Path, stack: ExitStack) -> Any:
-    if not path.is_file():
-        raise ModelFolderError(f"{path} is missing, but {INDEX} names it; download it again")
-    try:
-        return stack.enter_context(safe_open(path, framework="pt"))
-    except (SafetensorError, OSError) as error:
-        raise ModelFolderError(f"{path} is not a whole safetensors file ({error}); download it again") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.parent.is_dir():
-        raise ModelFolderError(f"there is no model folder {path.parent}")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelFolderError(f"{path.parent} has no {path.name}, so it is not a Hugging Face model folder") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelFolderError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelFolderError(f"{path} must hold a JSON object, not {type(value).__name__}")
-    return value
+def _refuse_surplus(files: WeightFiles, table: tuple[Parameter, ...], spec: ModelSpec) -> None:
+    """A tensor that we would leave out (a bias, say) means another model than the one that `config.json` describes."""
+    expected = {part.name for parameter in table for part in parameter.parts}
+    for name in files.file_of:
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        cut_off = layer is not None and int(layer[1]) >= spec.num_layers
+        # The last two: the copy that old writers made of tied embeddings, and a constant that old Llamas carry.
+        if name in expected or cut_off or name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq"):
+            continue
+        raise ModelFolderError(
+            f"{files.listed_in} has {name}, which {CONFIG} does not call for: they do not belong together"
+        )
 
 
 # -- Writing ---------------------------------------------------------------------------------------------------------
@@ -191,9 +134,10 @@ def save_model(
     """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    building = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(building, ignore_errors=True)  # of a writer that was killed
+    building.mkdir()
     try:
-        building.chmod(0o755)
         written = dtype or tensors[parameters(spec)[0].name].dtype
         _write_config(building, spec, Path(source), written)
         _write_weights(building, spec, tensors, written, max_shard_bytes)
@@ -203,7 +147,7 @@ def save_model(
 
 
 def _write_config(building: Path, spec: ModelSpec, source: Path, dtype: torch.dtype) -> None:
-    config = _read_json(source / CONFIG)
+    config = read_json(source / CONFIG)
     config["num_hidden_layers"] = spec.num_layers
     if isinstance(config.get("layer_types"), list):
         config["layer_types"] = config["layer_types"][: spec.num_layers]
@@ -254,7 +198,8 @@ def _bytes(tensor: Tensor, parameter: Parameter, dtype: torch.dtype) -> memoryvi
 def _replace(folder: Path, building: Path) -> None:
     """A directory cannot be renamed over a filled one, so the old one steps aside first."""
     if folder.exists():
-        old = building.with_name(building.name + ".old")
+        old = folder.with_name(f".{folder.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
         building.rename(folder)
         shutil.rmtree(old)

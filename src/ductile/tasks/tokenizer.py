@@ -47,6 +47,7 @@ class Tokenizer:
         backend = _read_backend(folder / "tokenizer.json")
         settings = _read_optional(folder / "tokenizer_config.json")
         special_tokens = _special_tokens(_read_optional(folder / "special_tokens_map.json") | settings)
+        _refuse_anothers(folder, backend)
         eos = _eos_token_ids(folder, backend, special_tokens.get("eos_token"))
         template = _read_template(folder, settings, chat_template)
         return cls(backend, special_tokens, eos, template, str(folder))
@@ -116,6 +117,17 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust side raises plain Exception
         raise TokenizerError(f"{path} cannot be read: {error}") from error
+
+
+def _refuse_anothers(folder: Path, backend: tokenizers.Tokenizer) -> None:
+    """A model may have more embeddings than the tokenizer has tokens (padding), never fewer."""
+    highest = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+    model_size = _read_optional(folder / "config.json").get("vocab_size")
+    if isinstance(model_size, int) and highest >= model_size:
+        raise TokenizerError(
+            f"{folder / 'tokenizer.json'} has token ids up to {highest}, but vocab_size in config.json is "
+            f"{model_size}; take the tokenizer that belongs to this model"
+        )
 
 
 def _read_optional(path: Path) -> dict[str, Any]:

@@ -174,9 +174,11 @@ def _rope(config: Mapping[str, object]) -> tuple[float, RopeScaling | None]:
     rope = cast(Mapping[str, object], value)
     theta = _number(rope if "rope_theta" in rope else config, "rope_theta", 10_000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
+    if any(isinstance(entry, Mapping) for entry in rope.values()):
+        raise SpecError(f"{key} has one table a layer type; ductile has one kind of layer")
     if _number(rope, "partial_rotary_factor", 1.0) != 1.0:
         raise SpecError(
-            f"{key}.partial_rotary_factor is {rope['partial_rotary_factor']!r}; whole heads are rotated here"
+            f"{key}.partial_rotary_factor is {rope['partial_rotary_factor']!r}; ductile rotates whole heads only"
         )
     if kind == "default":
         return theta, None
@@ -191,7 +193,10 @@ def _rope(config: Mapping[str, object]) -> tuple[float, RopeScaling | None]:
             original_max_position=_integer(rope, "original_max_position_embeddings"),
         )
         if scaling.high_freq_factor <= scaling.low_freq_factor:
-            raise SpecError(f"{key}.high_freq_factor must be larger than low_freq_factor {scaling.low_freq_factor}")
+            raise SpecError(
+                f"{key}.high_freq_factor is {scaling.high_freq_factor}; it must be larger than low_freq_factor, which is "
+                f"{scaling.low_freq_factor}"
+            )
         return theta, scaling
     raise SpecError(f"{key}.rope_type is {kind!r}; ductile has 'default', 'linear' and 'llama3'")
 

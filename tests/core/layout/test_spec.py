@@ -1,0 +1,142 @@
+"""`config.json` of transformers 4 and 5 to `ModelSpec`, and which ones are refused."""
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from ductile.core.layout.spec import ModelSpec, RopeScaling, SpecError, spec_from_hf
+from tests.tiny import hf_config
+
+LLAMA: dict[str, object] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 4096,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
+
+
+def test_reads_every_number() -> None:
+    assert spec_from_hf(LLAMA) == ModelSpec(
+        family="llama",
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=3,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=8,
+        rope_theta=500000.0,
+        rms_norm_eps=1e-5,
+        max_position=4096,
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "scaling"),
+    [
+        ({"rope_theta": 7.0}, {"rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}, None),
+        ({"rope_theta": 7.0, "rope_scaling": None}, {"rope_parameters": {"rope_theta": 7}}, None),
+        (
+            {"rope_theta": 7.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
+            {"rope_parameters": {"rope_theta": 7.0, "rope_type": "linear", "factor": 4.0}},
+            RopeScaling("linear", 4.0),
+        ),
+        (
+            {"rope_theta": 7.0, "rope_scaling": LLAMA3_ROPE},
+            {"rope_parameters": {"rope_theta": 7.0, **LLAMA3_ROPE}},
+            RopeScaling("llama3", 8.0, 1.0, 4.0, 1024),
+        ),
+    ],
+)
+def test_rope_is_read_from_both_spellings(
+    old: dict[str, object], new: dict[str, object], scaling: RopeScaling | None
+) -> None:
+    plain = {key: value for key, value in LLAMA.items() if key != "rope_theta"}
+    spec = spec_from_hf(plain | old)
+    assert spec == spec_from_hf(plain | new)
+    assert (spec.rope_theta, spec.rope_scaling) == (7.0, scaling)
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}),
+        ("llama", {"head_dim": 6, "num_key_value_heads": 1}),
+        ("qwen2", {"num_hidden_layers": 3}),
+        ("qwen2", {"tie_word_embeddings": False}),
+        ("qwen3", {}),
+        ("qwen3", {"attention_bias": True, "head_dim": 20, "tie_word_embeddings": False}),
+    ],
+)
+def test_counts_parameters_as_transformers_does(family: str, overrides: dict[str, object]) -> None:
+    config = hf_config(family, **overrides)
+    spec = spec_from_hf(config.to_dict() | {"architectures": None})
+    assert spec.num_parameters == AutoModelForCausalLM.from_config(config).num_parameters()
+
+
+REFUSED: dict[str, tuple[dict[str, object], str]] = {
+    "unknown_architecture": (
+        {"architectures": ["GPT2LMHeadModel"]},
+        "architectures is 'GPT2LMHeadModel'; ductile has LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM",
+    ),
+    "no_architecture": (
+        {"architectures": None, "model_type": "bert"},
+        r"neither architectures nor model_type \('bert'\) names",
+    ),
+    "missing_key": ({"hidden_size": None}, "hidden_size is missing"),
+    "wrong_type": ({"hidden_size": "64"}, "hidden_size is '64'; it must be an integer"),
+    "true_is_not_one": ({"num_hidden_layers": True}, "num_hidden_layers is True; it must be an integer"),
+    "not_a_number": ({"rms_norm_eps": "tiny"}, "rms_norm_eps is 'tiny'; it must be a number"),
+    "not_a_flag": ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'; it must be true or false"),
+    "no_layers": ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be at least 1"),
+    "groups": (
+        {"num_key_value_heads": 3},
+        "num_attention_heads 8 is not a multiple of num_key_value_heads 3; each key/value head serves equally many",
+    ),
+    "heads": ({"num_attention_heads": 7}, "hidden_size 64 is not a multiple of num_attention_heads 7"),
+    "odd_head": ({"head_dim": 7}, "head_dim is 7; rotary positions need an even number"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; ductile computes 'silu' only"),
+    "window": ({"use_sliding_window": True}, "sliding-window attention is not supported"),
+    "window_by_layer": (
+        {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        "sliding-window attention is not supported",
+    ),
+    "quantised": ({"quantization_config": {"bits": 4}}, "quantised weights are not supported"),
+    "slices": ({"pretraining_tp": 2}, "pretraining_tp is 2; ductile computes pretraining_tp = 1 only"),
+    "rope_type": (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        "rope_scaling.rope_type is 'yarn'; ductile has 'default', 'linear' and 'llama3'",
+    ),
+    "rope_not_a_table": ({"rope_parameters": 3}, "rope_parameters is 3; it must be a table with rope_type"),
+    "rope_by_layer_type": ({"rope_parameters": {"full_attention": {}}}, "rope_parameters has one table a layer type"),
+    "rope_without_factor": ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
+    "rope_factor": ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0.0; it must be above 0"),
+    "rope_bands": (
+        {"rope_scaling": LLAMA3_ROPE | {"high_freq_factor": 1.0}},
+        "rope_scaling.high_freq_factor is 1.0; it must be larger than low_freq_factor, which is 1.0",
+    ),
+    "part_of_a_head": (
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        "rope_parameters.partial_rotary_factor is 0.5; ductile rotates whole heads only",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        spec_from_hf(LLAMA | change)
