@@ -58,7 +58,7 @@ def test_each_question_gets_its_answer(slots):
 def test_a_failure_is_refused_with_the_slots_words(slots):
     async def story():
         async with slots({0: answer}) as (mailbox, _):
-            with pytest.raises(Refused, match="slot 0: no such version") as raised:
+            with pytest.raises(Refused, match=r"slot 0.*: no such version") as raised:
                 await mailbox.ask(0, Publish(1), 5)
             assert raised.value.__notes__ == ["line 7"]
 
@@ -70,7 +70,9 @@ def test_silence_is_late_and_says_what_the_slot_was_doing(slots):
         async with slots({0: answer}) as (mailbox, emit):
             emit[0](Heartbeat("Hold", 12.0))
             await eventually(lambda: mailbox.heartbeats)
-            with pytest.raises(Late, match=r"slot 0 did not answer OptimStep within 0.05 s; .*busy with Hold for 12 s"):
+            with pytest.raises(
+                Late, match=r"slot 0.* did not answer OptimStep within 0.05 s; .*busy with Hold for 12 s"
+            ):
                 await mailbox.ask(0, OptimStep(1.0), 0.05)
             assert await mailbox.ask(0, Ping(), 5) == Done()
 
@@ -176,7 +178,7 @@ def test_sentences_name_the_roles_of_a_slot(slots):
         async with slots({0: lambda slot, command: Done()}) as (mailbox, _):
             await mailbox.ask(0, Hold("generate", {}, (0,)), 5)
             await mailbox.ask(0, Hold("score", {}, (0,)), 5)
-            assert mailbox.describe(0) == "slot 0 (generate, score)"
+            assert mailbox.describe(0).startswith("slot 0 (generate, score")
 
     run(story())
 

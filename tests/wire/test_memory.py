@@ -24,7 +24,7 @@ def test_fault_becomes_its_error_once_and_only_for_its_slot(carrier: MemoryCarri
             await mailbox.ask(1, Ping(), 0.05)
         assert await mailbox.ask(0, Ping(), 1) == Done()
         if kind == "death":
-            with pytest.raises(SlotLost, match="it died, as asked"):
+            with pytest.raises(SlotLost, match="slot 1 died, as asked"):
                 await mailbox.ask(1, Ping(), 1)
         else:
             assert await mailbox.ask(1, Ping(), 1) == Done()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ductile.roles import Late, Refused, SlotLost
-from ductile.wire.messages import Command, Died, Drop, Envelope, Event, Failed, Heartbeat, Hold, Reply
+from ductile.wire.messages import Command, Died, Drop, Envelope, Event, Failed, Heartbeat, Hello, Hold, Reply
 
 Outcome = Reply | SlotLost | Late | Refused
 """What became of one command: its reply, or why there is none."""
@@ -34,6 +34,7 @@ class Carrier(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Question:
     slot: int
+    command: str
     answer: "asyncio.Future[Reply]"
 
 
@@ -51,6 +52,7 @@ class Mailbox:
         self.unused: Counter[str] = Counter()
         """Answers that nobody waits for any more, by class."""
         self._roles: dict[int, list[str]] = {}
+        self._pids: dict[int, int] = {}
         self._carrier = carrier
         self._clock = clock
         self._sequence = itertools.count(1)
@@ -63,7 +65,7 @@ class Mailbox:
         if slot in self.lost:
             raise SlotLost(self.lost[slot])
         sequence = next(self._sequence)
-        question = _Question(slot, asyncio.get_running_loop().create_future())
+        question = _Question(slot, type(command).__name__, asyncio.get_running_loop().create_future())
         self._questions[sequence] = question
         self._note_role(slot, command)
         try:
@@ -132,9 +134,17 @@ class Mailbox:
         return now - self.heard_at_s.get(slot, now)
 
     def describe(self, slot: int) -> str:
-        """ "slot 2 (generate)"."""
-        roles = self._roles.get(slot)
-        return f"slot {slot} ({', '.join(roles)})" if roles else f"slot {slot}"
+        """ "slot 2 (generate, pid 123)"."""
+        pid = self._pids.get(slot)
+        about = [*self._roles.get(slot, ()), *([f"pid {pid}"] if pid else [])]
+        return f"slot {slot} ({', '.join(about)})" if about else f"slot {slot}"
+
+    def doing(self, slot: int) -> str:
+        """What the slot was last known to do: "running ForwardBackward", "idle"."""
+        asked = [question.command for question in self._questions.values() if question.slot == slot]
+        beat = self.heartbeats.get(slot)
+        what = asked[0] if asked else beat.busy_with if beat else ""
+        return f"running {what}" if what else "idle"
 
     def _deliver(self, slot: int, envelope: Envelope) -> None:
         if slot in self.lost:
@@ -142,12 +152,17 @@ class Mailbox:
             return
         self.heard_at_s[slot] = self._clock()
         body = envelope.body
-        if isinstance(body, Heartbeat):
-            self.heartbeats[slot] = body
-        if isinstance(body, Event):
+        match body:
+            case Heartbeat():
+                self.heartbeats[slot] = body
+            case Hello(pid):
+                self._pids[slot] = pid
+            case _:
+                pass
+        if isinstance(body, Died):
+            self.lose(slot, body.reason)
+        elif isinstance(body, Event):
             self._tell(slot, body)
-        elif isinstance(body, Failed) and envelope.seq == 0:
-            self.lose(slot, f"{self.describe(slot)} failed on its own: {body.error}")
         else:
             question = self._questions.get(envelope.seq)
             if question and question.slot == slot and isinstance(body, Reply) and not question.answer.done():

@@ -14,7 +14,7 @@ from typing import Literal
 
 from ductile.roles import SlotLost
 from ductile.wire.codec import decode, encode
-from ductile.wire.messages import Command, Envelope, Event, Failed, Reply
+from ductile.wire.messages import Command, Died, Envelope, Event, Failed, Reply
 
 Answer = Callable[[int, Command], Reply | Awaitable[Reply | None] | None]
 FaultKind = Literal["drop", "delay", "duplicate", "error", "death"]
@@ -79,7 +79,7 @@ class MemoryCarrier:
             return
         if kind == "death":
             del self._slots[slot]
-            self._deliver(slot, Envelope(0, 0, Failed("it died, as asked")))
+            self._deliver(slot, Envelope(0, 0, Died(f"slot {slot} died, as asked")))
             return
         if fault and kind == "delay":
             await asyncio.sleep(fault.delay_s)

@@ -1,0 +1,220 @@
+"""Slots on this machine: one process each, forked by the process server, heard through the mailbox, never orphaned."""
+
+import asyncio
+import os
+import secrets
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from ductile.config.cluster import ClusterConfig
+from ductile.launch.cap import CpuCap
+from ductile.launch.processes import Process, ProcessServer, StartFailed
+from ductile.wire.mailbox import Mailbox
+from ductile.wire.messages import Event, Hello, Stop
+from ductile.wire.router import Router
+
+ROLES = {
+    "train": "ductile.trainer.worker:TrainRole",
+    "generate": "ductile.generator.worker:GenerateRole",
+    "score": "ductile.scorer.worker:ScoreRole",
+}
+
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+
+STOP_S = 2.0
+"""How long slots have to leave by themselves. One that waits in a collective for a dead peer never will."""
+KILL_S = 5.0
+CHECK_S = 1.0
+
+
+class LocalCluster:
+    """The slots of one run, from start to stop:
+
+        async with LocalCluster(range(4), config.cluster, logs) as cluster:
+            ...  cluster.mailbox, cluster.rendezvous
+            sentence = await cluster.death()
+
+    A slot that ends, or is silent for `heartbeat_timeout_s`, is lost in the mailbox within milliseconds, and `death`
+    returns. Leaving the block stops everything: politely first, then with SIGKILL.
+    """
+
+    def __init__(
+        self, slots: Sequence[int], config: ClusterConfig, logs: Path, roles: Mapping[str, str] = ROLES
+    ) -> None:
+        self.slots = tuple(slots)
+        self.rendezvous = ""
+        """host:port of the run's store."""
+        self.devices: dict[int, str] = {}
+        self.processes: dict[int, Process] = {}
+        self._config = config
+        self._logs = logs
+        self._roles = dict(roles)
+        self._cap: CpuCap | None = None
+        self._store: Process | None = None
+        self._stopping = False
+        self._watching: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "LocalCluster":
+        self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._token = secrets.token_bytes(32)
+        self._router = Router(self._token)
+        self.mailbox = Mailbox(self._router)
+        # Every process of the run carries its name, so that anybody can find what belongs together.
+        environment = {**ONE_THREAD, "TOKENIZERS_PARALLELISM": "false", "DUCTILE_RUN": f"{os.getpid()}-{id(self):x}"}
+        self._server = ProcessServer(self._logs / "processes.log", environment, self._on_exit)
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                await self._start()
+        except TimeoutError:
+            await self.stop()
+            missing = ", ".join(str(slot) for slot in self.slots if slot not in self.mailbox.heard_at_s)
+            raise StartFailed(
+                f"slots {missing} did not start within {self._config.start_timeout_s:g} s "
+                f"(cluster.start_timeout_s); see {self._logs}"
+            ) from None
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def death(self) -> str:
+        """Wait until a process that the run needs is lost; returns the sentence."""
+        return await asyncio.shield(self._death)
+
+    async def stop(self) -> None:
+        """Stop all slots: `Stop` first, SIGKILL for those that do not follow. Returns when none is left."""
+        self._stopping = True
+        if self._watching:
+            self._watching.cancel()
+        alive = {slot: process for slot, process in self.processes.items() if process.code is None}
+        await self.mailbox.ask_all(dict.fromkeys(alive, Stop()), STOP_S)
+        leaving = [asyncio.create_task(process.ended.wait()) for process in alive.values()]
+        if leaving:
+            await asyncio.wait(leaving, timeout=STOP_S)
+            for task in leaving:
+                task.cancel()
+        await self._server.stop(KILL_S)
+        await self._router.close()
+        if self._cap:
+            self._cap.close()
+
+    async def _start(self) -> None:
+        if self._config.cpu_slot_fraction is not None:
+            self._cap = CpuCap(self._config.cpu_slot_fraction)
+        modules = sorted({path.partition(":")[0] for path in self._roles.values()} | {"ductile.slot.worker"})
+        await self._server.start([*modules, "ductile.slot.store"], self._config.start_timeout_s)
+        self.devices = await self._assign_devices()
+        self._store = await self._fork("store", "ductile.slot.store:host")
+        self.rendezvous = f"127.0.0.1:{await self._answer_of(self._store)}"
+        greeted = self._greetings()
+        for slot in self.slots:
+            self.processes[slot] = await self._fork_slot(slot)
+        await self._or_death(greeted)
+        self._watching = asyncio.create_task(self._watch())
+
+    async def _assign_devices(self) -> dict[int, str]:
+        if self._config.device == "cpu":
+            return dict.fromkeys(self.slots, "cpu")
+        counting = await self._fork("devices", "ductile.slot.store:count_devices")
+        num_devices = int(await self._answer_of(counting))
+        if num_devices == 0 and self._config.device == "auto":
+            return dict.fromkeys(self.slots, "cpu")
+        if max(self.slots) >= num_devices:
+            raise StartFailed(
+                f"slot {max(self.slots)} has no device: this machine has {num_devices} CUDA devices. Use fewer slots, "
+                'put several roles on one slot, or say cluster.device = "cpu"'
+            )
+        return {slot: f"cuda:{slot}" for slot in self.slots}
+
+    async def _fork_slot(self, slot: int) -> Process:
+        arguments = {
+            "slot": slot,
+            "address": self._router.address,
+            "token": self._token.hex(),
+            "orchestrator": os.getpid(),
+            "device": self.devices[slot],
+            "roles": self._roles,
+        }
+        cgroup = self._cap.group(slot) if self._cap else ""
+        log = self._logs / f"slot_{slot}.log"
+        return await self._server.fork(_name(slot), "ductile.slot.worker:main", arguments, log, cgroup)
+
+    async def _fork(self, name: str, entry: str) -> Process:
+        return await self._server.fork(name, entry, {}, self._logs / "processes.log")
+
+    async def _answer_of(self, process: Process) -> str:
+        await process.heard.wait()
+        if process.code:
+            raise StartFailed(f"the process {process.name!r} {process.ending}; see {self._logs / 'processes.log'}")
+        return process.said[0]
+
+    def _greetings(self) -> "asyncio.Future[None]":
+        """Done when every slot has said Hello."""
+        missing = set(self.slots)
+        greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def listen(slot: int, event: Event) -> None:
+            if isinstance(event, Hello):
+                missing.discard(slot)
+                if not missing and not greeted.done():
+                    greeted.set_result(None)
+                    leave()
+
+        leave = self.mailbox.subscribe(listen)
+        return greeted
+
+    async def _or_death(self, future: "asyncio.Future[None]") -> None:
+        await asyncio.wait([future, self._death], return_when=asyncio.FIRST_COMPLETED)
+        if not future.done():
+            raise StartFailed(f"{self._death.result()}; see {self._logs}")
+
+    def _on_exit(self, process: Process) -> None:
+        if self._stopping or process.name == "devices":
+            return
+        slot = next((slot for slot in self.slots if process.name == _name(slot)), None)
+        if slot is None:
+            self._report(f"the process {process.name!r} (pid {process.pid}) {process.ending}")
+        else:
+            self._lose(slot, f"{self.mailbox.describe(slot)} {process.ending} while {self.mailbox.doing(slot)}")
+
+    def _lose(self, slot: int, sentence: str) -> None:
+        self.mailbox.lose(slot, sentence)
+        self._report(sentence)
+
+    def _report(self, sentence: str) -> None:
+        if not self._death.done():
+            self._death.set_result(sentence)
+
+    async def _watch(self) -> None:
+        """Lose slots that are silent for too long, by the second."""
+        limit_s = self._config.heartbeat_timeout_s
+        checked_s = time.monotonic()
+        awake_since_s = checked_s
+        while True:
+            await asyncio.sleep(CHECK_S)
+            now_s = time.monotonic()
+            if now_s - checked_s > 2 * CHECK_S:
+                # We ourselves were stopped (Ctrl-Z, a suspended laptop): the heartbeats wait unread.
+                awake_since_s = now_s
+            checked_s = now_s
+            for slot, process in self.processes.items():
+                silent_s = min(self.mailbox.silent_for_s(slot), now_s - awake_since_s)
+                if silent_s > limit_s and process.code is None and slot not in self.mailbox.lost:
+                    self._lose(
+                        slot,
+                        f"{self.mailbox.describe(slot)} was silent for {silent_s:.0f} s while "
+                        f"{self.mailbox.doing(slot)} (cluster.heartbeat_timeout_s = {limit_s:g}) and has been killed",
+                    )
+                    process.signal(signal.SIGKILL)
+
+
+def _name(slot: int) -> str:
+    return f"slot-{slot}"

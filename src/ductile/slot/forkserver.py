@@ -1,0 +1,204 @@
+"""The process server: imports the heavy modules once, forks a process on request, and buries it when it ends.
+
+Runs as `python -m ductile.slot.forkserver CONTROL_FD PARENT_PID MODULE...`. Forked processes are ready in milliseconds
+and share the imported pages. The server itself never touches CUDA and never starts a thread: a fork would inherit half
+of either. On the control socket it speaks JSON, a line each:
+
+    in    {"start": "slot-0", "entry": "package.module:function", "arguments": {...}, "log": path, "cgroup": path | ""}
+    out   {"ready": true}                          once, after the imports; or {"failed": sentence}
+          {"started": "slot-0", "pid": 123}
+          {"said": "slot-0", "text": ...}          what `function(arguments, say)` passed to `say`
+          {"exited": "slot-0", "code": -9}         as in subprocess: negative is a signal's number
+
+Nobody is left behind, whoever dies:
+
+- The parent ends: the server wakes (SIGCONT, should it be stopped), kills its children, removes their cgroups, leaves.
+- The server ends: the kernel kills its children (`signal_on_parent_death`).
+"""
+
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from ductile.wire.lifeline import signal_on_parent_death
+
+Say = Callable[[str], None]
+Entry = Callable[[dict[str, Any], Say], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    name: str
+    pid: int
+    pidfd: int
+    said_fd: int
+    """Our end of the pipe behind `say`."""
+    cgroup: str
+
+
+class ForkServer:
+    def __init__(self, control: socket.socket, parent: int) -> None:
+        self._control = control
+        self._selector = selectors.DefaultSelector()
+        self._received = b""
+        self._parent_fd = os.pidfd_open(parent)
+        self._children: dict[int, _Child] = {}
+        self._selector.register(control, selectors.EVENT_READ, self._on_control)
+        self._selector.register(self._parent_fd, selectors.EVENT_READ, self._leave)
+
+    def serve(self) -> None:
+        """Until the parent closes the control socket or ends: the wait that ends with either."""
+        self._send({"ready": True})
+        while True:
+            for key, _ in self._selector.select():
+                key.data()
+
+    def _on_control(self) -> None:
+        try:
+            received = self._control.recv(65536)
+        except ConnectionResetError:
+            received = b""
+        if not received:
+            self._leave()
+        *lines, self._received = (self._received + received).split(b"\n")
+        for line in lines:
+            self._start(json.loads(line))
+
+    def _start(self, request: dict[str, Any]) -> None:
+        said_fd, say_fd = os.pipe2(os.O_CLOEXEC)
+        sys.stdout.flush()
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._forget()
+            os.close(said_fd)
+            _live(request, say_fd, server)
+        os.close(say_fd)
+        os.set_blocking(said_fd, False)
+        child = _Child(request["start"], pid, os.pidfd_open(pid), said_fd, request["cgroup"])
+        self._children[pid] = child
+        self._selector.register(child.said_fd, selectors.EVENT_READ, lambda: self._on_said(child))
+        self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._bury(child))
+        self._send({"started": child.name, "pid": pid})
+
+    def _on_said(self, child: _Child) -> None:
+        if child.pid not in self._children:
+            return  # buried a moment ago, in the same round of the selector
+        try:
+            text = os.read(child.said_fd, 65536)
+        except BlockingIOError:
+            return
+        if text:
+            for line in text.decode(errors="replace").splitlines():
+                self._send({"said": child.name, "text": line})
+        else:
+            self._selector.unregister(child.said_fd)
+
+    def _bury(self, child: _Child) -> None:
+        self._on_said(child)  # its last words
+        _, status = os.waitpid(child.pid, 0)
+        del self._children[child.pid]
+        with suppress(KeyError):
+            self._selector.unregister(child.said_fd)
+        self._selector.unregister(child.pidfd)
+        os.close(child.said_fd)
+        os.close(child.pidfd)
+        _remove_cgroup(child.cgroup)
+        self._send({"exited": child.name, "code": os.waitstatus_to_exitcode(status)})
+
+    def _leave(self) -> None:
+        for child in self._children.values():
+            signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
+        for child in self._children.values():
+            os.waitpid(child.pid, 0)
+            _remove_cgroup(child.cgroup)
+        os._exit(0)
+
+    def _forget(self) -> None:
+        """In a fork: close what is the server's, or its death would not show at the other ends."""
+        self._selector.close()
+        self._control.close()
+        os.close(self._parent_fd)
+        for child in self._children.values():
+            os.close(child.said_fd)
+            os.close(child.pidfd)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        try:
+            self._control.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            self._leave()
+
+
+def _live(request: dict[str, Any], say_fd: int, server: int) -> None:
+    """The child's whole life; never returns."""
+    code = 1
+    try:
+        signal_on_parent_death(server, signal.SIGKILL)
+        if request["cgroup"]:
+            with open(os.path.join(request["cgroup"], "cgroup.procs"), "w") as procs:
+                procs.write("0")  # "0" is whoever writes
+        if request["log"]:
+            log_fd = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(log_fd, 1)
+            os.dup2(log_fd, 2)
+            os.close(log_fd)
+        module, _, function = request["entry"].partition(":")
+        entry: Entry = importlib.import_module(module).__dict__[function]
+        entry(request["arguments"], lambda text: _say(say_fd, text))
+        code = 0
+    except BaseException as error:
+        traceback.print_exc()
+        _say(say_fd, f"{type(error).__name__}: {error}")
+    finally:
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        # No interpreter shutdown: destructors of process groups and engines may wait for peers that are gone.
+        os._exit(code)
+
+
+def _say(say_fd: int, text: str) -> None:
+    os.write(say_fd, text.replace("\n", " ").encode()[:4000] + b"\n")
+
+
+def _remove_cgroup(path: str) -> None:
+    if path:
+        with suppress(OSError):  # whoever starts next sweeps what is still busy (`ductile.launch.cap`)
+            os.rmdir(path)
+
+
+def main(arguments: list[str]) -> None:
+    control_fd, parent, *modules = arguments
+    # At the parent's end; were the server to be killed instead, nobody could remove the cgroups.
+    signal_on_parent_death(int(parent), signal.SIGCONT)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+    control = socket.socket(fileno=int(control_fd))
+    control.set_inheritable(False)
+    try:
+        for module in modules:
+            importlib.import_module(module)
+    except Exception as error:
+        traceback.print_exc()
+        control.sendall(
+            json.dumps({"failed": f"importing {module} failed: {type(error).__name__}: {error}"}).encode() + b"\n"
+        )
+        os._exit(1)
+    gc.collect()
+    gc.freeze()  # collections in the children do not touch, and so do not copy, the shared pages
+    ForkServer(control, int(parent)).serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

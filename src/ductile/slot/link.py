@@ -1,0 +1,110 @@
+"""A slot's side thread: its socket, its heartbeats, and its eye on the orchestrator. It never does work of its own."""
+
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import zmq
+
+from ductile.wire.codec import BadFrame, encode
+from ductile.wire.dealer import Dealer
+from ductile.wire.messages import Envelope, Event, Heartbeat, Hello, Reply
+
+HEARTBEAT_INTERVAL_S = 1.0
+
+
+class Link:
+    """Between the main thread, which calls the methods, and the orchestrator.
+
+    When the orchestrator ends, so does this process, at once, whatever the main thread does.
+    """
+
+    def __init__(self, address: str, token: bytes, slot: int, device: str, orchestrator: int) -> None:
+        self.inbox: queue.SimpleQueue[Envelope] = queue.SimpleQueue()
+        """Commands, in the order in which they were sent."""
+        self.epoch = 0
+        """Stamped on what is sent."""
+        self._outbox: deque[bytes] = deque()
+        self._orchestrator_fd = os.pidfd_open(orchestrator)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._busy: tuple[str, float] = ("", 0.0)
+        self._leaving = False
+        self.send(0, Hello(os.getpid(), device))
+        self._thread = threading.Thread(target=self._run, args=(address, token, slot), name="link", daemon=True)
+        self._thread.start()
+
+    def send(self, sequence: int, body: Reply | Event) -> None:
+        """Send a reply (its command's number) or an event (0). Raises `BadFrame` when it is too large."""
+        self._outbox.append(encode(Envelope(self.epoch, sequence, body)))
+        os.eventfd_write(self._wake_fd, 1)
+
+    @contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """Heartbeats say `what` meanwhile."""
+        self._busy = (what, time.monotonic())
+        try:
+            yield
+        finally:
+            self._busy = ("", 0.0)
+
+    def close(self, deadline_s: float = 2.0) -> None:
+        """Send what waits, then end the thread."""
+        self._leaving = True
+        os.eventfd_write(self._wake_fd, 1)
+        self._thread.join(deadline_s)
+
+    def _run(self, address: str, token: bytes, slot: int) -> None:
+        try:
+            dealer = Dealer(address, token, slot)
+            self._serve(dealer)
+            dealer.close()
+        except BaseException:
+            # Without this thread the slot is deaf and mute: better gone, which somebody notices at once.
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _serve(self, dealer: Dealer) -> None:
+        poller = zmq.Poller()
+        poller.register(dealer.socket, zmq.POLLIN)
+        poller.register(self._wake_fd, zmq.POLLIN)
+        poller.register(self._orchestrator_fd, zmq.POLLIN)
+        beat_at_s = time.monotonic()
+        while True:
+            leaving = self._leaving
+            while self._outbox:
+                dealer.send(self._outbox.popleft())
+            if leaving:
+                return
+            now_s = time.monotonic()
+            if now_s >= beat_at_s:
+                dealer.send(encode(Envelope(self.epoch, 0, self._heartbeat(now_s))))
+                beat_at_s = now_s + HEARTBEAT_INTERVAL_S
+            ready = dict(poller.poll(max(0, int((beat_at_s - now_s) * 1000))))
+            if self._orchestrator_fd in ready:
+                os._exit(0)
+            if self._wake_fd in ready:
+                os.eventfd_read(self._wake_fd)
+            if dealer.socket in ready:
+                self._receive(dealer)
+
+    def _receive(self, dealer: Dealer) -> None:
+        while True:
+            try:
+                envelope = dealer.receive()
+            except BadFrame as error:
+                print(f"dropped a message: {error}", file=sys.stderr)
+                continue
+            if envelope is None:
+                return
+            self.inbox.put(envelope)
+
+    def _heartbeat(self, now_s: float) -> Heartbeat:
+        what, since_s = self._busy
+        return Heartbeat(what, now_s - since_s if what else 0.0)

@@ -1,0 +1,23 @@
+"""The process that hosts the run's rendezvous store, and the one that counts devices; both forked like a slot."""
+
+import signal
+from typing import Any
+
+import torch
+
+from ductile.fabric.rendezvous import host_store
+from ductile.slot.forkserver import Say
+
+
+def host(arguments: dict[str, Any], say: Say) -> None:
+    """Say the store's port and serve until killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    store = host_store()
+    say(str(store.port))
+    while True:
+        signal.pause()
+
+
+def count_devices(arguments: dict[str, Any], say: Say) -> None:
+    """Say how many CUDA devices there are. In a process of its own: counting may initialise CUDA, which forks badly."""
+    say(str(torch.cuda.device_count()))

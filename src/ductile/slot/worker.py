@@ -1,0 +1,180 @@
+"""A slot's process. The main thread executes commands in order and gives the roles that have work their turns.
+
+Roles come by name: `"train"` is whatever class `SlotSettings.roles` says, made when the slot is told to `Hold` it.
+Any number of roles may live in one slot; each command has one that handles it.
+"""
+
+import importlib
+import os
+import queue
+import signal
+import sys
+import traceback
+from typing import Any
+
+import msgspec
+import torch
+
+from ductile.roles import Place, SlotRole
+from ductile.slot.forkserver import Say
+from ductile.slot.link import Link
+from ductile.wire.codec import BadFrame
+from ductile.wire.messages import (
+    Abort,
+    Command,
+    Done,
+    Drop,
+    Envelope,
+    ExportModel,
+    Failed,
+    ForwardBackward,
+    Generate,
+    Hold,
+    LoadState,
+    OptimStep,
+    Ping,
+    Publish,
+    Receive,
+    Reply,
+    RoleName,
+    SaveState,
+    Score,
+    Stop,
+    Withdraw,
+)
+
+HANDLED_BY: dict[type[Any], RoleName] = {
+    **dict.fromkeys((ForwardBackward, OptimStep, Publish, Withdraw, SaveState, LoadState, ExportModel), "train"),
+    **dict.fromkeys((Generate, Abort), "generate"),
+    Score: "score",
+}
+"""`Receive` says itself which role it is for."""
+
+
+class SlotSettings(msgspec.Struct, frozen=True):
+    """What a slot's process is told when it is forked."""
+
+    slot: int
+    address: str
+    token: str
+    """The run's token, in hex."""
+    orchestrator: int
+    """Its process id: the slot ends when it does."""
+    device: str
+    """"cpu" or "cuda:0"."""
+    roles: dict[str, str]
+    """Role name to "package.module:Class"."""
+
+
+class Worker:
+    def __init__(self, settings: SlotSettings, link: Link) -> None:
+        self._settings = settings
+        self._link = link
+        self._roles: dict[str, SlotRole] = {}
+        self._leaving = False
+
+    def run(self) -> None:
+        """Until `Stop`. A role whose own `step` fails ends the process, since nobody asked and nobody would hear."""
+        while not self._leaving:
+            envelope = self._next(wait=not any(role.has_work() for role in self._roles.values()))
+            if envelope:
+                self._answer(envelope)
+            else:
+                self._work()
+        for role in self._roles.values():
+            role.close()
+
+    def _next(self, wait: bool) -> Envelope | None:
+        try:
+            # Waiting needs no deadline: the link ends this process when the orchestrator goes.
+            return self._link.inbox.get(block=wait)
+        except queue.Empty:
+            return None
+
+    def _answer(self, envelope: Envelope) -> None:
+        command = envelope.body
+        assert isinstance(command, Command)
+        name = type(command).__name__
+        with self._link.busy(name):
+            try:
+                reply = self._execute(envelope.epoch, command)
+            except Exception as error:
+                traceback.print_exc()
+                reply = Failed(f"{name} failed: {type(error).__name__}: {error}", traceback.format_exc())
+        try:
+            self._link.send(envelope.seq, reply)
+        except BadFrame as error:
+            self._link.send(envelope.seq, Failed(f"{name} is done, but its answer cannot be sent: {error}"))
+
+    def _work(self) -> None:
+        for name, role in self._roles.items():
+            if role.has_work():
+                with self._link.busy(f"a step of {name}"):
+                    events = role.step()
+                for event in events:
+                    self._link.send(0, event)
+
+    def _execute(self, epoch: int, command: Command) -> Reply:
+        if epoch < self._link.epoch:
+            raise StaleEpoch(f"the command is of epoch {epoch}, this slot is in epoch {self._link.epoch}")
+        self._link.epoch = epoch
+        match command:
+            case Ping():
+                return Done()
+            case Stop():
+                self._leaving = True
+                return Done()
+            case Hold():
+                return self._hold(epoch, command)
+            case Drop():
+                self._role(command.role).close()
+                del self._roles[command.role]
+                return Done()
+            case Receive():
+                return self._role(command.role).handle(command)
+            case _:
+                return self._role(HANDLED_BY[type(command)]).handle(command)
+
+    def _hold(self, epoch: int, command: Hold) -> Reply:
+        if command.role in self._roles:
+            raise ValueError(f"this slot holds the role {command.role!r} already")
+        if command.role not in self._settings.roles:
+            raise ValueError(f"this slot does not know the role {command.role!r}")
+        module, _, name = self._settings.roles[command.role].partition(":")
+        make = importlib.import_module(module).__dict__[name]
+        place = Place(self._settings.slot, command.members, epoch, self._settings.device, command.rendezvous)
+        self._roles[command.role] = make(command.settings, place)
+        return Done()
+
+    def _role(self, name: str) -> SlotRole:
+        if name not in self._roles:
+            held = ", ".join(self._roles) or "none"
+            raise ValueError(f"this slot does not hold the role {name!r} (it holds: {held})")
+        return self._roles[name]
+
+
+class StaleEpoch(Exception):
+    """A command from before the latest change of membership."""
+
+
+def main(arguments: dict[str, Any], say: Say) -> None:
+    """What the process server forks (`ductile.slot.forkserver`)."""
+    settings = msgspec.convert(arguments, SlotSettings)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the orchestrator decides
+    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+    if settings.device == "cpu":
+        # Slots share cores: batch scheduling and one thread each make collectives several times faster. Threads
+        # inherit the policy, so it comes before any.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        torch.set_num_threads(1)
+        torch.set_num_interop_threads(1)
+    else:
+        torch.cuda.set_device(settings.device)
+    link = Link(settings.address, bytes.fromhex(settings.token), settings.slot, settings.device, settings.orchestrator)
+    try:
+        Worker(settings, link).run()
+    except Exception as error:
+        say(f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        link.close()

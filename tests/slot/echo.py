@@ -1,0 +1,56 @@
+"""A role for tests: it answers anything, and fails, sleeps or dies as its settings ask."""
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from ductile.records import Generation
+from ductile.roles import Place
+from ductile.wire.messages import Done, Finished, Generate, OptimStep, Publish, Score, Scores
+
+ECHO = {role: "tests.slot.echo:EchoRole" for role in ("train", "generate", "score")}
+
+
+class EchoRole:
+    """Settings: `fail_on` (a command's name), `sleep_s` (for each command), `step` ("fails", "kills")."""
+
+    def __init__(self, settings: dict[str, Any], place: Place) -> None:
+        if settings.get("refuse"):
+            raise ValueError(f"cannot live in slot {place.slot}")
+        self._settings, self._place = settings, place
+        self._waiting: list[str] = []
+        print("echo is ready")
+
+    def handle(self, command: Any) -> Any:
+        time.sleep(self._settings.get("sleep_s", 0.0))
+        if type(command).__name__ == self._settings.get("fail_on"):
+            raise RuntimeError("as the settings ask")
+        match command:
+            case Generate(requests):
+                self._waiting += [request.id for request in requests]
+                return Done()
+            case Score(samples):
+                return Scores(tuple(tuple(float(token) for token in sample.token_ids) for sample in samples))
+            case OptimStep(divisor):
+                print(f"divisor {divisor}", file=sys.stderr)
+                return Done()
+            case Publish():
+                return Scores(((float(self._place.epoch), float(self._place.slot)),))
+            case _:
+                return Done()
+
+    def has_work(self) -> bool:
+        return bool(self._waiting)
+
+    def step(self) -> list[Any]:
+        match self._settings.get("step"):
+            case "fails":
+                raise RuntimeError("out of blocks")
+            case "kills":
+                os.kill(os.getpid(), signal.SIGSEGV)
+        return [Finished((Generation(self._waiting.pop(0), (1,), (0.0,), (0,), "stop"),))]
+
+    def close(self) -> None:
+        print("echo is closed")

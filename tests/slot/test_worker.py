@@ -1,0 +1,177 @@
+"""What a slot's process does with commands: one real cluster of one slot for the whole file."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from ductile.config.cluster import ClusterConfig
+from ductile.launch.local import LocalCluster
+from ductile.records import GenerateRequest, Sample, Sampling
+from ductile.roles import Late, Refused
+from ductile.wire.messages import (
+    Done,
+    Drop,
+    Finished,
+    Generate,
+    Hold,
+    OptimStep,
+    Ping,
+    Publish,
+    Score,
+    Scores,
+)
+from tests.slot.echo import ECHO
+from tests.wire.carriers import eventually
+
+
+class Harness:
+    """The cluster and the event loop that it lives in."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.runner = asyncio.Runner()
+        self.cluster = LocalCluster([0], ClusterConfig(device="cpu"), folder, ECHO)
+        self.runner.run(self.cluster.__aenter__())
+        self.mailbox = self.cluster.mailbox
+
+    def ask(self, command, deadline_s: float = 10.0):
+        return self.runner.run(self.mailbox.ask(0, command, deadline_s))
+
+    def close(self) -> None:
+        self.runner.run(self.cluster.stop())
+        self.runner.close()
+
+
+@pytest.fixture(scope="module")
+def slot(tmp_path_factory: pytest.TempPathFactory):
+    harness = Harness(tmp_path_factory.mktemp("logs"))
+    yield harness
+    harness.close()
+
+
+@pytest.fixture
+def hold(slot: Harness):
+    held = []
+
+    def take(role, **settings):
+        slot.ask(Hold(role, settings, (0,)))
+        held.append(role)
+
+    yield take
+    for role in held:
+        slot.ask(Drop(role))
+
+
+def test_several_roles_live_in_one_slot(slot: Harness, hold):
+    hold("train")
+    hold("score")
+    assert slot.ask(OptimStep(2.0)) == Done()
+    assert slot.ask(Score((Sample((5, 6), (False, True)),), "policy")) == Scores(((5.0, 6.0),))
+    assert slot.mailbox.describe(0) == f"slot 0 (train, score, pid {slot.cluster.processes[0].pid})"
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        (OptimStep(1.0), r"slot 0.*OptimStep failed: ValueError: this slot does not hold the role 'train'"),
+        (Drop("score"), r"does not hold the role 'score' \(it holds: none\)"),
+        (Hold("train", {"refuse": True}, (0,)), r"Hold failed: ValueError: cannot live in slot 0"),
+    ],
+)
+def test_a_failed_command_is_refused_and_the_slot_lives_on(slot: Harness, command, sentence: str):
+    with pytest.raises(Refused, match=sentence) as raised:
+        slot.ask(command)
+    assert "Traceback" in raised.value.__notes__[0]
+    assert slot.ask(Ping()) == Done()
+
+
+def test_taking_a_role_twice_is_refused(slot: Harness, hold):
+    hold("train")
+    with pytest.raises(Refused, match="holds the role 'train' already"):
+        slot.ask(Hold("train", {}, (0,)))
+
+
+def test_a_failing_handler_keeps_its_role(slot: Harness, hold):
+    hold("train", fail_on="OptimStep")
+    with pytest.raises(Refused, match="OptimStep failed: RuntimeError: as the settings ask"):
+        slot.ask(OptimStep(1.0))
+    assert isinstance(slot.ask(Publish(0)), Scores)
+
+
+def test_commands_run_in_order_and_late_ones_still_run(slot: Harness, hold):
+    hold("train", sleep_s=0.3)
+    with pytest.raises(Late, match="did not answer OptimStep within 0.05 s"):
+        slot.ask(OptimStep(1.0), deadline_s=0.05)
+    assert slot.ask(Ping()) == Done()
+    assert slot.mailbox.unused == {"Done": 1}
+
+
+def test_own_work_goes_on_between_commands_and_comes_as_events(slot: Harness, hold):
+    hold("generate")
+    finished: list[str] = []
+
+    def listen(_: int, event) -> None:
+        if isinstance(event, Finished):
+            finished.extend(generation.id for generation in event.generations)
+
+    leave = slot.mailbox.subscribe(listen)
+    requests = tuple(GenerateRequest(str(n), (1,), Sampling()) for n in range(20))
+    assert slot.ask(Generate(requests)) == Done()
+    slot.runner.run(eventually(lambda: len(finished) == 20))
+    assert finished == [str(n) for n in range(20)]
+    leave()
+
+
+def test_heartbeats_come_while_the_main_thread_works(slot: Harness, hold):
+    hold("train", sleep_s=2.5)
+
+    async def story():
+        asking = asyncio.create_task(slot.mailbox.ask(0, OptimStep(1.0), 10))
+        await eventually(lambda: slot.mailbox.heartbeats[0].busy_for_s > 1)
+        assert slot.mailbox.heartbeats[0].busy_with == "OptimStep"
+        assert not asking.done()
+        await asking
+
+    slot.runner.run(story())
+
+
+def test_an_idle_slot_uses_no_cpu(slot: Harness):
+    pid = slot.cluster.processes[0].pid
+
+    def cpu_ticks() -> int:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+
+    before = cpu_ticks()
+    slot.runner.run(asyncio.sleep(2))
+    assert cpu_ticks() - before <= 0.05 * os.sysconf("SC_CLK_TCK") * 2
+
+
+def test_settings_of_the_process(slot: Harness):
+    pid = slot.cluster.processes[0].pid
+    assert os.sched_getscheduler(pid) == os.SCHED_BATCH
+    status = Path(f"/proc/{pid}/status").read_text()
+    ignored = int(status.split("SigIgn:")[1].split()[0], 16)
+    assert ignored & 1 << 1, "SIGINT must be ignored: the orchestrator decides"
+
+
+def test_the_log_has_what_the_slot_printed(slot: Harness, hold):
+    hold("train")
+    slot.ask(OptimStep(123.5))
+    log = (slot.folder / "slot_0.log").read_text()
+    assert "echo is ready" in log
+    assert "divisor 123.5" in log
+
+
+def test_an_older_epoch_is_refused(slot: Harness, hold):
+    hold("train")
+    slot.mailbox.epoch = 4
+    assert slot.ask(Ping()) == Done()
+    slot.mailbox.epoch = 3
+    with pytest.raises(Refused, match="StaleEpoch: the command is of epoch 3, this slot is in epoch 4"):
+        slot.ask(OptimStep(1.0))
+    slot.mailbox.epoch = 5
+    assert slot.ask(OptimStep(1.0)) == Done()
+    assert slot.ask(Publish(0)) == Scores(((0.0, 0.0),)), "a role keeps the epoch in which it was made"
