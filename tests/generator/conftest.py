@@ -27,10 +27,10 @@ class Family:
     folder: Path
     tokenizer: Tokenizer
 
-    def engine(self, *, max_model_len: int = 256, **config: Any) -> Engine:
+    def engine(self, *, max_model_len: int = 256, version: int = 0, **config: Any) -> Engine:
         settings = InferenceConfig(model=InferenceModelConfig(max_model_len=max_model_len), **config)
         model = load_model(self.folder)
-        return Engine(model, settings, self.tokenizer.eos_token_ids, self.tokenizer.decode)
+        return Engine(model, settings, self.tokenizer.eos_token_ids, self.tokenizer.decode, version=version)
 
 
 @pytest.fixture(scope="session")

@@ -156,9 +156,12 @@ def _padded_blocks(chunks: Sequence[Chunk], cache: KVCache) -> Tensor:
 
 def _slots(chunks: Sequence[Chunk], block_size: int) -> np.ndarray:
     """[T] where each token's key and value go."""
-    parts: list[np.ndarray] = []
+    slots: list[int] = []
     for chunk in chunks:
-        positions = np.arange(chunk.start, chunk.end)
-        blocks = np.array(chunk.sequence.blocks, dtype=np.int64)
-        parts.append(blocks[positions // block_size] * block_size + positions % block_size)
-    return np.concatenate(parts)
+        position = chunk.start
+        for block in chunk.blocks(block_size)[position // block_size :]:
+            end = min(chunk.end, (position // block_size + 1) * block_size)
+            first = block * block_size + position % block_size
+            slots += range(first, first + end - position)
+            position = end
+    return np.array(slots, dtype=np.int64)

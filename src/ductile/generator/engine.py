@@ -158,7 +158,7 @@ class Engine:
             if chunk.reaches_the_end:
                 ready.append(chunk.sequence)
                 last_rows.append(len(token_ids) - 1)
-        rows = torch.tensor(last_rows, device=self._device)
+        rows = torch.tensor(last_rows, dtype=torch.int64, device=self._device)  # there may be none
         logits = self.model(
             torch.tensor(token_ids, device=self._device),
             torch.tensor(positions, device=self._device),

@@ -53,7 +53,7 @@ def sample(
     if all(greedy):
         chosen, tokens = logprobs.max(-1)
         return tokens, chosen
-    tokens = _inverse_cdf(logprobs, uniforms(streams, positions))
+    tokens = inverse_cdf(logprobs, uniforms(streams, positions))
     if any(greedy):
         tokens = torch.where(torch.tensor(greedy, device=tokens.device), logprobs.max(-1).indices, tokens)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
@@ -75,7 +75,7 @@ def keep_likeliest(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     return torch.full_like(logits, -torch.inf).scatter(1, order, values.masked_fill(~kept, -torch.inf))
 
 
-def _inverse_cdf(logprobs: Tensor, numbers: np.ndarray) -> Tensor:
+def inverse_cdf(logprobs: Tensor, numbers: np.ndarray) -> Tensor:
     """The first token at which the cumulated probability exceeds the number: never one of probability zero."""
     cdf = logprobs.exp().cumsum(-1, dtype=torch.float64)
     targets = torch.from_numpy(numbers).to(cdf.device)[:, None] * cdf[:, -1:]

@@ -1,0 +1,182 @@
+"""Tokens per second of ductile's engine against `transformers.generate`, with output lengths as uneven as RL's.
+
+Both run the same model (Qwen3 shape, 4 layers of 256, fp32), the same prompts and the same output lengths on the same
+threads, greedily, in one process and alternating; the figure is the median of the rounds.
+
+`transformers` gets static batches, left-padded, sdpa attention, dynamic cache: in order of arrival, in each of the batch
+sizes of `--batches`; a batch runs until its longest answer is done. The ratio is against the size that does best.
+`sorted` shows what it would do if it knew all output lengths beforehand and sorted by them, which RL cannot.
+
+    python benchmarks/generate.py --json benchmarks/results/generate.json
+"""
+
+import argparse
+import json
+import math
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from provenance import provenance
+
+from ductile.config.inference import InferenceConfig, InferenceModelConfig
+from ductile.generator.engine import Engine
+from ductile.model.checkpoint import load_model
+from ductile.records import GenerateRequest, Sampling
+
+PAD = 0
+Answers = list[list[int]]
+
+
+def make_model(folder: Path) -> Any:
+    config = transformers.Qwen3Config(
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        # Logits far apart: the last bit of a sum must not decide which token is the largest.
+        initializer_range=0.1,
+        pad_token_id=PAD,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def make_requests(num: int, median: int, longest: int) -> tuple[list[list[int]], list[int]]:
+    """Prompts of 16 to 64 tokens; log-normal output lengths, cut off at `longest`."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, 4096) for _ in range(rng.randint(16, 64))] for _ in range(num)]
+    lengths = [min(longest, max(4, round(rng.lognormvariate(math.log(median), 1.0)))) for _ in range(num)]
+    return prompts, lengths
+
+
+@torch.inference_mode()
+def run_transformers(model: Any, prompts: list[list[int]], lengths: list[int], batch: int, order: list[int]) -> Answers:
+    answers: Answers = [[] for _ in prompts]
+    for first in range(0, len(order), batch):
+        members = order[first : first + batch]
+        width = max(len(prompts[i]) for i in members)
+        padding = [width - len(prompts[i]) for i in members]
+        ids = torch.tensor([[PAD] * n + prompts[i] for i, n in zip(members, padding, strict=True)])
+        mask = torch.tensor([[0] * n + [1] * (width - n) for n in padding])
+        longest = max(lengths[i] for i in members)
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            min_new_tokens=longest,
+            max_new_tokens=longest,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=PAD,
+        )
+        for i, row in zip(members, out[:, width:].tolist(), strict=True):
+            answers[i] = row[: lengths[i]]
+    return answers
+
+
+def run_ductile(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> Answers:
+    answers: Answers = [[] for _ in prompts]
+    for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        sampling = Sampling(temperature=0.0, max_tokens=length, ignore_eos=True)
+        engine.add(GenerateRequest(str(i), tuple(prompt), sampling))
+    while engine.has_work():
+        for generation in engine.step():
+            answers[int(generation.id)] = list(generation.token_ids)
+    return answers
+
+
+def measure(
+    contestants: dict[str, Callable[[], Answers]], rounds: int
+) -> tuple[dict[str, list[float]], dict[str, Answers]]:
+    """Seconds of every round of each, and what each answered. One round warms up and is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    answers: dict[str, Answers] = {}
+    for round_ in range(rounds + 1):
+        for name, run in contestants.items():
+            started = time.perf_counter()
+            answers[name] = run()
+            if round_:
+                seconds[name].append(time.perf_counter() - started)
+        print(f"round {round_} of {rounds} done", file=sys.stderr)
+    return seconds, answers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--batches", type=int, nargs="+", default=[16, 32, 64])
+    parser.add_argument("--median", type=int, default=32, help="of the output lengths, tokens")
+    parser.add_argument("--longest", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+    prompts, lengths = make_requests(args.requests, args.median, args.longest)
+    arrival = list(range(args.requests))
+    by_length = sorted(arrival, key=lengths.__getitem__)
+    with tempfile.TemporaryDirectory() as folder:
+        peer = make_model(Path(folder))
+        config = InferenceConfig(model=InferenceModelConfig(max_model_len=512), max_num_seqs=max(args.batches))
+        engine = Engine(load_model(folder), config, eos_token_ids=(), decode=lambda tokens: "")
+
+    def peer_run(batch: int, order: list[int]) -> Callable[[], Answers]:
+        return lambda: run_transformers(peer, prompts, lengths, batch, order)
+
+    contestants = {"ductile": lambda: run_ductile(engine, prompts, lengths)}
+    contestants |= {f"transformers, batch {b}": peer_run(b, arrival) for b in args.batches}
+    contestants |= {f"transformers, batch {b}, sorted": peer_run(b, by_length) for b in args.batches[:-1]}
+    seconds, answers = measure(contestants, args.rounds)
+
+    num_tokens = sum(lengths)
+    speed = {name: num_tokens / statistics.median(values) for name, values in seconds.items()}
+    peers = {name: value for name, value in speed.items() if name.startswith("transformers")}
+    best = max((name for name in peers if "sorted" not in name), key=peers.__getitem__)
+    best_sorted = max((name for name in peers if "sorted" in name), key=peers.__getitem__, default=best)
+    figures = {
+        "ratio_vs_transformers": round(speed["ductile"] / speed[best], 3),
+        "ratio_vs_transformers_sorted": round(speed["ductile"] / speed[best_sorted], 3),
+        "tokens_identical": all(answer == answers["ductile"] for answer in answers.values()),
+        "tokens_per_s_ductile": round(speed["ductile"], 1),
+        "tokens_per_s_transformers": round(speed[best], 1),
+        "transformers_best": best,
+        "tokens_per_s": {name: round(value, 1) for name, value in speed.items()},
+        "seconds": {name: [round(value, 3) for value in values] for name, values in seconds.items()},
+        "tokens_a_round": num_tokens,
+        "output_lengths": {
+            "median": statistics.median(lengths),
+            "mean": num_tokens / len(lengths),
+            "max": max(lengths),
+        },
+        "threads": args.threads,
+    } | provenance("ductile", "torch", "transformers")
+    print(f"{len(prompts)} requests, {num_tokens} tokens, lengths {figures['output_lengths']}")
+    for name, value in speed.items():
+        print(f"{name:34} {value:9.0f} tokens/s   {speed['ductile'] / value:5.2f}x")
+    print(f"ratio {figures['ratio_vs_transformers']} against {best}; tokens identical: {figures['tokens_identical']}")
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""Where a figure comes from: machine, versions, commit, command. Every benchmark's JSON carries it."""
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+
+def provenance(*packages: str) -> dict[str, object]:
+    """`packages` are the distributions whose versions matter for the figure."""
+    return {
+        "machine": {"cpu": _cpu_name(), "cores": len(os.sched_getaffinity(0)), "platform": platform.platform()},
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in packages},
+        "commit": _commit(),
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def _commit() -> str:
+    """The commit, with "+changes" when the tree differs from it."""
+    root = Path(__file__).parents[1]
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+
+    return git("rev-parse", "--short=12", "HEAD") + ("+changes" if git("status", "--porcelain", "--", "src") else "")

@@ -1,0 +1,355 @@
+"""What the engine promises, against `transformers` and against itself under other circumstances."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ductile.generator.engine import Engine
+from ductile.generator.limits import RequestRefused
+from ductile.model.attention import PackedAttention
+from ductile.model.checkpoint import load_model
+from ductile.records import GenerateRequest, Generation
+from tests.generator.conftest import FAMILIES, Family, request, run
+from tests.tiny import IM_END
+
+PROMPTS = ["hello", "a", "what is 1 + 2? " * 5, "The quick brown fox jumps over the lazy dog.", "x" * 33]
+
+
+def requests(max_tokens: int = 24, **sampling: Any) -> list[GenerateRequest]:
+    return [request(str(i), prompt, max_tokens, **sampling) for i, prompt in enumerate(PROMPTS)]
+
+
+def tokens(done: dict[str, Generation]) -> dict[str, tuple[int, ...]]:
+    return {id: generation.token_ids for id, generation in done.items()}
+
+
+def packed_logprobs(folder: Path, pairs: list[tuple[GenerateRequest, Generation]]) -> list[list[float]]:
+    """What the trainer's forward pass says of the generated tokens: all sequences packed into one."""
+    model = load_model(folder)
+    sequences = [[*request.prompt, *generation.token_ids] for request, generation in pairs]
+    lengths = [len(sequence) for sequence in sequences]
+    with torch.no_grad():
+        logits = model(
+            torch.tensor(sum(sequences, [])),
+            torch.cat([torch.arange(n) for n in lengths]),
+            PackedAttention(lengths),
+        )
+    found: list[list[float]] = []
+    for (request, _), sequence, part in zip(pairs, sequences, logits.split(lengths), strict=True):
+        logprobs = (part / (request.sampling.temperature or 1.0)).log_softmax(-1)
+        first = len(request.prompt)
+        found.append([logprobs[i - 1, sequence[i]].item() for i in range(first, len(sequence))])
+    return found
+
+
+@pytest.fixture(scope="module")
+def greedy(qwen3: Family) -> dict[str, tuple[int, ...]]:
+    """The answers of an engine without any pressure; the tests below put pressure on and expect the same."""
+    return tokens(run(qwen3.engine(enable_prefix_caching=False), requests()))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_tokens_equal_transformers(families: dict[str, Family], name: str) -> None:
+    import transformers
+
+    family = families[name]
+    peer = transformers.AutoModelForCausalLM.from_pretrained(family.folder)
+    done = run(family.engine(), requests(24))
+    for one in requests(24):
+        ids = torch.tensor([one.prompt])
+        expected = peer.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=24,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        assert list(done[one.id].token_ids) == expected[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0, 1.5])
+def test_logprobs_equal_those_of_the_packed_training_forward(
+    families: dict[str, Family], name: str, temperature: float
+) -> None:
+    asked = requests(32, temperature=temperature)
+    done = run(families[name].engine(max_num_batched_tokens=48), asked)
+    expected = packed_logprobs(families[name].folder, [(one, done[one.id]) for one in asked])
+    for one, logprobs in zip(asked, expected, strict=True):
+        assert done[one.id].logprobs == pytest.approx(logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "pressure",
+    [
+        {"max_num_batched_tokens": 16},
+        {"max_num_seqs": 1},
+        {"max_num_seqs": 2, "max_num_batched_tokens": 16},
+        {"block_size": 1},
+        {"block_size": 7, "max_num_batched_tokens": 17},
+        {"enable_prefix_caching": True},
+        {"num_blocks": 7},
+    ],
+    ids=str,
+)
+def test_greedy_tokens_do_not_depend_on_batching(
+    qwen3: Family, greedy: dict[str, tuple[int, ...]], pressure: dict[str, Any]
+) -> None:
+    assert tokens(run(qwen3.engine(**pressure), requests())) == greedy
+
+
+def test_too_few_blocks_preempt_and_change_nothing(qwen3: Family) -> None:
+    asked = [request(str(i), f"prompt {i}", 40, temperature=1.0, seed=i) for i in range(6)]
+    plenty, scarce = qwen3.engine(), qwen3.engine(block_size=4, num_blocks=16)
+    expected = run(plenty, asked)
+    found = run(scarce, asked)
+    assert plenty.stats().num_preempted == 0
+    assert scarce.stats().num_preempted > 0
+    assert tokens(found) == tokens(expected)
+    assert all(found[id].logprobs == pytest.approx(expected[id].logprobs, abs=1e-4) for id in expected)
+
+
+def test_a_group_shares_its_prompt(qwen3: Family) -> None:
+    prompt = "a prompt that is long enough to fill a few blocks of the cache"
+    group = [request(str(i), prompt, 8, group="g", temperature=1.0, seed=i) for i in range(8)]
+    peaks: dict[bool, int] = {}
+    answers: dict[bool, dict[str, tuple[int, ...]]] = {}
+    for sharing in (False, True):
+        engine = qwen3.engine(enable_prefix_caching=sharing, block_size=8)
+        used: list[int] = []
+
+        def count(step: int, engine: Engine = engine, used: list[int] = used) -> None:
+            used.append(engine.pool.num_blocks - engine.pool.num_free)
+
+        answers[sharing] = tokens(run(engine, group, count))
+        peaks[sharing] = max(used)
+    assert answers[True] == answers[False]
+    num_shared = (len(prompt) - 1) // 8
+    assert peaks[True] == peaks[False] - 7 * num_shared
+
+
+def test_members_that_start_together_compute_their_prompt_once(qwen3: Family) -> None:
+    engine = qwen3.engine(block_size=8)
+    for i in range(4):
+        engine.add(request(str(i), "x" * 33, 2, group="g"))
+    chunks = engine.scheduler.schedule()
+    assert [(chunk.start, chunk.count) for chunk in chunks] == [(0, 33), (32, 1), (32, 1), (32, 1)]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 7}, {"temperature": 1.3}], ids=str)
+@pytest.mark.parametrize("after", [1, 2, 9])
+def test_abort_and_resume_on_another_engine(qwen3: Family, sampling: dict[str, Any], after: int) -> None:
+    whole = run(qwen3.engine(), requests(20, **sampling))
+    first, second = qwen3.engine(), qwen3.engine(version=3)
+    halves = run(first, requests(20, **sampling), lambda step: first.abort() if step == after else None)
+    assert {half.finish_reason for half in halves.values()} == {"abort"}
+    assert all(0 < len(half.token_ids) < 20 for half in halves.values())
+    resumed = [
+        GenerateRequest(
+            one.id,
+            one.prompt,
+            one.sampling,
+            generated=halves[one.id].token_ids,
+            logprobs=halves[one.id].logprobs,
+            versions=halves[one.id].versions,
+        )
+        for one in requests(20, **sampling)
+    ]
+    done = run(second, resumed)
+    for id, generation in done.items():
+        kept = len(halves[id].token_ids)
+        assert generation.token_ids == whole[id].token_ids
+        assert generation.logprobs[:kept] == halves[id].logprobs
+        assert generation.logprobs == pytest.approx(whole[id].logprobs, abs=1e-4)
+        assert generation.versions == (0,) * kept + (3,) * (20 - kept)
+        assert generation.finish_reason == "length"
+
+
+def test_an_answer_that_was_complete_when_handed_over_ends_at_once(qwen3: Family) -> None:
+    engine = qwen3.engine()
+    said = {"generated": (9, IM_END), "logprobs": (-1.0, -2.0), "versions": (4, 5)}
+    one = request("done", "hi", 20, ignore_eos=False)
+    engine.add(GenerateRequest(one.id, one.prompt, one.sampling, **said))
+    assert engine.step() == [Generation("done", (9, IM_END), (-1.0, -2.0), (4, 5), "stop")]
+
+
+def test_abort_of_some(qwen3: Family) -> None:
+    engine = qwen3.engine(max_num_seqs=2)
+    done = run(engine, requests(10), lambda step: engine.abort(["1", "4", "nobody"]) if step == 3 else None)
+    assert {id: generation.finish_reason for id, generation in done.items()} == {
+        "0": "length",
+        "1": "abort",
+        "2": "length",
+        "3": "length",
+        "4": "abort",  # it waited: it has nothing
+    }
+    assert done["4"].token_ids == ()
+
+
+@pytest.mark.parametrize("keep_cache", [False, True])
+@pytest.mark.parametrize("batched_tokens", [16, 1024])
+def test_weights_change_in_flight(qwen3: Family, tmp_path: Path, keep_cache: bool, batched_tokens: int) -> None:
+    from tests.tiny import make_model_folder
+
+    other = make_model_folder(tmp_path / "other", "qwen3", seed=1)
+    engine = qwen3.engine(keep_cache_on_update=keep_cache, max_num_batched_tokens=batched_tokens)
+    news = dict(load_model(other).named_parameters())
+    seen: dict[str, int] = {}
+
+    def swap(step: int) -> None:
+        if step == 8:
+            for one in asked:
+                generated = engine.peek(one.id)
+                assert generated is not None
+                seen[one.id] = len(generated[0])
+            engine.load_weights(news, version=5)
+
+    asked = requests(20, temperature=1.0, seed=3)
+    done = run(engine, asked, swap)
+    assert any(seen.values())
+    old = packed_logprobs(qwen3.folder, [(one, done[one.id]) for one in asked])
+    new = packed_logprobs(other, [(one, done[one.id]) for one in asked])
+    for one, under_old, under_new in zip(asked, old, new, strict=True):
+        generation, cut = done[one.id], seen[one.id]
+        assert generation.versions == (0,) * cut + (5,) * (20 - cut)
+        assert generation.logprobs[:cut] == pytest.approx(under_old[:cut], abs=1e-4)
+        as_new = generation.logprobs[cut:] == pytest.approx(under_new[cut:], abs=1e-4)
+        if cut:  # one that had not begun may have been in the middle of its prefill, or not
+            assert as_new is not keep_cache
+        assert as_new or keep_cache
+
+
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_no_request_reads_blocks_of_older_weights(qwen3: Family, tmp_path: Path, keep_cache: bool) -> None:
+    from tests.tiny import make_model_folder
+
+    other = make_model_folder(tmp_path / "other", "qwen3", seed=1)
+    engine = qwen3.engine(keep_cache_on_update=keep_cache, block_size=4)
+    prompt = "a prompt of some blocks"
+    run(engine, [request("before", prompt)])
+    engine.add(request("during", prompt, 30))
+    engine.step()
+    engine.load_weights(dict(load_model(other).named_parameters()), version=1)
+    while engine.has_work():
+        engine.step()
+    asked = request("after", prompt)
+    done = run(engine, [asked])
+    assert done["after"].logprobs == pytest.approx(packed_logprobs(other, [(asked, done["after"])])[0], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("norm.weight"), "norm.weight on one side only"),
+        (lambda tensors: tensors.update(extra=torch.zeros(1)), "extra on one side only"),
+        (lambda tensors: tensors.update({"norm.weight": torch.zeros(3)}), r"norm.weight of version 9 has shape \(3,\)"),
+    ],
+)
+def test_weights_that_do_not_fit_change_nothing(
+    qwen3: Family, greedy: dict[str, tuple[int, ...]], change: Any, message: str
+) -> None:
+    engine = qwen3.engine()
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in engine.model.named_parameters()}
+    change(tensors)
+    with pytest.raises(ValueError, match=message):
+        engine.load_weights(tensors, version=9)
+    assert engine.version == 0
+    assert tokens(run(engine, requests())) == greedy
+
+
+def test_stop_token(qwen3: Family, greedy: dict[str, tuple[int, ...]]) -> None:
+    stop = greedy["0"][5]
+    first = greedy["0"].index(stop)
+    done = run(qwen3.engine(), [request("0", PROMPTS[0], 24, stop_token_ids=(stop,))])
+    assert done["0"].token_ids == greedy["0"][: first + 1]
+    assert done["0"].finish_reason == "stop"
+
+
+def test_end_of_sequence_stops_unless_ignored(qwen3: Family, greedy: dict[str, tuple[int, ...]]) -> None:
+    eos = greedy["0"][3]
+    engine = Engine(load_model(qwen3.folder), qwen3.engine().config, (eos,), qwen3.tokenizer.decode)
+    heeding = request("heeding", PROMPTS[0], 24, ignore_eos=False)
+    ignoring = request("ignoring", PROMPTS[0], 24)
+    done = run(engine, [heeding, ignoring])
+    assert done["heeding"].token_ids == greedy["0"][: greedy["0"].index(eos) + 1]
+    assert done["heeding"].finish_reason == "stop"
+    assert done["ignoring"].token_ids == greedy["0"]
+
+
+@pytest.mark.parametrize("length", [1, 2, 4])
+def test_stop_string_ends_with_the_token_that_completes_it(
+    qwen3: Family, greedy: dict[str, tuple[int, ...]], length: int
+) -> None:
+    text = qwen3.tokenizer.decode(list(greedy["3"]))
+    stop = text[6 : 6 + length]
+    done = run(qwen3.engine(), [request("3", PROMPTS[3], 24, stop=("never said", stop))])
+    said = qwen3.tokenizer.decode(list(done["3"].token_ids))
+    assert said.endswith(stop)
+    assert stop not in said[:-1]
+    assert done["3"].finish_reason == "stop"
+
+
+def test_answers_end_at_max_model_len(qwen3: Family) -> None:
+    done = run(qwen3.engine(max_model_len=20), [request("0", "x" * 15, 100)])
+    assert len(done["0"].token_ids) == 5
+    assert done["0"].finish_reason == "length"
+
+
+def test_higher_priority_goes_first(qwen3: Family) -> None:
+    engine = qwen3.engine(max_num_seqs=1)
+    plain = [request(str(i), "hi", 2) for i in range(3)]
+    urgent = GenerateRequest("urgent", (9,), plain[0].sampling, priority=1)
+    assert next(iter(run(engine, [*plain, urgent]))) == "urgent"
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (request("r", []), "the prompt has no tokens"),
+        (request("r", [5, 1000]), "token id 1000 is not in the vocabulary; ids go from 0 to 101"),
+        (request("r", [-1]), "token id -1 is not in the vocabulary"),
+        (request("r", "x" * 256), "the prompt has 256 tokens; model.max_model_len 256 leaves room for 255"),
+        (request("r", "x" * 40, 100), "may reach 140 tokens and the whole cache holds 128"),
+        (request("r", "x", temperature=-1.0), "temperature is -1.0; it must be 0 or more"),
+        (request("r", "x", temperature=float("nan")), "temperature is nan"),
+        (request("r", "x", top_p=0.0), "top_p is 0.0; it must be above 0 and at most 1"),
+        (request("r", "x", top_k=0), r"top_k is 0; it must be -1 \(all\) or 1 or more"),
+        (request("r", "x", min_p=1.5), "min_p is 1.5; it must be from 0 to 1"),
+        (request("r", "x", 0), "max_tokens is 0; it must be 1 or more"),
+        (request("r", "x", stop=("",)), "stop is .* strings of at least one character"),
+        (request("busy", "x"), "a request of this id is in flight already"),
+    ],
+)
+def test_impossible_requests_are_refused_with_the_reason(qwen3: Family, bad: GenerateRequest, message: str) -> None:
+    engine = qwen3.engine(num_blocks=8)
+    engine.add(request("busy", "x"))
+    with pytest.raises(RequestRefused, match=message):
+        engine.add(bad)
+    assert engine.stats().num_waiting == 1
+
+
+def test_a_cache_that_holds_nothing_is_refused(qwen3: Family) -> None:
+    with pytest.raises(ValueError, match="cache_memory_gib 1e-06 holds 0 blocks of 16 tokens; it must hold at least 2"):
+        qwen3.engine(cache_memory_gib=1e-6)
+
+
+def test_weights_that_are_not_finite_are_reported(qwen3: Family) -> None:
+    engine = qwen3.engine()
+    broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in engine.model.named_parameters()}
+    engine.load_weights(broken, version=7)
+    engine.add(request("r", "x"))
+    with pytest.raises(FloatingPointError, match="request r: weights of version 7 give logits that are not finite"):
+        engine.step()
+
+
+def test_stats(qwen3: Family) -> None:
+    engine = qwen3.engine(max_num_seqs=2, num_blocks=20, version=4)
+    for one in requests(4):
+        engine.add(one)
+    engine.step()
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_tokens, stats.version) == (2, 3, 2, 4)
+    assert stats.cache_used == pytest.approx(2 / 20)
