@@ -1,0 +1,1 @@
+"""Parallelism, put on the textbook model from outside."""

@@ -1,0 +1,1 @@
+"""Log-probs under the trainer's numerics, without gradients."""

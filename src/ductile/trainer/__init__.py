@@ -1,0 +1,1 @@
+"""Gradients, the optimizer and everything the train slots do with them."""

@@ -1,0 +1,95 @@
+"""The groups of one epoch: created among their members only, kept by member list, destroyed together.
+
+torch's own `new_group` needs the whole world, or derives names that repeat when groups come and go. Here a group is
+created under an explicit name that is unique in the run, on a prefix of the run's store, and registered under its
+members' slot ids, so that `DeviceMesh`, FSDP2, DTensor and DCP (`process_group=`) take it.
+"""
+
+import gc
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from ductile.fabric import rendezvous, universe
+from ductile.roles import Place
+
+Mesh = DeviceMesh
+"""Slots along named axes, as parallel code takes them."""
+
+
+class Groups:
+    """Makes groups for one slot in one epoch. All members ask for the same groups in the same order.
+
+    After a member's death, its neighbours get an error from the collective they are in; the others wait. Whoever gets
+    the error calls `destroy`: its sockets close, and so the error reaches everybody within milliseconds.
+    """
+
+    def __init__(self, slot: int, epoch: int, device: str, store: Store, timeout_s: float) -> None:
+        universe.enter(slot)
+        self._slot = slot
+        self._epoch = epoch
+        self._device = torch.device(device)
+        self._store = store
+        self._timeout_s = timeout_s
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    @classmethod
+    def at(cls, place: Place, timeout_s: float) -> "Groups":
+        """For a role's place. A role that is held by one slot alone needs no rendezvous."""
+        store = rendezvous.connect(place.rendezvous, timeout_s) if place.rendezvous else HashStore()
+        return cls(place.slot, place.epoch, place.device, store, timeout_s)
+
+    def group(self, members: Sequence[int]) -> dist.ProcessGroup:
+        """The group of these slots, in this rank order. Collective among the members the first time."""
+        key = tuple(members)
+        if self._slot not in key:
+            raise ValueError(f"slot {self._slot} is not among the members {key}")
+        if key not in self._groups:
+            self._groups[key] = self._create(key)
+        return self._groups[key]
+
+    def mesh(self, members: Sequence[int], axis: str = "shard") -> Mesh:
+        """The group of these slots as a mesh of one axis."""
+        return DeviceMesh.from_group(self.group(members), self._device.type, mesh=list(members), mesh_dim_names=(axis,))
+
+    def destroy(self) -> None:
+        """Close every group. Meshes and modules made from them are dead; drop them before, or their sockets stay."""
+        while self._groups:
+            _, group = self._groups.popitem()
+            dist.destroy_process_group(group)
+            del group
+        gc.collect()  # an error's traceback may hold the last reference in a cycle
+
+    def _create(self, members: tuple[int, ...]) -> dist.ProcessGroup:
+        if self._device.type == "cpu":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it listens wherever the host's name points
+        name = f"epoch/{self._epoch}/{'.'.join(map(str, members))}"
+        group, _ = c10d._new_process_group_helper(
+            group_size=len(members),
+            group_rank=members.index(self._slot),
+            global_ranks_in_group=list(members),
+            backend=c10d.Backend(_backend(self._device)),
+            store=self._store,
+            group_name=c10d.GroupName(name),
+            timeout=timedelta(seconds=self._timeout_s),
+        )
+        assert isinstance(group, dist.ProcessGroup)
+        c10d._world.pg_group_ranks[group] = {slot: rank for rank, slot in enumerate(members)}
+        # Who cannot connect shows here and not in the middle of a step. Then nobody reads the addresses any more, and
+        # a run that resizes a thousand times leaves none behind.
+        dist.barrier(group=group)
+        if members[0] == self._slot:
+            for key in self._store.list_keys():
+                if key.startswith(f"{name}/"):
+                    self._store.delete_key(key)
+        return group
+
+
+def _backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"

@@ -1,0 +1,43 @@
+"""Where ranks find each other: the run's key-value store, served by a tiny process of its own.
+
+It binds to loopback unless told otherwise, and ends when whoever started it goes, however that happens.
+"""
+
+import socket
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+from torch._C._distributed_c10d import Store, TCPStore
+
+LOOPBACK = "127.0.0.1"
+
+
+def serve(parent: Connection, host: str = LOOPBACK) -> None:
+    """Main function of the store's process: send the port to `parent`, then serve until `parent` closes."""
+    store = host_store(host)
+    parent.send(store.port)
+    with suppress(EOFError, OSError):
+        parent.recv()  # the one wait without a deadline: it ends with the parent's end of the pipe
+
+
+def host_store(host: str = LOOPBACK, timeout_s: float = 60.0) -> TCPStore:
+    """A store in this process, on a free port (`.port`). It lives as long as the object."""
+    # TCPStore by itself listens on every interface; a socket that we bind listens where we say.
+    listener = socket.create_server((host, 0))
+    return TCPStore(
+        host,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+    )
+
+
+def connect(address: str, timeout_s: float) -> Store:
+    """The store at `host:port`; waits at most `timeout_s` for it and in every later `get` and `wait`."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"the rendezvous address is {address!r}; it must be host:port")
+    return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))

@@ -1,0 +1,82 @@
+"""A head that scores chosen tokens: log-prob and entropy, without ever holding all logits.
+
+Only the rows that are asked for are multiplied with the output embeddings, a chunk of rows at a time; the backward
+pass makes each chunk's probabilities again, unless there is only one chunk. N rows, M hidden size, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK_ELEMENTS = 1 << 25
+"""Logits of one chunk: 128 MiB in fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobHead:
+    """Called by the model as `head(hidden [T, M], weight [V, M])`; returns fp32 log-probs [N] and entropies [N].
+
+    Entropies carry no gradient.
+    """
+
+    rows: Tensor
+    """[N] int64: the position before each token to score, as a hidden state speaks about the next token."""
+    targets: Tensor
+    """[N] int64: the tokens."""
+    temperatures: Tensor | None = None
+    """[N] fp32, by which logits are divided; None is 1."""
+
+    def __call__(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return _ChosenLogprobs.apply(hidden[self.rows], weight, self.targets, self.temperatures)  # pyright: ignore
+
+
+class _ChosenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        logprobs, entropies = (torch.empty(len(hidden), device=hidden.device) for _ in range(2))
+        chunks = _chunks(len(hidden), len(weight))
+        kept = None
+        for rows in chunks:
+            logits = _logits(hidden, weight, temperatures, rows)
+            log_total = logits.logsumexp(-1, keepdim=True)
+            logprobs[rows] = (logits.gather(1, targets[rows, None]) - log_total)[:, 0]
+            probabilities = (logits - log_total).exp_()
+            entropies[rows] = log_total[:, 0] - logits.mul_(probabilities).sum(-1)
+            kept = probabilities
+        ctx.save_for_backward(hidden, weight, targets, temperatures, kept if len(chunks) == 1 else None)
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        hidden, weight, targets, temperatures, kept = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        if temperatures is not None:
+            grad = grad / temperatures
+        for rows in _chunks(len(hidden), len(weight)):
+            # d logprob / d logits = onehot(target) - probabilities
+            grad_logits = kept if kept is not None else _logits(hidden, weight, temperatures, rows).softmax(-1)
+            grad_logits = grad_logits * -grad[rows, None]
+            grad_logits.scatter_add_(1, targets[rows, None], grad[rows, None])
+            grad_logits = grad_logits.to(weight.dtype)
+            grad_hidden[rows] = grad_logits @ weight
+            grad_weight += grad_logits.t() @ hidden[rows]
+        return grad_hidden, grad_weight.to(weight.dtype), None, None
+
+
+def _chunks(num_rows: int, vocab_size: int) -> list[slice]:
+    size = max(1, CHUNK_ELEMENTS // vocab_size)
+    return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperatures: Tensor | None, rows: slice) -> Tensor:
+    """[rows, V] in fp32, a fresh tensor."""
+    logits = (hidden[rows] @ weight.t()).float()
+    return logits if temperatures is None else logits.div_(temperatures[rows, None])

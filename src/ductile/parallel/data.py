@@ -1,0 +1,79 @@
+"""Data parallelism: every rank has its own micro-batches and a shard of each parameter (FSDP2).
+
+A parameter's rows are dealt out in equal chunks, rounded up, so that the last ranks may have fewer or none. Gradients
+are summed over ranks, never averaged: the loss is a sum as well, and is divided once, at the optimizer step.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from ductile.core.layout.parameters import parameters
+from ductile.model.transformer import Transformer
+
+
+def shard(
+    model: Transformer, mesh: DeviceMesh, compute: torch.dtype, reduce: torch.dtype, reshard_after_forward: bool
+) -> None:
+    """Wrap each layer, then what is left (embeddings, last norm, head): the units that are gathered at once."""
+    # Activations have the weights' dtype as it is; cos and sin stay fp32, as in the generator.
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    # The root's parameters are needed again as soon as the backward pass starts.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+
+
+def fill(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy this rank's rows out of full tensors. Every parameter must come exactly once."""
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in tensors:
+            parameter = parameters.pop(name)
+            if tensor.shape != parameter.shape:
+                raise ValueError(f"{name} has shape {list(tensor.shape)}, the model wants {list(parameter.shape)}")
+            local, rows = local_shard(parameter), _rows(parameter)
+            local.copy_(tensor[rows])
+    if parameters:
+        raise ValueError(f"no values came for {', '.join(parameters)}")
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's part, sharing memory."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _rows(parameter: Tensor) -> slice:
+    if not isinstance(parameter, DTensor):
+        return slice(None)
+    num_rows, num_ranks, rank = len(parameter), parameter.device_mesh.size(), parameter.device_mesh.get_local_rank()
+    chunk = -(-num_rows // num_ranks)
+    return slice(min(rank * chunk, num_rows), min((rank + 1) * chunk, num_rows))
+
+
+def local_gradients(model: nn.Module) -> list[Tensor]:
+    """This rank's part of every accumulated gradient, sharing memory. Empty before the first backward pass."""
+    return [local_shard(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+
+
+def full_tensors(model: Transformer, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter, gathered one at a time, in the order of `parameters(spec)`. All ranks must run it to its end."""
+    ours = dict(model.named_parameters())
+    for parameter in parameters(model.spec):
+        local = ours[parameter.name].detach().to(dtype)
+        yield parameter.name, local.full_tensor() if isinstance(local, DTensor) else local
+
+
+def sum_over(mesh: DeviceMesh, tensor: Tensor) -> Tensor:
+    """In place, over all ranks of the mesh."""
+    dist.all_reduce(tensor, group=mesh.get_group())
+    return tensor

@@ -1,0 +1,41 @@
+"""What a trainer's state consists of, under which names. How it gets to disk and back is `ductile.parallel.state`.
+
+    model/<parameter>            the parameters that the optimizer updates
+    <moment>/<parameter>         exp_avg, exp_avg_sq, momentum_buffer
+    step                         optimizer steps taken; learning rate and bias correction follow from it
+
+No random state is part of it: nothing here draws random numbers after the weights are made. Gradients are not either:
+save after an optimizer step.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ductile.parallel import state
+from ductile.trainer.optimizer import moments, set_num_steps
+from ductile.trainer.trainer import Trainer
+
+
+def save_state(trainer: Trainer, path: str | Path) -> None:
+    """Write the directory `path`; collective. Any number of ranks can load it. Not atomic, but synced to disk."""
+    state.save(_named(trainer) | {"step": torch.tensor(trainer.step)}, path, trainer.mesh)
+
+
+def load_state(trainer: Trainer, path: str | Path) -> None:
+    """Overwrite the trainer's state; collective. Raises StateError when `path` does not have it whole."""
+    step = torch.zeros((), dtype=torch.int64)
+    state.load(_named(trainer) | {"step": step}, path, trainer.mesh)
+    trainer.step = int(step)
+    set_num_steps(trainer.optimizer, trainer.step)
+
+
+def _named(trainer: Trainer) -> dict[str, Tensor]:
+    """The trainer's own tensors, not copies. Loading writes into them."""
+    named: dict[str, Tensor] = {}
+    for name, parameter in trainer.model.named_parameters():
+        named[f"model/{name}"] = parameter.detach()
+        for moment, tensor in moments(trainer.optimizer, parameter):
+            named[f"{moment}/{name}"] = tensor
+    return named

@@ -1,0 +1,98 @@
+"""Here records become tensors: one micro-batch, ready to run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ductile.model.packed import PackedSamples
+from ductile.records import MicroBatch, Sample
+from ductile.trainer.loss import LossInputs
+
+NOTHING = Sample(token_ids=(0, 0), mask=(False, True))
+"""Runs in place of an empty micro-batch, so that the rank takes its part in every gather and reduction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """N trained tokens; in a batch that only fills a rank's turn they are made up, and `num_trained` is 0."""
+
+    packed: PackedSamples
+    weights: Tensor
+    """[N] each token's share in the summed loss."""
+    num_trained: int
+    sampled_logprobs: Tensor
+    old_logprobs: Tensor
+    ref_logprobs: Tensor | None
+    advantages: Tensor
+    sequences: Tensor
+
+    def loss_inputs(self, logprobs: Tensor, entropies: Tensor) -> LossInputs:
+        return LossInputs(
+            logprobs,
+            entropies,
+            self.sampled_logprobs,
+            self.old_logprobs,
+            self.ref_logprobs,
+            self.advantages,
+            self.sequences,
+        )
+
+
+def collate(micro_batch: MicroBatch, required: Sequence[str] = (), device: str | torch.device = "cpu") -> Batch:
+    """Raises ValueError when a sample lacks one of the `required` lists, or has a value that is not finite."""
+    # Samples without a trained token have nothing to say in the loss, and other tokens cannot see them.
+    samples = [sample for sample in micro_batch.samples if any(sample.mask)]
+    num_trained = sum(sum(sample.mask) for sample in samples)
+    for index, sample in enumerate(samples):
+        _check(sample, index, required)
+    has_reference = bool(samples) and all(sample.ref_logprobs for sample in samples)
+    samples = samples or [NOTHING]
+    of_tokens = _Columns(samples, device)
+    return Batch(
+        packed=PackedSamples.of(samples, device),
+        weights=of_tokens([sample.weights or (1.0,) * len(sample) for sample in samples]),
+        num_trained=num_trained,
+        sampled_logprobs=of_tokens([sample.logprobs for sample in samples]),
+        old_logprobs=of_tokens([sample.old_logprobs or sample.logprobs for sample in samples]),
+        ref_logprobs=of_tokens([s.ref_logprobs for s in samples]) if has_reference else None,
+        advantages=of_tokens([sample.advantages for sample in samples]),
+        sequences=torch.tensor([i for i, s in enumerate(samples) for t in s.mask if t], device=device),
+    )
+
+
+class _Columns:
+    """Lists of one value a token, a list a sample (an empty one stands for zeros), to a tensor over trained tokens."""
+
+    def __init__(self, samples: Sequence[Sample], device: str | torch.device) -> None:
+        self._samples = samples
+        self._device = device
+
+    def __call__(self, values: Sequence[Sequence[float]]) -> Tensor:
+        trained = [
+            value
+            for sample, of_sample in zip(self._samples, values, strict=True)
+            for value, is_trained in zip(of_sample or (0.0,) * len(sample), sample.mask, strict=True)
+            if is_trained
+        ]
+        return torch.tensor(trained, dtype=torch.float32, device=self._device)
+
+
+def _check(sample: Sample, index: int, required: Sequence[str]) -> None:
+    lists = {
+        "logprobs": sample.logprobs,
+        "advantages": sample.advantages,
+        "weights": sample.weights,
+        "old_logprobs": sample.old_logprobs,
+        "ref_logprobs": sample.ref_logprobs,
+    }
+    if sample.mask[0]:
+        raise ValueError(f"sample {index} trains on its first token, which nothing precedes")
+    if not sample.temperature > 0:
+        raise ValueError(f"sample {index} has temperature {sample.temperature}; it must be above 0")
+    for name, values in lists.items():
+        if not values and name in required:
+            raise ValueError(f"sample {index} has no {name}, which the configured loss needs")
+        if not all(abs(value) < float("inf") for value in values):
+            raise ValueError(f"sample {index} has {name} that are not finite numbers")

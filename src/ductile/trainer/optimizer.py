@@ -1,0 +1,69 @@
+"""The optimizer, with its state in place from the start, so that a checkpoint always knows what to read and write."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from ductile.config.trainer import AdamWConfig, OptimConfig, SGDConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+"""Optimizer state that has a parameter's shape and layout. What else there is follows from the step."""
+
+
+Supported = AdamWConfig | SGDConfig
+
+
+def supported(config: OptimConfig) -> Supported:
+    """Raises ValueError for an optimizer that only the config knows."""
+    if isinstance(config, Supported):
+        return config
+    raise ValueError(f"trainer.optim.type = {config.type!r} is not built yet; use adamw or sgd")
+
+
+def make_optimizer(config: Supported, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """One group of all parameters; weight decay goes to every one of them, as torch does by itself."""
+    trained = list(parameters)
+    if isinstance(config, AdamWConfig):
+        optimizer = torch.optim.AdamW(
+            trained,
+            lr=config.lr,
+            betas=(config.betas1, config.betas2),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+    else:
+        optimizer = torch.optim.SGD(
+            trained,
+            lr=config.lr,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            nesterov=config.nesterov and config.momentum > 0,
+        )
+    for parameter in trained:
+        optimizer.state[parameter] = _fresh_state(config, parameter)
+    return optimizer
+
+
+def moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor of what the optimizer keeps for a parameter, in the parameter's layout."""
+    for name, value in optimizer.state[parameter].items():
+        if name in MOMENTS:
+            yield name, value
+
+
+def set_num_steps(optimizer: torch.optim.Optimizer, num_steps: int) -> None:
+    """Adam's bias correction counts its steps once a parameter."""
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"].fill_(float(num_steps))
+
+
+def _fresh_state(config: Supported, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """What the first step of torch's optimizer would start from."""
+    zeros = torch.zeros_like(parameter.detach())
+    if isinstance(config, AdamWConfig):
+        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        return {"step": step, "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+    return {"momentum_buffer": zeros} if config.momentum else {}

@@ -1,0 +1,39 @@
+"""The learning rate of each optimizer step: a function of the step, so that a resumed run needs nothing but it.
+
+lr  |   __________
+    |  /          \\        linear: the last `decay_steps` of `max_steps` go down to `min_lr`
+    | /            \\       cosine: half a cosine from the end of the warm-up to `max_steps`
+    |/              \\__    constant: no end
+    +--------------------- step
+"""
+
+from math import cos, pi
+
+from ductile.config.trainer import ConstantSchedule, CosineSchedule, LinearSchedule, SchedulerConfig
+
+
+def learning_rate(config: SchedulerConfig, peak: float, step: int, max_steps: int | None) -> float:
+    """For the optimizer step with index `step` (from 0). `peak` is the optimizer's `lr`.
+
+    Raises ValueError when a schedule that ends is not told when (`max_steps` None).
+    """
+    if step < config.warmup_steps:
+        return peak * (step + 1) / (config.warmup_steps + 1)
+    if isinstance(config, ConstantSchedule):
+        return peak
+    if max_steps is None:
+        raise ValueError(f"scheduler.type = {config.type!r} needs max_steps: it ends there")
+    done = _share_of_decay(config, step, max_steps)
+    if isinstance(config, LinearSchedule):
+        return peak + (config.min_lr - peak) * done
+    return config.min_lr + (peak - config.min_lr) * (1 + cos(pi * done)) / 2
+
+
+def _share_of_decay(config: LinearSchedule | CosineSchedule, step: int, max_steps: int) -> float:
+    """0 where the decay begins, 1 at `max_steps` and after. The last step that is taken is one before that."""
+    start = config.warmup_steps
+    if isinstance(config, LinearSchedule):
+        start = max(start, max_steps - config.decay_steps)
+    if step >= max_steps:
+        return 1.0
+    return max(0, step - start) / max(1, max_steps - start)

@@ -1,0 +1,128 @@
+"""Forward, backward, step. One object a rank; all ranks call the same methods in the same order.
+
+The loss is a weighted sum over tokens, over micro-batches and over ranks, and so is the gradient. Nothing is averaged
+on the way; `optim_step` divides once. So it does not matter how many ranks there are, or which of them ran what.
+"""
+
+from collections.abc import Iterator, Sequence
+from math import isfinite, sqrt
+
+import torch
+from torch import Tensor
+
+from ductile.config.trainer import TrainerConfig
+from ductile.fabric.groups import Mesh
+from ductile.model.checkpoint import ModelFolderError, random_tensors, read_spec, read_tensors, truncate
+from ductile.parallel import apply, data
+from ductile.records import MicroBatch, StepReport
+from ductile.trainer.collate import Batch, collate
+from ductile.trainer.loss import make_loss, required_fields
+from ductile.trainer.optimizer import make_optimizer, supported
+from ductile.trainer.schedule import learning_rate
+
+
+class Trainer:
+    def __init__(self, config: TrainerConfig, mesh: Mesh, device: str | torch.device = "cpu") -> None:
+        """Load this rank's part of `config.model.name`. Collective over `mesh`.
+
+        Raises ModelFolderError, ImportPathError (custom loss) or ValueError (optimizer, schedule) for what the config
+        asks for and cannot be had.
+        """
+        if config.model.name is None:
+            raise ModelFolderError("trainer.model.name is not set; it must be a model folder")
+        self.config = config
+        self.mesh = mesh
+        self.device = torch.device(device)
+        self.precision = apply.Precision.of(config.model, device)
+        self.step = 0
+        """Optimizer steps taken."""
+        self._optim = supported(config.optim)
+        self._lr_at(0)  # complains now about a schedule without an end
+        if self.device.type == "cuda":
+            # On a CPU it could turn fp32 products into bf16 ones, and fp32 there means fp32.
+            torch.set_float32_matmul_precision(config.matmul_precision)
+
+        folder, debug = config.model.name, config.model.debug
+        self.spec = read_spec(folder)
+        if debug.num_layers is not None:
+            self.spec = truncate(self.spec, debug.num_layers, folder)
+        weights = random_tensors(self.spec, config.seed) if debug.random_init else read_tensors(folder, self.spec)
+        self.model = apply.build(
+            self.spec, weights, mesh, self.device, self.precision, config.model.reshard_after_forward
+        )
+        self.optimizer = make_optimizer(self._optim, self.model.parameters())
+        self._loss = make_loss(config.loss)
+        self._required = required_fields(config.loss)
+        self._sums: dict[str, Tensor] = {}
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> int:
+        """Add to the accumulated gradient; returns this rank's trained tokens.
+
+        Equally many micro-batches on every rank. Raises ValueError for a sample that cannot be trained on, before any
+        rank waits for another.
+        """
+        batches = [collate(micro_batch, self._required, self.device) for micro_batch in micro_batches]
+        for batch in batches:
+            self._run(batch)
+        return sum(batch.num_trained for batch in batches)
+
+    def optim_step(self, divisor: float) -> StepReport:
+        """Divide the accumulated gradient, clip it, step. The same report on every rank.
+
+        A gradient that is not finite is thrown away instead: the report says `skipped` 1, weights and moments stay.
+        """
+        if not (isfinite(divisor) and divisor > 0):
+            raise ValueError(f"the divisor of an optimizer step is {divisor}; it must be above 0")
+        gradients = data.local_gradients(self.model)
+        if not gradients:
+            raise ValueError("an optimizer step without a forward_backward before it: there is no gradient")
+        totals = self._totals(gradients)
+        grad_norm = sqrt(totals.pop("grad_square")) / divisor
+        lr = self._lr_at(self.step)
+        applied = isfinite(grad_norm)
+        if applied:
+            limit = self._optim.max_norm
+            clip = 1.0 if limit is None else min(1.0, limit / (grad_norm + 1e-6))
+            for gradient in gradients:
+                gradient.mul_(clip / divisor)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        loss, num_tokens = totals.pop("loss") / divisor, totals.pop("num_tokens")
+        metrics = {name: total / max(1.0, num_tokens) for name, total in totals.items()}
+        metrics["skipped"] = float(not applied)
+        return StepReport(self.step, loss, grad_norm, lr, int(num_tokens), metrics)
+
+    def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter, gathered one at a time, in `dtype` (None: what the forward pass computes with).
+
+        In the order of `ductile.core.layout.parameters`. All ranks must run it to its end.
+        """
+        return data.full_tensors(self.model, dtype or self.precision.compute)
+
+    def _lr_at(self, step: int) -> float:
+        return learning_rate(self.config.scheduler, self._optim.lr, step, self.config.max_steps)
+
+    def _run(self, batch: Batch) -> None:
+        logprobs, entropies = batch.packed.score(self.model)
+        outputs = self._loss(batch.loss_inputs(logprobs, entropies))
+        # Without trained tokens: zeros for every parameter, whatever a custom loss made of the made-up token.
+        weighted = batch.weights * outputs.loss if batch.num_trained else 0.0 * logprobs
+        loss = weighted.sum()
+        loss.backward()
+        sums = {"loss": loss.detach(), "num_tokens": torch.tensor(batch.num_trained)}
+        sums |= {name: values.detach().sum() * bool(batch.num_trained) for name, values in outputs.metrics.items()}
+        for name, value in sums.items():
+            value = value.to(self.device, torch.float64)
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def _totals(self, gradients: list[Tensor]) -> dict[str, float]:
+        """The sums since the last step, and the square of the gradient, over all ranks: one reduction."""
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        self._sums["grad_square"] = torch.stack(norms).double().square().sum()
+        totals = data.sum_over(self.mesh, torch.stack(list(self._sums.values())))
+        names = list(self._sums)
+        self._sums = {}
+        return dict(zip(names, totals.tolist(), strict=True))
