@@ -9,9 +9,10 @@ from ductile.config.section import NotBuilt, Section
 
 class ClusterConfig(Section):
     num_nodes: Annotated[int, NotBuilt("several nodes")] = Field(default=1, ge=1)
-    component_placement: dict[str, str | int] | None = None
+    component_placement: dict[str, str | int | list[str | int]] | None = None
     """Roles to slots: `{actor: 0, rollout: 1-2, inference: 3}`. Lists, ranges, `all`, comma-joined roles. The roles'
     names are `actor` (train), `rollout` (generate), `inference` (score)."""
+    node_groups: Annotated[list[dict[str, object]] | None, NotBuilt("several nodes")] = None
     auto_scheduler: Annotated[bool, NotBuilt("dynamic scheduling")] = False
     use_pre_process_policy: Annotated[bool, NotBuilt("dynamic scheduling")] = False
     use_wait_before_last_iter_policy: Annotated[bool, NotBuilt("dynamic scheduling")] = False
@@ -34,16 +35,95 @@ class SingleNodeDeployment(Section):
     """Generate slots come first, train slots next. `cluster.component_placement` says it slot by slot instead."""
 
 
+_MULTI_NODE = NotBuilt("multi-node deployments", instead='Write "single_node".')
+
+
 class MultiNodeDeployment(Section):
-    type: Literal["multi_node"]
+    type: Annotated[Literal["multi_node"], _MULTI_NODE]
     gpus_per_node: int = Field(default=8, ge=1)
     num_train_nodes: int = Field(default=1, ge=1)
     num_infer_nodes: int = Field(default=1, ge=0)
+    num_infer_replicas: int = Field(default=1, ge=1)
     nodes_per_fsdp_group: int | None = Field(default=None, ge=1)
     num_nodes: int | None = Field(default=None, ge=1)
+    orchestrator_on_inference: bool = False
 
 
 DeploymentConfig = Annotated[SingleNodeDeployment | MultiNodeDeployment, Field(discriminator="type")]
+
+
+class TrainDeployment(Section):
+    type: Literal["single_node"] = "single_node"
+    num_gpus: int = Field(default=1, ge=1)
+    """Train slots."""
+    gpus_per_node: int = Field(default=8, ge=1)
+
+
+class MultiNodeTrainDeployment(Section):
+    type: Annotated[Literal["multi_node"], _MULTI_NODE]
+    num_nodes: int = Field(default=2, ge=1)
+    """Also written `num_train_nodes`."""
+    num_infer_nodes: int = Field(default=0, ge=0)
+    nodes_per_fsdp_group: int | None = Field(default=None, ge=1)
+    gpus_per_node: int = Field(default=8, ge=1)
+
+
+TrainDeploymentConfig = Annotated[TrainDeployment | MultiNodeTrainDeployment, Field(discriminator="type")]
+
+
+class VllmRouter(Section):
+    type: Literal["vllm-router"] = "vllm-router"
+    port: int = Field(default=8000, ge=0, le=65535)
+    policy: str = "consistent_hash"
+
+
+class LlmdRouter(Section):
+    type: Literal["llm-d"] = "llm-d"
+    port: int = Field(default=8000, ge=0, le=65535)
+    scorers: dict[str, float] = {}
+    prefill_scorer_overrides: dict[str, float] = {}
+    decode_scorer_overrides: dict[str, float] = {}
+    non_cached_tokens: int = Field(default=16, ge=0)
+    decode_sidecar_port: int = Field(default=8300, ge=0, le=65535)
+
+
+RouterConfig = Annotated[VllmRouter | LlmdRouter, Field(discriminator="type")]
+
+
+class SingleNodeServing(Section):
+    type: Literal["single_node"] = "single_node"
+    gpus_per_node: int = Field(default=8, ge=1)
+    backend_port: Annotated[int, NotBuilt("a router before several servers")] = Field(default=8100, ge=0, le=65535)
+    router: Annotated[RouterConfig | None, NotBuilt("a router before several servers")] = None
+
+
+class MultiNodeServing(Section):
+    type: Annotated[Literal["multi_node"], _MULTI_NODE]
+    num_nodes: int = Field(default=2, ge=1)
+    gpus_per_node: int = Field(default=8, ge=1)
+    backend_port: int = Field(default=8100, ge=0, le=65535)
+    router: RouterConfig | None = None
+
+
+class DisaggregatedServing(Section):
+    type: Annotated[Literal["disaggregated"], NotBuilt("prefill and decode apart", instead='Write "single_node".')]
+    gpus_per_node: int = Field(default=8, ge=1)
+    num_prefill_nodes: int = Field(default=1, ge=1)
+    num_decode_nodes: int = Field(default=1, ge=1)
+    num_prefill_replicas: int = Field(default=1, ge=1)
+    num_decode_replicas: int = Field(default=1, ge=1)
+    prefill_port: int = Field(default=8100, ge=0, le=65535)
+    decode_port: int = Field(default=8200, ge=0, le=65535)
+    prefill_env_overrides: dict[str, str] = {}
+    decode_env_overrides: dict[str, str] = {}
+    prefill_vllm_overrides: dict[str, object] = {}
+    decode_vllm_overrides: dict[str, object] = {}
+    router: RouterConfig | None = None
+
+
+ServingDeploymentConfig = Annotated[
+    SingleNodeServing | MultiNodeServing | DisaggregatedServing, Field(discriminator="type")
+]
 
 
 class SlurmConfig(Section):
@@ -57,3 +137,4 @@ class SlurmConfig(Section):
     time: str | None = None
     pre_run_command: str | None = None
     cleanup_grace_period: int = Field(default=3600, ge=0)
+    shared_fs: bool = True

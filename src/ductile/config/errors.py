@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ductile.config.provenance import Origin, Path
+from ductile.config.provenance import COMMAND_LINE, Origin, Path
 
 SECRETS = frozenset({"api_key"})
 """Keys whose values are neither shown nor written."""
@@ -57,7 +57,8 @@ def show(value: object, path: Path = ()) -> str:
 
 def about(path: Path, value: object, origin: Origin, what: str) -> Problem:
     """A problem with the value at `path`."""
-    return Problem(what, flag(path), show(value, path), str(origin))
+    as_typed = isinstance(value, str) and origin.source == COMMAND_LINE and path[-1] not in SECRETS
+    return Problem(what, flag(path), value if as_typed else show(value, path), str(origin))
 
 
 def did_you_mean(word: str, known: Iterable[str], ask: str = " Did you mean {}?") -> str:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ductile.config.errors import Problem, about, did_you_mean, flag, show
-from ductile.config.flags import COMMAND_LINE, unknown_key
-from ductile.config.provenance import Draft, Path, as_table
-from ductile.config.schema import Key, keys
+from ductile.config.flags import unknown_key
+from ductile.config.provenance import COMMAND_LINE, Draft, Path, as_table
+from ductile.config.schema import Key, find, keys
 from ductile.config.section import Section
 
 
@@ -126,6 +126,4 @@ def _unknown(root: type[Section], section: type[Section], path: Path, value: Any
 
 
 def _unions_above(root: type[Section], path: Path) -> list[Key]:
-    from ductile.config.schema import find
-
     return [key for key in find(root, path[:-1]) if key.is_union]

@@ -19,12 +19,11 @@ from typing import Any
 
 from ductile.config.errors import ConfigError, Problem, did_you_mean, dotted, flag, show
 from ductile.config.files import read_file
-from ductile.config.provenance import Draft, Origin, Path, as_list
+from ductile.config.provenance import COMMAND_LINE, Draft, Origin, Path, as_list
 from ductile.config.rename import rename, rename_path
 from ductile.config.schema import REQUIRED, Key, find, keys, walk
 from ductile.config.section import Section
 
-COMMAND_LINE = "command line"
 _BOOLS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 

@@ -12,7 +12,8 @@ from ductile.config.section import Section
 
 HOW = """\
 Files are TOML, YAML or JSON; they merge from left to right, and flags come last. `--trainer.model @ model.toml`
-merges a file below a key. Tables marked "off" are turned on by their bare name and off by --no-name. See docs/config.md."""
+merges a file below a key. Tables marked "off" are turned on by their bare name and off by --no-name. docs/config.md
+says more."""
 
 
 @dataclass(frozen=True, slots=True)

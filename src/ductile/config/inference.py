@@ -32,11 +32,16 @@ class InferenceModelConfig(ModelConfig):
     """A Jinja file; default: the model folder's own."""
 
 
+_HEALTH = NotBuilt("the generators' health monitor")
+
+
 class InferenceConfig(Section):
     model: InferenceModelConfig = InferenceModelConfig()
     server: ServerConfig = ServerConfig()
     parallel: ParallelConfig = ParallelConfig()
-    engine: Literal["ductile", "vllm", "sglang"] = "ductile"
+    engine: Annotated[
+        Literal["ductile", "vllm", "sglang"], NotBuilt("engines of other systems", only=("vllm", "sglang"))
+    ] = "ductile"
     max_num_seqs: int = Field(default=64, ge=1)
     """Sequences that run at once on one generator."""
     max_num_batched_tokens: int = Field(default=1024, ge=16)
@@ -51,3 +56,13 @@ class InferenceConfig(Section):
     """When new weights arrive, sequences in flight keep the keys and values of the old ones instead of computing them
     again. Faster; the rest of such a sequence is then sampled from a mixture that no single version is."""
     seed: int = 0
+    enable_health_monitor: Annotated[bool, _HEALTH] = False
+    """Probe every generator in the background and take out those that do not answer."""
+    health_check_interval_seconds: Annotated[float, _HEALTH] = Field(default=10.0, gt=0)
+    health_check_failure_threshold: Annotated[int, _HEALTH] = Field(default=3, ge=1)
+    """Consecutive failures after which a generator is taken out."""
+    topology_change_cooldown_seconds: Annotated[float, NotBuilt("joining and leaving generators")] = Field(
+        default=30.0, ge=0
+    )
+    """Joins within this time of each other are one change; removals never wait."""
+    enable_topology_discovery: Annotated[bool, NotBuilt("joining and leaving generators")] = False

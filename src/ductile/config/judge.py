@@ -10,10 +10,11 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from ductile.config.errors import Problem, about, did_you_mean, flag, show
+from ductile.config.finding import Finding
 from ductile.config.fit import Fit
-from ductile.config.preflight import Finding, preflight
-from ductile.config.provenance import Draft, Path, as_table
-from ductile.config.schema import REQUIRED, find, keys
+from ductile.config.preflight import preflight
+from ductile.config.provenance import DEFAULT, Draft, Path, as_table
+from ductile.config.schema import REQUIRED, find, keys, value_at
 from ductile.config.section import Section
 
 
@@ -83,28 +84,28 @@ def _belongs(root: type[Section], path: Path, key: object, table: dict[str, Any]
     return True
 
 
-def _not_built(config: Section, path: Path = ()) -> Iterator[Finding]:
+def _not_built(config: Section, path: tuple[str, ...] = ()) -> Iterator[Finding]:
     """Every key whose feature is not there yet and which has another value than its default."""
     for name, key in keys(type(config)).items():
         value = cast(object, getattr(config, name))
         here = (*path, name)
         if key.not_built is not None and key.not_built.refuses(value, key.default):
-            leave = "" if key.default is REQUIRED else f" Leave it out{_default(key.default)}"
-            yield Finding((".".join(map(str, here)),), key.not_built.sentence() + leave)
+            known_way_out = key.not_built.instead or key.default is REQUIRED
+            leave = "" if known_way_out else f" Leave it out{_default(key.default)}"
+            yield Finding((".".join(here),), key.not_built.sentence() + leave)
         elif isinstance(value, Section):
             yield from _not_built(value, here)
 
 
 def _default(default: object) -> str:
-    return "" if isinstance(default, Section) else f" (default: {show(default)})"
+    return "" if default is None or isinstance(default, Section) else f" (default: {show(default)})"
 
 
 def _from_finding(config: Section, finding: Finding, path: Path, draft: Draft) -> Problem:
-    value: object = config
-    for part in path:
-        value = getattr(value, str(part)) if isinstance(value, Section) else None
-    shown = None if isinstance(value, Section) else show(value, path)
-    return Problem(finding.what, flag(path), shown, str(draft.origin(path)))
+    value, origin = value_at(config, path), draft.origin(path)
+    if value is None and origin is DEFAULT:
+        return Problem(finding.what, flag(path))  # "--model.name is missing"
+    return Problem(finding.what, flag(path), None if isinstance(value, Section) else show(value, path), str(origin))
 
 
 def _get(values: dict[str, Any], path: Path) -> Any:

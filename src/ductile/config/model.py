@@ -7,9 +7,16 @@ from pydantic import Field
 from ductile.config.section import NotBuilt, Section
 
 
+class VisionConfig(Section):
+    vision_encoder_attr: str | None = None
+    language_model_attr: str | None = None
+    freeze_vision_encoder: bool = True
+
+
 class ModelConfig(Section):
     name: str | None = None
     """A Hugging Face model folder (config.json, safetensors, tokenizer files)."""
+    vlm: Annotated[VisionConfig | None, NotBuilt("vision-language models")] = None
 
 
 class ActivationCheckpointing(Section):
@@ -22,6 +29,15 @@ class ActivationCheckpointing(Section):
 class ActivationOffloading(Section):
     pin_memory: bool = True
     max_inflight_activations: int = Field(default=5, ge=1)
+
+
+class FullOffloadConfig(Section):
+    cpu_optimizer_backend: Literal["native", "torch"] = "native"
+    numa_bind: bool = True
+
+
+class QuantizationConfig(Section):
+    type: Literal["fp8", "mxfp8"] = "fp8"
 
 
 class CompileConfig(Section):
@@ -41,16 +57,24 @@ class DebugConfig(Section):
     """Keep only the first n layers of the model."""
     random_init: bool = False
     """Random weights of the folder's shape, instead of its weights."""
+    force_balanced_routing: Annotated[bool, NotBuilt("mixture of experts")] = False
 
 
 class TrainerModelConfig(ModelConfig):
     seq_len: int = Field(default=2048, ge=2)
     """Tokens a rank packs into one micro-batch. A longer sample is refused by the trainer."""
-    impl: Literal["custom", "auto", "hf"] = "auto"
-    """`auto` and `custom` are ductile's own models; there is no other implementation."""
-    attn: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "fa4"] = (
+    impl: Annotated[Literal["custom", "auto", "hf"], NotBuilt("running transformers' own model code", only=("hf",))] = (
         "auto"
     )
+    """`auto` and `custom` are ductile's own models; there is no other implementation."""
+    attn: Annotated[
+        Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "fa4"],
+        NotBuilt(
+            "attention kernels of other packages",
+            only=("eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "fa4"),
+            instead='Write "sdpa".',
+        ),
+    ] = "auto"
     """`auto` and `sdpa` use torch's scaled_dot_product_attention."""
     optimization_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the sharded parameters, which the optimizer updates."""
@@ -66,19 +90,25 @@ class TrainerModelConfig(ModelConfig):
     """Keep parameters, gradients and optimizer state in host memory."""
     optim_cpu_offload: Annotated[bool, NotBuilt("optimizer offload")] = False
     """Keep optimizer state in host memory."""
+    full_offload: Annotated[FullOffloadConfig | None, NotBuilt("an optimizer on the CPU")] = None
+    """Keep optimizer state in host memory and update there, while the backward pass runs."""
     tp: Annotated[int, NotBuilt("tensor parallelism")] = Field(default=1, ge=1)
     pp: Annotated[int, NotBuilt("pipeline parallelism")] = Field(default=1, ge=1)
     cp: Annotated[int, NotBuilt("context parallelism")] = Field(default=1, ge=1)
-    cp_style: Literal["ring", "ulysses"] = "ring"
+    cp_style: Annotated[Literal["ring", "ulysses"], NotBuilt("context parallelism")] = "ring"
     ep: Annotated[int | Literal["auto"], NotBuilt("expert parallelism")] = 1
     ep_comm_backend: Annotated[Literal["torch", "deepep"], NotBuilt("expert parallelism")] = "torch"
     deepep_num_sms: Annotated[int, NotBuilt("expert parallelism")] = Field(default=20, ge=1)
     deepep_token_chunk_size: Annotated[int | None, NotBuilt("expert parallelism")] = Field(default=None, ge=1)
     moe_use_grouped_mm: Annotated[bool, NotBuilt("mixture of experts")] = True
+    moe_router_dtype: Annotated[Literal["float32", "bfloat16"], NotBuilt("mixture of experts")] = "float32"
+    moe_fused_kernel: Annotated[bool, NotBuilt("mixture of experts")] = False
     freeze_moe_router: Annotated[bool, NotBuilt("mixture of experts")] = False
     ac: Annotated[ActivationCheckpointing | None, NotBuilt("activation checkpointing")] = None
     ac_offloading: Annotated[ActivationOffloading | None, NotBuilt("activation offloading")] = None
     compile: Annotated[CompileConfig | None, NotBuilt("torch.compile")] = None
+    fp8: Annotated[bool, NotBuilt("8-bit training")] = False
+    quantization: Annotated[QuantizationConfig | None, NotBuilt("8-bit training")] = None
     lora: Annotated[LoraConfig | None, NotBuilt("LoRA")] = None
     fused_lm_head_token_chunk_size: Annotated[int | Literal["auto", "disabled"], NotBuilt("LM head chunking")] = (
         "disabled"

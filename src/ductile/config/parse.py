@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar, cast
 
-from ductile.config.errors import ConfigError, Problem, flag
+from ductile.config.derive import derive
+from ductile.config.errors import ConfigError, Problem, dotted, flag, show
 from ductile.config.fit import fit
 from ductile.config.flags import read
 from ductile.config.judge import judge
 from ductile.config.provenance import Draft
+from ductile.config.schema import value_at
 from ductile.config.section import Section
 from ductile.config.share import Sharing, share
 
@@ -27,6 +29,8 @@ class Parsed(Generic[S]):
     """What was given, in ductile's spelling, with shared keys filled in; knows where each value came from."""
     notices: tuple[str, ...]
     files: tuple[str, ...]
+    derived: tuple[str, ...]
+    """A sentence for each value that nobody wrote and that is not a default."""
 
 
 def parse(root: type[S], argv: Sequence[str]) -> Parsed[S]:
@@ -41,7 +45,12 @@ def parse(root: type[S], argv: Sequence[str]) -> Parsed[S]:
     problems = [*given.problems, *sharing.problems, *_at_their_source(problems, sharing)]
     if problems or config is None:
         raise ConfigError(problems)
-    return Parsed(cast(S, config), sharing.draft, tuple(given.notices), tuple(given.files))
+    config, derived = derive(cast(S, config))
+    shared = tuple(
+        f"{dotted(target)} = {show(value_at(config, target))}: from {dotted(source)} ({sharing.draft.origin(source)})"
+        for target, source in sharing.filled.items()
+    )
+    return Parsed(config, sharing.draft, tuple(given.notices), tuple(given.files), shared + derived)
 
 
 def _at_their_source(problems: list[Problem], sharing: Sharing) -> list[Problem]:

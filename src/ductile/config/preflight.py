@@ -1,21 +1,287 @@
-"""What must hold between sections, and between the config and the disk, before anything starts.
+"""What must hold between sections before anything starts.
 
-Pure on the tree, except that it looks at the files which the config names: an hour in a queue should not end with
-"no such folder".
+Pure on the tree, but for the files and folders that the config names (`on_disk.py`): an hour in a queue should not end
+with "no such folder". Each finding says what to write instead.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from urllib.parse import urlsplit
 
+from ductile.config.cluster import ClusterConfig
+from ductile.config.finding import Finding
+from ductile.config.inference import InferenceConfig
+from ductile.config.on_disk import data_findings, model_findings, output_findings, read_spec, task_findings
+from ductile.config.orchestrator import BuiltinTask, OrchestratorConfig, ReasoningGymTask, TaskConfig
+from ductile.config.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.section import Section
+from ductile.config.slots import placement_of
+from ductile.config.trainer import CosineSchedule, LinearSchedule, SchedulerConfig
+from ductile.core.cluster.placement import PlacementError
 
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Something that cannot work. `keys` are the keys that it is about, dotted, the one to change first."""
-
-    keys: tuple[str, ...]
-    what: str
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 def preflight(config: Section) -> list[Finding]:
+    """Everything between the lines of a config that cannot work."""
+    if isinstance(config, RLConfig):
+        return [*_rl(config), *_placement(config)]
+    if isinstance(config, SFTConfig):
+        return [*_sft(config), *_placement(config)]
+    if isinstance(config, TrainerRunConfig):
+        return [*_trainer(config), *_placement(config)]
+    if isinstance(config, OrchestratorRunConfig):
+        return list(_orchestrator_alone(config))
+    if isinstance(config, InferenceRunConfig):
+        return [*_inference_alone(config), *_placement(config)]
     return []
+
+
+def _rl(config: RLConfig) -> Iterator[Finding]:
+    trainer, inference, orchestrator = config.trainer, config.inference, config.orchestrator
+    if trainer.model.name is None and inference.model.name is None:
+        yield _no_model("model.name")
+    elif trainer.model.name is None or inference.model.name is None:
+        missing = "trainer.model.name" if trainer.model.name is None else "inference.model.name"
+        yield Finding((missing,), "is missing: write model.name, which goes to the trainer and to the generators")
+    elif trainer.model.name != inference.model.name:
+        yield Finding(
+            ("inference.model.name", "trainer.model.name"),
+            f'must be the trainer\'s model ("{trainer.model.name}"), whose weights the generators receive. '
+            "Write model.name for both",
+        )
+    num_layers, random_init = trainer.model.debug.num_layers, trainer.model.debug.random_init
+    yield from model_findings("trainer.model.name", trainer.model.name, num_layers=num_layers, random_init=random_init)
+    if trainer.model.seq_len < inference.model.max_model_len:
+        yield Finding(
+            ("trainer.model.seq_len", "inference.model.max_model_len"),
+            f"must be at least inference.model.max_model_len ({inference.model.max_model_len}): the trainer takes "
+            "whole answers. seq_len sets both",
+        )
+    if trainer.loss.type == "sft":
+        yield Finding(("trainer.loss.type",), 'is for `ductile sft`. Write "default", "ipo", "grpo" or "custom"')
+    if trainer.data.fake is not None:
+        yield Finding(("trainer.data.fake",), "is for `ductile trainer`: here the generators make the data")
+    if orchestrator.client.base_url is not None and _port(orchestrator.client.base_url) != inference.server.port:
+        yield Finding(
+            ("orchestrator.client.base_url", "inference.server.port"),
+            f"names another server than this run's own (inference.server.port {inference.server.port}). Leave it out: "
+            "`ductile rl` knows its generators",
+        )
+    yield from _questions(orchestrator, "orchestrator.")
+    yield from _lengths(orchestrator, inference.model.max_model_len)
+    yield from _generator(inference, "inference.", trainer.model.name)
+    yield from _schedule(trainer.scheduler, config.max_steps or trainer.max_steps, "trainer.scheduler")
+    yield from output_findings(config.output_dir, config.clean, config.resume or config.ckpt.resume_step is not None)
+
+
+def _sft(config: SFTConfig) -> Iterator[Finding]:
+    if config.model.name is None:
+        yield _no_model("model.name")
+    debug = config.model.debug
+    yield from model_findings(
+        "model.name", config.model.name, num_layers=debug.num_layers, random_init=debug.random_init
+    )
+    yield from data_findings(config.data)
+    if config.model.seq_len < config.data.seq_len:
+        yield Finding(
+            ("model.seq_len", "data.seq_len"),
+            f"must be at least data.seq_len ({config.data.seq_len}). Leave it out: data.seq_len sets it",
+        )
+    yield from _within_positions("data.seq_len", config.data.seq_len, config.model.name)
+    if config.max_steps is not None:
+        yield from _schedule(config.scheduler, config.max_steps, "scheduler")
+    yield from output_findings(config.output_dir, config.clean, config.resume or config.ckpt.resume_step is not None)
+
+
+def _trainer(config: TrainerRunConfig) -> Iterator[Finding]:
+    if config.model.name is None:
+        yield _no_model("model.name")
+    debug = config.model.debug
+    yield from model_findings(
+        "model.name", config.model.name, num_layers=debug.num_layers, random_init=debug.random_init
+    )
+    if config.data.fake is None:
+        yield Finding(
+            ("data.fake",), "is missing: the trainer alone has no generators, so it needs made-up data. Add it"
+        )
+    if config.max_steps is None:
+        yield Finding(("max_steps",), "is missing: write how many steps to take")
+    yield from _schedule(config.scheduler, config.max_steps, "scheduler")
+    yield from output_findings(config.output_dir, config.clean, resume=False)
+
+
+def _orchestrator_alone(config: OrchestratorRunConfig) -> Iterator[Finding]:
+    if config.model.name is None:
+        yield Finding(("model.name",), "is missing: write the model folder whose tokenizer the server uses")
+    yield from model_findings("model.name", config.model.name, needs_weights=False)
+    if config.client.base_url is None:
+        yield Finding(("client.base_url",), 'is missing: write the server to ask, such as "http://127.0.0.1:8000/v1"')
+    yield from _questions(config, "")
+    yield from output_findings(config.output_dir, config.clean, resume=False)
+
+
+def _inference_alone(config: InferenceRunConfig) -> Iterator[Finding]:
+    if config.model.name is None:
+        yield _no_model("model.name")
+    yield from model_findings("model.name", config.model.name)
+    yield from _generator(config, "", config.model.name)
+    if config.server.host not in LOOPBACK and config.server.api_key is None:
+        yield Finding(
+            ("server.host", "server.api_key"),
+            "can be reached from other machines, so server.api_key must be set. Set it, or write 127.0.0.1",
+        )
+
+
+def _questions(config: OrchestratorConfig, at: str) -> Iterator[Finding]:
+    """What a batch is made of."""
+    if config.task is None:
+        yield Finding((f"{at}task",), "is missing: write which questions to ask, such as task.type and task.name")
+    else:
+        yield from task_findings(config.task, f"{at}task")
+    size, members = config.batch_size, config.rollouts_per_example
+    if size % members:
+        below, above = size - size % members, size + members - size % members
+        choice = f"{below} or {above}" if below else f"{above}"
+        yield Finding(
+            (f"{at}batch_size", f"{at}rollouts_per_example"),
+            f"must be a multiple of rollouts_per_example ({members}): write {choice}",
+        )
+    elif size // members < config.n_minibatches:
+        yield Finding(
+            (f"{at}n_minibatches", f"{at}batch_size", f"{at}rollouts_per_example"),
+            f"must be at most {size // members}, the prompts of a batch ({size} rollouts / {members} each)",
+        )
+    if members == 1 and config.advantage.type != "custom":
+        yield Finding(
+            (f"{at}rollouts_per_example", f"{at}advantage.type"),
+            f'must be at least 2: advantage "{config.advantage.type}" compares the answers to one prompt',
+        )
+    if config.sampling.temperature == 0:
+        yield Finding(
+            (f"{at}sampling.temperature",), "must be more than 0: greedy answers to one prompt are all the same"
+        )
+    if config.max_off_policy_steps < config.max_async_level:
+        yield Finding(
+            (f"{at}max_off_policy_steps", f"{at}max_async_level"),
+            f"must be at least max_async_level ({config.max_async_level}), or what is generated ahead is thrown away",
+        )
+    if (config.advantage.type == "custom") != (config.advantage.import_path is not None):
+        what = "is missing: write the function to call" if config.advantage.type == "custom" else "needs type custom"
+        yield Finding((f"{at}advantage.import_path", f"{at}advantage.type"), what)
+    yield from _evaluation(config, at)
+
+
+def _evaluation(config: OrchestratorConfig, at: str) -> Iterator[Finding]:
+    if not config.eval.enabled:
+        return
+    if config.eval.task is not None:
+        yield from task_findings(config.eval.task, f"{at}eval.task")
+    wanted, size = config.eval.num_examples, _size(config.eval.task or config.task)
+    if config.eval.task is not None and size is not None and size < wanted:
+        yield Finding((f"{at}eval.num_examples", f"{at}eval.task.size"), f"must be at most eval.task.size ({size})")
+    elif config.eval.task is None and size is not None and size <= wanted:
+        yield Finding(
+            (f"{at}eval.num_examples", f"{at}task.size"),
+            f"must be less than task.size ({size}): these are the task's last examples, and training needs the others",
+        )
+
+
+def _size(task: TaskConfig | None) -> int | None:
+    return task.size if isinstance(task, ReasoningGymTask | BuiltinTask) else None
+
+
+def _lengths(config: OrchestratorConfig, max_model_len: int) -> Iterator[Finding]:
+    for at, max_tokens in (
+        ("orchestrator.sampling.max_tokens", config.sampling.max_tokens),
+        ("orchestrator.eval.sampling.max_tokens", config.eval.sampling.max_tokens),
+    ):
+        if max_tokens >= max_model_len and (config.eval.enabled or "eval" not in at):
+            yield Finding(
+                (at, "inference.model.max_model_len"),
+                f"must be less than inference.model.max_model_len ({max_model_len}), which holds the prompt too",
+            )
+
+
+def _generator(config: InferenceConfig, at: str, model: str | None) -> Iterator[Finding]:
+    needed = -(-config.model.max_model_len // config.block_size)
+    if config.num_blocks is not None and config.num_blocks < needed:
+        yield Finding(
+            (f"{at}num_blocks", f"{at}model.max_model_len", f"{at}block_size"),
+            f"must be at least {needed}, to hold one sequence of max_model_len ({config.model.max_model_len}) tokens",
+        )
+    yield from _within_positions(f"{at}model.max_model_len", config.model.max_model_len, model)
+
+
+def _within_positions(key: str, length: int, model: str | None) -> Iterator[Finding]:
+    spec = read_spec(model)
+    if spec is not None and length > spec.max_position:
+        yield Finding((key,), f"must be at most {spec.max_position}, the model's max_position_embeddings")
+
+
+def _schedule(config: SchedulerConfig, max_steps: int | None, at: str) -> Iterator[Finding]:
+    if isinstance(config, LinearSchedule | CosineSchedule) and max_steps is None:
+        yield Finding((f"{at}.type", "max_steps"), "needs max_steps, to know where it ends")
+    elif max_steps is not None:
+        decay = config.decay_steps if isinstance(config, LinearSchedule) else 0
+        if config.warmup_steps + decay > max_steps:
+            yield Finding(
+                (f"{at}.warmup_steps", f"{at}.decay_steps", "max_steps"),
+                f"and decay_steps take {config.warmup_steps + decay} steps, and max_steps is {max_steps}",
+            )
+
+
+def _placement(config: RLConfig | SFTConfig | TrainerRunConfig | InferenceRunConfig) -> Iterator[Finding]:
+    """Slots: whether the placement can be, and whether the numbers that say the same thing say the same."""
+    yield from _cluster(config.cluster)
+    given = config.cluster.component_placement is not None
+    keys = ("cluster.component_placement",) if given else ("trainer.loss.kl_coef", "deployment")
+    try:
+        placement = placement_of(config)
+    except PlacementError as error:
+        yield from (Finding(keys, complaint) for complaint in error.complaints)
+        return
+    deployment = config.deployment
+    if deployment.type != "single_node":
+        return
+    numbers = {
+        "num_train_gpus": len(placement.train),
+        "num_infer_gpus": len(placement.generate),
+        "num_gpus": len(placement.train),
+    }
+    for name in sorted(deployment.model_fields_set & numbers.keys()):
+        if getattr(deployment, name) != numbers[name]:
+            yield Finding(
+                (f"deployment.{name}", "cluster.component_placement"),
+                f"contradicts cluster.component_placement, which has {numbers[name]}. Leave one of them out",
+            )
+    if placement.num_slots > deployment.gpus_per_node:
+        yield Finding(
+            ("deployment.gpus_per_node", *keys),
+            f"must be at least {placement.num_slots}, the slots that the placement uses",
+        )
+    parallel = config.inference.parallel if isinstance(config, RLConfig) else None
+    if isinstance(config, InferenceRunConfig):
+        parallel = config.parallel
+    at = "inference.parallel" if isinstance(config, RLConfig) else "parallel"
+    if parallel is not None and parallel.dp is not None and parallel.dp * parallel.tp != len(placement.generate):
+        yield Finding(
+            (f"{at}.dp", f"{at}.tp", *keys, "deployment.num_infer_gpus"),
+            f"must be {len(placement.generate)} / tp = {len(placement.generate) // parallel.tp}, the generate slots "
+            "divided by the slots of one copy. Or leave it out",
+        )
+
+
+def _cluster(config: ClusterConfig) -> Iterator[Finding]:
+    if config.cpu_slot_fraction is not None and config.device == "cuda":
+        yield Finding(("cluster.cpu_slot_fraction", "cluster.device"), 'caps CPU slots, and device is "cuda"')
+
+
+def _no_model(key: str) -> Finding:
+    return Finding((key,), "is missing: write the path of a Hugging Face model folder")
+
+
+def _port(url: str) -> int | None:
+    try:
+        return urlsplit(url).port
+    except ValueError:
+        return None

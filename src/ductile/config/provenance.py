@@ -21,6 +21,7 @@ class Origin:
         return self.source if self.line is None else f"{self.source}:{self.line}"
 
 
+COMMAND_LINE = "command line"
 DEFAULT = Origin("default", layer=-1)
 
 
@@ -41,7 +42,12 @@ class Draft:
     origins: dict[Path, Origin] = field(default_factory=dict[Path, Origin])
 
     def origin(self, path: Path) -> Origin:
-        """Where the value at `path` came from: the nearest origin on the way up."""
+        """Where the value at `path` came from: the nearest origin on the way up, else the first one below it."""
+        below = [known for known in self.origins if known[: len(path)] == path]
+        if below and path not in self.origins:
+            return self.origins[
+                min(below, key=lambda known: (self.origins[known].layer, self.origins[known].line or 0))
+            ]
         for length in range(len(path), -1, -1):
             if path[:length] in self.origins:
                 return self.origins[path[:length]]

@@ -4,7 +4,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ductile.config.cluster import ClusterConfig, DeploymentConfig, SingleNodeDeployment, SlurmConfig
+from ductile.config.cluster import (
+    ClusterConfig,
+    DeploymentConfig,
+    ServingDeploymentConfig,
+    SingleNodeDeployment,
+    SingleNodeServing,
+    SlurmConfig,
+    TrainDeployment,
+    TrainDeploymentConfig,
+)
 from ductile.config.inference import InferenceConfig
 from ductile.config.model import ModelConfig, TrainerModelConfig
 from ductile.config.orchestrator import OrchestratorConfig
@@ -23,6 +32,14 @@ from ductile.config.trainer import (
 class LogConfig(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     json_logging: Annotated[bool, NotBuilt("JSON logs")] = False
+    ranks_filter: Annotated[list[int], NotBuilt("choosing whose log lines are shown")] = [0]
+
+
+class TokenizerConfig(Section):
+    """The tokenizer is the model folder's own."""
+
+    name: Annotated[str | None, NotBuilt("a tokenizer from elsewhere than the model's folder")] = None
+    trust_remote_code: Annotated[bool, NotBuilt("running code from model folders")] = False
 
 
 class WandbConfig(Section):
@@ -59,13 +76,18 @@ class RLConfig(Section):
     deployment: DeploymentConfig = SingleNodeDeployment()
     slurm: Annotated[SlurmConfig | None, NotBuilt("SLURM")] = None
     ckpt: CheckpointConfig = CheckpointConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
     log: LogConfig = LogConfig()
     wandb: WandbConfig | None = None
     tensorboard: TensorboardConfig | None = None
-    bench: BenchConfig | None = None
+    bench: Annotated[BenchConfig | None, NotBuilt("benchmark runs")] = None
     """A few steps on fake data, a table of figures, no checkpoints."""
     dry_run: bool = False
     """Write the resolved config to `output_dir` and exit."""
+
+
+_STACK = NotBuilt("micro-batches of padded rows", only=("stack",), instead="Documents are packed one after the other.")
+_MICRO = NotBuilt("a fixed number of samples in a micro-batch", instead="`seq_len` says how many tokens it holds.")
 
 
 class JsonlData(Section):
@@ -76,6 +98,8 @@ class JsonlData(Section):
     """Samples an optimizer step."""
     seq_len: int = Field(default=128, ge=2)
     """Tokens of a micro-batch; longer samples are cut, and counted."""
+    pack_function: Annotated[Literal["cat", "stack"], _STACK] = "cat"
+    micro_batch_size: Annotated[int, _MICRO] = Field(default=1, ge=1)
     shuffle: bool = True
     loss_on: Literal["assistant", "all"] = "assistant"
     """Which tokens are trained: the assistant's turns (or the completion), or everything."""
@@ -87,16 +111,11 @@ class FakeData(Section):
     seq_len: int = Field(default=128, ge=2)
     length: Literal["fixed", "variable"] = "fixed"
     input_ids: Literal["increasing", "random"] = "increasing"
+    pack_function: Annotated[Literal["cat", "stack"], _STACK] = "cat"
+    micro_batch_size: Annotated[int, _MICRO] = Field(default=1, ge=1)
 
 
 SFTData = Annotated[JsonlData | FakeData, Field(discriminator="type")]
-
-
-class SFTDeployment(Section):
-    type: Literal["single_node"] = "single_node"
-    num_gpus: int = Field(default=1, ge=1)
-    """Train slots."""
-    gpus_per_node: int = Field(default=8, ge=1)
 
 
 class SFTConfig(Section):
@@ -112,16 +131,20 @@ class SFTConfig(Section):
     clean: bool = False
     resume: bool = False
     seed: int = 0
+    loss_impl: Annotated[
+        Literal["torch", "liger", "liger_fused", "quack_fused"],
+        NotBuilt("loss kernels of other packages", only=("liger", "liger_fused", "quack_fused")),
+    ] = "torch"
     matmul_precision: Literal["highest", "high", "medium"] = "high"
     dist_timeout_seconds: int = Field(default=600, ge=1)
     cluster: ClusterConfig = ClusterConfig()
-    deployment: SFTDeployment = SFTDeployment()
+    deployment: TrainDeploymentConfig = TrainDeployment()
     slurm: Annotated[SlurmConfig | None, NotBuilt("SLURM")] = None
     ckpt: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     wandb: WandbConfig | None = None
     tensorboard: TensorboardConfig | None = None
-    bench: BenchConfig | None = None
+    bench: Annotated[BenchConfig | None, NotBuilt("benchmark runs")] = None
     dry_run: bool = False
 
 
@@ -131,8 +154,8 @@ class TrainerRunConfig(TrainerConfig):
     output_dir: str = "runs/trainer"
     clean: bool = False
     cluster: ClusterConfig = ClusterConfig()
-    deployment: SFTDeployment = SFTDeployment()
-    bench: BenchConfig | None = None
+    deployment: TrainDeploymentConfig = TrainDeployment()
+    bench: Annotated[BenchConfig | None, NotBuilt("benchmark runs")] = None
     log: LogConfig = LogConfig()
     dry_run: bool = False
 
@@ -144,7 +167,7 @@ class OrchestratorRunConfig(OrchestratorConfig):
     """Its tokenizer and chat template."""
     output_dir: str = "runs/orchestrator"
     clean: bool = False
-    bench: BenchConfig | None = None
+    bench: Annotated[BenchConfig | None, NotBuilt("benchmark runs")] = None
     log: LogConfig = LogConfig()
     dry_run: bool = False
 
@@ -154,6 +177,7 @@ class InferenceRunConfig(InferenceConfig):
 
     output_dir: str = "runs/inference"
     cluster: ClusterConfig = ClusterConfig()
+    deployment: ServingDeploymentConfig = SingleNodeServing()
     slurm: Annotated[SlurmConfig | None, NotBuilt("SLURM")] = None
     log: LogConfig = LogConfig()
     dry_run: bool = False

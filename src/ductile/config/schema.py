@@ -76,6 +76,14 @@ def find(root: type[Section], path: Path) -> list[Key]:
     return found
 
 
+def value_at(section: Section, path: Path) -> object:
+    """The value of a config at `path`; None where a table on the way is turned off."""
+    value: object = section
+    for part in path:
+        value = getattr(value, str(part)) if isinstance(value, Section) else None
+    return value
+
+
 def walk(section: type[Section], path: Path = ()) -> Iterator[tuple[Path, Key]]:
     """Every key below `section`, tables before what is in them. The keys of all variants of a union follow it, each
     once for each variant that has it."""

@@ -38,4 +38,4 @@ class NotBuilt:
         return value != default
 
     def sentence(self) -> str:
-        return f"{self.what} is not built yet." + (f" {self.instead}" if self.instead else "")
+        return f"Not built yet: {self.what}." + (f" {self.instead}" if self.instead else "")

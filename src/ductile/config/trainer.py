@@ -29,11 +29,20 @@ class SGDConfig(Section):
 
 
 class MuonConfig(Section):
-    type: Literal["muon"]
+    type: Annotated[Literal["muon"], NotBuilt("the Muon optimizer", instead='There are "adamw" and "sgd".')]
+    lr: float = Field(default=1e-6, gt=0)
+    weight_decay: float = Field(default=0.01, ge=0)
+    max_norm: float | None = Field(default=1.0, gt=0)
+    mu: float = Field(default=0.95, ge=0, lt=1)
+    betas1: float = Field(default=0.9, ge=0, lt=1)
+    betas2: float = Field(default=0.95, ge=0, lt=1)
 
 
 class SignSGDConfig(Section):
-    type: Literal["sign_sgd"]
+    type: Annotated[Literal["sign_sgd"], NotBuilt("the sign-SGD optimizer", instead='There are "adamw" and "sgd".')]
+    lr: float = Field(default=1e-6, gt=0)
+    weight_decay: float = Field(default=0.01, ge=0)
+    max_norm: float | None = Field(default=1.0, gt=0)
 
 
 OptimConfig = Annotated[AdamWConfig | SGDConfig | MuonConfig | SignSGDConfig, Field(discriminator="type")]
@@ -122,6 +131,12 @@ class TrainerDataConfig(Section):
     """Train on made-up data; no generator is needed."""
 
 
+class WeightsCheckpointConfig(Section):
+    save_sharded: bool = True
+    save_format: Literal["safetensors", "torch"] = "safetensors"
+    save_adapter_separately: bool = False
+
+
 class CheckpointConfig(Section):
     interval: int | None = Field(default=None, ge=1)
     """Save every n steps; a run always saves at its end and on Ctrl-C."""
@@ -131,11 +146,71 @@ class CheckpointConfig(Section):
     """Resume from this step; -1 is the latest complete one."""
     export_model: bool = True
     """Also write an HF folder at each save."""
+    keep_interval: Annotated[int | None, NotBuilt("keeping every n-th checkpoint for good")] = Field(default=None, ge=1)
+    output_dir: Annotated[str | None, NotBuilt("checkpoints outside `output_dir`")] = None
+    skip_progress: Annotated[bool, NotBuilt("resuming a part of the state")] = False
+    skip_scheduler: Annotated[bool, NotBuilt("resuming a part of the state")] = False
+    skip_dataloader: Annotated[bool, NotBuilt("resuming a part of the state")] = False
+    skip_optimizer: Annotated[bool, NotBuilt("resuming a part of the state")] = False
+    weights_only: Annotated[
+        bool, NotBuilt("checkpoints of the weights alone", instead="`ckpt.export_model` writes them beside the state.")
+    ] = False
+    weights: Annotated[WeightsCheckpointConfig | None, NotBuilt("choosing how weights are written")] = None
 
 
 class BenchConfig(Section):
     output_json: str | None = None
     """Write the figures here too."""
+
+
+class GCConfig(Section):
+    interval: int = Field(default=50, ge=1)
+    """Steps between collections, in lock-step on all ranks."""
+
+
+class HeartbeatConfig(Section):
+    url: str
+
+
+class MetricsServerConfig(Section):
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+
+
+class FilesystemBroadcast(Section):
+    type: Literal["filesystem"] = "filesystem"
+    save_sharded: bool = True
+    save_format: Literal["safetensors", "torch"] = "safetensors"
+
+
+class NcclBroadcast(Section):
+    type: Literal["nccl"] = "nccl"
+    host: str = "localhost"
+    port: int = Field(default=29501, ge=1, le=65535)
+    timeout: int = Field(default=1200, ge=1)
+    inference_world_size: int = Field(default=1, ge=1)
+    quantize_in_weight_transfer: bool = False
+
+
+class NixlBroadcast(Section):
+    type: Literal["nixl"] = "nixl"
+
+
+WeightBroadcastConfig = Annotated[FilesystemBroadcast | NcclBroadcast | NixlBroadcast, Field(discriminator="type")]
+
+
+class FilesystemTransport(Section):
+    type: Literal["filesystem"] = "filesystem"
+
+
+class ZmqTransport(Section):
+    type: Literal["zmq"] = "zmq"
+    host: str = "localhost"
+    port: int = Field(default=5555, ge=1, le=65535)
+    hwm: int = Field(default=10, ge=1)
+
+
+TransportConfig = Annotated[FilesystemTransport | ZmqTransport, Field(discriminator="type")]
 
 
 class TrainerConfig(Section):
@@ -149,4 +224,21 @@ class TrainerConfig(Section):
     matmul_precision: Literal["highest", "high", "medium"] = "high"
     dist_timeout_seconds: int = Field(default=600, ge=1)
     """Every collective gives up after this."""
+    weight_broadcast: Annotated[
+        WeightBroadcastConfig | None,
+        NotBuilt("choosing how weights are published", instead="On one host they go through shared memory."),
+    ] = None
+    """Also written `weight_broadcast` at the root."""
+    rollout_transport: Annotated[
+        TransportConfig | None,
+        NotBuilt("choosing how rollouts travel", instead="They go through the run's own sockets."),
+    ] = None
+    """Also written `rollout_transport` at the root."""
+    gc: Annotated[GCConfig | None, NotBuilt("garbage collection in lock-step")] = None
+    memory_profiler_path: Annotated[str | None, NotBuilt("memory profiles")] = None
+    trace_path: Annotated[str | None, NotBuilt("profiler traces")] = None
+    heartbeat: Annotated[HeartbeatConfig | None, NotBuilt("heartbeats to a URL")] = None
+    metrics_server: Annotated[MetricsServerConfig | None, NotBuilt("a metrics server in the trainer")] = None
+    enable_router_replay: Annotated[bool, NotBuilt("mixture of experts")] = False
+    enable_token_export: Annotated[bool, NotBuilt("exporting trained tokens")] = False
     max_concurrent_runs: Annotated[int, NotBuilt("several runs on one trainer")] = Field(default=1, ge=1)

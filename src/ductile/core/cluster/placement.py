@@ -90,6 +90,8 @@ def place(
         PlacementError: with every complaint at once.
     """
     if entries is None:
+        if "score" in needs:
+            raise PlacementError([_no_scorer(num_train, num_generate)])
         generate = tuple(range(num_generate if "generate" in needs else 0))
         train = tuple(range(len(generate), len(generate) + (num_train if "train" in needs else 0)))
         reason = f"{len(generate)} generate and {len(train)} train slots, as the deployment numbers say"
@@ -201,6 +203,15 @@ def _missing(placement: Placement, needs: Sequence[Role]) -> list[str]:
     ]
 
 
+def _no_scorer(num_train: int, num_generate: int) -> str:
+    first, last = num_generate, num_generate + num_train
+    generate, train = compact(range(first)), compact(range(first, last))
+    return (
+        "This run needs a slot with the role score, and the deployment numbers have none: write "
+        f"cluster.component_placement with `rollout: {generate}, actor: {train}, inference: {last}`."
+    )
+
+
 def _gaps(placement: Placement) -> list[str]:
     slots = placement.slots
     unused = sorted(set(range(max(slots, default=-1) + 1)) - set(slots))
@@ -231,10 +242,10 @@ def _too_many(placement: Placement, num_devices: int | None) -> list[str]:
 
 def _sharing(placement: Placement, role: Role) -> str:
     """An entry that puts `role` on the slots of another role."""
-    other = next((other for other in SPELLED if placement.of(other)), None)
-    if other is None:
-        return f"{SPELLED[role]}: 0"
-    return f"{SPELLED[other]},{SPELLED[role]}: {compact(placement.of(other))}"
+    for other, name in SPELLED.items():
+        if placement.of(other):
+            return f"{name},{SPELLED[role]}: {compact(placement.of(other))}"
+    return f"{SPELLED[role]}: 0"
 
 
 def _list(slots: Sequence[int]) -> str:

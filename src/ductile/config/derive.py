@@ -1,0 +1,46 @@
+"""Values that follow from others, written into the config so that it says everything: each with its reason."""
+
+from typing import TypeVar, cast
+
+from ductile.config.run import InferenceRunConfig, RLConfig, SFTConfig, TrainerRunConfig
+from ductile.config.section import Section
+from ductile.config.slots import placement_of
+from ductile.core.cluster.placement import Placement
+
+S = TypeVar("S", bound=Section)
+
+
+def derive(config: S) -> tuple[S, tuple[str, ...]]:
+    """A good config with what follows from it filled in, and a sentence for each value that was."""
+    reasons: list[str] = []
+    out: Section = config
+    if isinstance(config, RLConfig):
+        placement = placement_of(config)
+        inference = config.inference
+        if inference.parallel.dp is None:
+            dp = len(placement.generate) // inference.parallel.tp
+            inference = _with(inference, parallel=_with(inference.parallel, dp=dp))
+            reasons.append(f"inference.parallel.dp = {dp}: the generate slots, one copy on each")
+        numbers = {"num_train_gpus": len(placement.train), "num_infer_gpus": len(placement.generate)}
+        deployment = _deployment(config.deployment, numbers, placement, reasons)
+        out = _with(config, inference=inference, deployment=deployment)
+    elif isinstance(config, SFTConfig | TrainerRunConfig):
+        placement = placement_of(config)
+        numbers = {"num_gpus": len(placement.train)}
+        out = _with(config, deployment=_deployment(config.deployment, numbers, placement, reasons))
+    elif isinstance(config, InferenceRunConfig) and config.parallel.dp is None:
+        dp = len(placement_of(config).generate)
+        out = _with(config, parallel=_with(config.parallel, dp=dp))
+        reasons.append(f"parallel.dp = {dp}: the generate slots, one copy on each")
+    return cast(S, out), tuple(reasons)
+
+
+def _deployment(deployment: Section, numbers: dict[str, int], placement: Placement, reasons: list[str]) -> Section:
+    """The numbers that `cluster.component_placement` amounts to."""
+    changed = {name: number for name, number in numbers.items() if getattr(deployment, name) != number}
+    reasons += [f"deployment.{name} = {number}: {placement.reason}" for name, number in changed.items()]
+    return _with(deployment, **changed) if changed else deployment
+
+
+def _with(section: S, **values: object) -> S:
+    return section.model_copy(update=values)

@@ -1,0 +1,13 @@
+"""What a check across sections finds."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that cannot work."""
+
+    keys: tuple[str, ...]
+    """The keys that it is about, dotted; first the one to change."""
+    what: str
+    """Goes on where the first key leaves off."""

@@ -1,0 +1,122 @@
+"""Files and folders that a config names: are they there, and are they what they should be? Reads headers, no data."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+from ductile.config.finding import Finding
+from ductile.config.orchestrator import ImportTask, JsonlTask, TaskConfig
+from ductile.config.run import JsonlData, SFTData
+from ductile.core.layout.spec import ModelSpec, SpecError, spec_from_hf
+
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+_IN_FILE = re.compile(r"(.+\.py):[A-Za-z_]\w*")
+
+
+def read_spec(name: str | None) -> ModelSpec | None:
+    """The spec of a model folder; None when there is none to read."""
+    try:
+        return None if name is None else spec_from_hf(_config_json(Path(name)))
+    except (OSError, ValueError):
+        return None
+
+
+def model_findings(
+    key: str,
+    name: str | None,
+    *,
+    needs_weights: bool = True,
+    num_layers: int | None = None,
+    random_init: bool = False,
+) -> Iterator[Finding]:
+    """What keeps the folder `name`, the value of `key`, from being a model."""
+    if name is None:
+        return
+    folder = Path(name)
+    if not folder.is_dir():
+        hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not name.startswith(".")
+        hint = f". For a model of the Hugging Face hub: hf download {name} --local-dir {folder.name}" if hub else ""
+        what = "is a file, not a model folder" if folder.exists() else f"is no folder (looked for {folder.absolute()})"
+        yield Finding((key,), what + hint)
+        return
+    try:
+        spec = spec_from_hf(_config_json(folder))
+    except FileNotFoundError:
+        yield Finding((key,), "is a folder without config.json; a Hugging Face model folder has one")
+        return
+    except OSError as error:
+        yield Finding((key,), f"has a config.json that cannot be read: {error.strerror}")
+        return
+    except SpecError as error:
+        yield Finding((key,), f"has a config.json that ductile has no model for: {error}")
+        return
+    except ValueError as error:
+        yield Finding((key,), f"has a config.json that is not valid JSON: {error}")
+        return
+    if not (folder / "tokenizer.json").is_file():
+        yield Finding((key,), "is a folder without tokenizer.json")
+    if needs_weights and not random_init and not any(folder.glob("*.safetensors")):
+        others = [path.name for path in sorted(folder.glob("*.bin"))]
+        hint = f"; {others[0]} is not read: save it as safetensors" if others else ""
+        yield Finding((key,), f"is a folder without weights (*.safetensors){hint}")
+    if num_layers is not None and num_layers > spec.num_layers:
+        at = key.removesuffix("name") + "debug.num_layers"
+        yield Finding((at, key), f"must be at most {spec.num_layers}, the layers of the model")
+
+
+def _config_json(folder: Path) -> dict[str, Any]:
+    try:
+        value = cast(object, json.loads((folder / "config.json").read_bytes()))
+    except UnicodeDecodeError:
+        raise ValueError("it is not UTF-8 text") from None
+    if not isinstance(value, dict):
+        raise ValueError("it holds no object")
+    return cast(dict[str, Any], value)
+
+
+def data_findings(data: SFTData) -> Iterator[Finding]:
+    if not isinstance(data, JsonlData):
+        return
+    if data.path is None:
+        yield Finding(("data.path",), "is missing: write a JSONL file, or data.type fake")
+    else:
+        yield from _file_findings("data.path", data.path)
+
+
+def task_findings(task: TaskConfig, at: str) -> Iterator[Finding]:
+    if isinstance(task, JsonlTask):
+        yield from _file_findings(f"{at}.path", task.path)
+        yield from _import_findings(f"{at}.reward", task.reward)
+    elif isinstance(task, ImportTask):
+        yield from _import_findings(f"{at}.import_path", task.import_path)
+
+
+def _file_findings(key: str, name: str) -> Iterator[Finding]:
+    path = Path(name)
+    if not path.is_file():
+        what = "is a folder, not a file" if path.is_dir() else f"is no file (looked for {path.absolute()})"
+        yield Finding((key,), what)
+    elif path.stat().st_size == 0:
+        yield Finding((key,), "is an empty file")
+
+
+def _import_findings(key: str, name: str) -> Iterator[Finding]:
+    in_file = _IN_FILE.fullmatch(name)
+    if in_file is not None:
+        if not Path(in_file[1]).is_file():
+            yield Finding((key,), f"names a file that is not there (looked for {Path(in_file[1]).absolute()})")
+    elif _DOTTED.fullmatch(name) is None:
+        yield Finding((key,), "is no import path: write package.module.name or file.py:name")
+
+
+def output_findings(output_dir: str, clean: bool, resume: bool) -> Iterator[Finding]:
+    """A run never writes over another one unasked."""
+    folder = Path(output_dir)
+    if clean and resume:
+        yield Finding(("clean", "resume"), "and resume contradict each other: clean deletes what resume goes on from")
+    elif folder.exists() and not folder.is_dir():
+        yield Finding(("output_dir",), "is a file, not a folder")
+    elif (folder / "metrics.jsonl").exists() and not clean and not resume:
+        yield Finding(("output_dir",), "holds a run already: --resume goes on with it, --clean deletes it first")
