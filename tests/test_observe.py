@@ -2,7 +2,7 @@ import json
 import subprocess
 import sys
 
-from ductile.observe import Recorder, Stopwatch, read_jsonl, truncate_metrics
+from ductile.observe import Recorder, Stopwatch, read_jsonl
 
 
 class Watcher:
@@ -59,13 +59,19 @@ def test_a_cut_line_neither_hides_the_next_one_nor_breaks_reading(tmp_path):
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 3]
 
 
-def test_truncate_keeps_what_the_checkpoint_knows(tmp_path):
+def test_rewind_keeps_what_the_checkpoint_knows(tmp_path):
     record = Recorder(tmp_path)
     for step in range(1, 6):
         record.metrics(step, {"x": step})
+    assert record.rewind(3) == 2
+    record.metrics(4, {"x": 40})
     record.close()
-    assert truncate_metrics(tmp_path, 3) == 2
-    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert [(row["step"], row["x"]) for row in read_jsonl(tmp_path / "metrics.jsonl")] == [
+        (1, 1),
+        (2, 2),
+        (3, 3),
+        (4, 40),
+    ]
 
 
 def test_stopwatch_adds_up_phases_and_starts_again_after_a_lap():

@@ -62,6 +62,16 @@ class Recorder:
         for listener in self.listeners:
             listener.on_metrics(step, values)
 
+    def rewind(self, last_step: int) -> int:
+        """Drop the metrics of steps after `last_step`, which a resume from there repeats. Returns how many lines."""
+        file = self.folder / "metrics.jsonl"
+        rows = read_jsonl(file)
+        kept = [row for row in rows if row["step"] <= last_step]
+        self._metrics.close()
+        write_text(file, "".join(_line(row) for row in kept))
+        self._metrics = _open_to_append(file)
+        return len(rows) - len(kept)
+
     def summary(self, values: Mapping[str, Any]) -> None:
         write_json(self.folder / "summary.json", dict(values))
 
@@ -106,15 +116,6 @@ def read_jsonl(file: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             continue
     return rows
-
-
-def truncate_metrics(folder: Path, last_step: int) -> int:
-    """Drop the metrics of steps after `last_step`, which a resume from there is about to repeat. Returns how many."""
-    file = folder / "metrics.jsonl"
-    rows = read_jsonl(file)
-    kept = [row for row in rows if row["step"] <= last_step]
-    write_text(file, "".join(_line(row) for row in kept))
-    return len(rows) - len(kept)
 
 
 def write_json(file: Path, value: Any) -> None:

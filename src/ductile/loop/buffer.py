@@ -1,0 +1,157 @@
+"""Prompt groups between the generators and the trainer.
+
+It keeps the books and has no hands: which prompts are under way, which groups are finished, how many more may be
+started, which are too old. `Rollouts` puts groups in, `Loop` takes them out; the rules are `core.cluster.staleness` and
+`core.batch.chunking`.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+from ductile.core.batch.chunking import chunk
+from ductile.core.cluster.staleness import Freshness, StalenessBound, admission, freshness
+from ductile.observe import Recorder
+from ductile.records import Prompt, RolloutGroup
+from ductile.roles import Late
+from ductile.tasks.prompts import PromptPosition, Prompts
+
+
+class Buffer:
+    def __init__(
+        self,
+        prompts: Prompts,
+        bound: StalenessBound,
+        record: Recorder,
+        *,
+        version: int,
+        max_steps: int,
+        timeout_s: float,
+    ) -> None:
+        """timeout_s: the longest that `take` waits."""
+        self.version = version
+        """What the generators sample from, and what the trainer trains: the step."""
+        self.last_step = max_steps
+        """No groups are started for steps after this one."""
+        self.num_dropped = 0
+        """Groups that were too old to train on; their prompts are asked again."""
+        self._prompts, self._bound, self._record, self._timeout_s = prompts, bound, record, timeout_s
+        self._running: dict[str, int] = {}  # prompt id -> version when it was started
+        self._waiting: list[RolloutGroup] = []
+        self._taken = 0
+        self._error: BaseException | None = None
+        self._changed = asyncio.Event()
+
+    # -- the generators' side
+
+    def ask(self) -> Prompt | None:
+        """The next prompt to work on; None while nothing more may be started."""
+        allowed = admission(
+            self._bound,
+            outstanding=len(self._running) + len(self._waiting),
+            taken=self._taken,
+            steps_left=self.last_step - self.version,
+        )
+        if not allowed.num_groups:
+            return None
+        prompt = self._prompts.ask()
+        self._running[prompt.id] = self.version
+        return prompt
+
+    def put(self, group: RolloutGroup) -> None:
+        del self._running[group.prompt.id]
+        self._waiting.append(group)
+        self.wake()
+
+    def hopeless(self) -> list[str]:
+        """Prompts that are being answered and would be too old even if they finished now."""
+        return [prompt for prompt, version in self._running.items() if not self._freshness(version).fresh]
+
+    def give_up(self, prompt: Prompt) -> None:
+        """Stop waiting for its answers, and ask it again."""
+        self._drop(prompt, self._freshness(self._running.pop(prompt.id)))
+
+    def fail(self, error: BaseException) -> None:
+        """From now on `take` raises this: the side that should fill the buffer has failed."""
+        self._error = self._error or error
+        self.wake()
+
+    async def changed(self) -> None:
+        """Returns after the next change, or `wake`. Whoever waits here is cancelled when the run ends."""
+        await self._changed.wait()
+
+    # -- the trainer's side
+
+    async def take(self, wanted: int, *, groups_per_update: int, num_ranks: int, seq_len: int) -> list[RolloutGroup]:
+        """Between 1 and `wanted` groups, fresh enough to train on, in the order in which they were finished.
+
+        Waits for `put` or `fail`. Raises Late when nothing is enough for `timeout_s`.
+        """
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while True:
+                    if self._error:
+                        raise self._error
+                    self._drop_stale()
+                    count = chunk(
+                        [_num_tokens(group) for group in self._waiting],
+                        wanted=wanted,
+                        groups_per_update=groups_per_update,
+                        num_ranks=num_ranks,
+                        seq_len=seq_len,
+                    )
+                    if count:
+                        break
+                    await self._changed.wait()
+        except TimeoutError:
+            raise Late(
+                f"no prompt group to train on within {self._timeout_s:g} s: {len(self._running)} groups are being "
+                f"generated, {len(self._waiting)} are finished and not enough"
+            ) from None
+        taken, self._waiting = self._waiting[:count], self._waiting[count:]
+        self._taken += count
+        self.wake()
+        return taken
+
+    def learned(self, groups: Sequence[RolloutGroup]) -> None:
+        """The optimizer has used them: a resume does not ask these prompts again."""
+        for group in groups:
+            self._prompts.learned(group.prompt)
+
+    def next_version(self, version: int) -> None:
+        """The step is trained and `version` is live on every generator."""
+        self.version, self._taken = version, 0
+        self.wake()
+
+    def position(self) -> PromptPosition:
+        return self._prompts.position()
+
+    def __len__(self) -> int:
+        """Groups that wait for the trainer."""
+        return len(self._waiting)
+
+    def _freshness(self, version: int) -> Freshness:
+        return freshness(self._bound, version=self.version, oldest_version=version)
+
+    def _drop_stale(self) -> None:
+        verdicts = [(group, self._freshness(group.oldest_version)) for group in self._waiting]
+        self._waiting = [group for group, verdict in verdicts if verdict.fresh]
+        for group, verdict in verdicts:
+            if not verdict.fresh:
+                self._drop(group.prompt, verdict)
+
+    def _drop(self, prompt: Prompt, verdict: Freshness) -> None:
+        self.num_dropped += 1
+        self._prompts.give_back(prompt)
+        self._record.event(
+            "group_dropped", f"Dropped {prompt.id} and ask it again: {verdict.reason}.", prompt=prompt.id
+        )
+        self.wake()
+
+    def wake(self) -> None:
+        """Whoever waits here looks again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _num_tokens(group: RolloutGroup) -> int:
+    return sum(len(group.prompt.token_ids) + len(rollout.token_ids) for rollout in group.rollouts)

@@ -1,0 +1,112 @@
+"""One prompt, one answer: turn by turn with the task's environment, to a scored Rollout."""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+
+from ductile.records import GenerateRequest, Generation, Prompt, Rollout, Sampling
+from ductile.roles import Generators, Task
+from ductile.tasks.conversation import ChatTokenizer, next_turn
+from ductile.tasks.grader import Graders
+from ductile.tasks.task import takes_turns
+
+
+@dataclass(slots=True)
+class Tokens:
+    """Everything after the prompt, in the making. The lists stay equally long."""
+
+    ids: list[int] = field(default_factory=list[int])
+    mask: list[bool] = field(default_factory=list[bool])
+    logprobs: list[float] = field(default_factory=list[float])
+    versions: list[int] = field(default_factory=list[int])
+
+    def sampled(self, generation: Generation) -> None:
+        self.ids += generation.token_ids
+        self.mask += [True] * len(generation.token_ids)
+        self.logprobs += generation.logprobs
+        self.versions += generation.versions
+
+    def given(self, token_ids: list[int]) -> None:
+        """The environment's: not sampled by the policy, so not trained on."""
+        self.ids += token_ids
+        self.mask += [False] * len(token_ids)
+        self.logprobs += [0.0] * len(token_ids)
+        self.versions += [-1] * len(token_ids)
+
+
+class Episodes:
+    """Plays prompts. Task rewards and replies run in the graders; the tasks here only ask the first question."""
+
+    def __init__(
+        self,
+        tasks: Mapping[str, Task],
+        tokenizer: ChatTokenizer,
+        generators: Generators,
+        graders: Graders,
+        max_len_tokens: int,
+    ) -> None:
+        """tasks: by `Prompt.task`. max_len_tokens: of a prompt and everything after it."""
+        self._tasks, self._tokenizer, self._generators, self._graders = tasks, tokenizer, generators, graders
+        self._max_len_tokens = max_len_tokens
+        self._serial = itertools.count()
+
+    async def play(self, prompt: Prompt, sampling: Sampling, member: int = 0, priority: int = 0) -> Rollout:
+        """One answer. Each turn has at most `sampling.max_tokens` tokens; the whole at most `max_len_tokens`.
+
+        A reward or a reply that fails scores 0, with `reward_error` 1 among the metrics.
+        """
+        task, tokens = self._tasks[prompt.task], Tokens()
+        first = task.messages(prompt.example)
+        messages = list(first)
+        # An abort of an earlier life of this prompt may still be under way: ids are never used twice.
+        name = f"{prompt.id}/{member}/{next(self._serial)}"
+        num_turns, error = 0, None
+        while True:
+            room = self._max_len_tokens - len(prompt.token_ids) - len(tokens.ids)
+            generation = await self._generators.generate(
+                GenerateRequest(
+                    id=f"{name}/{num_turns}",
+                    prompt=prompt.token_ids + tuple(tokens.ids),
+                    sampling=_of_turn(sampling, prompt, member, num_turns, room),
+                    group=prompt.id,
+                    priority=priority,
+                )
+            )
+            tokens.sampled(generation)
+            num_turns += 1
+            finish, answer = generation.finish_reason, self._tokenizer.decode(generation.token_ids)
+            if finish != "stop" or not takes_turns(task):
+                break
+            messages.append({"role": "assistant", "content": answer})
+            reply = await self._graders.reply(prompt.task, prompt.example, messages)
+            error = reply.error
+            if not reply.messages:
+                break
+            between = next_turn(self._tokenizer, first, generation.token_ids, reply.messages)
+            if len(between) >= room - len(generation.token_ids):
+                finish = "length"  # no room for another word of the policy's
+                break
+            tokens.given(between)
+            messages += reply.messages
+        verdict = await self._graders.reward(prompt.task, prompt.example, answer)
+        error = error or verdict.error
+        return Rollout(
+            token_ids=tuple(tokens.ids),
+            mask=tuple(tokens.mask),
+            logprobs=tuple(tokens.logprobs),
+            versions=tuple(tokens.versions),
+            finish_reason=finish,
+            reward=0.0 if error else verdict.reward,
+            metrics={**verdict.metrics, "reward_error": float(error is not None)},
+            num_turns=num_turns,
+        )
+
+
+def _of_turn(sampling: Sampling, prompt: Prompt, member: int, turn: int, room: int) -> Sampling:
+    """With a seed, every member and every turn draws its own numbers, and a resumed run the same ones again."""
+    seed = sampling.seed
+    if seed is not None:
+        digest = blake2b(f"{seed}/{prompt.id}/{member}/{turn}".encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest) >> 1
+    return replace(sampling, seed=seed, max_tokens=min(sampling.max_tokens, room))

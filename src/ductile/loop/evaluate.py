@@ -1,0 +1,108 @@
+"""How good is the policy on prompts that it is never trained on?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb
+
+from ductile.loop.episode import Episodes
+from ductile.loop.overlap import together
+from ductile.observe import Recorder
+from ductile.records import Prompt, Rollout, Sampling
+from ductile.tasks.conversation import ChatTokenizer
+
+SOLVED = 1.0
+"""A reward from here on counts as solved in pass@k."""
+PRIORITY = 1
+"""Before training's requests: the trainer waits for this answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One answer for people to read."""
+
+    question: str
+    answer: str
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class EvalReport:
+    reward_mean: float
+    pass_at: dict[int, float]
+    """By k; the unbiased estimate when there are more than k samples."""
+    length_mean: float
+    """Sampled tokens an answer."""
+    num_answers: int
+    samples: tuple[Sampled, ...]
+
+    def metrics(self) -> dict[str, float]:
+        passes = {f"eval_pass_at_{k}": share for k, share in self.pass_at.items()}
+        return {"eval_reward": self.reward_mean, "eval_length_mean": self.length_mean, **passes}
+
+
+class Evaluation:
+    def __init__(
+        self,
+        episodes: Episodes,
+        tokenizer: ChatTokenizer,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        record: Recorder,
+        samples_per_example: int = 1,
+        num_shown: int = 3,
+    ) -> None:
+        self._episodes, self._tokenizer, self._prompts, self._sampling = episodes, tokenizer, prompts, sampling
+        self._record, self._samples_per_example, self._num_shown = record, samples_per_example, num_shown
+        self.first: EvalReport | None = None
+        self.last: EvalReport | None = None
+
+    async def run(self, step: int) -> EvalReport:
+        """Ask every held-out prompt. Each generation's own deadline bounds it; the first failure is raised."""
+        asked = [(prompt, member) for prompt in self._prompts for member in range(self._samples_per_example)]
+        rollouts = await together(
+            *(self._episodes.play(prompt, self._sampling, member, PRIORITY) for prompt, member in asked)
+        )
+        self.last = self._report(rollouts)
+        self.first = self.first or self.last
+        self._record.event(
+            "evaluated",
+            f"Held-out reward after step {step}: {self.last.reward_mean:.3f}, over {len(rollouts)} answers.",
+            step=step,
+            reward=self.last.reward_mean,
+        )
+        return self.last
+
+    def _report(self, rollouts: list[Rollout]) -> EvalReport:
+        n = self._samples_per_example
+        by_prompt = [rollouts[start : start + n] for start in range(0, len(rollouts), n)]
+        solved = [sum(rollout.reward >= SOLVED for rollout in group) for group in by_prompt]
+        return EvalReport(
+            reward_mean=_mean([rollout.reward for rollout in rollouts]),
+            pass_at={k: _mean([pass_at_k(n, c, k) for c in solved]) for k in _powers_of_two(n)},
+            length_mean=_mean([float(sum(rollout.mask)) for rollout in rollouts]),
+            num_answers=len(rollouts),
+            samples=tuple(
+                Sampled(
+                    question=self._tokenizer.decode(prompt.token_ids),
+                    answer=self._tokenizer.decode(group[0].token_ids),
+                    reward=group[0].reward,
+                )
+                for prompt, group in zip(self._prompts[: self._num_shown], by_prompt, strict=False)
+            ),
+        )
+
+
+def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
+    """The chance that at least one of `k` samples, drawn from these without putting back, is solved.
+
+    Example: of 4 samples 1 is solved: pass@1 = 0.25, pass@2 = 0.5, pass@4 = 1.
+    """
+    return 1 - comb(num_samples - num_solved, k) / comb(num_samples, k)
+
+
+def _powers_of_two(n: int) -> list[int]:
+    return [1 << power for power in range(n.bit_length())]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(1, len(values))

@@ -1,0 +1,49 @@
+"""From scored groups to what the trainer learns from: advantages, weights, log-probs under trainer numerics."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ductile.core.batch import normalise
+from ductile.core.batch.advantage import Advantage, all_equal, mean_baseline, to_samples
+from ductile.records import RolloutGroup, Sample
+from ductile.roles import Scorer
+
+
+class Lessons:
+    def __init__(
+        self,
+        scorer: Scorer | None = None,
+        *,
+        advantage: Advantage = mean_baseline,
+        normalisation: normalise.Normalisation = "token_mean",
+        temperature: float = 1.0,
+        drop_zero_advantage: bool = True,
+        needs_reference: bool = False,
+    ) -> None:
+        """temperature: of the sampling. needs_reference: ask the scorer for the reference model's log-probs too."""
+        self._scorer, self._advantage = scorer, advantage
+        self._normalisation: normalise.Normalisation = normalisation
+        self._temperature, self._drop_zero_advantage = temperature, drop_zero_advantage
+        self._needs_reference = needs_reference
+
+    async def prepare(self, groups: Sequence[RolloutGroup]) -> list[Sample]:
+        """Weighted samples, scored where there is a scorer. Groups that teach nothing are left out."""
+        samples = [
+            sample
+            for group in groups
+            if not (self._drop_zero_advantage and all_equal([rollout.reward for rollout in group.rollouts]))
+            for sample in to_samples(group, self._advantage, self._temperature)
+        ]
+        samples = normalise.weigh(samples, self._normalisation)
+        if not self._scorer or not samples:
+            return samples
+        old = await self._scorer.score(samples, "policy")
+        samples = [replace(sample, old_logprobs=values) for sample, values in zip(samples, old, strict=True)]
+        if self._needs_reference:
+            ref = await self._scorer.score(samples, "reference")
+            samples = [replace(sample, ref_logprobs=values) for sample, values in zip(samples, ref, strict=True)]
+        return samples
+
+    def divisor(self, samples: Sequence[Sample]) -> float:
+        """Their share in what the summed loss of an optimizer step is divided by."""
+        return normalise.divisor(samples, self._normalisation)

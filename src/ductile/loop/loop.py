@@ -1,0 +1,144 @@
+"""The circle: generate, score, reward, advantage, train, publish, and again.
+
+`Rollouts` fills the `Buffer` from the generators' side; `Loop.run` empties it from the trainer's, and sends new weights
+back. Step `s` trains version `s` of the weights into version `s + 1`.
+
+Put together by `ductile.loop.compose`:
+
+    buffer   = Buffer(prompts, staleness bound)       which groups are under way, which may be trained on
+    rollouts = Rollouts(buffer, episodes)             prompt -> GenerateRequests -> scored RolloutGroup -> buffer
+    lessons  = Lessons(scorer)                        RolloutGroup -> Samples
+    Loop(plan, trainer, generators, scorer, rollouts, buffer, lessons, ...).run()
+
+Written only against the Protocols of `ductile.roles`: processes, tests and simulations run this same page.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from ductile.core.batch.chunking import shares
+from ductile.core.batch.packing import pack
+from ductile.loop.buffer import Buffer
+from ductile.loop.evaluate import Evaluation
+from ductile.loop.lessons import Lessons
+from ductile.loop.overlap import OneBehind, together
+from ductile.loop.rollouts import Rollouts
+from ductile.loop.tally import Tally
+from ductile.observe import Recorder, Stopwatch
+from ductile.records import RolloutGroup, Sample, StepReport
+from ductile.roles import Generators, Scorer, Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    max_steps: int
+    groups_per_step: int
+    n_minibatches: int = 1
+    """Optimizer steps a step."""
+    seq_len: int = 2048
+    eval_interval: int | None = None
+    """In steps; None: the first weights and the last only. So is `save_interval`, without the first."""
+    save_interval: int | None = None
+
+    def due(self, interval: int | None, step: int) -> bool:
+        return step == self.max_steps or (interval is not None and step % interval == 0)
+
+
+class Loop:
+    def __init__(
+        self,
+        plan: Plan,
+        trainer: Trainer,
+        generators: Generators,
+        scorer: Scorer | None,
+        rollouts: Rollouts,
+        buffer: Buffer,
+        lessons: Lessons,
+        evaluation: Evaluation | None,
+        save: Callable[[int], Awaitable[None]],
+        record: Recorder,
+        stop: asyncio.Event,
+        step: int = 0,
+    ) -> None:
+        """save(step): writes a checkpoint. stop: once set, the running step is the last. step: what is done already."""
+        self.plan, self.trainer, self.generators, self.scorer = plan, trainer, generators, scorer
+        self.rollouts, self.buffer, self.lessons, self.evaluation = rollouts, buffer, lessons, evaluation
+        self.save, self.record, self.stop, self.step = save, record, stop, step
+        self.watch = Stopwatch()
+
+    async def run(self) -> int:
+        """Train until `max_steps` or `stop`, then save. Returns the step. What a role raises ends it, unsaved."""
+        plan, saved = self.plan, self.step
+        await self.make_live(self.step)
+        async with self.rollouts:
+            if self.step == 0:
+                self.record.metrics(0, await self.evaluate())
+            while self.step < plan.max_steps and not self.stop.is_set():
+                tally = Tally(version=self.step)
+                for num_groups in shares(plan.groups_per_step, plan.n_minibatches):
+                    groups, report = await self.train(num_groups)
+                    tally.add(groups, report)
+                self.step += 1
+                await self.make_live(self.step)
+                evaluated = await self.evaluate() if plan.due(plan.eval_interval, self.step) else {}
+                self.record.metrics(self.step, {**tally.metrics(*self.watch.lap()), **evaluated})
+                if plan.due(plan.save_interval, self.step):
+                    await self.save(self.step)
+                    saved = self.step
+        if saved < self.step:
+            await self.save(self.step)
+        return self.step
+
+    async def train(self, num_groups: int) -> tuple[list[RolloutGroup], StepReport | None]:
+        """One optimizer step. While the trainer works on a chunk, the next one is generated, taken and scored."""
+        groups, divisor, report = list[RolloutGroup](), 0.0, None
+        async with OneBehind(on_error=self.buffer.fail) as behind:
+            while len(groups) < num_groups:
+                chunk = await self.take(num_groups - len(groups), num_groups)
+                with self.watch("score"):
+                    samples = await self.lessons.prepare(chunk)
+                if samples:
+                    divisor += self.lessons.divisor(samples)
+                    await behind.start(self.forward_backward(samples))
+                groups += chunk
+        if divisor:
+            with self.watch("optim_step"):
+                report = await self.trainer.optim_step(divisor)
+        else:
+            self.record.event(
+                "nothing_to_learn", f"Step {self.step + 1}: all rewards of a batch equal their siblings'."
+            )
+        self.buffer.learned(groups)
+        return groups, report
+
+    async def take(self, wanted: int, groups_per_update: int) -> list[RolloutGroup]:
+        with self.watch("wait"):
+            return await self.buffer.take(
+                wanted,
+                groups_per_update=groups_per_update,
+                num_ranks=self.trainer.num_ranks,
+                seq_len=self.plan.seq_len,
+            )
+
+    async def forward_backward(self, samples: Sequence[Sample]) -> None:
+        with self.watch("forward_backward"):
+            await self.trainer.forward_backward(pack(samples, self.trainer.num_ranks, self.plan.seq_len))
+
+    async def make_live(self, version: int) -> None:
+        """The trainer's weights become the generators' and the scorer's."""
+        with self.watch("publish"):
+            manifest = await self.trainer.publish(version)
+        with self.watch("receive"):
+            receivers = [self.generators, self.scorer] if self.scorer else [self.generators]
+            await together(*(receiver.receive(manifest) for receiver in receivers))
+            await self.trainer.withdraw(version)
+        self.rollouts.next_version(version)
+
+    async def evaluate(self) -> dict[str, float]:
+        """Held-out rewards of the current weights, as metrics. Nothing is published meanwhile."""
+        if self.evaluation is None:
+            return {}
+        with self.watch("evaluate"):
+            report = await self.evaluation.run(self.step)
+        return report.metrics()

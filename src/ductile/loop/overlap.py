@@ -1,0 +1,62 @@
+"""Two ways to do things at the same time without losing sight of any."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+
+async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
+    """All results, in order. The first failure (or a cancellation) cancels the rest, sees them end, and is raised."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+class OneBehind:
+    """One piece of work at a time, behind the caller's back: `start` returns while it runs.
+
+    Starting the next waits for the one before; leaving the `async with` waits for the last, or cancels it when the
+    body failed. `on_error` hears of a failure at once, so that the caller can be woken from another wait.
+    """
+
+    def __init__(self, on_error: Callable[[BaseException], None]) -> None:
+        self._on_error = on_error
+        self._task: asyncio.Task[Any] | None = None
+
+    async def start(self, work: Coroutine[Any, Any, Any]) -> None:
+        try:
+            await self._finish()
+        except BaseException:
+            work.close()
+            raise
+        self._task = asyncio.create_task(work)
+        self._task.add_done_callback(self._done)
+
+    async def __aenter__(self) -> "OneBehind":
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            await self._finish()
+        elif self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _finish(self) -> None:
+        if self._task is not None:
+            task, self._task = self._task, None
+            try:
+                await task
+            except asyncio.CancelledError:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                raise
+
+    def _done(self, task: "asyncio.Task[Any]") -> None:
+        if not task.cancelled() and (error := task.exception()):
+            self._on_error(error)

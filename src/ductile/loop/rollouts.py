@@ -1,0 +1,81 @@
+"""Keeps the buffer full: as many prompt groups under way as it admits and as the generators have room for."""
+
+import asyncio
+
+from ductile.loop.buffer import Buffer
+from ductile.loop.episode import Episodes
+from ductile.loop.overlap import together
+from ductile.records import Prompt, Rollout, RolloutGroup, Sampling
+from ductile.roles import Generators
+
+
+class Rollouts:
+    """`async with rollouts:` generates until the block is left; then what is under way is aborted.
+
+    Waits for the buffer to admit a group (the trainer took one, or a version went live) and for answers to end (the
+    generators). An error in any group goes to `buffer.fail`, and so to the trainer's side of the loop.
+    """
+
+    def __init__(
+        self, buffer: Buffer, episodes: Episodes, generators: Generators, sampling: Sampling, group_size: int
+    ) -> None:
+        self._buffer, self._episodes, self._generators = buffer, episodes, generators
+        self._sampling, self._group_size = sampling, group_size
+        self._groups: dict[str, asyncio.Task[None]] = {}
+        self._num_playing = 0
+        self._filling: asyncio.Task[None] | None = None
+        self._leaving = False
+
+    async def __aenter__(self) -> "Rollouts":
+        self._filling = asyncio.create_task(self._fill())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._leaving = True
+        tasks = [task for task in (self._filling, *self._groups.values()) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def num_playing(self) -> int:
+        """Answers that are being generated or scored."""
+        return self._num_playing
+
+    def next_version(self, version: int) -> None:
+        """The generators sample from `version` now. What can only become too old is stopped and asked again."""
+        self._buffer.next_version(version)
+        for prompt in self._buffer.hopeless():
+            self._groups[prompt].cancel()
+
+    async def _fill(self) -> None:
+        try:
+            while True:
+                # Started only when there is room, so that tokens are as fresh as can be. The last group may not fit
+                # entirely: its members take the places of those that end first.
+                while self._num_playing < self._generators.capacity and (prompt := self._buffer.ask()):
+                    self._num_playing += self._group_size
+                    self._groups[prompt.id] = asyncio.create_task(self._answer(prompt))
+                await self._buffer.changed()
+        except Exception as error:
+            self._buffer.fail(error)
+
+    async def _answer(self, prompt: Prompt) -> None:
+        members = range(self._group_size)
+        try:
+            rollouts = await together(*(self._play(prompt, member) for member in members))
+            self._buffer.put(RolloutGroup(prompt, tuple(rollouts)))
+        except asyncio.CancelledError:
+            if not self._leaving:
+                self._buffer.give_up(prompt)
+        except Exception as error:
+            self._buffer.fail(error)
+        finally:
+            del self._groups[prompt.id]
+
+    async def _play(self, prompt: Prompt, member: int) -> Rollout:
+        try:
+            return await self._episodes.play(prompt, self._sampling, member)
+        finally:
+            self._num_playing -= 1
+            self._buffer.wake()

@@ -1,0 +1,95 @@
+"""What a training step is told of in `metrics.jsonl`: the groups it used and what the trainer made of them.
+
+reward_mean, reward_std          over the batch's answers
+length_mean                      sampled tokens an answer; truncated: the share that hit its limit
+off_policy_mean, off_policy_max  versions between a sampled token and the weights it trains
+loss, grad_norm, lr              of the trainer, mean over the step's optimizer steps; more as train/<name>
+tokens_per_s_generate            sampled tokens of the batch by the step's wall time
+tokens_per_s_train               prompt and sampled tokens by the seconds that the trainer was at work
+seconds/<phase>                  wall time by phase; phases overlap
+reward/<name>                    what the task's reward reports besides
+groups_equal, groups_dropped     groups without any advantage; groups that were too old (since the start)
+reward_errors, prompts_too_long  answers scored 0 by a failing reward; prompts skipped (since the start)
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import sqrt
+
+from ductile.core.batch.advantage import all_equal
+from ductile.records import RolloutGroup, StepReport
+
+AT_WORK = ("forward_backward", "optim_step")
+"""The phases in which the trainer computes."""
+
+
+class Tally:
+    """Of one step. `add` what it used, then ask for `metrics`."""
+
+    def __init__(self, version: int) -> None:
+        """version: of the weights that the step trains."""
+        self._version = version
+        self._groups: list[RolloutGroup] = []
+        self._reports: list[StepReport] = []
+
+    def add(self, groups: Iterable[RolloutGroup], report: StepReport | None) -> None:
+        """One optimizer step's share; without a report when there was nothing to learn from."""
+        self._groups += groups
+        if report is not None:
+            self._reports.append(report)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(sum(rollout.mask) for group in self._groups for rollout in group.rollouts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and answer, of every answer."""
+        return sum(
+            len(group.prompt.token_ids) + len(rollout.token_ids) for group in self._groups for rollout in group.rollouts
+        )
+
+    def metrics(self, step_s: float, seconds: Mapping[str, float]) -> dict[str, float]:
+        rollouts = [rollout for group in self._groups for rollout in group.rollouts]
+        rewards = [rollout.reward for rollout in rollouts]
+        ages = [
+            self._version - version
+            for rollout in rollouts
+            for version, sampled in zip(rollout.versions, rollout.mask, strict=True)
+            if sampled
+        ]
+        train_s = sum(seconds.get(phase, 0.0) for phase in AT_WORK)
+        values = {
+            "reward_mean": _mean(rewards),
+            "reward_std": sqrt(_mean([(reward - _mean(rewards)) ** 2 for reward in rewards])),
+            "length_mean": self.num_sampled_tokens / max(1, len(rollouts)),
+            "truncated": _mean([float(rollout.finish_reason == "length") for rollout in rollouts]),
+            "turns_mean": _mean([float(rollout.num_turns) for rollout in rollouts]),
+            "off_policy_mean": _mean([float(age) for age in ages]),
+            "off_policy_max": float(max(ages, default=0)),
+            "groups_equal": float(sum(all_equal([r.reward for r in group.rollouts]) for group in self._groups)),
+        }
+        if self._reports:
+            values |= {
+                "loss": _mean([report.loss for report in self._reports]),
+                "grad_norm": _mean([report.grad_norm for report in self._reports]),
+                "lr": self._reports[-1].lr,
+                "trained_tokens": float(sum(report.num_tokens for report in self._reports)),
+            }
+        values |= {f"train/{name}": value for name, value in mean_by_name([r.metrics for r in self._reports]).items()}
+        values |= {f"reward/{name}": value for name, value in mean_by_name([r.metrics for r in rollouts]).items()}
+        values |= {
+            "tokens_per_s_generate": self.num_sampled_tokens / max(step_s, 1e-9),
+            "tokens_per_s_train": self.num_tokens / max(train_s, 1e-9) if train_s else 0.0,
+            "step_s": step_s,
+        }
+        return values | {f"seconds/{phase}": spent_s for phase, spent_s in seconds.items()}
+
+
+def mean_by_name(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Each name's mean over the rows that have it."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: _mean([row[name] for row in rows if name in row]) for name in names}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(1, len(values))

@@ -1,0 +1,52 @@
+"""From the config's `task` table to a Task."""
+
+from typing import Any
+
+from ductile.config.imports import ImportPathError, import_object
+from ductile.config.orchestrator import BuiltinTask, ImportTask, JsonlTask, ReasoningGymTask
+from ductile.roles import Task
+from ductile.tasks.builtin import make_builtin
+from ductile.tasks.jsonl import JsonlDataset
+from ductile.tasks.reasoning_gym import ReasoningGym
+from ductile.tasks.task import TaskError
+
+AnyTaskConfig = ReasoningGymTask | JsonlTask | ImportTask | BuiltinTask
+
+
+def build_task(config: AnyTaskConfig) -> Task:
+    """Raises TaskError with a sentence when the data, the name or the import path is wrong."""
+    match config:
+        case ReasoningGymTask():
+            return ReasoningGym(
+                name=config.name,
+                config=dict(config.config),
+                size=config.size,
+                seed=config.seed,
+                system_prompt=config.system_prompt,
+                question_template=config.question_template,
+            )
+        case JsonlTask():
+            return JsonlDataset(config.path, config.reward, config.system_prompt)
+        case BuiltinTask():
+            return make_builtin(config.name, dict(config.config), config.size, config.seed)
+        case ImportTask():
+            return _import_task(config)
+
+
+def _import_task(config: ImportTask) -> Task:
+    try:
+        factory = import_object(config.import_path)
+    except ImportPathError as error:
+        raise TaskError(f"orchestrator.task.import_path: {error}") from error
+    if not callable(factory):
+        raise TaskError(f"orchestrator.task.import_path: {config.import_path} is no class and no function")
+    try:
+        task: Any = factory(**config.kwargs)
+    except Exception as error:
+        raise TaskError(f"{config.import_path}({config.kwargs}) raises {error!r}") from error
+    for method in ("__len__", "messages", "reward"):
+        if not callable(getattr(task, method, None)):
+            raise TaskError(f"{config.import_path} makes a task without `{method}`; see docs/tasks.md")
+    if len(task) < 1:
+        raise TaskError(f"{config.import_path} makes a task of {len(task)} examples")
+    return task

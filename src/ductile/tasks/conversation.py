@@ -1,0 +1,74 @@
+"""A conversation as token ids, turn by turn.
+
+The policy's own words are never tokenised again: decoding and encoding sampled ids need not give them back, and
+log-probs belong to ids. So a later turn extends the ids that were sampled, and only the environment's words go through
+the tokenizer. What a chat template writes between two turns comes out of a difference: the conversation is rendered
+twice, with two different answers in the assistant's place; what both have in common behind it is what follows an
+answer, end-of-turn token included.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class ChatTokenizer(Protocol):
+    """What is used of `ductile.tasks.tokenizer.Tokenizer`."""
+
+    @property
+    def has_chat_template(self) -> bool: ...
+
+    eos_token_ids: tuple[int, ...]
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+    def apply_chat_template(self, messages: Messages, add_generation_prompt: bool = True) -> list[int]: ...
+
+
+def first_turn(tokenizer: ChatTokenizer, messages: Messages) -> list[int]:
+    """The prompt. Without a chat template: the messages' texts, a line each, as a base model reads them."""
+    if tokenizer.has_chat_template:
+        return tokenizer.apply_chat_template(messages)
+    return tokenizer.encode("\n".join(message["content"] for message in messages))
+
+
+def next_turn(tokenizer: ChatTokenizer, first: Messages, answer: Sequence[int], reply: Messages) -> list[int]:
+    """What comes between the sampled `answer` and the policy's next word: its end of turn, where it did not sample
+    one, the environment's words, and the start of the policy's turn.
+
+    first: the conversation's first messages, of which some templates make a preamble.
+    """
+    if not tokenizer.has_chat_template:
+        text = "".join(f"\n{message['content']}" for message in reply) + "\n"
+        return tokenizer.encode(text, add_special_tokens=False)
+    between = _after_answer(tokenizer, first, reply, add_generation_prompt=True)
+    ended = bool(answer) and answer[-1] == between[0] and answer[-1] in tokenizer.eos_token_ids
+    return between[1:] if ended else between
+
+
+def end_of_turn(tokenizer: ChatTokenizer, first: Messages) -> int | None:
+    """The token that ends the assistant's turn: what SFT teaches to say last."""
+    if tokenizer.has_chat_template:
+        for token in _after_answer(tokenizer, first, [], add_generation_prompt=False):
+            if token in tokenizer.eos_token_ids:
+                return token
+    return tokenizer.eos_token_ids[0] if tokenizer.eos_token_ids else None
+
+
+def _after_answer(tokenizer: ChatTokenizer, first: Messages, reply: Messages, add_generation_prompt: bool) -> list[int]:
+    """The tokens behind an assistant's answer that stands between `first` and `reply`."""
+    a, b = (
+        tokenizer.apply_chat_template(
+            [*first, {"role": "assistant", "content": answer}, *reply], add_generation_prompt=add_generation_prompt
+        )
+        for answer in ("0", "1")
+    )
+    num_common = 0
+    for token_a, token_b in zip(reversed(a), reversed(b), strict=False):
+        if token_a != token_b:
+            break
+        num_common += 1
+    return a[len(a) - num_common :]

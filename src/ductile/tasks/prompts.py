@@ -1,0 +1,115 @@
+"""Which question is asked next, and which were asked and not yet learned from.
+
+Position `p` in the endless list of questions is epoch `p // n`, place `p % n` of that epoch's order. The state of a
+run is therefore one number and a short list: the next position, and the positions that are under way.
+"""
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ductile.records import Prompt
+from ductile.roles import Task
+from ductile.tasks.conversation import ChatTokenizer, first_turn
+from ductile.tasks.task import TaskError
+
+
+class ExampleOrder:
+    """Each epoch goes through all examples once, shuffled by `seed` and epoch, or as they are.
+
+    Example: `ExampleOrder([7, 8, 9], shuffle=False)[4]` is `(1, 8)`: epoch 1, example 8.
+    """
+
+    def __init__(self, examples: Sequence[int], seed: int = 0, shuffle: bool = True) -> None:
+        if not examples:
+            raise TaskError("there are no examples to train on: all of them are held out for evaluation")
+        self._examples, self._seed, self._shuffle = examples, seed, shuffle
+        self._epoch, self._order = -1, list[int]()
+
+    def __len__(self) -> int:
+        """Examples an epoch."""
+        return len(self._examples)
+
+    def __getitem__(self, position: int) -> tuple[int, int]:
+        """(epoch, example)"""
+        epoch, place = divmod(position, len(self._examples))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, list(self._examples)
+            if self._shuffle:
+                random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
+        return epoch, self._order[place]
+
+
+def split(num_examples: int, num_held_out: int) -> tuple[range, range]:
+    """(to train on, held out): the last ones are never trained on."""
+    num_held_out = min(num_held_out, num_examples)
+    return range(num_examples - num_held_out), range(num_examples - num_held_out, num_examples)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPosition:
+    """What a checkpoint keeps of `Prompts`."""
+
+    next: int = 0
+    under_way: tuple[int, ...] = ()
+
+
+class Prompts:
+    """Asks every example once an epoch: `ask`, then `learned`, or `give_back` when its answers were thrown away.
+
+    After a resume, what was under way at the save is asked first, in the same order.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        tokenizer: ChatTokenizer,
+        order: ExampleOrder,
+        max_tokens: int,
+        position: PromptPosition | None = None,
+        key: str = "train",
+    ) -> None:
+        """max_tokens: of a prompt; longer ones are skipped and counted in `num_too_long`.
+        key: the task's name in the run, "train" or "eval"."""
+        position = position or PromptPosition()
+        self._task, self._tokenizer, self._order, self._key = task, tokenizer, order, key
+        self._max_tokens = max_tokens
+        self._next = position.next
+        self._again = deque(position.under_way)
+        self._under_way: dict[str, int] = {}
+        self.num_too_long = 0
+
+    def ask(self) -> Prompt:
+        """Raises TaskError when an epoch long nothing fits into `max_tokens`."""
+        for _ in range(len(self._order) + len(self._again) + 1):
+            position = self._again.popleft() if self._again else self._advance()
+            prompt = self._prompt(position)
+            if len(prompt.token_ids) <= self._max_tokens:
+                self._under_way[prompt.id] = position
+                return prompt
+            self.num_too_long += 1
+        raise TaskError(
+            f"every prompt of {self._task.name} has more than {self._max_tokens} tokens; raise seq_len "
+            f"(inference.model.max_model_len, trainer.model.seq_len)"
+        )
+
+    def learned(self, prompt: Prompt) -> None:
+        """The optimizer has used its answers."""
+        del self._under_way[prompt.id]
+
+    def give_back(self, prompt: Prompt) -> None:
+        """Its answers are of no use: it is the next one to be asked."""
+        self._again.appendleft(self._under_way.pop(prompt.id))
+
+    def position(self) -> PromptPosition:
+        return PromptPosition(self._next, tuple(sorted([*self._under_way.values(), *self._again])))
+
+    def _advance(self) -> int:
+        self._next += 1
+        return self._next - 1
+
+    def _prompt(self, position: int) -> Prompt:
+        epoch, example = self._order[position]
+        token_ids = first_turn(self._tokenizer, self._task.messages(example))
+        return Prompt(f"{self._key}/{epoch}/{example}", self._key, example, tuple(token_ids))

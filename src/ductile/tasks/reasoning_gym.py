@@ -1,0 +1,64 @@
+"""Any data set of reasoning-gym, by name, with its own configuration and its own scorer."""
+
+from dataclasses import fields
+from typing import Any
+
+from ductile.roles import Task
+from ductile.tasks.task import TaskError, did_you_mean
+
+
+class ReasoningGym(Task):
+    """Procedural: example `i` is made when it is asked for, and is the same in every process.
+
+    The text between `<answer>` and `</answer>` is scored where the policy writes these tags, else all that it says.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: dict[str, Any],
+        size: int,
+        seed: int,
+        system_prompt: str | None = None,
+        question_template: str = "{question}",
+    ) -> None:
+        if "{question}" not in question_template:
+            raise TaskError(
+                f'question_template is "{question_template}": it must contain {{question}}, where the question goes'
+            )
+        self.name = name
+        self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self._template = question_template
+        self._dataset = _create(name, config, size, seed)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def messages(self, example: int) -> list[dict[str, str]]:
+        question = self._template.replace("{question}", self._dataset[example]["question"])
+        return [*self._system, {"role": "user", "content": question}]
+
+    def reward(self, example: int, answer: str) -> float:
+        from reasoning_gym.utils import extract_answer
+
+        return float(self._dataset.score_answer(extract_answer(answer) or answer.strip(), self._dataset[example]))
+
+
+def _create(name: str, config: dict[str, Any], size: int, seed: int) -> Any:
+    from reasoning_gym.factory import DATASETS  # here, as importing it takes two seconds
+
+    if name not in DATASETS:
+        raise TaskError(f'reasoning-gym has no data set "{name}"{did_you_mean(name, DATASETS)}')
+    dataset_class, config_class = DATASETS[name]
+    known = {field.name for field in fields(config_class)} - {"size", "seed"}
+    for key in config:
+        if key in ("size", "seed"):
+            raise TaskError(f"write `{key}` beside `name`, not inside `config`")
+        if key not in known:
+            raise TaskError(f'the config of reasoning-gym\'s {name} has no "{key}"{did_you_mean(key, known)}')
+    try:
+        settings = config_class(**config, size=size, seed=seed)
+        settings.validate()
+        return dataset_class(config=settings)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise TaskError(f"reasoning-gym's {name} refuses its config {config}: {error}") from error

@@ -1,0 +1,317 @@
+"""The loop's roles in memory, in virtual time: seconds pass only while everybody waits."""
+
+import asyncio
+import itertools
+import random
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from ductile.core.batch.advantage import mean_baseline
+from ductile.core.cluster.staleness import StalenessBound
+from ductile.loop.buffer import Buffer
+from ductile.loop.episode import Episodes
+from ductile.loop.evaluate import Evaluation
+from ductile.loop.lessons import Lessons
+from ductile.loop.loop import Loop, Plan
+from ductile.loop.rollouts import Rollouts
+from ductile.observe import Recorder
+from ductile.records import GenerateRequest, Generation, Manifest, Prompt, Sampling, StepReport
+from ductile.roles import Task
+from ductile.tasks.grader import Reply, Verdict
+from ductile.tasks.prompts import ExampleOrder, PromptPosition, Prompts
+from ductile.tasks.task import score
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """When nothing is ready, the clock jumps to the next timer."""
+
+    def __init__(self):
+        super().__init__()
+        self._now = 0.0
+        select = self._selector.select
+
+        def jump(timeout):
+            if timeout is None:
+                raise RuntimeError("deadlock: everybody waits, and no timer will wake anyone")
+            self._now += timeout
+            return select(0)
+
+        self._selector.select = jump
+
+    def time(self):
+        return self._now
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    """`asyncio.run` in virtual time. A task that is still alive at the end is an error."""
+    loop = VirtualTimeLoop()
+    try:
+        result = loop.run_until_complete(work)
+        left = [task for task in asyncio.all_tasks(loop) if not task.done()]
+        assert not left, f"left running: {left}"
+        return result
+    finally:
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+
+
+def clock() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Letters:
+    """A tokenizer: a token a character, 0 ends a turn. No chat template."""
+
+    has_chat_template = False
+    eos_token_ids = (0,)
+
+    def encode(self, text, add_special_tokens=True):
+        return [ord(letter) for letter in text]
+
+    def decode(self, token_ids, skip_special_tokens=True):
+        return "".join(chr(token) for token in token_ids if token)
+
+    def apply_chat_template(self, messages, add_generation_prompt=True):
+        raise AssertionError("there is none")
+
+
+class Count(Task):
+    """Example `i` asks "i"; the answer's last digit is its reward."""
+
+    name = "count"
+
+    def __init__(self, size=100):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def messages(self, example):
+        return [{"role": "user", "content": str(example)}]
+
+    def reward(self, example, answer):
+        return float(answer[-1]) if answer else 0.0
+
+
+class InProcessGraders:
+    """`Graders` without processes."""
+
+    def __init__(self, tasks):
+        self.tasks, self.num_errors = tasks, 0
+
+    async def reward(self, task, example, answer):
+        return Verdict(*score(self.tasks[task], example, answer))
+
+    async def reply(self, task, example, messages):
+        return Reply(self.tasks[task].reply(example, messages))
+
+
+@dataclass
+class Diary:
+    """Who did what when, in order."""
+
+    lines: list[tuple[float, str]] = field(default_factory=list)
+
+    def note(self, what):
+        self.lines.append((clock(), what))
+
+    def what(self, *starts):
+        return [what for _, what in self.lines if what.startswith(starts)]
+
+
+class FakeTrainer:
+    def __init__(self, diary, num_ranks=1, chunk_s=0.5, optim_s=0.1):
+        self.diary, self.num_ranks, self.chunk_s, self.optim_s = diary, num_ranks, chunk_s, optim_s
+        self.samples, self.divisors, self.steps, self.busy = [], [], 0, False
+        self.fail_at: int | None = None
+
+    async def forward_backward(self, batch):
+        assert not self.busy, "two forward_backward at once"
+        assert len(batch) == self.num_ranks
+        assert len({len(rank) for rank in batch}) == 1
+        samples = [sample for rank in batch for micro_batch in rank for sample in micro_batch.samples]
+        self.diary.note(f"forward_backward {len(samples)}")
+        self.busy = True
+        try:
+            await asyncio.sleep(self.chunk_s)
+        finally:
+            self.busy = False
+        if self.fail_at is not None and self.steps >= self.fail_at:
+            raise RuntimeError("slot 0 (train) was killed by SIGKILL while it ran ForwardBackward")
+        self.samples += samples
+        self.diary.note("forward_backward done")
+
+    async def optim_step(self, divisor):
+        assert not self.busy, "optim_step before forward_backward was done"
+        self.divisors.append(divisor)
+        await asyncio.sleep(self.optim_s)
+        self.steps += 1
+        self.diary.note("optim_step")
+        return StepReport(self.steps, loss=1.0, grad_norm=0.5, lr=1e-3, num_tokens=int(divisor))
+
+    async def publish(self, version):
+        self.diary.note(f"publish {version}")
+        return Manifest(version, "shared_memory", "nowhere", 0, 0, ())
+
+    async def withdraw(self, version):
+        self.diary.note(f"withdraw {version}")
+
+    async def save(self, path):
+        self.diary.note("save")
+
+    async def load(self, path):
+        self.diary.note("load")
+
+    async def export(self, path):
+        self.diary.note("export")
+
+
+class FakeGenerators:
+    """Samples one token a `token_s`; the last one is `digit(request)`, all carry the version live when sampled."""
+
+    def __init__(self, diary, capacity=8, delay=lambda request: 1.0, digit=None, receive_s=0.05, num_tokens=2):
+        self.diary, self.capacity, self.delay, self.receive_s = diary, capacity, delay, receive_s
+        self.num_tokens = num_tokens
+        counter = itertools.count()
+        self.digit = digit or (lambda request: next(counter) % 10)
+        self.version = -1
+        self.requests: list[GenerateRequest] = []
+        self.num_running = self.max_running = self.num_aborted = 0
+
+    async def generate(self, request):
+        assert self.version >= 0, "asked before the first weights were live"
+        self.requests.append(request)
+        self.num_running += 1
+        self.max_running = max(self.max_running, self.num_running)
+        tokens, versions = [], []
+        self.diary.note(f"start {request.group}")
+        try:
+            for _ in range(self.num_tokens):
+                versions.append(self.version)
+                await asyncio.sleep(self.delay(request) / self.num_tokens)
+                tokens.append(ord("x"))
+        except asyncio.CancelledError:
+            self.num_aborted += 1
+            raise
+        finally:
+            self.num_running -= 1
+        tokens[-1] = ord("0") + self.digit(request)
+        return Generation(request.id, tuple(tokens), (-0.5,) * len(tokens), tuple(versions), "stop")
+
+    async def receive(self, manifest):
+        await asyncio.sleep(self.receive_s)
+        self.version = manifest.version
+        self.diary.note(f"live {manifest.version}")
+
+
+class FakeScorer:
+    def __init__(self, diary, score_s=0.2):
+        self.diary, self.score_s, self.version = diary, score_s, -1
+
+    async def score(self, samples, model):
+        self.diary.note(f"score {model} with version {self.version}")
+        await asyncio.sleep(self.score_s)
+        value = -0.25 if model == "policy" else -1.0
+        return [(0.0,) + (value,) * (len(sample) - 1) for sample in samples]
+
+    async def receive(self, manifest):
+        self.version = manifest.version
+
+
+@dataclass
+class Stage:
+    """A whole loop in memory. Change what a test is about, then `run(stage.go())`."""
+
+    folder: Any
+    max_steps: int = 3
+    groups_per_step: int = 4
+    group_size: int = 2
+    n_minibatches: int = 1
+    max_async_level: int = 1
+    max_off_policy_steps: int = 8
+    eval_prompts: int = 0
+    eval_interval: int | None = None
+    save_interval: int | None = None
+    seq_len: int = 16
+    num_examples: int = 100
+    timeout_s: float = 1000.0
+    step: int = 0
+    position: PromptPosition | None = None
+    trainer: Callable[..., FakeTrainer] = FakeTrainer
+    generators: Callable[..., FakeGenerators] = FakeGenerators
+    scorer: Callable[..., FakeScorer] | None = None
+    needs_reference: bool = False
+    drop_zero_advantage: bool = True
+    diary: Diary = field(default_factory=Diary)
+    saved: list[tuple[int, PromptPosition]] = field(default_factory=list)
+    learned: list[tuple[int, Prompt]] = field(default_factory=list)
+
+    async def go(self, during: Callable[["Stage"], Coroutine[Any, Any, None]] | None = None) -> int:
+        self.stop = asyncio.Event()
+        self.record = Recorder(self.folder, clock=lambda: 0.0)
+        self.fake_trainer, self.fake_generators = self.trainer(self.diary), self.generators(self.diary)
+        self.fake_scorer = self.scorer(self.diary) if self.scorer else None
+        task, tokenizer = Count(self.num_examples), Letters()
+        tasks = {"train": task}
+        episodes = Episodes(tasks, tokenizer, self.fake_generators, InProcessGraders(tasks), max_len_tokens=64)
+        prompts = Prompts(task, tokenizer, ExampleOrder(range(self.num_examples), seed=1), 32, self.position)
+        learned, step_of = prompts.learned, lambda: self.loop.step
+
+        def note_learned(prompt):
+            self.learned.append((step_of(), prompt))
+            learned(prompt)
+
+        prompts.learned = note_learned
+        bound = StalenessBound(self.groups_per_step, self.max_async_level, self.max_off_policy_steps)
+        self.buffer = Buffer(
+            prompts, bound, self.record, version=self.step, max_steps=self.max_steps, timeout_s=self.timeout_s
+        )
+        self.rollouts = Rollouts(self.buffer, episodes, self.fake_generators, Sampling(), self.group_size)
+        held_out = [Prompt(f"eval/0/{i}", "train", i, (ord("7"),)) for i in range(self.eval_prompts)]
+
+        async def save(step):
+            self.diary.note(f"checkpoint {step}")
+            self.saved.append((step, self.buffer.position()))
+
+        self.loop = Loop(
+            Plan(
+                max_steps=self.max_steps,
+                groups_per_step=self.groups_per_step,
+                n_minibatches=self.n_minibatches,
+                seq_len=self.seq_len,
+                eval_interval=self.eval_interval,
+                save_interval=self.save_interval,
+            ),
+            self.fake_trainer,
+            self.fake_generators,
+            self.fake_scorer,
+            self.rollouts,
+            self.buffer,
+            Lessons(
+                self.fake_scorer,
+                advantage=mean_baseline,
+                needs_reference=self.needs_reference,
+                drop_zero_advantage=self.drop_zero_advantage,
+            ),
+            Evaluation(episodes, tokenizer, held_out, Sampling(temperature=0), self.record) if held_out else None,
+            save,
+            self.record,
+            self.stop,
+            self.step,
+        )
+        meanwhile = asyncio.create_task(during(self)) if during else None
+        try:
+            return await self.loop.run()
+        finally:
+            if meanwhile:
+                await meanwhile
+            self.record.close()
+
+
+def random_delays(seed: int, longest_s: float = 6.0) -> Callable[[GenerateRequest], float]:
+    """A delay a request, skewed: most are short, some are very long."""
+    draw = random.Random(seed)
+    return lambda request: longest_s * draw.random() ** 4
