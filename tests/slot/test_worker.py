@@ -102,7 +102,7 @@ def test_a_failing_handler_keeps_its_role(slot: Harness, hold):
 
 def test_commands_run_in_order_and_late_ones_still_run(slot: Harness, hold):
     hold("train", sleep_s=0.3)
-    with pytest.raises(Late, match="did not answer OptimStep within 0.05 s"):
+    with pytest.raises(Late, match=r"did not answer OptimStep within 0.05 s"):
         slot.ask(OptimStep(1.0), deadline_s=0.05)
     assert slot.ask(Ping()) == Done()
     assert slot.mailbox.unused == {"Done": 1}

@@ -13,7 +13,7 @@ from ductile.config.cluster import ClusterConfig
 from ductile.launch.cap import CpuCap
 from ductile.launch.processes import Process, ProcessServer, StartFailed
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.messages import Event, Hello, Stop
+from ductile.wire.messages import Done, Event, Hello, Stop
 from ductile.wire.router import Router
 
 ROLES = {
@@ -94,9 +94,10 @@ class LocalCluster:
         self._stopping = True
         if self._watching:
             self._watching.cancel()
-        alive = {slot: process for slot, process in self.processes.items() if process.code is None}
-        await self.mailbox.ask_all(dict.fromkeys(alive, Stop()), STOP_S)
-        leaving = [asyncio.create_task(process.ended.wait()) for process in alive.values()]
+        alive = [slot for slot, process in self.processes.items() if process.code is None]
+        outcomes = await self.mailbox.ask_all(dict.fromkeys(alive, Stop()), STOP_S)
+        willing = [slot for slot, outcome in outcomes.items() if isinstance(outcome, Done)]
+        leaving = [asyncio.create_task(self.processes[slot].ended.wait()) for slot in willing]
         if leaving:
             await asyncio.wait(leaving, timeout=STOP_S)
             for task in leaving:

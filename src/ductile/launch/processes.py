@@ -53,7 +53,7 @@ class Process:
 class ProcessServer:
     """Owns the server process. `on_exit(process)` is called in the event loop for each one that ends, wanted or not.
 
-    When the server itself ends, the kernel has killed all its processes; each is then reported as killed.
+    When the server itself ends, it is reported first; the kernel has killed all its processes, which come after.
     """
 
     def __init__(self, log: Path, environment: Mapping[str, str], on_exit: Callable[[Process], None]) -> None:
@@ -143,7 +143,7 @@ class ProcessServer:
             *lines, received = (received + chunk).split(b"\n")
             for line in lines:
                 self._understand(json.loads(line))
-        self._server_ended()
+        await self._server_ended()
 
     async def _receive(self) -> bytes:
         assert self._control is not None
@@ -167,12 +167,16 @@ class ProcessServer:
             case {"exited": str(name), "code": int(code)}:
                 self._end(self._processes[name], code)
 
-    def _server_ended(self) -> None:
+    async def _server_ended(self) -> None:
         if not self._ready.done():
             self._ready.set_exception(StartFailed(f"the process server ended while starting; see {self._log}"))
+        assert self._server is not None
+        server = Process("process server", self._server.pid, None, code=self._server.wait(1.0))
+        self._on_exit(server)
         for process in self._processes.values():
             if process.code is None:
-                process.said.append("the process server ended")
+                if process.pidfd is not None:
+                    await _ending_of(process.pidfd)
                 self._end(process, -signal.SIGKILL)
 
     def _end(self, process: Process, code: int) -> None:
@@ -180,6 +184,16 @@ class ProcessServer:
         process.heard.set()
         process.ended.set()
         self._on_exit(process)
+
+
+async def _ending_of(pidfd: int, deadline_s: float = 5.0) -> None:
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(pidfd, lambda: ended.done() or ended.set_result(None))
+    try:
+        await asyncio.wait([ended], timeout=deadline_s)
+    finally:
+        loop.remove_reader(pidfd)
 
 
 def _open_pidfd(pid: int) -> int | None:

@@ -94,18 +94,21 @@ class ForkServer:
     def _on_said(self, child: _Child) -> None:
         if child.pid not in self._children:
             return  # buried a moment ago, in the same round of the selector
+        if not self._relay(child):
+            self._selector.unregister(child.said_fd)
+
+    def _relay(self, child: _Child) -> bool:
+        """Pass on what the child said; False when it will say no more."""
         try:
             text = os.read(child.said_fd, 65536)
         except BlockingIOError:
-            return
-        if text:
-            for line in text.decode(errors="replace").splitlines():
-                self._send({"said": child.name, "text": line})
-        else:
-            self._selector.unregister(child.said_fd)
+            return True
+        for line in text.decode(errors="replace").splitlines():
+            self._send({"said": child.name, "text": line})
+        return bool(text)
 
     def _bury(self, child: _Child) -> None:
-        self._on_said(child)  # its last words
+        self._relay(child)  # its last words
         _, status = os.waitpid(child.pid, 0)
         del self._children[child.pid]
         with suppress(KeyError):

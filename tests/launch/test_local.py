@@ -1,0 +1,152 @@
+"""How the orchestrator learns that a slot is gone, and how it says so."""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from ductile.config.cluster import ClusterConfig
+from ductile.launch.local import LocalCluster
+from ductile.launch.processes import StartFailed
+from ductile.records import GenerateRequest, Sampling
+from ductile.roles import SlotLost
+from ductile.wire.messages import Generate, Hold, OptimStep, Ping
+from tests.launch.processes import is_running
+from tests.slot.echo import ECHO
+from tests.wire.carriers import eventually
+
+CPU = ClusterConfig(device="cpu")
+
+
+def run(story) -> None:
+    asyncio.run(asyncio.wait_for(story, 60))
+
+
+def assert_gone(pids: list[int]) -> None:
+    assert not [pid for pid in pids if is_running(pid)]
+
+
+def test_a_killed_slot_is_told_in_a_sentence_and_fails_what_was_asked(tmp_path: Path):
+    async def story():
+        async with LocalCluster([0, 1], CPU, tmp_path, ECHO) as cluster:
+            mailbox, pid = cluster.mailbox, cluster.processes[1].pid
+            await mailbox.ask(1, Hold("train", {"sleep_s": 300}, (1,)), 10)
+            asking = asyncio.create_task(mailbox.ask(1, OptimStep(1.0), 300))
+            await asyncio.sleep(0.1)
+            os.kill(pid, signal.SIGKILL)
+            async with asyncio.timeout(2):
+                sentence = await cluster.death()
+            assert sentence == f"slot 1 (train, pid {pid}) was killed by SIGKILL while running OptimStep"
+            with pytest.raises(SlotLost, match=re.escape(sentence)):
+                await asking
+            with pytest.raises(SlotLost, match=re.escape(sentence)):
+                await mailbox.ask(1, Ping(), 10)
+            await mailbox.ask(0, Ping(), 10)
+            pids = [process.pid for process in cluster.processes.values()]
+        assert_gone(pids)
+
+    run(story())
+
+
+@pytest.mark.parametrize(
+    ("step", "sentence"),
+    [
+        ("fails", r"slot 0 \(generate, pid \d+\) ended with exit code 1 \(RuntimeError: out of blocks\)"),
+        ("kills", r"slot 0 \(generate, pid \d+\) was killed by SIGSEGV"),
+    ],
+)
+def test_a_slot_that_fails_at_its_own_work(tmp_path: Path, step: str, sentence: str):
+    async def story():
+        async with LocalCluster([0], CPU, tmp_path, ECHO) as cluster:
+            await cluster.mailbox.ask(0, Hold("generate", {"step": step}, (0,)), 10)
+            with contextlib.suppress(SlotLost):  # it may fail before its answer to this is out
+                await cluster.mailbox.ask(0, Generate((GenerateRequest("a", (1,), Sampling()),)), 10)
+            assert re.match(sentence, await asyncio.wait_for(cluster.death(), 5))
+
+    run(story())
+    if step == "fails":
+        assert "out of blocks" in (tmp_path / "slot_0.log").read_text()
+
+
+def test_a_silent_slot_is_lost_and_killed(tmp_path: Path):
+    async def story():
+        config = ClusterConfig(device="cpu", heartbeat_timeout_s=2.5)
+        async with LocalCluster([0, 1], config, tmp_path, ECHO) as cluster:
+            pid = cluster.processes[0].pid
+            os.kill(pid, signal.SIGSTOP)
+            sentence = await asyncio.wait_for(cluster.death(), 10)
+            assert re.fullmatch(
+                rf"slot 0 \(pid {pid}\) was silent for \d s while idle \(cluster.heartbeat_timeout_s = 2.5\) "
+                "and has been killed",
+                sentence,
+            )
+            await eventually(lambda: not is_running(pid))
+            await cluster.mailbox.ask(1, Ping(), 10)
+
+    run(story())
+
+
+@pytest.mark.parametrize("name", ["store", "server"])
+def test_a_helper_process_that_dies_ends_the_run_too(tmp_path: Path, name: str):
+    async def story():
+        async with LocalCluster([0], CPU, tmp_path, ECHO) as cluster:
+            pid = {"store": cluster._store, "server": cluster._server._server}[name].pid
+            slots = [process.pid for process in cluster.processes.values()]
+            os.kill(pid, signal.SIGKILL)
+            sentence = await asyncio.wait_for(cluster.death(), 5)
+            called = {"store": "store", "server": "process server"}[name]
+            assert sentence == f"the process {called!r} (pid {pid}) was killed by SIGKILL"
+        assert_gone([pid, *slots])
+
+    run(story())
+
+
+def test_stopping_does_not_wait_for_a_slot_that_hangs(tmp_path: Path):
+    async def story():
+        async with LocalCluster([0, 1, 2], CPU, tmp_path, ECHO) as cluster:
+            await cluster.mailbox.ask(0, Hold("train", {"sleep_s": 300}, (0,)), 10)
+            hanging = asyncio.create_task(cluster.mailbox.ask(0, OptimStep(1.0), 300))
+            await cluster.mailbox.ask(1, Hold("train", {}, (0,)), 10)
+            os.kill(cluster.processes[2].pid, signal.SIGSTOP)
+            pids = [process.pid for process in cluster.processes.values()]
+            async with asyncio.timeout(9):
+                await cluster.stop()
+            hanging.cancel()
+            await asyncio.wait([hanging])
+        assert_gone(pids)
+        assert "echo is closed" in (tmp_path / "slot_1.log").read_text(), "an orderly end closes the roles"
+
+    run(story())
+
+
+def test_a_role_that_cannot_be_imported_is_told_at_the_start(tmp_path: Path):
+    async def story():
+        with pytest.raises(StartFailed, match=r"importing ductile.nowhere failed: ModuleNotFoundError.*processes.log"):
+            async with LocalCluster([0], CPU, tmp_path, {"train": "ductile.nowhere:TrainRole"}):
+                pass
+
+    run(story())
+
+
+def test_more_slots_than_devices_are_refused(tmp_path: Path):
+    async def story():
+        config = ClusterConfig(device="cuda")
+        with pytest.raises(StartFailed, match=r"slot 99 has no device: this machine has \d+ CUDA devices"):
+            async with LocalCluster([99], config, tmp_path, ECHO):
+                pass
+
+    run(story())
+
+
+def test_a_start_that_takes_too_long_is_given_up(tmp_path: Path):
+    async def story():
+        config = ClusterConfig(device="cpu", start_timeout_s=0.05)
+        with pytest.raises(StartFailed, match=r"within 0.05 s"):
+            async with LocalCluster([0], config, tmp_path, ECHO):
+                pass
+
+    run(story())
