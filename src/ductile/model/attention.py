@@ -27,7 +27,8 @@ class PackedAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not self.lengths:
-            return q  # nothing to attend to, but the graph goes on: a rank without work still runs its collectives
+            # Nothing to attend to, but all three stay in the graph: a rank without work still runs its collectives.
+            return torch.cat((q, k, v), dim=1)[:, : q.shape[1]]
         # One call a document. Padding them into a batch costs two copies each way and arithmetic on nothing; it was
         # slower at every mix of lengths that was tried, and four times slower where lengths differ much.
         outputs = [

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -138,9 +139,13 @@ def save_model(
     shutil.rmtree(building, ignore_errors=True)  # of a writer that was killed
     building.mkdir()
     try:
-        written = dtype or tensors[parameters(spec)[0].name].dtype
-        _write_config(building, spec, Path(source), written)
-        _write_weights(building, spec, tensors, written, max_shard_bytes)
+        in_order = (tensors[parameter.name] for parameter in parameters(spec))
+        if dtype is None:
+            first = next(in_order)
+            dtype, in_order = first.dtype, chain([first], in_order)
+            del first
+        _write_config(building, spec, Path(source), dtype)
+        _write_weights(building, spec, in_order, dtype, max_shard_bytes)
         _replace(folder, building)
     finally:
         shutil.rmtree(building, ignore_errors=True)
@@ -160,14 +165,14 @@ def _write_config(building: Path, spec: ModelSpec, source: Path, dtype: torch.dt
 
 
 def _write_weights(
-    building: Path, spec: ModelSpec, tensors: Mapping[str, Tensor], dtype: torch.dtype, max_shard_bytes: int
+    building: Path, spec: ModelSpec, tensors: Iterator[Tensor], dtype: torch.dtype, max_shard_bytes: int
 ) -> None:
     shards = _shards(spec, dtype.itemsize, max_shard_bytes)
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         entries = [Entry(part.name, DTYPES[dtype], part.shape, dtype.itemsize) for p in shard for part in p.parts]
-        write_safetensors(building / file, entries, (_bytes(tensors[p.name], p, dtype) for p in shard))
+        write_safetensors(building / file, entries, (_bytes(next(tensors), p, dtype) for p in shard))
         weight_map |= {entry.name: file for entry in entries}
     if len(shards) > 1:
         index = {"metadata": {"total_size": spec.num_parameters * dtype.itemsize}, "weight_map": weight_map}

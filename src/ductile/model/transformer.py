@@ -43,12 +43,12 @@ class Attention(nn.Module):
         self.heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         self.head_dim = spec.head_dim
         self.qkv_proj = nn.Linear(spec.hidden_size, sum(self.heads) * spec.head_dim, bias=spec.attention_bias)
-        self.o_proj = nn.Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=spec.output_bias)
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
+        self.o_proj = nn.Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=spec.output_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
-        q, k, v = self.qkv_proj(x).view(len(x), -1, self.head_dim).split(self.heads, dim=1)
+        q, k, v = self.qkv_proj(x).view(-1, sum(self.heads), self.head_dim).split(self.heads, dim=1)
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
         return self.o_proj(attend(layer, q, k, v).flatten(1))
 

@@ -194,8 +194,8 @@ def _rope(config: Mapping[str, object]) -> tuple[float, RopeScaling | None]:
         )
         if scaling.high_freq_factor <= scaling.low_freq_factor:
             raise SpecError(
-                f"{key}.high_freq_factor is {scaling.high_freq_factor}; it must be larger than low_freq_factor, which is "
-                f"{scaling.low_freq_factor}"
+                f"{key}.high_freq_factor is {scaling.high_freq_factor}; it must be larger than low_freq_factor, "
+                f"which is {scaling.low_freq_factor}"
             )
         return theta, scaling
     raise SpecError(f"{key}.rope_type is {kind!r}; ductile has 'default', 'linear' and 'llama3'")

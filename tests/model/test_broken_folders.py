@@ -1,0 +1,195 @@
+"""Model folders that cannot be used, and the sentence that each one gets."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ductile.model.checkpoint import ModelFolderError, load_model
+from tests.tiny import make_hf_model
+
+Break = Callable[[Path], None]
+
+
+def remove(name: str) -> Break:
+    return lambda folder: (folder / name).unlink()
+
+
+def write(name: str, text: str) -> Break:
+    def apply(folder: Path) -> None:
+        (folder / name).write_text(text)
+
+    return apply
+
+
+def config(**changes: Any) -> Break:
+    def apply(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return apply
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Break:
+    def apply(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        save_file(change(load_file(path)), path)
+
+    return apply
+
+
+def cut(name: str, num_bytes: int) -> Break:
+    def apply(folder: Path) -> None:
+        path = folder / name
+        path.write_bytes(path.read_bytes()[:num_bytes])
+
+    return apply
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def without(name: str) -> Break:
+    return tensors(lambda found: {key: value for key, value in found.items() if key != name})
+
+
+Q, V = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.self_attn.v_proj.weight"
+
+BROKEN: dict[str, tuple[Break, str]] = {
+    "no_config": (remove("config.json"), "{folder} has no config.json, so it is not a Hugging Face model folder"),
+    "bad_json": (write("config.json", '{"hidden_size": 32,'), "{folder}/config.json is not JSON: "),
+    "not_an_object": (write("config.json", "[1]"), "{folder}/config.json must hold a JSON object, not list"),
+    "architecture": (
+        config(architectures=["MambaForCausalLM"]),
+        "{folder}/config.json: architectures is 'MambaForCausalLM'; ductile has LlamaForCausalLM, Qwen2ForCausalLM, "
+        "Qwen3ForCausalLM",
+    ),
+    "missing_key": (config(intermediate_size=None), "{folder}/config.json: intermediate_size is missing"),
+    "heads": (
+        config(num_key_value_heads=3),
+        "{folder}/config.json: num_attention_heads 4 is not a multiple of num_key_value_heads 3",
+    ),
+    "rope_type": (
+        config(rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}),
+        "{folder}/config.json: rope_parameters.rope_type is 'yarn'; ductile has 'default', 'linear' and 'llama3'",
+    ),
+    "vocabulary": (
+        config(vocab_size=90),
+        "{folder}/model.safetensors: model.embed_tokens.weight has shape [102, 32], but config.json calls for [90, 32]",
+    ),
+    "other_heads": (
+        config(num_key_value_heads=4),
+        "{folder}/model.safetensors: model.layers.0.self_attn.k_proj.weight has shape [16, 32], but config.json calls "
+        "for [32, 32]",
+    ),
+    "no_weights": (
+        remove("model.safetensors"),
+        "{folder} has neither model.safetensors nor model.safetensors.index.json; ductile reads weights from these only",
+    ),
+    "pickle_only": (pickled, "It has pytorch_model.bin: convert that."),
+    "missing_tensor": (without(Q), f"{{folder}}/model.safetensors does not have {Q}, which config.json calls for"),
+    "missing_head": (
+        config(tie_word_embeddings=False),
+        "{folder}/model.safetensors does not have lm_head.weight, which config.json calls for; if it is tied, set "
+        "tie_word_embeddings to true",
+    ),
+    "more_layers": (
+        config(num_hidden_layers=3, layer_types=None),
+        "{folder}/model.safetensors does not have model.layers.2.input_layernorm.weight, which config.json calls for",
+    ),
+    "surplus_bias": (
+        tensors(lambda found: found | {V.replace("weight", "bias"): torch.zeros(16)}),
+        "{folder}/model.safetensors has model.layers.0.self_attn.v_proj.bias, which config.json does not call for",
+    ),
+    "wrong_shape": (
+        tensors(lambda found: found | {V: torch.zeros(16, 31)}),
+        f"{{folder}}/model.safetensors: {V} has shape [16, 31], but config.json calls for [16, 32]",
+    ),
+    "quantised": (
+        tensors(lambda found: found | {V: torch.zeros(16, 32, dtype=torch.int8)}),
+        f"{{folder}}/model.safetensors: {V} is int8; ductile reads float32, bfloat16 and float16, so save",
+    ),
+    "truncated": (cut("model.safetensors", 5000), "{folder}/model.safetensors is not a whole safetensors file ("),
+    "empty": (cut("model.safetensors", 0), "{folder}/model.safetensors is not a whole safetensors file ("),
+    "html_instead": (
+        write("model.safetensors", "<html>404 Not Found</html>"),
+        "{folder}/model.safetensors is not a whole safetensors file (",
+    ),
+}
+
+
+def second_shard(folder: Path) -> str:
+    return sorted(path.name for path in folder.glob("model-*.safetensors"))[1]
+
+
+def remove_shard(folder: Path) -> None:
+    (folder / second_shard(folder)).unlink()
+
+
+def cut_shard(folder: Path) -> None:
+    cut(second_shard(folder), 3000)(folder)
+
+
+def index(change: Callable[[dict[str, str]], object]) -> Break:
+    def apply(folder: Path) -> None:
+        path = folder / "model.safetensors.index.json"
+        content = json.loads(path.read_text())
+        path.write_text(json.dumps(content | {"weight_map": change(content["weight_map"])}))
+
+    return apply
+
+
+BROKEN_SHARDED: dict[str, tuple[Break, str]] = {
+    "missing_shard": (remove_shard, "{folder}/{shard} is missing, but model.safetensors.index.json names it"),
+    "truncated_shard": (cut_shard, "{folder}/{shard} is not a whole safetensors file ("),
+    "bad_index": (write("model.safetensors.index.json", "{"), "{folder}/model.safetensors.index.json is not JSON: "),
+    "no_map": (
+        index(lambda _: None),
+        "{folder}/model.safetensors.index.json has no weight_map from names to files; download it again",
+    ),
+    "not_listed": (
+        index(lambda files: {name: file for name, file in files.items() if name != Q}),
+        f"{{folder}}/model.safetensors.index.json does not have {Q}, which config.json calls for",
+    ),
+    "listed_in_the_wrong_file": (
+        index(lambda files: files | {Q: files["model.embed_tokens.weight"]}),
+        f"does not have {Q}, though model.safetensors.index.json says so; download it again",
+    ),
+}
+
+
+@pytest.mark.parametrize(("break_it", "message"), BROKEN.values(), ids=BROKEN)
+def test_broken_folder(break_it: Break, message: str, tmp_path: Path) -> None:
+    make_hf_model("qwen3").save_pretrained(tmp_path)
+    assert_refused(tmp_path, break_it, message)
+
+
+@pytest.mark.parametrize(("break_it", "message"), BROKEN_SHARDED.values(), ids=BROKEN_SHARDED)
+def test_broken_shards(break_it: Break, message: str, tmp_path: Path) -> None:
+    make_hf_model("qwen3").save_pretrained(tmp_path, max_shard_size="20KB")
+    assert_refused(tmp_path, break_it, message.replace("{shard}", second_shard(tmp_path)))
+
+
+def assert_refused(folder: Path, break_it: Break, message: str) -> None:
+    load_model(folder)
+    break_it(folder)
+    with pytest.raises(ModelFolderError) as caught:
+        load_model(folder)
+    assert message.format(folder=folder) in str(caught.value)
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ModelFolderError, match=f"there is no model folder {tmp_path}/nothing"):
+        load_model(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("num_layers", [0, 3])
+def test_layers_that_are_not_there(num_layers: int, tmp_path: Path) -> None:
+    make_hf_model("qwen3").save_pretrained(tmp_path)
+    with pytest.raises(ModelFolderError, match=f"has 2 layers; num_layers must be 1 to that, not {num_layers}"):
+        load_model(tmp_path, num_layers=num_layers)
