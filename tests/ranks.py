@@ -37,16 +37,36 @@ def start(function: Callable[..., Any], *arguments: Any) -> tuple[BaseProcess, C
     return process, ours
 
 
+def run_alone(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of `function(*arguments)` in a process of its own."""
+    process, connection = start(function, *arguments)
+    try:
+        return result_of(connection, function.__name__)
+    finally:
+        stop(process)
+
+
 def run_ranks(
-    num_ranks: int, function: Callable[..., Any], *arguments: Any, slots: Sequence[int] = (), timeout_s: float = 30.0
+    num_ranks: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    slots: Sequence[int] = (),
+    timeout_s: float = 30.0,
+    mourned: Sequence[int] = (),
 ) -> list[Any]:
-    """Call `function(groups, members, *arguments)` on `num_ranks` slots at once; their results, in rank order."""
+    """Call `function(groups, members, *arguments)` on `num_ranks` slots at once; their results, in rank order.
+
+    Slots in `mourned` are expected to die; their result is None.
+    """
     store = rendezvous.host_store()
     address = f"{rendezvous.LOOPBACK}:{store.port}"
     members = tuple(slots) or tuple(range(num_ranks))
     started = [start(_in_groups, function, slot, members, address, timeout_s, arguments) for slot in members]
     try:
-        return [_result(connection, f"slot {slot}") for slot, (_, connection) in zip(members, started, strict=True)]
+        return [
+            None if slot in mourned else result_of(connection, f"slot {slot}")
+            for slot, (_, connection) in zip(members, started, strict=True)
+        ]
     finally:
         stop(*(process for process, _ in started))
 
@@ -59,7 +79,7 @@ def stop(*processes: BaseProcess) -> None:
             process.join()
 
 
-def _result(connection: Connection, who: str) -> Any:
+def result_of(connection: Connection, who: str) -> Any:
     if not wait([connection], DEADLINE_S):
         raise RankFailed(f"{who} did not answer within {DEADLINE_S} s")
     try:

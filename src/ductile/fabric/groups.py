@@ -7,6 +7,7 @@ members' slot ids, so that `DeviceMesh`, FSDP2, DTensor and DCP (`process_group=
 
 import gc
 import os
+import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -27,7 +28,7 @@ class Groups:
     """Makes groups for one slot in one epoch. All members ask for the same groups in the same order.
 
     After a member's death, its neighbours get an error from the collective they are in; the others wait. Whoever gets
-    the error calls `destroy`: its sockets close, and so the error reaches everybody within milliseconds.
+    the error calls `abandon`: its sockets close, and so the error reaches everybody within milliseconds.
     """
 
     def __init__(self, slot: int, epoch: int, device: str, store: Store, timeout_s: float) -> None:
@@ -59,12 +60,19 @@ class Groups:
         return DeviceMesh.from_group(self.group(members), self._device.type, mesh=list(members), mesh_dim_names=(axis,))
 
     def destroy(self) -> None:
-        """Close every group. Meshes and modules made from them are dead; drop them before, or their sockets stay."""
-        while self._groups:
-            _, group = self._groups.popitem()
-            dist.destroy_process_group(group)
-            del group
-        gc.collect()  # an error's traceback may hold the last reference in a cycle
+        """Close every group, in the order of their making. What was made from them (meshes, modules) is dead."""
+        for members in list(self._groups):
+            dist.destroy_process_group(self._groups.pop(members))
+
+    def abandon(self, error: BaseException) -> None:
+        """`destroy` after a failure, so that the other members fail too instead of waiting.
+
+        A group's sockets close only when nothing refers to it any more. Drop models and meshes first; the locals of
+        the functions that failed are cleared here.
+        """
+        traceback.clear_frames(error.__traceback__)
+        self.destroy()
+        gc.collect()  # takes a tenth of a second, which only a failure is worth
 
     def _create(self, members: tuple[int, ...]) -> dist.ProcessGroup:
         if self._device.type == "cpu":

@@ -1,6 +1,5 @@
 """The train role of one slot: commands in, replies out."""
 
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
@@ -38,7 +37,7 @@ Tensors = Iterator[tuple[str, Tensor]]
 class TrainRole:
     """Follows `ductile.roles.SlotRole`. Every command but `Withdraw` goes to all members; they work in step.
 
-    When one of them fails in the middle of a collective, it destroys its groups, so that the others get an error
+    When one of them fails in the middle of a collective, it abandons its groups, so that the others get an error
     within milliseconds instead of waiting for the timeout. The role is lost then: `Drop` it and hold it anew.
     """
 
@@ -126,11 +125,8 @@ class TrainRole:
         try:
             yield
         except Exception as error:
-            # Sockets close only when nothing refers to their group any more: neither the model nor the locals of the
-            # functions that failed.
             self._trainer = None
-            traceback.clear_frames(error.__traceback__)
-            self._groups.destroy()
+            self._groups.abandon(error)
             raise
 
 

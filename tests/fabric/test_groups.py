@@ -1,0 +1,123 @@
+"""Groups come and go among any slots, work with what torch builds on groups, and let nobody hang."""
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from ductile.fabric.groups import Groups
+from tests.ranks import run_ranks
+
+
+def sum_and_coordinates(groups: Groups, members: tuple[int, ...]) -> tuple[float, int, int, int]:
+    group = groups.group(members)
+    value = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(value, group=group)
+    return value.item(), dist.get_rank(group), dist.get_world_size(group), groups.mesh(members).get_local_rank()
+
+
+def test_slot_ids_may_be_any_numbers_in_any_order() -> None:
+    results = run_ranks(3, sum_and_coordinates, slots=(501, 7, 30))
+    assert results == [(538.0, 0, 3, 0), (538.0, 1, 3, 1), (538.0, 2, 3, 2)]
+
+
+def gathered(groups: Groups, members: tuple[int, ...]) -> list[float]:
+    mesh = groups.mesh(members)
+    rank = mesh.get_local_rank()
+    local = torch.arange(2.0) + 2 * rank if rank < 2 else torch.empty(0)
+    tensor = DTensor.from_local(local, mesh, [Shard(0)], shape=torch.Size([4]), stride=(1,))
+    return tensor.full_tensor().tolist()
+
+
+def test_dtensor_works_on_a_group() -> None:
+    assert run_ranks(3, gathered, slots=(4, 9, 2)) == [[0.0, 1.0, 2.0, 3.0]] * 3
+
+
+def subgroups(groups: Groups, members: tuple[int, ...]) -> tuple[bool, float]:
+    pair = members[:2] if dist.get_rank() in members[:2] else members[2:]
+    whole, half = groups.group(members), groups.group(pair)
+    value = torch.ones(1)
+    dist.all_reduce(value, group=half)
+    dist.all_reduce(value, group=whole)
+    return groups.group(members) is whole and half is not whole, value.item()
+
+
+def test_groups_are_kept_by_member_list_and_overlap() -> None:
+    assert run_ranks(4, subgroups) == [(True, 8.0)] * 4
+
+
+def create_and_destroy(groups: Groups, members: tuple[int, ...]) -> tuple[list[int], list[int], int]:
+    store, slot = groups._store, dist.get_rank()
+    num_fds, num_threads = [], []
+    for epoch in range(1, 51):
+        cycle = Groups(slot, epoch, "cpu", store, 20.0)
+        value = torch.ones(1)
+        dist.all_reduce(value, group=cycle.group(members))
+        assert value.item() == len(members)
+        cycle.destroy()
+        num_fds.append(len(os.listdir("/proc/self/fd")))
+        num_threads.append(len(os.listdir("/proc/self/task")))
+    groups.group(members)  # all have left the cycles
+    return num_fds, num_threads, len(store.list_keys())
+
+
+def test_fifty_groups_come_and_go_without_a_trace() -> None:
+    for num_fds, num_threads, num_keys in run_ranks(2, create_and_destroy):
+        assert max(num_fds[10:]) <= num_fds[10] + 1
+        assert max(num_threads[10:]) <= num_threads[10] + 1
+        assert num_keys == 0
+
+
+def die_or_be_told(groups: Groups, members: tuple[int, ...]) -> tuple[str, float]:
+    group = groups.group(members)
+    if dist.get_rank() == members[-1]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for _ in range(1000):
+            dist.all_reduce(torch.ones(1000), group=group)
+    except RuntimeError as error:
+        text = str(error)
+        del group
+        groups.abandon(error)
+    else:
+        text = "nobody told me"
+    next_epoch = Groups(dist.get_rank(), 1, "cpu", groups._store, 20.0)
+    value = torch.ones(1)
+    dist.all_reduce(value, group=next_epoch.group(members[:-1]))
+    next_epoch.destroy()
+    return text, value.item()
+
+
+def test_a_death_frees_everybody_long_before_the_timeout_and_survivors_regroup() -> None:
+    *told, _ = run_ranks(4, die_or_be_told, timeout_s=300.0, mourned=[3])  # above what the harness waits
+    for text, regrouped in told:
+        assert text != "nobody told me"
+        assert "Timed out" not in text
+        assert regrouped == 3.0
+
+
+def join_late(groups: Groups, members: tuple[int, ...]) -> str:
+    if dist.get_rank() == members[0]:
+        return "stayed away"
+    with pytest.raises(RuntimeError) as caught:
+        groups.group(members)
+    return type(caught.value).__name__
+
+
+def test_a_member_that_never_comes_is_waited_for_no_longer_than_the_timeout() -> None:
+    away, *came = run_ranks(2, join_late, timeout_s=2.0)
+    assert away == "stayed away"
+    assert came[0].endswith("Error")
+
+
+def ask_as_a_stranger(groups: Groups, members: tuple[int, ...]) -> str:
+    with pytest.raises(ValueError, match="is not among the members") as caught:
+        groups.group((88, 89))
+    return str(caught.value)
+
+
+def test_only_members_ask_for_a_group() -> None:
+    assert run_ranks(1, ask_as_a_stranger, slots=(5,)) == ["slot 5 is not among the members (88, 89)"]

@@ -1,0 +1,46 @@
+import multiprocessing
+import socket
+from pathlib import Path
+
+import pytest
+
+from ductile.fabric import rendezvous
+
+
+def test_the_store_process_says_its_port_serves_and_ends_with_its_parent() -> None:
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=rendezvous.serve, args=(theirs,))
+    process.start()
+    theirs.close()
+    assert ours.poll(30.0)
+    port = ours.recv()
+    one = rendezvous.connect(f"127.0.0.1:{port}", timeout_s=10.0)
+    other = rendezvous.connect(f"127.0.0.1:{port}", timeout_s=10.0)
+    one.set("key", "value")
+    assert other.get("key") == b"value"
+    ours.close()
+    process.join(10.0)
+    assert process.exitcode == 0
+
+
+def test_it_listens_on_loopback_alone() -> None:
+    store = rendezvous.host_store()
+    listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if " 0A " in line]
+    listening += [line.split()[1] for line in Path("/proc/net/tcp6").read_text().splitlines()[1:] if " 0A " in line]
+    assert [address for address in listening if address.endswith(f":{store.port:04X}")] == [
+        f"0100007F:{store.port:04X}"
+    ]
+
+
+def test_nobody_there_is_an_error_within_the_timeout() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(RuntimeError):
+        rendezvous.connect(f"127.0.0.1:{port}", timeout_s=1.0)
+
+
+@pytest.mark.parametrize("address", ["", "localhost", "localhost:", ":80", "localhost:x"])
+def test_an_address_without_host_or_port_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="it must be host:port"):
+        rendezvous.connect(address, timeout_s=1.0)
