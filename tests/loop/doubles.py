@@ -298,6 +298,7 @@ class Stage:
             ),
             Evaluation(episodes, tokenizer, held_out, Sampling(temperature=0), self.record) if held_out else None,
             save,
+            lambda: {"groups_dropped": float(self.buffer.num_dropped), "reward_errors": 0.0},
             self.record,
             self.stop,
             self.step,

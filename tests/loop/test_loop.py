@@ -224,7 +224,7 @@ def test_a_killed_run_repeats_only_what_the_checkpoint_does_not_know(tmp_path):
     after = {prompt.id for _, prompt in again.learned}
     assert not before & after
     assert len(before | after) == 24
-    assert Progress.from_json({"step": step, "prompts": {"next": 1, "under_way": [3]}, "totals": {}}).step == step
+    assert Progress.from_json({"step": step, "prompts": {"next": 1, "under_way": [3]}}).step == step
 
 
 def test_an_error_of_a_generator_ends_the_run_with_its_sentence(tmp_path):

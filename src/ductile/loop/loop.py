@@ -57,14 +57,16 @@ class Loop:
         lessons: Lessons,
         evaluation: Evaluation | None,
         save: Callable[[int], Awaitable[None]],
+        counts: Callable[[], dict[str, float]],
         record: Recorder,
         stop: asyncio.Event,
         step: int = 0,
     ) -> None:
-        """save(step): writes a checkpoint. stop: once set, the running step is the last. step: what is done already."""
+        """save(step): writes a checkpoint. counts: further metrics, of the run so far. stop: once set, the running step
+        is the last. step: what is done already."""
         self.plan, self.trainer, self.generators, self.scorer = plan, trainer, generators, scorer
         self.rollouts, self.buffer, self.lessons, self.evaluation = rollouts, buffer, lessons, evaluation
-        self.save, self.record, self.stop, self.step = save, record, stop, step
+        self.save, self.counts, self.record, self.stop, self.step = save, counts, record, stop, step
         self.watch = Stopwatch()
 
     async def run(self) -> int:
@@ -74,6 +76,7 @@ class Loop:
         async with self.rollouts:
             if self.step == 0:
                 self.record.metrics(0, await self.evaluate())
+            self.watch.lap()
             while self.step < plan.max_steps and not self.stop.is_set():
                 tally = Tally(version=self.step)
                 for num_groups in shares(plan.groups_per_step, plan.n_minibatches):
@@ -82,7 +85,7 @@ class Loop:
                 self.step += 1
                 await self.make_live(self.step)
                 evaluated = await self.evaluate() if plan.due(plan.eval_interval, self.step) else {}
-                self.record.metrics(self.step, {**tally.metrics(*self.watch.lap()), **evaluated})
+                self.record.metrics(self.step, {**tally.metrics(*self.watch.lap()), **evaluated, **self.counts()})
                 if plan.due(plan.save_interval, self.step):
                     await self.save(self.step)
                     saved = self.step

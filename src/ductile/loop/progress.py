@@ -1,7 +1,7 @@
 """How far a run has come, and the folders in which a checkpoint keeps it.
 
     state/step_20/trainer/        the trainer's state (DCP), for any number of slots
-    state/step_20/progress.json   step, data position, totals
+    state/step_20/progress.json   step and data position
     state/step_20/complete.json   every file with its size; written last
 
 A checkpoint is made under another name and renamed when it is whole, so `step_20` is complete or not there. What a kill
@@ -33,13 +33,11 @@ class Progress:
     step: int = 0
     """Batches trained on; also the version of the weights."""
     prompts: PromptPosition = field(default_factory=PromptPosition)
-    totals: dict[str, float] = field(default_factory=dict[str, float])
-    """What `summary.json` adds up over all lives of the run."""
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> "Progress":
         prompts = PromptPosition(value["prompts"]["next"], tuple(value["prompts"]["under_way"]))
-        return Progress(value["step"], prompts, dict(value["totals"]))
+        return Progress(value["step"], prompts)
 
 
 class Checkpoints:

@@ -78,6 +78,8 @@ class Tally:
         values |= {f"train/{name}": value for name, value in mean_by_name([r.metrics for r in self._reports]).items()}
         values |= {f"reward/{name}": value for name, value in mean_by_name([r.metrics for r in rollouts]).items()}
         values |= {
+            "sampled_tokens": float(self.num_sampled_tokens),
+            "tokens": float(self.num_tokens),
             "tokens_per_s_generate": self.num_sampled_tokens / max(step_s, 1e-9),
             "tokens_per_s_train": self.num_tokens / max(train_s, 1e-9) if train_s else 0.0,
             "step_s": step_s,

@@ -6,7 +6,7 @@ run is therefore one number and a short list: the next position, and the positio
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ductile.records import Prompt
@@ -68,17 +68,15 @@ class Prompts:
         order: ExampleOrder,
         max_tokens: int,
         position: PromptPosition | None = None,
-        key: str = "train",
+        on_too_long: Callable[[str], None] = lambda sentence: None,
     ) -> None:
-        """max_tokens: of a prompt; longer ones are skipped and counted in `num_too_long`.
-        key: the task's name in the run, "train" or "eval"."""
+        """max_tokens: of a prompt; longer ones are skipped. on_too_long: told of it in a sentence."""
         position = position or PromptPosition()
-        self._task, self._tokenizer, self._order, self._key = task, tokenizer, order, key
-        self._max_tokens = max_tokens
+        self._task, self._tokenizer, self._order = task, tokenizer, order
+        self._max_tokens, self._on_too_long = max_tokens, on_too_long
         self._next = position.next
         self._again = deque(position.under_way)
         self._under_way: dict[str, int] = {}
-        self.num_too_long = 0
 
     def ask(self) -> Prompt:
         """Raises TaskError when an epoch long nothing fits into `max_tokens`."""
@@ -88,7 +86,7 @@ class Prompts:
             if len(prompt.token_ids) <= self._max_tokens:
                 self._under_way[prompt.id] = position
                 return prompt
-            self.num_too_long += 1
+            self._on_too_long(f"Skipped {prompt.id}: {len(prompt.token_ids)} tokens, at most {self._max_tokens} fit.")
         raise TaskError(
             f"every prompt of {self._task.name} has more than {self._max_tokens} tokens; raise seq_len "
             f"(inference.model.max_model_len, trainer.model.seq_len)"
@@ -112,4 +110,4 @@ class Prompts:
     def _prompt(self, position: int) -> Prompt:
         epoch, example = self._order[position]
         token_ids = first_turn(self._tokenizer, self._task.messages(example))
-        return Prompt(f"{self._key}/{epoch}/{example}", self._key, example, tuple(token_ids))
+        return Prompt(f"train/{epoch}/{example}", "train", example, tuple(token_ids))

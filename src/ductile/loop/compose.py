@@ -1,0 +1,275 @@
+"""From a config to a running circle. `prepare` reads and checks, before any process starts; `run_circle` runs.
+
+prepared = prepare(config)                         tokenizer, tasks, where to resume; raises what is wrong
+... start the slots with `prepared.trainer`, which knows how many optimizer steps there will be ...
+result = await run_circle(prepared, trainer, generators, scorer, record, stop)
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from ductile.config.imports import ImportPathError, import_object
+from ductile.config.orchestrator import AdvantageConfig, SamplingConfig
+from ductile.config.run import RLConfig
+from ductile.config.trainer import GRPOLoss, TrainerConfig
+from ductile.core.batch.advantage import ADVANTAGES, Advantage
+from ductile.core.cluster.staleness import StalenessBound
+from ductile.loop.buffer import Buffer
+from ductile.loop.episode import Episodes
+from ductile.loop.evaluate import EvalReport, Evaluation
+from ductile.loop.lessons import Lessons
+from ductile.loop.loop import Loop, Plan
+from ductile.loop.progress import Checkpoints, Progress
+from ductile.loop.report import summarise_rl
+from ductile.loop.rollouts import Rollouts
+from ductile.loop.saving import Saver
+from ductile.observe import Recorder, read_jsonl
+from ductile.records import Prompt, Sampling
+from ductile.roles import Generators, Scorer, Task, Trainer
+from ductile.tasks.build import build_task
+from ductile.tasks.conversation import first_turn
+from ductile.tasks.grader import Graders
+from ductile.tasks.prompts import ExampleOrder, Prompts, split
+from ductile.tasks.task import TaskError
+from ductile.tasks.tokenizer import Tokenizer
+
+BENCH_STEPS = 4
+"""The first one warms up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    config: RLConfig
+    plan: Plan
+    trainer: TrainerConfig
+    """As the train slots need it: `max_steps` counts optimizer steps."""
+    tokenizer: Tokenizer
+    tasks: Mapping[str, Task]
+    """By `Prompt.task`: "train", and "eval" when it is another one."""
+    train_examples: Sequence[int]
+    eval_prompts: Sequence[Prompt]
+    advantage: Advantage
+    checkpoints: Checkpoints
+    progress: Progress
+    """Where to go on; step 0 for a new run."""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.output_dir)
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    step: int
+    summary: Mapping[str, Any]
+    first: EvalReport | None
+    """Before any training; None when the run was resumed or has no evaluation. So is `last`, of this life."""
+    last: EvalReport | None
+    model_folder: Path | None
+    """The HF folder, when one was written."""
+
+
+def prepare(config: RLConfig) -> Prepared:
+    """Everything that can be wrong with data and checkpoints is found here.
+
+    Raises TaskError, TokenizerError, ImportPathError or CheckpointError, each with a sentence.
+    """
+    orchestrator, bench = config.orchestrator, config.bench is not None
+    tokenizer = Tokenizer.from_folder(str(config.inference.model.name), config.inference.model.chat_template)
+    assert orchestrator.task is not None, "preflight asks for a task"
+    tasks = {"train": build_task(orchestrator.task)}
+    train_examples: Sequence[int] = range(len(tasks["train"]))
+    eval_prompts: list[Prompt] = []
+    if orchestrator.eval.enabled and not bench:
+        name, held_out = "train", range(0)
+        if orchestrator.eval.task is None:
+            train_examples, held_out = split(len(tasks["train"]), orchestrator.eval.num_examples)
+        else:
+            name, tasks["eval"] = "eval", build_task(orchestrator.eval.task)
+            held_out = range(min(len(tasks["eval"]), orchestrator.eval.num_examples))
+        eval_prompts = _eval_prompts(tokenizer, tasks[name], name, held_out, config.inference.model.max_model_len)
+    groups_per_step = orchestrator.batch_size // orchestrator.rollouts_per_example
+    one_epoch = max(1, len(train_examples) // groups_per_step)
+    max_steps = BENCH_STEPS if bench else config.max_steps or orchestrator.max_steps or one_epoch
+    plan = Plan(
+        max_steps=max_steps,
+        groups_per_step=groups_per_step,
+        n_minibatches=orchestrator.n_minibatches,
+        seq_len=config.trainer.model.seq_len,
+        eval_interval=orchestrator.eval.interval,
+        save_interval=config.ckpt.interval,
+    )
+    checkpoints = Checkpoints(Path(config.output_dir) / "state", config.ckpt.keep_last)
+    resume_step = None if bench or config.ckpt.resume_step is None else checkpoints.find(config.ckpt.resume_step)
+    return Prepared(
+        config=config,
+        plan=plan,
+        trainer=config.trainer.model_copy(update={"max_steps": max_steps * orchestrator.n_minibatches}),
+        tokenizer=tokenizer,
+        tasks=tasks,
+        train_examples=train_examples,
+        eval_prompts=eval_prompts,
+        advantage=_advantage(orchestrator.advantage),
+        checkpoints=checkpoints,
+        progress=Progress() if resume_step is None else checkpoints.load(resume_step),
+    )
+
+
+async def run_circle(
+    prepared: Prepared,
+    trainer: Trainer,
+    generators: Generators,
+    scorer: Scorer | None,
+    record: Recorder,
+    stop: asyncio.Event,
+    slots: Mapping[str, Sequence[int]],
+    began_s: float | None = None,
+) -> RunResult:
+    """Run until `max_steps` or `stop`; writes metrics, checkpoints, `model/` and `summary.json`.
+
+    stop: set by the first Ctrl-C; the running step is finished and saved. slots: by role, for the summary.
+    began_s: `time.perf_counter()` of the command's start, for `wall_s`; default: now.
+    Raises what a role raises (SlotLost, Late, Refused), and TaskError when a task cannot be made in a grader.
+    """
+    began_s = time.perf_counter() if began_s is None else began_s
+    config, plan, progress = prepared.config, prepared.plan, prepared.progress
+    model_folder = prepared.folder / "model" if config.ckpt.export_model and config.bench is None else None
+    saver = Saver(trainer, prepared.checkpoints, record, model_folder)
+    await saver.resume(progress)
+    earlier_s = sum(row.get("step_s") or 0.0 for row in read_jsonl(record.folder / "metrics.jsonl"))
+    async with _graders(prepared, record) as graders:
+        episodes = Episodes(
+            prepared.tasks, prepared.tokenizer, generators, graders, config.inference.model.max_model_len
+        )
+        buffer = _buffer(prepared, record)
+        rollouts = Rollouts(
+            buffer,
+            episodes,
+            generators,
+            to_sampling(config.orchestrator.sampling),
+            config.orchestrator.rollouts_per_example,
+        )
+        evaluation = Evaluation(
+            episodes,
+            prepared.tokenizer,
+            prepared.eval_prompts,
+            to_sampling(config.orchestrator.eval.sampling),
+            record,
+            config.orchestrator.eval.samples_per_example,
+        )
+
+        async def save(step: int) -> None:
+            if config.bench is None:
+                await saver.save(Progress(step, buffer.position()))
+
+        loop = Loop(
+            plan=plan,
+            trainer=trainer,
+            generators=generators,
+            scorer=scorer,
+            rollouts=rollouts,
+            buffer=buffer,
+            lessons=_lessons(prepared, scorer),
+            evaluation=evaluation if prepared.eval_prompts else None,
+            save=save,
+            counts=lambda: {
+                "groups_dropped": float(buffer.num_dropped),
+                "reward_errors": float(graders.num_errors),
+            },
+            record=record,
+            stop=stop,
+            step=progress.step,
+        )
+        step = await loop.run()
+    wall_s = earlier_s + time.perf_counter() - began_s
+    summary = summarise_rl(read_jsonl(record.folder / "metrics.jsonl"), slots, wall_s)
+    record.summary(summary)
+    return RunResult(
+        step=step,
+        summary=summary,
+        first=evaluation.first if progress.step == 0 else None,
+        last=evaluation.last,
+        model_folder=model_folder if model_folder and model_folder.exists() else None,
+    )
+
+
+def _graders(prepared: Prepared, record: Recorder) -> Graders:
+    orchestrator = prepared.config.orchestrator
+    configs = {"train": orchestrator.task, "eval": orchestrator.eval.task}
+    return Graders(
+        {name: config.model_dump() for name, config in configs.items() if config and name in prepared.tasks},
+        orchestrator.num_reward_workers,
+        orchestrator.reward_timeout_s,
+        on_error=lambda sentence: record.event("reward_error", f"Scored 0: {sentence}."),
+    )
+
+
+def _buffer(prepared: Prepared, record: Recorder) -> Buffer:
+    orchestrator, progress = prepared.config.orchestrator, prepared.progress
+    prompts = Prompts(
+        prepared.tasks["train"],
+        prepared.tokenizer,
+        ExampleOrder(prepared.train_examples, orchestrator.seed, orchestrator.shuffle),
+        prepared.config.inference.model.max_model_len - 1,
+        progress.prompts,
+        on_too_long=lambda sentence: record.event("prompt_skipped", sentence),
+    )
+    return Buffer(
+        prompts,
+        StalenessBound(prepared.plan.groups_per_step, orchestrator.max_async_level, orchestrator.max_off_policy_steps),
+        record,
+        version=progress.step,
+        max_steps=prepared.plan.max_steps,
+        timeout_s=prepared.config.cluster.command_timeout_s,
+    )
+
+
+def _lessons(prepared: Prepared, scorer: Scorer | None) -> Lessons:
+    loss, orchestrator = prepared.config.trainer.loss, prepared.config.orchestrator
+    return Lessons(
+        scorer,
+        advantage=prepared.advantage,
+        normalisation=loss.normalise if isinstance(loss, GRPOLoss) else "token_mean",
+        temperature=orchestrator.sampling.temperature,
+        drop_zero_advantage=orchestrator.drop_zero_advantage,
+        needs_reference=isinstance(loss, GRPOLoss) and loss.kl_coef > 0,
+    )
+
+
+def _advantage(config: AdvantageConfig) -> Advantage:
+    if config.type != "custom":
+        return ADVANTAGES[config.type]
+    function: Any = import_object(str(config.import_path))
+    if not callable(function):
+        raise ImportPathError(f"orchestrator.advantage.import_path: {config.import_path} is no function")
+    return cast(Advantage, function)
+
+
+def _eval_prompts(
+    tokenizer: Tokenizer, task: Task, name: str, examples: Sequence[int], max_len_tokens: int
+) -> list[Prompt]:
+    """Held-out questions that leave room for an answer. Raises TaskError when none does."""
+    prompts = [
+        Prompt(f"eval/0/{example}", name, example, tuple(first_turn(tokenizer, task.messages(example))))
+        for example in examples
+    ]
+    fitting = [prompt for prompt in prompts if len(prompt.token_ids) < max_len_tokens]
+    if prompts and not fitting:
+        raise TaskError(f"every held-out prompt has {max_len_tokens} tokens or more (inference.model.max_model_len)")
+    return fitting
+
+
+def to_sampling(config: SamplingConfig) -> Sampling:
+    return Sampling(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
+        max_tokens=config.max_tokens,
+        stop=tuple(config.stop),
+        seed=config.seed,
+    )

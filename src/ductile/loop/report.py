@@ -1,0 +1,36 @@
+"""A run in a dozen numbers, out of its `metrics.jsonl`: so it is whole after a resume, too."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+def summarise_rl(rows: Sequence[Row], slots: Mapping[str, Sequence[int]], wall_s: float) -> dict[str, Any]:
+    """`summary.json` of `ductile rl`.
+
+    wall_s: of this life of the run; what the steps of earlier lives took is in the rows and must not be in here.
+    """
+    steps = [row for row in rows if row["step"] > 0]
+    evaluated = [row["eval_reward"] for row in rows if row.get("eval_reward") is not None]
+    rewards = [row["reward_mean"] for row in steps if row.get("reward_mean") is not None]
+    return {
+        "steps": steps[-1]["step"] if steps else 0,
+        "eval_reward_first": evaluated[0] if evaluated else None,
+        "eval_reward_last": evaluated[-1] if evaluated else None,
+        "reward_first": rewards[0] if rewards else None,
+        "reward_last": rewards[-1] if rewards else None,
+        "wall_s": wall_s,
+        "tokens_per_s_generate": per_second(steps, "sampled_tokens", ["step_s"]),
+        "tokens_per_s_train": per_second(steps, "tokens", ["seconds/forward_backward", "seconds/optim_step"]),
+        "sampled_tokens": sum(row["sampled_tokens"] for row in steps),
+        "groups_dropped": steps[-1]["groups_dropped"] if steps else 0,
+        "reward_errors": steps[-1]["reward_errors"] if steps else 0,
+        "slots": {role: list(members) for role, members in slots.items()},
+    }
+
+
+def per_second(rows: Sequence[Row], amount: str, seconds: Sequence[str]) -> float:
+    """The rows' `amount` by the sum of their `seconds`; 0 without any."""
+    total_s = sum(row.get(name) or 0.0 for row in rows for name in seconds)
+    return sum(row.get(amount) or 0.0 for row in rows) / total_s if total_s else 0.0
