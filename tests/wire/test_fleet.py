@@ -1,0 +1,176 @@
+"""Generators over the memory carrier: where sequences go, what cancelling, silence and death do."""
+
+import asyncio
+
+import pytest
+
+from ductile.records import GenerateRequest, Generation, Sampling
+from ductile.roles import Late, Refused, SlotLost
+from ductile.wire.fleet import RemoteGenerators
+from ductile.wire.mailbox import Mailbox
+from ductile.wire.memory import MemoryCarrier
+from ductile.wire.messages import Abort, Command, Done, EngineStats, Finished, Generate, Reply
+
+
+def request(name: str, group: str = "", max_tokens: int = 10) -> GenerateRequest:
+    return GenerateRequest(name, (1, 2), Sampling(max_tokens=max_tokens), group=group)
+
+
+def finished(name: str, num_tokens: int = 2, reason="stop") -> Finished:
+    return Finished((Generation(name, (7,) * num_tokens, (0.0,) * num_tokens, (0,) * num_tokens, reason),))
+
+
+def stats(num_tokens: int) -> EngineStats:
+    return EngineStats(1, 0, num_tokens, 0, 0.1, 0)
+
+
+class Fleet:
+    """Two generators that answer nothing by themselves."""
+
+    def __init__(self, timeout_s: float = 5.0) -> None:
+        self.carrier = MemoryCarrier({0: self._answer, 1: self._answer})
+        self.mailbox = Mailbox(self.carrier)
+        self.generators = RemoteGenerators(self.mailbox, (0, 1), 8, timeout_s)
+
+    def _answer(self, slot: int, command: Command) -> Reply:
+        return Done()
+
+    def ask(self, *args, **kwargs) -> "asyncio.Task[Generation]":
+        return asyncio.create_task(self.generators.generate(request(*args, **kwargs)))
+
+    def sent(self, kind: type) -> list:
+        return [(slot, command) for slot, command in self.carrier.sent if isinstance(command, kind)]
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def run(story) -> None:
+    asyncio.run(asyncio.wait_for(story, 20))
+
+
+def test_an_answer_goes_to_who_asked():
+    async def story():
+        fleet = Fleet()
+        first, second = fleet.ask("a"), fleet.ask("b")
+        await settle()
+        fleet.carrier.emit(1, finished("b"))
+        fleet.carrier.emit(0, finished("a", 3, "length"))
+        assert (await first).finish_reason == "length"
+        assert (await second).id == "b"
+        assert fleet.generators.capacity == 16
+        assert [load.remaining_tokens for load in fleet.generators.loads()] == [0, 0]
+
+    run(story())
+
+
+def test_one_message_a_slot_and_turn():
+    async def story():
+        fleet = Fleet()
+        for n in range(6):
+            fleet.ask(str(n), max_tokens=10 + n)
+        await settle()
+        sent = fleet.sent(Generate)
+        assert sorted(slot for slot, _ in sent) == [0, 1]
+        assert sorted(r.id for _, command in sent for r in command.requests) == list("012345")
+
+    run(story())
+
+
+def test_goes_where_fewest_tokens_are_left_and_siblings_together():
+    async def story():
+        fleet = Fleet()
+        fleet.ask("long", max_tokens=1000)
+        fleet.ask("s0", group="s", max_tokens=20)
+        fleet.ask("s1", group="s", max_tokens=20)
+        fleet.ask("other", max_tokens=20)
+        await settle()
+        where = {r.id: slot for slot, command in fleet.sent(Generate) for r in command.requests}
+        assert where == {"long": 0, "s0": 1, "s1": 1, "other": 1}
+
+    run(story())
+
+
+def test_cancelling_aborts():
+    async def story():
+        fleet = Fleet()
+        tasks = [fleet.ask(name) for name in "abcd"]
+        await settle()
+        for task in tasks[:3]:
+            task.cancel()
+        await asyncio.wait(tasks[:3])
+        await settle()
+        aborted = {name for _, command in fleet.sent(Abort) for name in command.ids}
+        assert aborted == {"a", "b", "c"}
+        assert len(fleet.sent(Abort)) == 2, "one message a slot"
+        assert [load.remaining_tokens for load in fleet.generators.loads()] == [0, 10]
+
+    run(story())
+
+
+def test_the_answer_of_an_aborted_attempt_is_not_that_of_the_second():
+    async def story():
+        fleet = Fleet()
+        first = fleet.ask("a")
+        await settle()
+        first.cancel()
+        await settle()
+        second = fleet.ask("a")
+        await settle()
+        fleet.carrier.emit(0, finished("a", 1, "abort"))
+        await settle()
+        assert not second.done()
+        ((_, command),) = [pair for pair in fleet.sent(Generate) if pair[1].requests[0].id != "a"]
+        fleet.carrier.emit(0, finished(command.requests[0].id, 4))
+        generation = await second
+        assert (generation.id, len(generation.token_ids)) == ("a", 4)
+
+    run(story())
+
+
+def test_death_fails_what_is_under_way_there_and_nothing_else():
+    async def story():
+        fleet = Fleet()
+        first, second = fleet.ask("a"), fleet.ask("b")
+        await settle()
+        fleet.mailbox.lose(0, "slot 0 was killed by SIGKILL")
+        with pytest.raises(SlotLost, match="slot 0 was killed"):
+            await first
+        fleet.carrier.emit(1, finished("b"))
+        await second
+
+    run(story())
+
+
+def test_a_refusal_reaches_everybody_in_the_message():
+    async def story():
+        fleet = Fleet()
+        fleet.carrier.fail(0, "error", on=Generate)
+        task = fleet.ask("a")
+        with pytest.raises(Refused, match="Generate failed, as asked"):
+            await task
+
+    run(story())
+
+
+def test_late_only_without_any_progress():
+    async def story():
+        fleet = Fleet(timeout_s=0.2)
+        now = 100.0
+        fleet.generators._clock = lambda: now
+        task = fleet.ask("a")
+        await settle()
+        for tokens in (5, 9):
+            now += 0.15
+            fleet.carrier.emit(0, stats(tokens))
+            await asyncio.sleep(0.25)
+            assert not task.done()
+        now += 0.15
+        fleet.carrier.emit(0, stats(9))
+        now += 0.1
+        with pytest.raises(Late, match=r"slot 0 made no progress for 0.2 s while it had to generate a"):
+            await task
+
+    run(story())

@@ -1,0 +1,147 @@
+"""The loop's Protocols over the memory carrier: who is asked what, and what comes of faults."""
+
+import asyncio
+import math
+
+import pytest
+
+from ductile.records import Manifest, MicroBatch, Sample, StepReport
+from ductile.roles import Late, Refused, SlotLost
+from ductile.wire.mailbox import Mailbox
+from ductile.wire.memory import MemoryCarrier
+from ductile.wire.messages import (
+    Command,
+    Done,
+    ForwardBackward,
+    ForwardBackwardDone,
+    OptimStep,
+    Publish,
+    Published,
+    Receive,
+    Reply,
+    SaveState,
+    Score,
+    Scores,
+    Stepped,
+)
+from ductile.wire.remote import RemoteScorer, RemoteTrainer
+
+MANIFEST = Manifest(3, "shared_memory", "/proc/1/fd/3", 0, 0, ())
+REPORT = StepReport(1, 0.5, 1.0, 1e-3, 4)
+
+
+def sample(num_tokens: int) -> Sample:
+    return Sample(tuple(range(num_tokens)), (False,) + (True,) * (num_tokens - 1))
+
+
+def answer(slot: int, command: Command) -> Reply:
+    match command:
+        case ForwardBackward():
+            return ForwardBackwardDone(1, 0.1)
+        case OptimStep():
+            return Stepped(REPORT)
+        case Publish():
+            return Published(MANIFEST if slot == 4 else None)
+        case Score(samples):
+            return Scores(tuple(tuple(slot + token / 100 for token in sample.token_ids) for sample in samples))
+        case _:
+            return Done()
+
+
+@pytest.fixture
+def carrier():
+    return MemoryCarrier({slot: answer for slot in (2, 4, 7)})
+
+
+def test_each_rank_gets_its_micro_batches(carrier: MemoryCarrier):
+    async def story():
+        trainer = RemoteTrainer(Mailbox(carrier), (4, 2), 1)
+        assert trainer.num_ranks == 2
+        batches = [[MicroBatch((sample(3),))], [MicroBatch(())]]
+        await trainer.forward_backward(batches)
+        assert dict(carrier.sent) == {4: ForwardBackward(tuple(batches[0])), 2: ForwardBackward(tuple(batches[1]))}
+        assert await trainer.optim_step(4.0) == REPORT
+        assert await trainer.publish(3) == MANIFEST
+        await trainer.save("there")
+        assert [pair for pair in carrier.sent if isinstance(pair[1], SaveState)] == [
+            (4, SaveState("there")),
+            (2, SaveState("there")),
+        ]
+        with pytest.raises(ValueError, match="packed for 1 ranks, there are 2"):
+            await trainer.forward_backward(batches[:1])
+
+    asyncio.run(story())
+
+
+def test_only_the_first_rank_has_a_manifest(carrier: MemoryCarrier):
+    async def story():
+        with pytest.raises(Refused, match="slot 2 published version 3 without a manifest"):
+            await RemoteTrainer(Mailbox(carrier), (2, 4), 1).publish(3)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("faults", "error", "note"),
+    [
+        ({2: "error", 4: "death"}, SlotLost, "OptimStep failed, as asked"),
+        ({2: "drop", 4: "error"}, Refused, "slot 2 had not answered OptimStep when another slot failed"),
+        ({2: "drop", 4: "drop"}, Late, "did not answer OptimStep within 0.05 s"),
+    ],
+)
+def test_the_cause_is_raised_and_what_followed_is_noted(
+    carrier: MemoryCarrier, faults: dict, error: type, note: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("ductile.wire.remote.AFTER_FAILURE_S", 0.02)
+
+    async def story():
+        for slot, kind in faults.items():
+            carrier.fail(slot, kind, on=OptimStep)
+        with pytest.raises(error) as raised:
+            await RemoteTrainer(Mailbox(carrier), (2, 4, 7), 0.05).optim_step(1.0)
+        assert any(note in text for text in [*raised.value.__notes__, str(raised.value)])
+
+    asyncio.run(story())
+
+
+def test_an_answer_of_the_wrong_class_is_refused():
+    async def story():
+        carrier = MemoryCarrier({0: lambda slot, command: Done()})
+        with pytest.raises(Refused, match="slot 0 answered OptimStep with Done"):
+            await RemoteTrainer(Mailbox(carrier), (0,), 1).optim_step(1.0)
+
+    asyncio.run(story())
+
+
+def test_samples_are_scored_by_tokens_and_come_back_in_order(carrier: MemoryCarrier):
+    async def story():
+        lengths = [5, 100, 7, 90, 8, 1, 10, 3]
+        samples = [sample(n) for n in lengths]
+        scores = await RemoteScorer(Mailbox(carrier), (2, 7), 1).score(samples, "reference")
+        assert [len(score) for score in scores] == lengths
+        assert all(
+            math.isclose(score[-1] % 1, (n - 1) / 100, abs_tol=1e-9) for score, n in zip(scores, lengths, strict=True)
+        )
+        asked = [command for _, command in carrier.sent]
+        assert all(isinstance(command, Score) and command.model == "reference" for command in asked)
+        assert sorted(sum(len(s) for s in command.samples) for command in asked) == [110, 114]
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("num_samples", [0, 1])
+def test_slots_without_samples_are_not_asked(carrier: MemoryCarrier, num_samples: int):
+    async def story():
+        samples = [sample(4)] * num_samples
+        assert len(await RemoteScorer(Mailbox(carrier), (2, 7), 1).score(samples, "policy")) == num_samples
+        assert len(carrier.sent) == num_samples
+
+    asyncio.run(story())
+
+
+def test_every_scorer_receives_a_version(carrier: MemoryCarrier):
+    async def story():
+        await RemoteScorer(Mailbox(carrier), (2, 7), 1).receive(MANIFEST)
+        assert carrier.sent == [(2, Receive("score", MANIFEST)), (7, Receive("score", MANIFEST))]
+
+    asyncio.run(story())
