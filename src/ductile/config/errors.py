@@ -2,10 +2,12 @@
 
 import difflib
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
-from ductile.config.provenance import COMMAND_LINE, Origin, Path
+from ductile.config.provenance import COMMAND_LINE, DEFAULT, NOWHERE, Origin, Path
 
 SECRETS = frozenset({"api_key"})
 """Keys whose values are neither shown nor written."""
@@ -20,21 +22,33 @@ class Problem:
     key: str = ""
     """In its flag spelling; empty for a problem with a file or with the command line itself."""
     value: str | None = None
-    origin: str = ""
+    origin: Origin = NOWHERE
+
+    @property
+    def head(self) -> str:
+        """The key, its value and where it stands."""
+        value = "" if self.value is None else f" = {self.value}"
+        place = "" if self.origin in (NOWHERE, DEFAULT) and self.value is None else f" ({self.origin})"
+        return self.key + value + place
 
     def __str__(self) -> str:
-        head = self.key + ("" if self.value is None else f" = {self.value}")
-        place = f"({self.origin})" if self.origin else ""
-        return " ".join(part for part in (head, place) if part) + f"\n    {self.what}"
+        return f"{self.head}\n    {self.what}"
 
 
 class ConfigError(Exception):
-    """A config that cannot be run. `str()` is the whole message, ready to print."""
+    """A config that cannot be run. `str()` is the whole message, ready to print: file by file, line by line."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
-        self.problems = tuple(problems)
+        self.problems = tuple(sorted(problems, key=_reading_order))
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        super().__init__(f"{count} with the configuration\n\n" + "\n".join(str(problem) for problem in self.problems))
+        groups = groupby(self.problems, key=lambda problem: problem.head)
+        texts = ["\n    ".join([head, *(problem.what for problem in group)]) for head, group in groups]
+        super().__init__(f"{count} with the configuration\n\n" + "\n".join(texts))
+
+
+def _reading_order(problem: Problem) -> tuple[bool, int, int]:
+    """Files in the order in which they were given, then flags; last what nobody wrote."""
+    return problem.origin.layer < 0, problem.origin.layer, problem.origin.line or 0
 
 
 def flag(path: Path) -> str:
@@ -51,14 +65,17 @@ def show(value: object, path: Path = ()) -> str:
     """A value as a TOML file would have it, at most 80 characters of it."""
     if path and path[-1] in SECRETS:
         return "***"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     text = "None" if value is None else json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def about(path: Path, value: object, origin: Origin, what: str) -> Problem:
     """A problem with the value at `path`."""
-    as_typed = isinstance(value, str) and origin.source == COMMAND_LINE and path[-1] not in SECRETS
-    return Problem(what, flag(path), value if as_typed else show(value, path), str(origin))
+    if isinstance(value, str) and origin == COMMAND_LINE and path[-1] not in SECRETS:
+        return Problem(what, flag(path), value or '""', origin)
+    return Problem(what, flag(path), show(value, path), origin)
 
 
 def did_you_mean(word: str, known: Iterable[str], ask: str = " Did you mean {}?") -> str:

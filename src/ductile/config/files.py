@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from ductile.config.errors import ConfigError, Problem, did_you_mean
 from ductile.config.lines import json_lines, toml_lines
-from ductile.config.provenance import Draft, Origin, Path, as_table
+from ductile.config.provenance import NOWHERE, Draft, Origin, Path, as_table
 
 Lines = dict[Path, int]
 _AT_LINE = re.compile(r" \(at line (\d+), column (\d+)\)$")
@@ -22,27 +22,39 @@ def read_file(name: str, layer: int) -> Draft:
     Raises:
         ConfigError: it is not there, not readable, or not what its suffix says; the message has the line.
     """
+    try:
+        values, lines = _read(name)
+    except _Unreadable as error:
+        origin = Origin(name, error.line, layer) if error.line else NOWHERE
+        raise ConfigError([Problem(str(error), key=f"@ {name}", origin=origin)]) from None
+    return Draft(values, {path: Origin(name, line, layer) for path, line in lines.items()})
+
+
+def _read(name: str) -> tuple[dict[str, Any], Lines]:
     parse = _PARSERS.get(FilePath(name).suffix.lower())
     if parse is None:
-        raise _cannot(name, "has no suffix that says what it is. Config files end in .toml, .yaml, .yml or .json")
+        raise _Unreadable("has no suffix that says what it is. Config files end in .toml, .yaml, .yml or .json")
     try:
         text = FilePath(name).read_bytes().decode()
     except FileNotFoundError:
-        raise _cannot(name, "does not exist." + _neighbour(name)) from None
+        raise _Unreadable("does not exist." + _neighbour(name)) from None
     except OSError as error:
-        raise _cannot(name, f"cannot be read: {error.strerror}") from None
+        raise _Unreadable(f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise _cannot(name, f"is not UTF-8 text (byte {error.start})") from None
-    values, lines = parse(name, text)
+        raise _Unreadable(f"is not UTF-8 text (byte {error.start})") from None
+    values, lines = parse(text)
     table = as_table(values if values is not None else {})
     if table is None:
-        raise _cannot(name, f"holds a {type(values).__name__}; a config file holds a table of keys", 1)
-    origins = {path: Origin(name, line, layer) for path, line in lines.items()}
-    return Draft(table, {(): Origin(name, None, layer), **origins})
+        raise _Unreadable(f"holds a {type(values).__name__}; a config file holds a table of keys", 1)
+    return table, lines
 
 
-def _cannot(name: str, what: str, line: int | None = None) -> ConfigError:
-    return ConfigError([Problem(what, key=f"@ {name}", origin="" if line is None else f"{name}:{line}")])
+class _Unreadable(Exception):
+    """Why a file is no config, and the line where that shows."""
+
+    def __init__(self, what: str, line: int | None = None) -> None:
+        super().__init__(what)
+        self.line = line
 
 
 def _neighbour(name: str) -> str:
@@ -53,7 +65,7 @@ def _neighbour(name: str) -> str:
     return did_you_mean(name, known)
 
 
-def _toml(name: str, text: str) -> tuple[Any, Lines]:
+def _toml(text: str) -> tuple[Any, Lines]:
     try:
         return tomllib.loads(text), toml_lines(text.replace("\r\n", "\n"))
     except tomllib.TOMLDecodeError as error:
@@ -62,10 +74,10 @@ def _toml(name: str, text: str) -> tuple[Any, Lines]:
         line = int(at[1]) if at else text.count("\n") + 1
         column = f" (column {at[2]})" if at else ""
         said = _AT_LINE.sub("", message).removesuffix(" (at end of document)")
-        raise _cannot(name, f"is not valid TOML: {said}{column}", line) from None
+        raise _Unreadable(f"is not valid TOML: {said}{column}", line) from None
 
 
-def _json(name: str, text: str) -> tuple[Any, Lines]:
+def _json(text: str) -> tuple[Any, Lines]:
     lines = json_lines(text)
 
     def no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -73,16 +85,16 @@ def _json(name: str, text: str) -> tuple[Any, Lines]:
         if len(table) < len(pairs):
             twin = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
             line = max((line for path, line in lines.items() if path and path[-1] == twin), default=1)
-            raise _cannot(name, f'has the key "{twin}" twice in one table', line)
+            raise _Unreadable(f'has the key "{twin}" twice in one table', line)
         return table
 
     try:
         return json.loads(text, object_pairs_hook=no_twins), lines
     except json.JSONDecodeError as error:
-        raise _cannot(name, f"is not valid JSON: {error.msg} (column {error.colno})", error.lineno) from None
+        raise _Unreadable(f"is not valid JSON: {error.msg} (column {error.colno})", error.lineno) from None
 
 
-def _yaml(name: str, text: str) -> tuple[Any, Lines]:
+def _yaml(text: str) -> tuple[Any, Lines]:
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -97,7 +109,7 @@ def _yaml(name: str, text: str) -> tuple[Any, Lines]:
             for key, value in node.value:
                 word, line = str(key.value), int(key.start_mark.line) + 1
                 if word in seen:
-                    raise _cannot(name, f'has the key "{word}" twice in one table', line)
+                    raise _Unreadable(f'has the key "{word}" twice in one table', line)
                 seen.add(word)
                 lines[(*path, word)] = line
                 visit(value, (*path, word))
@@ -116,9 +128,9 @@ def _yaml(name: str, text: str) -> tuple[Any, Lines]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line, column = (mark.line + 1, f" (column {mark.column + 1})") if mark else (1, "")
-        raise _cannot(name, f"is not valid YAML: {error.problem or error.context}{column}", line) from None
+        raise _Unreadable(f"is not valid YAML: {error.problem or error.context}{column}", line) from None
     except yaml.YAMLError as error:
-        raise _cannot(name, f"is not valid YAML: {error}", 1) from None
+        raise _Unreadable(f"is not valid YAML: {error}", 1) from None
 
 
 def _text_keys(value: Any) -> Any:
@@ -128,7 +140,7 @@ def _text_keys(value: Any) -> Any:
     return value
 
 
-_PARSERS: dict[str, Callable[[str, str], tuple[Any, Lines]]] = {
+_PARSERS: dict[str, Callable[[str], tuple[Any, Lines]]] = {
     ".toml": _toml,
     ".yaml": _yaml,
     ".yml": _yaml,

@@ -11,7 +11,7 @@ from typing import Any
 
 from ductile.config.errors import Problem, about, did_you_mean, flag, show
 from ductile.config.flags import unknown_key
-from ductile.config.provenance import COMMAND_LINE, Draft, Path, as_table
+from ductile.config.provenance import Draft, Path, as_table
 from ductile.config.schema import Key, find, keys
 from ductile.config.section import Section
 
@@ -97,7 +97,7 @@ def _variant(
             choice for choice, variant in zip(key.tags, key.variants, strict=True) if table.keys() <= {*keys(variant)}
         ]
         hint = f'. With these keys it is "{fits_one[0]}"' if len(fits_one) == 1 else ""
-        result.problems.append(Problem(f"is missing: write {choices}{hint}", flag(here), None, str(draft.origin(path))))
+        result.problems.append(Problem(f"is missing: write {choices}{hint}", flag(here), None, draft.origin(path)))
     else:
         near = did_you_mean(str(tag), key.tags)
         result.problems.append(
@@ -120,9 +120,8 @@ def _unknown(root: type[Section], section: type[Section], path: Path, value: Any
             said = f", chosen by {chosen}" if draft.has((*path[:-1], "type")) else ", the default"
             names = " or ".join(f'"{other}"' for other in others)
             what = f'belongs to {flag((*path[:-1], "type"))} = {names}, not to "{mine}"{said}'
-            return Problem(what, typed, shown, str(origin))
-    where = COMMAND_LINE if origin.source == COMMAND_LINE else str(origin)
-    return unknown_key(root, path, where, typed, shown)
+            return Problem(what, typed, shown, origin)
+    return unknown_key(root, path, origin, typed, shown)
 
 
 def _unions_above(root: type[Section], path: Path) -> list[Key]:

@@ -14,10 +14,11 @@ Grammar (one rule a line):
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path as FilePath
 from typing import Any
 
-from ductile.config.errors import ConfigError, Problem, did_you_mean, dotted, flag, show
+from ductile.config.errors import ConfigError, Problem, dotted, flag, show
 from ductile.config.files import read_file
 from ductile.config.provenance import COMMAND_LINE, Draft, Origin, Path, as_list
 from ductile.config.rename import rename, rename_path
@@ -35,6 +36,8 @@ class Given:
     notices: list[str] = field(default_factory=list[str])
     problems: list[Problem] = field(default_factory=list[Problem])
     files: list[str] = field(default_factory=list[str])
+    all_read: bool = True
+    """Whether every file could be read: if not, that a key is missing says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +60,8 @@ def read(root: type[Section], argv: Sequence[str]) -> Given:
         _merge_file(root, given, (), name)
     for path, name in nested:
         _merge_file(root, given, path, name)
-    layer = len(given.files)
     for assignment in assignments:
-        _assign(root, given, assignment, Origin(COMMAND_LINE, None, layer))
+        _assign(root, given, assignment)
     return given
 
 
@@ -125,8 +127,6 @@ def _own_words(root: type[Section], typed: str, words: list[str]) -> tuple[tuple
         return None, words
     if any(key.shape == "list" for key in found):
         return (tuple(words) or None), []
-    if found and all(key.shape == "bool" for key in found) and words and words[0].lower() not in (*_BOOLS, "none"):
-        return None, words
     return (tuple(words[:1]) or None), words[1:]
 
 
@@ -154,11 +154,12 @@ def _merge_file(root: type[Section], given: Given, path: Path, name: str) -> Non
         content = read_file(name, layer)
     except ConfigError as error:
         given.problems.extend(error.problems)
+        given.all_read = False
         return
     if path:
         content = _nest(content, path)
         if not find(root, rename_path(root, path)) and not _inside_dict(root, path):
-            given.problems.append(unknown_key(root, path, f"{COMMAND_LINE}", f"{flag(path)} @ {name}"))
+            given.problems.append(unknown_key(root, path, COMMAND_LINE, f"{flag(path)} @ {name}"))
             return
     renamed = rename(root, content)
     given.notices.extend(renamed.notices)
@@ -174,18 +175,18 @@ def _nest(content: Draft, path: Path) -> Draft:
     return Draft(values, {(*path, *below): origin for below, origin in content.origins.items()})
 
 
-def _assign(root: type[Section], given: Given, assignment: _Assignment, origin: Origin) -> None:
+def _assign(root: type[Section], given: Given, assignment: _Assignment) -> None:
     path = rename_path(root, assignment.path)
     if path != assignment.path:
         given.notices.append(f"{assignment.typed} is read as {flag(path)}")
     found = find(root, path)
     try:
         if found:
-            given.draft.put(path, _value(found, path, assignment), origin)
+            given.draft.put(path, _value(found, path, assignment), COMMAND_LINE)
         elif _inside_dict(root, path):
-            given.draft.put(path, _loose(assignment), origin)
+            given.draft.put(path, _loose(assignment), COMMAND_LINE)
         elif len(path) > 1 and isinstance(path[-1], int) and (above := find(root, path[:-1])):
-            _put_item(given.draft, path, above[0], assignment, origin)
+            _put_item(given.draft, path, above[0], assignment)
         else:
             raise ConfigError([unknown_key(root, path, COMMAND_LINE, assignment.typed)])
     except ConfigError as error:
@@ -250,7 +251,7 @@ def _loose(assignment: _Assignment) -> Any:
         return assignment.words[0]
 
 
-def _put_item(draft: Draft, path: Path, key: Key, assignment: _Assignment, origin: Origin) -> None:
+def _put_item(draft: Draft, path: Path, key: Key, assignment: _Assignment) -> None:
     """`--stop.0 x`: one item of a list that a file or the default gives, or the one after its last."""
     *above, index = path
     at = tuple(above)
@@ -263,7 +264,7 @@ def _put_item(draft: Draft, path: Path, key: Key, assignment: _Assignment, origi
             assignment, f"is out of reach: {flag(at)} has {len(items)} items. The next is {flag(at)}.{len(items)}"
         )
     items[index : index + 1] = [_loose_item(assignment)]
-    draft.put(at, items, origin)
+    draft.put(at, items, COMMAND_LINE)
 
 
 def _loose_item(assignment: _Assignment) -> Any:
@@ -288,23 +289,28 @@ def _its_keys(key: Key) -> str:
     return "Its keys: " + ", ".join(name.replace("_", "-") for name in names[:8]) + (", ..." if len(names) > 8 else "")
 
 
-def unknown_key(root: type[Section], path: Path, origin: str, typed: str, value: str | None = None) -> Problem:
+def unknown_key(root: type[Section], path: Path, origin: Origin, typed: str, value: str | None = None) -> Problem:
     """There is no key `path`; say what there is."""
     for length in range(1, len(path)):
         above = find(root, path[:length])
-        if not above:
-            break
-        if not any(key.variants for key in above):
+        if above and not any(key.variants for key in above):
             return Problem(f"does not exist: {flag(path[:length])} is a value, not a table", typed, value, origin)
-    siblings = {name for key in find(root, path[:-1]) for section in key.variants for name in keys(section)}
-    if len(path) == 1:
-        siblings = set(keys(root))
-    in_file = origin != COMMAND_LINE
-    spell = dotted if in_file else flag
-    near = did_you_mean(str(path[-1]), siblings, "{}")
-    if near:
-        return Problem(f"does not exist. Did you mean {spell((*path[:-1], near))}?", typed, value, origin)
-    everywhere = {spell(known): known for known, _ in walk(root)}
-    same_name = [text for text, known in everywhere.items() if known[-1] == path[-1]]
-    hint = f" Did you mean {same_name[0]}?" if same_name else did_you_mean(spell(path), everywhere)
+    near = _nearest(root, path)
+    hint = f" Did you mean {(flag if origin == COMMAND_LINE else dotted)(near)}?" if near else ""
     return Problem("does not exist." + hint, typed, value, origin)
+
+
+def _nearest(root: type[Section], path: Path) -> Path | None:
+    """The key that was probably meant: each word put right where it stands, else one of the same last word."""
+    right: list[str] = []
+    for word in path:
+        sections = [variant for key in find(root, tuple(right)) for variant in key.variants] if right else [root]
+        names = list(dict.fromkeys(name for section in sections for name in keys(section)))
+        close = [str(word)] if word in names else get_close_matches(str(word), names, n=1)
+        if not close:
+            break
+        right.append(close[0])
+    if len(right) == len(path):
+        return tuple(right)
+    everywhere = sorted({known for known, _ in walk(root)}, key=len)
+    return next((known for known in everywhere if known[-1] == path[-1]), None)

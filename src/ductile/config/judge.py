@@ -4,6 +4,7 @@ So that one run names everything, wrong values are then left out (their defaults
 further: features that are not built, and what holds between sections (`preflight.py`).
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -69,8 +70,12 @@ def _problem(root: type[Section], path: Path, missing: bool, values: dict[str, A
     key = (section_keys or candidates)[0]
     if missing:
         help_text = f" ({key.help})" if key.help else ""
-        return Problem(f"is missing: write {key.wants}{help_text}", flag(path), None, str(draft.origin(path[:-1])))
+        return Problem(f"is missing: write {key.wants}{help_text}", flag(path), None, draft.origin(path[:-1]))
     value = _get(values, path)
+    if isinstance(path[-1], int):
+        return about(path, value, draft.origin(path), f"does not fit: {flag(at)} must be {key.wants}")
+    if isinstance(value, float) and not math.isfinite(value):
+        return about(path, value, draft.origin(path), f"must be {key.wants}, and finite")
     near = did_you_mean(value, [str(choice) for choice in key.choices]) if isinstance(value, str) else ""
     return about(path, value, draft.origin(path), f"must be {key.wants}" + (f".{near}" if near else ""))
 
@@ -102,10 +107,9 @@ def _default(default: object) -> str:
 
 
 def _from_finding(config: Section, finding: Finding, path: Path, draft: Draft) -> Problem:
-    value, origin = value_at(config, path), draft.origin(path)
-    if value is None and origin is DEFAULT:
-        return Problem(finding.what, flag(path))  # "--model.name is missing"
-    return Problem(finding.what, flag(path), None if isinstance(value, Section) else show(value, path), str(origin))
+    value, given = value_at(config, path), draft.has(path)
+    shown = None if isinstance(value, Section) or (value is None and not given) else show(value, path)
+    return Problem(finding.what, flag(path), shown, draft.origin(path) if given else DEFAULT)
 
 
 def _get(values: dict[str, Any], path: Path) -> Any:

@@ -11,7 +11,7 @@ from ductile.config.orchestrator import ImportTask, JsonlTask, TaskConfig
 from ductile.config.run import JsonlData, SFTData
 from ductile.core.layout.spec import ModelSpec, SpecError, spec_from_hf
 
-_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
 _IN_FILE = re.compile(r"(.+\.py):[A-Za-z_]\w*")
 
 
@@ -115,7 +115,7 @@ def output_findings(output_dir: str, clean: bool, resume: bool) -> Iterator[Find
     """A run never writes over another one unasked."""
     folder = Path(output_dir)
     if clean and resume:
-        yield Finding(("clean", "resume"), "and resume contradict each other: clean deletes what resume goes on from")
+        yield Finding(("clean", "resume"), "contradicts resume: it deletes what resume goes on from")
     elif folder.exists() and not folder.is_dir():
         yield Finding(("output_dir",), "is a file, not a folder")
     elif (folder / "metrics.jsonl").exists() and not clean and not resume:

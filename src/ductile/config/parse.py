@@ -14,7 +14,7 @@ from ductile.config.errors import ConfigError, Problem, dotted, flag, show
 from ductile.config.fit import fit
 from ductile.config.flags import read
 from ductile.config.judge import judge
-from ductile.config.provenance import Draft
+from ductile.config.provenance import DEFAULT, Draft
 from ductile.config.schema import value_at
 from ductile.config.section import Section
 from ductile.config.share import Sharing, share
@@ -43,6 +43,8 @@ def parse(root: type[S], argv: Sequence[str]) -> Parsed[S]:
     sharing = share(root, given.draft)
     config, problems = judge(root, fit(root, sharing.draft), sharing.draft)
     problems = [*given.problems, *sharing.problems, *_at_their_source(problems, sharing)]
+    if not given.all_read:
+        problems = [problem for problem in problems if problem.value is not None or problem.origin != DEFAULT]
     if problems or config is None:
         raise ConfigError(problems)
     config, derived = derive(cast(S, config))

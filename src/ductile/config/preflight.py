@@ -101,9 +101,8 @@ def _trainer(config: TrainerRunConfig) -> Iterator[Finding]:
         "model.name", config.model.name, num_layers=debug.num_layers, random_init=debug.random_init
     )
     if config.data.fake is None:
-        yield Finding(
-            ("data.fake",), "is missing: the trainer alone has no generators, so it needs made-up data. Add it"
-        )
+        what = "is missing: the trainer alone has no generators, so it needs made-up data. Write --data.fake"
+        yield Finding(("data.fake",), what)
     if config.max_steps is None:
         yield Finding(("max_steps",), "is missing: write how many steps to take")
     yield from _schedule(config.scheduler, config.max_steps, "scheduler")
@@ -226,7 +225,9 @@ def _schedule(config: SchedulerConfig, max_steps: int | None, at: str) -> Iterat
         if config.warmup_steps + decay > max_steps:
             yield Finding(
                 (f"{at}.warmup_steps", f"{at}.decay_steps", "max_steps"),
-                f"and decay_steps take {config.warmup_steps + decay} steps, and max_steps is {max_steps}",
+                f"is too long: with decay_steps it takes {config.warmup_steps + decay} steps of max_steps ({max_steps})"
+                if decay
+                else f"must be at most max_steps ({max_steps})",
             )
 
 
@@ -263,11 +264,11 @@ def _placement(config: RLConfig | SFTConfig | TrainerRunConfig | InferenceRunCon
     if isinstance(config, InferenceRunConfig):
         parallel = config.parallel
     at = "inference.parallel" if isinstance(config, RLConfig) else "parallel"
-    if parallel is not None and parallel.dp is not None and parallel.dp * parallel.tp != len(placement.generate):
+    num_slots = len(placement.generate)
+    if parallel is not None and parallel.dp is not None and parallel.dp * parallel.tp != num_slots:
         yield Finding(
             (f"{at}.dp", f"{at}.tp", *keys, "deployment.num_infer_gpus"),
-            f"must be {len(placement.generate)} / tp = {len(placement.generate) // parallel.tp}, the generate slots "
-            "divided by the slots of one copy. Or leave it out",
+            f"must be {num_slots // parallel.tp}: {num_slots} generate slots, {parallel.tp} for one copy. Or leave it out",
         )
 
 

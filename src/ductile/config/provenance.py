@@ -21,8 +21,9 @@ class Origin:
         return self.source if self.line is None else f"{self.source}:{self.line}"
 
 
-COMMAND_LINE = "command line"
+COMMAND_LINE = Origin("command line", layer=1_000_000)
 DEFAULT = Origin("default", layer=-1)
+NOWHERE = Origin("", layer=-2)
 
 
 def as_table(value: object) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from ductile.config.errors import Problem, about, dotted, flag, show
-from ductile.config.provenance import Draft, Path
+from ductile.config.provenance import Draft, Path, as_table
 from ductile.config.run import RLConfig, SFTConfig
 from ductile.config.section import Section
 
@@ -93,6 +93,8 @@ def share(root: type[Section], draft: Draft, rules: Sequence[Shared] | None = No
         if not draft.has(source) or value in (None, "None"):
             continue
         for target in _targets(shared):
+            if _blocked(draft, target):
+                continue
             differs = draft.has(target) and str(draft.get(target)) != str(value)
             later = draft.origin(source).layer > draft.origin(target).layer
             if not draft.has(target) or (differs and shared.must_agree and later):
@@ -101,6 +103,12 @@ def share(root: type[Section], draft: Draft, rules: Sequence[Shared] | None = No
             elif differs and shared.must_agree:
                 result.problems.append(_conflict(draft, source, target))
     return result
+
+
+def _blocked(draft: Draft, target: Path) -> bool:
+    """Whether something other than a table stands where the target's table should be."""
+    above = [target[:length] for length in range(1, len(target)) if draft.has(target[:length])]
+    return any(as_table(draft.get(path)) is None for path in above)
 
 
 def _conflict(draft: Draft, source: Path, target: Path) -> Problem:

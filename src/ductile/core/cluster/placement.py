@@ -94,7 +94,7 @@ def place(
             raise PlacementError([_no_scorer(num_train, num_generate)])
         generate = tuple(range(num_generate if "generate" in needs else 0))
         train = tuple(range(len(generate), len(generate) + (num_train if "train" in needs else 0)))
-        reason = f"{len(generate)} generate and {len(train)} train slots, as the deployment numbers say"
+        reason = "as the deployment numbers say"
         placement = Placement(train, generate, (), reason)
     else:
         placement = _from_entries(entries, num_train + num_generate, num_devices)
