@@ -89,7 +89,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     ),
     "no_weights": (
         remove("model.safetensors"),
-        "{folder} has neither model.safetensors nor model.safetensors.index.json; ductile reads weights from these only",
+        "{folder} has neither model.safetensors nor model.safetensors.index.json; ductile reads weights from",
     ),
     "pickle_only": (pickled, "It has pytorch_model.bin: convert that."),
     "missing_tensor": (without(Q), f"{{folder}}/model.safetensors does not have {Q}, which config.json calls for"),

@@ -58,7 +58,7 @@ def documents(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[Tensor]
 
 def packed_logits(model: Transformer, batch: list[Tensor]) -> list[Tensor]:
     lengths = [len(document) for document in batch]
-    positions = torch.cat([torch.arange(length) for length in lengths])
+    positions = torch.cat([torch.arange(length, device=batch[0].device) for length in lengths])
     return list(model(torch.cat(batch), positions, PackedAttention(lengths)).split(lengths))
 
 
@@ -158,3 +158,14 @@ def test_no_tokens_still_reach_every_parameter(tmp_path: Path) -> None:
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert not parameter.grad.any(), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@torch.inference_mode()
+def test_a_gpu_computes_the_same(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path / "m")
+    batch = documents()
+    on_gpu = packed_logits(load_model(folder, device="cuda"), [document.cuda() for document in batch])
+    for logits, expected in zip(on_gpu, packed_logits(load_model(folder), batch), strict=True):
+        torch.testing.assert_close(logits.cpu(), expected, atol=1e-3, rtol=0)
