@@ -36,7 +36,7 @@ def lines(section: type[Section], path: Path = (), variant: str = "", not_built:
         here = (*path, name)
         missing = key.not_built.sentence() if key.not_built else not_built
         if key.not_built and key.not_built.only:
-            missing = f"{', '.join(map(str, key.not_built.only))}: {missing}"
+            missing = f"{', '.join(map(str, key.not_built.only))}: {missing[0].lower()}{missing[1:]}"
         if not key.variants:
             yield Line(here, key.wants, _default(key), key.help, variant, missing)
             continue
@@ -54,7 +54,7 @@ def _union(key: Key, path: Path, not_built: str) -> Iterator[Line]:
         (tag, " ".join((section.__doc__ or "").split())) for tag, section in zip(key.tags, key.variants, strict=True)
     ]
     marks = [keys(section)["type"].not_built for section in key.variants]
-    unbuilt = " ".join(f"{tag}: {mark.sentence()}" for tag, mark in zip(key.tags, marks, strict=True) if mark)
+    unbuilt = " ".join(f"{tag}: not built yet." for tag, mark in zip(key.tags, marks, strict=True) if mark)
     wants = "one of " + ", ".join(f'"{tag}"' for tag in key.tags)
     text = " ".join(f"{tag}: {doc}" for tag, doc in about if doc)
     default = f'"{key.default_tag}"' if key.default_tag else "required"
@@ -97,7 +97,7 @@ def help_text(command: str, summary: str, root: type[Section], only: str = "") -
 def _entry(line: Line, width: int) -> list[str]:
     variant = f"  ({line.variant})" if line.variant else ""
     head = f"  {flag(line.path)}  {line.wants}; {_said(line.default)}{variant}"
-    body = " ".join(part for part in (line.help, f"[{line.not_built}]" if line.not_built else "") if part)
+    body = " ".join(part for part in (line.help, line.not_built) if part)
     return [
         *textwrap.wrap(head, width, subsequent_indent=" " * 6),
         *textwrap.wrap(body, width, initial_indent=" " * 6, subsequent_indent=" " * 6),

@@ -266,10 +266,8 @@ def _placement(config: RLConfig | SFTConfig | TrainerRunConfig | InferenceRunCon
     at = "inference.parallel" if isinstance(config, RLConfig) else "parallel"
     num_slots = len(placement.generate)
     if parallel is not None and parallel.dp is not None and parallel.dp * parallel.tp != num_slots:
-        yield Finding(
-            (f"{at}.dp", f"{at}.tp", *keys, "deployment.num_infer_gpus"),
-            f"must be {num_slots // parallel.tp}: {num_slots} generate slots, {parallel.tp} for one copy. Or leave it out",
-        )
+        what = f"must be {num_slots // parallel.tp}: {num_slots} generate slots, {parallel.tp} for one copy."
+        yield Finding((f"{at}.dp", f"{at}.tp", *keys, "deployment.num_infer_gpus"), what + " Or leave it out")
 
 
 def _cluster(config: ClusterConfig) -> Iterator[Finding]:

@@ -84,15 +84,12 @@ def value_at(section: Section, path: Path) -> object:
     return value
 
 
-def walk(section: type[Section], path: Path = ()) -> Iterator[tuple[Path, Key]]:
-    """Every key below `section`, tables before what is in them. The keys of all variants of a union follow it, each
-    once for each variant that has it."""
+def walk(section: type[Section], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Key]]:
+    """Every key below `section`, tables before what is in them; of a union, the keys of one variant after another."""
     for name, key in keys(section).items():
         yield (*path, name), key
         for variant in key.variants:
-            for below, inner in walk(variant, (*path, name)):
-                if not (key.is_union and below == (*path, name, "type") and variant is not key.variants[0]):
-                    yield below, inner
+            yield from walk(variant, (*path, name))
 
 
 def _key(name: str, info: FieldInfo) -> Key:
