@@ -1,0 +1,72 @@
+"""Turns what a run reports into a `ViewState`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from ductile.core.cluster.ledger import Activity, SlotLedger
+from ductile.dashboard.view import Happening, SlotView, ViewState
+from ductile.observe import Event
+
+NUM_EVENTS = 6
+
+
+class Follower:
+    """A `ductile.observe.Listener` that keeps the picture up to date. `state` may be read from another thread."""
+
+    def __init__(self, title: str, max_steps: int, clock: Callable[[], float]) -> None:
+        """clock: any clock in seconds."""
+        self._clock = clock
+        self._began_s = clock()
+        self._state = ViewState(title, max_steps)
+        self._ledgers: dict[int, SlotLedger] = {}
+        self._roles: dict[int, tuple[str, ...]] = {}
+
+    def on_event(self, event: Event) -> None:
+        happening = Happening(self._clock() - self._began_s, event.sentence)
+        self._state = replace(self._state, events=(*self._state.events, happening)[-NUM_EVENTS:])
+
+    def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        state = self._state
+        self._state = replace(
+            state,
+            step=step,
+            rewards=_longer(state.rewards, metrics, "reward_mean"),
+            lengths=_longer(state.lengths, metrics, "length_mean"),
+            losses=_longer(state.losses, metrics, "loss"),
+            eval_rewards=_longer(state.eval_rewards, metrics, "eval_reward"),
+            tokens_per_s_generate=metrics.get("tokens_per_s_generate", state.tokens_per_s_generate),
+            tokens_per_s_train=metrics.get("tokens_per_s_train", state.tokens_per_s_train),
+            off_policy_mean=metrics.get("off_policy_mean", state.off_policy_mean),
+        )
+
+    def on_slot(self, slot: int, roles: Sequence[str], doing: Activity) -> None:
+        """What a slot does from now on."""
+        now_s = self._clock()
+        ledger = self._ledgers.get(slot) or SlotLedger.opened(slot, now_s)
+        self._ledgers = {**self._ledgers, slot: ledger.switch(doing, now_s)}
+        self._roles = {**self._roles, slot: tuple(roles)}
+
+    def close(self) -> None:
+        pass
+
+    @property
+    def state(self) -> ViewState:
+        now_s = self._clock()
+        ledgers = sorted(self._ledgers.items())
+        return replace(
+            self._state,
+            elapsed_s=now_s - self._began_s,
+            slots=tuple(
+                SlotView(slot, self._roles[slot], ledger.activity, _busy(ledger.totals(now_s)))
+                for slot, ledger in ledgers
+            ),
+        )
+
+
+def _longer(values: tuple[float, ...], metrics: Mapping[str, float], name: str) -> tuple[float, ...]:
+    return (*values, metrics[name]) if name in metrics else values
+
+
+def _busy(totals: Mapping[Activity, float]) -> float:
+    total_s = sum(totals.values())
+    return 1 - totals.get("idle", 0.0) / total_s if total_s > 0 else 0.0

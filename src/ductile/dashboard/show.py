@@ -1,0 +1,96 @@
+"""The run on the user's terminal: a live view where there is one, else a line a step.
+
+with show("ductile rl: runs/quickstart", max_steps=60) as view:
+    record.listeners.append(view)
+"""
+
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.live import Live
+
+from ductile.core.cluster.ledger import Activity
+from ductile.dashboard.follow import Follower
+from ductile.dashboard.view import render
+from ductile.observe import Event, Listener
+
+REFRESH_HZ = 2
+OFTEN = frozenset({"group_dropped", "reward_error", "prompt_skipped", "nothing_to_learn"})
+"""Events that may come in hundreds: the first of each kind is printed, all are in events.jsonl."""
+
+
+class View(Listener, Protocol):
+    def on_slot(self, slot: int, roles: Sequence[str], doing: Activity) -> None:
+        """What a slot does from now on. Cheap enough for every command and heartbeat."""
+        ...
+
+
+@contextmanager
+def show(title: str, max_steps: int, stream: TextIO | None = None) -> Iterator[View]:
+    """On leaving, the last picture stays on the screen."""
+    out = stream or sys.stdout
+    if not out.isatty():
+        yield Lines(max_steps, out)
+        return
+    follower = Follower(title, max_steps, time.monotonic)
+    with Live(
+        console=Console(file=out),
+        get_renderable=lambda: render(follower.state),
+        refresh_per_second=REFRESH_HZ,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    ):
+        yield follower
+
+
+class Lines:
+    """One plain line a step, and the events in their sentences."""
+
+    def __init__(self, max_steps: int, stream: TextIO) -> None:
+        self._max_steps, self._stream = max_steps, stream
+        self._told: set[str] = set()
+
+    def on_event(self, event: Event) -> None:
+        if event.kind in OFTEN:
+            if event.kind in self._told:
+                return
+            self._told.add(event.kind)
+            self._print(f"{event.sentence} (Further ones like this are in events.jsonl.)")
+        else:
+            self._print(event.sentence)
+
+    def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step > 0:
+            self._print(step_line(step, self._max_steps, metrics))
+
+    def on_slot(self, slot: int, roles: Sequence[str], doing: Activity) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def _print(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+
+PARTS = (
+    ("reward_mean", "reward {:.3f}"),
+    ("eval_reward", "held-out {:.3f}"),
+    ("length_mean", "length {:.1f}"),
+    ("loss", "loss {:.4f}"),
+    ("grad_norm", "grad norm {:.3f}"),
+    ("off_policy_mean", "off-policy {:.2f}"),
+    ("tokens_per_s_generate", "{:,.0f} tokens/s generated"),
+    ("tokens_per_s_train", "{:,.0f} tokens/s trained"),
+    ("step_s", "{:.1f} s"),
+)
+
+
+def step_line(step: int, max_steps: int, metrics: Mapping[str, float]) -> str:
+    """`step 12/60  reward 0.531  length 23.1  loss 0.0123  ...`: what the row has, always in this order."""
+    parts = [form.format(metrics[name]) for name, form in PARTS if name in metrics]
+    return "  ".join([f"step {step:>{len(str(max_steps))}}/{max_steps}", *parts])

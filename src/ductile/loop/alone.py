@@ -1,0 +1,107 @@
+"""`ductile orchestrator`: ask a running server, score its answers, train nothing.
+
+rollouts.jsonl   one line an answer: question, answer, reward, token ids, log-probs
+metrics.jsonl    one line a batch
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ductile.config.run import OrchestratorRunConfig
+from ductile.loop.compose import BENCH_STEPS, to_sampling
+from ductile.loop.episode import Episodes
+from ductile.loop.overlap import together
+from ductile.loop.report import per_second
+from ductile.loop.tally import Tally
+from ductile.observe import Recorder, Stopwatch, read_jsonl
+from ductile.records import Prompt, RolloutGroup
+from ductile.roles import Generators, Task
+from ductile.tasks.build import build_task
+from ductile.tasks.grader import Graders
+from ductile.tasks.prompts import ExampleOrder, Prompts
+from ductile.tasks.tokenizer import Tokenizer
+
+MAX_LEN_TOKENS = 1 << 20
+"""The server knows its own limit, and says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedAlone:
+    config: OrchestratorRunConfig
+    tokenizer: Tokenizer
+    task: Task
+    max_steps: int
+
+
+def prepare_alone(config: OrchestratorRunConfig) -> PreparedAlone:
+    """Raises TaskError or TokenizerError, each with a sentence."""
+    assert config.task is not None, "preflight asks for a task"
+    task = build_task(config.task)
+    one_epoch = max(1, len(task) * config.rollouts_per_example // config.batch_size)
+    max_steps = BENCH_STEPS if config.bench else config.max_steps or one_epoch
+    return PreparedAlone(config, Tokenizer.from_folder(str(config.model.name)), task, max_steps)
+
+
+async def run_alone(
+    prepared: PreparedAlone, generators: Generators, record: Recorder, stop: asyncio.Event
+) -> dict[str, Any]:
+    """Batch after batch, until `max_steps` or `stop`. Returns the summary."""
+    config, tokenizer, tasks = prepared.config, prepared.tokenizer, {"train": prepared.task}
+    assert config.task is not None
+    began_s, watch, step = time.perf_counter(), Stopwatch(), 0
+    graders = Graders(
+        {"train": config.task.model_dump()},
+        config.num_reward_workers,
+        config.reward_timeout_s,
+        on_error=lambda sentence: record.event("reward_error", f"Scored 0: {sentence}."),
+    )
+    order = ExampleOrder(range(len(prepared.task)), config.seed, config.shuffle)
+    prompts = Prompts(prepared.task, tokenizer, order, MAX_LEN_TOKENS)
+    sampling, group_size = to_sampling(config.sampling), config.rollouts_per_example
+    async with graders:
+        episodes = Episodes(tasks, tokenizer, generators, graders, MAX_LEN_TOKENS)
+        seats = asyncio.Semaphore(generators.capacity)
+
+        async def play(prompt: Prompt, member: int):
+            async with seats:
+                return await episodes.play(prompt, sampling, member)
+
+        async def answer(prompt: Prompt) -> RolloutGroup:
+            return RolloutGroup(prompt, tuple(await together(*(play(prompt, m) for m in range(group_size)))))
+
+        for step in range(1, prepared.max_steps + 1):
+            batch = [prompts.ask() for _ in range(config.batch_size // group_size)]
+            groups = await together(*(answer(prompt) for prompt in batch))
+            write_rollouts(record.folder / "rollouts.jsonl", step, groups, tokenizer)
+            tally = Tally(version=0)
+            tally.add(groups, report=None)
+            counts = {"reward_errors": float(graders.num_errors)}
+            record.metrics(step, {**tally.metrics(*watch.lap()), **counts, "off_policy_mean": 0, "off_policy_max": 0})
+            if stop.is_set():
+                break
+    rows = read_jsonl(record.folder / "metrics.jsonl")
+    summary = {
+        "steps": step,
+        "reward_mean": sum(row["reward_mean"] for row in rows) / max(1, len(rows)),
+        "wall_s": time.perf_counter() - began_s,
+        "tokens_per_s_generate": per_second(rows, "sampled_tokens", ["step_s"]),
+        "reward_errors": graders.num_errors,
+    }
+    record.summary(summary)
+    return summary
+
+
+def write_rollouts(file: Path, step: int, groups: Sequence[RolloutGroup], tokenizer: Tokenizer) -> None:
+    with file.open("a", encoding="utf-8") as stream:
+        for group in groups:
+            question = tokenizer.decode(group.prompt.token_ids)
+            for rollout in group.rollouts:
+                texts = {"question": question, "answer": tokenizer.decode(rollout.token_ids)}
+                row = {"step": step, "prompt": group.prompt.id, **texts, **asdict(rollout)}
+                row["prompt_token_ids"] = group.prompt.token_ids
+                stream.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -1,0 +1,223 @@
+"""Training without generators: `ductile sft`, and `ductile trainer` on fake data. The same Trainer, the same metrics.
+
+prepared = prepare_sft(config)  or  prepare_fake(config)
+summary = await run_batches(prepared, trainer, record, stop, slots)
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ductile.config.run import FakeData, SFTConfig, TrainerRunConfig
+from ductile.config.trainer import GRPOLoss, SFTLoss, TrainerConfig
+from ductile.core.batch import normalise
+from ductile.core.batch.packing import pack
+from ductile.loop.compose import BENCH_STEPS
+from ductile.loop.progress import Checkpoints, Progress
+from ductile.loop.report import per_second
+from ductile.loop.saving import Saver
+from ductile.loop.sft_data import fake_samples, read_conversations
+from ductile.observe import Recorder, Stopwatch, read_jsonl
+from ductile.records import Sample, StepReport
+from ductile.roles import Trainer
+from ductile.tasks.prompts import ExampleOrder
+from ductile.tasks.tokenizer import Tokenizer
+
+ROWS_AT_ONCE = 16
+"""Micro-batches a rank in one message: a command must end within its deadline, however large the batch."""
+
+Batch = Callable[[int], list[Sample]]
+"""The samples of a step, counted from 0. A resumed run asks for later steps only, and gets the same ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatches:
+    trainer: TrainerConfig
+    batch: Batch
+    max_steps: int
+    save_interval: int | None
+    checkpoints: Checkpoints | None
+    """None saves nothing."""
+    progress: Progress
+    model_folder: Path | None
+    facts: Mapping[str, float]
+    """About the data, for the summary."""
+    sentence: str
+
+
+def prepare_sft(config: SFTConfig) -> PreparedBatches:
+    """Raises TaskError, TokenizerError or CheckpointError, each with a sentence."""
+    data, bench, facts = config.data, config.bench is not None, dict[str, float]()
+    if bench or isinstance(data, FakeData):
+        fake = data if isinstance(data, FakeData) else FakeData(batch_size=data.batch_size, seq_len=data.seq_len)
+        batch = _fake_batch(fake, vocab_size=_vocab_size(str(config.model.name)))
+        one_epoch, sentence = 1, f"Made-up data, {fake.batch_size} samples a step."
+    else:
+        tokenizer = Tokenizer.from_folder(str(config.model.name))
+        read = read_conversations(str(data.path), tokenizer, data.seq_len, data.loss_on)
+        order = ExampleOrder(range(len(read.samples)), config.seed, data.shuffle)
+        batch = _batch_of(read.samples, order, data.batch_size)
+        one_epoch = -(-len(read.samples) // data.batch_size)
+        facts = {"samples": len(read.samples), "samples_cut": read.num_cut, "samples_skipped": read.num_skipped}
+        sentence = (
+            f"{len(read.samples)} samples from {data.path}; {read.num_cut} were cut to {data.seq_len} tokens, "
+            f"{read.num_skipped} had no answer within them and are skipped."
+        )
+    max_steps = BENCH_STEPS if bench else config.max_steps or one_epoch
+    checkpoints = None if bench else Checkpoints(Path(config.output_dir) / "state", config.ckpt.keep_last)
+    resume_step = None
+    if checkpoints and config.ckpt.resume_step is not None:
+        resume_step = checkpoints.find(config.ckpt.resume_step)
+    return PreparedBatches(
+        trainer=TrainerConfig(
+            model=config.model,
+            optim=config.optim,
+            scheduler=config.scheduler,
+            loss=SFTLoss(),
+            max_steps=max_steps,
+            seed=config.seed,
+            matmul_precision=config.matmul_precision,
+            dist_timeout_seconds=config.dist_timeout_seconds,
+        ),
+        batch=batch,
+        max_steps=max_steps,
+        save_interval=config.ckpt.interval,
+        checkpoints=checkpoints,
+        progress=checkpoints.load(resume_step) if checkpoints and resume_step is not None else Progress(),
+        model_folder=Path(config.output_dir) / "model" if config.ckpt.export_model and not bench else None,
+        facts=facts,
+        sentence=sentence,
+    )
+
+
+def prepare_fake(config: TrainerRunConfig) -> PreparedBatches:
+    """The trainer alone: samples as the RL loop would make them, for its own loss; nothing is saved."""
+    assert config.data.fake is not None, "preflight asks for fake data"
+    fake = config.data.fake
+    vocab_size, for_rl = _vocab_size(str(config.model.name)), not isinstance(config.loss, SFTLoss)
+
+    def batch(step: int) -> list[Sample]:
+        samples = fake_samples(
+            fake.batch_size,
+            config.model.seq_len,
+            vocab_size,
+            step=step,
+            variable=fake.generate_samples,
+            random_ids=True,
+            for_rl=for_rl,
+        )
+        return normalise.weigh(samples, _normalisation(config))
+
+    max_steps = BENCH_STEPS if config.bench else config.max_steps or 1
+    names = set(TrainerConfig.model_fields)
+    trainer = TrainerConfig(**{name: value for name, value in config if name in names})
+    return PreparedBatches(
+        trainer=trainer.model_copy(update={"max_steps": max_steps}),
+        batch=batch,
+        max_steps=max_steps,
+        save_interval=None,
+        checkpoints=None,
+        progress=Progress(),
+        model_folder=None,
+        facts={},
+        sentence=f"Made-up data, {fake.batch_size} samples a step.",
+    )
+
+
+async def run_batches(
+    prepared: PreparedBatches,
+    trainer: Trainer,
+    record: Recorder,
+    stop: asyncio.Event,
+    slots: Mapping[str, Sequence[int]],
+    began_s: float | None = None,
+) -> dict[str, Any]:
+    """Train until `max_steps` or `stop`, save where that is wanted, and write and return the summary.
+
+    Arguments as in `ductile.loop.compose.run_circle`. Raises what the trainer raises.
+    """
+    began_s = time.perf_counter() if began_s is None else began_s
+    watch, seq_len, mode = Stopwatch(), prepared.trainer.model.seq_len, _normalisation(prepared.trainer)
+    saver = None
+    if prepared.checkpoints is not None:
+        saver = Saver(trainer, prepared.checkpoints, record, prepared.model_folder)
+        await saver.resume(prepared.progress)
+    record.event("data", prepared.sentence, **prepared.facts)
+    earlier_s = sum(row.get("step_s") or 0.0 for row in read_jsonl(record.folder / "metrics.jsonl"))
+    step = saved = prepared.progress.step
+    watch.lap()
+    while step < prepared.max_steps and not stop.is_set():
+        samples = prepared.batch(step)
+        with watch("forward_backward"):
+            batch = pack(samples, trainer.num_ranks, seq_len)
+            for start in range(0, len(batch[0]), ROWS_AT_ONCE):
+                await trainer.forward_backward([rank[start : start + ROWS_AT_ONCE] for rank in batch])
+        with watch("optim_step"):
+            report = await trainer.optim_step(normalise.divisor(samples, mode))
+        step += 1
+        record.metrics(step, _metrics(samples, report, *watch.lap()))
+        due = prepared.save_interval is not None and step % prepared.save_interval == 0
+        if saver and (due or step == prepared.max_steps):
+            with watch("save"):
+                await saver.save(Progress(step))
+            saved = step
+    if saver and saved < step:
+        await saver.save(Progress(step))
+    rows = read_jsonl(record.folder / "metrics.jsonl")
+    summary = {
+        "steps": step,
+        "loss_first": rows[0]["loss"] if rows else None,
+        "loss_last": rows[-1]["loss"] if rows else None,
+        "wall_s": earlier_s + time.perf_counter() - began_s,
+        "tokens_per_s_train": per_second(rows, "tokens", ["seconds/forward_backward", "seconds/optim_step"]),
+        **prepared.facts,
+        "slots": {role: list(members) for role, members in slots.items()},
+    }
+    record.summary(summary)
+    return summary
+
+
+def _metrics(
+    samples: Sequence[Sample], report: StepReport, step_s: float, seconds: Mapping[str, float]
+) -> dict[str, float]:
+    num_tokens = float(sum(map(len, samples)))
+    train_s = seconds["forward_backward"] + seconds["optim_step"]
+    return {
+        "loss": report.loss,
+        "grad_norm": report.grad_norm,
+        "lr": report.lr,
+        "tokens": num_tokens,
+        "trained_tokens": float(report.num_tokens),
+        "length_mean": num_tokens / len(samples),
+        "tokens_per_s_train": num_tokens / max(train_s, 1e-9),
+        "step_s": step_s,
+        **{f"seconds/{phase}": spent_s for phase, spent_s in seconds.items()},
+        **{f"train/{name}": value for name, value in report.metrics.items()},
+    }
+
+
+def _batch_of(samples: Sequence[Sample], order: ExampleOrder, batch_size: int) -> Batch:
+    return lambda step: [samples[order[step * batch_size + i][1]] for i in range(batch_size)]
+
+
+def _fake_batch(fake: FakeData, vocab_size: int) -> Batch:
+    return lambda step: fake_samples(
+        fake.batch_size,
+        fake.seq_len,
+        vocab_size,
+        step=step,
+        variable=fake.length == "variable",
+        random_ids=fake.input_ids == "random",
+    )
+
+
+def _normalisation(config: TrainerConfig) -> normalise.Normalisation:
+    return config.loss.normalise if isinstance(config.loss, GRPOLoss) else "token_mean"
+
+
+def _vocab_size(folder: str) -> int:
+    return int(json.loads((Path(folder) / "config.json").read_text())["vocab_size"])

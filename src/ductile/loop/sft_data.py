@@ -1,0 +1,101 @@
+"""Conversations as training samples, and made-up ones."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ductile.records import Sample
+from ductile.tasks.conversation import ChatTokenizer, end_of_turn, first_turn, next_turn
+from ductile.tasks.rows import conversation, read_rows
+from ductile.tasks.task import TaskError
+
+Message = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversations:
+    """A data set, ready to train on."""
+
+    samples: tuple[Sample, ...]
+    num_cut: int
+    """Samples that were longer than `seq_len`."""
+    num_skipped: int
+    """Samples that had nothing left to train on after the cut."""
+
+
+def read_conversations(
+    path: str, tokenizer: ChatTokenizer, seq_len: int, loss_on: Literal["assistant", "all"]
+) -> Conversations:
+    """Raises TaskError with file and line, also when nothing is left to train on."""
+    samples, num_cut, num_skipped = list[Sample](), 0, 0
+    for where, row in read_rows(path):
+        token_ids, mask = tokenise(tokenizer, conversation(where, row, ends_with="answer"), loss_on)
+        num_cut += len(token_ids) > seq_len
+        if any(mask[:seq_len]):
+            samples.append(Sample(tuple(token_ids[:seq_len]), tuple(mask[:seq_len])))
+        else:
+            num_skipped += 1
+    if not samples:
+        raise TaskError(f"{path}: no answer begins within seq_len = {seq_len} tokens; raise data.seq_len")
+    return Conversations(tuple(samples), num_cut, num_skipped)
+
+
+def tokenise(
+    tokenizer: ChatTokenizer, messages: Sequence[Message], loss_on: Literal["assistant", "all"] = "assistant"
+) -> tuple[list[int], list[bool]]:
+    """(token ids, trained or not). The same tokens that a generator sees and samples, turn by turn; each answer ends
+    with its end-of-turn token. What follows the last answer is left out.
+
+    Example, answers in capitals:   user: hi   assistant: YO   user: and   assistant: ME
+        <user>hi<end><assistant>    F F F F
+        YO<end>                     T T
+        <user>and<end><assistant>   F F F F
+        ME<end>                     T T
+    """
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    first = messages[: turns[0]]
+    end = end_of_turn(tokenizer, first)
+    token_ids = first_turn(tokenizer, first)
+    mask = [False] * len(token_ids)
+    for turn, following in zip(turns, [*turns[1:], None], strict=True):
+        answer = tokenizer.encode(messages[turn]["content"], add_special_tokens=False)
+        answer += [] if end is None else [end]
+        token_ids += answer
+        mask += [True] * len(answer)
+        if following is not None:
+            between = next_turn(tokenizer, first, answer, messages[turn + 1 : following])
+            token_ids += between
+            mask += [False] * len(between)
+    if loss_on == "all":
+        mask = [True] * len(mask)
+    return token_ids, [False, *mask[1:]]  # nothing precedes the first token, so nothing predicts it
+
+
+def fake_samples(
+    num_samples: int,
+    seq_len: int,
+    vocab_size: int,
+    *,
+    step: int,
+    variable: bool = False,
+    random_ids: bool = False,
+    for_rl: bool = False,
+) -> list[Sample]:
+    """Made-up samples of `seq_len` tokens, or of 2 to `seq_len` when `variable`; the same for the same arguments."""
+    draw = random.Random(f"fake/{step}")
+    samples: list[Sample] = []
+    for _ in range(num_samples):
+        length = draw.randint(2, seq_len) if variable else seq_len
+        ids = [draw.randrange(vocab_size) if random_ids else i % vocab_size for i in range(length)]
+        mask = (False,) + (True,) * (length - 1)
+        advantage = draw.choice((-1.0, 1.0))
+        samples.append(
+            Sample(
+                token_ids=tuple(ids),
+                mask=mask,
+                logprobs=tuple(-1.0 if trained else 0.0 for trained in mask) if for_rl else (),
+                advantages=tuple(advantage if trained else 0.0 for trained in mask) if for_rl else (),
+            )
+        )
+    return samples
