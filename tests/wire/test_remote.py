@@ -124,7 +124,7 @@ def test_samples_are_scored_by_tokens_and_come_back_in_order(carrier: MemoryCarr
         )
         asked = [command for _, command in carrier.sent]
         assert all(isinstance(command, Score) and command.model == "reference" for command in asked)
-        assert sorted(sum(len(s) for s in command.samples) for command in asked) == [110, 114]
+        assert sorted(sum(len(s) for s in command.samples) for command in asked) == [112, 112]
 
     asyncio.run(story())
 

@@ -13,10 +13,10 @@ from ductile.config.cluster import ClusterConfig
 from ductile.launch.cap import CpuCap
 from ductile.launch.processes import Process, ProcessServer, StartFailed
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.messages import Done, Event, Hello, Stop
+from ductile.wire.messages import Done, Event, Hello, RoleName, Stop
 from ductile.wire.router import Router
 
-ROLES = {
+ROLES: dict[RoleName, str] = {
     "train": "ductile.trainer.worker:TrainRole",
     "generate": "ductile.generator.worker:GenerateRole",
     "score": "ductile.scorer.worker:ScoreRole",
@@ -42,7 +42,7 @@ class LocalCluster:
     """
 
     def __init__(
-        self, slots: Sequence[int], config: ClusterConfig, logs: Path, roles: Mapping[str, str] = ROLES
+        self, slots: Sequence[int], config: ClusterConfig, logs: Path, roles: Mapping[RoleName, str] = ROLES
     ) -> None:
         self.slots = tuple(slots)
         self.rendezvous = ""
@@ -54,10 +54,16 @@ class LocalCluster:
         self._roles = dict(roles)
         self._cap: CpuCap | None = None
         self._store: Process | None = None
-        self._stopping = False
+        self._stopping = True
         self._watching: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "LocalCluster":
+        await self.start()
+        return self
+
+    async def start(self) -> None:
+        """Returns when every slot has said Hello. Raises StartFailed or CapNotPermitted, with nothing left running."""
+        self._stopping = False
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._token = secrets.token_bytes(32)
         self._router = Router(self._token)
@@ -78,7 +84,6 @@ class LocalCluster:
         except BaseException:
             await self.stop()
             raise
-        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -90,7 +95,12 @@ class LocalCluster:
         return await asyncio.shield(self._death)
 
     async def stop(self) -> None:
-        """Stop all slots: `Stop` first, SIGKILL for those that do not follow. Returns when none is left."""
+        """Stop all slots: `Stop` first, SIGKILL for those that do not follow. Returns when none is left.
+
+        Called again, it does nothing.
+        """
+        if self._stopping:
+            return  # or never started
         self._stopping = True
         if self._watching:
             self._watching.cancel()

@@ -16,12 +16,14 @@ from ductile.wire.messages import (
     ExportModel,
     ForwardBackward,
     ForwardBackwardDone,
+    Hold,
     LoadState,
     OptimStep,
     Publish,
     Published,
     Receive,
     Reply,
+    RoleName,
     SaveState,
     Score,
     Scores,
@@ -100,6 +102,19 @@ class RemoteScorer:
 
     async def receive(self, manifest: Manifest) -> None:
         await receive(self._mailbox, self._slots, "score", manifest, self._timeout_s)
+
+
+async def hold(
+    mailbox: Mailbox,
+    role: RoleName,
+    settings: Mapping[str, object],
+    slots: Sequence[int],
+    timeout_s: float,
+    rendezvous: str = "",
+) -> None:
+    """Give the slots their role. With `rendezvous` they hold it together, in this order; else each by itself."""
+    commands = {slot: Hold(role, dict(settings), tuple(slots) if rendezvous else (slot,), rendezvous) for slot in slots}
+    await _ask_all(mailbox, commands, timeout_s, Done)
 
 
 async def receive(

@@ -1,0 +1,52 @@
+"""Running something no longer than the processes live that it needs, and than the user wants."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+CAUSE_S = 1.0
+"""How long after a failure the news of a death may come that caused it."""
+
+
+class SlotDied(Exception):
+    """A process that the run needs is gone. The text is the sentence of `LocalCluster.death`."""
+
+
+class Stopped(Exception):
+    """The user did not want to wait for the end."""
+
+
+async def attend(
+    work: Coroutine[Any, Any, T],
+    stop: asyncio.Event,
+    death: Coroutine[Any, Any, str] | None = None,
+    cancel_s: float = 3.0,
+) -> T:
+    """The result of `work`; or, as soon as `stop` is set or `death` returns, Stopped or SlotDied.
+
+    `work` is cancelled then and has `cancel_s` to clean up. When it fails by itself, a death that becomes known a
+    moment later is the cause, and is raised instead with the failure behind it.
+    """
+    working = asyncio.ensure_future(work)
+    stopping = asyncio.ensure_future(stop.wait())
+    dying = asyncio.ensure_future(death or asyncio.Event().wait())
+    try:
+        await asyncio.wait([working, stopping, dying], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            working.cancel()
+            await asyncio.wait([working], timeout=cancel_s)
+        failure = None if not working.done() or working.cancelled() else working.exception()
+        if failure and not dying.done():
+            await asyncio.wait([dying], timeout=CAUSE_S)
+        if working.done() and not working.cancelled() and not failure:
+            return working.result()
+        if dying.done():
+            raise SlotDied(dying.result()) from failure
+        if failure:
+            raise failure
+        raise Stopped
+    finally:
+        for task in (working, stopping, dying):
+            task.cancel()

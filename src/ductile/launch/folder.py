@@ -1,0 +1,51 @@
+"""A run's folder: one run in it at a time, and `--clean` deletes what a run writes, nothing else."""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+WRITTEN = (
+    "config.toml", "events.jsonl", "logs", "metrics.jsonl", "model", "state", "summary.json", "tensorboard", "wandb",
+)  # fmt: skip
+"""All that runs write. Whatever else lies in the folder belongs to somebody else."""
+
+
+class FolderInUse(Exception):
+    """Another run is at work in the folder."""
+
+
+@contextmanager
+def run_folder(output_dir: str, clean: bool) -> Iterator[Path]:
+    """The folder, with `logs/` in it, ours alone until the block is left. Raises FolderInUse, OSError.
+
+    The lock is the kernel's: it ends with this process, so a killed run leaves the folder free.
+    """
+    folder = Path(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise FolderInUse(
+                f"{folder} is in use by another run (process {lock.read().strip() or 'unknown'}): "
+                "wait for it, stop it, or give another --output-dir"
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        if clean:
+            _delete(folder)
+        (folder / "logs").mkdir(exist_ok=True)
+        yield folder
+
+
+def _delete(folder: Path) -> None:
+    for path in (folder / name for name in WRITTEN):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
