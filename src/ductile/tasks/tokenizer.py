@@ -47,7 +47,7 @@ class Tokenizer:
         backend = _read_backend(folder / "tokenizer.json")
         settings = _read_optional(folder / "tokenizer_config.json")
         special_tokens = _special_tokens(_read_optional(folder / "special_tokens_map.json") | settings)
-        _refuse_anothers(folder, backend)
+        _refuse_foreign(folder, backend)
         eos = _eos_token_ids(folder, backend, special_tokens.get("eos_token"))
         template = _read_template(folder, settings, chat_template)
         return cls(backend, special_tokens, eos, template, str(folder))
@@ -119,7 +119,7 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
         raise TokenizerError(f"{path} cannot be read: {error}") from error
 
 
-def _refuse_anothers(folder: Path, backend: tokenizers.Tokenizer) -> None:
+def _refuse_foreign(folder: Path, backend: tokenizers.Tokenizer) -> None:
     """A model may have more embeddings than the tokenizer has tokens (padding), never fewer."""
     highest = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
     model_size = _read_optional(folder / "config.json").get("vocab_size")
