@@ -13,7 +13,7 @@ from ductile.config.rename import renames
 from ductile.config.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.schema import REQUIRED, walk
 from ductile.config.section import NotBuilt, Section
-from ductile.config.share import SHARED
+from ductile.config.share import SHARED, Shared
 
 ROOTS: tuple[tuple[str, type[Section], str], ...] = (
     ("rl", RLConfig, ""),
@@ -35,11 +35,17 @@ def fill_in(text: str) -> str:
 
 def shared_table() -> str:
     rows = [
-        (f"`{name}`", f"`{shared.key}`", _codes(shared.targets), "must be equal" if shared.must_agree else shared.why)
+        (f"`{name}`", f"`{shared.key}`", _codes(shared.targets), _both(shared))
         for name, root, _ in ROOTS
         for shared in SHARED.get(root, ())
     ]
     return _table(("command", "key", "goes to, where absent", "given both"), rows)
+
+
+def _both(shared: Shared) -> str:
+    if shared.must_agree:
+        return f"must not differ: {shared.why}" if shared.why else "must not differ"
+    return f"may differ: {shared.why}"
 
 
 def rename_table() -> str:

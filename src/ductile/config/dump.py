@@ -15,6 +15,8 @@ from ductile.config.errors import SECRETS
 from ductile.config.schema import keys
 from ductile.config.section import Section
 
+ASKED_ONCE = frozenset({"dry_run", "clean"})
+
 
 def to_table(section: Section) -> dict[str, Any]:
     """The section as nested plain values that `parse` reads back to an equal section (secrets apart)."""
@@ -33,8 +35,8 @@ def to_table(section: Section) -> dict[str, Any]:
 
 
 def to_toml(config: Section) -> str:
-    """The whole config, but for `dry_run`: that is a question, not a setting."""
-    return tomli_w.dumps({name: value for name, value in to_table(config).items() if name != "dry_run"})
+    """The whole config, but for what is asked once: to run the file again must not delete what it wrote."""
+    return tomli_w.dumps({name: value for name, value in to_table(config).items() if name not in ASKED_ONCE})
 
 
 def write_resolved(config: Section, folder: str | FilePath, command: str) -> FilePath:

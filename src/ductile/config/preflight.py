@@ -15,7 +15,7 @@ from ductile.config.orchestrator import BuiltinTask, OrchestratorConfig, Reasoni
 from ductile.config.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.section import Section
 from ductile.config.slots import placement_of
-from ductile.config.trainer import CosineSchedule, LinearSchedule, SchedulerConfig
+from ductile.config.trainer import LinearSchedule, SchedulerConfig
 from ductile.core.cluster.placement import PlacementError
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -70,7 +70,9 @@ def _rl(config: RLConfig) -> Iterator[Finding]:
     yield from _questions(orchestrator, "orchestrator.")
     yield from _lengths(orchestrator, inference.model.max_model_len)
     yield from _generator(inference, "inference.", trainer.model.name)
-    yield from _schedule(trainer.scheduler, config.max_steps or trainer.max_steps, "trainer.scheduler")
+    max_steps = config.max_steps or trainer.max_steps or orchestrator.max_steps
+    num_steps = max_steps * orchestrator.n_minibatches if max_steps and config.bench is None else None
+    yield from _schedule(trainer.scheduler, num_steps, "trainer.scheduler")
     yield from output_findings(config.output_dir, config.clean, config.resume or config.ckpt.resume_step is not None)
 
 
@@ -88,8 +90,7 @@ def _sft(config: SFTConfig) -> Iterator[Finding]:
             f"must be at least data.seq_len ({config.data.seq_len}). Leave it out: data.seq_len sets it",
         )
     yield from _within_positions("data.seq_len", config.data.seq_len, config.model.name)
-    if config.max_steps is not None:
-        yield from _schedule(config.scheduler, config.max_steps, "scheduler")
+    yield from _schedule(config.scheduler, config.max_steps if config.bench is None else None, "scheduler")
     yield from output_findings(config.output_dir, config.clean, config.resume or config.ckpt.resume_step is not None)
 
 
@@ -103,9 +104,9 @@ def _trainer(config: TrainerRunConfig) -> Iterator[Finding]:
     if config.data.fake is None:
         what = "is missing: the trainer alone has no generators, so it needs made-up data. Write --data.fake"
         yield Finding(("data.fake",), what)
-    if config.max_steps is None:
+    if config.max_steps is None and config.bench is None:
         yield Finding(("max_steps",), "is missing: write how many steps to take")
-    yield from _schedule(config.scheduler, config.max_steps, "scheduler")
+    yield from _schedule(config.scheduler, config.max_steps if config.bench is None else None, "scheduler")
     yield from output_findings(config.output_dir, config.clean, resume=False)
 
 
@@ -217,18 +218,16 @@ def _within_positions(key: str, length: int, model: str | None) -> Iterator[Find
         yield Finding((key,), f"must be at most {spec.max_position}, the model's max_position_embeddings")
 
 
-def _schedule(config: SchedulerConfig, max_steps: int | None, at: str) -> Iterator[Finding]:
-    if isinstance(config, LinearSchedule | CosineSchedule) and max_steps is None:
-        yield Finding((f"{at}.type", "max_steps"), "needs max_steps, to know where it ends")
-    elif max_steps is not None:
-        decay = config.decay_steps if isinstance(config, LinearSchedule) else 0
-        if config.warmup_steps + decay > max_steps:
-            yield Finding(
-                (f"{at}.warmup_steps", f"{at}.decay_steps", "max_steps"),
-                f"is too long: with decay_steps it takes {config.warmup_steps + decay} steps of max_steps ({max_steps})"
-                if decay
-                else f"must be at most max_steps ({max_steps})",
-            )
+def _schedule(config: SchedulerConfig, num_steps: int | None, at: str) -> Iterator[Finding]:
+    """`num_steps`: optimizer steps."""
+    decay = config.decay_steps if isinstance(config, LinearSchedule) else 0
+    if num_steps is not None and config.warmup_steps + decay > num_steps:
+        yield Finding(
+            (f"{at}.warmup_steps", f"{at}.decay_steps", "max_steps"),
+            f"is too long: with decay_steps it takes {config.warmup_steps + decay} of {num_steps} optimizer steps"
+            if decay
+            else f"must be at most {num_steps}, the optimizer steps of the run",
+        )
 
 
 def _placement(config: RLConfig | SFTConfig | TrainerRunConfig | InferenceRunConfig) -> Iterator[Finding]:

@@ -61,7 +61,7 @@ class RLConfig(Section):
     seq_len: int | None = Field(default=None, ge=2)
     """Shared: `trainer.model.seq_len` and `inference.model.max_model_len`."""
     max_steps: int | None = Field(default=None, ge=1)
-    """Shared: batches to train on."""
+    """Shared: batches to train on. Default: one pass over the task's examples."""
     output_dir: str = "runs/rl"
     """Everything the run writes. `runs/<name>` is the convention."""
     clean: bool = False
@@ -80,8 +80,8 @@ class RLConfig(Section):
     log: LogConfig = LogConfig()
     wandb: WandbConfig | None = None
     tensorboard: TensorboardConfig | None = None
-    bench: Annotated[BenchConfig | None, NotBuilt("benchmark runs")] = None
-    """A few steps on fake data, a table of figures, no checkpoints."""
+    bench: BenchConfig | None = None
+    """A few steps, a table of figures, no checkpoints."""
     dry_run: bool = False
     """Write the resolved config to `output_dir` and exit."""
 
@@ -144,7 +144,7 @@ class SFTConfig(Section):
     log: LogConfig = LogConfig()
     wandb: WandbConfig | None = None
     tensorboard: TensorboardConfig | None = None
-    bench: Annotated[BenchConfig | None, NotBuilt("benchmark runs")] = None
+    bench: BenchConfig | None = None
     dry_run: bool = False
 
 
@@ -155,7 +155,7 @@ class TrainerRunConfig(TrainerConfig):
     clean: bool = False
     cluster: ClusterConfig = ClusterConfig()
     deployment: TrainDeploymentConfig = TrainDeployment()
-    bench: Annotated[BenchConfig | None, NotBuilt("benchmark runs")] = None
+    bench: BenchConfig | None = None
     log: LogConfig = LogConfig()
     dry_run: bool = False
 
@@ -167,7 +167,7 @@ class OrchestratorRunConfig(OrchestratorConfig):
     """Its tokenizer and chat template."""
     output_dir: str = "runs/orchestrator"
     clean: bool = False
-    bench: Annotated[BenchConfig | None, NotBuilt("benchmark runs")] = None
+    bench: BenchConfig | None = None
     log: LogConfig = LogConfig()
     dry_run: bool = False
 

@@ -25,7 +25,7 @@ class Shared:
     targets: tuple[str, ...]
     must_agree: bool = True
     why: str = ""
-    """Why the targets may differ, where they may."""
+    """Why the targets may differ, where they may; else what makes the two contradict each other."""
 
     def value(self, given: Any) -> Any:
         return given
@@ -39,7 +39,18 @@ class Resume(Shared):
         return -1 if given in (True, "true") else None
 
 
-_RESUME = Resume("resume", ("ckpt.resume_step",), must_agree=False, why="a given step is more exact than `resume`")
+@dataclass(frozen=True, slots=True)
+class NotClean(Shared):
+    """What is resumed is not deleted first: `--resume` over a file with `clean = true` goes on."""
+
+    def value(self, given: Any) -> Any:
+        return False if given in (True, "true") else None
+
+
+_RESUME = (
+    Resume("resume", ("ckpt.resume_step",), must_agree=False, why="a given step is more exact than `resume`"),
+    NotClean("resume", ("clean",), why="it deletes what is to be resumed"),
+)
 
 SHARED: dict[type[Section], tuple[Shared, ...]] = {
     RLConfig: (
@@ -57,7 +68,7 @@ SHARED: dict[type[Section], tuple[Shared, ...]] = {
             must_agree=False,
             why="the parts may be seeded apart",
         ),
-        _RESUME,
+        *_RESUME,
     ),
     SFTConfig: (
         Shared(
@@ -66,7 +77,7 @@ SHARED: dict[type[Section], tuple[Shared, ...]] = {
             must_agree=False,
             why="a trainer may pack more tokens into a micro-batch than one document has",
         ),
-        _RESUME,
+        *_RESUME,
     ),
 }
 
@@ -101,7 +112,7 @@ def share(root: type[Section], draft: Draft, rules: Sequence[Shared] | None = No
                 result.draft.put(target, value, draft.origin(source))
                 result.filled[target] = source
             elif differs and shared.must_agree:
-                result.problems.append(_conflict(draft, source, target))
+                result.problems.append(_conflict(draft, source, target, shared.why))
     return result
 
 
@@ -111,9 +122,8 @@ def _blocked(draft: Draft, target: Path) -> bool:
     return any(as_table(draft.get(path)) is None for path in above)
 
 
-def _conflict(draft: Draft, source: Path, target: Path) -> Problem:
-    what = (
-        f"contradicts {dotted(target)} = {show(draft.get(target))} ({draft.origin(target)}), which takes this value "
-        f"when it is absent. Leave {flag(target)} out, or make the two equal"
+def _conflict(draft: Draft, source: Path, target: Path, why: str) -> Problem:
+    what = f"contradicts {dotted(target)} = {show(draft.get(target))} ({draft.origin(target)}), " + (
+        why or f"which takes this value when it is absent. Leave {flag(target)} out, or make the two equal"
     )
     return about(source, draft.get(source), draft.origin(source), what)
