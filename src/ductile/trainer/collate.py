@@ -24,7 +24,7 @@ class Batch:
     num_trained: int
     sampled_logprobs: Tensor
     old_logprobs: Tensor
-    ref_logprobs: Tensor | None
+    ref_logprobs: Tensor
     advantages: Tensor
     sequences: Tensor
 
@@ -47,7 +47,6 @@ def collate(micro_batch: MicroBatch, required: Sequence[str] = (), device: str |
     num_trained = sum(sum(sample.mask) for sample in samples)
     for index, sample in enumerate(samples):
         _check(sample, index, required)
-    has_reference = bool(samples) and all(sample.ref_logprobs for sample in samples)
     samples = samples or [NOTHING]
     of_tokens = _Columns(samples, device)
     return Batch(
@@ -56,7 +55,7 @@ def collate(micro_batch: MicroBatch, required: Sequence[str] = (), device: str |
         num_trained=num_trained,
         sampled_logprobs=of_tokens([sample.logprobs for sample in samples]),
         old_logprobs=of_tokens([sample.old_logprobs or sample.logprobs for sample in samples]),
-        ref_logprobs=of_tokens([s.ref_logprobs for s in samples]) if has_reference else None,
+        ref_logprobs=of_tokens([sample.ref_logprobs for sample in samples]),
         advantages=of_tokens([sample.advantages for sample in samples]),
         sequences=torch.tensor([i for i, s in enumerate(samples) for t in s.mask if t], device=device),
     )

@@ -37,8 +37,8 @@ class LossInputs:
     """As the generator reported them; 0 in SFT."""
     old_logprobs: Tensor
     """From the scorer, or else the generator's."""
-    ref_logprobs: Tensor | None
-    """Of the reference model, where every sample has them."""
+    ref_logprobs: Tensor
+    """Of the reference model; 0 where a sample has none."""
     advantages: Tensor
     sequences: Tensor
     """int64: which of the micro-batch's samples the token belongs to."""
@@ -49,7 +49,8 @@ class LossOutputs:
     loss: Tensor
     """[N]"""
     metrics: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """[N] each, without gradient; reported as the mean over all trained tokens. Always the same names."""
+    """[N] each, without gradient; reported as the mean over all trained tokens. The names
+    must not depend on the tokens: ranks add up their metrics one by one."""
 
 
 Loss = Callable[[LossInputs], LossOutputs]
@@ -89,11 +90,10 @@ def clipped(inputs: LossInputs, config: GRPOLoss) -> LossOutputs:
     limited = -inputs.advantages * ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     loss = torch.maximum(plain, limited)
     metrics = {"clip_fraction": (limited > plain).float(), **_common_metrics(inputs)}
-    if inputs.ref_logprobs is not None:
+    if config.kl_coef:
         kl = k3(inputs.ref_logprobs - inputs.logprobs)
         metrics["kl_to_reference"] = kl.detach()
-        if config.kl_coef:
-            loss = loss + config.kl_coef * kl
+        loss = loss + config.kl_coef * kl
     return LossOutputs(loss, metrics)
 
 

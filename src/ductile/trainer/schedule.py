@@ -17,12 +17,12 @@ def learning_rate(config: SchedulerConfig, peak: float, step: int, max_steps: in
 
     Raises ValueError when a schedule that ends is not told when (`max_steps` None).
     """
+    if max_steps is None and not isinstance(config, ConstantSchedule):
+        raise ValueError(f"scheduler.type = {config.type!r} needs max_steps: it ends there")
     if step < config.warmup_steps:
         return peak * (step + 1) / (config.warmup_steps + 1)
-    if isinstance(config, ConstantSchedule):
+    if max_steps is None or isinstance(config, ConstantSchedule):
         return peak
-    if max_steps is None:
-        raise ValueError(f"scheduler.type = {config.type!r} needs max_steps: it ends there")
     done = _share_of_decay(config, step, max_steps)
     if isinstance(config, LinearSchedule):
         return peak + (config.min_lr - peak) * done

@@ -122,7 +122,7 @@ class Trainer:
         """The sums since the last step, and the square of the gradient, over all ranks: one reduction."""
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
         self._sums["grad_square"] = torch.stack(norms).double().square().sum()
-        totals = data.sum_over(self.mesh, torch.stack(list(self._sums.values())))
-        names = list(self._sums)
+        names = sorted(self._sums)
+        totals = data.sum_over(self.mesh, torch.stack([self._sums[name] for name in names]))
         self._sums = {}
         return dict(zip(names, totals.tolist(), strict=True))

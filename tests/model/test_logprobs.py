@@ -1,0 +1,43 @@
+"""The scoring head against log_softmax of all logits: values, entropies and gradients, in one chunk and in many."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from ductile.model import logprobs
+from ductile.model.logprobs import LogprobHead
+
+T, M, V, N = 30, 8, 11, 17
+
+
+@pytest.mark.parametrize("chunk_elements", [10**6, 5 * V, 1], ids=["one chunk", "four chunks", "a row a chunk"])
+@pytest.mark.parametrize("with_temperatures", [False, True])
+def test_against_log_softmax(monkeypatch: pytest.MonkeyPatch, chunk_elements: int, with_temperatures: bool) -> None:
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk_elements)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(T, M, generator=generator, requires_grad=True)
+    weight = torch.randn(V, M, generator=generator, requires_grad=True)
+    rows = torch.randint(0, T, (N,), generator=generator)
+    targets = torch.randint(0, V, (N,), generator=generator)
+    temperatures = torch.rand(N, generator=generator) + 0.3 if with_temperatures else None
+    upstream = torch.randn(N, generator=generator)
+
+    got, entropies = LogprobHead(rows, targets, temperatures)(hidden, weight)
+    got_gradients = torch.autograd.grad((got * upstream).sum(), (hidden, weight))
+
+    scaled = F.linear(hidden, weight)[rows] / (1.0 if temperatures is None else temperatures[:, None])
+    expected = scaled.log_softmax(-1)
+    chosen = expected.gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(got, chosen)
+    torch.testing.assert_close(entropies, -(expected.exp() * expected).sum(-1).detach())
+    torch.testing.assert_close(got_gradients, torch.autograd.grad((chosen * upstream).sum(), (hidden, weight)))
+    assert not entropies.requires_grad
+
+
+def test_bf16_weights_give_fp32_scores() -> None:
+    hidden, weight = (torch.randn(4, M, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    got, entropies = LogprobHead(torch.tensor([0, 2]), torch.tensor([1, 3]))(hidden, weight)
+    assert got.dtype == entropies.dtype == torch.float32
+    got.sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.dtype == torch.bfloat16

@@ -1,0 +1,87 @@
+"""FSDP2 on any number of ranks computes what one plain module on one device computes: loss, norm, every gradient."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ductile.config.trainer import GRPOLoss, TrainerConfig
+from ductile.core.batch.normalise import Normalisation, divisor, weigh
+from ductile.core.batch.packing import pack
+from ductile.fabric.groups import Groups
+from ductile.records import Sample
+from ductile.trainer.trainer import Trainer
+from tests.ranks import run_ranks
+from tests.tiny import make_model_folder
+from tests.trainer.naive import NaiveTrainer, make_samples
+
+LOSS = GRPOLoss(kl_coef=0.1, clip_high=0.3)
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Sizes that do not divide: on four ranks q_norm's two numbers leave two ranks without any."""
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "qwen3": make_model_folder(root / "qwen3", "qwen3", head_dim=2, hidden_size=30, intermediate_size=50),
+        "llama": make_model_folder(root / "llama", "llama", tie_word_embeddings=False),
+    }
+
+
+def gradients(
+    groups: Groups, members: tuple[int, ...], settings: dict, samples: list[Sample], mode: Normalisation, seq_len: int
+) -> tuple[float, float, int, dict[str, list]]:
+    mesh = groups.mesh(members)
+    trainer = Trainer(TrainerConfig.model_validate(settings), mesh)
+    ranks = pack(weigh(samples, mode), len(members), seq_len)
+    mine = ranks[mesh.get_local_rank()]
+    trainer.forward_backward(mine[:1])  # accumulated over several commands, too
+    trainer.forward_backward(mine[1:])
+    count = divisor(samples, mode)
+    found = {n: (p.grad.full_tensor() / count).tolist() for n, p in trainer.model.named_parameters()}
+    report = trainer.optim_step(count)
+    return report.loss, report.grad_norm, report.num_tokens, found
+
+
+def settings_for(folder: Path, **model: object) -> dict:
+    return TrainerConfig.model_validate({"model": {"name": str(folder), **model}, "loss": LOSS}).model_dump()
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    return ((ours - theirs).norm() / theirs.norm().clamp_min(1e-12)).item()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("family", "lengths", "mode", "options"),
+    [
+        ("qwen3", (20, 3, 9, 31, 8, 17, 5, 2, 26), "token_mean", {}),
+        ("llama", (12, 30, 7), "seq_mean_token_mean", {"reshard_after_forward": False}),
+    ],
+    ids=["nine samples", "three samples: a rank of four has none"],
+)
+def test_parity_with_one_device(
+    folders: dict[str, Path], family: str, lengths: tuple[int, ...], mode: Normalisation, options: dict, num_ranks: int
+) -> None:
+    samples = make_samples(lengths, temperatures=(1.0, 0.6))
+    naive = NaiveTrainer(folders[family], LOSS, torch.optim.SGD)
+    loss, grad_norm = naive.gradients(samples, mode)
+    settings = settings_for(folders[family], **options)
+    for result in run_ranks(num_ranks, gradients, settings, samples, mode, 34):
+        assert result[0] == pytest.approx(loss, rel=TOLERANCE)
+        assert result[1] == pytest.approx(grad_norm, rel=TOLERANCE)
+        assert result[2] == sum(sum(sample.mask) for sample in samples)
+        errors = {n: relative(torch.tensor(result[3][n]), p.grad) for n, p in naive.model.named_parameters()}
+        assert max(errors.values()) < TOLERANCE, errors
+
+
+def test_reduced_precision_stays_near(folders: dict[str, Path]) -> None:
+    samples = make_samples((20, 3, 9, 31))
+    loss, grad_norm = NaiveTrainer(folders["llama"], LOSS, torch.optim.SGD).gradients(samples)
+    settings = settings_for(folders["llama"], compute_dtype="bfloat16")
+    for result in run_ranks(2, gradients, settings, samples, "token_mean", 34):
+        assert result[0] == pytest.approx(loss, rel=0.02)
+        assert result[1] == pytest.approx(grad_norm, rel=0.05)
+        assert result[1] != grad_norm

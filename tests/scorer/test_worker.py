@@ -1,0 +1,100 @@
+"""The score role says what the trainer's own forward pass says, for the policy and for the reference."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from ductile.config.trainer import TrainerConfig
+from ductile.core.batch.packing import pack
+from ductile.fabric.groups import Groups
+from ductile.model.attention import PackedAttention
+from ductile.model.checkpoint import load_model
+from ductile.model.packed import PackedSamples
+from ductile.model.transformer import Transformer
+from ductile.records import Sample
+from ductile.roles import Place
+from ductile.scorer.worker import ScoreRole
+from ductile.trainer.trainer import Trainer
+from ductile.weights.publisher import Publisher
+from ductile.wire.messages import Done, Receive, Score
+from tests.tiny import make_model_folder
+from tests.trainer.naive import make_samples
+
+PLACE = Place(0, (0,), 0, "cpu")
+SAMPLES = tuple(make_samples((12, 30, 3, 7, 7), temperatures=(1.0, 0.5)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("model"), "llama")
+
+
+def make_role(folder: Path, **model: object) -> ScoreRole:
+    config = TrainerConfig.model_validate({"model": {"name": str(folder), "seq_len": 32, **model}})
+    return ScoreRole(config.model_dump(), PLACE)
+
+
+@torch.no_grad()
+def naive_scores(model: Transformer, sample: Sample) -> list[float]:
+    tokens = torch.tensor(sample.token_ids)
+    logits = model(tokens, torch.arange(len(tokens)), PackedAttention([len(tokens)])) / sample.temperature
+    chosen = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0].tolist()
+    return [value if trained else 0.0 for value, trained in zip([0.0, *chosen], sample.mask, strict=True)]
+
+
+def assert_scores(got: tuple[tuple[float, ...], ...], model: Transformer) -> None:
+    for scores, sample in zip(got, SAMPLES, strict=True):
+        assert list(scores) == pytest.approx(naive_scores(model, sample), abs=1e-5)
+
+
+def test_policy_and_reference_start_equal_and_part_with_the_first_version(folder: Path) -> None:
+    role = make_role(folder)
+    initial = load_model(folder)
+    assert_scores(role.handle(Score(SAMPLES, "policy")).logprobs, initial)
+
+    trained = load_model(folder, random_init=True, seed=9)
+    publisher = Publisher()
+    manifest = publisher.publish(1, ((name, p.detach()) for name, p in trained.named_parameters()))
+    assert role.handle(Receive("score", manifest)) == Done()
+    assert_scores(role.handle(Score(SAMPLES, "policy")).logprobs, trained)
+    assert_scores(role.handle(Score(SAMPLES, "reference")).logprobs, initial)
+    publisher.close()
+    assert_scores(role.handle(Score(SAMPLES, "policy")).logprobs, trained)  # it holds a copy
+    role.close()
+
+
+def test_another_models_version_is_refused_and_changes_nothing(folder: Path) -> None:
+    role = make_role(folder)
+    publisher = Publisher()
+    with pytest.raises(ValueError, match="version 3 is of another model"):
+        role.handle(Receive("score", publisher.publish(3, [("embed.weight", torch.zeros(2, 2))])))
+    assert_scores(role.handle(Score(SAMPLES, "policy")).logprobs, load_model(folder))
+    publisher.close()
+
+
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+def test_it_says_what_the_trainers_forward_pass_says(folder: Path, compute_dtype: str) -> None:
+    model = {"name": str(folder), "seq_len": 64, "compute_dtype": compute_dtype}
+    config = TrainerConfig.model_validate({"model": model})
+    groups = Groups(0, 2000, "cpu", HashStore(), 20.0)
+    trainer = Trainer(config, groups.mesh([0]))
+    (micro_batches,) = pack(SAMPLES, 1, 64)
+    for micro_batch in micro_batches:
+        expected, _ = PackedSamples.of(micro_batch.samples).score(trainer.model)
+        scores = ScoreRole(config.model_dump(), PLACE).handle(Score(micro_batch.samples, "policy")).logprobs
+        got = [
+            score
+            for scored, sample in zip(scores, micro_batch.samples, strict=True)
+            for score, trained in zip(scored, sample.mask, strict=True)
+            if trained
+        ]
+        assert got == pytest.approx(expected.tolist(), abs=1e-6)
+    groups.destroy()
+
+
+def test_nothing_to_score(folder: Path) -> None:
+    assert make_role(folder).handle(Score((), "policy")).logprobs == ()
+    untrained = Sample((1, 2, 3), (False, False, False))
+    assert make_role(folder).handle(Score((untrained,), "policy")).logprobs == ((0.0, 0.0, 0.0),)

@@ -1,0 +1,99 @@
+"""A state knows no layout: what two ranks wrote, one and three read, bit for bit, and go on the same."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from ductile.config.trainer import AdamWConfig, SFTLoss, SGDConfig, TrainerConfig
+from ductile.fabric.groups import Groups
+from ductile.parallel.state import StateError
+from ductile.records import MicroBatch
+from ductile.trainer.checkpoint import load_state, save_state
+from ductile.trainer.optimizer import moments
+from ductile.trainer.trainer import Trainer
+from tests.ranks import run_ranks
+from tests.tiny import make_model_folder
+from tests.trainer.naive import make_samples
+
+Named = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sizes that neither two nor three divide."""
+    return make_model_folder(
+        tmp_path_factory.mktemp("model"), "qwen3", head_dim=2, hidden_size=34, intermediate_size=25
+    )
+
+
+def whole_state(trainer: Trainer) -> Named:
+    state: Named = {}
+    for name, parameter in trainer.model.named_parameters():
+        for kind, tensor in [("model", parameter.detach()), *moments(trainer.optimizer, parameter)]:
+            assert isinstance(tensor, DTensor)
+            state[f"{kind}/{name}"] = tensor.full_tensor().clone()
+    return state
+
+
+def step(trainer: Trainer, rank: int) -> None:
+    trainer.forward_backward([MicroBatch(tuple(make_samples((9, 14), seed=rank)) if rank == 0 else ())])
+    trainer.optim_step(10.0)
+
+
+def train_and_save(groups: Groups, members: tuple[int, ...], settings: dict, path: str) -> tuple[int, Named, Named]:
+    mesh = groups.mesh(members)
+    trainer = Trainer(TrainerConfig.model_validate(settings), mesh)
+    for _ in range(3):
+        step(trainer, mesh.get_local_rank())
+    save_state(trainer, path)
+    saved = whole_state(trainer)
+    step(trainer, mesh.get_local_rank())
+    return trainer.step, saved, whole_state(trainer)
+
+
+def load_and_train(groups: Groups, members: tuple[int, ...], settings: dict, path: str) -> tuple[int, Named, Named]:
+    mesh = groups.mesh(members)
+    trainer = Trainer(TrainerConfig.model_validate(settings), mesh)
+    load_state(trainer, path)
+    loaded = whole_state(trainer)
+    step(trainer, mesh.get_local_rank())
+    return trainer.step, loaded, whole_state(trainer)
+
+
+@pytest.mark.parametrize("optim", [AdamWConfig(lr=1e-2), SGDConfig(lr=1e-2)], ids=["adamw", "sgd"])
+def test_saved_on_two_ranks_loaded_on_three_and_one(
+    folder: Path, tmp_path: Path, optim: AdamWConfig | SGDConfig
+) -> None:
+    settings = TrainerConfig.model_validate({"model": {"name": str(folder)}, "optim": optim, "loss": SFTLoss()})
+    arguments = (settings.model_dump(), str(tmp_path / "state"))
+    num_steps, saved, after = run_ranks(2, train_and_save, *arguments)[0]
+    for num_ranks in (3, 1):
+        for loaded_steps, loaded, gone_on in run_ranks(num_ranks, load_and_train, *arguments):
+            assert loaded_steps == num_steps == 4
+            assert loaded.keys() == saved.keys()
+            assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+            for name in after:
+                torch.testing.assert_close(gone_on[name], after[name], rtol=1e-5, atol=1e-7)
+
+
+def load_wrongly(groups: Groups, members: tuple[int, ...], settings: dict, path: str) -> str:
+    trainer = Trainer(TrainerConfig.model_validate(settings), groups.mesh(members))
+    with pytest.raises(StateError) as caught:
+        load_state(trainer, path)
+    return str(caught.value)
+
+
+def test_half_a_state_and_a_strangers_state_are_refused(folder: Path, tmp_path: Path) -> None:
+    settings = TrainerConfig.model_validate({"model": {"name": str(folder)}, "loss": SFTLoss()})
+    path = tmp_path / "state"
+    path.mkdir()
+    (said,) = run_ranks(1, load_wrongly, settings.model_dump(), str(path))
+    assert said == f"{path} has no complete trainer state (.metadata is missing)"
+
+    run_ranks(1, train_and_save, settings.model_dump(), str(path))
+    other = make_model_folder(tmp_path / "other", "qwen3", num_hidden_layers=3)
+    theirs = settings.model_copy(update={"model": settings.model.model_copy(update={"name": str(other)})})
+    (said,) = run_ranks(1, load_wrongly, theirs.model_dump(), str(path))
+    assert f"{path} does not fit this model and optimizer" in said

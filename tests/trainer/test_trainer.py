@@ -1,0 +1,173 @@
+"""Several optimizer steps against the naive loop; what a step reports; what it refuses."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from ductile.config.trainer import AdamWConfig, DefaultLoss, GRPOLoss, OptimConfig, SFTLoss, SGDConfig, TrainerConfig
+from ductile.core.batch.normalise import divisor
+from ductile.core.batch.packing import pack
+from ductile.fabric.groups import Groups, Mesh
+from ductile.model.checkpoint import ModelFolderError
+from ductile.records import MicroBatch, Sample
+from ductile.trainer.trainer import Trainer
+from tests.ranks import run_ranks
+from tests.tiny import make_model_folder
+from tests.trainer.naive import NaiveTrainer, make_samples
+
+LENGTHS = ((20, 3, 9), (31, 8), (17, 5, 2, 26))
+"""Of the samples of three optimizer steps."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("model"), "qwen2")
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Mesh]:
+    groups = Groups(0, 1000, "cpu", HashStore(), 20.0)
+    yield groups.mesh([0])
+    groups.destroy()
+
+
+def config_for(folder: Path, **sections: object) -> TrainerConfig:
+    return TrainerConfig.model_validate({"model": {"name": str(folder)}, **sections})
+
+
+def train(trainer: Trainer, lengths: tuple[tuple[int, ...], ...], rank: int = 0, num_ranks: int = 1) -> list[float]:
+    losses = []
+    for step, of_step in enumerate(lengths):
+        samples = make_samples(of_step, seed=step)
+        trainer.forward_backward(pack(samples, num_ranks, 40)[rank])
+        losses.append(trainer.optim_step(divisor(samples)).loss)
+    return losses
+
+
+def train_on_ranks(groups: Groups, members: tuple[int, ...], settings: dict) -> tuple[list[float], dict[str, list]]:
+    mesh = groups.mesh(members)
+    trainer = Trainer(TrainerConfig.model_validate(settings), mesh)
+    losses = train(trainer, LENGTHS, mesh.get_local_rank(), len(members))
+    return losses, {name: tensor.tolist() for name, tensor in trainer.full_tensors()}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize(
+    ("optim", "theirs", "options"),
+    [
+        (
+            AdamWConfig(lr=1e-2, betas1=0.8, betas2=0.9, eps=1e-4, weight_decay=0.1, max_norm=0.5),
+            torch.optim.AdamW,
+            {"lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-4, "weight_decay": 0.1},
+        ),
+        (
+            SGDConfig(lr=1e-1, weight_decay=0.1, momentum=0.9, nesterov=True, max_norm=None),
+            torch.optim.SGD,
+            {"lr": 1e-1, "weight_decay": 0.1, "momentum": 0.9, "nesterov": True},
+        ),
+    ],
+    ids=["adamw", "sgd"],
+)
+def test_three_steps_are_those_of_torch_on_one_device(
+    folder: Path, optim: OptimConfig, theirs: type[torch.optim.Optimizer], options: dict, num_ranks: int
+) -> None:
+    naive = NaiveTrainer(folder, GRPOLoss(), theirs, **options)
+    expected = [naive.step(make_samples(n, seed=step), optim.max_norm) for step, n in enumerate(LENGTHS)]
+    settings = config_for(folder, optim=optim, loss=GRPOLoss()).model_dump()
+    for losses, tensors in run_ranks(num_ranks, train_on_ranks, settings):
+        assert losses == pytest.approx(expected, rel=1e-4)
+        for name, parameter in naive.model.named_parameters():
+            torch.testing.assert_close(torch.tensor(tensors[name]), parameter.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_step_reports(folder: Path, mesh: Mesh) -> None:
+    trainer = Trainer(config_for(folder, optim=SGDConfig(lr=0.5), loss=DefaultLoss()), mesh)
+    samples = make_samples((10, 12))
+    num_tokens = trainer.forward_backward([MicroBatch(tuple(samples)), MicroBatch(())])
+    report = trainer.optim_step(float(num_tokens))
+    assert report.step == trainer.step == 1
+    assert report.num_tokens == num_tokens == sum(sum(sample.mask) for sample in samples)
+    assert report.lr == 0.5
+    assert set(report.metrics) == {"masked_fraction", "mismatch_kl", "entropy", "skipped"}
+    assert 4.0 < report.metrics["entropy"] < 5.0  # a random model's: close to log(102)
+    assert report.metrics["skipped"] == 0.0
+
+
+def test_the_schedule_sets_the_learning_rate(folder: Path, mesh: Mesh) -> None:
+    scheduler = {"type": "linear", "warmup_steps": 1, "decay_steps": 2}
+    config = config_for(folder, optim=SGDConfig(lr=1.0), loss=SFTLoss(), scheduler=scheduler, max_steps=4)
+    trainer = Trainer(config, mesh)
+    lrs = []
+    for _ in range(4):
+        trainer.forward_backward([MicroBatch(tuple(make_samples((6,))))])
+        lrs.append(trainer.optim_step(1.0).lr)
+    assert lrs == [0.5, 1.0, 1.0, 0.5]
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(folder: Path, mesh: Mesh) -> None:
+    trainer = Trainer(config_for(folder, loss=DefaultLoss(), optim=AdamWConfig(lr=1e-2)), mesh)
+    before = {name: tensor.clone() for name, tensor in trainer.full_tensors()}
+    (sample,) = make_samples((6,))
+    poisoned = Sample(
+        sample.token_ids, sample.mask, sample.logprobs, advantages=tuple(3e38 * (a != 0) for a in sample.advantages)
+    )
+    trainer.forward_backward([MicroBatch((poisoned,))])
+    report = trainer.optim_step(1.0)
+    assert report.metrics["skipped"] == 1.0
+    for name, tensor in trainer.full_tensors():
+        assert torch.equal(tensor, before[name])
+    trainer.forward_backward([MicroBatch((sample,))])
+    assert trainer.optim_step(1.0).metrics["skipped"] == 0.0
+
+
+def test_log_probs_are_those_of_the_sampling_temperature(folder: Path, mesh: Mesh) -> None:
+    """The entropy of hot answers is higher: logits were divided by their temperature."""
+    entropies = []
+    for temperature in (0.05, 1.0):
+        trainer = Trainer(config_for(folder, loss=SFTLoss()), mesh)
+        trainer.forward_backward([MicroBatch(tuple(make_samples((30,), temperatures=(temperature,))))])
+        entropies.append(trainer.optim_step(1.0).metrics["entropy"])
+    assert entropies[0] < entropies[1] - 0.5
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_divisor_that_is_none_is_refused(folder: Path, mesh: Mesh, bad: float) -> None:
+    trainer = Trainer(config_for(folder, loss=SFTLoss()), mesh)
+    trainer.forward_backward([MicroBatch(tuple(make_samples((6,))))])
+    with pytest.raises(ValueError, match="the divisor of an optimizer step is"):
+        trainer.optim_step(bad)
+
+
+def test_a_step_without_a_gradient_is_refused(folder: Path, mesh: Mesh) -> None:
+    with pytest.raises(ValueError, match="without a forward_backward"):
+        Trainer(config_for(folder), mesh).optim_step(1.0)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"optim": {"type": "muon"}}, r"trainer\.optim\.type = 'muon' is not built yet"),
+        ({"scheduler": {"type": "cosine"}}, r"scheduler\.type = 'cosine' needs max_steps"),
+    ],
+)
+def test_a_config_that_cannot_be_had(folder: Path, mesh: Mesh, sections: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Trainer(config_for(folder, **sections), mesh)
+
+
+def test_a_model_is_needed(mesh: Mesh) -> None:
+    with pytest.raises(ModelFolderError, match=r"trainer\.model\.name is not set"):
+        Trainer(TrainerConfig(), mesh)
+
+
+def test_debug_options_shape_the_model(folder: Path, mesh: Mesh) -> None:
+    debug = {"name": str(folder), "debug": {"num_layers": 1, "random_init": True}}
+    one, same = (Trainer(TrainerConfig.model_validate({"model": debug, "seed": 3}), mesh) for _ in range(2))
+    other = Trainer(TrainerConfig.model_validate({"model": debug, "seed": 4}), mesh)
+    assert one.spec.num_layers == 1
+    for (name, a), (_, b), (_, c) in zip(one.full_tensors(), same.full_tensors(), other.full_tensors(), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c) == name.endswith(("norm.weight", "bias"))

@@ -1,0 +1,176 @@
+"""The train role, driven by its messages in real processes."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ductile.config.trainer import SFTLoss, SGDConfig, TrainerConfig
+from ductile.fabric import rendezvous
+from ductile.model.checkpoint import load_model
+from ductile.records import MicroBatch, Sample
+from ductile.roles import Place
+from ductile.trainer.worker import TrainRole
+from ductile.weights.subscriber import WeightsUnavailable, receive
+from ductile.wire.messages import (
+    Done,
+    ExportModel,
+    ForwardBackward,
+    LoadState,
+    OptimStep,
+    Ping,
+    Publish,
+    SaveState,
+    Withdraw,
+)
+from tests.ranks import result_of, start, stop
+from tests.tiny import make_model_folder
+from tests.trainer.naive import make_samples
+
+SAMPLES = make_samples((9, 14, 5))
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = make_model_folder(tmp_path_factory.mktemp("model"), "qwen3")
+    sections = {"model": {"name": str(folder)}, "loss": SFTLoss(), "optim": SGDConfig(lr=0.1)}
+    return TrainerConfig.model_validate(sections).model_dump()
+
+
+def on_slots(members: tuple[int, ...], function: Any, *arguments: Any, mourned: tuple[int, ...] = ()) -> list[Any]:
+    """The results of `function(place, *arguments)` on each slot; None from those that are expected to die."""
+    store = rendezvous.host_store()
+    places = [Place(slot, members, 0, "cpu", f"127.0.0.1:{store.port}") for slot in members]
+    started = [start(function, place, *arguments) for place in places]
+    try:
+        return [
+            None if place.slot in mourned else result_of(connection, f"slot {place.slot}")
+            for place, (_, connection) in zip(places, started, strict=True)
+        ]
+    finally:
+        stop(*(process for process, _ in started))
+
+
+def share(place: Place) -> tuple[MicroBatch, ...]:
+    """The first member runs all samples; it is uneven, and that is fine."""
+    return (MicroBatch(tuple(SAMPLES) if place.slot == place.members[0] else ()),)
+
+
+def live(place: Place, settings: dict[str, Any], folder: str) -> dict[str, Any]:
+    role = TrainRole(settings, place)
+    done = role.handle(ForwardBackward(share(place)))
+    report = role.handle(OptimStep(20.0)).report
+    manifest = role.handle(Publish(1)).manifest
+    published = {}
+    if manifest is not None:
+        published = {name: tensor.clone() for name, tensor in receive(manifest).items()}
+    role.handle(SaveState(f"{folder}/state"))
+    role.handle(ExportModel(f"{folder}/hf"))
+    role.handle(ForwardBackward(share(place)))
+    role.handle(OptimStep(1.0))
+    role.handle(LoadState(f"{folder}/state"))
+    again = role.handle(Publish(2)).manifest
+    same = again is None or all(torch.equal(tensor, published[name]) for name, tensor in receive(again).items())
+    assert role.handle(Withdraw(2)) == Done()
+    gone = manifest is None
+    if manifest is not None:
+        try:
+            receive(manifest)
+        except WeightsUnavailable:
+            gone = True
+    assert not role.has_work()
+    assert role.step() == []
+    role.close()
+    return {
+        "num_tokens": done.num_tokens,
+        "busy_s": done.busy_s,
+        "report": report,
+        "published": published,
+        "same_after_load": same,
+        "gone": gone,
+    }
+
+
+def test_a_whole_life_on_two_slots(settings: dict[str, Any], tmp_path: Path) -> None:
+    first, second = on_slots((5, 2), live, settings, str(tmp_path))
+    num_trained = sum(sum(sample.mask) for sample in SAMPLES)
+    assert (first["num_tokens"], second["num_tokens"]) == (num_trained, 0)
+    assert first["report"] == second["report"]
+    assert first["report"].num_tokens == num_trained
+    assert first["busy_s"] > 0
+    assert first["published"]
+    assert second["published"] == {}
+    assert first["same_after_load"]
+    assert first["gone"]
+    exported = dict(load_model(tmp_path / "hf").named_parameters())
+    assert exported.keys() == first["published"].keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in first["published"].items())
+    assert (tmp_path / "hf" / "tokenizer.json").is_file()
+
+
+def die_in_the_middle(place: Place, settings: dict[str, Any]) -> list[str]:
+    role = TrainRole(settings, place)
+    role.handle(ForwardBackward(share(place)))
+    if place.slot == place.members[-1]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    said = []
+    for command in (ForwardBackward(share(place)), OptimStep(1.0)):
+        with pytest.raises(RuntimeError) as caught:
+            role.handle(command)
+        said.append(str(caught.value))
+    role.close()
+    return said
+
+
+def test_when_a_member_dies_the_others_fail_long_before_the_timeout(settings: dict[str, Any]) -> None:
+    """`dist_timeout_seconds` is 600; the harness waits 60."""
+    *survivors, _ = on_slots((0, 1, 2, 3), die_in_the_middle, settings, mourned=(3,))
+    for first, second in survivors:
+        assert "Timed out" not in first
+        assert second == "the train role was lost in an earlier failure; drop it and hold it anew"
+
+
+def fail_alone(place: Place, settings: dict[str, Any]) -> str:
+    role = TrainRole(settings, place)
+    bad = MicroBatch((Sample((1, 2), (True, True)),))
+    work = (bad,) if place.slot == 0 else share(place)
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        role.handle(ForwardBackward(work))
+    return str(caught.value)
+
+
+def test_one_members_error_frees_the_others(settings: dict[str, Any]) -> None:
+    first, *others = on_slots((0, 1, 2), fail_alone, settings)
+    assert first == "sample 0 trains on its first token, which nothing precedes"
+    assert all("sample" not in said for said in others)
+
+
+def fail_to_export(place: Place, settings: dict[str, Any], path: str) -> tuple[str, int]:
+    role = TrainRole(settings, place)
+    said = "exported"
+    try:
+        role.handle(ExportModel(path))
+    except OSError as error:
+        said = type(error).__name__
+    return said, role.handle(ForwardBackward(share(place))).num_tokens
+
+
+def test_a_disk_error_of_the_first_member_leaves_all_in_step(settings: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way of a directory")
+    (first, num_tokens), (second, _) = on_slots((0, 1), fail_to_export, settings, str(tmp_path / "file" / "hf"))
+    assert (first, second) == ("NotADirectoryError", "exported") or (first, second) == ("FileExistsError", "exported")
+    assert num_tokens > 0
+
+
+def ask_for_something_else(place: Place, settings: dict[str, Any]) -> str:
+    role = TrainRole(settings, Place(place.slot, place.members, 0, "cpu"))  # alone, it needs no rendezvous
+    with pytest.raises(ValueError, match="does not know") as caught:
+        role.handle(Ping())
+    return str(caught.value)
+
+
+def test_an_unknown_command_is_refused(settings: dict[str, Any]) -> None:
+    assert on_slots((3,), ask_for_something_else, settings) == ["a train slot does not know the command Ping"]
