@@ -111,12 +111,15 @@ def _import_findings(key: str, name: str) -> Iterator[Finding]:
         yield Finding((key,), "is no import path: write package.module.name or file.py:name")
 
 
-def output_findings(output_dir: str, clean: bool, resume: bool) -> Iterator[Finding]:
-    """A run never writes over another one unasked."""
+def output_findings(
+    output_dir: str, clean: bool, resume: bool = False, resume_step: int | None = None
+) -> Iterator[Finding]:
+    """A run never writes over another one unasked. `clean` with `resume` is a contradiction of shared keys already."""
     folder = Path(output_dir)
-    if clean and resume:
-        yield Finding(("clean", "resume"), "contradicts resume: it deletes what resume goes on from")
+    goes_on = resume or resume_step is not None
+    if clean and goes_on and not resume:
+        yield Finding(("ckpt.resume_step", "clean"), "contradicts clean: it deletes what is to be resumed")
     elif folder.exists() and not folder.is_dir():
         yield Finding(("output_dir",), "is a file, not a folder")
-    elif (folder / "metrics.jsonl").exists() and not clean and not resume:
+    elif (folder / "metrics.jsonl").exists() and not clean and not goes_on:
         yield Finding(("output_dir",), "holds a run already: --resume goes on with it, --clean deletes it first")

@@ -73,7 +73,7 @@ def _rl(config: RLConfig) -> Iterator[Finding]:
     max_steps = config.max_steps or trainer.max_steps or orchestrator.max_steps
     num_steps = max_steps * orchestrator.n_minibatches if max_steps and config.bench is None else None
     yield from _schedule(trainer.scheduler, num_steps, "trainer.scheduler")
-    yield from output_findings(config.output_dir, config.clean, config.resume or config.ckpt.resume_step is not None)
+    yield from output_findings(config.output_dir, config.clean, config.resume, config.ckpt.resume_step)
 
 
 def _sft(config: SFTConfig) -> Iterator[Finding]:
@@ -89,9 +89,8 @@ def _sft(config: SFTConfig) -> Iterator[Finding]:
             ("model.seq_len", "data.seq_len"),
             f"must be at least data.seq_len ({config.data.seq_len}). Leave it out: data.seq_len sets it",
         )
-    yield from _within_positions("data.seq_len", config.data.seq_len, config.model.name)
     yield from _schedule(config.scheduler, config.max_steps if config.bench is None else None, "scheduler")
-    yield from output_findings(config.output_dir, config.clean, config.resume or config.ckpt.resume_step is not None)
+    yield from output_findings(config.output_dir, config.clean, config.resume, config.ckpt.resume_step)
 
 
 def _trainer(config: TrainerRunConfig) -> Iterator[Finding]:
@@ -107,7 +106,7 @@ def _trainer(config: TrainerRunConfig) -> Iterator[Finding]:
     if config.max_steps is None and config.bench is None:
         yield Finding(("max_steps",), "is missing: write how many steps to take")
     yield from _schedule(config.scheduler, config.max_steps if config.bench is None else None, "scheduler")
-    yield from output_findings(config.output_dir, config.clean, resume=False)
+    yield from output_findings(config.output_dir, config.clean)
 
 
 def _orchestrator_alone(config: OrchestratorRunConfig) -> Iterator[Finding]:
@@ -117,7 +116,7 @@ def _orchestrator_alone(config: OrchestratorRunConfig) -> Iterator[Finding]:
     if config.client.base_url is None:
         yield Finding(("client.base_url",), 'is missing: write the server to ask, such as "http://127.0.0.1:8000/v1"')
     yield from _questions(config, "")
-    yield from output_findings(config.output_dir, config.clean, resume=False)
+    yield from output_findings(config.output_dir, config.clean)
 
 
 def _inference_alone(config: InferenceRunConfig) -> Iterator[Finding]:
@@ -209,13 +208,10 @@ def _generator(config: InferenceConfig, at: str, model: str | None) -> Iterator[
             (f"{at}num_blocks", f"{at}model.max_model_len", f"{at}block_size"),
             f"must be at least {needed}, to hold one sequence of max_model_len ({config.model.max_model_len}) tokens",
         )
-    yield from _within_positions(f"{at}model.max_model_len", config.model.max_model_len, model)
-
-
-def _within_positions(key: str, length: int, model: str | None) -> Iterator[Finding]:
     spec = read_spec(model)
-    if spec is not None and length > spec.max_position:
-        yield Finding((key,), f"must be at most {spec.max_position}, the model's max_position_embeddings")
+    if spec is not None and config.model.max_model_len > spec.max_position:
+        what = f"must be at most {spec.max_position}, the model's max_position_embeddings"
+        yield Finding((f"{at}model.max_model_len",), what)
 
 
 def _schedule(config: SchedulerConfig, num_steps: int | None, at: str) -> Iterator[Finding]:

@@ -123,7 +123,7 @@ def _blocked(draft: Draft, target: Path) -> bool:
 
 
 def _conflict(draft: Draft, source: Path, target: Path, why: str) -> Problem:
-    what = f"contradicts {dotted(target)} = {show(draft.get(target))} ({draft.origin(target)}), " + (
-        why or f"which takes this value when it is absent. Leave {flag(target)} out, or make the two equal"
-    )
+    other = f"contradicts {dotted(target)} = {show(draft.get(target))} ({draft.origin(target)})"
+    way_out = f", which takes this value when it is absent. Leave {flag(target)} out, or make the two equal"
+    what = f"{other}: {why}" if why else other + way_out
     return about(source, draft.get(source), draft.origin(source), what)
