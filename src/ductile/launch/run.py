@@ -31,6 +31,7 @@ from ductile.roles import Late, Refused, SlotLost
 from ductile.tasks.task import TaskError
 from ductile.tasks.tokenizer import TokenizerError
 from ductile.wire.fleet import RemoteGenerators
+from ductile.wire.messages import RoleName
 from ductile.wire.remote import RemoteScorer, RemoteTrainer, hold
 
 DONE, FAILED, NOT_STARTED, INTERRUPTED = 0, 1, 2, 130
@@ -61,9 +62,9 @@ async def _rl(prepared: Prepared, record: Recorder, interrupt: Interrupt, began_
     try:
         await attend(cluster.start(), interrupt.asked, cancel_s=8.0)
         for slot in placement.slots:
-            held = " and ".join(placement.roles(slot))
-            process = cluster.processes[slot]
-            record.event("slot_started", f"Slot {slot} ({held}) runs on {cluster.devices[slot]}, pid {process.pid}.")
+            roles, device, pid = placement.roles(slot), cluster.devices[slot], cluster.processes[slot].pid
+            sentence = f"Slot {slot} ({' and '.join(roles)}) runs on {device}, pid {pid}."
+            record.event("slot_started", sentence, slot=slot, roles=roles, device=device, pid=pid)
         trainer, generators, scorer = await attend(
             _take_roles(prepared, placement, cluster), interrupt.asked, cluster.death()
         )
@@ -75,7 +76,7 @@ async def _rl(prepared: Prepared, record: Recorder, interrupt: Interrupt, began_
 
 
 def _cluster(prepared: Prepared, placement: Placement) -> LocalCluster:
-    roles = {role: path for role, path in ROLES.items() if placement.of(role)}
+    roles: dict[RoleName, str] = {role: path for role, path in ROLES.items() if placement.of(role)}
     return LocalCluster(placement.slots, prepared.config.cluster, prepared.folder / "logs", roles)
 
 
