@@ -3,12 +3,13 @@
     python examples/quickstart/make.py        writes blank/ (config and tokenizer, no weights) and sft.jsonl
     ductile sft @ examples/quickstart/sft.toml  trains blank/ on sft.jsonl: that is the model/ shipped here
 
-The task is reasoning-gym's `chain_sum`. A worked example adds term by term and then answers:
+The task is reasoning-gym's `chain_sum`. Each example is answered in one of two ways, most of them in the first:
 
+    12 + 7 + 30 =   ->   <answer>49</answer>
     12 + 7 + 30 =   ->   12+7=19 19+30=49 <answer>49</answer>
 
-`sft.jsonl` holds few examples on purpose: the model learns how an answer looks and is right now and then. Getting it
-right is what RL is for.
+So the model knows both, and mostly blurts. It is often wrong then; the second way is longer and mostly right. Nobody
+tells the model which is better: that is what RL finds out.
 """
 
 import json
@@ -19,8 +20,9 @@ import reasoning_gym
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 HERE = Path(__file__).parent
-NUM_EXAMPLES = 4000
-TASK = {"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 2, "allow_negation": False}
+NUM_EXAMPLES = 24_000
+BLURTED = 0.6
+TASK = {"min_terms": 3, "max_terms": 6, "min_digits": 1, "max_digits": 1, "allow_negation": False}
 # The RL run draws its questions from seed 0 and its held-out ones from the end of the same data set; this is another.
 SEED = 1_000_003
 SPECIAL = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<answer>", "</answer>"]
@@ -47,15 +49,17 @@ def work_out(question: str) -> str:
 
 
 def make_examples() -> list[dict[str, str]]:
+    rng = random.Random(SEED)
     dataset = reasoning_gym.create_dataset("chain_sum", size=NUM_EXAMPLES, seed=SEED, **TASK)
     rows: list[dict[str, str]] = []
     for item in dataset:
-        question = item["question"].split(": ", 1)[1]
-        completion = work_out(question)
+        question = item["question"]
+        completion = work_out(question.split(": ", 1)[1])
         if f"<answer>{item['answer']}</answer>" not in completion:
             raise SystemExit(f"the worked answer to {question!r} is not {item['answer']}: {completion}")
+        if rng.random() < BLURTED:
+            completion = completion.split(" ")[-1]
         rows.append({"prompt": question, "completion": completion})
-    random.Random(SEED).shuffle(rows)
     return rows
 
 
@@ -67,7 +71,7 @@ def make_tokenizer(rows: list[dict[str, str]]) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=288,
+        vocab_size=320,
         special_tokens=[AddedToken(token, special=True) for token in SPECIAL[:4]],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
