@@ -1,7 +1,7 @@
 """A grader's process: reads one JSON request a line, writes one JSON answer a line.
 
-Requests: `{"do": "tasks", "tasks": {name: config}}` first, then `reward` and `reply`. What a reward prints goes to
-standard error: standard output is only the answers' (on a descriptor that user code does not know).
+Requests: `{"do": "tasks", "tasks": {name: config}}` first, then `reward` and `reply`. They travel on
+descriptors that user code does not know: what a reward prints goes to standard error, and it has nothing to read.
 """
 
 import ctypes
@@ -23,10 +23,11 @@ from ductile.tasks.task import TaskError, score, takes_turns
 
 def main(parent: int) -> None:
     _die_with(parent)
-    answers = os.fdopen(os.dup(1), "wb")
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     tasks: dict[str, Task] = {}
-    for request in _requests(sys.stdin.buffer):
+    for request in _requests(requests):
         try:
             answer = _execute(request, tasks)
         except TaskError as error:

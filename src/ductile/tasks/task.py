@@ -39,4 +39,4 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     known = sorted(known)
     if close := get_close_matches(word, known, n=1):
         return f'; did you mean "{close[0]}"?'
-    return f"; there are {', '.join(known)}" if 0 < len(known) <= 20 else ""
+    return f"; there {'are' if len(known) > 1 else 'is'} {', '.join(known)}" if 0 < len(known) <= 20 else ""

@@ -1,0 +1,77 @@
+import json
+
+import pytest
+
+from ductile.tasks.conversation import end_of_turn, first_turn, next_turn
+from ductile.tasks.tokenizer import Tokenizer
+from tests.tiny import IM_END, make_tokenizer_files
+
+USER = {"role": "user", "content": "hi"}
+REPLY = [{"role": "user", "content": "more"}]
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return Tokenizer.from_folder(make_tokenizer_files(tmp_path))
+
+
+def show(tokenizer, token_ids):
+    return tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def test_first_turn_is_the_template(tokenizer):
+    assert show(tokenizer, first_turn(tokenizer, [USER])) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_next_turn_continues_what_was_sampled(tokenizer):
+    answer = [*tokenizer.encode("yo"), IM_END]
+    between = next_turn(tokenizer, [USER], answer, REPLY)
+    assert show(tokenizer, between) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    together = first_turn(tokenizer, [USER]) + answer + between
+    conversation = [USER, {"role": "assistant", "content": "yo"}, *REPLY]
+    assert together == tokenizer.apply_chat_template(conversation)
+
+
+def test_next_turn_ends_an_answer_that_did_not_end_itself(tokenizer):
+    between = next_turn(tokenizer, [USER], tokenizer.encode("yo"), REPLY)
+    assert show(tokenizer, between).startswith("<|im_end|>\n<|im_start|>user\nmore")
+
+
+def test_a_template_that_rewrites_earlier_answers_does_not_disturb(tokenizer, tmp_path):
+    """Qwen3's: an answer loses its thoughts as soon as somebody else speaks."""
+    (tmp_path / "think.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+        "{% if m['role'] == 'assistant' and loop.last %}<think></think>{% endif %}{{ m['content'] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    folder = make_tokenizer_files(tmp_path / "m")
+    thinker = Tokenizer.from_folder(folder, chat_template=tmp_path / "think.jinja")
+    answer = [*thinker.encode("<think>hm</think>yo"), IM_END]
+    assert show(thinker, next_turn(thinker, [USER], answer, REPLY)) == (
+        "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_an_environment_that_repeats_the_placeholders_does_not_disturb(tokenizer):
+    reply = [{"role": "user", "content": "0"}, {"role": "tool", "content": "1"}]
+    between = next_turn(tokenizer, [USER], [IM_END], reply)
+    assert show(tokenizer, between) == (
+        "\n<|im_start|>user\n0<|im_end|>\n<|im_start|>tool\n1<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_end_of_turn_comes_from_the_template(tokenizer):
+    assert end_of_turn(tokenizer, [USER]) == IM_END
+
+
+def test_without_a_chat_template_texts_are_lines(tmp_path):
+    folder = make_tokenizer_files(tmp_path)
+    settings = (folder / "tokenizer_config.json").read_text()
+    values = json.loads(settings)
+    del values["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    base = Tokenizer.from_folder(folder)
+    assert not base.has_chat_template
+    assert show(base, first_turn(base, [{"role": "system", "content": "Add."}, USER])) == "Add.\nhi"
+    assert show(base, next_turn(base, [USER], base.encode("yo"), REPLY)) == "\nmore\n"
+    assert end_of_turn(base, [USER]) == IM_END

@@ -1,0 +1,90 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ductile.tasks.prompts import ExampleOrder, PromptPosition, Prompts, split
+from ductile.tasks.task import TaskError
+from tests.loop.doubles import Count, Letters
+
+
+def test_order_goes_through_all_examples_once_an_epoch():
+    order = ExampleOrder(range(10), seed=3)
+    first, second = ([order[epoch * 10 + i][1] for i in range(10)] for epoch in (0, 1))
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+    assert [order[i] for i in (0, 10)] == [(0, first[0]), (1, second[0])]
+    assert [ExampleOrder(range(10), seed=3)[i][1] for i in range(10)] == first
+
+
+def test_order_without_shuffling():
+    assert [ExampleOrder([7, 8, 9], shuffle=False)[i] for i in range(4)] == [(0, 7), (0, 8), (0, 9), (1, 7)]
+
+
+def test_split_holds_out_the_last_ones():
+    assert split(10, 3) == (range(7), range(7, 10))
+    assert split(3, 10) == (range(0), range(3))
+
+
+def test_an_order_needs_examples():
+    with pytest.raises(TaskError, match="all of them are held out"):
+        ExampleOrder(split(3, 10)[0])
+
+
+def make(position=None, size=12, max_tokens=99, **keys):
+    return Prompts(Count(size), Letters(), ExampleOrder(range(size), seed=1), max_tokens, position, **keys)
+
+
+def test_an_id_names_epoch_and_example():
+    prompts = make(size=1)
+    assert [prompts.ask().id for _ in range(2)] == ["train/0/0", "train/1/0"]
+
+
+def test_what_was_under_way_is_asked_first():
+    prompts = make()
+    asked = [prompts.ask() for _ in range(5)]
+    for done in (asked[0], asked[3]):
+        prompts.learned(done)
+    prompts.give_back(asked[4])
+    assert prompts.position() == PromptPosition(5, (1, 2, 4))
+    again = make(prompts.position())
+    assert [again.ask().id for _ in range(3)] == [asked[i].id for i in (1, 2, 4)]
+    assert again.position() == prompts.position()
+
+
+@given(st.lists(st.sampled_from(["ask", "learn", "give back", "restart"]), max_size=60), st.randoms())
+def test_each_prompt_is_learned_once_an_epoch(moves, draw):
+    prompts, under_way, learned = make(), [], []
+    for move in moves:
+        if move == "ask":
+            under_way.append(prompts.ask())
+        elif move == "restart":
+            prompts, under_way = make(prompts.position()), []
+        elif under_way:
+            prompt = under_way.pop(draw.randrange(len(under_way)))
+            if move == "learn":
+                prompts.learned(prompt)
+                learned.append(prompt.id)
+            else:
+                prompts.give_back(prompt)
+    assert len(set(learned)) == len(learned)
+    while len(learned) < 24:  # two epochs
+        under_way.append(prompts.ask())
+        prompts.learned(under_way[-1])
+        learned.append(under_way.pop().id)
+        if not draw.randrange(5):
+            prompts, under_way = make(prompts.position()), []
+    assert len(set(learned)) == len(learned)
+
+
+def test_long_prompts_are_skipped_and_told():
+    told = []
+    prompts = make(size=12, max_tokens=1, on_too_long=told.append)
+    asked = {prompts.ask().example for _ in range(10)}
+    assert asked == set(range(10))
+    prompts.ask()
+    assert told[0] in {f"Skipped train/0/{i}: 2 tokens, at most 1 fit." for i in (10, 11)}
+
+
+def test_nothing_but_long_prompts_is_an_error():
+    with pytest.raises(TaskError, match="every prompt of count has more than 0 tokens; raise seq_len"):
+        make(max_tokens=0).ask()
