@@ -3,8 +3,8 @@
 Both run the same model (Qwen3 shape, 4 layers of 256, fp32), the same prompts and the same output lengths on the same
 threads, greedily, in one process and alternating; the figure is the median of the rounds.
 
-`transformers` gets static batches, left-padded, sdpa attention, dynamic cache: in order of arrival, in each of the batch
-sizes of `--batches`; a batch runs until its longest answer is done. The ratio is against the size that does best.
+`transformers` gets static batches, left-padded, sdpa attention, dynamic cache: in order of arrival, in each of the
+batch sizes of `--batches`; a batch runs until its longest answer is done. The ratio is against the size that does best.
 `sorted` shows what it would do if it knew all output lengths beforehand and sorted by them, which RL cannot.
 
     python benchmarks/generate.py --json benchmarks/results/generate.json
@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 import transformers
-from provenance import provenance
 
 from ductile.config.inference import InferenceConfig, InferenceModelConfig
 from ductile.generator.engine import Engine
 from ductile.model.checkpoint import load_model
 from ductile.records import GenerateRequest, Sampling
+from provenance import provenance
 
 PAD = 0
 Answers = list[list[int]]

@@ -28,18 +28,18 @@ def tokens(done: dict[str, Generation]) -> dict[str, tuple[int, ...]]:
 def packed_logprobs(folder: Path, pairs: list[tuple[GenerateRequest, Generation]]) -> list[list[float]]:
     """What the trainer's forward pass says of the generated tokens: all sequences packed into one."""
     model = load_model(folder)
-    sequences = [[*request.prompt, *generation.token_ids] for request, generation in pairs]
+    sequences = [[*one.prompt, *generation.token_ids] for one, generation in pairs]
     lengths = [len(sequence) for sequence in sequences]
     with torch.no_grad():
         logits = model(
-            torch.tensor(sum(sequences, [])),
+            torch.tensor([token for sequence in sequences for token in sequence]),
             torch.cat([torch.arange(n) for n in lengths]),
             PackedAttention(lengths),
         )
     found: list[list[float]] = []
-    for (request, _), sequence, part in zip(pairs, sequences, logits.split(lengths), strict=True):
-        logprobs = (part / (request.sampling.temperature or 1.0)).log_softmax(-1)
-        first = len(request.prompt)
+    for (one, _), sequence, part in zip(pairs, sequences, logits.split(lengths), strict=True):
+        logprobs = (part / (one.sampling.temperature or 1.0)).log_softmax(-1)
+        first = len(one.prompt)
         found.append([logprobs[i - 1, sequence[i]].item() for i in range(first, len(sequence))])
     return found
 

@@ -62,7 +62,7 @@ class Engine:
         for request in requests:
             reason = "a request of this id is in flight already" if request.id in ids else self.limits.why_not(request)
             if reason:
-                raise RequestRefused(f"request {request.id}: {reason}")
+                raise RequestRefused(request.id, reason)
             ids.add(request.id)
 
     def add(self, request: GenerateRequest) -> None:

@@ -6,7 +6,11 @@ from ductile.records import GenerateRequest, Sampling
 
 
 class RequestRefused(ValueError):
-    """A request that this engine can never serve. The text says why, and what would be possible."""
+    """A request that this engine can never serve. `reason` says why, and what would be possible."""
+
+    def __init__(self, id: str, reason: str) -> None:
+        super().__init__(f"request {id}: {reason}")
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)

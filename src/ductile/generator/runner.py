@@ -1,0 +1,200 @@
+"""An engine in a thread of its own, for asyncio callers.
+
+The thread waits for work and steps; the loop never waits for a step. What is asked travels as calls in a queue, which
+the thread makes between two steps; what was generated travels back once a step, in one wake-up of the loop for all.
+
+Whoever waits here waits for the thread. When it fails or is silent for longer than `STALLED_AFTER_S`, every waiter
+gets `EngineFailed`.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from ductile.generator.engine import Engine
+from ductile.records import FinishReason, GenerateRequest, Sampling
+from ductile.wire.messages import EngineStats
+
+STALLED_AFTER_S = 60.0
+"""No engine step takes so long."""
+
+
+class EngineFailed(Exception):
+    """The engine cannot serve any more, or did not step in time. The text says what happened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one request of a call generated since the last time."""
+
+    index: int
+    """Of the request in its call."""
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason | None
+
+
+@dataclass(slots=True)
+class _Listener:
+    """Where a request's deltas go."""
+
+    index: int
+    mailbox: "asyncio.Queue[Delta | Exception]"
+    each_step: bool
+    num_sent: int = 0
+
+
+class EngineRunner:
+    """Made and used in one asyncio loop. `start` before the first call, `stop` after the last."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._listeners: dict[str, _Listener] = {}
+        """Touched by the thread only, as are the engine and `_probes`."""
+        self._probes: list[asyncio.Queue[Delta | Exception]] = []
+        self._stopping = False
+        self._failure: EngineFailed | None = None
+        self._last_beat = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    async def stop(self, deadline_s: float = 10.0) -> None:
+        """End what is in flight with what it has, and the thread."""
+        self._stopping = True
+        self._calls.put(lambda: None)
+        await asyncio.to_thread(self._thread.join, deadline_s)
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    async def generate(self, requests: Sequence[GenerateRequest], each_step: bool) -> AsyncGenerator[Delta]:
+        """Yields until all requests ended: their tokens after each step, or all at the end.
+
+        Whoever stops iterating aborts what has not ended. Raises `RequestRefused` before the first delta,
+        `EngineFailed` at any time.
+        """
+        mailbox: asyncio.Queue[Delta | Exception] = asyncio.Queue()
+        unfinished = {index: request.id for index, request in enumerate(requests)}
+        self._calls.put(lambda: self._add(requests, mailbox, each_step))
+        try:
+            while unfinished:
+                item = await self._next(mailbox)
+                if isinstance(item, Exception):
+                    unfinished.clear()
+                    raise item
+                if item.finish_reason:
+                    del unfinished[item.index]
+                yield item
+        finally:
+            if unfinished:
+                self._calls.put(lambda: self._forget(list(unfinished.values())))
+
+    async def probe(self, deadline_s: float) -> None:
+        """Return when the engine finished a step, asking for one if it is idle. Raises `EngineFailed` in time."""
+        mailbox: asyncio.Queue[Delta | Exception] = asyncio.Queue()
+        self._calls.put(lambda: self._probe(mailbox))
+        try:
+            item = await asyncio.wait_for(self._next(mailbox), deadline_s)
+        except TimeoutError:
+            raise EngineFailed(f"the engine did not finish a step within {deadline_s:g} s") from None
+        if isinstance(item, Exception):
+            raise item
+
+    def check_alive(self) -> None:
+        """Raise `EngineFailed` when the thread ended or is stuck."""
+        if self._failure:
+            raise self._failure
+        if not self._thread.is_alive():
+            raise EngineFailed("the engine was stopped")
+        silent_s = time.monotonic() - self._last_beat
+        if silent_s > STALLED_AFTER_S:
+            raise EngineFailed(f"the engine has been in one step for {silent_s:.0f} s")
+
+    async def _next(self, mailbox: "asyncio.Queue[Delta | Exception]") -> Delta | Exception:
+        while True:
+            self.check_alive()
+            try:
+                return await asyncio.wait_for(mailbox.get(), 1.0)
+            except TimeoutError:
+                continue
+
+    # -- What follows runs in the thread --------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._last_beat = time.monotonic()
+                self._make_calls(wait_s=0.0 if self._engine.has_work() else 1.0)
+                if self._engine.has_work():
+                    self._step()
+            self._engine.abort()
+            self._step()
+        except Exception as error:
+            self._failure = EngineFailed(f"the engine failed: {type(error).__name__}: {error}")
+            self._post([(listener.mailbox, self._failure) for listener in self._listeners.values()])
+
+    def _make_calls(self, wait_s: float) -> None:
+        try:
+            call = self._calls.get(timeout=wait_s) if wait_s else self._calls.get_nowait()
+            while True:
+                call()
+                call = self._calls.get_nowait()
+        except Empty:
+            return
+
+    def _step(self) -> None:
+        ended = {generation.id: generation for generation in self._engine.step()}
+        post: list[tuple[asyncio.Queue[Any], Delta | Exception]] = []
+        for id, listener in list(self._listeners.items()):
+            sent = listener.num_sent
+            if id in ended:
+                generation = ended[id]
+                tokens, logprobs = list(generation.token_ids[sent:]), list(generation.logprobs[sent:])
+                post.append((listener.mailbox, Delta(listener.index, tokens, logprobs, generation.finish_reason)))
+                del self._listeners[id]
+            elif listener.each_step and (news := self._engine.peek(id, sent)) and news[0]:
+                listener.num_sent += len(news[0])
+                post.append((listener.mailbox, Delta(listener.index, *news, None)))
+        post += [(mailbox, Delta(0, [], [], None)) for mailbox in self._probes]
+        self._probes.clear()
+        self._post(post)
+
+    def _post(self, items: Sequence[tuple[asyncio.Queue[Any], Delta | Exception]]) -> None:
+        def put_all() -> None:
+            for mailbox, item in items:
+                mailbox.put_nowait(item)
+
+        if items and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(put_all)
+
+    def _add(
+        self, requests: Sequence[GenerateRequest], mailbox: "asyncio.Queue[Delta | Exception]", each_step: bool
+    ) -> None:
+        try:
+            self._engine.check(*requests)
+        except ValueError as refusal:
+            self._post([(mailbox, refusal)])
+            return
+        for index, request in enumerate(requests):
+            self._engine.add(request)
+            self._listeners[request.id] = _Listener(index, mailbox, each_step)
+
+    def _forget(self, ids: Sequence[str]) -> None:
+        for id in ids:
+            self._listeners.pop(id, None)
+        self._engine.abort(ids)
+
+    def _probe(self, mailbox: "asyncio.Queue[Delta | Exception]") -> None:
+        self._probes.append(mailbox)
+        if not self._engine.has_work():
+            one_token = Sampling(temperature=0.0, max_tokens=1)
+            self._engine.add(GenerateRequest("probe", (0,), one_token))

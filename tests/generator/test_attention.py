@@ -1,0 +1,82 @@
+"""Paged attention against a loop over tokens that knows no pages, no groups and no padding."""
+
+import math
+from itertools import pairwise
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ductile.core.layout.spec import ModelSpec
+from ductile.generator.attention import (
+    GROUP_COST_BLOCKS,
+    KVCache,
+    PagedAttention,
+    group_by_length,
+    order_for_attention,
+)
+from ductile.generator.scheduler import Chunk
+from ductile.generator.sequence import Sequence
+from ductile.records import GenerateRequest, Sampling
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
+SPEC = ModelSpec("qwen3", 10, 32, 48, 1, HEADS, KV_HEADS, HEAD_DIM)
+
+
+def sequence(blocks: list[int]) -> Sequence:
+    made = Sequence(GenerateRequest("", (1,), Sampling()), (0, 0), 0, 1000, ())
+    made.blocks = blocks
+    return made
+
+
+def attend_to(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """One token: q [H, D], keys and values [S, K, D] -> [H, D]"""
+    heads: list[torch.Tensor] = []
+    for head in range(HEADS):
+        shared = head // (HEADS // KV_HEADS)
+        weights = (keys[:, shared] @ q[head] / math.sqrt(HEAD_DIM)).softmax(0)
+        heads.append(weights @ values[:, shared])
+    return torch.stack(heads)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 6)), min_size=1, max_size=6), st.integers(1, 5))
+def test_equals_the_loop(shapes: list[tuple[int, int]], block_size: int) -> None:
+    """Sequences of `start` cached and `count` new tokens, in blocks scattered over the cache."""
+    rng = torch.Generator().manual_seed(len(shapes))
+    num_blocks = [-(-(start + count) // block_size) for start, count in shapes]
+    scattered = torch.randperm(sum(num_blocks), generator=rng).split(num_blocks)
+    cache = KVCache(SPEC, sum(num_blocks), block_size, torch.float32, "cpu")
+    chunks: list[Chunk] = []
+    whole: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for (start, count), blocks in zip(shapes, scattered, strict=True):
+        chunk = Chunk(sequence(blocks.tolist()), start, count)
+        keys, values = (torch.randn(start + count, KV_HEADS, HEAD_DIM, generator=rng) for _ in range(2))
+        whole[id(chunk.sequence)] = (keys, values)
+        slots = [chunk.sequence.blocks[i // block_size] * block_size + i % block_size for i in range(start)]
+        cache.write(0, torch.tensor(slots, dtype=torch.int64), keys[:start], values[:start])
+        chunks.append(chunk)
+    chunks = order_for_attention(chunks)
+    q = torch.randn(sum(chunk.count for chunk in chunks), HEADS, HEAD_DIM, generator=rng)
+    new = [whole[id(chunk.sequence)] for chunk in chunks]
+    k = torch.cat([keys[chunk.start :] for chunk, (keys, _) in zip(chunks, new, strict=True)])
+    v = torch.cat([values[chunk.start :] for chunk, (_, values) in zip(chunks, new, strict=True)])
+    found = PagedAttention(cache, chunks)(0, q, k, v)
+    row = 0
+    for chunk, (keys, values) in zip(chunks, new, strict=True):
+        for position in range(chunk.start, chunk.end):
+            expected = attend_to(q[row], keys[: position + 1], values[: position + 1])
+            torch.testing.assert_close(found[row], expected, atol=1e-5, rtol=1e-4)
+            row += 1
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=30))
+def test_groups_never_pad_more_than_they_save(lengths: list[int]) -> None:
+    chunks = [Chunk(sequence([]), length - 1, 1) for length in sorted(lengths)]
+    groups = group_by_length(chunks, block_size=1)
+    assert [chunk for group in groups for chunk in group] == chunks
+    for group, following in pairwise(groups):
+        assert (following[0].end - group[-1].end) * len(group) > GROUP_COST_BLOCKS
+    for group in groups:
+        for index in range(1, len(group)):
+            assert (group[index].end - group[index - 1].end) * index <= GROUP_COST_BLOCKS

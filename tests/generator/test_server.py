@@ -1,0 +1,274 @@
+"""The server inside this process: what it answers, refuses and says of itself."""
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from ductile.generator.engine import Engine
+from ductile.generator.server import create_app
+from ductile.records import Generation
+from tests.generator.conftest import Family, request, run
+
+Client = TestClient
+
+
+@pytest.fixture(scope="module")
+def client(qwen3: Family) -> Iterator[Client]:
+    engine = qwen3.engine(num_blocks=8)
+    with TestClient(create_app(engine, qwen3.tokenizer, "tiny")) as client:
+        yield client
+
+
+def events(text: str) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("completions", {"prompt": "x", "temperature": -1}, "temperature is -1.0; it must be 0 or more"),
+    ("completions", {"prompt": "x", "temperature": "hot"}, "temperature: Input should be a valid number"),
+    ("completions", {"prompt": "x", "top_p": 0}, "top_p is 0.0; it must be above 0 and at most 1"),
+    ("completions", {"prompt": "x", "top_k": -2}, "top_k is -2; it must be -1 (all) or 1 or more"),
+    ("completions", {"prompt": "x", "min_p": 2}, "min_p is 2.0; it must be from 0 to 1"),
+    ("completions", {"prompt": "x", "max_tokens": 0}, "max_tokens is 0; it must be 1 or more"),
+    ("completions", {"prompt": "x", "max_tokens": 1.5}, "max_tokens: Input should be a valid integer"),
+    ("completions", {"prompt": "x", "n": 0}, "n: Input should be greater than or equal to 1"),
+    ("completions", {"prompt": "x", "stop": ""}, "stop is ('',); it must be strings of at least one character"),
+    ("completions", {"prompt": "x", "logprobs": 5}, "logprobs: Input should be less than or equal to 1"),
+    ("completions", {"prompt": "x", "echo": True}, "echo = True is not offered by this server; leave it out"),
+    ("completions", {"prompt": "x", "best_of": 3}, "best_of = 3 is not offered"),
+    ("completions", {"prompt": "x", "temprature": 1}, "temprature: Extra inputs are not permitted"),
+    ("completions", {}, "prompt: Field required"),
+    ("completions", {"prompt": ""}, "the prompt has no tokens; it needs at least one"),
+    ("completions", {"prompt": []}, "the prompt has no tokens"),
+    ("completions", {"prompt": ["x", []]}, "the prompt has no tokens"),
+    ("completions", {"prompt": 7}, "prompt: must be a text, a list of token ids, or a list of these"),
+    ("completions", {"prompt": [5, "x"]}, "prompt: must be a text"),
+    ("completions", {"prompt": [[5], [True]]}, "prompt: must be a text"),
+    ("completions", {"prompt": [5, 9999]}, "token id 9999 is not in the vocabulary; ids go from 0 to 101"),
+    ("completions", {"prompt": "x" * 256}, "the prompt has 256 tokens; model.max_model_len 256 leaves room for 255"),
+    ("completions", {"prompt": "x", "max_tokens": 200}, "may reach 201 tokens and the whole cache holds 128"),
+    ("completions", {"prompt": "x", "stream": True, "max_tokens": 0}, "max_tokens is 0; it must be 1 or more"),
+    ("chat/completions", {"messages": []}, "messages: List should have at least 1 item"),
+    ("chat/completions", {"messages": [{"content": "x"}]}, "messages.0.role: Field required"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages.0.content: content of type 'image_url' is not understood; only 'text' is",
+    ),
+    ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 3}, "top_logprobs"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "x"}], "tools": [{}]},
+        "tools = [{}] is not offered",
+    ),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}},
+        "response_format = {'type': 'json_object'} is not offered",
+    ),
+]
+
+
+@pytest.mark.parametrize(("route", "body", "message"), BAD, ids=lambda value: str(value)[:40])
+def test_bad_requests(client: Client, route: str, body: dict[str, Any], message: str) -> None:
+    answer = client.post(f"/v1/{route}", json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert message in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+def test_bad_token_request(client: Client) -> None:
+    answer = client.post("/inference/v1/generate", json={"token_ids": [], "sampling_params": {}})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "token_ids")
+
+
+def test_a_body_that_is_not_json(client: Client) -> None:
+    answer = client.post("/v1/completions", content='{"prompt":', headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (
+        400,
+        "the body is not JSON, from character 10 on",
+    )
+
+
+def test_unknown_model_and_route(client: Client) -> None:
+    answer = client.post("/v1/completions", json={"model": "gpt-9", "prompt": "x"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert "'gpt-9' is not served here; this is 'tiny'" in answer.json()["error"]["message"]
+    answer = client.get("/v1/nothing")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (404, "GET /v1/nothing: Not Found")
+
+
+def test_models(client: Client) -> None:
+    (model,) = client.get("/v1/models").json()["data"]
+    assert (model["id"], model["max_model_len"], model["weight_version"]) == ("tiny", 256, 0)
+
+
+def test_tokens_in_tokens_out(client: Client, qwen3: Family) -> None:
+    expected = run(qwen3.engine(), [request("r", [9, 8, 7], 6)])["r"]
+    params = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "logprobs": 1, "skip_special_tokens": False}
+    body = {"model": "tiny", "token_ids": [9, 8, 7], "sampling_params": params}
+    answer = client.post("/inference/v1/generate", json=body).json()
+    (choice,) = answer["choices"]
+    assert answer["request_id"]
+    assert tuple(choice["token_ids"]) == expected.token_ids
+    assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == pytest.approx(expected.logprobs, abs=1e-5)
+    assert choice["finish_reason"] == "length"
+
+
+def test_completions_take_several_prompts_in_tokens_or_text(client: Client, qwen3: Family) -> None:
+    texts = ["one", "two"]
+    fixed = {"temperature": 0, "max_tokens": 4, "ignore_eos": True, "n": 2, "return_token_ids": True}
+    by_text = client.post("/v1/completions", json={"prompt": texts, **fixed}).json()
+    by_token = client.post(
+        "/v1/completions", json={"prompt": [qwen3.tokenizer.encode(t) for t in texts], **fixed}
+    ).json()
+    assert by_text["choices"] == by_token["choices"]
+    assert [choice["index"] for choice in by_text["choices"]] == [0, 1, 2, 3]
+    prompts = [choice["prompt_token_ids"] for choice in by_text["choices"]]
+    assert prompts == [qwen3.tokenizer.encode(text) for text in ("one", "one", "two", "two")]
+    assert by_text["usage"] == {"prompt_tokens": 6, "completion_tokens": 16, "total_tokens": 22}
+
+
+def test_choices_of_one_seed_differ_and_come_again(client: Client) -> None:
+    body = {"prompt": "hello", "n": 3, "seed": 5, "max_tokens": 12, "ignore_eos": True}
+    first, second = (client.post("/v1/completions", json=body).json()["choices"] for _ in range(2))
+    assert [choice["text"] for choice in first] == [choice["text"] for choice in second]
+    assert len({choice["text"] for choice in first}) == 3
+
+
+def test_stop_strings_are_not_shown(client: Client) -> None:
+    body = {"prompt": "hello", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    text = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    for stream in (False, True):
+        answer = client.post("/v1/completions", json=body | {"stop": [text[4:6]], "stream": stream})
+        choices = [event["choices"][0] for event in events(answer.text)] if stream else answer.json()["choices"]
+        assert "".join(choice["text"] for choice in choices) == text[: text.index(text[4:6])]
+        assert choices[-1]["finish_reason"] == "stop"
+
+
+def test_a_streamed_answer_says_the_same_as_a_whole_one(client: Client) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}]
+    body = {"messages": messages, "n": 2, "seed": 1, "max_completion_tokens": 8, "ignore_eos": True}
+    body |= {"logprobs": True, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    whole = client.post("/v1/chat/completions", json=body).json()
+    streamed = events(
+        client.post(
+            "/v1/chat/completions", json=body | {"stream": True, "stream_options": {"include_usage": True}}
+        ).text
+    )
+    assert streamed[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert streamed[-1]["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        parts = [c for event in streamed for c in event["choices"] if c["index"] == choice["index"]]
+        assert parts[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(part["delta"]["content"] for part in parts) == choice["message"]["content"]
+        assert [token for part in parts for token in part.get("token_ids", [])] == choice["token_ids"]
+        contents = [entry for part in parts if part["logprobs"] for entry in part["logprobs"]["content"]]
+        assert [entry["token"] for entry in contents] == [f"token_id:{token}" for token in choice["token_ids"]]
+        expected = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        assert [entry["logprob"] for entry in contents] == pytest.approx(expected, abs=1e-5)
+        assert parts[-1]["finish_reason"] == choice["finish_reason"] == "length"
+
+
+def test_health_runs_a_step(client: Client) -> None:
+    def generated() -> float:
+        lines = client.get("/metrics").text.splitlines()
+        return float(next(line for line in lines if line.startswith("ductile_generated_tokens_total")).split()[1])
+
+    before = generated()
+    assert client.get("/health").json() == {"status": "ok"}
+    assert generated() == before + 1
+
+
+def test_metrics_count(client: Client) -> None:
+    client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 3, "ignore_eos": True})
+    text = client.get("/metrics").text
+    for name in (
+        "sequences_running 0.0",
+        "cache_used 0.0",
+        "weight_version 0.0",
+        'requests_finished_total{reason="length"}',
+    ):
+        assert f"ductile_{name}" in text
+
+
+class Stuck(Engine):
+    """An engine that does not come back from a step until it is told to."""
+
+    release = threading.Event()
+
+    def step(self) -> list[Generation]:
+        self.release.wait(30)
+        return super().step()
+
+
+class Broken(Engine):
+    def step(self) -> list[Generation]:
+        raise RuntimeError("out of memory")
+
+
+def over(kind: type[Engine], family: Family) -> Engine:
+    sound = family.engine()
+    return kind(sound.model, sound.config, family.tokenizer.eos_token_ids, family.tokenizer.decode)
+
+
+def test_health_says_when_the_engine_is_stuck(qwen3: Family) -> None:
+    with TestClient(create_app(over(Stuck, qwen3), qwen3.tokenizer, "tiny", health_deadline_s=0.2)) as client:
+        answer = client.get("/health")
+        assert answer.status_code == 503
+        assert answer.json()["error"]["message"] == "the engine did not finish a step within 0.2 s"
+        assert client.get("/liveness").status_code == 200
+        Stuck.release.set()
+
+
+def test_a_failed_engine_tells_everybody(qwen3: Family) -> None:
+    with TestClient(create_app(over(Broken, qwen3), qwen3.tokenizer, "tiny")) as client:
+        for answer in (
+            client.post("/v1/completions", json={"prompt": "x"}),
+            client.post("/v1/completions", json={"prompt": "x", "stream": True}),
+            client.get("/health"),
+            client.get("/liveness"),
+        ):
+            assert answer.status_code == 503
+            assert answer.json()["error"]["message"] == "the engine failed: RuntimeError: out of memory"
+
+
+def test_the_api_key_is_asked_for(qwen3: Family) -> None:
+    with TestClient(create_app(qwen3.engine(), qwen3.tokenizer, "tiny", api_key="s3cret")) as client:
+        body = {"prompt": "x", "max_tokens": 1}
+        for headers in ({}, {"Authorization": "Bearer other"}, {"Authorization": "s3cret"}):
+            for answer in (
+                client.get("/v1/models", headers=headers),
+                client.post("/v1/completions", json=body, headers=headers),
+            ):
+                assert answer.status_code == 401
+                assert answer.json()["error"]["type"] == "authentication_error"
+                assert "s3cret" not in answer.text
+        right = {"Authorization": "Bearer s3cret"}
+        assert client.post("/v1/completions", json=body, headers=right).status_code == 200
+        assert client.get("/health").status_code == 200
+
+
+def test_an_answer_that_ends_with_the_end_token_does_not_show_it(qwen3: Family) -> None:
+    plain = run(qwen3.engine(), [request("r", "hello", 8)])["r"].token_ids
+    engine = Engine(qwen3.engine().model, qwen3.engine().config, (plain[3],), qwen3.tokenizer.decode)
+    with TestClient(create_app(engine, qwen3.tokenizer, "tiny")) as client:
+        body = {
+            "prompt": "hello",
+            "temperature": 0,
+            "max_tokens": 8,
+            "stop_token_ids": [plain[3]],
+            "return_token_ids": True,
+        }
+        (choice,) = client.post("/v1/completions", json=body).json()["choices"]
+    end = plain.index(plain[3])
+    assert tuple(choice["token_ids"]) == plain[: end + 1]
+    assert choice["text"] == qwen3.tokenizer.decode(list(plain[:end]))
+    assert choice["finish_reason"] == "stop"
