@@ -1,0 +1,25 @@
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.runs import Run
+from tests.tiny import make_model_folder
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def start():
+    """`start(config, *flags)` begins a life of a run; none outlives the test."""
+    lives: list[Run] = []
+
+    def begin(config: Path, *flags: str) -> Run:
+        lives.append(Run(config, *flags))
+        return lives[-1]
+
+    yield begin
+    for life in lives:
+        life.close()

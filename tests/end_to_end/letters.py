@@ -1,0 +1,20 @@
+"""A task that a tiny random model can learn: the more of the answer is the letter asked for, the better."""
+
+
+class Letters:
+    name = "letters"
+
+    def __init__(self, size: int = 64) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def messages(self, example: int) -> list[dict[str, str]]:
+        return [{"role": "user", "content": f"{example % 10}"}]
+
+    def reward(self, example: int, answer: str) -> float:
+        return sum(letter in "aeiou" for letter in answer) / max(8, len(answer))
+
+    def reply(self, example: int, messages: list[dict[str, str]]) -> None:
+        return None

@@ -1,0 +1,113 @@
+"""Runs of `ductile rl` in processes of their own, on a tiny model, for tests to watch and to kill."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from ductile.observe import read_jsonl
+from tests.launch.processes import processes_with
+
+CONFIG = """
+model.name = "{model}"
+seq_len = 64
+max_steps = {max_steps}
+output_dir = "{folder}"
+cluster.device = "cpu"
+cluster.component_placement = {{ actor = {train}, rollout = "{generate}", inference = {score} }}
+trainer.optim.lr = 1e-2
+ckpt.interval = {interval}
+
+[orchestrator]
+batch_size = 32
+rollouts_per_example = 8
+task = {{ type = "import", import_path = "tests.end_to_end.letters.Letters" }}
+sampling.max_tokens = 8
+
+[orchestrator.eval]
+num_examples = 8
+sampling = {{ max_tokens = 8 }}
+"""
+
+STOPS_WITHIN_S = 10.0
+
+
+def write_config(path: Path, model: Path, **changes: Any) -> Path:
+    """1 train, 2 generate and 1 score slots, 3 steps, a checkpoint a step, unless told otherwise."""
+    values = {"max_steps": 3, "interval": 1, "train": 0, "generate": "1-2", "score": 3, "folder": path / "run"}
+    path.mkdir(exist_ok=True)
+    file = path / "rl.toml"
+    file.write_text(CONFIG.format(model=model, **values | changes))
+    return file
+
+
+class Run:
+    """One life of a run."""
+
+    def __init__(self, config: Path, *flags: str) -> None:
+        self.folder = config.parent / "run"
+        self.began_s = time.time()
+        self.mark = f"DUCTILE_TEST={uuid.uuid4().hex}"
+        name, _, value = self.mark.partition("=")
+        self.output = (config.parent / f"output_{value}").open("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "ductile", "rl", "@", str(config), *flags],
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, name: value},
+        )
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """Those of this life."""
+        rows = read_jsonl(self.folder / "events.jsonl")
+        return [row for row in rows if row["kind"] == kind and row["time"] >= self.began_s]
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_jsonl(self.folder / "metrics.jsonl")
+
+    def until(self, condition, deadline_s: float = 60.0) -> None:
+        deadline = time.monotonic() + deadline_s
+        while not condition():
+            assert self.process.poll() is None, f"the run ended before its time:\n{self.said()}"
+            assert time.monotonic() < deadline, f"nothing came of it in {deadline_s} s:\n{self.said()}"
+            time.sleep(0.01)
+
+    def until_step(self, step: int) -> None:
+        """Until this life has trained beyond `step`."""
+        self.until(lambda: any(row["step"] >= step and row["time"] >= self.began_s for row in self.metrics()))
+
+    def pid_of(self, role: str) -> int:
+        return next(event["pid"] for event in self.events("slot_started") if role in event["roles"])
+
+    def ends(self, within_s: float = STOPS_WITHIN_S) -> int:
+        """Wait for the exit code, and see that nothing is left running."""
+        code = self.process.wait(within_s)
+        deadline = time.monotonic() + within_s
+        while (left := processes_with(self.mark)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert left == {}
+        return code
+
+    def said(self) -> str:
+        self.output.flush()
+        return Path(self.output.name).read_text()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+        for pid in processes_with(self.mark):
+            os.kill(pid, signal.SIGKILL)
+        self.output.close()
+
+
+def checkpointed_steps(folder: Path) -> list[int]:
+    return sorted(int(path.parent.name.removeprefix("step_")) for path in folder.glob("state/step_*/complete.json"))
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())

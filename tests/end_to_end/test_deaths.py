@@ -1,0 +1,120 @@
+"""A run that is killed in every way, again and again, and goes on each time where its last checkpoint was."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.runs import Run, checkpointed_steps, summary, write_config
+
+MAX_STEPS = 400
+
+
+def assert_curve_is_intact(before: list[dict[str, Any]], after: list[dict[str, Any]], resumed_from: int) -> None:
+    """Every step once, in order; those before the checkpoint exactly as they were first written."""
+    assert [row["step"] for row in after] == list(range(len(after)))
+    kept = [row for row in before if row["step"] <= resumed_from]
+    assert after[: len(kept)] == kept
+
+
+def live(start, config: Path, end, steps: int = 2) -> Run:
+    """One life: go on from what is there, train `steps` steps, be ended."""
+    folder = config.parent / "run"
+    saved = max(checkpointed_steps(folder), default=0)
+    life = start(config, "--resume")
+    before = life.metrics()
+    life.until_step(saved + steps)
+    end(life)
+    assert_curve_is_intact(before, life.metrics(), saved)
+    assert len(life.events("resumed")) == (1 if saved else 0)
+    return life
+
+
+def kill_slot(role: str):
+    def end(life: Run) -> None:
+        pid = life.pid_of(role)
+        os.kill(pid, signal.SIGKILL)
+        assert life.ends() == 1
+        assert f"({role}, pid {pid}) was killed by SIGKILL while" in life.said()
+        assert "Go on with: ductile rl @" in life.said()
+        assert life.events("died")
+
+    return end
+
+
+def kill_orchestrator(life: Run) -> None:
+    life.process.kill()
+    assert life.ends() == -signal.SIGKILL
+
+
+def finish_a_life(life: Run) -> None:
+    life.process.send_signal(signal.SIGINT)
+    assert life.ends() == 130
+
+
+@pytest.mark.slow
+def test_every_kind_of_death(tmp_path: Path, model: Path, start):
+    config = write_config(tmp_path, model, max_steps=MAX_STEPS)
+    for end in (kill_slot("train"), kill_slot("generate"), kill_orchestrator, kill_slot("score"), finish_a_life):
+        live(start, config, end)
+    steps = max(checkpointed_steps(tmp_path / "run"))
+    assert steps >= 6  # four lives of at least one saved step, and one whose two steps are both saved
+    last = start(config, "--resume", "--max-steps", str(steps + 1))
+    assert last.ends(within_s=60) == 0, last.said()
+    assert [row["step"] for row in last.metrics()] == list(range(steps + 2))
+    assert summary(tmp_path / "run")["steps"] == steps + 1
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_random_moments(tmp_path: Path, model: Path, start):
+    config = write_config(tmp_path, model, max_steps=MAX_STEPS)
+    chance = random.Random(7)
+    for _ in range(5):
+        saved = max(checkpointed_steps(tmp_path / "run"), default=0)
+        life = start(config, "--resume")
+        before = life.metrics()
+        life.until(lambda life=life: life.events("slot_started"))
+        time.sleep(chance.uniform(0, 5))
+        life.process.send_signal(signal.SIGINT)
+        assert life.ends() == 130, life.said()
+        assert "as asked. Logs:" in life.said()
+        assert_curve_is_intact(before, life.metrics(), saved)
+        trained = max((row["step"] for row in life.metrics()), default=0)
+        assert max(checkpointed_steps(tmp_path / "run"), default=0) == trained, "what was trained is saved"
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_does_not_wait(tmp_path: Path, model: Path, start):
+    life = start(write_config(tmp_path, model, max_steps=MAX_STEPS, interval=MAX_STEPS))
+    life.until_step(1)
+    os.kill(life.pid_of("train"), signal.SIGSTOP)  # so that the step never ends
+    life.process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert life.process.poll() is None
+    life.process.send_signal(signal.SIGINT)
+    assert life.ends() == 130
+    assert "Stopped at once, as asked." in life.said()
+
+
+@pytest.mark.slow
+def test_a_stopped_slot_is_found_by_its_silence(tmp_path: Path, model: Path, start):
+    life = start(write_config(tmp_path, model, max_steps=MAX_STEPS), "--cluster.heartbeat-timeout-s", "3")
+    life.until_step(1)
+    pid = life.pid_of("score")
+    os.kill(pid, signal.SIGSTOP)
+    assert life.ends(within_s=15) == 1
+    assert f"(score, pid {pid}) was silent for" in life.said()
+
+
+@pytest.mark.slow
+def test_two_runs_do_not_share_a_folder(tmp_path: Path, model: Path, start):
+    config = write_config(tmp_path, model, max_steps=MAX_STEPS)
+    first = start(config)
+    first.until(lambda: first.events("slot_started"))
+    second = start(config, "--resume")
+    assert second.ends(within_s=30) == 2
+    assert f"is in use by another run (process {first.process.pid})" in second.said()

@@ -1,0 +1,76 @@
+"""`ductile rl` from the outside: what a run leaves in its folder."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ductile.model.checkpoint import load_model
+from ductile.observe import read_jsonl
+from tests.end_to_end.runs import checkpointed_steps, summary, write_config
+
+
+@pytest.mark.slow
+def test_a_run_from_start_to_end(tmp_path: Path, model: Path, start):
+    config = write_config(tmp_path, model)
+    run = start(config)
+    assert run.ends(within_s=90) == 0, run.said()
+    folder = tmp_path / "run"
+
+    metrics = run.metrics()
+    assert [row["step"] for row in metrics] == [0, 1, 2, 3]
+    assert metrics[0]["eval_reward"] is not None
+    assert all(row["reward_mean"] >= 0 and row["grad_norm"] > 0 and row["sampled_tokens"] > 0 for row in metrics[1:])
+    assert all(row["off_policy_max"] <= 1 for row in metrics[1:])
+
+    kinds = {row["kind"] for row in read_jsonl(folder / "events.jsonl")}
+    assert {"slot_started", "evaluated", "saved", "exported"} <= kinds
+    assert checkpointed_steps(folder) == [2, 3]
+    assert {path.name for path in (folder / "logs").iterdir()} >= {f"slot_{n}.log" for n in range(4)}
+
+    written = summary(folder)
+    assert written["steps"] == 3
+    assert written["slots"] == {"train": [0], "generate": [1, 2], "score": [3]}
+    assert {"eval_reward_first", "eval_reward_last", "wall_s", "tokens_per_s_generate", "tokens_per_s_train"} <= set(
+        written
+    )
+    before, after = load_model(model), load_model(folder / "model")
+    assert not torch.equal(before.state_dict()["norm.weight"], after.state_dict()["norm.weight"])
+
+    again = start(config)
+    assert again.ends() == 2
+    assert "holds a run already: --resume goes on with it, --clean deletes it first" in again.said()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "placement",
+    [
+        {"train": '"0-1"', "generate": "2", "score": 3},
+        {"train": 0, "generate": "0", "score": 0},
+        {"train": '"0-2"', "generate": "1", "score": '"1-2"'},
+    ],
+    ids=["two train slots", "all on one slot", "shared slots"],
+)
+def test_other_placements(tmp_path: Path, model: Path, start, placement: dict):
+    run = start(write_config(tmp_path, model, max_steps=2, interval=2, **placement))
+    assert run.ends(within_s=90) == 0, run.said()
+    assert summary(tmp_path / "run")["steps"] == 2
+
+
+@pytest.mark.slow
+def test_a_resolved_config_runs_again_on_other_slots(tmp_path: Path, model: Path, start):
+    first = start(write_config(tmp_path, model, max_steps=2))
+    assert first.ends(within_s=90) == 0, first.said()
+    resolved = tmp_path / "run" / "config.toml"
+    flags = [
+        "--resume",
+        "--max-steps",
+        "4",
+        "--cluster.component-placement",
+        '{"actor": "0-1", "rollout": 2, "inference": 2}',
+    ]
+    second = start(resolved.rename(tmp_path / "again.toml"), *flags)
+    assert second.ends(within_s=90) == 0, second.said()
+    assert [row["step"] for row in second.metrics()] == [0, 1, 2, 3, 4]
+    assert summary(tmp_path / "run")["slots"] == {"train": [0, 1], "generate": [2], "score": [2]}
