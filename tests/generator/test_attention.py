@@ -70,6 +70,7 @@ def test_equals_the_loop(shapes: list[tuple[int, int]], block_size: int) -> None
             row += 1
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=30))
 def test_groups_never_pad_more_than_they_save(lengths: list[int]) -> None:
     chunks = [Chunk(sequence([]), length - 1, 1) for length in sorted(lengths)]

@@ -1,7 +1,7 @@
 """What may be shown while more is to come. Tokens here are bytes, as in a byte-level tokenizer."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ductile.generator.text import TextStream
@@ -22,11 +22,13 @@ def pieces(text: str, sizes: list[int], stop: tuple[str, ...] = (), stop_ids: tu
     return shown
 
 
+@settings(deadline=None)
 @given(st.text(min_size=1, max_size=20), st.lists(st.integers(1, 5)))
 def test_what_is_shown_adds_up_to_the_whole_text(text: str, sizes: list[int]) -> None:
     assert "".join(pieces(text, sizes)) == text
 
 
+@settings(deadline=None)
 @given(st.text("abc", min_size=1, max_size=20), st.lists(st.integers(1, 3)), st.lists(st.text("abc", min_size=1)))
 def test_text_ends_before_the_first_stop_string(text: str, sizes: list[int], stops: list[str]) -> None:
     """The engine ends an answer at the token that completes a stop string; here that is found by searching."""
