@@ -1,7 +1,7 @@
 """A resolved config as a TOML file: every key with its value, so that the file alone runs the same thing again.
 
 TOML has no null. A key that is None and would be None without being written is left out, another is written as "None";
-a table of free names with a null in it is written as JSON text. Secrets are left out: they must be given again.
+a table of free names, or a list, with a null in it is written as JSON text. Secrets are left out, to be given again.
 """
 
 import json
@@ -28,7 +28,7 @@ def to_table(section: Section) -> dict[str, Any]:
         if isinstance(value, Section):
             table[name] = to_table(value)
         elif value is not None:
-            table[name] = json.dumps(value) if key.shape == "dict" and _has_null(value) else value
+            table[name] = json.dumps(value) if _has_null(value) else value
         elif key.default is not None:
             table[name] = "None"
     return table

@@ -64,7 +64,8 @@ def _value(root: type[Section], key: Key, value: Any, path: Path, draft: Draft, 
             value = {}  # `trainer:` with nothing below it, in YAML
         elif value is None or not key.is_text:
             return refuse(f'cannot be "None": it must be {key.wants}')
-    if key.shape in ("table", "dict") and isinstance(value, str) and value.lstrip().startswith("{"):
+    opening = {"table": "{", "dict": "{", "list": "["}.get(key.shape)
+    if opening and isinstance(value, str) and value.lstrip().startswith(opening):
         try:
             value = json.loads(value)
         except json.JSONDecodeError as error:

@@ -5,7 +5,7 @@
 Every stage collects problems instead of stopping at the first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar, cast
 
@@ -15,7 +15,7 @@ from ductile.config.fit import fit
 from ductile.config.flags import read
 from ductile.config.judge import judge
 from ductile.config.provenance import DEFAULT, Draft
-from ductile.config.schema import value_at
+from ductile.config.schema import find, value_at
 from ductile.config.section import Section
 from ductile.config.share import Sharing, share
 
@@ -48,11 +48,9 @@ def parse(root: type[S], argv: Sequence[str]) -> Parsed[S]:
     if problems or config is None:
         raise ConfigError(problems)
     config, derived = derive(cast(S, config))
-    shared = tuple(
-        f"{dotted(target)} = {show(value_at(config, target))}: from {dotted(source)} ({sharing.draft.origin(source)})"
-        for target, source in sharing.filled.items()
+    return Parsed(
+        config, sharing.draft, tuple(given.notices), tuple(given.files), (*_shared(config, sharing), *derived)
     )
-    return Parsed(config, sharing.draft, tuple(given.notices), tuple(given.files), shared + derived)
 
 
 def _at_their_source(problems: list[Problem], sharing: Sharing) -> list[Problem]:
@@ -65,3 +63,11 @@ def _at_their_source(problems: list[Problem], sharing: Sharing) -> list[Problem]
         if written.get(problem.key) not in known
     ]
     return list(dict.fromkeys(moved))
+
+
+def _shared(config: Section, sharing: Sharing) -> Iterator[str]:
+    """A sentence for each value that came from a shared key and is not the default anyhow."""
+    for target, source in sharing.filled.items():
+        value = value_at(config, target)
+        if all(value != key.default for key in find(type(config), target)):
+            yield f"{dotted(target)} = {show(value)}: from {dotted(source)} ({sharing.draft.origin(source)})"

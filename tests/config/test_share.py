@@ -1,0 +1,72 @@
+"""Shared keys reach their targets whatever the order of the rules."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ductile.config.errors import ConfigError
+from ductile.config.parse import parse
+from ductile.config.provenance import Draft, Origin
+from ductile.config.run import RLConfig
+from ductile.config.schema import value_at
+from ductile.config.share import SHARED, share
+from tests.config.stories import furnish
+
+RULES = SHARED[RLConfig]
+PATHS = sorted({tuple(key.split(".")) for rule in RULES for key in (rule.key, *rule.targets)})
+
+
+@st.composite
+def drafts(draw: st.DrawFn) -> Draft:
+    """Some of the shared keys and targets, with few values, so that they agree and contradict, from two sources."""
+    draft = Draft()
+    for path in PATHS:
+        if draw(st.booleans()):
+            draft.put(path, draw(st.sampled_from([True, 1, 2])), Origin("f", 1, draw(st.integers(0, 1))))
+    return draft
+
+
+@given(drafts(), st.permutations(RULES))
+def test_the_order_of_the_rules_means_nothing(draft: Draft, rules: list) -> None:
+    in_order, shuffled = share(RLConfig, draft), share(RLConfig, draft, rules)
+    assert shuffled.draft.values == in_order.draft.values
+    assert set(shuffled.problems) == set(in_order.problems)
+
+
+@given(drafts())
+def test_sharing_changes_nothing_that_was_given_by_a_source_as_strong(draft: Draft) -> None:
+    shared = share(RLConfig, draft).draft
+    for rule in RULES:
+        source = tuple(rule.key.split("."))
+        for target in (tuple(name.split(".")) for name in rule.targets):
+            if draft.has(target) and draft.origin(target).layer >= draft.origin(source).layer:
+                assert shared.get(target) == draft.get(target)
+
+
+@given(drafts())
+def test_sharing_twice_is_sharing_once(draft: Draft) -> None:
+    once = share(RLConfig, draft)
+    if not once.problems:
+        assert share(RLConfig, once.draft).draft.values == once.draft.values
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
+@given(values=st.permutations([("max_steps", 3), ("trainer.max_steps", 4), ("orchestrator.max_steps", 5)]))
+def test_the_order_in_a_file_means_nothing(values: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    if not Path("model").exists():
+        furnish(tmp_path)
+    Path("steps.toml").write_text("\n".join(f"{key} = {value}" for key, value in values))
+    with pytest.raises(ConfigError) as error:
+        parse(RLConfig, ["@", "good.toml", "@", "steps.toml"])
+    assert sorted(problem.key for problem in error.value.problems) == ["--max-steps", "--max-steps"]
+
+
+def test_a_flag_replaces_what_a_file_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    furnish(tmp_path)
+    Path("resolved.toml").write_text("max_steps = 9\ntrainer.max_steps = 9\norchestrator.max_steps = 9\n")
+    config = parse(RLConfig, ["@", "good.toml", "@", "resolved.toml", "--max-steps", "2"]).config
+    assert [value_at(config, (*at, "max_steps")) for at in ((), ("trainer",), ("orchestrator",))] == [2, 2, 2]

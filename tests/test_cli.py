@@ -1,0 +1,183 @@
+"""The command line from outside: what it prints, what it returns, what it does not import."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ductile
+from ductile.cli import COMMANDS, main
+from tests.config.stories import furnish
+
+PYTHON = [sys.executable, "-m", "ductile"]
+
+
+@pytest.fixture(autouse=True)
+def _furnished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    furnish(tmp_path)
+
+
+def ductile_command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*PYTHON, *words], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["--version"],
+        *([name, "--help"] for name in COMMANDS),
+        ["check", "rl", "@", "good.toml"],
+        ["rl", "@", "good.toml", "--dry-run"],
+        ["rl", "--no-such-key"],
+    ],
+    ids=" ".join,
+)
+def test_answers_without_torch(words: list[str]) -> None:
+    """Also without what else is slow to import and that an answer does not need."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "ductile", *words], capture_output=True, text=True, timeout=60
+    )
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "ductile.cli" in imported
+    slow = {
+        "torch",
+        "transformers",
+        "numpy",
+        "rich.console",
+        "fastapi",
+        "zmq",
+        "asyncio",
+        "reasoning_gym",
+        "tokenizers",
+    }
+    assert imported & slow == set()
+
+
+def test_overview_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"\n  {name} " in said for name in [*COMMANDS, "check"])
+
+
+def test_nothing_said_is_answered_with_the_overview(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "ductile <command>" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"ductile {ductile.__version__}\n"
+
+
+def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["orchestrate"]) == 2
+    assert capsys.readouterr().err.startswith("ductile: there is no command orchestrate. Did you mean orchestrator?\n")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_wrong_config_starts_nothing(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--no-such-key", "1"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"ductile {name}: ")
+    assert "--no-such-key (command line)\n    does not exist." in said
+    assert "Traceback" not in said
+    assert not Path("runs").exists()
+
+
+def test_help_narrows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rl", "--help", "trainer.optim"]) == 0
+    said = capsys.readouterr().out
+    assert "--trainer.optim.lr" in said
+    assert "--trainer.model.seq-len" not in said
+
+
+def test_help_for_a_key_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rl", "--help", "trainer.optin"]) == 0
+    assert "no key with trainer.optin in its name. Did you mean trainer.optim" in capsys.readouterr().out
+
+
+def test_help_into_a_closed_pipe() -> None:
+    line = f"set -o pipefail; {' '.join(PYTHON)} rl --help | head -1"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+
+
+CHECKED = """\
+ductile rl: the config is good.
+
+  files     good.toml < run.toml
+  model     model: qwen3, 2 layers of 32, 22.8 k parameters
+  output    runs/rl
+  steps     4
+  batch     128 rollouts: 16 prompts, 8 answers each; 2 optimizer steps
+  ahead     generation is at most 1 version ahead; answers more than 8 versions old are thrown away and asked again
+  lengths   prompt and answer at most 512 tokens, of which the answer 128; micro-batches of 512
+  loss      default, adamw with lr 1e-06
+  slots     4, as component_placement says
+              0  train
+              1  generate
+              2  generate
+              3  generate and score
+  derived   trainer.model.name = "model": from model.name (good.toml:3)
+            inference.model.name = "model": from model.name (good.toml:3)
+            trainer.max_steps = 4: from max_steps (good.toml:1)
+            orchestrator.max_steps = 4: from max_steps (good.toml:1)
+            trainer.model.seq_len = 512: from seq_len (command line)
+            inference.model.max_model_len = 512: from seq_len (command line)
+            inference.parallel.dp = 3: the generate slots, one copy on each
+            deployment.num_infer_gpus = 3: as component_placement says
+"""
+
+
+@pytest.mark.parametrize("words", [["check"], ["check", "rl"]])
+def test_check_says_what_would_run(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.toml").write_text(
+        "[orchestrator]\nn_minibatches = 2\n[cluster.component_placement]\nactor = 0\nrollout = '1-3'\ninference = 3\n"
+    )
+    assert main([*words, "@", "good.toml", "@", "run.toml", "--seq-len", "512"]) == 0
+    assert capsys.readouterr().out == CHECKED
+
+
+def test_check_takes_a_bare_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "good.toml"]) == 0
+    assert main(["check", "sft", "sft.toml"]) == 0
+    assert "ductile sft: the config is good." in capsys.readouterr().out
+
+
+def test_check_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "trainer", "--model.name", "model", "--data.fake", "--max-steps", "3"]) == 0
+    assert main(["check", "inference", "--model.name", "model", "--server.port", "0"]) == 0
+    task = ["--task.type", "builtin", "--task.name", "addition"]
+    url = "http://127.0.0.1:8000/v1"
+    assert main(["check", "orchestrator", "--model.name", "model", *task, "--client.base-url", url]) == 0
+    assert "http://127.0.0.1:<a free port>/v1" in capsys.readouterr().out
+
+
+def test_dry_run_writes_what_can_be_run_again(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--output-dir", "out", "--clean", "--seed", "5"]
+    assert main(["rl", "@", "good.toml", *flags, "--dry-run"]) == 0
+    assert capsys.readouterr().out == "The config is good. Resolved: out/config.toml\n"
+    first = Path("out/config.toml").read_text()
+    assert first.startswith("# Resolved by ductile. Run it again: ductile rl @ out/config.toml\n")
+    assert main(["rl", "@", "out/config.toml", "--dry-run"]) == 0
+    assert Path("out/config.toml").read_text() == first
+    assert [path.name for path in Path("out").iterdir()] == ["config.toml"]
+
+
+def test_dry_run_into_a_folder_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("file").write_text("")
+    assert main(["rl", "@", "good.toml", "--output-dir", "file/run", "--dry-run"]) == 2
+    assert "ductile rl: cannot write the resolved config: " in capsys.readouterr().err
+
+
+def test_notices_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "@", "good.toml", "--orchestrator.group-size", "4"]) == 0
+    said = capsys.readouterr().err
+    assert said == "note: --orchestrator.group-size is read as --orchestrator.rollouts-per-example\n"
+
+
+def test_installed_as_a_program() -> None:
+    assert ductile_command("--version").stdout == f"ductile {ductile.__version__}\n"
