@@ -121,7 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--batches", type=int, nargs="+", default=[16, 32, 64])
+    parser.add_argument("--batches", type=int, nargs="+", default=[32, 64])
     parser.add_argument("--median", type=int, default=32, help="of the output lengths, tokens")
     parser.add_argument("--longest", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
