@@ -5,6 +5,7 @@ import itertools
 import random
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ductile.core.batch.advantage import mean_baseline
@@ -316,3 +317,13 @@ def random_delays(seed: int, longest_s: float = 6.0) -> Callable[[GenerateReques
     """A delay a request, skewed: most are short, some are very long."""
     draw = random.Random(seed)
     return lambda request: longest_s * draw.random() ** 4
+
+
+def write(folder: str, text: str) -> None:
+    """A trainer's state, for trainers that have none."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    (Path(folder) / "shard").write_text(text)
+
+
+def read(folder: str) -> str:
+    return (Path(folder) / "shard").read_text()

@@ -60,7 +60,7 @@ def render(state: ViewState) -> RenderableType:
 def sparkline(values: Sequence[float], width: int = TREND_WIDTH) -> str:
     """A line of `width` bars at most. More values than that are averaged in equal parts, so that no step is left out.
 
-    Example: `sparkline([0, 1, 2, 3])` is `▁▃▅█`. Equal values give a line at the bottom.
+    Example: `sparkline([0, 1, 2, 3])` is `▁▃▆█`. Equal values give a line at the bottom.
     """
     num_parts = min(width, len(values))
     parts = [values[i * len(values) // num_parts : (i + 1) * len(values) // num_parts] for i in range(num_parts)]

@@ -1,5 +1,6 @@
 """Making a checkpoint, and going on from one."""
 
+import asyncio
 from pathlib import Path
 
 from ductile.loop.progress import TRAINER, Checkpoints, Progress
@@ -17,7 +18,8 @@ class Saver:
         """All or nothing: until the last file is on disk, the checkpoint before this one is the latest."""
         partial = self._checkpoints.begin(progress.step)
         await self._trainer.save(str(partial / TRAINER))
-        path = self._checkpoints.commit(partial, progress)
+        # In a thread: to be sure that gigabytes are on disk takes a while, and slots and generators are waiting.
+        path = await asyncio.to_thread(self._checkpoints.commit, partial, progress)
         self._record.event("saved", f"Saved step {progress.step} to {path}.", step=progress.step, path=str(path))
         if self._model_folder is not None:
             await self._trainer.export(str(self._model_folder))
@@ -25,7 +27,7 @@ class Saver:
 
     async def resume(self, progress: Progress) -> None:
         """Load what `progress` belongs to, and forget what was written after it. Step 0 has nothing to load."""
-        self._checkpoints.sweep(progress.step)
+        await asyncio.to_thread(self._checkpoints.sweep, progress.step)
         num_dropped = self._record.rewind(progress.step)
         if progress.step == 0:
             return

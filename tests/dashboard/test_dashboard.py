@@ -1,0 +1,151 @@
+import io
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from ductile.dashboard.follow import Follower
+from ductile.dashboard.show import show, step_line
+from ductile.dashboard.view import BARS, Happening, SlotView, ViewState, duration, render, sparkline
+from ductile.observe import Event
+
+
+def text_of(state, width=100):
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(render(state))
+    return console.export_text()
+
+
+def test_render_shows_progress_trends_slots_and_events():
+    text = text_of(
+        ViewState(
+            title="ductile rl: runs/x",
+            max_steps=10,
+            step=4,
+            elapsed_s=80,
+            rewards=(0.1, 0.2, 0.3, 0.4),
+            lengths=(20, 21, 22, 23),
+            eval_rewards=(0.15, 0.45),
+            tokens_per_s_generate=2310.4,
+            tokens_per_s_train=5000,
+            off_policy_mean=0.5,
+            slots=(SlotView(0, ("train",), "train", 0.8), SlotView(1, ("generate", "score"), "idle", 0.25)),
+            events=(Happening(61, "Saved step 4 to runs/x/state/step_4."),),
+        )
+    )
+    for part in (
+        "ductile rl: runs/x",
+        "step 4/10",
+        "1:20, about 2:00 left",
+        "0.400",
+        "from 0.100",
+        "▁▃▆█",
+        "2,310 generated, 5,000 trained",
+        "0.50 versions",
+        "slot 1",
+        "generate, score",
+        "80% busy",
+        "1:01  Saved step 4 to runs/x/state/step_4.",
+    ):
+        assert part in text
+
+
+def test_render_before_the_first_step_and_in_a_narrow_terminal():
+    assert "step 0/10" in text_of(ViewState("x", 10))
+    assert max(map(len, text_of(ViewState("x", 10, rewards=(1.0,) * 500), width=40).splitlines())) <= 40
+
+
+@given(st.lists(st.floats(-1e6, 1e6), max_size=200), st.integers(1, 40))
+def test_a_sparkline_is_never_longer_than_asked_and_never_fails(values, width):
+    line = sparkline(values, width)
+    assert len(line) == min(width, len(values))
+    assert set(line) <= set(BARS)
+
+
+def test_a_sparkline_leaves_no_value_out():
+    assert sparkline([0, 1, 2, 3]) == "▁▃▆█"
+    assert sparkline([0] * 50 + [9], width=3) == "▁▁█"
+    assert sparkline([5, 5, 5]) == "▁▁▁"
+    assert sparkline([]) == ""
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (65.9, "1:05"), (3723, "1:02:03")])
+def test_duration(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_follower_keeps_the_picture():
+    now = [100.0]
+    follower = Follower("t", 5, lambda: now[0])
+    follower.on_slot(1, ["generate"], "idle")
+    now[0] = 102
+    follower.on_slot(1, ["generate"], "generate")
+    follower.on_metrics(0, {"eval_reward": 0.2})
+    follower.on_metrics(1, {"reward_mean": 0.3, "loss": 1.0, "tokens_per_s_train": 9.0})
+    for number in range(20):
+        follower.on_event(Event(0, "x", f"event {number}"))
+    now[0] = 108
+    state = follower.state
+    assert (state.step, state.rewards, state.eval_rewards, state.losses) == (1, (0.3,), (0.2,), (1.0,))
+    assert state.elapsed_s == 8
+    assert state.slots == (SlotView(1, ("generate",), "generate", 0.75),)
+    assert [event.sentence for event in state.events] == [f"event {number}" for number in range(14, 20)]
+
+
+def test_without_a_terminal_there_is_one_line_a_step():
+    out = io.StringIO()
+    with show("t", 12, out) as view:
+        view.on_metrics(0, {"eval_reward": 0.2})
+        view.on_event(Event(0, "evaluated", "Held-out reward after step 0: 0.200, over 64 answers."))
+        for step in (1, 2):
+            view.on_metrics(step, {"reward_mean": 0.5, "loss": 0.01, "tokens_per_s_generate": 2310.2, "step_s": 1.26})
+            view.on_event(Event(0, "reward_error", "Scored 0: the reward of train example 3 raised KeyError."))
+        view.on_slot(0, ["train"], "train")
+        view.close()
+    assert out.getvalue().splitlines() == [
+        "Held-out reward after step 0: 0.200, over 64 answers.",
+        "step  1/12  reward 0.500  loss 0.0100  2,310 tokens/s generated  1.3 s",
+        "Scored 0: the reward of train example 3 raised KeyError. (Further ones like this are in events.jsonl.)",
+        "step  2/12  reward 0.500  loss 0.0100  2,310 tokens/s generated  1.3 s",
+    ]
+
+
+def test_a_step_line_of_sft():
+    assert (
+        step_line(3, 9, {"loss": 2.0, "tokens_per_s_train": 1000.0}) == "step 3/9  loss 2.0000  1,000 tokens/s trained"
+    )
+
+
+def test_on_a_terminal_the_view_is_live_and_its_last_picture_stays():
+    code = (
+        "from ductile.dashboard.show import show\n"
+        "with show('a run', 3) as view:\n"
+        "    view.on_metrics(1, {'reward_mean': 0.5}); view.on_metrics(3, {'reward_mean': 0.75})\n"
+    )
+    master, slave = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=slave, stderr=slave, env=environment)
+    os.close(slave)
+    seen = b""
+    try:
+        while chunk := os.read(master, 4096):
+            seen += chunk
+    except OSError:
+        pass
+    finally:
+        os.close(master)
+    assert process.wait(30) == 0
+    text = seen.decode()
+    assert "a run" in text
+    assert "step 3/3" in text
+    assert "0.750" in text
+
+
+def test_the_view_needs_no_torch():
+    code = "import sys, ductile.dashboard.show; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,239 @@
+"""From a config to a run, with the trainer and the generators in memory and everything else real: tokenizer, task,
+graders, files."""
+
+import asyncio
+import json
+
+import pytest
+
+from ductile.config.imports import ImportPathError
+from ductile.config.run import OrchestratorRunConfig, RLConfig
+from ductile.loop.alone import prepare_alone, run_alone
+from ductile.loop.compose import prepare, run_circle
+from ductile.loop.progress import CheckpointError
+from ductile.observe import Recorder, read_jsonl
+from ductile.records import Generation, Manifest, StepReport
+from ductile.tasks.task import TaskError
+from ductile.tasks.tokenizer import Tokenizer
+from tests.loop.doubles import read, write
+from tests.tiny import IM_END, make_tokenizer_files
+
+BASE = {
+    "max_steps": 3,
+    "orchestrator": {
+        "task": {"type": "builtin", "name": "addition", "config": {"max_value": 9}, "size": 40},
+        "batch_size": 8,
+        "rollouts_per_example": 4,
+        "eval": {"num_examples": 4},
+    },
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make_tokenizer_files(tmp_path / "m")
+
+
+def config(tmp_path, folder, root=RLConfig, **changes):
+    tree = json.loads(json.dumps(BASE)) | {"output_dir": str(tmp_path / "run")}
+    tree["inference"] = {"model": {"name": str(folder), "max_model_len": 64}}
+    tree["trainer"] = {"model": {"name": str(folder), "seq_len": 64}}
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        branch = tree
+        for parent in parents:
+            branch = branch.setdefault(parent, {})
+        branch[last] = value
+    return root.model_validate(tree)
+
+
+class Learns:
+    """Trainer and generators in one: the more steps it took, the more sums are right."""
+
+    num_ranks, capacity = 1, 16
+
+    def __init__(self, folder):
+        self.tokenizer, self.step, self.version, self.calls, self.samples = Tokenizer.from_folder(folder), 0, 0, [], 0
+
+    async def forward_backward(self, batch):
+        self.samples += sum(len(micro_batch.samples) for rank in batch for micro_batch in rank)
+
+    async def optim_step(self, divisor):
+        self.step += 1
+        return StepReport(self.step, 0.5, 1.0, 1e-3, int(divisor), {"entropy": 0.1})
+
+    async def publish(self, version):
+        return Manifest(version, "disk", "", 0, 0, ())
+
+    async def withdraw(self, version):
+        pass
+
+    async def save(self, path):
+        write(path, str(self.step))
+
+    async def load(self, path):
+        self.step = int(read(path))
+
+    async def export(self, path):
+        self.calls.append(path)
+        write(path, "model")
+
+    async def receive(self, manifest):
+        self.version = manifest.version
+
+    async def generate(self, request):
+        text = self.tokenizer.decode(request.prompt)
+        a, b = text.split("\n")[1].rstrip("=").split("+")
+        member = int(request.id.split("/")[3])
+        right = member <= self.version
+        ids = (*self.tokenizer.encode(str(int(a) + int(b)) if right else "no"), IM_END)
+        await asyncio.sleep(0)
+        return Generation(request.id, ids, (-0.1,) * len(ids), (self.version,) * len(ids), "stop")
+
+
+def circle(config, folder, stop=None):
+    async def go():
+        prepared = prepare(config)
+        record, roles = Recorder(prepared.folder), Learns(folder)
+        try:
+            slots = {"train": (0,), "generate": (1,)}
+            return roles, await run_circle(
+                prepared, roles, roles, None, record, stop or asyncio.Event(), slots, began_s=None
+            )
+        finally:
+            record.close()
+
+    return asyncio.run(go())
+
+
+def test_a_whole_run(tmp_path, folder):
+    _, result = circle(config(tmp_path, folder), folder)
+    run = tmp_path / "run"
+    assert result.step == 3
+    assert (run / "model" / "shard").exists()
+    assert sorted(path.name for path in (run / "state").iterdir()) == ["step_3"]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary == result.summary
+    assert {
+        "eval_reward_first",
+        "eval_reward_last",
+        "steps",
+        "wall_s",
+        "tokens_per_s_generate",
+        "tokens_per_s_train",
+        "slots",
+    } <= summary.keys()
+    assert summary["slots"] == {"train": [0], "generate": [1]}
+    assert summary["steps"] == 3
+    assert result.first is not None
+    assert result.last is not None
+    assert summary["eval_reward_first"] == result.first.reward_mean
+    assert len(result.last.samples) == 3
+    rows = read_jsonl(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert rows[1]["reward/is_number"] > 0
+    assert rows[1]["train/entropy"] == 0.1
+    assert rows[3]["reward_mean"] > rows[1]["reward_mean"]
+
+
+def test_held_out_examples_are_never_trained_on(tmp_path, folder):
+    prepared = prepare(config(tmp_path, folder))
+    assert [prompt.example for prompt in prepared.eval_prompts] == [36, 37, 38, 39]
+    assert list(prepared.train_examples) == list(range(36))
+    own = {"type": "builtin", "name": "reverse", "size": 3}
+    prepared = prepare(config(tmp_path, folder, orchestrator__eval__task=own))
+    assert [prompt.task for prompt in prepared.eval_prompts] == ["eval"] * 3
+    assert len(prepared.train_examples) == 40
+
+
+def test_the_trainer_is_told_of_optimizer_steps(tmp_path, folder):
+    prepared = prepare(config(tmp_path, folder, orchestrator__n_minibatches=2))
+    assert prepared.plan.max_steps == 3
+    assert prepared.trainer.max_steps == 6
+    roles, _ = circle(config(tmp_path, folder, orchestrator__n_minibatches=2), folder)
+    assert roles.step <= 6
+
+
+def test_one_pass_over_the_examples_by_default(tmp_path, folder):
+    assert prepare(config(tmp_path, folder, max_steps=None)).plan.max_steps == 18
+
+
+def test_resume_goes_on_where_the_run_was(tmp_path, folder):
+    circle(config(tmp_path, folder, ckpt__interval=1, ckpt__keep_last=None), folder)
+    later = config(tmp_path, folder, max_steps=5, ckpt__resume_step=2)
+    assert prepare(later).progress.step == 2
+    _, result = circle(later, folder)
+    assert result.step == 5
+    assert result.first is None
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert result.summary["eval_reward_first"] == rows[0]["eval_reward"]
+    assert "Resumed after step 2" in (tmp_path / "run" / "events.jsonl").read_text()
+
+
+def test_resuming_a_run_without_a_checkpoint_starts_it(tmp_path, folder):
+    _, result = circle(config(tmp_path, folder, ckpt__resume_step=-1), folder)
+    assert result.step == 3
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint of step 9; there are? 3"):
+        prepare(config(tmp_path, folder, ckpt__resume_step=9))
+
+
+def test_bench_takes_four_steps_and_saves_nothing(tmp_path, folder):
+    _, result = circle(config(tmp_path, folder, bench={}), folder)
+    assert result.step == 4
+    assert result.model_folder is None
+    assert not (tmp_path / "run" / "state").exists()
+
+
+def test_a_reference_is_asked_for_when_the_loss_needs_it(tmp_path, folder):
+    from ductile.loop.compose import _lessons
+
+    loss = {"type": "grpo", "kl_coef": 0.1, "normalise": "seq_mean_token_sum"}
+    lessons = _lessons(prepare(config(tmp_path, folder, trainer__loss=loss)), None)
+    assert lessons._needs_reference
+    assert lessons._normalisation == "seq_mean_token_sum"
+
+
+def custom_advantage(rewards, group):
+    return [0.5 for _ in rewards]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"orchestrator__task": {"type": "builtin", "name": "adition"}}, TaskError, "did you mean"),
+        ({"inference__model__max_model_len": 8}, TaskError, "every held-out prompt has 8 tokens or more"),
+        (
+            {"orchestrator__advantage": {"type": "custom", "import_path": "tests.loop.test_compose.BASE"}},
+            ImportPathError,
+            "is no function",
+        ),
+    ],
+)
+def test_what_is_wrong_is_found_before_anything_starts(tmp_path, folder, changes, error, message):
+    with pytest.raises(error, match=message):
+        prepare(config(tmp_path, folder, **changes))
+
+
+def test_a_custom_advantage(tmp_path, folder):
+    advantage = {"type": "custom", "import_path": "tests.loop.test_compose.custom_advantage"}
+    assert prepare(config(tmp_path, folder, orchestrator__advantage=advantage)).advantage([1, 2], None) == [0.5, 0.5]
+
+
+def test_the_orchestrator_alone(tmp_path, folder):
+    tree = BASE["orchestrator"] | {"model": {"name": str(folder)}, "max_steps": 2, "output_dir": str(tmp_path / "run")}
+
+    async def go():
+        prepared = prepare_alone(OrchestratorRunConfig.model_validate(tree))
+        record = Recorder(tmp_path / "run")
+        summary = await run_alone(prepared, Learns(folder), record, asyncio.Event())
+        record.close()
+        return summary
+
+    summary = asyncio.run(go())
+    assert summary["steps"] == 2
+    assert summary["reward_mean"] == 0.25  # of four answers to a prompt the first is right
+    rows = read_jsonl(tmp_path / "run" / "rollouts.jsonl")
+    assert len(rows) == 16
+    assert {"question", "answer", "reward", "token_ids", "logprobs", "prompt_token_ids", "step"} <= rows[0].keys()
+    assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
