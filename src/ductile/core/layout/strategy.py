@@ -1,0 +1,114 @@
+"""The layout of a model on a mesh. The names of the axes say what they do:
+
+    pp      stages of layers: a slot holds only what belongs to its stage
+    dp      replicas; with `zero`, the ranges of flat state
+    fsdp    FSDP2: chunks of dim 0 of what tp has left. dp and fsdp together are HSDP
+    tp      columns, rows or vocabulary; fused tensors by component
+
+Axes of size 1 can be left out, and the order of the axes is free: it says only which slots are neighbours.
+"""
+
+from collections.abc import Callable, Sequence
+
+from ductile.core.layout.flat import flatten
+from ductile.core.layout.holdings import Holdings, Shape
+from ductile.core.layout.layout import Layout, Tensor
+from ductile.core.layout.mesh import Mesh
+from ductile.core.layout.parameters import parameters
+from ductile.core.layout.sharding import Shard, place
+from ductile.core.layout.spec import ModelSpec
+
+
+def _vocabulary(spec: ModelSpec, rows: int) -> Shard:
+    return Shard("tp", 0, padded=rows)
+
+
+def _heads(spec: ModelSpec, rows: int) -> Shard:
+    query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    return Shard("tp", 0, ((query, spec.num_heads), (key, spec.num_kv_heads), (key, spec.num_kv_heads)))
+
+
+def _head_inputs(spec: ModelSpec, rows: int) -> Shard:
+    return Shard("tp", 1, ((spec.num_heads * spec.head_dim, spec.num_heads),))
+
+
+def _gate_and_up(spec: ModelSpec, rows: int) -> Shard:
+    return Shard("tp", 0, ((spec.intermediate_size, spec.intermediate_size),) * 2)
+
+
+def _inner_inputs(spec: ModelSpec, rows: int) -> Shard:
+    return Shard("tp", 1)
+
+
+TENSOR_PARALLEL: dict[str, Callable[[ModelSpec, int], Shard]] = {
+    "embed.weight": _vocabulary,
+    "lm_head.weight": _vocabulary,
+    "attention.qkv_proj.weight": _heads,
+    "attention.qkv_proj.bias": _heads,
+    "attention.o_proj.weight": _head_inputs,
+    "mlp.gate_up_proj.weight": _gate_and_up,
+    "mlp.gate_up_proj.bias": _gate_and_up,
+    "mlp.down_proj.weight": _inner_inputs,
+}
+"""By the last part of the name; the number is that of vocabulary rows, padding included.
+
+What is not here (norms, biases after a row-parallel product) is whole on every tp slot.
+"""
+
+
+def model_layout(
+    spec: ModelSpec,
+    mesh: Mesh,
+    dtype: str = "bfloat16",
+    stages: Sequence[int] | None = None,
+    vocab_multiple: int = 1,
+) -> Layout:
+    """All parameters of `spec` on `mesh`.
+
+    `stages[layer]` is the pp stage of each layer (uneven and interleaved ones too); by default stages are contiguous
+    and the first ones have the spare layers. Each tp slot gets equally many vocabulary rows, a multiple of
+    `vocab_multiple`; the rows past the vocabulary are padding.
+    """
+    if stages is None:
+        stages = contiguous_stages(spec.num_layers, mesh.size(("pp",)))
+    if len(stages) != spec.num_layers or not all(0 <= stage < mesh.size(("pp",)) for stage in stages):
+        raise ValueError(f"stages {tuple(stages)} do not place {spec.num_layers} layers on {mesh.size(('pp',))} stages")
+    unit = vocab_multiple * mesh.size(("tp",))
+    vocab_rows = -(-spec.vocab_size // unit) * unit
+    known: dict[tuple[Shape, tuple[Shard, ...], tuple[int, ...]], Holdings] = {}
+    tensors: list[Tensor] = []
+    for parameter in parameters(spec):
+        split = TENSOR_PARALLEL.get(_kind(parameter.name))
+        steps = (Shard("fsdp", 0),) if split is None else (split(spec, vocab_rows), Shard("fsdp", 0))
+        what = (parameter.shape, steps, _stages_of(parameter.name, spec, stages, mesh))
+        if what not in known:
+            known[what] = place(parameter.shape, mesh, steps, (("pp", what[2]),))
+        tensors.append(Tensor(parameter.name, dtype, known[what]))
+    return Layout(tensors, mesh.slots)
+
+
+def zero_layout(params: Layout, mesh: Mesh, axes: tuple[str, ...] = ("dp",), align: int = 64) -> Layout:
+    """The parameters end to end in one flat buffer a stage and tp slot, in reverse order, cut into ranges along `axes`.
+
+    This is where a ZeRO-1 optimizer keeps its masters and moments.
+    """
+    flat = {tensor.name: tensor for tensor in flatten(list(params)[::-1], mesh, axes, "zero", align)}
+    return Layout([flat[tensor.name] for tensor in params], mesh.slots)
+
+
+def contiguous_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    return tuple(layer * num_stages // num_layers for layer in range(num_layers))
+
+
+def _kind(name: str) -> str:
+    """`layers.3.mlp.down_proj.weight` -> `mlp.down_proj.weight`"""
+    return name.split(".", 2)[2] if name.startswith("layers.") else name
+
+
+def _stages_of(name: str, spec: ModelSpec, stages: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
+    last = mesh.size(("pp",)) - 1
+    if name.startswith("layers."):
+        return (stages[int(name.split(".")[1])],)
+    if name == "embed.weight":
+        return (0, last) if spec.tie_embeddings and last else (0,)
+    return (last,)

@@ -1,0 +1,1 @@
+"""How does the state get from one layout to another?"""

@@ -1,0 +1,131 @@
+"""Who sends how much: level the loads of those who can.
+
+A demand is a stretch of a line, the slots that can send it, the slots that need it. Without relays, each of the V bytes
+leaves a holder D times. With relays it leaves holders at least once, and those who received it may pass it on.
+
+1. Demands with the fewest holders first, then the largest.
+2. Each is spread over its senders like water: the lowest rise first, to one level.
+3. Take each demand out again and pour it anew against the others' final levels. Levelling is a convex problem whose
+   demands are independent of each other, so a few such sweeps come to rest at the optimum.
+
+All amounts are integers, so that every slot comes to the same numbers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ductile.core.layout.holdings import Ints
+from ductile.core.transfer.cells import Slots
+
+SWEEPS = 8
+"""More never made a difference of 1% in ten thousand random problems; most come to rest after two or three."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    line: int
+    low: int
+    high: int
+    """Bytes low:high of the line."""
+    holders: Slots
+    needers: Slots
+    network: bool
+    """Whether it crosses machines: the two kinds of links are levelled separately."""
+    relay: bool = False
+    """Whether needers may pass it on to one another."""
+    fan_out: tuple[tuple[int, Slots], ...] = ()
+    """(needer, others on its machine): who passes everything on to whom after receiving it."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.high - self.low
+
+
+@dataclass(frozen=True)
+class Share:
+    """How one demand is served: bytes out of each holder, and out of each needer that passes on."""
+
+    holders: Ints
+    relays: Ints
+
+
+@dataclass
+class Loads:
+    """Bytes that every slot sends, [slots], on each of the two kinds of links."""
+
+    index: dict[int, int]
+    inside: Ints = field(init=False)
+    network: Ints = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.inside = np.zeros(len(self.index), dtype=np.int64)
+        self.network = np.zeros(len(self.index), dtype=np.int64)
+
+
+def level(demands: Sequence[Demand], slots: Slots) -> list[Share]:
+    """The share of every demand, levelled over all of them."""
+    loads = Loads({slot: index for index, slot in enumerate(slots)})
+    for demand in demands:
+        for slot, others in demand.fan_out:
+            loads.inside[loads.index[slot]] += len(others) * demand.num_bytes
+    order = sorted(
+        range(len(demands)), key=lambda i: (len(demands[i].holders), -demands[i].num_bytes, demands[i].holders, i)
+    )
+    places = [
+        (np.array([loads.index[s] for s in d.holders]), np.array([loads.index[s] for s in d.needers])) for d in demands
+    ]
+    shares: list[Share | None] = [None] * len(demands)
+    choices = order
+    for _ in range(SWEEPS):
+        moved = False
+        for index in choices:
+            demand, (holders, needers) = demands[index], places[index]
+            load = loads.network if demand.network else loads.inside
+            before = shares[index]
+            if before is not None:
+                load[holders] -= before.holders
+                load[needers] -= before.relays
+            share = shares[index] = _pour(demand, load[holders], load[needers])
+            load[holders] += share.holders
+            load[needers] += share.relays
+            moved = moved or before is None or not np.array_equal(before.holders, share.holders)
+        choices = [i for i in order if len(demands[i].holders) > 1 or _passes_on(demands[i])]
+        if not moved:
+            break
+    return [share for share in shares if share is not None]
+
+
+def _passes_on(demand: Demand) -> bool:
+    return demand.relay and len(demand.needers) > 1
+
+
+def _pour(demand: Demand, holders: Ints, needers: Ints) -> Share:
+    size, copies = demand.num_bytes, len(needers)
+    none = np.zeros(copies, dtype=np.int64)
+    if not _passes_on(demand):
+        return Share(pour(holders, size * copies), none)
+    both = pour(np.concatenate([holders, needers]), size * copies)
+    share = Share(both[: len(holders)], both[len(holders) :])
+    if int(share.relays.sum()) > size * (copies - 1):
+        return Share(pour(holders, size), pour(needers, size * (copies - 1)))
+    return share
+
+
+def pour(levels: Ints, amount: int) -> Ints:
+    """What to add to each level, `amount` in all, so that the highest of those that get something is lowest.
+
+    `pour([5, 1, 2], 5)` is [0, 3, 2]: both end at 4.
+    """
+    order = np.argsort(levels, kind="stable")
+    lowest = levels[order]
+    totals = np.cumsum(lowest)
+    count = np.arange(1, len(levels) + 1)
+    reached = (amount + totals) // count
+    filled = int(np.flatnonzero(np.append(reached[:-1] <= lowest[1:], True))[0]) + 1
+    surface = int(amount + totals[filled - 1]) // filled
+    added = np.zeros(len(levels), dtype=np.int64)
+    added[order[:filled]] = surface - lowest[:filled]
+    added[order[: amount - int(added.sum())]] += 1
+    return added

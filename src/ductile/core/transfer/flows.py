@@ -1,0 +1,144 @@
+"""Turn levelled shares into flows: which stretch of a line goes from whom to whom, and on.
+
+    direct        0 -> 4
+    striped       0 -> 2 -> {4, 6}    0 sends a third to each of 2, 4, 6, and each passes its third on to the others
+    hierarchical  0 -> 8 -> 16, 8 -> {9, 10}, 16 -> {17, 18}    into each machine once, then round inside it
+
+A relay forwards only what it needs itself, so nothing is sent that somebody did not have to receive.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ductile.core.transfer.balance import Demand, Share
+from ductile.core.transfer.cells import Line, Slots
+from ductile.core.transfer.topology import Topology
+
+ALIGN = 8
+"""Stretches begin and end at multiples of it, which never cuts an item in two (see `Line`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    source: int
+    target: int
+    hop: int
+    """0 from a holder; h + 1 from a slot that received it at hop h."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Bytes low:high of a line, and the tree along which they travel; an edge comes after the one that feeds it."""
+
+    line: int
+    low: int
+    high: int
+    edges: tuple[Edge, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.high - self.low
+
+
+def demands(lines: Sequence[Line], topology: Topology, relay: bool) -> list[Demand]:
+    """Who asks whom. Slots with a holder on their machine ask there, the others ask everywhere."""
+    found: list[Demand] = []
+    for index, line in enumerate(lines):
+        inside: dict[int, list[int]] = {}
+        for slot in line.holders:
+            inside.setdefault(topology.node(slot), []).append(slot)
+        asking: dict[int, list[int]] = {}
+        for slot in line.needers:
+            asking.setdefault(topology.node(slot), []).append(slot)
+        for node in asking.keys() & inside.keys():
+            found.append(
+                Demand(index, 0, line.num_bytes, tuple(inside[node]), tuple(asking[node]), network=False, relay=relay)
+            )
+        far = [tuple(slots) for node, slots in asking.items() if node not in inside]
+        if far and relay:
+            found += _machines(index, line, far)
+        elif far:
+            everybody = tuple(slot for slots in far for slot in slots)
+            found.append(Demand(index, 0, line.num_bytes, line.holders, everybody, network=True))
+    return found
+
+
+def _machines(index: int, line: Line, machines: list[Slots]) -> Iterator[Demand]:
+    """Each machine receives every byte once, its slots take turns as the entrance, and spread it inside."""
+    turns = max(len(slots) for slots in machines)
+    borders = [line.num_bytes * turn // turns // ALIGN * ALIGN for turn in range(turns)] + [line.num_bytes]
+    for turn in range(turns):
+        if borders[turn] < borders[turn + 1]:
+            entrances = tuple(slots[turn % len(slots)] for slots in machines)
+            fan_out = tuple(
+                (entrance, tuple(slot for slot in slots if slot != entrance))
+                for entrance, slots in zip(entrances, machines, strict=True)
+                if len(slots) > 1
+            )
+            low, high = borders[turn], borders[turn + 1]
+            yield Demand(index, low, high, line.holders, entrances, network=True, relay=True, fan_out=fan_out)
+
+
+def flows(asked: Sequence[Demand], shares: Sequence[Share], grain_bytes: int) -> list[Flow]:
+    """Shares below `grain_bytes` are not worth a message of their own; the largest sender of the demand takes them."""
+    found: list[Flow] = []
+    for demand, share in zip(asked, shares, strict=True):
+        holders = _coarse(share.holders.tolist(), grain_bytes)
+        stretches = list(_stretches(demand, _coarse(share.relays.tolist(), grain_bytes)))
+        found += _serve(demand, stretches, holders)
+    return found
+
+
+def _coarse(amounts: list[int], grain_bytes: int) -> list[int]:
+    small = [amount if amount < grain_bytes else 0 for amount in amounts]
+    kept = [amount - less for amount, less in zip(amounts, small, strict=True)]
+    kept[amounts.index(max(amounts))] += sum(small)
+    return kept
+
+
+def _stretches(demand: Demand, relays: list[int]) -> Iterator[tuple[int, int, Slots]]:
+    """(low, high, who receives it first and passes it on to the slots behind). What no relay takes goes to each."""
+    position = demand.low
+    copies = len(demand.needers)
+    for slot, amount in zip(demand.needers, relays, strict=True):
+        stripe = amount // max(1, copies - 1) // ALIGN * ALIGN
+        high = min(position + stripe, demand.high)
+        if high > position:
+            others = tuple(other for other in demand.needers if other != slot)
+            yield position, high, (slot, *others)
+        position = high
+    if sum(relays) and demand.high - position < ALIGN * copies:  # what rounding left over
+        yield position, demand.high, (demand.needers[0], *demand.needers[1:])
+    elif position < demand.high:
+        for slot in demand.needers:
+            yield position, demand.high, (slot,)
+
+
+def _serve(demand: Demand, stretches: list[tuple[int, int, Slots]], amounts: list[int]) -> Iterator[Flow]:
+    """Lay the stretches end to end and cut them where one holder's amount ends and the next one's begins.
+
+    So a needer has few senders, although each holder gives exactly its share.
+    """
+    holders = [(slot, amount) for slot, amount in zip(demand.holders, amounts, strict=True) if amount]
+    turn, left = 0, holders[0][1]
+    fan_out = dict(demand.fan_out)
+    for low, high, receivers in stretches:
+        while low < high:
+            last = turn == len(holders) - 1
+            middle = high if last else min(high, (low + left + ALIGN - 1) // ALIGN * ALIGN)
+            if high - middle < ALIGN:
+                middle = high
+            yield Flow(demand.line, low, middle, _tree(holders[turn][0], receivers, fan_out))
+            left -= middle - low
+            low = middle
+            while left <= 0 and turn < len(holders) - 1:
+                turn += 1
+                left += holders[turn][1]
+
+
+def _tree(holder: int, receivers: Slots, fan_out: dict[int, Slots]) -> tuple[Edge, ...]:
+    first, *others = receivers
+    edges = [Edge(holder, first, 0), *(Edge(first, other, 1) for other in others)]
+    for edge in tuple(edges):
+        edges += [Edge(edge.target, other, edge.hop + 1) for other in fan_out.get(edge.target, ())]
+    return tuple(edges)

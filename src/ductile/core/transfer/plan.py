@@ -1,0 +1,226 @@
+"""A plan: what every slot keeps, sends and receives, in which round. It can be printed, counted and checked.
+
+    plan = Planner().plan(source, target)
+    plan.local(slot)     what the slot copies from its old buffers to its new ones
+    plan.rounds(slot)    round after round: the messages it sends and receives, each a list of boxes packed end to end
+
+A box always lies in one row of the sender's holdings and in one row of the receiver's, so each side finds its own view
+with `layout[name].holdings.view(slot, box)` and packs or unpacks it in row-major order.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from typing import NamedTuple
+
+from ductile.core.layout.holdings import Box
+from ductile.core.layout.layout import Layout
+from ductile.core.transfer.cells import Line, Refinement
+from ductile.core.transfer.flows import Edge, Flow
+from ductile.core.transfer.rounds import Timing, border
+from ductile.core.transfer.topology import MIB, Topology
+
+
+class Part(NamedTuple):
+    """A box of a tensor."""
+
+    name: str
+    box: Box
+    relayed: bool = False
+    """The sender received it in an earlier round and reads it from its new buffers; else from its old ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    peer: int
+    num_bytes: int
+    parts: tuple[Part, ...]
+    """Packed end to end in this order, each row-major."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """At most one message from each slot to each other one."""
+
+    number: int
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
+
+
+Stretch = tuple[int, int, int, bool]
+"""(line, low, high, relayed)"""
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    source: Layout
+    target: Layout
+    topology: Topology
+    refinement: Refinement
+    flows: tuple[Flow, ...]
+    timings: tuple[Timing, ...]
+    num_rounds: int
+    round_bytes: int
+    reason: str
+    """Why flows run as they do: a sentence."""
+
+    @property
+    def lines(self) -> list[Line]:
+        return self.refinement.lines
+
+    @cached_property
+    def slots(self) -> tuple[int, ...]:
+        return tuple(sorted({*self.source.slots, *self.target.slots}))
+
+    @cached_property
+    def key(self) -> bytes:
+        """All slots must agree on it before the first byte moves."""
+        digest = blake2b(self.source.key + self.target.key, digest_size=16)
+        for flow, timing in zip(self.flows, self.timings, strict=True):
+            digest.update(repr((flow.line, flow.low, flow.high, flow.edges, timing.count)).encode())
+            for rounds in timing.rounds:
+                digest.update(repr(rounds if isinstance(rounds, range) else tuple(rounds)).encode())
+        return digest.digest()
+
+    def local(self, slot: int) -> Iterator[Part]:
+        """What `slot` has and goes on having."""
+        for line in self.refinement.local:
+            if slot in line.holders:
+                yield from (Part(*part) for part in line.parts(0, line.num_bytes))
+
+    def rounds(self, slot: int) -> Iterator[Round]:
+        """The rounds in which `slot` has something to do, in order. Its peers' messages mirror its own."""
+        moves: dict[int, list[tuple[Edge, int, int, int]]] = {}
+        for flow, timing in zip(self.flows, self.timings, strict=True):
+            for edge, rounds in zip(flow.edges, timing.rounds, strict=True):
+                if slot in (edge.source, edge.target):
+                    for message, number in enumerate(rounds):
+                        low, high = border(flow, timing.count, message), border(flow, timing.count, message + 1)
+                        moves.setdefault(number, []).append((edge, flow.line, low, high))
+        for number, found in sorted(moves.items()):
+            sends: dict[int, list[Stretch]] = {}
+            receives: dict[int, list[Stretch]] = {}
+            for edge, line, low, high in found:
+                side, peer = (sends, edge.target) if edge.source == slot else (receives, edge.source)
+                side.setdefault(peer, []).append((line, low, high, edge.hop > 0))
+            yield Round(number, self._messages(sends), self._messages(receives))
+
+    def _messages(self, by_peer: dict[int, list[Stretch]]) -> tuple[Message, ...]:
+        return tuple(
+            Message(
+                peer,
+                sum(high - low for _, low, high, _ in stretches),
+                tuple(
+                    Part(name, box, relayed)
+                    for line, low, high, relayed in stretches
+                    for name, box in self.lines[line].parts(low, high)
+                ),
+            )
+            for peer, stretches in sorted(by_peer.items())
+        )
+
+    @cached_property
+    def egress(self) -> dict[int, int]:
+        """Bytes that each slot sends."""
+        return self._per_slot(lambda edge: edge.source)
+
+    @cached_property
+    def ingress(self) -> dict[int, int]:
+        """Bytes that each slot receives."""
+        return self._per_slot(lambda edge: edge.target)
+
+    @cached_property
+    def kept(self) -> dict[int, int]:
+        """Bytes that each slot already has and still needs."""
+        found = dict.fromkeys(self.slots, 0)
+        for line in self.refinement.local:
+            for slot in line.holders:
+                found[slot] += line.num_bytes
+        return found
+
+    @property
+    def wire_bytes(self) -> int:
+        return sum(self.ingress.values())
+
+    @cached_property
+    def lower_bound_bytes(self) -> int:
+        """What every slot needs and does not have: no plan can move less."""
+        needed = sum(
+            int((t.holdings.stop - t.holdings.start).prod(axis=1).sum()) * t.item_bytes for t in self.target
+        )  # fmt: skip
+        return needed - sum(self.kept.values())
+
+    @property
+    def relayed_bytes(self) -> int:
+        """How much of the wire bytes leaves a slot that received them in this plan."""
+        return sum(flow.num_bytes for flow in self.flows for edge in flow.edges if edge.hop)
+
+    @cached_property
+    def num_messages(self) -> int:
+        return sum(timing.count * len(timing.rounds) for timing in self.timings)
+
+    @cached_property
+    def predicted_s(self) -> float:
+        """Seconds on the wire by the topology's speeds: the busiest link, and what the rounds cost."""
+        return busiest_link_s(self.flows, self.topology) + self.num_rounds * self.topology.round_s
+
+    def staging_bytes(self, slot: int) -> int:
+        """The most that `slot` packs and receives in one round; at most twice `round_bytes`."""
+        return max((sum(m.num_bytes for m in (*r.sends, *r.receives)) for r in self.rounds(slot)), default=0)
+
+    def _per_slot(self, end: Callable[[Edge], int]) -> dict[int, int]:
+        found = dict.fromkeys(self.slots, 0)
+        for flow in self.flows:
+            for edge in flow.edges:
+                found[end(edge)] += flow.num_bytes
+        return found
+
+    def __str__(self) -> str:
+        tensors, whole = len(self.target.tensors), sum(tensor.num_bytes for tensor in self.target)
+        lines = [
+            f"plan {self.key.hex()[:8]}: {tensors} tensors in {self.refinement.num_classes} classes, "
+            f"{whole / MIB:.1f} MiB, {len(self.source.slots)} slots to {len(self.target.slots)}",
+            f"  wire {self.wire_bytes / MIB:.1f} MiB (lower bound {self.lower_bound_bytes / MIB:.1f}), relayed "
+            f"{self.relayed_bytes / MIB:.1f}, kept in place {sum(self.kept.values()) / MIB:.1f}",
+            f"  {len(self.flows)} flows, {self.num_messages} messages, {self.num_rounds} rounds of at most "
+            f"{self.round_bytes / MIB:g} MiB each way, predicted {self.predicted_s * 1e3:.2f} ms",
+            f"  {self.reason}",
+            "  slot      keeps      sends   receives   MiB",
+        ]
+        for slot in self.slots:
+            row = (self.kept[slot], self.egress[slot], self.ingress[slot])
+            lines.append(f"  {slot:4d} " + " ".join(f"{amount / MIB:10.1f}" for amount in row))
+        return "\n".join(lines)
+
+    def describe_flows(self, limit: int = 20) -> str:
+        """The largest flows, one a line: `0 -> 2 -> 4, 6   161.7 MiB`."""
+        largest = sorted(self.flows, key=lambda flow: -flow.num_bytes)[:limit]
+        return "\n".join(f"  {_route(flow.edges):40} {flow.num_bytes / MIB:10.1f} MiB" for flow in largest)
+
+
+def busiest_link_s(flows: Sequence[Flow], topology: Topology) -> float:
+    """The longest time that any slot sends, or receives, on one kind of link."""
+    busy: dict[tuple[bool, int, bool], int] = {}
+    for flow in flows:
+        for edge in flow.edges:
+            near = topology.node(edge.source) == topology.node(edge.target)
+            for end in ((True, edge.source, near), (False, edge.target, near)):
+                busy[end] = busy.get(end, 0) + flow.num_bytes
+    return max(
+        (
+            amount / (topology.node_bytes_s if near else topology.network_bytes_s)
+            for (_, _, near), amount in busy.items()
+        ),
+        default=0.0,
+    )
+
+
+def _route(edges: Sequence[Edge]) -> str:
+    first = edges[0]
+    text = f"{first.source} -> {first.target}"
+    if len(edges) > 1:
+        text += " -> " + ", ".join(
+            str(edge.target) if edge.source == first.target else f"{edge.source}:{edge.target}" for edge in edges[1:]
+        )
+    return text

@@ -1,0 +1,29 @@
+"""Which slots are near each other, and how fast links are.
+
+Speeds choose between plans; that a plan is right never depends on them.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Topology:
+    nodes: tuple[tuple[int, ...], ...] = ()
+    """Slots that share a machine. Empty: all do. A slot in none of them is a machine of its own."""
+    node_bytes_s: float = 200e9
+    """What a slot sends, and at the same time receives, inside its machine."""
+    network_bytes_s: float = 50e9
+    """The same across machines."""
+    round_s: float = 50e-6
+    """What a round costs besides its bytes."""
+
+    def node(self, slot: int) -> int:
+        """Equal numbers mean the same machine."""
+        return self._node_of.get(slot, -1 - slot) if self.nodes else 0
+
+    @cached_property
+    def _node_of(self) -> dict[int, int]:
+        return {slot: index for index, slots in enumerate(self.nodes) for slot in slots}
