@@ -4,13 +4,14 @@ import signal
 
 import pytest
 
-from ductile.launch.interrupt import interrupts
+from ductile.launch.interrupt import Interrupt, interrupts
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_asks_and_the_second_insists(signum: signal.Signals):
     async def story():
-        with interrupts() as interrupt:
+        interrupt = Interrupt()
+        with interrupts(interrupt):
             os.kill(os.getpid(), signum)
             await asyncio.wait_for(interrupt.asked.wait(), 5)
             assert not interrupt.insisted.is_set()
@@ -22,7 +23,7 @@ def test_the_first_asks_and_the_second_insists(signum: signal.Signals):
 
 def test_signals_are_given_back():
     async def story():
-        with interrupts():
+        with interrupts(Interrupt()):
             pass
 
     before = signal.getsignal(signal.SIGTERM)

@@ -23,14 +23,13 @@ class Interrupt:
 
 
 @contextmanager
-def interrupts() -> Iterator[Interrupt]:
-    """Catch the signals while the block runs. In the main thread, inside the event loop."""
+def interrupts(interrupt: Interrupt) -> Iterator[None]:
+    """Have signals press `interrupt` while the block runs. In the main thread, inside the event loop."""
     loop = asyncio.get_running_loop()
-    interrupt = Interrupt()
     for signum in SIGNALS:
         loop.add_signal_handler(signum, interrupt.press)
     try:
-        yield interrupt
+        yield
     finally:
         for signum in SIGNALS:
             loop.remove_signal_handler(signum)

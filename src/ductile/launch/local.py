@@ -94,6 +94,10 @@ class LocalCluster:
         """Wait until a process that the run needs is lost; returns the sentence."""
         return await asyncio.shield(self._death)
 
+    def peak_bytes(self) -> float:
+        """The most memory that each slot's process ever had, all together."""
+        return float(sum(_peak_bytes(process.pid) for process in self.processes.values() if process.code is None))
+
     async def stop(self) -> None:
         """Stop all slots: `Stop` first, SIGKILL for those that do not follow. Returns when none is left.
 
@@ -229,3 +233,11 @@ class LocalCluster:
 
 def _name(slot: int) -> str:
     return f"slot-{slot}"
+
+
+def _peak_bytes(pid: int) -> int:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")), 0)

@@ -1,91 +1,142 @@
 """From a validated config to processes and back to an exit code: one function for each command of the CLI.
 
-0     done
-1     something died or failed; the last line on stderr says what, and how to go on
-2     nothing was started: what the config names is missing or in use
-130   stopped by Ctrl-C, in order (the step is saved) or at once
+How a command ends, whatever happens to it, is `ductile.launch.supervise`.
 """
 
 import asyncio
+import os
 import sys
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
 
-from ductile.config.dump import write_resolved
-from ductile.config.imports import ImportPathError
-from ductile.config.run import RLConfig
+from rich.console import Group, RenderableType
+
+from ductile.config.cluster import ClusterConfig
+from ductile.config.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.slots import placement_of
+from ductile.config.trainer import BenchConfig
 from ductile.core.cluster.placement import SPELLED, Placement
-from ductile.launch.attend import SlotDied, Stopped, attend
-from ductile.launch.cap import CapNotPermitted
-from ductile.launch.folder import FolderInUse, run_folder
-from ductile.launch.interrupt import Interrupt, interrupts
+from ductile.launch.activity import follow_slots
+from ductile.launch.attend import attend
+from ductile.launch.closing import closing_alone, closing_batches, closing_rl
 from ductile.launch.local import ROLES, LocalCluster
-from ductile.launch.processes import StartFailed
-from ductile.loop.compose import Prepared, RunResult, prepare, run_circle
-from ductile.loop.progress import CheckpointError
-from ductile.observe import Recorder
-from ductile.roles import Late, Refused, SlotLost
-from ductile.tasks.task import TaskError
-from ductile.tasks.tokenizer import TokenizerError
+from ductile.launch.supervise import Session, supervise
+from ductile.loop.alone import PreparedAlone, prepare_alone, run_alone
+from ductile.loop.bench import Bench
+from ductile.loop.client import HttpGenerators
+from ductile.loop.compose import Prepared, prepare, run_circle
+from ductile.loop.sft import PreparedBatches, prepare_fake, prepare_sft, run_batches
 from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.messages import RoleName
 from ductile.wire.remote import RemoteScorer, RemoteTrainer, hold
 
-DONE, FAILED, NOT_STARTED, INTERRUPTED = 0, 1, 2, 130
-
-T = TypeVar("T")
+START_CANCEL_S = 8.0
+"""A start that is interrupted has processes to stop before it returns."""
 
 
 def run_rl(config: RLConfig) -> int:
-    """`ductile rl`."""
-    began_s = time.perf_counter()
-    try:
-        prepared = prepare(config)
-        with run_folder(config.output_dir, config.clean) as folder:
-            write_resolved(config, folder, "rl")
-            record = Recorder(folder)
-            try:
-                return asyncio.run(_supervise("rl", folder, record, lambda i: _rl(prepared, record, i, began_s)))
-            finally:
-                record.close()
-    except (TaskError, TokenizerError, ImportPathError, CheckpointError, FolderInUse, OSError) as error:
-        print(f"ductile rl: {error}", file=sys.stderr)
-        return NOT_STARTED
+    return supervise("rl", config, prepare, lambda prepared: prepared.plan.max_steps, _rl)
 
 
-async def _rl(prepared: Prepared, record: Recorder, interrupt: Interrupt, began_s: float) -> RunResult:
-    placement = placement_of(prepared.config)
-    cluster = _cluster(prepared, placement)
+def run_sft(config: SFTConfig) -> int:
+    return supervise("sft", config, prepare_sft, lambda prepared: prepared.max_steps, _batches)
+
+
+def run_trainer(config: TrainerRunConfig) -> int:
+    return supervise("trainer", config, prepare_fake, lambda prepared: prepared.max_steps, _batches)
+
+
+def run_orchestrator(config: OrchestratorRunConfig) -> int:
+    return supervise("orchestrator", config, prepare_alone, lambda prepared: prepared.max_steps, _alone)
+
+
+def run_inference(config: InferenceRunConfig) -> int:
+    """Becomes the server: this process is replaced, so that signals and the exit code are the server's own.
+
+    The config, which may hold a key, goes through memory.
+    """
+    fd = os.memfd_create("ductile-inference-config", 0)
+    os.write(fd, config.model_dump_json().encode())
+    os.execv(sys.executable, [sys.executable, "-m", "ductile.generator.serve", f"/proc/self/fd/{fd}"])
+
+
+async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> RenderableType:
+    """Start the slots, give them their roles, turn the circle."""
+    placement = placement_of(config)
+    cluster = _cluster(placement, config.cluster, session)
     try:
-        await attend(cluster.start(), interrupt.asked, cancel_s=8.0)
-        for slot in placement.slots:
-            roles, device, pid = placement.roles(slot), cluster.devices[slot], cluster.processes[slot].pid
-            sentence = f"Slot {slot} ({' and '.join(roles)}) runs on {device}, pid {pid}."
-            record.event("slot_started", sentence, slot=slot, roles=roles, device=device, pid=pid)
+        await _start(cluster, placement, session)
+        bench = _bench(config.bench, cluster, session)
         trainer, generators, scorer = await attend(
-            _take_roles(prepared, placement, cluster), interrupt.asked, cluster.death()
+            _take_roles(config, prepared, placement, cluster), session.interrupt.asked, cluster.death()
         )
-        slots = {role: placement.of(role) for role in SPELLED if placement.of(role)}
-        circle = run_circle(prepared, trainer, generators, scorer, record, interrupt.asked, slots, began_s)
-        return await attend(circle, interrupt.insisted, cluster.death())
+        circle = run_circle(
+            prepared,
+            trainer,
+            generators,
+            scorer,
+            session.record,
+            session.interrupt.asked,
+            _members(placement),
+            session.began_s,
+        )
+        result = await attend(circle, session.interrupt.insisted, cluster.death())
     finally:
         await cluster.stop()
+    return _finish(bench, config.bench) if bench else closing_rl(result)
 
 
-def _cluster(prepared: Prepared, placement: Placement) -> LocalCluster:
-    roles: dict[RoleName, str] = {role: path for role, path in ROLES.items() if placement.of(role)}
-    return LocalCluster(placement.slots, prepared.config.cluster, prepared.folder / "logs", roles)
+async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatches, session: Session) -> RenderableType:
+    """The trainer alone, on data that is there."""
+    placement = placement_of(config)
+    cluster = _cluster(placement, config.cluster, session)
+    timeout_s = config.cluster.command_timeout_s
+    try:
+        await _start(cluster, placement, session)
+        bench = _bench(config.bench, cluster, session)
+        settings = prepared.trainer.model_dump(mode="json")
+        taking = hold(cluster.mailbox, "train", settings, placement.train, timeout_s, cluster.rendezvous)
+        await attend(taking, session.interrupt.asked, cluster.death())
+        trainer = RemoteTrainer(cluster.mailbox, placement.train, timeout_s)
+        batches = run_batches(
+            prepared, trainer, session.record, session.interrupt.asked, _members(placement), session.began_s
+        )
+        summary = await attend(batches, session.interrupt.insisted, cluster.death())
+    finally:
+        await cluster.stop()
+    return _finish(bench, config.bench) if bench else closing_batches(summary, prepared.model_folder)
+
+
+async def _alone(config: OrchestratorRunConfig, prepared: PreparedAlone, session: Session) -> RenderableType:
+    """Rollouts from somebody else's server."""
+    client = config.client
+    generators = HttpGenerators(str(client.base_url), client.api_key, client.timeout_s)
+    bench = _bench(config.bench, None, session)
+    async with generators:
+        running = run_alone(prepared, generators, session.record, session.interrupt.asked)
+        summary = await attend(running, session.interrupt.insisted)
+    return _finish(bench, config.bench) if bench else closing_alone(summary, session.folder)
+
+
+def _cluster(placement: Placement, config: ClusterConfig, session: Session) -> LocalCluster:
+    roles: dict[RoleName, str] = {role: ROLES[role] for role in SPELLED if placement.of(role)}
+    return LocalCluster(placement.slots, config, session.logs, roles)
+
+
+async def _start(cluster: LocalCluster, placement: Placement, session: Session) -> None:
+    await attend(cluster.start(), session.interrupt.asked, cancel_s=START_CANCEL_S)
+    follow_slots(cluster.mailbox, placement, session.view)
+    for slot in placement.slots:
+        roles, device, pid = placement.roles(slot), cluster.devices[slot], cluster.processes[slot].pid
+        sentence = f"Slot {slot} ({' and '.join(roles)}) runs on {device}, pid {pid}."
+        session.record.event("slot_started", sentence, slot=slot, roles=roles, device=device, pid=pid)
 
 
 async def _take_roles(
-    prepared: Prepared, placement: Placement, cluster: LocalCluster
+    config: RLConfig, prepared: Prepared, placement: Placement, cluster: LocalCluster
 ) -> tuple[RemoteTrainer, RemoteGenerators, RemoteScorer | None]:
     """All slots load their models at the same time."""
-    config, mailbox = prepared.config, cluster.mailbox
-    timeout_s = config.cluster.command_timeout_s
+    mailbox, timeout_s = cluster.mailbox, config.cluster.command_timeout_s
     trainer, inference = prepared.trainer.model_dump(mode="json"), config.inference.model_dump(mode="json")
     await asyncio.gather(
         hold(mailbox, "train", trainer, placement.train, timeout_s, cluster.rendezvous),
@@ -99,38 +150,20 @@ async def _take_roles(
     )
 
 
-async def _supervise(
-    command: str, folder: Path, record: Recorder, run: Callable[[Interrupt], Awaitable[object]]
-) -> int:
-    """Run to the end, whichever it is, and say in a sentence which one it was."""
-    with interrupts() as interrupt:
-        try:
-            await run(interrupt)
-        except Stopped:
-            return _end(record, "stopped", "Stopped at once, as asked.", command, folder, INTERRUPTED)
-        except SlotDied as error:
-            return _end(record, "died", f"{_capital(str(error))}.", command, folder, FAILED)
-        except (StartFailed, CapNotPermitted) as error:
-            return _end(record, "not_started", f"{_capital(str(error))}.", command, folder, NOT_STARTED)
-        except (SlotLost, Late, Refused, TaskError) as error:
-            return _end(record, "failed", f"{_capital(str(error))}.", command, folder, FAILED)
-        if interrupt.asked.is_set():
-            return _end(record, "stopped", "Stopped after a whole step, as asked.", command, folder, INTERRUPTED)
-        return DONE
+def _members(placement: Placement) -> Mapping[str, tuple[int, ...]]:
+    return {role: placement.of(role) for role in SPELLED if placement.of(role)}
 
 
-def _end(record: Recorder, kind: str, sentence: str, command: str, folder: Path, code: int) -> int:
-    record.event(kind, sentence)
-    if code == NOT_STARTED:
-        print(f"ductile {command}: {sentence}", file=sys.stderr)
-    else:
-        print(
-            f"ductile {command}: {sentence} Logs: {folder / 'logs'}. "
-            f"Go on with: ductile {command} @ {folder / 'config.toml'} --resume",
-            file=sys.stderr,
-        )
-    return code
+def _bench(config: BenchConfig | None, cluster: LocalCluster | None, session: Session) -> Bench | None:
+    if config is None:
+        return None
+    bench = Bench(cluster.peak_bytes if cluster else lambda: 0.0)
+    session.record.listeners.append(bench)
+    return bench
 
 
-def _capital(sentence: str) -> str:
-    return sentence[:1].upper() + sentence[1:]
+def _finish(bench: Bench, config: BenchConfig | None) -> RenderableType:
+    if config is None or config.output_json is None:
+        return bench.table()
+    bench.write(config.output_json)
+    return Group(bench.table(), f"The figures are in {Path(config.output_json)}.")

@@ -1,0 +1,144 @@
+"""What all commands share: a folder of one's own, records, the view, Ctrl-C, and an end that is told in a sentence.
+
+0     done
+1     something died or failed; the last line on stderr says what, and how to go on
+2     nothing was started: what the config names is missing, broken or in use
+130   stopped by Ctrl-C, in order (the step is saved) or at once
+"""
+
+import asyncio
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console, RenderableType
+
+from ductile.config.dump import to_table, write_resolved
+from ductile.config.imports import ImportPathError
+from ductile.config.run import OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
+from ductile.dashboard.show import View, show
+from ductile.launch.attend import SlotDied, Stopped
+from ductile.launch.cap import CapNotPermitted
+from ductile.launch.folder import FolderInUse, run_folder
+from ductile.launch.interrupt import Interrupt, interrupts
+from ductile.launch.processes import StartFailed
+from ductile.loop.progress import CheckpointError
+from ductile.loop.sinks import SinkMissing, TensorboardSink, WandbSink
+from ductile.observe import Recorder
+from ductile.roles import Late, Refused, SlotLost
+from ductile.tasks.task import TaskError
+from ductile.tasks.tokenizer import TokenizerError
+
+DONE, FAILED, NOT_STARTED, INTERRUPTED = 0, 1, 2, 130
+
+UNFIT = (
+    TaskError, TokenizerError, ImportPathError, CheckpointError, FolderInUse, SinkMissing, StartFailed,
+    CapNotPermitted, OSError,
+)  # fmt: skip
+"""What is wrong with what the config names, or with this machine; each says so in a sentence."""
+
+Config = RLConfig | SFTConfig | TrainerRunConfig | OrchestratorRunConfig
+C = TypeVar("C", bound=Config)
+P = TypeVar("P")
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What a command works with. It returns what to print when all is over."""
+
+    folder: Path
+    record: Recorder
+    view: View
+    interrupt: Interrupt = field(default_factory=Interrupt)
+    began_s: float = field(default_factory=time.perf_counter)
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "logs"
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    code: int
+    sentence: str = ""
+    closing: RenderableType = ""
+
+
+def supervise(
+    command: str,
+    config: C,
+    prepare: Callable[[C], P],
+    max_steps: Callable[[P], int],
+    run: Callable[[C, P, Session], Awaitable[RenderableType]],
+) -> int:
+    """Prepare, run, and say how it ended. Returns the exit code."""
+    session = None
+    try:
+        prepared = prepare(config)
+        with ExitStack() as stack:
+            folder = stack.enter_context(run_folder(config.output_dir, config.clean))
+            write_resolved(config, folder, command)
+            record = Recorder(folder)
+            stack.callback(record.close)
+            _add_sinks(record, config)
+            view = stack.enter_context(show(f"ductile {command}: {folder}", max_steps(prepared)))
+            record.listeners.append(view)
+            session = Session(folder, record, view)
+            end = asyncio.run(_run(session, run(config, prepared, session)))
+    except UNFIT as error:
+        end = _End(NOT_STARTED, str(error))
+    _say(end, command, config)
+    return end.code
+
+
+async def _run(session: Session, running: Awaitable[RenderableType]) -> _End:
+    with interrupts(session.interrupt):
+        try:
+            closing = await running
+        except Stopped:
+            return _told(session, "stopped", _End(INTERRUPTED, "stopped at once, as asked"))
+        except SlotDied as error:
+            return _told(session, "died", _End(FAILED, str(error)))
+        except (SlotLost, Late, Refused) as error:
+            return _told(session, "failed", _End(FAILED, str(error)))
+        if session.interrupt.asked.is_set():
+            return _told(session, "stopped", _End(INTERRUPTED, "stopped after a whole step, as asked", closing))
+        return _End(DONE, closing=closing)
+
+
+def _told(session: Session, kind: str, end: _End) -> _End:
+    session.record.event(kind, f"{_capital(end.sentence)}.")
+    return end
+
+
+def _say(end: _End, command: str, config: Config) -> None:
+    if end.closing:
+        Console(soft_wrap=True, highlight=False).print(end.closing)
+    if not end.sentence:
+        return
+    folder = Path(config.output_dir)
+    after = ""
+    if end.code != NOT_STARTED:
+        after = f" Logs: {folder / 'logs'}."
+        if isinstance(config, RLConfig | SFTConfig):
+            after += f" Go on with: ductile {command} @ {folder / 'config.toml'} --resume"
+    print(f"ductile {command}: {_capital(end.sentence)}.{after}", file=sys.stderr)
+
+
+def _add_sinks(record: Recorder, config: Config) -> None:
+    if not isinstance(config, RLConfig | SFTConfig):
+        return
+    if config.tensorboard:
+        record.listeners.append(TensorboardSink(Path(config.tensorboard.dir or record.folder / "tensorboard")))
+    if config.wandb:
+        wandb = config.wandb
+        sink = WandbSink(record.folder, wandb.project, wandb.name, wandb.offline, to_table(config))
+        record.listeners.append(sink)
+
+
+def _capital(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:].rstrip(".")
