@@ -297,7 +297,9 @@ class Stage:
                 needs_reference=self.needs_reference,
                 drop_zero_advantage=self.drop_zero_advantage,
             ),
-            Evaluation(episodes, tokenizer, held_out, Sampling(temperature=0), self.record) if held_out else None,
+            Evaluation(episodes, tokenizer, tasks, held_out, Sampling(temperature=0), self.record)
+            if held_out
+            else None,
             save,
             lambda: {"groups_dropped": float(self.buffer.num_dropped), "reward_errors": 0.0},
             self.record,

@@ -29,7 +29,7 @@ def test_evaluation_reports_average_pass_at_k_and_samples(tmp_path):
         episodes = Episodes(tasks, letters, generators, InProcessGraders(tasks), 64)
         prompts = [Prompt(f"eval/0/{i}", "train", i, (ord("a") + i,)) for i in range(5)]
         record = Recorder(tmp_path)
-        evaluation = Evaluation(episodes, letters, prompts, Sampling(), record, samples_per_example=4)
+        evaluation = Evaluation(episodes, letters, tasks, prompts, Sampling(), record, samples_per_example=4)
         report = await evaluation.run(step=7)
         record.close()
         return report, evaluation, generators
@@ -45,7 +45,7 @@ def test_evaluation_reports_average_pass_at_k_and_samples(tmp_path):
         "eval_pass_at_2": 0.5,
         "eval_pass_at_4": 1.0,
     }
-    assert [sample.question for sample in report.samples] == ["a", "b", "c"]
+    assert [sample.question for sample in report.samples] == ["0", "1", "2"]
     assert report.samples[0].answer == "x1"
     assert evaluation.first is evaluation.last is report
     assert len({request.id for request in generators.requests}) == 20
@@ -68,7 +68,7 @@ def test_the_first_failure_is_raised_and_the_rest_is_aborted(tmp_path):
         prompts = [Prompt(f"eval/0/{i}", "train", i, (65,)) for i in range(5)]
         record = Recorder(tmp_path)
         with pytest.raises(RuntimeError, match="slot 1 is gone"):
-            await Evaluation(episodes, Letters(), prompts, Sampling(), record).run(0)
+            await Evaluation(episodes, Letters(), tasks, prompts, Sampling(), record).run(0)
         record.close()
         return generators.num_running, asyncio.get_running_loop().time()
 

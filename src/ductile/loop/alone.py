@@ -77,7 +77,7 @@ async def run_alone(
         for step in range(1, prepared.max_steps + 1):
             batch = [prompts.ask() for _ in range(config.batch_size // group_size)]
             groups = await together(*(answer(prompt) for prompt in batch))
-            write_rollouts(record.folder / "rollouts.jsonl", step, groups, tokenizer)
+            write_rollouts(record.folder / "rollouts.jsonl", step, groups, prepared)
             tally = Tally(version=0)
             tally.add(groups, report=None)
             counts = {"reward_errors": float(graders.num_errors)}
@@ -96,12 +96,12 @@ async def run_alone(
     return summary
 
 
-def write_rollouts(file: Path, step: int, groups: Sequence[RolloutGroup], tokenizer: Tokenizer) -> None:
+def write_rollouts(file: Path, step: int, groups: Sequence[RolloutGroup], prepared: PreparedAlone) -> None:
     with file.open("a", encoding="utf-8") as stream:
         for group in groups:
-            question = tokenizer.decode(group.prompt.token_ids)
+            question = prepared.task.messages(group.prompt.example)[-1]["content"]
             for rollout in group.rollouts:
-                texts = {"question": question, "answer": tokenizer.decode(rollout.token_ids)}
+                texts = {"question": question, "answer": prepared.tokenizer.decode(rollout.token_ids)}
                 row = {"step": step, "prompt": group.prompt.id, **texts, **asdict(rollout)}
                 row["prompt_token_ids"] = group.prompt.token_ids
                 stream.write(json.dumps(row, ensure_ascii=False) + "\n")

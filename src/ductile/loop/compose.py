@@ -156,6 +156,7 @@ async def run_circle(
         evaluation = Evaluation(
             episodes,
             prepared.tokenizer,
+            prepared.tasks,
             prepared.eval_prompts,
             to_sampling(config.orchestrator.eval.sampling),
             record,

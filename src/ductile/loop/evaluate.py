@@ -1,6 +1,6 @@
 """How good is the policy on prompts that it is never trained on?"""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
 
@@ -8,6 +8,7 @@ from ductile.loop.episode import Episodes
 from ductile.loop.overlap import together
 from ductile.observe import Recorder
 from ductile.records import Prompt, Rollout, Sampling
+from ductile.roles import Task
 from ductile.tasks.conversation import ChatTokenizer
 
 SOLVED = 1.0
@@ -45,13 +46,15 @@ class Evaluation:
         self,
         episodes: Episodes,
         tokenizer: ChatTokenizer,
+        tasks: Mapping[str, Task],
         prompts: Sequence[Prompt],
         sampling: Sampling,
         record: Recorder,
         samples_per_example: int = 1,
         num_shown: int = 3,
     ) -> None:
-        self._episodes, self._tokenizer, self._prompts, self._sampling = episodes, tokenizer, prompts, sampling
+        self._episodes, self._tokenizer, self._tasks = episodes, tokenizer, tasks
+        self._prompts, self._sampling = prompts, sampling
         self._record, self._samples_per_example, self._num_shown = record, samples_per_example, num_shown
         self.first: EvalReport | None = None
         self.last: EvalReport | None = None
@@ -83,7 +86,7 @@ class Evaluation:
             num_answers=len(rollouts),
             samples=tuple(
                 Sampled(
-                    question=self._tokenizer.decode(prompt.token_ids),
+                    question=self._tasks[prompt.task].messages(prompt.example)[-1]["content"],
                     answer=self._tokenizer.decode(group[0].token_ids),
                     reward=group[0].reward,
                 )

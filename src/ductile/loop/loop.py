@@ -109,9 +109,8 @@ class Loop:
             with self.watch("optim_step"):
                 report = await self.trainer.optim_step(divisor)
         else:
-            self.record.event(
-                "nothing_to_learn", f"Step {self.step + 1}: all rewards of a batch equal their siblings'."
-            )
+            sentence = f"Step {self.step + 1} learns nothing from {num_groups} groups: no answer beats its siblings."
+            self.record.event("nothing_to_learn", sentence)
         self.buffer.learned(groups)
         return groups, report
 
