@@ -27,6 +27,8 @@ def read_file(name: str, layer: int) -> Draft:
     except _Unreadable as error:
         origin = Origin(name, error.line, layer) if error.line else NOWHERE
         raise ConfigError([Problem(str(error), key=f"@ {name}", origin=origin)]) from None
+    except RecursionError:  # `a: &x [*x]`, or ten thousand brackets
+        raise ConfigError([Problem("is nested too deep, or in itself", key=f"@ {name}")]) from None
     return Draft(values, {path: Origin(name, line, layer) for path, line in lines.items()})
 
 

@@ -116,7 +116,9 @@ def _no_path(what: str) -> Problem:
 def _stray(word: str) -> Problem:
     if FilePath(word).suffix in (".toml", ".yaml", ".yml", ".json"):
         return Problem(f"is a file without an @ before it. Write @ {word}", key=word, origin=COMMAND_LINE)
-    return Problem("belongs to no flag. Keys are written --key value, files @ file", key=word, origin=COMMAND_LINE)
+    return Problem(
+        "belongs to no flag. Keys are written --key value, files @ file", key=word or '""', origin=COMMAND_LINE
+    )
 
 
 def _own_words(root: type[Section], typed: str, words: list[str]) -> tuple[tuple[str, ...] | None, list[str]]:
