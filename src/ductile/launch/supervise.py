@@ -81,7 +81,8 @@ def supervise(
         prepared = prepare(config)
         with ExitStack() as stack:
             folder = stack.enter_context(run_folder(config.output_dir, config.clean))
-            write_resolved(config, folder, command)
+            # Without `clean`: what lies in the folder must not delete the folder when it is run again to go on.
+            write_resolved(config.model_copy(update={"clean": False}), folder, command)
             record = Recorder(folder)
             stack.callback(record.close)
             _add_sinks(record, config)
@@ -141,4 +142,5 @@ def _add_sinks(record: Recorder, config: Config) -> None:
 
 
 def _capital(sentence: str) -> str:
-    return sentence[:1].upper() + sentence[1:].rstrip(".")
+    sentence = sentence.rstrip(".")
+    return sentence if "://" in sentence.partition(" ")[0] else sentence[:1].upper() + sentence[1:]
