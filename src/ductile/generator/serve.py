@@ -1,7 +1,6 @@
 """`ductile inference`: load a model and serve it until told to stop.
 
-Run as `python -m ductile.generator.serve config.json`, so that the one who launches it needs no torch. With that one's
-process id as a second argument, the server ends when its parent does, however that ends.
+Run as `python -m ductile.generator.serve config.json`, so that the one who launches it needs no torch.
 """
 
 import ipaddress
@@ -19,7 +18,6 @@ from ductile.generator.server import create_app
 from ductile.generator.worker import load_engine
 from ductile.model.checkpoint import ModelFolderError
 from ductile.tasks.tokenizer import Tokenizer, TokenizerError
-from ductile.wire.lifeline import signal_on_parent_death
 
 DRAIN_S = 30
 """After the first signal, answers under way have this long; a second signal ends them at once."""
@@ -103,8 +101,6 @@ def _complain(error: Exception) -> int:
 
 
 def main() -> int:
-    if len(sys.argv) > 2:
-        signal_on_parent_death(int(sys.argv[2]), signal.SIGTERM)
     torch.set_num_threads(1)  # more threads only wait for each other on shared cores
     return serve(InferenceRunConfig.model_validate_json(Path(sys.argv[1]).read_text()))
 
