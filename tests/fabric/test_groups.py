@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from ductile.fabric.groups import Groups
+from ductile.roles import Place
 from tests.ranks import run_ranks
 
 
@@ -52,8 +53,8 @@ def test_groups_are_kept_by_member_list_and_overlap() -> None:
 def create_and_destroy(groups: Groups, members: tuple[int, ...]) -> tuple[list[int], list[int], int]:
     store, slot = groups._store, dist.get_rank()
     num_fds, num_threads = [], []
-    for epoch in range(1, 51):
-        cycle = Groups(slot, epoch, "cpu", store, 20.0)
+    for _ in range(50):
+        cycle = Groups(slot, 1, "cpu", store, 20.0)  # the same name every time
         value = torch.ones(1)
         dist.all_reduce(value, group=cycle.group(members))
         assert value.item() == len(members)
@@ -111,6 +112,11 @@ def test_a_member_that_never_comes_is_waited_for_no_longer_than_the_timeout() ->
     away, *came = run_ranks(2, join_late, timeout_s=2.0)
     assert away == "stayed away"
     assert came[0].endswith("Error")
+
+
+def test_several_members_need_a_rendezvous() -> None:
+    with pytest.raises(ValueError, match=r"slots \(0, 1\) cannot find each other"):
+        Groups.at(Place(0, (0, 1), 0, "cpu"), 5.0)
 
 
 def ask_as_a_stranger(groups: Groups, members: tuple[int, ...]) -> str:

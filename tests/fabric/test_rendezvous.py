@@ -1,4 +1,3 @@
-import multiprocessing
 import socket
 from pathlib import Path
 
@@ -7,21 +6,11 @@ import pytest
 from ductile.fabric import rendezvous
 
 
-def test_the_store_process_says_its_port_serves_and_ends_with_its_parent() -> None:
-    context = multiprocessing.get_context("forkserver")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=rendezvous.serve, args=(theirs,))
-    process.start()
-    theirs.close()
-    assert ours.poll(30.0)
-    port = ours.recv()
-    one = rendezvous.connect(f"127.0.0.1:{port}", timeout_s=10.0)
-    other = rendezvous.connect(f"127.0.0.1:{port}", timeout_s=10.0)
+def test_what_one_sets_another_gets() -> None:
+    store = rendezvous.host_store()
+    one, other = (rendezvous.connect(f"127.0.0.1:{store.port}", timeout_s=10.0) for _ in range(2))
     one.set("key", "value")
     assert other.get("key") == b"value"
-    ours.close()
-    process.join(10.0)
-    assert process.exitcode == 0
 
 
 def test_it_listens_on_loopback_alone() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 from ductile.config.trainer import GRPOLoss, TrainerConfig
 from ductile.core.batch.normalise import Normalisation, divisor, weigh
@@ -12,7 +13,7 @@ from ductile.core.batch.packing import pack
 from ductile.fabric.groups import Groups
 from ductile.records import Sample
 from ductile.trainer.trainer import Trainer
-from tests.ranks import run_ranks
+from tests.ranks import run_alone, run_ranks
 from tests.tiny import make_model_folder
 from tests.trainer.naive import NaiveTrainer, make_samples
 
@@ -85,3 +86,22 @@ def test_reduced_precision_stays_near(folders: dict[str, Path]) -> None:
         assert result[0] == pytest.approx(loss, rel=0.02)
         assert result[1] == pytest.approx(grad_norm, rel=0.05)
         assert result[1] != grad_norm
+
+
+def loss_and_norm_on_a_gpu(settings: dict, samples: list[Sample]) -> tuple[float, float]:
+    groups = Groups(0, 0, "cuda:0", HashStore(), 60.0)
+    trainer = Trainer(TrainerConfig.model_validate(settings), groups.mesh([0]), "cuda:0")
+    for micro_batch in pack(samples, 1, 34)[0]:
+        trainer.forward_backward([micro_batch])
+    report = trainer.optim_step(divisor(samples))
+    return report.loss, report.grad_norm
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("compute_dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.05)])
+def test_a_gpu_computes_the_same(folders: dict[str, Path], compute_dtype: str, tolerance: float) -> None:
+    samples = make_samples((20, 3, 9, 31))
+    expected = NaiveTrainer(folders["llama"], LOSS, torch.optim.SGD).gradients(samples)
+    settings = settings_for(folders["llama"], compute_dtype=compute_dtype) | {"matmul_precision": "highest"}
+    assert run_alone(loss_and_norm_on_a_gpu, settings, samples) == pytest.approx(expected, rel=tolerance)

@@ -133,6 +133,17 @@ def test_log_probs_are_those_of_the_sampling_temperature(folder: Path, mesh: Mes
     assert entropies[0] < entropies[1] - 0.5
 
 
+def test_a_forgotten_gradient_leaves_nothing_behind(folder: Path, mesh: Mesh) -> None:
+    reports = []
+    for wasted in ((), tuple(make_samples((8, 8), seed=5))):
+        trainer = Trainer(config_for(folder, loss=SFTLoss()), mesh)
+        trainer.forward_backward([MicroBatch(wasted)])
+        trainer.forget_gradient()
+        trainer.forward_backward([MicroBatch(tuple(make_samples((6,))))])
+        reports.append(trainer.optim_step(3.0))
+    assert reports[0] == reports[1]
+
+
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_divisor_that_is_none_is_refused(folder: Path, mesh: Mesh, bad: float) -> None:
     trainer = Trainer(config_for(folder, loss=SFTLoss()), mesh)

@@ -33,6 +33,8 @@ class Groups:
 
     def __init__(self, slot: int, epoch: int, device: str, store: Store, timeout_s: float) -> None:
         universe.enter(slot)
+        if device.startswith("cuda"):
+            torch.cuda.set_device(device)  # where torch puts the tensors of object collectives
         self._slot = slot
         self._epoch = epoch
         self._device = torch.device(device)
@@ -43,6 +45,8 @@ class Groups:
     @classmethod
     def at(cls, place: Place, timeout_s: float) -> "Groups":
         """For a role's place. A role that is held by one slot alone needs no rendezvous."""
+        if len(place.members) > 1 and not place.rendezvous:
+            raise ValueError(f"slots {place.members} cannot find each other: the place names no rendezvous")
         store = rendezvous.connect(place.rendezvous, timeout_s) if place.rendezvous else HashStore()
         return cls(place.slot, place.epoch, place.device, store, timeout_s)
 
@@ -86,16 +90,18 @@ class Groups:
             store=self._store,
             group_name=c10d.GroupName(name),
             timeout=timedelta(seconds=self._timeout_s),
+            device_id=self._device if self._device.type == "cuda" else None,
         )
         assert isinstance(group, dist.ProcessGroup)
         c10d._world.pg_group_ranks[group] = {slot: rank for rank, slot in enumerate(members)}
-        # Who cannot connect shows here and not in the middle of a step. Then nobody reads the addresses any more, and
-        # a run that resizes a thousand times leaves none behind.
+        # Who cannot connect shows here and not in the middle of a step. Once all have, nobody reads the addresses any
+        # more: without them a run that resizes a thousand times leaves nothing behind, and a name can be used again.
         dist.barrier(group=group)
         if members[0] == self._slot:
             for key in self._store.list_keys():
                 if key.startswith(f"{name}/"):
                     self._store.delete_key(key)
+        dist.barrier(group=group)
         return group
 
 

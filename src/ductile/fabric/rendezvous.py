@@ -1,24 +1,14 @@
-"""Where ranks find each other: the run's key-value store, served by a tiny process of its own.
+"""Where ranks find each other: the run's key-value store. One process hosts it, the slots connect.
 
-It binds to loopback unless told otherwise, and ends when whoever started it goes, however that happens.
+It binds to loopback unless told otherwise.
 """
 
 import socket
-from contextlib import suppress
 from datetime import timedelta
-from multiprocessing.connection import Connection
 
 from torch._C._distributed_c10d import Store, TCPStore
 
 LOOPBACK = "127.0.0.1"
-
-
-def serve(parent: Connection, host: str = LOOPBACK) -> None:
-    """Main function of the store's process: send the port to `parent`, then serve until `parent` closes."""
-    store = host_store(host)
-    parent.send(store.port)
-    with suppress(EOFError, OSError):
-        parent.recv()  # the one wait without a deadline: it ends with the parent's end of the pipe
 
 
 def host_store(host: str = LOOPBACK, timeout_s: float = 60.0) -> TCPStore:

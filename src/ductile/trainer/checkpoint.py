@@ -24,9 +24,13 @@ def save_state(trainer: Trainer, path: str | Path) -> None:
 
 
 def load_state(trainer: Trainer, path: str | Path) -> None:
-    """Overwrite the trainer's state; collective. Raises StateError when `path` does not have it whole."""
+    """Overwrite the trainer's state and drop its gradient; collective.
+
+    Raises StateError when `path` does not have a whole state of this model and optimizer.
+    """
     step = torch.zeros((), dtype=torch.int64)
     state.load(_named(trainer) | {"step": step}, path, trainer.mesh)
+    trainer.forget_gradient()
     trainer.step = int(step)
     set_num_steps(trainer.optimizer, trainer.step)
 

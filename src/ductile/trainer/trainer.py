@@ -88,12 +88,17 @@ class Trainer:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.forget_gradient()
         self.step += 1
         loss, num_tokens = totals.pop("loss") / divisor, totals.pop("num_tokens")
         metrics = {name: total / max(1.0, num_tokens) for name, total in totals.items()}
         metrics["skipped"] = float(not applied)
         return StepReport(self.step, loss, grad_norm, lr, int(num_tokens), metrics)
+
+    def forget_gradient(self) -> None:
+        """Drop what `forward_backward` has accumulated since the last step."""
+        self.optimizer.zero_grad()
+        self._sums = {}
 
     def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Every parameter, gathered one at a time, in `dtype` (None: what the forward pass computes with).
@@ -124,5 +129,4 @@ class Trainer:
         self._sums["grad_square"] = torch.stack(norms).double().square().sum()
         names = sorted(self._sums)
         totals = data.sum_over(self.mesh, torch.stack([self._sums[name] for name in names]))
-        self._sums = {}
         return dict(zip(names, totals.tolist(), strict=True))
