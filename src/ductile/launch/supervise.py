@@ -118,7 +118,7 @@ def _told(session: Session, kind: str, end: _End) -> _End:
 
 def _say(end: _End, command: str, config: Config) -> None:
     if end.closing:
-        Console(soft_wrap=True, highlight=False).print(end.closing)
+        Console(soft_wrap=True, highlight=False, markup=False).print(end.closing)
     if not end.sentence:
         return
     folder = Path(config.output_dir)
@@ -143,4 +143,5 @@ def _add_sinks(record: Recorder, config: Config) -> None:
 
 def _capital(sentence: str) -> str:
     sentence = sentence.rstrip(".")
-    return sentence if "://" in sentence.partition(" ")[0] else sentence[:1].upper() + sentence[1:]
+    is_word = sentence.partition(" ")[0].isalpha()  # and no path or address
+    return sentence[:1].upper() + sentence[1:] if is_word else sentence

@@ -1,0 +1,99 @@
+"""How commands end: exit codes and last sentences."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from ductile.config.run import RLConfig, TrainerRunConfig
+from ductile.launch.attend import SlotDied, Stopped
+from ductile.launch.processes import StartFailed
+from ductile.launch.supervise import Session, supervise
+from ductile.observe import read_jsonl
+from ductile.roles import Late, Refused, SlotLost
+from ductile.tasks.task import TaskError
+
+
+def end(tmp_path: Path, run, config=RLConfig, prepare=lambda config: None) -> int:
+    return supervise("rl", config(output_dir=str(tmp_path)), prepare, lambda prepared: 3, run)
+
+
+def raising(error: Exception):
+    async def run(config, prepared, session: Session):
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "sentence"),
+    [
+        (SlotDied("slot 1 (train, pid 7) was killed by SIGKILL while idle"), 1, "Slot 1 (train, pid 7) was killed"),
+        (SlotLost("slot 1 is gone"), 1, "Slot 1 is gone."),
+        (Late("slot 1 did not answer Score within 5 s"), 1, "Slot 1 did not answer"),
+        (Refused("slot 1: OptimStep failed: ValueError: nan"), 1, "OptimStep failed: ValueError: nan."),
+        (Stopped(), 130, "Stopped at once, as asked."),
+        (StartFailed("slot 9 has no device"), 2, "Slot 9 has no device."),
+        (OSError(28, "No space left on device"), 2, "No space left on device."),
+        (SlotLost("http://127.0.0.1:1/v1 cannot be reached"), 1, "http://127.0.0.1:1/v1 cannot be reached."),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
+)
+def test_every_end_has_its_code_and_its_sentence(tmp_path: Path, capsys, error: Exception, code: int, sentence: str):
+    assert end(tmp_path, raising(error)) == code
+    said = capsys.readouterr().err
+    assert said.startswith("ductile rl: ")
+    assert sentence in said
+    goes_on = f"Logs: {tmp_path / 'logs'}. Go on with: ductile rl @ {tmp_path / 'config.toml'} --resume"
+    assert (goes_on in said) == (code != 2)
+
+
+def test_a_command_that_cannot_be_resumed_does_not_offer_it(tmp_path: Path, capsys):
+    assert end(tmp_path, raising(Refused("no")), config=TrainerRunConfig) == 1
+    said = capsys.readouterr().err
+    assert "Logs:" in said
+    assert "--resume" not in said
+
+
+def test_a_programming_error_is_not_dressed_up(tmp_path: Path):
+    with pytest.raises(ZeroDivisionError):
+        end(tmp_path, raising(ZeroDivisionError()))
+
+
+def test_nothing_is_deleted_when_the_preparation_fails(tmp_path: Path, capsys):
+    def prepare(config):
+        raise TaskError("data.jsonl:3: no prompt")
+
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    config = RLConfig(output_dir=str(tmp_path), clean=True)
+    assert supervise("rl", config, prepare, lambda prepared: 1, raising(Stopped())) == 2
+    assert "data.jsonl:3: no prompt" in capsys.readouterr().err
+    assert (tmp_path / "metrics.jsonl").exists()
+
+
+def test_done_prints_the_closing_and_keeps_the_config(tmp_path: Path, capsys):
+    async def run(config, prepared, session: Session):
+        session.record.event("data", "Two samples.")
+        session.record.metrics(1, {"loss": 0.5})
+        return "[model] is in there"
+
+    assert end(tmp_path, run) == 0
+    out = capsys.readouterr()
+    assert out.out.splitlines() == ["Two samples.", "step 1/3  loss 0.5000", "[model] is in there"]
+    assert out.err == ""
+    assert (tmp_path / "config.toml").exists()
+    assert [row["kind"] for row in read_jsonl(tmp_path / "events.jsonl")] == ["data"]
+
+
+def test_the_first_ctrl_c_lets_the_step_end(tmp_path: Path, capsys):
+    async def run(config, prepared, session: Session):
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.wait_for(session.interrupt.asked.wait(), 5)
+        return "saved"
+
+    assert end(tmp_path, run) == 130
+    out = capsys.readouterr()
+    assert "Stopped after a whole step, as asked." in out.err
+    assert "saved" in out.out
