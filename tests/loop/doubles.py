@@ -268,10 +268,17 @@ class Stage:
         prompts.learned = note_learned
         bound = StalenessBound(self.groups_per_step, self.max_async_level, self.max_off_policy_steps)
         self.buffer = Buffer(
-            prompts, bound, self.record, version=self.step, max_steps=self.max_steps, timeout_s=self.timeout_s
+            prompts,
+            bound,
+            self.record,
+            version=self.step,
+            max_steps=self.max_steps,
+            timeout_s=self.timeout_s,
+            stop=self.stop,
         )
         self.rollouts = Rollouts(self.buffer, episodes, self.fake_generators, Sampling(), self.group_size)
         held_out = [Prompt(f"eval/0/{i}", "train", i, (ord("7"),)) for i in range(self.eval_prompts)]
+        evaluation = Evaluation(episodes, tokenizer, tasks, held_out, Sampling(temperature=0), self.record)
 
         async def save(step):
             self.diary.note(f"checkpoint {step}")
@@ -297,9 +304,7 @@ class Stage:
                 needs_reference=self.needs_reference,
                 drop_zero_advantage=self.drop_zero_advantage,
             ),
-            Evaluation(episodes, tokenizer, tasks, held_out, Sampling(temperature=0), self.record)
-            if held_out
-            else None,
+            evaluation if held_out else None,
             save,
             lambda: {"groups_dropped": float(self.buffer.num_dropped), "reward_errors": 0.0},
             self.record,

@@ -190,6 +190,23 @@ def test_stop_finishes_the_step_and_saves(tmp_path):
     assert read_jsonl(tmp_path / "metrics.jsonl")[-1]["step"] == step
 
 
+def test_stop_does_not_wait_for_an_evaluation(tmp_path):
+    eval_forever = lambda request: 1e5 if "eval" in request.id else 0.1  # noqa: E731
+    stage = Stage(tmp_path, eval_prompts=2, timeout_s=10, generators=partial(FakeGenerators, delay=eval_forever))
+    assert run(stage.go(during=stop_soon)) == 0
+    assert stage.fake_generators.num_running == 0
+    assert stage.saved == []
+
+
+def test_nothing_is_started_beyond_the_step_that_is_the_last(tmp_path):
+    stage = Stage(tmp_path, max_steps=50, max_async_level=3, generators=partial(FakeGenerators, capacity=2))
+    run(stage.go(during=stop_soon))
+    stopped = [at for at, what in stage.diary.lines if what.startswith("start") and at > 2.0]
+    assert len({prompt.id for _, prompt in stage.learned}) == 4
+    assert len(stage.fake_generators.requests) == 8, "the first step's, and no more"
+    assert stopped
+
+
 def test_resume_trains_each_prompt_once_an_epoch(tmp_path):
     """With groups in flight and in the buffer at the save, and the run stopped and continued again and again."""
     whole = Stage(tmp_path / "whole", max_steps=10, num_examples=20)

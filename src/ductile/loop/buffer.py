@@ -26,15 +26,15 @@ class Buffer:
         version: int,
         max_steps: int,
         timeout_s: float,
+        stop: asyncio.Event,
     ) -> None:
-        """timeout_s: the longest that `take` waits."""
+        """timeout_s: the longest that `take` waits. stop: once set, nothing is started beyond the current step."""
         self.version = version
         """What the generators sample from, and what the trainer trains: the step."""
-        self.last_step = max_steps
-        """No groups are started for steps after this one."""
         self.num_dropped = 0
         """Groups that were too old to train on; their prompts are asked again."""
-        self._prompts, self._bound, self._record, self._timeout_s = prompts, bound, record, timeout_s
+        self._prompts, self._bound, self._record = prompts, bound, record
+        self._max_steps, self._timeout_s, self._stop = max_steps, timeout_s, stop
         self._running: dict[str, int] = {}  # prompt id -> version when it was started
         self._waiting: list[RolloutGroup] = []
         self._taken = 0
@@ -49,7 +49,7 @@ class Buffer:
             self._bound,
             outstanding=len(self._running) + len(self._waiting),
             taken=self._taken,
-            steps_left=self.last_step - self.version,
+            steps_left=1 if self._stop.is_set() else self._max_steps - self.version,
         )
         if not allowed.num_groups:
             return None

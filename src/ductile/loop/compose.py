@@ -145,7 +145,7 @@ async def run_circle(
         episodes = Episodes(
             prepared.tasks, prepared.tokenizer, generators, graders, config.inference.model.max_model_len
         )
-        buffer = _buffer(prepared, record)
+        buffer = _buffer(prepared, record, stop)
         rollouts = Rollouts(
             buffer,
             episodes,
@@ -209,7 +209,7 @@ def _graders(prepared: Prepared, record: Recorder) -> Graders:
     )
 
 
-def _buffer(prepared: Prepared, record: Recorder) -> Buffer:
+def _buffer(prepared: Prepared, record: Recorder, stop: asyncio.Event) -> Buffer:
     orchestrator, progress = prepared.config.orchestrator, prepared.progress
     prompts = Prompts(
         prepared.tasks["train"],
@@ -226,6 +226,7 @@ def _buffer(prepared: Prepared, record: Recorder) -> Buffer:
         version=progress.step,
         max_steps=prepared.plan.max_steps,
         timeout_s=prepared.config.cluster.command_timeout_s,
+        stop=stop,
     )
 
 

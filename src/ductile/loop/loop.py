@@ -22,7 +22,7 @@ from ductile.core.batch.packing import pack
 from ductile.loop.buffer import Buffer
 from ductile.loop.evaluate import Evaluation
 from ductile.loop.lessons import Lessons
-from ductile.loop.overlap import OneBehind, together
+from ductile.loop.overlap import OneBehind, together, unless
 from ductile.loop.rollouts import Rollouts
 from ductile.loop.tally import Tally
 from ductile.observe import Recorder, Stopwatch
@@ -138,9 +138,9 @@ class Loop:
         self.rollouts.next_version(version)
 
     async def evaluate(self) -> dict[str, float]:
-        """Held-out rewards of the current weights, as metrics. Nothing is published meanwhile."""
-        if self.evaluation is None:
+        """Held-out rewards of the current weights, as metrics. Nothing is published meanwhile. `stop` cuts it short."""
+        if self.evaluation is None or self.stop.is_set():
             return {}
         with self.watch("evaluate"):
-            report = await self.evaluation.run(self.step)
-        return report.metrics()
+            report = await unless(self.stop, self.evaluation.run(self.step))
+        return report.metrics() if report else {}

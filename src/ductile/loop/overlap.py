@@ -1,8 +1,10 @@
-"""Two ways to do things at the same time without losing sight of any."""
+"""Doing things at the same time without losing sight of any."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
@@ -15,6 +17,18 @@ async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+async def unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`; or None as soon as `event` is set, with `work` cancelled and ended."""
+    working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait([working, waiting], return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, waiting):
+            task.cancel()
+        await asyncio.gather(working, waiting, return_exceptions=True)
 
 
 class OneBehind:
