@@ -4,14 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
 from ductile.dashboard.view import duration
 from ductile.loop.compose import RunResult
 
 
-def closing_rl(result: RunResult) -> RenderableType:
+def closing_rl(result: RunResult) -> str:
     """Where the model is, what it gained, and three answers to look at."""
     lines = [_took(result.summary)]
     first, last = result.summary["eval_reward_first"], result.summary["eval_reward_last"]
@@ -22,20 +19,20 @@ def closing_rl(result: RunResult) -> RenderableType:
     for sample in result.last.samples if result.last else ():
         lines += ["", f"  asked:    {_one_line(sample.question)}", f"  answered: {_one_line(sample.answer)}"]
         lines.append(f"  reward:   {sample.reward:g}")
-    return _text(lines)
+    return "\n".join(lines)
 
 
-def closing_batches(summary: Mapping[str, Any], model_folder: Path | None) -> RenderableType:
+def closing_batches(summary: Mapping[str, Any], model_folder: Path | None) -> str:
     lines = [_took(summary)]
     if summary["loss_first"] is not None:
         lines.append(f"Loss: {summary['loss_first']:.4f} at the first step, {summary['loss_last']:.4f} at the last.")
     if model_folder and model_folder.exists():
         lines.append(f"The model is in {model_folder} (Hugging Face format).")
-    return _text(lines)
+    return "\n".join(lines)
 
 
-def closing_alone(summary: Mapping[str, Any], folder: Path) -> RenderableType:
-    return _text(
+def closing_alone(summary: Mapping[str, Any], folder: Path) -> str:
+    return "\n".join(
         [
             _took(summary),
             f"Mean reward: {summary['reward_mean']:.3f}.",
@@ -50,8 +47,3 @@ def _took(summary: Mapping[str, Any]) -> str:
 
 def _one_line(text: str) -> str:
     return text.strip().replace("\n", "\\n")
-
-
-def _text(lines: list[str]) -> RenderableType:
-    """Not markup: an answer may hold square brackets."""
-    return Group(*(Text(line) for line in lines))
