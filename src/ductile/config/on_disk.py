@@ -82,18 +82,18 @@ def data_findings(data: SFTData) -> Iterator[Finding]:
     if data.path is None:
         yield Finding(("data.path",), "is missing: write a JSONL file, or data.type fake")
     else:
-        yield from _file_findings("data.path", data.path)
+        yield from file_findings("data.path", data.path)
 
 
 def task_findings(task: TaskConfig, at: str) -> Iterator[Finding]:
     if isinstance(task, JsonlTask):
-        yield from _file_findings(f"{at}.path", task.path)
+        yield from file_findings(f"{at}.path", task.path)
         yield from _import_findings(f"{at}.reward", task.reward)
     elif isinstance(task, ImportTask):
         yield from _import_findings(f"{at}.import_path", task.import_path)
 
 
-def _file_findings(key: str, name: str) -> Iterator[Finding]:
+def file_findings(key: str, name: str) -> Iterator[Finding]:
     path = Path(name)
     if not path.is_file():
         what = "is a folder, not a file" if path.is_dir() else f"is no file (looked for {path.absolute()})"

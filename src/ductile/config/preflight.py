@@ -9,9 +9,16 @@ from urllib.parse import urlsplit
 
 from ductile.config.cluster import ClusterConfig
 from ductile.config.finding import Finding
-from ductile.config.inference import InferenceConfig
-from ductile.config.on_disk import data_findings, model_findings, output_findings, read_spec, task_findings
-from ductile.config.orchestrator import BuiltinTask, OrchestratorConfig, ReasoningGymTask, TaskConfig
+from ductile.config.inference import InferenceConfig, ServerConfig
+from ductile.config.on_disk import (
+    data_findings,
+    file_findings,
+    model_findings,
+    output_findings,
+    read_spec,
+    task_findings,
+)
+from ductile.config.orchestrator import BuiltinTask, ClientConfig, OrchestratorConfig, ReasoningGymTask, TaskConfig
 from ductile.config.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.section import Section
 from ductile.config.slots import placement_of
@@ -34,6 +41,21 @@ def preflight(config: Section) -> list[Finding]:
     if isinstance(config, InferenceRunConfig):
         return [*_inference_alone(config), *_placement(config)]
     return []
+
+
+def remarks(config: Section) -> list[str]:
+    """What is accepted, because configs of other systems have it, and does nothing."""
+    if not isinstance(config, RLConfig):
+        return []
+    without_effect = {
+        "inference.server": config.inference.server != ServerConfig(),
+        "orchestrator.client": config.orchestrator.client != ClientConfig(),
+    }
+    return [
+        f"{key} has no effect here: `ductile rl` talks to its own generators, and opens no HTTP port"
+        for key, given in without_effect.items()
+        if given
+    ]
 
 
 def _rl(config: RLConfig) -> Iterator[Finding]:
@@ -202,6 +224,8 @@ def _lengths(config: OrchestratorConfig, max_model_len: int) -> Iterator[Finding
 
 
 def _generator(config: InferenceConfig, at: str, model: str | None) -> Iterator[Finding]:
+    if config.model.chat_template is not None:
+        yield from file_findings(f"{at}model.chat_template", config.model.chat_template)
     needed = -(-config.model.max_model_len // config.block_size)
     if config.num_blocks is not None and config.num_blocks < needed:
         yield Finding(

@@ -30,7 +30,7 @@ from ductile.config.trainer import (
 
 
 class LogConfig(Section):
-    level: Literal["debug", "info", "warning", "error"] = "info"
+    level: Annotated[Literal["debug", "info", "warning", "error"], NotBuilt("choosing how much is logged")] = "info"
     json_logging: Annotated[bool, NotBuilt("JSON logs")] = False
     ranks_filter: Annotated[list[int], NotBuilt("choosing whose log lines are shown")] = [0]
 
