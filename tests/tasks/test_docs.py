@@ -1,0 +1,31 @@
+"""The example in docs/tasks.md is what it says: a task in twenty lines that works."""
+
+import re
+from pathlib import Path
+
+from ductile.config.orchestrator import ImportTask
+from ductile.tasks.build import build_task
+from ductile.tasks.task import score, takes_turns
+
+DOCS = Path(__file__).parents[2] / "docs" / "tasks.md"
+
+
+def code_blocks():
+    return re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def test_the_task_of_the_docs(tmp_path):
+    task_code, reply_code, *_ = code_blocks()
+    assert len([line for line in task_code.splitlines() if line.strip()]) <= 20
+    (tmp_path / "capitals.py").write_text(task_code)
+    task = build_task(ImportTask(import_path=f"{tmp_path}/capitals.py:Capitals"))
+    assert len(task) == 4
+    assert score(task, 1, "It is Tokyo.") == (1.0, {"words": 3.0})
+    assert not takes_turns(task)
+
+    (tmp_path / "turns.py").write_text(task_code + "\n" + reply_code)
+    task = build_task(ImportTask(import_path=f"{tmp_path}/turns.py:Capitals"))
+    assert takes_turns(task)
+    said = [*task.messages(1), {"role": "assistant", "content": "Kyoto"}]
+    assert task.reply(1, said) == [{"role": "user", "content": "No. Try again."}]
+    assert task.reply(1, [*said, {"role": "assistant", "content": "Tokyo"}]) is None
