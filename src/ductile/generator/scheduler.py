@@ -49,7 +49,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.share_prefixes = share_prefixes
         self.running: list[Sequence] = []
-        """In order, as `waiting` is."""
+        """In order, as `waiting` is. Exactly these hold blocks."""
         self.waiting: list[Sequence] = []
         self.num_preempted = 0
         self._salt = 0
@@ -59,11 +59,11 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that ended; its blocks are free."""
-        if sequence in self.waiting:
-            self.waiting.remove(sequence)
-        else:
+        if sequence.blocks:
             self.running.remove(sequence)
             self._release(sequence)
+        else:
+            self.waiting.remove(sequence)
 
     def weights_changed(self, keep_cache: bool) -> None:
         """What is in the cache belongs to older weights. Running sequences compute theirs again, or keep it."""
@@ -97,7 +97,7 @@ class Scheduler:
 
     def _room_to_decode(self, sequence: Sequence) -> bool:
         """Make sure that the last token has a place in the cache. False when `sequence` itself had to give way."""
-        if sequence not in self.running:
+        if not sequence.blocks:  # it gave way to an earlier one of this step
             return False
         while sequence.num_computed >= len(sequence.blocks) * self.pool.block_size:
             if self.pool.num_free:
