@@ -175,4 +175,7 @@ def test_the_seed_s_scheduler_is_not_built_and_its_placement_is_fine(here: Path)
 def test_the_seed_s_two_runs_side_by_side(here: Path) -> None:
     """`CUDA_VISIBLE_DEVICES=2,3 rl @ rl.toml` with a port and an output folder of its own."""
     flags = "--inference.server.port 8001 --orchestrator.client.base-url http://localhost:8001/v1 --output-dir out/exp2"
-    assert parse(RLConfig, ["@", "good.toml", *flags.split()]).config.output_dir == "out/exp2"
+    parsed = parse(RLConfig, ["@", "good.toml", *flags.split()])
+    assert parsed.config.output_dir == "out/exp2"
+    why = "has no effect here: `ductile rl` talks to its own generators, and opens no HTTP port"
+    assert parsed.notices == (f"inference.server {why}", f"orchestrator.client {why}")

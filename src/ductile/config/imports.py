@@ -1,7 +1,12 @@
-"""Code that a config names: `package.module.attribute`, or `file.py:attribute`."""
+"""Code that a config names: `package.module.attribute`, or `file.py:attribute`.
+
+Packages are found in the folder where the command was started, too, as they are by `python -m`.
+"""
 
 import importlib
 import importlib.util
+import os
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +32,8 @@ def import_object(import_path: str) -> Any:
 
 
 def _load_module(name: str, import_path: str) -> ModuleType:
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     try:
         return importlib.import_module(name)
     except Exception as error:
@@ -34,12 +41,16 @@ def _load_module(name: str, import_path: str) -> ModuleType:
 
 
 def _load_file(file: Path, import_path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+    name = f"ductile_import.{file.resolve()}"  # one module a file, and no package's name
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None or not file.is_file():
         raise ImportPathError(f"{import_path!r}: there is no file {file}")
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)
     except Exception as error:
+        del sys.modules[name]
         raise ImportPathError(f"{import_path!r}: {file} fails when it is imported: {error!r}") from error
     return module

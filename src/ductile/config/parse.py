@@ -14,6 +14,7 @@ from ductile.config.errors import ConfigError, Problem, dotted, flag, show
 from ductile.config.fit import fit
 from ductile.config.flags import read
 from ductile.config.judge import judge
+from ductile.config.preflight import remarks
 from ductile.config.provenance import DEFAULT, Draft
 from ductile.config.schema import find, value_at
 from ductile.config.section import Section
@@ -48,9 +49,8 @@ def parse(root: type[S], argv: Sequence[str]) -> Parsed[S]:
     if problems or config is None:
         raise ConfigError(problems)
     config, derived = derive(cast(S, config))
-    return Parsed(
-        config, sharing.draft, tuple(given.notices), tuple(given.files), (*_shared(config, sharing), *derived)
-    )
+    notices = (*given.notices, *remarks(config))
+    return Parsed(config, sharing.draft, notices, tuple(given.files), (*_shared(config, sharing), *derived))
 
 
 def _at_their_source(problems: list[Problem], sharing: Sharing) -> list[Problem]:

@@ -1,0 +1,35 @@
+import subprocess
+import sys
+
+import pytest
+
+from ductile.config.imports import ImportPathError, import_object
+
+
+def test_a_module_beside_the_command_is_found_as_the_cli_starts_it(tmp_path):
+    (tmp_path / "beside_me.py").write_text("ANSWER = 42\n")
+    # The console script does not put the working directory on the path; neither does `python file.py`.
+    (tmp_path / "sub").mkdir()
+    script = tmp_path / "sub" / "script.py"
+    script.write_text("from ductile.config.imports import import_object; print(import_object('beside_me.ANSWER'))")
+    result = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert result.stdout.strip() == "42", result.stderr
+
+
+def test_a_file_is_loaded_once_and_may_define_dataclasses(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass Point:\n    x: int = 3\ncalls = []\n"
+    )
+    path = f"{tmp_path}/mine.py"
+    assert import_object(f"{path}:Point")().x == 3
+    assert import_object(f"{path}:calls") is import_object(f"{path}:calls")
+
+
+def test_a_file_that_fails_is_tried_again(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("raise RuntimeError('not yet')")
+    with pytest.raises(ImportPathError, match="fails when it is imported: RuntimeError.'not yet'."):
+        import_object(f"{file}:x")
+    file.write_text("x = 1  # now")
+    assert import_object(f"{file}:x") == 1
