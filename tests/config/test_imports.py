@@ -29,7 +29,7 @@ def test_a_file_is_loaded_once_and_may_define_dataclasses(tmp_path):
 def test_a_file_that_fails_is_tried_again(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("raise RuntimeError('not yet')")
-    with pytest.raises(ImportPathError, match="fails when it is imported: RuntimeError.'not yet'."):
+    with pytest.raises(ImportPathError, match="fails when it is imported: RuntimeError"):
         import_object(f"{file}:x")
     file.write_text("x = 1  # now")
     assert import_object(f"{file}:x") == 1

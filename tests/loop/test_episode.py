@@ -7,7 +7,7 @@ from ductile.records import Generation, Prompt, Sampling
 from ductile.roles import Task
 from ductile.tasks.grader import Reply, Verdict
 from ductile.tasks.tokenizer import Tokenizer
-from tests.loop.doubles import Count, InProcessGraders, Letters
+from tests.loop.doubles import InProcessGraders
 from tests.tiny import IM_END, make_tokenizer_files
 
 
@@ -135,16 +135,7 @@ def test_a_failing_environment_scores_0(tokenizer, at):
     assert rollout.metrics["reward_error"] == 1
 
 
-def test_ids_are_never_used_twice():
-    letters = Letters()
-    generators = Says(letters, *[("1", "stop")] * 2, end=0)
-    tasks = {"train": Count()}
-    episodes = Episodes(tasks, letters, generators, InProcessGraders(tasks), 99)
-    prompt = Prompt("train/0/0", "train", 0, (1,))
-
-    async def twice():
-        await episodes.play(prompt, Sampling())
-        await episodes.play(prompt, Sampling())
-
-    asyncio.run(twice())
-    assert len({request.id for request in generators.requests}) == 2
+def test_a_request_is_named_by_prompt_member_and_turn(tokenizer):
+    generators = Says(tokenizer, ("7", "stop"), ("42", "stop"))
+    play(tokenizer, generators, member=3)
+    assert [request.id for request in generators.requests] == ["train/0/0/3/0", "train/0/0/3/1"]

@@ -1,6 +1,5 @@
 """One prompt, one answer: turn by turn with the task's environment, to a scored Rollout."""
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -49,24 +48,22 @@ class Episodes:
         """tasks: by `Prompt.task`. max_len_tokens: of a prompt and everything after it."""
         self._tasks, self._tokenizer, self._generators, self._graders = tasks, tokenizer, generators, graders
         self._max_len_tokens = max_len_tokens
-        self._serial = itertools.count()
 
     async def play(self, prompt: Prompt, sampling: Sampling, member: int = 0, priority: int = 0) -> Rollout:
         """One answer. Each turn has at most `sampling.max_tokens` tokens; the whole at most `max_len_tokens`.
 
-        A reward or a reply that fails scores 0, with `reward_error` 1 among the metrics.
+        Requests are named by prompt, member and turn, so that a generator which draws by name repeats itself when the
+        run is repeated. A reward or a reply that fails scores 0, with `reward_error` 1 among the metrics.
         """
         task, tokens = self._tasks[prompt.task], Tokens()
         first = task.messages(prompt.example)
         messages = list(first)
-        # An abort of an earlier life of this prompt may still be under way: ids are never used twice.
-        name = f"{prompt.id}/{member}/{next(self._serial)}"
         num_turns, error = 0, None
         while True:
             room = self._max_len_tokens - len(prompt.token_ids) - len(tokens.ids)
             generation = await self._generators.generate(
                 GenerateRequest(
-                    id=f"{name}/{num_turns}",
+                    id=f"{prompt.id}/{member}/{num_turns}",
                     prompt=prompt.token_ids + tuple(tokens.ids),
                     sampling=_of_turn(sampling, prompt, member, num_turns, room),
                     group=prompt.id,
