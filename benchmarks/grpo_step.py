@@ -1,0 +1,173 @@
+"""Seconds of one whole GRPO step, ductile against TRL's `GRPOTrainer`, on the same cores.
+
+Both train the same model (Qwen3 shape, 4 layers of 256, fp32) with the same prompts, group size, output length (every
+answer is exactly `--tokens` long), learning rate and number of completions a step. A step is everything: generate,
+reward, advantage, loss, backward, AdamW, and the new weights back in the generator. One thread a process.
+
+TRL runs as one process with all cores as threads, and as one process a core; ductile as one slot a core, with the roles apart (a train slot
+and a generate slot, generation at most one version ahead) and together (each slot generates, then all train: strictly
+on-policy, as TRL is). Each side's best set-up counts; all are in the JSON. Set-ups alternate over `--rounds`.
+
+    python benchmarks/grpo_step.py --json benchmarks/results/grpo_step.json      (needs `pip install -e .[bench]`)
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import tomli_w
+from provenance import provenance
+
+HERE = Path(__file__).parent
+REWARD = "def reward(row, answer):\n    return float(len(set(answer)) % 7)\n"
+
+
+def make_model(folder: Path) -> None:
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    letters = [chr(code) for code in range(32, 127)]
+    vocab = {token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", *letters])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(vocab),
+            hidden_size=256,
+            intermediate_size=512,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=64,
+            max_position_embeddings=512,
+            tie_word_embeddings=True,
+            eos_token_id=vocab["<eos>"],
+            pad_token_id=vocab["<pad>"],
+        )
+    ).save_pretrained(folder)
+
+
+def run_trl(args: argparse.Namespace, work: Path, processes: int, threads: int) -> list[float]:
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [
+        *launcher, str(HERE / "peers" / "trl_grpo.py"),
+        "--model", str(work / "model"), "--prompts", str(work / "prompts.json"), "--output", str(work / "trl"),
+        f"--steps={args.steps}", f"--warmup={args.warmup}", f"--batch={args.batch}", f"--group={args.group}",
+        f"--tokens={args.tokens}", f"--lr={args.lr}", f"--threads={threads}",
+    ]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"step_s"')]
+    if done.returncode or not lines:
+        raise SystemExit(f"TRL ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    return json.loads(lines[-1])["step_s"]
+
+
+def run_ductile(args: argparse.Namespace, work: Path, placement: dict[str, str], max_async_level: int) -> list[float]:
+    config = {
+        "output_dir": str(work / "ductile"),
+        "clean": True,
+        "max_steps": args.steps + args.warmup,
+        "seq_len": 4096,
+        "model": {"name": str(work / "model")},
+        "cluster": {"component_placement": placement},
+        "trainer": {"optim": {"lr": args.lr}, "loss": {"type": "grpo"}},
+        "inference": {"model": {"max_model_len": 256}},
+        "orchestrator": {
+            "batch_size": args.batch,
+            "rollouts_per_example": args.group,
+            "max_async_level": max_async_level,
+            "drop_zero_advantage": False,
+            "sampling": {"max_tokens": args.tokens, "ignore_eos": True},
+            "eval": {"enabled": False},
+            "task": {"type": "jsonl", "path": str(work / "prompts.jsonl"), "reward": f"{work / 'reward.py'}:reward"},
+        },
+        "ckpt": {"export_model": False},
+    }
+    del config["seq_len"]
+    config["trainer"]["model"] = {"seq_len": 4096}
+    path = work / "rl.toml"
+    path.write_text(tomli_w.dumps(config))
+    command = [sys.executable, "-m", "ductile", "rl", "@", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    if done.returncode:
+        raise SystemExit(f"ductile ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    rows = [json.loads(line) for line in (work / "ductile" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["step"] > args.warmup]
+    expected = args.batch * args.tokens
+    wrong = [row["step"] for row in steps if row["sampled_tokens"] != expected]
+    if wrong:
+        raise SystemExit(f"steps {wrong} did not train on {expected} sampled tokens")
+    return [row["step_s"] for row in steps]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--lr", type=float, default=1e-6)
+    args = parser.parse_args()
+
+    cores = len(os.sched_getaffinity(0))
+    both = f"0-{cores - 1}"
+    setups = {
+        "trl, one process, a thread a core": lambda work: run_trl(args, work, 1, cores),
+        "trl, a process a core": lambda work: run_trl(args, work, cores, 1),
+        "ductile, roles apart, one version ahead": lambda work: run_ductile(
+            args, work, {"actor": "0", "rollout": f"1-{cores - 1}"}, 1
+        ),
+        "ductile, roles together, on-policy": lambda work: run_ductile(args, work, {"actor,rollout": both}, 0),
+        "ductile, roles together, one version ahead": lambda work: run_ductile(args, work, {"actor,rollout": both}, 1),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in setups}
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        make_model(work / "model")
+        prompts = [f"{a} + {b} =" for a in range(10, 42) for b in range(10, 18)]
+        (work / "prompts.json").write_text(json.dumps(prompts))
+        (work / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+        (work / "reward.py").write_text(REWARD)
+        for number in range(args.rounds):
+            for name, run in setups.items():
+                steps = run(work)
+                seconds[name] += steps
+                print(f"round {number}  {name:45s} {statistics.median(steps):.3f} s a step", flush=True)
+
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    trl_s = min(value for name, value in medians.items() if name.startswith("trl"))
+    ductile_s = min(value for name, value in medians.items() if name.startswith("ductile"))
+    on_policy_s = medians["ductile, roles together, on-policy"]
+    result = {
+        "ratio_vs_trl": trl_s / ductile_s,
+        "ratio_vs_trl_on_policy": trl_s / on_policy_s,
+        "trl_s": trl_s,
+        "ductile_s": ductile_s,
+        "median_step_s": medians,
+        "settings": {key: value for key, value in vars(args).items() if key != "json"},
+        **provenance(),
+    }
+    print(f"TRL {trl_s:.3f} s, ductile {ductile_s:.3f} s: {trl_s / ductile_s:.2f} times faster")
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
