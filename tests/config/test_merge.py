@@ -59,6 +59,9 @@ RESOLVED: list[tuple[str, str, Any]] = [
     ("--orchestrator.shuffle false", "orchestrator.shuffle", False),
     ("--orchestrator.shuffle=no", "orchestrator.shuffle", False),
     ("--clean --seed 3", "clean", True),
+    ("--clean @ a.toml", "seed", 1),
+    ("--no-orchestrator.shuffle @ a.toml", "seed", 1),
+    ("--no-wandb @a.toml", "seed", 1),
     # lists
     ("--orchestrator.sampling.stop a b", "orchestrator.sampling.stop", ["a", "b"]),
     ('--orchestrator.sampling.stop ["a","b"]', "orchestrator.sampling.stop", ["a", "b"]),

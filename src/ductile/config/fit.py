@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ductile.config.errors import Problem, about, did_you_mean, flag, show
-from ductile.config.flags import unknown_key
 from ductile.config.provenance import Draft, Path, as_table
 from ductile.config.schema import Key, find, keys
 from ductile.config.section import Section
+from ductile.config.unknown import unknown_key
 
 
 @dataclass(slots=True)

@@ -14,16 +14,16 @@ Grammar (one rule a line):
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path as FilePath
 from typing import Any
 
-from ductile.config.errors import ConfigError, Problem, dotted, flag, show
+from ductile.config.errors import ConfigError, Problem, flag, show
 from ductile.config.files import read_file
-from ductile.config.provenance import COMMAND_LINE, Draft, Origin, Path, as_list
+from ductile.config.provenance import COMMAND_LINE, Draft, Path, as_list
 from ductile.config.rename import rename, rename_path
-from ductile.config.schema import REQUIRED, Key, find, keys, walk
+from ductile.config.schema import REQUIRED, Key, find, keys
 from ductile.config.section import Section
+from ductile.config.unknown import unknown_key
 
 _BOOLS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
@@ -49,55 +49,62 @@ class _Assignment:
     negated: bool = False
 
 
+@dataclass(slots=True)
+class _Words:
+    """The words of a command line, sorted."""
+
+    files: list[str] = field(default_factory=list[str])
+    nested: list[tuple[Path, str]] = field(default_factory=list[tuple[Path, str]])
+    assignments: list[_Assignment] = field(default_factory=list[_Assignment])
+    problems: list[Problem] = field(default_factory=list[Problem])
+
+
 def read(root: type[Section], argv: Sequence[str]) -> Given:
     """What the words after `ductile rl` say. Reads the files that they name."""
-    given = Given()
-    whole: list[str] = []
-    nested: list[tuple[Path, str]] = []
-    assignments: list[_Assignment] = []
-    _split(root, list(argv), whole, nested, assignments, given)
-    for name in whole:
+    words = _sort(root, list(argv))
+    given = Given(problems=words.problems)
+    for name in words.files:
         _merge_file(root, given, (), name)
-    for path, name in nested:
+    for path, name in words.nested:
         _merge_file(root, given, path, name)
-    for assignment in assignments:
+    for assignment in words.assignments:
         _assign(root, given, assignment)
     return given
 
 
-def _split(
-    root: type[Section],
-    argv: list[str],
-    whole: list[str],
-    nested: list[tuple[Path, str]],
-    assignments: list[_Assignment],
-    given: Given,
-) -> None:
-    """Sort the words into files, nested files and flags."""
+def _sort(root: type[Section], argv: list[str]) -> _Words:
+    words = _Words()
     at = 0
     while at < len(argv):
         word = argv[at]
         at += 1
+        typed, equals, attached = word.partition("=")
         if word.startswith("@"):
             name, at = _file_name(argv, at, word)
-            whole.append(name) if name else given.problems.append(_no_path("@"))
-        elif word.startswith("--") and len(word) > 2:
-            typed, equals, attached = word.partition("=")
-            if equals:
-                assignments.append(_assignment(root, typed, (attached,)))
-            elif at < len(argv) and argv[at].startswith("@"):
-                name, at = _file_name(argv, at + 1, argv[at])
-                path = _assignment(root, typed, None).path
-                nested.append((path, name)) if name else given.problems.append(_no_path(f"{typed} @"))
-            else:
-                start = at
-                while at < len(argv) and not argv[at].startswith(("--", "@")):
-                    at += 1
-                words, extra = _own_words(root, typed, argv[start:at])
-                assignments.append(_assignment(root, typed, words))
-                given.problems.extend(_stray(stray) for stray in extra)
+            words.files.append(name) if name else words.problems.append(_no_path("@"))
+        elif not word.startswith("--") or word == "--":
+            words.problems.append(_stray(word))
+        elif equals:
+            words.assignments.append(_assignment(root, typed, (attached,)))
+        elif at < len(argv) and argv[at].startswith("@") and _takes_file(root, typed):
+            name, at = _file_name(argv, at + 1, argv[at])
+            path = _assignment(root, typed, None).path
+            words.nested.append((path, name)) if name else words.problems.append(_no_path(f"{typed} @"))
         else:
-            given.problems.append(_stray(word))
+            start = at
+            while at < len(argv) and not argv[at].startswith(("--", "@")):
+                at += 1
+            own, extra = _own_words(root, typed, argv[start:at])
+            words.assignments.append(_assignment(root, typed, own))
+            words.problems.extend(_stray(stray) for stray in extra)
+    return words
+
+
+def _takes_file(root: type[Section], typed: str) -> bool:
+    """Whether `--typed @ file` is about one table. `--clean @ run.toml` is a flag, then a file for the whole tree."""
+    assignment = _assignment(root, typed, None)
+    found = find(root, rename_path(root, assignment.path))
+    return not assignment.negated and (not found or any(key.shape in ("table", "dict") for key in found))
 
 
 def _file_name(argv: list[str], at: int, word: str) -> tuple[str, int]:
@@ -289,30 +296,3 @@ def _its_keys(key: Key) -> str:
         return f"Write {flag((key.name,))}.<name> <value> or JSON"
     names = list(dict.fromkeys(name for section in key.variants for name in keys(section)))
     return "Its keys: " + ", ".join(name.replace("_", "-") for name in names[:8]) + (", ..." if len(names) > 8 else "")
-
-
-def unknown_key(root: type[Section], path: Path, origin: Origin, typed: str, value: str | None = None) -> Problem:
-    """There is no key `path`; say what there is."""
-    for length in range(1, len(path)):
-        above = find(root, path[:length])
-        if above and not any(key.variants for key in above):
-            return Problem(f"does not exist: {flag(path[:length])} is a value, not a table", typed, value, origin)
-    near = _nearest(root, path)
-    hint = f" Did you mean {(flag if origin == COMMAND_LINE else dotted)(near)}?" if near else ""
-    return Problem("does not exist." + hint, typed, value, origin)
-
-
-def _nearest(root: type[Section], path: Path) -> Path | None:
-    """The key that was probably meant: each word put right where it stands, else one of the same last word."""
-    right: list[str] = []
-    for word in path:
-        sections = [variant for key in find(root, tuple(right)) for variant in key.variants] if right else [root]
-        names = list(dict.fromkeys(name for section in sections for name in keys(section)))
-        close = [str(word)] if word in names else get_close_matches(str(word), names, n=1)
-        if not close:
-            break
-        right.append(close[0])
-    if len(right) == len(path):
-        return tuple(right)
-    everywhere = sorted({known for known, _ in walk(root)}, key=len)
-    return next((known for known in everywhere if known[-1] == path[-1]), None)
