@@ -47,8 +47,10 @@ def kill_slot(role: str):
 
 
 def kill_orchestrator(life: Run) -> None:
+    pids = [life.process.pid, *(event["pid"] for event in life.events("slot_started"))]
     life.process.kill()
     assert life.ends() == -signal.SIGKILL
+    assert not [path for path in Path("/dev/shm").iterdir() if any(str(pid) in path.name for pid in pids)]
 
 
 def finish_a_life(life: Run) -> None:
@@ -67,6 +69,13 @@ def test_every_kind_of_death(tmp_path: Path, model: Path, start):
     assert last.ends(within_s=60) == 0, last.said()
     assert [row["step"] for row in last.metrics()] == list(range(steps + 2))
     assert summary(tmp_path / "run")["steps"] == steps + 1
+
+
+@pytest.mark.slow
+def test_one_of_two_train_slots(tmp_path: Path, model: Path, start):
+    # Its peer hangs in a collective or fails in it, and must neither hold up the end nor be blamed.
+    config = write_config(tmp_path, model, max_steps=MAX_STEPS, train='"0-1"', generate="2", score=2)
+    live(start, config, kill_slot("train"))
 
 
 @pytest.mark.slow

@@ -1,0 +1,88 @@
+"""The other commands, from outside: each starts, works, and leaves what it should."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ductile.launch.cap import CapNotPermitted, CpuCap
+from ductile.observe import read_jsonl
+from tests.end_to_end.runs import summary, write_config
+
+
+def ductile(*words: object, timeout_s: float = 90.0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ductile", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+
+
+@pytest.mark.slow
+def test_sft_lowers_the_loss_and_resumes(tmp_path: Path, model: Path):
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{n}+1=", "completion": str(n + 1)}) + "\n" for n in range(8)))
+    words = ["sft", "--model.name", model, "--data.path", data, "--data.batch-size", 8, "--data.seq-len", 64]
+    words += ["--output-dir", tmp_path / "run", "--cluster.device", "cpu", "--deployment.num-gpus", 2]
+    words += ["--optim.lr", "1e-2", "--ckpt.interval", 5, "--tensorboard"]
+    first = ductile(*words, "--max-steps", 5)
+    assert first.returncode == 0, first.stderr
+    second = ductile(*words, "--max-steps", 10, "--resume")
+    assert second.returncode == 0, second.stderr
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 11))
+    assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
+    assert (tmp_path / "run" / "model" / "config.json").exists()
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+
+
+@pytest.mark.slow
+def test_trainer_benches_on_made_up_data(tmp_path: Path, model: Path):
+    figures = tmp_path / "figures.json"
+    words = ["--model.name", model, "--model.seq-len", 64, "--data.fake", "--max-steps", 3, "--cluster.device", "cpu"]
+    done = ductile("trainer", *words, "--output-dir", tmp_path / "run", "--bench.output-json", figures)
+    assert done.returncode == 0, done.stderr
+    assert "Throughput" in done.stdout
+    assert json.loads(figures.read_text())["throughput"]["mean"] > 0
+
+
+@pytest.mark.slow
+def test_orchestrator_asks_an_inference_server(tmp_path: Path, model: Path):
+    words = ["--model.name", model, "--model.max-model-len", 128, "--server.port", 0, "--cluster.device", "cpu"]
+    command = [sys.executable, "-m", "ductile", "inference", *map(str, words)]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        url = server.stdout.readline().split()[-1]
+        words = ["--model.name", model, "--client.base-url", f"{url}/v1", "--output-dir", tmp_path / "run"]
+        words += ["--task.type", "import", "--task.import-path", "tests.end_to_end.letters.Letters"]
+        words += ["--batch-size", 8, "--rollouts-per-example", 4, "--max-steps", 2, "--sampling.max-tokens", 8]
+        done = ductile("orchestrator", *words)
+        assert done.returncode == 0, done.stderr
+        answers = read_jsonl(tmp_path / "run" / "rollouts.jsonl")
+        assert len(answers) == 16
+        assert all(len(row["token_ids"]) == len(row["logprobs"]) > 0 for row in answers)
+        server.send_signal(signal.SIGINT)
+        assert server.wait(10) == 0
+        gone = ductile("orchestrator", *words, "--clean")
+        assert gone.returncode == 1
+        assert "cannot be reached" in gone.stderr
+    finally:
+        server.kill()
+        server.wait(10)
+        assert server.stdout is not None
+        server.stdout.close()
+
+
+@pytest.mark.slow
+def test_capped_slots_train_too(tmp_path: Path, model: Path, start):
+    try:
+        groups = CpuCap(0.5)._parent
+    except CapNotPermitted as reason:
+        pytest.skip(str(reason))
+    run = start(write_config(tmp_path, model, max_steps=2), "--cluster.cpu-slot-fraction", "0.5")
+    mine = f"ductile-{run.process.pid}-*"
+    run.until(lambda: len(list(groups.glob(mine))) == 4)
+    assert run.ends(within_s=90) == 0, run.said()
+    assert summary(tmp_path / "run")["steps"] == 2
+    assert not list(groups.glob(mine))
