@@ -13,12 +13,14 @@ batch sizes of `--batches`; a batch runs until its longest answer is done. The r
 import argparse
 import json
 import math
+import os
 import random
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -101,20 +103,27 @@ def run_ductile(engine: Engine, prompts: list[list[int]], lengths: list[int]) ->
     return answers
 
 
-def measure(
-    contestants: dict[str, Callable[[], Answers]], rounds: int
-) -> tuple[dict[str, list[float]], dict[str, Answers]]:
-    """Seconds of every round of each, and what each answered. One round warms up and is not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    answers: dict[str, Answers] = {}
+@dataclass(frozen=True)
+class Timings:
+    """Of every counted round of each contestant. CPU seconds tell how far other processes disturbed the wall clock."""
+
+    wall_s: dict[str, list[float]]
+    cpu_s: dict[str, list[float]]
+    answers: dict[str, Answers]
+
+
+def measure(contestants: dict[str, Callable[[], Answers]], rounds: int) -> Timings:
+    """One round warms up and is not counted."""
+    timings = Timings({name: [] for name in contestants}, {name: [] for name in contestants}, {})
     for round_ in range(rounds + 1):
         for name, run in contestants.items():
-            started = time.perf_counter()
-            answers[name] = run()
+            wall, cpu = time.perf_counter(), time.process_time()
+            timings.answers[name] = run()
             if round_:
-                seconds[name].append(time.perf_counter() - started)
+                timings.wall_s[name].append(time.perf_counter() - wall)
+                timings.cpu_s[name].append(time.process_time() - cpu)
         print(f"round {round_} of {rounds} done", file=sys.stderr)
-    return seconds, answers
+    return timings
 
 
 def main() -> None:
@@ -145,22 +154,27 @@ def main() -> None:
     contestants = {"ductile": lambda: run_ductile(engine, prompts, lengths)}
     contestants |= {f"transformers, batch {b}": peer_run(b, arrival) for b in args.batches}
     contestants |= {f"transformers, batch {b}, sorted": peer_run(b, by_length) for b in args.batches[:-1]}
-    seconds, answers = measure(contestants, args.rounds)
+    timings = measure(contestants, args.rounds)
 
     num_tokens = sum(lengths)
-    speed = {name: num_tokens / statistics.median(values) for name, values in seconds.items()}
+    speed = {name: num_tokens / statistics.median(values) for name, values in timings.wall_s.items()}
+    cpu_s = {name: statistics.median(values) for name, values in timings.cpu_s.items()}
     peers = {name: value for name, value in speed.items() if name.startswith("transformers")}
-    best = max((name for name in peers if "sorted" not in name), key=peers.__getitem__)
+    unsorted = [name for name in peers if "sorted" not in name]
+    best = max(unsorted, key=peers.__getitem__)
     best_sorted = max((name for name in peers if "sorted" in name), key=peers.__getitem__, default=best)
     figures = {
         "ratio_vs_transformers": round(speed["ductile"] / speed[best], 3),
         "ratio_vs_transformers_sorted": round(speed["ductile"] / speed[best_sorted], 3),
-        "tokens_identical": all(answer == answers["ductile"] for answer in answers.values()),
+        "ratio_of_cpu_time": round(min(cpu_s[name] for name in unsorted) / cpu_s["ductile"], 3),
+        "tokens_identical": all(answer == timings.answers["ductile"] for answer in timings.answers.values()),
         "tokens_per_s_ductile": round(speed["ductile"], 1),
         "tokens_per_s_transformers": round(speed[best], 1),
         "transformers_best": best,
         "tokens_per_s": {name: round(value, 1) for name, value in speed.items()},
-        "seconds": {name: [round(value, 3) for value in values] for name, values in seconds.items()},
+        "wall_s": {name: [round(value, 3) for value in values] for name, values in timings.wall_s.items()},
+        "cpu_s": {name: [round(value, 3) for value in values] for name, values in timings.cpu_s.items()},
+        "load_average": os.getloadavg(),
         "tokens_a_round": num_tokens,
         "output_lengths": {
             "median": statistics.median(lengths),
@@ -172,6 +186,7 @@ def main() -> None:
     print(f"{len(prompts)} requests, {num_tokens} tokens, lengths {figures['output_lengths']}")
     for name, value in speed.items():
         print(f"{name:34} {value:9.0f} tokens/s   {speed['ductile'] / value:5.2f}x")
+    print(f"in CPU time: {figures['ratio_of_cpu_time']}; load average {os.getloadavg()[0]:.1f}")
     print(f"ratio {figures['ratio_vs_transformers']} against {best}; tokens identical: {figures['tokens_identical']}")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
