@@ -80,8 +80,8 @@ async def run_alone(
             write_rollouts(record.folder / "rollouts.jsonl", step, groups, prepared)
             tally = Tally(version=0)
             tally.add(groups, report=None)
-            counts = {"reward_errors": float(graders.num_errors)}
-            record.metrics(step, {**tally.metrics(*watch.lap()), **counts, "off_policy_mean": 0, "off_policy_max": 0})
+            values = {**tally.metrics(*watch.lap()), "reward_errors": float(graders.num_errors)}
+            record.metrics(step, {name: value for name, value in values.items() if "off_policy" not in name})
             if stop.is_set():
                 break
     rows = read_jsonl(record.folder / "metrics.jsonl")

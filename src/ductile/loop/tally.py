@@ -74,6 +74,7 @@ class Tally:
                 "grad_norm": _mean([report.grad_norm for report in self._reports]),
                 "lr": self._reports[-1].lr,
                 "trained_tokens": float(sum(report.num_tokens for report in self._reports)),
+                "tokens_per_s_train": self.num_tokens / max(train_s, 1e-9),
             }
         values |= {f"train/{name}": value for name, value in mean_by_name([r.metrics for r in self._reports]).items()}
         values |= {f"reward/{name}": value for name, value in mean_by_name([r.metrics for r in rollouts]).items()}
@@ -81,7 +82,6 @@ class Tally:
             "sampled_tokens": float(self.num_sampled_tokens),
             "tokens": float(self.num_tokens),
             "tokens_per_s_generate": self.num_sampled_tokens / max(step_s, 1e-9),
-            "tokens_per_s_train": self.num_tokens / max(train_s, 1e-9) if train_s else 0.0,
             "step_s": step_s,
         }
         return values | {f"seconds/{phase}": spent_s for phase, spent_s in seconds.items()}

@@ -1,0 +1,52 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ductile.core.batch.chunking import MOST, chunk, shares
+
+
+@pytest.mark.parametrize(
+    ("ready", "wanted", "num_ranks", "taken", "why"),
+    [
+        ([], 16, 1, 0, "nothing is there"),
+        ([10], 16, 1, 0, "neither a full micro-batch nor a quarter of the groups"),
+        ([100], 16, 1, 1, "one full micro-batch"),
+        ([100], 16, 2, 0, "not one for every rank"),
+        ([60, 60, 80], 16, 2, 3, "one for every rank"),
+        ([10, 10, 10, 10], 16, 1, 4, "a quarter of the groups"),
+        ([10], 1, 1, 1, "all that is wanted"),
+        ([10, 10], 1, 1, 1, "no more than is wanted"),
+        ([100] * 16, 16, 1, 4, "at most four full micro-batches"),
+        ([1000, 10], 16, 1, 1, "a group larger than that goes alone"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_chunk(ready, wanted, num_ranks, taken, why):
+    assert chunk(ready, wanted=wanted, groups_per_update=16, num_ranks=num_ranks, seq_len=100) == taken
+
+
+@given(
+    st.lists(st.integers(1, 500), max_size=30),
+    st.integers(1, 30),
+    st.integers(1, 4),
+    st.integers(1, 200),
+    st.integers(0, 10),
+)
+def test_a_chunk_is_there_wanted_not_too_large_and_comes_in_the_end(ready, wanted, num_ranks, seq_len, more):
+    taken = chunk(ready, wanted=wanted, groups_per_update=wanted + more, num_ranks=num_ranks, seq_len=seq_len)
+    assert taken <= min(wanted, len(ready))
+    assert taken <= 1 or sum(ready[:taken]) <= MOST * num_ranks * seq_len
+    if len(ready) >= wanted:
+        assert taken >= 1, "everything that is wanted is there, and it waits"
+
+
+@given(st.integers(1, 50), st.integers(1, 50))
+def test_shares_are_all_groups_as_even_as_can_be(num_groups, num_updates):
+    if num_updates > num_groups:
+        with pytest.raises(ValueError, match="n_minibatches"):
+            shares(num_groups, num_updates)
+        return
+    parts = shares(num_groups, num_updates)
+    assert sum(parts) == num_groups
+    assert len(parts) == num_updates
+    assert max(parts) - min(parts) <= 1

@@ -1,0 +1,77 @@
+import pytest
+
+from ductile.loop.report import per_second, summarise_rl
+from ductile.loop.tally import Tally
+from ductile.records import Prompt, Rollout, RolloutGroup, StepReport
+
+
+def rollout(reward, versions, finish="stop", **metrics):
+    mask = tuple(version >= 0 for version in versions)
+    tokens = tuple(range(len(versions)))
+    return Rollout(tokens, mask, (0.0,) * len(tokens), tuple(versions), finish, reward, metrics)
+
+
+def group(*rollouts):
+    return RolloutGroup(Prompt("train/0/0", "train", 0, (1, 2, 3)), rollouts)
+
+
+def test_metrics_of_a_step():
+    tally = Tally(version=5)
+    tally.add([group(rollout(1.0, [4, 4, 5], right=1.0), rollout(0.0, [3, -1, 4, 4], "length"))], None)
+    tally.add([group(rollout(0.5, [5]), rollout(0.5, [5], right=0.0))], StepReport(1, 0.2, 1.0, 1e-3, 2, {"kl": 0.1}))
+    tally.add([], StepReport(2, 0.4, 3.0, 5e-4, 2, {"kl": 0.3}))
+    metrics = tally.metrics(2.0, {"wait": 0.5, "forward_backward": 0.75, "optim_step": 0.25})
+    expected = {
+        "reward_mean": 0.5,
+        "reward_std": pytest.approx(0.125**0.5),
+        "length_mean": 2.0,
+        "truncated": 0.25,
+        "turns_mean": 1.0,
+        "off_policy_mean": pytest.approx((1 + 1 + 0 + 2 + 1 + 1 + 0 + 0) / 8),
+        "off_policy_max": 2.0,
+        "groups_equal": 1.0,
+        "loss": pytest.approx(0.3),
+        "grad_norm": 2.0,
+        "lr": 5e-4,
+        "trained_tokens": 4.0,
+        "train/kl": pytest.approx(0.2),
+        "reward/right": 0.5,
+        "sampled_tokens": 8.0,
+        "tokens": 12 + 9.0,
+        "tokens_per_s_generate": 4.0,
+        "tokens_per_s_train": 21.0,
+        "step_s": 2.0,
+        "seconds/wait": 0.5,
+        "seconds/forward_backward": 0.75,
+        "seconds/optim_step": 0.25,
+    }
+    assert metrics == expected
+
+
+def test_a_step_that_learned_nothing_has_no_loss():
+    tally = Tally(version=0)
+    tally.add([group(rollout(1.0, [0]))], None)
+    assert {"loss", "tokens_per_s_train"}.isdisjoint(tally.metrics(1.0, {}))
+
+
+def test_the_summary_is_made_of_the_rows():
+    rows = [
+        {"step": 0, "eval_reward": 0.2},
+        {"step": 1, "reward_mean": 0.3, "sampled_tokens": 10, "tokens": 20, "step_s": 1, "seconds/optim_step": 1},
+        {"step": 2, "reward_mean": 0.4, "sampled_tokens": 30, "tokens": 40, "step_s": 3, "seconds/forward_backward": 2,
+         "eval_reward": 0.6},
+    ]  # fmt: skip
+    for row in rows[1:]:
+        row |= {"groups_dropped": 1, "reward_errors": 2}
+    summary = summarise_rl(rows, {"train": (0,)}, wall_s=9)
+    assert summary["steps"] == 2
+    assert (summary["eval_reward_first"], summary["eval_reward_last"]) == (0.2, 0.6)
+    assert (summary["tokens_per_s_generate"], summary["tokens_per_s_train"]) == (10, 20)
+    assert summary["slots"] == {"train": [0]}
+
+
+def test_a_summary_of_nothing():
+    summary = summarise_rl([], {}, 1.0)
+    assert summary["steps"] == 0
+    assert summary["eval_reward_first"] is None
+    assert per_second([], "tokens", ["step_s"]) == 0
