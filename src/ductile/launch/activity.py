@@ -1,25 +1,43 @@
-"""Who does what: from what slots say in their heartbeats to what a person is shown."""
+"""Who does what, as the view shows it: the command that a slot is at, or its engine's own work, or nothing."""
 
 from ductile.core.cluster.ledger import Activity
 from ductile.core.cluster.placement import Placement
 from ductile.dashboard.show import View
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.messages import Event, Heartbeat
+from ductile.wire.messages import EngineStats, Event
 
 ACTIVITIES: dict[str, Activity] = {
     **dict.fromkeys(("ForwardBackward", "OptimStep"), "train"),
-    **dict.fromkeys(("Generate", "Abort", "a step of generate"), "generate"),
+    **dict.fromkeys(("Generate", "Abort"), "generate"),
     "Score": "score",
     **dict.fromkeys(("Publish", "Receive", "Withdraw"), "publish"),
     **dict.fromkeys(("Hold", "Drop", "LoadState", "SaveState", "ExportModel"), "switch"),
 }
 
 
-def follow_slots(mailbox: Mailbox, placement: Placement, view: View) -> None:
-    """Keep `view` told, as long as the mailbox lives."""
+class SlotActivity:
+    """Keeps `view` told, as long as the mailbox lives."""
 
-    def listen(slot: int, event: Event) -> None:
-        if isinstance(event, Heartbeat):
-            view.on_slot(slot, placement.roles(slot), ACTIVITIES.get(event.busy_with, "idle"))
+    def __init__(self, mailbox: Mailbox, placement: Placement, view: View) -> None:
+        self._placement, self._view = placement, view
+        self._command: dict[int, str] = {}
+        self._generating: set[int] = set()
+        mailbox.watch(self._on_command)
+        mailbox.subscribe(self._on_event)
 
-    mailbox.subscribe(listen)
+    def _on_command(self, slot: int, command: str) -> None:
+        self._command[slot] = command
+        if command == "Generate":
+            self._generating.add(slot)
+        self._tell(slot)
+
+    def _on_event(self, slot: int, event: Event) -> None:
+        # An engine sends its statistics when it runs out of work, too.
+        if isinstance(event, EngineStats) and event.num_running + event.num_waiting == 0:
+            self._generating.discard(slot)
+            self._tell(slot)
+
+    def _tell(self, slot: int) -> None:
+        otherwise: Activity = "generate" if slot in self._generating else "idle"
+        activity = ACTIVITIES.get(self._command.get(slot, ""), otherwise)
+        self._view.on_slot(slot, self._placement.roles(slot), activity)

@@ -16,7 +16,7 @@ from ductile.config.run import InferenceRunConfig, OrchestratorRunConfig, RLConf
 from ductile.config.slots import placement_of
 from ductile.config.trainer import BenchConfig
 from ductile.core.cluster.placement import SPELLED, Placement
-from ductile.launch.activity import follow_slots
+from ductile.launch.activity import SlotActivity
 from ductile.launch.attend import attend
 from ductile.launch.closing import closing_alone, closing_batches, closing_rl
 from ductile.launch.local import ROLES, LocalCluster
@@ -125,7 +125,7 @@ def _cluster(placement: Placement, config: ClusterConfig, session: Session) -> L
 
 async def _start(cluster: LocalCluster, placement: Placement, session: Session) -> None:
     await attend(cluster.start(), session.interrupt.asked, cancel_s=START_CANCEL_S)
-    follow_slots(cluster.mailbox, placement, session.view)
+    SlotActivity(cluster.mailbox, placement, session.view)
     for slot in placement.slots:
         roles, device, pid = placement.roles(slot), cluster.devices[slot], cluster.processes[slot].pid
         sentence = f"Slot {slot} ({' and '.join(roles)}) runs on {device}, pid {pid}."

@@ -19,6 +19,7 @@ Outcome = Reply | SlotLost | Late | Refused
 """What became of one command: its reply, or why there is none."""
 
 Listener = Callable[[int, Event], None]
+Watcher = Callable[[int, str], None]
 
 
 class Carrier(Protocol):
@@ -58,6 +59,7 @@ class Mailbox:
         self._sequence = itertools.count(1)
         self._questions: dict[int, _Question] = {}
         self._listeners: list[Listener] = []
+        self._watchers: list[Watcher] = []
         carrier.listen(self._deliver)
 
     async def ask(self, slot: int, command: Command, deadline_s: float) -> Reply:
@@ -68,6 +70,7 @@ class Mailbox:
         question = _Question(slot, type(command).__name__, asyncio.get_running_loop().create_future())
         self._questions[sequence] = question
         self._note_role(slot, command)
+        self._show_running(slot)
         try:
             async with asyncio.timeout(deadline_s):
                 await self._carrier.post(slot, Envelope(self.epoch, sequence, command))
@@ -76,6 +79,7 @@ class Mailbox:
             raise Late(self._late_sentence(slot, command, deadline_s)) from None
         finally:
             del self._questions[sequence]
+            self._show_running(slot)
         if isinstance(reply, Failed):
             refused = Refused(f"{self.describe(slot)}: {reply.error}")
             if reply.traceback:
@@ -118,6 +122,10 @@ class Mailbox:
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
+    def watch(self, watcher: Watcher) -> None:
+        """Have `watcher(slot, command)` called with the command a slot is at, whenever that changes; "" is none."""
+        self._watchers.append(watcher)
+
     def lose(self, slot: int, reason: str) -> None:
         """Give a slot up: all that is asked of it fails at once, now and later. The first reason stays."""
         if slot in self.lost:
@@ -141,9 +149,8 @@ class Mailbox:
 
     def doing(self, slot: int) -> str:
         """What the slot was last known to do: "running ForwardBackward", "idle"."""
-        asked = [question.command for question in self._questions.values() if question.slot == slot]
         beat = self.heartbeats.get(slot)
-        what = asked[0] if asked else beat.busy_with if beat else ""
+        what = self._running(slot) or (beat.busy_with if beat else "")
         return f"running {what}" if what else "idle"
 
     def _deliver(self, slot: int, envelope: Envelope) -> None:
@@ -180,6 +187,14 @@ class Mailbox:
             return await self.ask(slot, command, deadline_s)
         except (SlotLost, Late, Refused) as error:
             return error
+
+    def _running(self, slot: int) -> str:
+        """The oldest unanswered command: slots execute them in order."""
+        return next((question.command for question in self._questions.values() if question.slot == slot), "")
+
+    def _show_running(self, slot: int) -> None:
+        for watcher in self._watchers:
+            watcher(slot, self._running(slot))
 
     def _note_role(self, slot: int, command: Command) -> None:
         roles = self._roles.setdefault(slot, [])
