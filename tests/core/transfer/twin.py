@@ -7,7 +7,6 @@ order or round shows up as a wrong number.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from math import lcm, prod
 
 import numpy as np
@@ -197,8 +196,14 @@ def execute(plan: Plan, old: Buffers) -> tuple[Buffers, Buffers]:
         written[slot][name][positions(view)] += 1
 
     for slot in plan.slots:
+        unchanged = plan.unchanged_buffers(slot)
+        for name in unchanged:
+            new[slot][name] = old[slot][name]
+            written[slot][name] += old[slot][name] != PAD
         for part in plan.local(slot):
-            write(slot, part, read(slot, part))
+            holdings = plan.target[part.name].holdings
+            if plan.target[part.name].buffer(holdings.view(slot, part.box).buffer) not in unchanged:
+                write(slot, part, read(slot, part))
     by_number: dict[int, dict[int, tuple]] = {}
     for slot in plan.slots:
         for step in plan.rounds(slot):
@@ -235,7 +240,3 @@ def missing_bytes(old: Buffers, new: Buffers, dtypes: Mapping[int, str]) -> int:
         lacking = np.setdiff1d(need[need != PAD], have)
         total += int(sizes[np.searchsorted(firsts, lacking, side="right") - 1].sum())
     return total
-
-
-def all_coordinates(mesh: Mesh) -> list[tuple[int, ...]]:
-    return list(product(*(range(size) for _, size in mesh.axes)))

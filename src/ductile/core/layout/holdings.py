@@ -77,7 +77,7 @@ class Holdings:
 
     def view(self, slot: int, box: Box) -> View:
         """Where `slot` has this box. Raises `LookupError` when no single row of the slot covers it."""
-        for start, stop, offset, strides, buffer in self._rows_of(slot):
+        for start, stop, offset, strides, buffer in self.rows_of(slot):
             if all(a <= x and y <= b for a, x, y, b in zip(start, *box, stop, strict=True)):
                 at = offset + sum((x - a) * stride for a, x, stride in zip(start, box[0], strides, strict=True))
                 return View(buffer, at, tuple(y - x for x, y in zip(*box, strict=True)), strides)
@@ -123,8 +123,8 @@ class Holdings:
     def _by_slot(self) -> dict[int, list[tuple[Shape, Shape, int, Shape, int]]]:
         return {}
 
-    def _rows_of(self, slot: int) -> list[tuple[Shape, Shape, int, Shape, int]]:
-        """(start, stop, offset, strides, buffer) as plain numbers, made when a slot is first asked for."""
+    def rows_of(self, slot: int) -> list[tuple[Shape, Shape, int, Shape, int]]:
+        """(start, stop, offset, strides, buffer) of every row as plain numbers, made when a slot is first asked for."""
         if slot not in self._by_slot:
             rows = self.rows(slot)
             part = slice(rows.start, rows.stop)

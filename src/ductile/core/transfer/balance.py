@@ -20,7 +20,7 @@ from ductile.core.layout.holdings import Ints
 from ductile.core.transfer.cells import Slots
 
 SWEEPS = 8
-"""More never made a difference of 1% in ten thousand random problems; most come to rest after two or three."""
+"""Random problems are within 1% of the optimum by then; most come to rest after two or three."""
 
 
 @dataclass(frozen=True)
@@ -78,21 +78,21 @@ def level(demands: Sequence[Demand], slots: Slots) -> list[Share]:
     ]
     shares: list[Share | None] = [None] * len(demands)
     choices = order
+    highest = -1
     for _ in range(SWEEPS):
-        moved = False
         for index in choices:
             demand, (holders, needers) = demands[index], places[index]
             load = loads.network if demand.network else loads.inside
-            before = shares[index]
-            if before is not None:
-                load[holders] -= before.holders
-                load[needers] -= before.relays
+            share = shares[index]
+            if share is not None:
+                load[holders] -= share.holders
+                load[needers] -= share.relays
             share = shares[index] = _pour(demand, load[holders], load[needers])
             load[holders] += share.holders
             load[needers] += share.relays
-            moved = moved or before is None or not np.array_equal(before.holders, share.holders)
+        before, highest = highest, int(loads.inside.max(initial=0)) + int(loads.network.max(initial=0))
         choices = [i for i in order if len(demands[i].holders) > 1 or _passes_on(demands[i])]
-        if not moved:
+        if not choices or (before >= 0 and highest >= before - before // 512):
             break
     return [share for share in shares if share is not None]
 
@@ -118,12 +118,15 @@ def pour(levels: Ints, amount: int) -> Ints:
 
     `pour([5, 1, 2], 5)` is [0, 3, 2]: both end at 4.
     """
+    if len(levels) == 1:
+        return np.array([amount], dtype=np.int64)
     order = np.argsort(levels, kind="stable")
     lowest = levels[order]
     totals = np.cumsum(lowest)
     count = np.arange(1, len(levels) + 1)
     reached = (amount + totals) // count
-    filled = int(np.flatnonzero(np.append(reached[:-1] <= lowest[1:], True))[0]) + 1
+    enough = reached[:-1] <= lowest[1:]
+    filled = int(enough.argmax()) + 1 if enough.any() else len(levels)
     surface = int(amount + totals[filled - 1]) // filled
     added = np.zeros(len(levels), dtype=np.int64)
     added[order[:filled]] = surface - lowest[:filled]

@@ -2,7 +2,7 @@
 
     direct        0 -> 4
     striped       0 -> 2 -> {4, 6}    0 sends a third to each of 2, 4, 6, and each passes its third on to the others
-    hierarchical  0 -> 8 -> 16, 8 -> {9, 10}, 16 -> {17, 18}    into each machine once, then round inside it
+    machines      0 -> 8 -> 16, 8 -> {9, 10}, 16 -> {17, 18}    into each machine once, then round inside it
 
 A relay forwards only what it needs itself, so nothing is sent that somebody did not have to receive.
 """
@@ -16,6 +16,9 @@ from ductile.core.transfer.topology import Topology
 
 ALIGN = 8
 """Stretches begin and end at multiples of it, which never cuts an item in two (see `Line`)."""
+STRIPES = 16
+"""Among more receivers than this, a stripe travels down a tree, so that nobody has more than 16 neighbours each way."""
+NOWHERE = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,49 +99,78 @@ def _coarse(amounts: list[int], grain_bytes: int) -> list[int]:
     return kept
 
 
-def _stretches(demand: Demand, relays: list[int]) -> Iterator[tuple[int, int, Slots]]:
-    """(low, high, who receives it first and passes it on to the slots behind). What no relay takes goes to each."""
-    position = demand.low
-    copies = len(demand.needers)
-    for slot, amount in zip(demand.needers, relays, strict=True):
-        stripe = amount // max(1, copies - 1) // ALIGN * ALIGN
-        high = min(position + stripe, demand.high)
-        if high > position:
-            others = tuple(other for other in demand.needers if other != slot)
-            yield position, high, (slot, *others)
+def _stretches(demand: Demand, relays: list[int]) -> Iterator[tuple[int, int, tuple[Edge, ...]]]:
+    """(low, high, edges after the first). The first edge leads to the source of the second, or to the only receiver.
+
+    Every stripe has its own inner slots, so each slot passes on one stripe and only receives the others. What no relay
+    takes goes to each needer directly.
+    """
+    position, copies = demand.low, len(demand.needers)
+    fan_out = dict(demand.fan_out)
+    stripes = min(copies, STRIPES) if sum(relays) else 0
+    for stripe in range(stripes):
+        inner = list(range(stripe, copies, stripes))
+        length = sum(relays[i] for i in inner) // (copies - 1) // ALIGN * ALIGN
+        high = min(position + length, demand.high)
+        if stripe == stripes - 1 and demand.high - high < ALIGN * copies:
+            high = demand.high  # what rounding left over
+        if position < high:
+            children = _in_proportion([relays[i] for i in inner], copies - 1)
+            inner.sort(key=lambda i: -children[i // stripes])
+            leaves = [i for i in range(copies) if i % stripes != stripe]
+            slots = [demand.needers[i] for i in (*inner, *leaves)]
+            yield position, high, _tree(slots, sorted(children, reverse=True), fan_out)
         position = high
-    if sum(relays) and demand.high - position < ALIGN * copies:  # what rounding left over
-        yield position, demand.high, (demand.needers[0], *demand.needers[1:])
-    elif position < demand.high:
+    if position < demand.high:
         for slot in demand.needers:
-            yield position, demand.high, (slot,)
+            yield position, demand.high, _tree([slot], [0], fan_out)
 
 
-def _serve(demand: Demand, stretches: list[tuple[int, int, Slots]], amounts: list[int]) -> Iterator[Flow]:
+def _in_proportion(amounts: list[int], count: int) -> list[int]:
+    """`count` things shared out by `amounts`, the largest remainders first."""
+    total = sum(amounts) or 1
+    shares = [amount * count // total for amount in amounts]
+    order = sorted(range(len(amounts)), key=lambda i: (-(amounts[i] * count % total), i))
+    for index in range(count - sum(shares)):
+        shares[order[index % len(order)]] += 1
+    return shares
+
+
+def _tree(slots: Sequence[int], children: Sequence[int], fan_out: dict[int, Slots]) -> tuple[Edge, ...]:
+    """Breadth first: the first slot passes on to the next `children[0]` ones, the second one to those after, and so on.
+
+    Begins with an edge from nowhere to the first slot. `children` falls, so whoever has some has been reached before.
+    """
+    hops = {slots[0]: 0}
+    edges = [Edge(NOWHERE, slots[0], 0)]
+    reached = 1
+    for slot, count in zip(slots, children, strict=False):
+        for other in slots[reached : reached + count]:
+            hops[other] = hops[slot] + 1
+            edges.append(Edge(slot, other, hops[other]))
+        reached += count
+    for slot, hop in hops.items():
+        edges += [Edge(slot, other, hop + 1) for other in fan_out.get(slot, ())]
+    return tuple(edges)
+
+
+def _serve(demand: Demand, stretches: list[tuple[int, int, tuple[Edge, ...]]], amounts: list[int]) -> Iterator[Flow]:
     """Lay the stretches end to end and cut them where one holder's amount ends and the next one's begins.
 
     So a needer has few senders, although each holder gives exactly its share.
     """
     holders = [(slot, amount) for slot, amount in zip(demand.holders, amounts, strict=True) if amount]
     turn, left = 0, holders[0][1]
-    fan_out = dict(demand.fan_out)
-    for low, high, receivers in stretches:
+    for low, high, edges in stretches:
         while low < high:
             last = turn == len(holders) - 1
             middle = high if last else min(high, (low + left + ALIGN - 1) // ALIGN * ALIGN)
             if high - middle < ALIGN:
                 middle = high
-            yield Flow(demand.line, low, middle, _tree(holders[turn][0], receivers, fan_out))
+            first = Edge(holders[turn][0], edges[0].target, 0)
+            yield Flow(demand.line, low, middle, (first, *edges[1:]))
             left -= middle - low
             low = middle
             while left <= 0 and turn < len(holders) - 1:
                 turn += 1
                 left += holders[turn][1]
-
-
-def _tree(holder: int, receivers: Slots, fan_out: dict[int, Slots]) -> tuple[Edge, ...]:
-    first, *others = receivers
-    edges = [Edge(holder, first, 0), *(Edge(first, other, 1) for other in others)]
-    for edge in tuple(edges):
-        edges += [Edge(edge.target, other, edge.hop + 1) for other in fan_out.get(edge.target, ())]
-    return tuple(edges)

@@ -89,6 +89,11 @@ class Plan:
             if slot in line.holders:
                 yield from (Part(*part) for part in line.parts(0, line.num_bytes))
 
+    def unchanged_buffers(self, slot: int) -> set[str]:
+        """Buffers whose every element stays where it is: they can be handed on instead of copied."""
+        before, after = _contents(self.source, slot), _contents(self.target, slot)
+        return {name for name, content in after.items() if before.get(name) == content}
+
     def rounds(self, slot: int) -> Iterator[Round]:
         """The rounds in which `slot` has something to do, in order. Its peers' messages mirror its own."""
         moves: dict[int, list[tuple[Edge, int, int, int]]] = {}
@@ -163,7 +168,7 @@ class Plan:
     @cached_property
     def predicted_s(self) -> float:
         """Seconds on the wire by the topology's speeds: the busiest link, and what the rounds cost."""
-        return busiest_link_s(self.flows, self.topology) + self.num_rounds * self.topology.round_s
+        return max(busiest_links_s(self.flows, self.topology)) + self.num_rounds * self.topology.round_s
 
     def staging_bytes(self, slot: int) -> int:
         """The most that `slot` packs and receives in one round; at most twice `round_bytes`."""
@@ -199,21 +204,29 @@ class Plan:
         return "\n".join(f"  {_route(flow.edges):40} {flow.num_bytes / MIB:10.1f} MiB" for flow in largest)
 
 
-def busiest_link_s(flows: Sequence[Flow], topology: Topology) -> float:
-    """The longest time that any slot sends, or receives, on one kind of link."""
-    busy: dict[tuple[bool, int, bool], int] = {}
+def busiest_links_s(flows: Sequence[Flow], topology: Topology) -> tuple[float, float]:
+    """The longest time that any slot sends on one kind of link, and that any one receives."""
+    sent: dict[tuple[int, bool], int] = {}
+    received: dict[tuple[int, bool], int] = {}
     for flow in flows:
         for edge in flow.edges:
             near = topology.node(edge.source) == topology.node(edge.target)
-            for end in ((True, edge.source, near), (False, edge.target, near)):
-                busy[end] = busy.get(end, 0) + flow.num_bytes
-    return max(
-        (
-            amount / (topology.node_bytes_s if near else topology.network_bytes_s)
-            for (_, _, near), amount in busy.items()
-        ),
-        default=0.0,
-    )
+            sent[edge.source, near] = sent.get((edge.source, near), 0) + flow.num_bytes
+            received[edge.target, near] = received.get((edge.target, near), 0) + flow.num_bytes
+    speed = {True: topology.node_bytes_s, False: topology.network_bytes_s}
+    longest = [
+        max((amount / speed[near] for (_, near), amount in side.items()), default=0.0) for side in (sent, received)
+    ]
+    return longest[0], longest[1]
+
+
+def _contents(layout: Layout, slot: int) -> dict[str, list[object]]:
+    """What lies where in each buffer of a slot, and how long the buffer is."""
+    found: dict[str, list[object]] = {name: [size] for name, size in layout.buffer_sizes(slot).items()}
+    for tensor in layout:
+        for start, stop, offset, strides, buffer in tensor.holdings.rows_of(slot):
+            found[tensor.buffer(buffer)].append((tensor.name, start, stop, offset, strides))
+    return found
 
 
 def _route(edges: Sequence[Edge]) -> str:

@@ -18,7 +18,7 @@ from ductile.core.layout.layout import Layout
 from ductile.core.transfer.balance import level
 from ductile.core.transfer.cells import Refinement, Refiner
 from ductile.core.transfer.flows import Flow, demands, flows
-from ductile.core.transfer.plan import Plan, busiest_link_s
+from ductile.core.transfer.plan import Plan, busiest_links_s
 from ductile.core.transfer.rounds import schedule
 from ductile.core.transfer.topology import MIB, Topology
 
@@ -70,18 +70,33 @@ class Planner:
 
     def _route(self, refinement: Refinement, slots: tuple[int, ...]) -> tuple[list[Flow], str]:
         direct = self._flows(refinement, slots, relay=False)
-        direct_s = busiest_link_s(direct, self.topology)
         if all(len(line.needers) == 1 for line in refinement.lines):
             return direct, "every byte has one taker: it goes there directly"
+        sending_s, receiving_s = busiest_links_s(direct, self.topology)
+        moving = sum(line.num_bytes * len(line.needers) for line in refinement.lines)
+        few_repeats = self._repeated_bytes(refinement) <= (1 - WORTH_A_HOP) * moving
+        if few_repeats and sending_s <= receiving_s / WORTH_A_HOP:
+            return direct, "no relays: receiving is the bottleneck, and every slot receives each byte once"
         relayed = self._flows(refinement, slots, relay=True)
         hops = max((edge.hop for flow in relayed for edge in flow.edges), default=0)
         slowest = min(self.topology.node_bytes_s, self.topology.network_bytes_s)
         waiting_bytes = hops * min(self.round_bytes, max(flow.num_bytes for flow in relayed))
-        relayed_s = busiest_link_s(relayed, self.topology) + waiting_bytes / slowest
+        direct_s = max(sending_s, receiving_s)
+        relayed_s = max(busiest_links_s(relayed, self.topology)) + waiting_bytes / slowest
         figures = f"{relayed_s * 1e3:.2f} ms with relays, {direct_s * 1e3:.2f} ms without"
         if relayed_s < direct_s * WORTH_A_HOP:
             return relayed, f"receivers pass on what they got, in up to {hops + 1} hops: {figures}"
         return direct, f"relays do not pay: {figures}"
+
+    def _repeated_bytes(self, refinement: Refinement) -> int:
+        """What direct flows carry into a machine again, after another slot there received it."""
+        found = 0
+        for line in refinement.lines:
+            if len(line.needers) > 1 and self.topology.nodes:
+                having = {self.topology.node(slot) for slot in line.holders}
+                far = [node for node in map(self.topology.node, line.needers) if node not in having]
+                found += line.num_bytes * (len(far) - len(set(far)))
+        return found
 
     def _flows(self, refinement: Refinement, slots: tuple[int, ...], relay: bool) -> list[Flow]:
         asked = demands(refinement.lines, self.topology, relay)

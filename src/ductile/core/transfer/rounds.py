@@ -13,7 +13,7 @@ round's operations are posted together, nobody waits for somebody who waits for 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ductile.core.transfer.flows import ALIGN, Flow
+from ductile.core.transfer.flows import ALIGN, Edge, Flow
 
 MANY = 32
 """A flow is large when a message of it fills at least 1/32 of a round."""
@@ -47,21 +47,17 @@ def schedule(flows: Sequence[Flow], round_bytes: int) -> tuple[list[Timing], int
     room = _Room(round_bytes)
     timings: dict[int, Timing] = {}
     last = -1
-    steady: dict[tuple[bool, int, int], int] = {}
     for index, flow in enumerate(flows):
         if large[index]:
             timings[index] = Timing(num_rounds, tuple(range(e.hop, e.hop + num_rounds) for e in flow.edges))
             last = max(last, num_rounds - 1 + max(edge.hop for edge in flow.edges))
-            share = flow.num_bytes // num_rounds + 2 * ALIGN
             for edge in flow.edges:
-                for end in ((True, edge.source, edge.hop), (False, edge.target, edge.hop)):
-                    steady[end] = steady.get(end, 0) + share
-    for (sends, slot, hop), share in steady.items():
-        room.occupy(sends, slot, range(hop, hop + num_rounds), share)
+                room.steady(edge, flow.num_bytes // num_rounds + 2 * ALIGN)
+    room.begin(last + 1)
     longest = max(round_bytes // 8, 32)
     for index in sorted(range(len(flows)), key=lambda i: (-flows[i].num_bytes, i)):
         if not large[index]:
-            timings[index] = _fit(flows[index], -(-flows[index].num_bytes // longest), room)
+            timings[index] = _fit(flows[index], longest, room)
             last = max(last, *(max(placed) for placed in timings[index].rounds))
     return [timings[index] for index in range(len(flows))], last + 1
 
@@ -77,36 +73,55 @@ def _fewest(flows: Sequence[Flow], round_bytes: int) -> int:
     return max(1, -(-max(loads.values(), default=0) // usable))
 
 
-def _fit(flow: Flow, count: int, room: "_Room") -> Timing:
+def _fit(flow: Flow, longest: int, room: "_Room") -> Timing:
+    gap = min(room.beside(edge) for edge in flow.edges)
+    if gap >= longest // 2:
+        longest = min(longest, gap - ALIGN)
+    count = -(-flow.num_bytes // longest)
     rounds: list[list[int]] = [[] for _ in flow.edges]
     for message in range(count):
         size = border(flow, count, message + 1) - border(flow, count, message)
         arrived: dict[int, int] = {}
         for edge, placed in zip(flow.edges, rounds, strict=True):
             earliest = arrived.get(edge.source, -1) + 1
-            placed.append(room.take(edge.source, edge.target, earliest, size))
+            placed.append(room.take(edge, earliest, size))
             arrived[edge.target] = placed[-1]
     return Timing(count, tuple(rounds))
 
 
 class _Room:
-    """What every slot sends and receives in every round so far."""
+    """What every slot sends and receives in every round so far: what large flows take steadily, and then the rest."""
 
     def __init__(self, round_bytes: int) -> None:
         self.round_bytes = round_bytes
+        self.taken: dict[tuple[bool, int], int] = {}
+        """By large flows, in each of the rounds that they use."""
+        self.free_from = 0
+        """The first round without large flows."""
         self.used: dict[tuple[bool, int], list[int]] = {}
         self.full: dict[tuple[bool, int], int] = {}
         """All rounds before this one are as good as full."""
 
-    def occupy(self, sends: bool, slot: int, rounds: range, num_bytes: int) -> None:
-        used = self._upto((sends, slot), rounds.stop)
-        for number in rounds:
-            used[number] += num_bytes
+    def steady(self, edge: Edge, num_bytes: int) -> None:
+        for end in ((True, edge.source), (False, edge.target)):
+            self.taken[end] = self.taken.get(end, 0) + num_bytes
 
-    def take(self, source: int, target: int, earliest: int, num_bytes: int) -> int:
-        """The first round from `earliest` on in which both have room; it is used up by that."""
-        out, into = (True, source), (False, target)
+    def begin(self, free_from: int) -> None:
+        self.free_from = free_from
+        for end, amount in self.taken.items():
+            self.used[end] = [amount] * free_from
+
+    def beside(self, edge: Edge) -> int:
+        """Bytes a round that large flows leave to this edge."""
+        taken = max(self.taken.get((True, edge.source), 0), self.taken.get((False, edge.target), 0))
+        return self.round_bytes - taken
+
+    def take(self, edge: Edge, earliest: int, num_bytes: int) -> int:
+        """The first round from `earliest` on in which both ends have room; it is used up by that."""
+        out, into = (True, edge.source), (False, edge.target)
         number = max(earliest, self.full.get(out, 0), self.full.get(into, 0))
+        if num_bytes > self.beside(edge):
+            number = max(number, self.free_from)
         limit = self.round_bytes - num_bytes
         sent, received = self._upto(out, number + 1), self._upto(into, number + 1)
         while sent[number] > limit or received[number] > limit:

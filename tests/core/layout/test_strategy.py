@@ -1,0 +1,135 @@
+"""Layouts of whole models: what each slot holds, and that together they hold everything."""
+
+import numpy as np
+import pytest
+
+from ductile.core.layout.layout import Layout
+from ductile.core.layout.mesh import Mesh
+from ductile.core.layout.spec import ModelSpec
+from ductile.core.layout.strategy import contiguous_stages, model_layout, zero_layout
+
+SPEC = ModelSpec("qwen3", 50, 16, 24, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=4, qk_norm=True)
+TIED = ModelSpec("llama", 50, 16, 24, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=4, tie_embeddings=True)
+
+
+def times_held(layout: Layout, name: str) -> np.ndarray:
+    held = np.zeros(layout[name].shape, dtype=int)
+    for slot in layout.slots:
+        for start, stop, *_ in layout[name].holdings.rows_of(slot):
+            held[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))] += 1
+    return held
+
+
+@pytest.mark.parametrize("spec", [SPEC, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"fsdp": 3},
+        {"dp": 2, "fsdp": 2},
+        {"tp": 2, "pp": 3},
+        {"pp": 2, "dp": 2, "fsdp": 2, "tp": 2},
+        {"fsdp": 7, "tp": 4},
+    ],
+    ids=str,
+)
+def test_every_element_is_held_by_every_replica(spec: ModelSpec, axes: dict[str, int]) -> None:
+    mesh = Mesh.of(range(int(np.prod(list(axes.values())))), **axes)
+    layout = model_layout(spec, mesh)
+    replicated_over_tp = ("norm.weight", "_norm.weight")
+    for tensor in layout:
+        held = times_held(layout, tensor.name)
+        copies = mesh.size(("dp",))
+        if tensor.name.endswith(replicated_over_tp):
+            copies *= mesh.size(("tp",))
+        if spec.tie_embeddings and tensor.name == "embed.weight" and mesh.size(("pp",)) > 1:
+            copies *= 2
+        if "qkv" in tensor.name and mesh.size(("tp",)) == 4:
+            assert set(np.unique(held[:16])) == {copies}
+            assert set(np.unique(held[16:])) == {2 * copies}, "two slots share a key head"
+        else:
+            assert set(np.unique(held)) == {copies}, tensor.name
+    assert sum(tensor.num_bytes for tensor in layout) == 2 * spec.num_parameters
+
+
+def test_tensor_parallel_cuts_what_megatron_cuts() -> None:
+    layout = model_layout(SPEC, Mesh.of(range(2), tp=2))
+    shapes = {
+        name.removeprefix("layers.0."): dict(((slot, size) for slot, _, size in tensor.holdings.sizes))[1]
+        for name, tensor in layout.tensors.items()
+        if not name.startswith(("layers.1", "layers.2", "layers.3", "layers.4"))
+    }
+    assert shapes == {
+        "embed.weight": 25 * 16,
+        "attention_norm.weight": 16,
+        "attention.qkv_proj.weight": (8 + 4 + 4) * 16,
+        "attention.q_norm.weight": 4,
+        "attention.k_norm.weight": 4,
+        "attention.o_proj.weight": 16 * 8,
+        "mlp_norm.weight": 16,
+        "mlp.gate_up_proj.weight": 24 * 16,
+        "mlp.down_proj.weight": 16 * 12,
+        "norm.weight": 16,
+        "lm_head.weight": 25 * 16,
+    }
+
+
+def test_stages_follow_the_layers() -> None:
+    assert contiguous_stages(5, 2) == (0, 0, 0, 1, 1)
+    layout = model_layout(SPEC, Mesh.of(range(2), pp=2), stages=(0, 1, 0, 1, 0))
+    holders = {name: tensor.holdings.slots.tolist() for name, tensor in layout.tensors.items()}
+    assert [holders[f"layers.{layer}.mlp_norm.weight"] for layer in range(5)] == [[0], [1], [0], [1], [0]]
+    assert (holders["embed.weight"], holders["lm_head.weight"], holders["norm.weight"]) == ([0], [1], [1])
+    with pytest.raises(ValueError, match="do not place 5 layers on 2 stages"):
+        model_layout(SPEC, Mesh.of(range(2), pp=2), stages=(0, 1, 2, 1, 0))
+
+
+def test_tied_embeddings_are_one_tensor_on_the_first_and_the_last_stage() -> None:
+    layout = model_layout(TIED, Mesh.of(range(3), pp=3))
+    assert layout["embed.weight"].holdings.slots.tolist() == [0, 2]
+    assert "lm_head.weight" not in layout.tensors
+
+
+def test_the_vocabulary_is_padded_to_equal_shards() -> None:
+    layout = model_layout(SPEC, Mesh.of(range(4), tp=4), vocab_multiple=8)
+    assert [size for _, _, size in layout["embed.weight"].holdings.sizes] == [16 * 16] * 4
+    assert set(np.unique(times_held(layout, "embed.weight"))) == {1}
+
+
+def test_zero_state_is_one_buffer_of_equal_ranges() -> None:
+    mesh = Mesh.of(range(6), dp=3, tp=2)
+    params = model_layout(SPEC, mesh)
+    state = zero_layout(params, mesh).kind("exp_avg.", "float32")
+    assert list(state.tensors) == ["exp_avg." + name for name in params.tensors]
+    sizes = [state.buffer_sizes(slot) for slot in mesh.slots]
+    assert len({tuple(size.items()) for size in sizes}) == 1
+    assert set(sizes[0]) == {"exp_avg.zero"}
+    assert sizes[0]["exp_avg.zero"][0] == "float32"
+    assert set(np.unique(times_held(state, "exp_avg.layers.0.mlp.down_proj.weight"))) == {1}
+
+
+def test_the_key_is_the_content() -> None:
+    one = model_layout(SPEC, Mesh.of(range(4), dp=2, tp=2))
+    assert one.key == model_layout(SPEC, Mesh.of(range(4), dp=2, tp=2)).key
+    others = [
+        model_layout(SPEC, Mesh.of((0, 1, 3, 2), dp=2, tp=2)),
+        model_layout(SPEC, Mesh.of(range(4), tp=2, dp=2)),
+        model_layout(SPEC, Mesh.of(range(4, 8), dp=2, tp=2)),
+        model_layout(SPEC, Mesh.of(range(4), dp=2, tp=2), dtype="float32"),
+        model_layout(TIED, Mesh.of(range(4), dp=2, tp=2)),
+    ]
+    assert len({one.key, *(layout.key for layout in others)}) == 1 + len(others)
+
+
+def test_layouts_can_be_joined_and_moved() -> None:
+    mesh = Mesh.of(range(2), dp=2)
+    params = model_layout(SPEC, mesh)
+    both = params | zero_layout(params, mesh).kind("master.", "float32")
+    assert len(both.tensors) == 2 * len(params.tensors)
+    with pytest.raises(ValueError, match=r"'embed\.weight' is in both"):
+        params | params
+    moved = both.relabel({0: 9, 1: 3})
+    assert moved.slots == (3, 9)
+    name = "master.embed.weight"
+    assert moved[name].holdings.rows_of(9) == both[name].holdings.rows_of(0)
+    with pytest.raises(ValueError, match="two places to one slot"):
+        both.relabel({0: 1, 1: 1})
