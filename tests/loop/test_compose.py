@@ -172,8 +172,15 @@ def test_resume_goes_on_where_the_run_was(tmp_path, folder):
 
 
 def test_resuming_a_run_without_a_checkpoint_starts_it(tmp_path, folder):
+    run = tmp_path / "run"
+    killed = Recorder(run)  # in its second step, before the first save
+    killed.metrics(0, {"eval_reward": 0.0})
+    killed.metrics(1, {"reward_mean": 0.0})
+    killed.close()
     _, result = circle(config(tmp_path, folder, ckpt__resume_step=-1), folder)
     assert result.step == 3
+    assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [0, 1, 2, 3]
+    assert "yet: started from the beginning." in (run / "events.jsonl").read_text()
     with pytest.raises(CheckpointError, match=r"no complete checkpoint of step 9; there are? 3"):
         prepare(config(tmp_path, folder, ckpt__resume_step=9))
 

@@ -146,7 +146,7 @@ def test_saver_and_resume(tmp_path):
             asyncio.run(saver.save(Progress(step, PromptPosition(step))))
     assert trainer.calls == [str(tmp_path / "model")] * 2
     record.metrics(5, {"loss": 5})
-    asyncio.run(saver.resume(Progress(2, PromptPosition(2))))
+    asyncio.run(saver.resume(Progress(2, PromptPosition(2)), asked=True))
     record.close()
     assert trainer.weights == "step 2"
     assert Checkpoints(tmp_path / "state").steps() == [2]

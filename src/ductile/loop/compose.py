@@ -139,7 +139,7 @@ async def run_circle(
     config, plan, progress = prepared.config, prepared.plan, prepared.progress
     model_folder = prepared.folder / "model" if config.ckpt.export_model and config.bench is None else None
     saver = Saver(trainer, prepared.checkpoints, record, model_folder)
-    await saver.resume(progress)
+    await saver.resume(progress, asked=config.ckpt.resume_step is not None)
     earlier_s = sum(row.get("step_s") or 0.0 for row in read_jsonl(record.folder / "metrics.jsonl"))
     async with _graders(prepared, record) as graders:
         episodes = Episodes(

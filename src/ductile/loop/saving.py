@@ -25,12 +25,17 @@ class Saver:
             await self._trainer.export(str(self._model_folder))
             self._record.event("exported", f"The model of step {progress.step} is in {self._model_folder}.")
 
-    async def resume(self, progress: Progress) -> None:
-        """Load what `progress` belongs to, and forget what was written after it. Step 0 has nothing to load."""
+    async def resume(self, progress: Progress, asked: bool) -> None:
+        """Load what `progress` belongs to, and forget what was written after it.
+
+        asked: the user wants to go on. When there is nothing to go on from (step 0), an event says so.
+        """
         await asyncio.to_thread(self._checkpoints.sweep, progress.step)
-        num_dropped = self._record.rewind(progress.step)
-        if progress.step == 0:
-            return
-        await self._trainer.load(str(self._checkpoints.path(progress.step) / TRAINER))
-        again = f"; the metrics of {num_dropped} later steps are written anew" if num_dropped else ""
-        self._record.event("resumed", f"Resumed after step {progress.step}{again}.", step=progress.step)
+        num_dropped = self._record.rewind(progress.step if progress.step else -1)
+        if progress.step:
+            await self._trainer.load(str(self._checkpoints.path(progress.step) / TRAINER))
+            again = f"; the metrics of {num_dropped} later steps are written anew" if num_dropped else ""
+            self._record.event("resumed", f"Resumed after step {progress.step}{again}.", step=progress.step)
+        elif asked:
+            where = self._checkpoints.folder
+            self._record.event("started_anew", f"There is no checkpoint in {where} yet: started from the beginning.")

@@ -43,6 +43,7 @@ class PreparedBatches:
     checkpoints: Checkpoints | None
     """None saves nothing."""
     progress: Progress
+    resume_asked: bool
     model_folder: Path | None
     facts: Mapping[str, float]
     """About the data, for the summary."""
@@ -88,6 +89,7 @@ def prepare_sft(config: SFTConfig) -> PreparedBatches:
         save_interval=config.ckpt.interval,
         checkpoints=checkpoints,
         progress=checkpoints.load(resume_step) if checkpoints and resume_step is not None else Progress(),
+        resume_asked=config.ckpt.resume_step is not None,
         model_folder=Path(config.output_dir) / "model" if config.ckpt.export_model and not bench else None,
         facts=facts,
         sentence=sentence,
@@ -122,6 +124,7 @@ def prepare_fake(config: TrainerRunConfig) -> PreparedBatches:
         save_interval=None,
         checkpoints=None,
         progress=Progress(),
+        resume_asked=False,
         model_folder=None,
         facts={},
         sentence=f"Made-up data, {fake.batch_size} samples a step.",
@@ -145,7 +148,7 @@ async def run_batches(
     saver = None
     if prepared.checkpoints is not None:
         saver = Saver(trainer, prepared.checkpoints, record, prepared.model_folder)
-        await saver.resume(prepared.progress)
+        await saver.resume(prepared.progress, prepared.resume_asked)
     record.event("data", prepared.sentence, **prepared.facts)
     earlier_s = sum(row.get("step_s") or 0.0 for row in read_jsonl(record.folder / "metrics.jsonl"))
     step = saved = prepared.progress.step
