@@ -79,7 +79,7 @@ class Planner:
             return direct, "no relays: receiving is the bottleneck, and every slot receives each byte once"
         relayed = self._flows(refinement, slots, relay=True)
         hops = max((edge.hop for flow in relayed for edge in flow.edges), default=0)
-        slowest = min(self.topology.node_bytes_s, self.topology.network_bytes_s)
+        slowest = self.topology.network_bytes_s if self.topology.nodes else self.topology.node_bytes_s
         waiting_bytes = hops * min(self.round_bytes, max(flow.num_bytes for flow in relayed))
         direct_s = max(sending_s, receiving_s)
         relayed_s = max(busiest_links_s(relayed, self.topology)) + waiting_bytes / slowest
