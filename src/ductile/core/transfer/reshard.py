@@ -47,6 +47,10 @@ class Planner:
             del self._plans[next(iter(self._plans))]
         return plan
 
+    def forget_plans(self) -> None:
+        """Keep only what is known of classes."""
+        self._plans.clear()
+
     def key(self, source: Layout, target: Layout) -> bytes:
         settings = repr((self.topology, self.round_bytes)).encode()
         return blake2b(source.key + target.key + settings, digest_size=16).digest()
