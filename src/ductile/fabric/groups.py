@@ -41,6 +41,7 @@ class Groups:
         self._store = store
         self._timeout_s = timeout_s
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._meshes: list[Mesh] = []
 
     @classmethod
     def at(cls, place: Place, timeout_s: float) -> "Groups":
@@ -61,22 +62,31 @@ class Groups:
 
     def mesh(self, members: Sequence[int], axis: str = "shard") -> Mesh:
         """The group of these slots as a mesh of one axis."""
-        return DeviceMesh.from_group(self.group(members), self._device.type, mesh=list(members), mesh_dim_names=(axis,))
+        # torch remembers tensor layouts by equal meshes, and would go on with one whose group died with an older epoch.
+        # With the epoch in the axis's name, meshes of different epochs are not equal.
+        names = (f"{axis}@{self._epoch}",)
+        group = self.group(members)
+        mesh = DeviceMesh.from_group(group, self._device.type, mesh=list(members), mesh_dim_names=names)
+        self._meshes.append(mesh)
+        return mesh
 
     def destroy(self) -> None:
-        """Close every group, in the order of their making. What was made from them (meshes, modules) is dead."""
+        """Close every group, in the order of their making. Drop what was made from them (meshes, modules) before."""
+        for mesh in self._meshes:
+            # torch's caches keep meshes for ever. A mesh that keeps its group would keep its sockets open.
+            mesh._pg_registry.clear()
+        self._meshes.clear()
         for members in list(self._groups):
             dist.destroy_process_group(self._groups.pop(members))
+        gc.collect()  # sharded modules refer to each other in circles; only without them sockets and threads go
 
     def abandon(self, error: BaseException) -> None:
         """`destroy` after a failure, so that the other members fail too instead of waiting.
 
-        A group's sockets close only when nothing refers to it any more. Drop models and meshes first; the locals of
-        the functions that failed are cleared here.
+        Drop models and meshes first; the locals of the functions that failed are cleared here.
         """
         traceback.clear_frames(error.__traceback__)
         self.destroy()
-        gc.collect()  # takes a tenth of a second, which only a failure is worth
 
     def _create(self, members: tuple[int, ...]) -> dist.ProcessGroup:
         if self._device.type == "cpu":
