@@ -2,7 +2,7 @@
 
 `plain` is the same model, packing and loss without FSDP, messages or process groups, with torch's own clipping and
 fused AdamW: the floor. `2 x plain` is two of them at once with half the samples each, which never talk. Model of Qwen3
-shape, 4 layers of 256, fp32, 32 samples of 60 to 100 tokens, one thread a rank. Medians over the rounds; CPU time beside
+shape, 4 layers of 256, fp32, 32 samples of 60 to 100 tokens, one thread a rank. Medians of the rounds; CPU time beside
 wall time, since other load on the machine changes the latter most.
 
     python benchmarks/train_step.py --json benchmarks/results/train_step.json
