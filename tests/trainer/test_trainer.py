@@ -1,18 +1,29 @@
 """Several optimizer steps against the naive loop; what a step reports; what it refuses."""
 
 from collections.abc import Iterator
+from math import isfinite
 from pathlib import Path
 
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from ductile.config.trainer import AdamWConfig, DefaultLoss, GRPOLoss, OptimConfig, SFTLoss, SGDConfig, TrainerConfig
+from ductile.config.trainer import (
+    AdamWConfig,
+    CustomLoss,
+    DefaultLoss,
+    GRPOLoss,
+    OptimConfig,
+    SFTLoss,
+    SGDConfig,
+    TrainerConfig,
+)
 from ductile.core.batch.normalise import divisor
 from ductile.core.batch.packing import pack
 from ductile.fabric.groups import Groups, Mesh
 from ductile.model.checkpoint import ModelFolderError
 from ductile.records import MicroBatch, Sample
+from ductile.trainer.loss import LossInputs, LossOutputs
 from ductile.trainer.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.tiny import make_model_folder
@@ -117,6 +128,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(folder: Path, mesh: Mesh)
     trainer.forward_backward([MicroBatch((poisoned,))])
     report = trainer.optim_step(1.0)
     assert report.metrics["skipped"] == 1.0
+    assert (trainer.step, trainer.num_updates) == (1, 0)
     for name, tensor in trainer.full_tensors():
         assert torch.equal(tensor, before[name])
     trainer.forward_backward([MicroBatch((sample,))])
@@ -131,6 +143,23 @@ def test_log_probs_are_those_of_the_sampling_temperature(folder: Path, mesh: Mes
         trainer.forward_backward([MicroBatch(tuple(make_samples((30,), temperatures=(temperature,))))])
         entropies.append(trainer.optim_step(1.0).metrics["entropy"])
     assert entropies[0] < entropies[1] - 0.5
+
+
+def awkward_loss(inputs: LossInputs) -> LossOutputs:
+    """Not a number for a made-up token, and metrics with the names of the trainer's own sums."""
+    advantages = inputs.advantages / inputs.advantages.abs().sum()
+    return LossOutputs(-advantages * inputs.logprobs, {"loss": advantages, "num_tokens": advantages * 0 + 7})
+
+
+def test_a_custom_loss_cannot_spoil_the_sums(folder: Path, mesh: Mesh) -> None:
+    loss = CustomLoss(import_path=f"{__name__}.awkward_loss")
+    trainer = Trainer(config_for(folder, loss=loss), mesh)
+    num_tokens = trainer.forward_backward([MicroBatch(()), MicroBatch(tuple(make_samples((9,)))), MicroBatch(())])
+    report = trainer.optim_step(1.0)
+    assert isfinite(report.loss)
+    assert report.num_tokens == num_tokens
+    assert report.metrics["num_tokens"] == 7.0
+    assert report.metrics["skipped"] == 0.0
 
 
 def test_a_forgotten_gradient_leaves_nothing_behind(folder: Path, mesh: Mesh) -> None:

@@ -2,7 +2,8 @@
 
     model/<parameter>            the parameters that the optimizer updates
     <moment>/<parameter>         exp_avg, exp_avg_sq, momentum_buffer
-    step                         optimizer steps taken; learning rate and bias correction follow from it
+    step                         optimizer steps; the learning rate follows from it
+    num_updates                  those that were not skipped; Adam's bias correction follows from it
 
 No random state is part of it: nothing here draws random numbers after the weights are made. Gradients are not either:
 save after an optimizer step.
@@ -20,7 +21,8 @@ from ductile.trainer.trainer import Trainer
 
 def save_state(trainer: Trainer, path: str | Path) -> None:
     """Write the directory `path`; collective. Any number of ranks can load it. Not atomic, but synced to disk."""
-    state.save(_named(trainer) | {"step": torch.tensor(trainer.step)}, path, trainer.mesh)
+    counts = {"step": torch.tensor(trainer.step), "num_updates": torch.tensor(trainer.num_updates)}
+    state.save(_named(trainer) | counts, path, trainer.mesh)
 
 
 def load_state(trainer: Trainer, path: str | Path) -> None:
@@ -28,11 +30,11 @@ def load_state(trainer: Trainer, path: str | Path) -> None:
 
     Raises StateError when `path` does not have a whole state of this model and optimizer.
     """
-    step = torch.zeros((), dtype=torch.int64)
-    state.load(_named(trainer) | {"step": step}, path, trainer.mesh)
+    counts = {"step": torch.tensor(0), "num_updates": torch.tensor(0)}
+    state.load(_named(trainer) | counts, path, trainer.mesh)
     trainer.forget_gradient()
-    trainer.step = int(step)
-    set_num_steps(trainer.optimizer, trainer.step)
+    trainer.step, trainer.num_updates = int(counts["step"]), int(counts["num_updates"])
+    set_num_steps(trainer.optimizer, trainer.num_updates)
 
 
 def _named(trainer: Trainer) -> dict[str, Tensor]:

@@ -20,6 +20,9 @@ from ductile.trainer.loss import make_loss, required_fields
 from ductile.trainer.optimizer import make_optimizer, supported
 from ductile.trainer.schedule import learning_rate
 
+METRIC = "metric/"
+"""Before the names of a loss's metrics among the trainer's own sums: a custom one may be called "loss"."""
+
 
 class Trainer:
     def __init__(self, config: TrainerConfig, mesh: Mesh, device: str | torch.device = "cpu") -> None:
@@ -35,7 +38,9 @@ class Trainer:
         self.device = torch.device(device)
         self.precision = apply.Precision.of(config.model, device)
         self.step = 0
-        """Optimizer steps taken."""
+        """Optimizer steps asked for; the schedule follows it."""
+        self.num_updates = 0
+        """Those that changed the weights: all but the skipped ones."""
         self._optim = supported(config.optim)
         self._lr_at(0)  # complains now about a schedule without an end
         if self.device.type == "cuda":
@@ -88,10 +93,11 @@ class Trainer:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
+            self.num_updates += 1
         self.forget_gradient()
         self.step += 1
         loss, num_tokens = totals.pop("loss") / divisor, totals.pop("num_tokens")
-        metrics = {name: total / max(1.0, num_tokens) for name, total in totals.items()}
+        metrics = {name.removeprefix(METRIC): total / max(1.0, num_tokens) for name, total in totals.items()}
         metrics["skipped"] = float(not applied)
         return StepReport(self.step, loss, grad_norm, lr, int(num_tokens), metrics)
 
@@ -118,7 +124,8 @@ class Trainer:
         loss = weighted.sum()
         loss.backward()
         sums = {"loss": loss.detach(), "num_tokens": torch.tensor(batch.num_trained)}
-        sums |= {name: values.detach().sum() * bool(batch.num_trained) for name, values in outputs.metrics.items()}
+        for name, values in outputs.metrics.items():
+            sums[METRIC + name] = values.detach().sum() if batch.num_trained else torch.zeros(())
         for name, value in sums.items():
             value = value.to(self.device, torch.float64)
             self._sums[name] = self._sums[name] + value if name in self._sums else value
