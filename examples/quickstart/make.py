@@ -5,11 +5,11 @@
 
 The task is reasoning-gym's `chain_sum`. Each example is answered in one of two ways, most of them in the first:
 
-    12 + 7 + 30 =   ->   <answer>49</answer>
-    12 + 7 + 30 =   ->   12+7=19 19+30=49 <answer>49</answer>
+    2 + 7 - 5 =   ->   <answer>11</answer>                  a guess: right only by chance
+    2 + 7 - 5 =   ->   2+7=9 9-5=4 <answer>4</answer>       worked out, term by term
 
-So the model knows both, and mostly blurts. It is often wrong then; the second way is longer and mostly right. Nobody
-tells the model which is better: that is what RL finds out.
+Data like that is common, and a model trained on it guesses as often as the data does. Nobody tells it which way is
+better: that is what RL finds out.
 """
 
 import json
@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 HERE = Path(__file__).parent
 NUM_EXAMPLES = 24_000
-BLURTED = 0.6
+GUESSED = 0.7
 TASK = {"min_terms": 3, "max_terms": 6, "min_digits": 1, "max_digits": 1, "allow_negation": False}
 # The RL run draws its questions from seed 0 and its held-out ones from the end of the same data set; this is another.
 SEED = 1_000_003
@@ -57,8 +57,8 @@ def make_examples() -> list[dict[str, str]]:
         completion = work_out(question.split(": ", 1)[1])
         if f"<answer>{item['answer']}</answer>" not in completion:
             raise SystemExit(f"the worked answer to {question!r} is not {item['answer']}: {completion}")
-        if rng.random() < BLURTED:
-            completion = completion.split(" ")[-1]
+        if rng.random() < GUESSED:
+            completion = f"<answer>{rng.randint(-20, 40)}</answer>"
         rows.append({"prompt": question, "completion": completion})
     return rows
 
