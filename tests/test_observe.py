@@ -59,6 +59,13 @@ def test_a_cut_line_neither_hides_the_next_one_nor_breaks_reading(tmp_path):
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 3]
 
 
+def test_a_line_may_hold_what_other_readers_take_for_a_line_s_end(tmp_path):
+    record = Recorder(tmp_path)
+    record.event("reward_error", "Scored 0: it said \u2028 and \x85.")
+    record.close()
+    assert [row["sentence"] for row in read_jsonl(tmp_path / "events.jsonl")] == ["Scored 0: it said \u2028 and \x85."]
+
+
 def test_rewind_keeps_what_the_checkpoint_knows(tmp_path):
     record = Recorder(tmp_path)
     for step in range(1, 6):

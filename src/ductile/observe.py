@@ -110,7 +110,8 @@ class Stopwatch:
 def read_jsonl(file: Path) -> list[dict[str, Any]]:
     """The file's objects. A last line that was cut off by a kill is left out."""
     rows: list[dict[str, Any]] = []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+    # Not splitlines(): a JSON string may hold U+2028 and its like, which are no line ends here.
+    for line in file.read_text(encoding="utf-8").split("\n") if file.exists() else []:
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError:
