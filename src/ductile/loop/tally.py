@@ -9,7 +9,7 @@ tokens_per_s_train               prompt and sampled tokens by the seconds that t
 seconds/<phase>                  wall time by phase; phases overlap
 reward/<name>                    what the task's reward reports besides
 groups_equal, groups_dropped     groups without any advantage; groups that were too old (since the start)
-reward_errors, prompts_too_long  answers scored 0 by a failing reward; prompts skipped (since the start)
+reward_errors                    answers scored 0 by a failing reward (since the start)
 """
 
 from collections.abc import Iterable, Mapping, Sequence
