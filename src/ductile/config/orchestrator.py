@@ -102,7 +102,8 @@ class OrchestratorConfig(Section):
     eval: EvalConfig = EvalConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     drop_zero_advantage: bool = True
-    """Leave groups whose rewards are all equal out of the gradient (they still count for the batch)."""
+    """Leave groups without any advantage out of the gradient (they still count for the batch). With `default` and
+    `grpo` these are the groups whose rewards are all equal."""
     seed: int = 0
     shuffle: bool = True
     reward_timeout_s: float = Field(default=30.0, gt=0)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ductile.core.batch import normalise
-from ductile.core.batch.advantage import Advantage, all_equal, mean_baseline, to_samples
+from ductile.core.batch.advantage import Advantage, mean_baseline, teaches, to_samples
 from ductile.records import RolloutGroup, Sample
 from ductile.roles import Scorer
 
@@ -28,12 +28,8 @@ class Lessons:
 
     async def prepare(self, groups: Sequence[RolloutGroup]) -> list[Sample]:
         """Weighted samples, scored where there is a scorer. Groups that teach nothing are left out."""
-        samples = [
-            sample
-            for group in groups
-            if not (self._drop_zero_advantage and all_equal([rollout.reward for rollout in group.rollouts]))
-            for sample in to_samples(group, self._advantage, self._temperature)
-        ]
+        by_group = [to_samples(group, self._advantage, self._temperature) for group in groups]
+        samples = [sample for group in by_group if teaches(group) or not self._drop_zero_advantage for sample in group]
         samples = normalise.weigh(samples, self._normalisation)
         if not self._scorer or not samples:
             return samples

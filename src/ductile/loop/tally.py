@@ -8,7 +8,7 @@ tokens_per_s_generate            sampled tokens of the batch by the step's wall 
 tokens_per_s_train               prompt and sampled tokens by the seconds that the trainer was at work
 seconds/<phase>                  wall time by phase; phases overlap
 reward/<name>                    what the task's reward reports besides
-groups_equal, groups_dropped     groups without any advantage; groups that were too old (since the start)
+groups_equal, groups_dropped     groups whose rewards are all equal; groups that were too old (since the start)
 reward_errors                    answers scored 0 by a failing reward (since the start)
 """
 

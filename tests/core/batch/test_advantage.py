@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ductile.core.batch.advantage import ADVANTAGES, all_equal, to_samples
+from ductile.core.batch.advantage import ADVANTAGES, all_equal, teaches, to_samples
 from ductile.records import Prompt, Rollout, RolloutGroup
 
 
@@ -68,3 +68,14 @@ def test_a_wrong_custom_function_is_told_so(returned: list[float], message: str)
 def test_all_equal() -> None:
     assert all_equal([0.5, 0.5])
     assert not all_equal([0.5, 0.4])
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@given(reward=st.floats(-10, 10), size=st.integers(1, 9))
+def test_equal_rewards_teach_nothing(name: str, reward: float, size: int) -> None:
+    assert not teaches(to_samples(group_of([reward] * size), ADVANTAGES[name]))
+
+
+def test_a_custom_advantage_teaches_where_rewards_are_equal() -> None:
+    assert teaches(to_samples(group_of([0.5]), lambda rewards, group: rewards))
+    assert not teaches(to_samples(group_of([0.5, 0.4]), lambda rewards, group: [0.0] * len(rewards)))

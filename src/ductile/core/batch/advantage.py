@@ -1,6 +1,6 @@
 """How much better than its siblings was each answer, and the samples that say so token by token."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import sqrt
 
 from ductile.records import Prompt, Rollout, RolloutGroup, Sample
@@ -10,8 +10,8 @@ Advantage = Callable[[list[float], RolloutGroup], list[float]]
 
 
 def mean_baseline(rewards: list[float], group: RolloutGroup) -> list[float]:
-    """Reward minus the group's mean ("default")."""
-    mean = sum(rewards) / max(1, len(rewards))
+    """Reward minus the group's mean ("default"). Equal rewards give 0, and not what rounding leaves of it."""
+    mean = rewards[0] if rewards and all_equal(rewards) else sum(rewards) / max(1, len(rewards))
     return [reward - mean for reward in rewards]
 
 
@@ -40,8 +40,13 @@ def to_samples(group: RolloutGroup, advantage: Advantage = mean_baseline, temper
 
 
 def all_equal(rewards: Sequence[float]) -> bool:
-    """A group that teaches nothing: every advantage is 0."""
+    """Nobody did better than a sibling."""
     return len(set(rewards)) <= 1
+
+
+def teaches(samples: Iterable[Sample]) -> bool:
+    """Whether any trained token of a group has an advantage. A custom one may give it where all rewards are equal."""
+    return any(any(sample.advantages) for sample in samples)
 
 
 def _to_sample(prompt: Prompt, rollout: Rollout, advantage: float, temperature: float) -> Sample:
