@@ -8,7 +8,7 @@ import pytest
 
 from ductile.config.flags import read
 from ductile.config.parse import parse
-from ductile.config.run import RLConfig, SFTConfig
+from ductile.config.run import OrchestratorRunConfig, RLConfig, SFTConfig
 from ductile.config.schema import value_at
 from tests.config.stories import furnish
 
@@ -145,6 +145,13 @@ def test_yaml_reads_numbers_as_people_write_them() -> None:
 def test_another_spelling_gives_a_notice(flags: str, notice: str) -> None:
     Path("old.toml").write_text("[orchestrator]\ngroup_size = 4\n")
     assert parse(RLConfig, ["@", "good.toml", *flags.split()]).notices == (notice,)
+
+
+def test_the_orchestrator_alone_asks_nothing_of_what_only_training_needs() -> None:
+    alone = "--model.name model --client.base-url http://127.0.0.1:8000/v1 --task.type builtin --task.name addition"
+    greedy = "--rollouts-per-example 1 --sampling.temperature 0 --task.size 20 --n-minibatches 2"
+    why = "has no effect here: `ductile orchestrator` scores answers, and trains nothing"
+    assert parse(OrchestratorRunConfig, [*alone.split(), *greedy.split()]).notices == (f"n_minibatches {why}",)
 
 
 def test_every_value_knows_where_it_came_from() -> None:

@@ -26,6 +26,10 @@ from ductile.config.trainer import LinearSchedule, SchedulerConfig
 from ductile.core.cluster.placement import PlacementError
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+FOR_TRAINING = (
+    "n_minibatches", "max_async_level", "max_off_policy_steps", "eval", "advantage", "drop_zero_advantage",
+)  # fmt: skip
+"""Keys of `[orchestrator]` that mean nothing without a trainer."""
 
 
 def preflight(config: Section) -> list[Finding]:
@@ -45,17 +49,19 @@ def preflight(config: Section) -> list[Finding]:
 
 def remarks(config: Section) -> list[str]:
     """What is accepted, because configs of other systems have it, and does nothing."""
-    if not isinstance(config, RLConfig):
+    if isinstance(config, RLConfig):
+        why = "`ductile rl` talks to its own generators, and opens no HTTP port"
+        without_effect = {
+            "inference.server": config.inference.server != ServerConfig(),
+            "orchestrator.client": config.orchestrator.client != ClientConfig(),
+        }
+    elif isinstance(config, OrchestratorRunConfig):
+        why = "`ductile orchestrator` scores answers, and trains nothing"
+        fields = OrchestratorConfig.model_fields
+        without_effect = {name: getattr(config, name) != fields[name].default for name in FOR_TRAINING}
+    else:
         return []
-    without_effect = {
-        "inference.server": config.inference.server != ServerConfig(),
-        "orchestrator.client": config.orchestrator.client != ClientConfig(),
-    }
-    return [
-        f"{key} has no effect here: `ductile rl` talks to its own generators, and opens no HTTP port"
-        for key, given in without_effect.items()
-        if given
-    ]
+    return [f"{key} has no effect here: {why}" for key, given in without_effect.items() if given]
 
 
 def _rl(config: RLConfig) -> Iterator[Finding]:
@@ -90,11 +96,14 @@ def _rl(config: RLConfig) -> Iterator[Finding]:
             "`ductile rl` knows its generators",
         )
     yield from _questions(orchestrator, "orchestrator.")
+    yield from _lessons(orchestrator, "orchestrator.")
+    yield from _evaluation(orchestrator, "orchestrator.")
     yield from _lengths(orchestrator, inference.model.max_model_len)
     yield from _generator(inference, "inference.", trainer.model.name)
     max_steps = config.max_steps or trainer.max_steps or orchestrator.max_steps
     num_steps = max_steps * orchestrator.n_minibatches if max_steps and config.bench is None else None
     yield from _schedule(trainer.scheduler, num_steps, "trainer.scheduler")
+    yield from _bench(config)
     yield from output_findings(config.output_dir, config.clean, config.resume, config.ckpt.resume_step)
 
 
@@ -112,6 +121,7 @@ def _sft(config: SFTConfig) -> Iterator[Finding]:
             f"must be at least data.seq_len ({config.data.seq_len}). Leave it out: data.seq_len sets it",
         )
     yield from _schedule(config.scheduler, config.max_steps if config.bench is None else None, "scheduler")
+    yield from _bench(config)
     yield from output_findings(config.output_dir, config.clean, config.resume, config.ckpt.resume_step)
 
 
@@ -167,7 +177,12 @@ def _questions(config: OrchestratorConfig, at: str) -> Iterator[Finding]:
             (f"{at}batch_size", f"{at}rollouts_per_example"),
             f"must be a multiple of rollouts_per_example ({members}): write {choice}",
         )
-    elif size // members < config.n_minibatches:
+
+
+def _lessons(config: OrchestratorConfig, at: str) -> Iterator[Finding]:
+    """What the trainer makes of a batch."""
+    size, members = config.batch_size, config.rollouts_per_example
+    if size % members == 0 and size // members < config.n_minibatches:
         yield Finding(
             (f"{at}n_minibatches", f"{at}batch_size", f"{at}rollouts_per_example"),
             f"must be at most {size // members}, the prompts of a batch ({size} rollouts / {members} each)",
@@ -189,7 +204,6 @@ def _questions(config: OrchestratorConfig, at: str) -> Iterator[Finding]:
     if (config.advantage.type == "custom") != (config.advantage.import_path is not None):
         what = "is missing: write the function to call" if config.advantage.type == "custom" else "needs type custom"
         yield Finding((f"{at}advantage.import_path", f"{at}advantage.type"), what)
-    yield from _evaluation(config, at)
 
 
 def _evaluation(config: OrchestratorConfig, at: str) -> Iterator[Finding]:
@@ -248,6 +262,12 @@ def _schedule(config: SchedulerConfig, num_steps: int | None, at: str) -> Iterat
             if decay
             else f"must be at most {num_steps}, the optimizer steps of the run",
         )
+
+
+def _bench(config: RLConfig | SFTConfig) -> Iterator[Finding]:
+    if config.bench is not None and config.ckpt.resume_step is not None:
+        what = "takes a few first steps and keeps none: it goes on with no run. Leave --resume out"
+        yield Finding(("bench", "resume", "ckpt.resume_step"), what)
 
 
 def _placement(config: RLConfig | SFTConfig | TrainerRunConfig | InferenceRunConfig) -> Iterator[Finding]:
