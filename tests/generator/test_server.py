@@ -30,7 +30,7 @@ def events(text: str) -> list[Any]:
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
-    ("completions", {"prompt": "x", "temperature": -1}, "temperature is -1.0; it must be 0 or more"),
+    ("completions", {"prompt": "x", "temperature": -1}, "temperature is -1.0; it must be 0 or at least 1e-05"),
     ("completions", {"prompt": "x", "temperature": "hot"}, "temperature: Input should be a valid number"),
     ("completions", {"prompt": "x", "top_p": 0}, "top_p is 0.0; it must be above 0 and at most 1"),
     ("completions", {"prompt": "x", "top_k": -2}, "top_k is -2; it must be -1 (all) or 1 or more"),

@@ -1,5 +1,6 @@
 """What an engine can serve: a pure answer to "why not?", given before a request takes any place."""
 
+import math
 from dataclasses import dataclass
 
 from ductile.records import GenerateRequest, Sampling
@@ -46,10 +47,15 @@ class Limits:
         return wrong_sampling(request.sampling)
 
 
+COLDEST = 1e-5
+"""Logits divided by less may overflow: one such request would make the whole engine's step fail."""
+
+
 def wrong_sampling(sampling: Sampling) -> str:
     """Empty when every value makes sense."""
+    temperature = sampling.temperature
     for name, value, fits, rule in (
-        ("temperature", sampling.temperature, sampling.temperature >= 0, "0 or more"),
+        ("temperature", temperature, temperature == 0 or COLDEST <= temperature < math.inf, f"0 or at least {COLDEST}"),
         ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1"),
         ("top_k", sampling.top_k, sampling.top_k == -1 or sampling.top_k > 0, "-1 (all) or 1 or more"),
         ("min_p", sampling.min_p, 0 <= sampling.min_p <= 1, "from 0 to 1"),
