@@ -99,6 +99,23 @@ def test_a_cancelled_call_does_not_give_its_answer_to_the_next(config):
     assert asyncio.run(run()).reward == 0.25
 
 
+def test_a_replacement_that_nobody_waits_for_any_more_is_stopped(config):
+    async def run():
+        async with Graders({"train": config}, 1, 30) as graders:
+            await graders.reward("train", 0, "exit")
+            asking = asyncio.create_task(graders.reward("train", 0, "fine"))
+            while not graders._workers:  # noqa: ASYNC110 (nobody tells of it)
+                await asyncio.sleep(0.01)
+            (starting,) = graders._workers
+            asking.cancel()
+            await asyncio.wait([asking])
+            return starting._process.returncode, await graders.reward("train", 0, "fine")
+
+    code, verdict = asyncio.run(run())
+    assert code == -signal.SIGKILL
+    assert verdict.reward == 1
+
+
 def test_replies_of_a_task_with_several_turns():
     task = {"type": "builtin", "name": "guess_number", "config": {"max_turns": 2}, "size": 5, "seed": 1}
 
@@ -118,9 +135,14 @@ def test_a_failing_reply_is_an_error_in_a_sentence():
 
     async def run():
         async with Graders({"train": task}) as graders:
-            return await graders.reply("train", 1, [])
+            return [(await graders.reply("train", example, [])).error for example in (1, 0)]
 
-    assert asyncio.run(run()).error == "the reply of train example 1 raised ValueError: lost the thread"
+    raised, malformed = asyncio.run(run())
+    assert raised == "the reply of train example 1 raised ValueError: lost the thread"
+    assert malformed == (
+        "the reply of train example 0 is of no use: [{'role': 'user', 'text': 'hm'}] must be None or a list of "
+        '{"role": ..., "content": ...}'
+    )
 
 
 def test_a_task_that_cannot_be_made_stops_the_start():

@@ -116,12 +116,14 @@ class Graders:
         self._workers.add(worker)
         try:
             answer = await worker.ask({"do": "tasks", "tasks": self._tasks}, START_TIMEOUT_S)
-        except _WorkerLost as lost:
-            answer = {"error": f"a grader process {lost} while it made its tasks"}
-        if "error" in answer:
+            if "error" in answer:
+                raise TaskError(answer["error"])
+        except BaseException as error:  # cancelled, too: nobody else knows of this worker
             self._workers.discard(worker)
-            await worker.kill()
-            raise TaskError(answer["error"])
+            await asyncio.shield(worker.kill())
+            if isinstance(error, _WorkerLost):
+                raise TaskError(f"a grader process {error} while it made its tasks") from None
+            raise
         return worker
 
 

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from ductile.config.orchestrator import TaskConfig
 from ductile.roles import Task
 from ductile.tasks.build import build_task
-from ductile.tasks.task import TaskError, score, takes_turns
+from ductile.tasks.task import TaskError, reply, score
 
 
 def main(parent: int) -> None:
@@ -50,7 +50,10 @@ def _execute(request: dict[str, Any], tasks: dict[str, Task]) -> dict[str, Any]:
         except TaskError as error:
             return {"error": f"is of no use: {error}"}
         return {"reward": reward, "metrics": metrics}
-    return {"messages": task.reply(request["example"], request["messages"]) if takes_turns(task) else None}
+    try:
+        return {"messages": reply(task, request["example"], request["messages"])}
+    except TaskError as error:
+        return {"error": f"is of no use: {error}"}
 
 
 def _requests(stream: BinaryIO):

@@ -34,6 +34,18 @@ def score(task: Task, example: int, answer: str) -> tuple[float, dict[str, float
     return float(reward), {str(name): float(number) for name, number in metrics.items()}
 
 
+def reply(task: Task, example: int, messages: list[dict[str, str]]) -> list[dict[str, str]] | None:
+    """`task.reply`; None of a task of one turn. Raises TaskError when it is not a list of messages."""
+    said = task.reply(example, messages) if takes_turns(task) else None
+    if said is not None and not (isinstance(said, list) and all(map(_is_message, said))):
+        raise TaskError(f'{said!r} must be None or a list of {{"role": ..., "content": ...}}')
+    return said
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`; did you mean "chain_sum"?`, or what there is, or nothing."""
     known = sorted(known)
