@@ -7,9 +7,10 @@ import json
 import pytest
 
 from ductile.config.imports import ImportPathError
+from ductile.config.orchestrator import SamplingConfig
 from ductile.config.run import OrchestratorRunConfig, RLConfig
 from ductile.loop.alone import prepare_alone, run_alone
-from ductile.loop.compose import prepare, run_circle
+from ductile.loop.compose import prepare, run_circle, to_sampling
 from ductile.loop.progress import CheckpointError
 from ductile.observe import Recorder, read_jsonl
 from ductile.records import Generation, Manifest, StepReport
@@ -244,3 +245,13 @@ def test_the_orchestrator_alone(tmp_path, folder):
     assert len(rows) == 16
     assert {"question", "answer", "reward", "token_ids", "logprobs", "prompt_token_ids", "step"} <= rows[0].keys()
     assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+
+
+def test_every_key_of_sampling_reaches_the_generator():
+    given = SamplingConfig(
+        temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, max_tokens=9, seed=3, stop=["x"], ignore_eos=True
+    )
+    sampling = to_sampling(given)
+    assert given.model_dump() == {name: getattr(sampling, name) for name in SamplingConfig.model_fields} | {
+        "stop": list(sampling.stop)
+    }

@@ -274,4 +274,5 @@ def to_sampling(config: SamplingConfig) -> Sampling:
         max_tokens=config.max_tokens,
         stop=tuple(config.stop),
         seed=config.seed,
+        ignore_eos=config.ignore_eos,
     )
