@@ -4,9 +4,9 @@ Both train the same model (Qwen3 shape, 4 layers of 256, fp32) with the same pro
 answer is exactly `--tokens` long), learning rate and number of completions a step. A step is everything: generate,
 reward, advantage, loss, backward, AdamW, and the new weights back in the generator. One thread a process.
 
-TRL runs as one process with all cores as threads, and as one process a core; ductile as one slot a core, with the roles apart (a train slot
-and a generate slot, generation at most one version ahead) and together (each slot generates, then all train: strictly
-on-policy, as TRL is). Each side's best set-up counts; all are in the JSON. Set-ups alternate over `--rounds`.
+TRL runs as one process with a thread a core, and as a process a core; ductile as a slot a core, with the roles apart (a
+train slot and a generate slot, generation at most one version ahead) and together (each slot generates, then all train:
+strictly on-policy, as TRL is). Each side's best set-up counts; all are in the JSON. Set-ups alternate over `--rounds`.
 
     python benchmarks/grpo_step.py --json benchmarks/results/grpo_step.json      (needs `pip install -e .[bench]`)
 """
@@ -21,6 +21,7 @@ import tempfile
 from pathlib import Path
 
 import tomli_w
+
 from provenance import provenance
 
 HERE = Path(__file__).parent
@@ -81,10 +82,9 @@ def run_ductile(args: argparse.Namespace, work: Path, placement: dict[str, str],
         "output_dir": str(work / "ductile"),
         "clean": True,
         "max_steps": args.steps + args.warmup,
-        "seq_len": 4096,
         "model": {"name": str(work / "model")},
         "cluster": {"component_placement": placement},
-        "trainer": {"optim": {"lr": args.lr}, "loss": {"type": "grpo"}},
+        "trainer": {"model": {"seq_len": 4096}, "optim": {"lr": args.lr}, "loss": {"type": "grpo"}},
         "inference": {"model": {"max_model_len": 256}},
         "orchestrator": {
             "batch_size": args.batch,
@@ -97,8 +97,6 @@ def run_ductile(args: argparse.Namespace, work: Path, placement: dict[str, str],
         },
         "ckpt": {"export_model": False},
     }
-    del config["seq_len"]
-    config["trainer"]["model"] = {"seq_len": 4096}
     path = work / "rl.toml"
     path.write_text(tomli_w.dumps(config))
     command = [sys.executable, "-m", "ductile", "rl", "@", str(path)]

@@ -5,6 +5,7 @@ fires when a step has ended, so generation, reward, loss and update are all insi
 """
 
 import argparse
+import itertools
 import json
 import os
 import time
@@ -74,8 +75,10 @@ def main() -> None:
     trainer.train()
     if trainer.is_world_process_zero():
         marks = clock.marks
-        seconds = [after - before for before, after in zip(marks, marks[1:], strict=False)]
-        print(json.dumps({"step_s": seconds[args.warmup :], "processes": processes, "threads": args.threads}), flush=True)
+        seconds = [after - before for before, after in itertools.pairwise(marks)]
+        print(
+            json.dumps({"step_s": seconds[args.warmup :], "processes": processes, "threads": args.threads}), flush=True
+        )
 
 
 if __name__ == "__main__":
