@@ -42,11 +42,12 @@ def ipo(token: Token, threshold: float, adv_tau: float, kl_tau: float) -> float:
     return (0.0 if dropped else -adv_tau * advantage * math.exp(now - sampled)) + kl_tau * (now - sampled) ** 2
 
 
-def ppo(token: Token, low: float, high: float, kl_coef: float) -> float:
-    now, _, old, reference, advantage = token
+def ppo(token: Token, low: float, high: float, kl_coef: float, cap: float = 2.0) -> float:
+    now, sampled, old, reference, advantage = token
     ratio = math.exp(now - old)
     kl = math.exp(reference - now) - (reference - now) - 1
-    return -min(advantage * ratio, advantage * np.clip(ratio, 1 - low, 1 + high)) + kl_coef * kl
+    weight = min(cap, math.exp(old - sampled))
+    return -weight * min(advantage * ratio, advantage * np.clip(ratio, 1 - low, 1 + high)) + kl_coef * kl
 
 
 TABLE: list[tuple[LossConfig, object]] = [
@@ -56,6 +57,7 @@ TABLE: list[tuple[LossConfig, object]] = [
     (IPOLoss(ipo_threshold=0.4, adv_tau=2.0, kl_tau=0.0), lambda t: ipo(t, 0.4, 2.0, 0.0)),
     (GRPOLoss(), lambda t: ppo(t, 0.2, 0.2, 0.0)),
     (GRPOLoss(clip_low=0.1, clip_high=0.28, kl_coef=0.05), lambda t: ppo(t, 0.1, 0.28, 0.05)),
+    (GRPOLoss(importance_cap=5.0), lambda t: ppo(t, 0.2, 0.2, 0.0, 5.0)),
     (SFTLoss(), lambda t: -t[0]),
 ]  # fmt: skip
 
@@ -113,8 +115,18 @@ def test_nothing_overflows(config: LossConfig, log_ratio: float, advantage: floa
     assert all(torch.isfinite(values).all() for values in outputs.metrics.values())
 
 
+def test_who_sampled_an_older_token_is_corrected_for() -> None:
+    """At the weights of the batch, sampled under older ones: the gradient is that of the importance-weighted return."""
+    inputs = inputs_of([(-1.0, -1.4, -1.0, 0.0, 3.0), (-1.0, -0.5, -1.0, 0.0, 3.0), (-1.0, -1.0, -1.0, 0.0, 3.0)])
+    outputs = make_loss(GRPOLoss())(inputs)
+    outputs.loss.sum().backward()
+    assert inputs.logprobs.grad is not None
+    assert inputs.logprobs.grad.tolist() == pytest.approx([-3 * math.exp(0.4), -3 * math.exp(-0.5), -3.0])
+    assert outputs.metrics["importance"].tolist() == pytest.approx([math.exp(0.4), math.exp(-0.5), 1.0])
+
+
 def test_ppo_takes_no_gradient_where_it_clips() -> None:
-    inputs = inputs_of([(-1.0, 0.0, -2.0, 0.0, 1.0), (-1.0, 0.0, -1.1, 0.0, 1.0)])
+    inputs = inputs_of([(-1.0, -2.0, -2.0, 0.0, 1.0), (-1.0, -1.1, -1.1, 0.0, 1.0)])
     outputs = make_loss(GRPOLoss())(inputs)
     outputs.loss.sum().backward()
     assert inputs.logprobs.grad is not None

@@ -96,6 +96,9 @@ class GRPOLoss(Section):
     clip_low: float = Field(default=0.2, ge=0)
     clip_high: float = Field(default=0.2, ge=0)
     """Larger than `clip_low`: clip-higher (DAPO)."""
+    importance_cap: float = Field(default=2.0, ge=1)
+    """With a `score` slot: a token counts as many times as it was likelier under the weights before the batch than when
+    it was sampled, and at most this often."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the k3 KL estimate to the reference model. Above 0 needs a `score` slot."""
     normalise: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = "token_mean"

@@ -1,12 +1,16 @@
 """Losses. Each takes what is known of every trained token and gives one number a token; the trainer weighs and sums.
 
 Legend: A advantage; p probability under the weights in training, q when it was sampled, o under the weights before
-this batch (from the scorer, or q); r = p/q or p/o.
+this batch (from the scorer, or q); r = p/q or p/o; w = min(o/q, importance_cap).
 
     default  DPPO    -A r, unless p moved too far from q in A's direction;  + kl_tau (log p/q)^2
     ipo              the same, unless |p - q| is too large
-    grpo     PPO     -min(A r, A clip(r));  + kl_coef k3(p, reference)
+    grpo     PPO     -w min(A r, A clip(r));  + kl_coef k3(p, reference)
     sft              -log p
+
+A scorer's o is of the newest weights, but tokens may be older: the clip then says how far one batch may move the
+policy, and w corrects for who sampled the tokens (decoupled PPO). Without a scorer o is q, w is 1,
+and the clip does both.
 
 Every ratio is the exponential of a clamped log-ratio: a token that is dropped or weighs nothing still takes part in
 the arithmetic, and 0 * inf would poison the whole gradient. Beyond the clamp a ratio has no gradient.
@@ -88,8 +92,9 @@ def clipped(inputs: LossInputs, config: GRPOLoss) -> LossOutputs:
     ratio = bounded_exp(inputs.logprobs - inputs.old_logprobs)
     plain = -inputs.advantages * ratio
     limited = -inputs.advantages * ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    loss = torch.maximum(plain, limited)
-    metrics = {"clip_fraction": (limited > plain).float(), **_common_metrics(inputs)}
+    importance = bounded_exp(inputs.old_logprobs - inputs.sampled_logprobs).clamp(max=config.importance_cap)
+    loss = importance * torch.maximum(plain, limited)
+    metrics = {"clip_fraction": (limited > plain).float(), "importance": importance, **_common_metrics(inputs)}
     if config.kl_coef:
         kl = k3(inputs.ref_logprobs - inputs.logprobs)
         metrics["kl_to_reference"] = kl.detach()
