@@ -94,7 +94,8 @@ def prepare(config: RLConfig) -> Prepared:
         eval_prompts = _eval_prompts(tokenizer, tasks[name], name, held_out, config.inference.model.max_model_len)
     groups_per_step = orchestrator.batch_size // orchestrator.rollouts_per_example
     one_epoch = max(1, len(train_examples) // groups_per_step)
-    max_steps = BENCH_STEPS if bench else config.max_steps or orchestrator.max_steps or one_epoch
+    given = config.max_steps or config.trainer.max_steps or orchestrator.max_steps
+    max_steps = BENCH_STEPS if bench else given or one_epoch
     plan = Plan(
         max_steps=max_steps,
         groups_per_step=groups_per_step,
