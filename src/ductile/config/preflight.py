@@ -77,8 +77,10 @@ def _rl(config: RLConfig) -> Iterator[Finding]:
             f'must be the trainer\'s model ("{trainer.model.name}"), whose weights the generators receive. '
             "Write model.name for both",
         )
-    num_layers, random_init = trainer.model.debug.num_layers, trainer.model.debug.random_init
-    yield from model_findings("trainer.model.name", trainer.model.name, num_layers=num_layers, random_init=random_init)
+    yield from model_findings("trainer.model.name", trainer.model.name)
+    if trainer.model.debug.num_layers is not None:
+        what = "is for `ductile trainer` and `ductile sft`: here the generators hold the whole model. Leave it out"
+        yield Finding(("trainer.model.debug.num_layers",), what)
     if trainer.model.seq_len < inference.model.max_model_len:
         yield Finding(
             ("trainer.model.seq_len", "inference.model.max_model_len"),
