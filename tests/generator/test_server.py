@@ -58,6 +58,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {"messages": [{"content": "x"}]}, "messages.0.role: Field required"),
     (
         "chat/completions",
+        {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages": []}},
+        "chat_template_kwargs: messages is no variable of the template's own",
+    ),
+    (
+        "chat/completions",
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "messages.0.content: content of type 'image_url' is not understood; only 'text' is",
     ),

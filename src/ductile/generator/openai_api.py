@@ -172,6 +172,14 @@ class ChatRequest(TextRequest):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _of_the_template(cls, variables: dict[str, Any] | None) -> dict[str, Any] | None:
+        taken = sorted({"self", "messages", "add_generation_prompt"} & (variables or {}).keys())
+        if taken:
+            raise ValueError(f"{taken[0]} is no variable of the template's own; leave it out")
+        return variables
+
     @model_validator(mode="after")
     def _one_limit(self) -> "ChatRequest":
         if self.max_completion_tokens is not None:
