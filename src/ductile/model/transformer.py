@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from ductile.core.layout.spec import ModelSpec
 from ductile.model.attention import Attend
 from ductile.model.rope import Rope, rotate
+from ductile.model.swiglu import swiglu
 
 Head = Callable[[Tensor, Tensor], Tensor]
 """What is made of the last hidden states [T, M] and the output embeddings [V, M]."""
@@ -60,8 +61,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(swiglu(self.gate_up_proj(x)))
 
 
 class Layer(nn.Module):

@@ -1,0 +1,36 @@
+"""The gated activation between the two projections of an MLP, over its fused input. T tokens, I intermediate size."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import silu
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """gate_up [T, 2 I] -> silu(gate) * up [T, I], where gate, up = gate_up.chunk(2, dim=-1).
+
+    Written out for its backward pass: both halves of the gradient go straight to where they belong. Autograd would make
+    them apart and then copy them together.
+    """
+    return _SwiGLU.apply(gate_up)  # pyright: ignore
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        grad_gate_up = torch.empty_like(gate_up)
+        grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
+        torch.mul(grad, silu(gate), out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        return grad_gate_up
