@@ -7,6 +7,8 @@ import pytest
 
 from ductile.records import Manifest
 from ductile.roles import Late, Refused, SlotLost
+from ductile.wire.mailbox import Mailbox
+from ductile.wire.memory import MemoryCarrier
 from ductile.wire.messages import (
     Command,
     Died,
@@ -21,6 +23,7 @@ from ductile.wire.messages import (
     Published,
     Reply,
 )
+from tests.loop.doubles import run as on_virtual_time
 from tests.wire.carriers import eventually, memory_slots, socket_slots
 
 MANIFEST = Manifest(3, "shared_memory", "/proc/1/fd/3", 0, 0, ())
@@ -140,6 +143,20 @@ def test_after_a_failure_the_others_are_not_waited_for(slots):
             assert "had not answered OptimStep when another slot failed" in str(outcomes[0])
 
     run(story())
+
+
+def test_answers_after_a_failure_do_not_make_the_wait_longer():
+    async def story():
+        carrier = MemoryCarrier(dict.fromkeys(range(4), answer))
+        carrier.fail(1, "delay", delay_s=1.5)
+        carrier.fail(2, "delay", delay_s=3.0)
+        outcomes = await Mailbox(carrier).ask_all(
+            {0: Publish(1), 1: Ping(), 2: Ping(), 3: OptimStep(1.0)}, 600, after_failure_s=2.0
+        )
+        assert [type(outcome) for outcome in outcomes.values()] == [Refused, Done, Late, Late]
+        await asyncio.sleep(2)  # the delayed answer, which nobody waits for
+
+    on_virtual_time(story())
 
 
 def test_a_cancelled_question_is_forgotten(slots):

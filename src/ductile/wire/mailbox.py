@@ -97,14 +97,16 @@ class Mailbox:
         """
         asked = {asyncio.create_task(self._outcome(slot, c, deadline_s)): slot for slot, c in commands.items()}
         waiting = set(asked)
-        patience_s: float | None = None
+        now_s, give_up_at_s = asyncio.get_running_loop().time, None
         try:
             while waiting:
+                patience_s = None if give_up_at_s is None else max(0.0, give_up_at_s - now_s())
                 done, waiting = await asyncio.wait(waiting, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
                 if not done:
                     break
-                if after_failure_s is not None and any(isinstance(task.result(), Exception) for task in done):
-                    patience_s = after_failure_s
+                failed = any(isinstance(task.result(), Exception) for task in done)
+                if failed and after_failure_s is not None and give_up_at_s is None:
+                    give_up_at_s = now_s() + after_failure_s
         finally:
             for task in waiting:
                 task.cancel()
