@@ -114,10 +114,6 @@ class RolloutGroup:
     def oldest_version(self) -> int:
         return min((rollout.oldest_version for rollout in self.rollouts), default=-1)
 
-    @property
-    def mean_reward(self) -> float:
-        return sum(rollout.reward for rollout in self.rollouts) / max(1, len(self.rollouts))
-
 
 @dataclass(frozen=True, slots=True)
 class Sample:

@@ -22,7 +22,7 @@ class Rollouts:
         self._buffer, self._episodes, self._generators = buffer, episodes, generators
         self._sampling, self._group_size = sampling, group_size
         self._groups: dict[str, asyncio.Task[None]] = {}
-        self._num_playing = 0
+        self._num_playing = 0  # answers that are being generated or scored
         self._filling: asyncio.Task[None] | None = None
         self._leaving = False
 
@@ -36,11 +36,6 @@ class Rollouts:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    @property
-    def num_playing(self) -> int:
-        """Answers that are being generated or scored."""
-        return self._num_playing
 
     def next_version(self, version: int) -> None:
         """The generators sample from `version` now. What can only become too old is stopped and asked again."""
