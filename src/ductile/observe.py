@@ -47,6 +47,8 @@ class Recorder:
         self.folder = folder
         self.clock = clock
         self.listeners: list[Listener] = []
+        self.last_step: int | None = None
+        """The latest step that was told of in this life."""
         folder.mkdir(parents=True, exist_ok=True)
         self._events = _open_to_append(folder / "events.jsonl")
         self._metrics = _open_to_append(folder / "metrics.jsonl")
@@ -58,6 +60,7 @@ class Recorder:
             listener.on_event(event)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self.last_step = step
         _write_line(self._metrics, {"step": step, "time": round(self.clock(), 3), **values})
         for listener in self.listeners:
             listener.on_metrics(step, values)

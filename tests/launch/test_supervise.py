@@ -50,6 +50,15 @@ def test_every_end_has_its_code_and_its_sentence(tmp_path: Path, capsys, error: 
     assert (goes_on in said) == (code != 2)
 
 
+def test_what_fails_in_the_middle_of_a_run_is_no_failure_to_start(tmp_path: Path, capsys):
+    async def run(config, prepared, session: Session):
+        session.record.metrics(1, {})
+        raise OSError(28, "No space left on device")
+
+    assert end(tmp_path, run) == 1
+    assert "No space left on device. Logs:" in capsys.readouterr().err
+
+
 def test_a_command_that_cannot_be_resumed_does_not_offer_it(tmp_path: Path, capsys):
     assert end(tmp_path, raising(Refused("no")), config=TrainerRunConfig) == 1
     said = capsys.readouterr().err

@@ -91,7 +91,9 @@ def supervise(
             session = Session(folder, record, view)
             end = asyncio.run(_run(session, run(config, prepared, session)))
     except UNFIT as error:
-        end = _End(NOT_STARTED, str(error))
+        # A full disk, say, may come in the middle of a run, too.
+        started = session is not None and session.record.last_step is not None
+        end = _End(FAILED if started else NOT_STARTED, str(error))
     _say(end, command, config)
     return end.code
 
