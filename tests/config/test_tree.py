@@ -1,6 +1,7 @@
 """The tree says what there is: every key of the seeds, nothing that is ignored, and help and docs that have it all."""
 
 import ast
+import shlex
 from pathlib import Path
 
 import pytest
@@ -179,3 +180,11 @@ def test_the_seed_s_two_runs_side_by_side(here: Path) -> None:
     assert parsed.config.output_dir == "out/exp2"
     why = "has no effect here: `ductile rl` talks to its own generators, and opens no HTTP port"
     assert parsed.notices == (f"inference.server {why}", f"orchestrator.client {why}")
+
+
+@pytest.mark.parametrize(("loss", "told"), [("default", 1), ("ipo", 1), ("grpo", 0)])
+def test_a_scorer_that_nobody_asks_is_told_of(here: Path, loss: str, told: int) -> None:
+    placement = '--cluster.component-placement \'{"actor": 0, "rollout": 1, "inference": 2}\''
+    notices = parse(RLConfig, ["@", "good.toml", *shlex.split(placement), "--trainer.loss.type", loss]).notices
+    assert len(notices) == told
+    assert all(f'loss "{loss}" compares with what the generators say' in notice for notice in notices)

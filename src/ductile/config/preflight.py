@@ -30,6 +30,8 @@ FOR_TRAINING = (
     "n_minibatches", "max_async_level", "max_off_policy_steps", "eval", "advantage", "drop_zero_advantage",
 )  # fmt: skip
 """Keys of `[orchestrator]` that mean nothing without a trainer."""
+SCORELESS = frozenset({"default", "ipo"})
+"""Losses that do not look at the scorer's log-probs."""
 
 
 def preflight(config: Section) -> list[Finding]:
@@ -61,7 +63,13 @@ def remarks(config: Section) -> list[str]:
         without_effect = {name: getattr(config, name) != fields[name].default for name in FOR_TRAINING}
     else:
         return []
-    return [f"{key} has no effect here: {why}" for key, given in without_effect.items() if given]
+    said = [f"{key} has no effect here: {why}" for key, given in without_effect.items() if given]
+    if isinstance(config, RLConfig) and config.trainer.loss.type in SCORELESS and placement_of(config).score:
+        said.append(
+            f'the score slots have no effect here: loss "{config.trainer.loss.type}" compares with what the generators '
+            'say. They are for "grpo" and "custom"'
+        )
+    return said
 
 
 def _rl(config: RLConfig) -> Iterator[Finding]:
