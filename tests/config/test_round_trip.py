@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ductile.config.docs import ROOTS
-from ductile.config.dump import ASKED_ONCE, to_toml
+from ductile.config.dump import ASKED_ONCE, to_toml, write_resolved
 from ductile.config.errors import SECRETS
 from ductile.config.fit import fit
 from ductile.config.parse import parse
@@ -109,6 +109,17 @@ def test_a_resolved_run_is_the_same_run(flags: str, tmp_path: Path, monkeypatch:
     again = parse(RLConfig, ["@", "resolved.toml"])
     assert again.config == config
     assert again.derived == ()  # everything is spelled out
+
+
+@pytest.mark.parametrize("first", ["", '--cluster.component-placement {"actor":0,"rollout":"1-2"}'])
+def test_a_resolved_file_runs_on_other_slots(first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    furnish(tmp_path)
+    config = parse(RLConfig, ["@", "good.toml", *first.split()]).config
+    write_resolved(config, "run", "rl")
+    assert parse(RLConfig, ["@", "run/config.toml"]).config == config
+    moved = parse(RLConfig, ["@", "run/config.toml", "--cluster.component-placement", '{"actor":"0-2","rollout":3}'])
+    assert (moved.config.deployment.num_train_gpus, moved.config.inference.parallel.dp) == (3, 1)
 
 
 def test_secrets_and_what_is_asked_once_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Values that follow from others, written into the config so that it says everything: each with its reason."""
 
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from ductile.config.run import InferenceRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.section import Section
@@ -8,6 +8,9 @@ from ductile.config.slots import placement_of
 from ductile.core.cluster.placement import Placement
 
 S = TypeVar("S", bound=Section)
+
+FOLLOWING = frozenset({"num_train_gpus", "num_infer_gpus", "num_gpus"})
+"""Keys of [deployment] that follow from `cluster.component_placement`."""
 
 
 def derive(config: S) -> tuple[S, tuple[str, ...]]:
@@ -33,6 +36,20 @@ def derive(config: S) -> tuple[S, tuple[str, ...]]:
         out = _with(config, parallel=_with(config.parallel, dp=dp))
         reasons.append(f"parallel.dp = {dp}: the generate slots, one copy on each")
     return cast(S, out), tuple(reasons)
+
+
+def without_derived(table: dict[str, Any]) -> dict[str, Any]:
+    """A dumped config without what `derive` would fill in again.
+
+    So a resolved config can be run on other slots: a placement given beside the file meets no older numbers.
+    """
+    copy = dict(table)
+    if "component_placement" in table.get("cluster", {}):
+        copy["deployment"] = {name: value for name, value in table["deployment"].items() if name not in FOLLOWING}
+    if "inference" in table:
+        parallel = {name: value for name, value in table["inference"]["parallel"].items() if name != "dp"}
+        copy["inference"] = table["inference"] | {"parallel": parallel}
+    return copy
 
 
 def _deployment(deployment: Section, numbers: dict[str, int], placement: Placement, reasons: list[str]) -> Section:

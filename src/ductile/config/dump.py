@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import tomli_w
 
+from ductile.config.derive import without_derived
 from ductile.config.errors import SECRETS
 from ductile.config.schema import keys
 from ductile.config.section import Section
@@ -36,17 +37,25 @@ def to_table(section: Section) -> dict[str, Any]:
 
 def to_toml(config: Section) -> str:
     """The whole config, but for what is asked once: to run the file again must not delete what it wrote."""
-    return tomli_w.dumps({name: value for name, value in to_table(config).items() if name not in ASKED_ONCE})
+    return _toml(to_table(config))
 
 
 def write_resolved(config: Section, folder: str | FilePath, command: str) -> FilePath:
-    """Write `folder/config.toml`, whole or not at all. `command` is the one that would run it: "rl"."""
+    """Write `folder/config.toml`, whole or not at all. `command` is the one that would run it: "rl".
+
+    What follows from the placement is left to follow again: the file may be run on other slots.
+    """
     path = FilePath(folder) / "config.toml"
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".toml.partial")
-    partial.write_text(f"# Resolved by ductile. Run it again: ductile {command} @ {path}\n\n{to_toml(config)}")
+    text = _toml(without_derived(to_table(config)))
+    partial.write_text(f"# Resolved by ductile. Run it again: ductile {command} @ {path}\n\n{text}")
     os.replace(partial, path)
     return path
+
+
+def _toml(table: dict[str, Any]) -> str:
+    return tomli_w.dumps({name: value for name, value in table.items() if name not in ASKED_ONCE})
 
 
 def _has_null(value: object) -> bool:
