@@ -111,15 +111,26 @@ def test_a_resolved_run_is_the_same_run(flags: str, tmp_path: Path, monkeypatch:
     assert again.derived == ()  # everything is spelled out
 
 
-@pytest.mark.parametrize("first", ["", '--cluster.component-placement {"actor":0,"rollout":"1-2"}'])
-def test_a_resolved_file_runs_on_other_slots(first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (
+            '--cluster.component-placement {"actor":0,"rollout":"1-2"}',
+            '--cluster.component-placement {"actor":"0-2","rollout":3}',
+        ),
+        ("--deployment.num-infer-gpus 2", "--deployment.num-train-gpus 3 --deployment.num-infer-gpus 1"),
+    ],
+)
+def test_a_resolved_file_runs_on_other_slots(
+    first: str, then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     furnish(tmp_path)
     config = parse(RLConfig, ["@", "good.toml", *first.split()]).config
     write_resolved(config, "run", "rl")
     assert parse(RLConfig, ["@", "run/config.toml"]).config == config
-    moved = parse(RLConfig, ["@", "run/config.toml", "--cluster.component-placement", '{"actor":"0-2","rollout":3}'])
-    assert (moved.config.deployment.num_train_gpus, moved.config.inference.parallel.dp) == (3, 1)
+    moved = parse(RLConfig, ["@", "run/config.toml", *then.split()]).config
+    assert (moved.deployment.num_train_gpus, moved.inference.parallel.dp) == (3, 1)
 
 
 def test_secrets_and_what_is_asked_once_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
