@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from ductile.core.layout.spec import ModelSpec
 from ductile.model.attention import Attend
+from ductile.model.norm import rms_norm
 from ductile.model.rope import Rope, rotate
 from ductile.model.swiglu import swiglu
 
@@ -35,7 +36,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
