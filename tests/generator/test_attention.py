@@ -3,11 +3,13 @@
 import math
 from itertools import pairwise
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ductile.core.layout.spec import ModelSpec
+from ductile.generator import attention
 from ductile.generator.attention import (
     GROUP_COST_BLOCKS,
     KVCache,
@@ -68,6 +70,29 @@ def test_equals_the_loop(shapes: list[tuple[int, int]], block_size: int) -> None
             expected = attend_to(q[row], keys[: position + 1], values[: position + 1])
             torch.testing.assert_close(found[row], expected, atol=1e-5, rtol=1e-4)
             row += 1
+
+
+@pytest.mark.parametrize("room", [0, 3, 64])
+@pytest.mark.parametrize("spare_blocks", [0, 100])
+def test_windows_change_nothing(monkeypatch: pytest.MonkeyPatch, room: int, spare_blocks: int) -> None:
+    """Twelve decode steps, each with the attention of the step before and without. A sequence goes, another comes."""
+    monkeypatch.setattr(attention, "WINDOW_ROOM_TOKENS", room)
+    rng = torch.Generator().manual_seed(0)
+    cache = KVCache(SPEC, 40 + spare_blocks, 4, torch.float32, "cpu")
+    cache.keys.normal_(generator=rng)
+    cache.values.normal_(generator=rng)
+    sequences = [sequence(torch.arange(i * 10, i * 10 + 10).tolist()) for i in range(4)]
+    before, windows = None, 0
+    for step in range(12):
+        members = zip((5, 6, 11, 20), sequences, strict=True)
+        present = [pair for pair in members if pair[1] is not sequences[2 if step < 6 else 1]]
+        chunks = order_for_attention([Chunk(one, length + step, 1) for length, one in present])
+        q, k, v = (torch.randn(3, heads, HEAD_DIM, generator=rng) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        expected = PagedAttention(cache, chunks)(0, q, k, v)
+        before = PagedAttention(cache, chunks, before)
+        torch.testing.assert_close(before(0, q, k, v), expected, atol=1e-5, rtol=1e-4)
+        windows += before.num_windows
+    assert windows == 10 if spare_blocks else windows < 10, "windows take at most half of what the cache has"
 
 
 @settings(deadline=None)

@@ -222,6 +222,22 @@ def test_weights_change_in_flight(qwen3: Family, tmp_path: Path, keep_cache: boo
         assert as_new or keep_cache
 
 
+def test_who_decodes_on_at_once_under_new_weights_reads_no_old_keys(qwen3: Family, tmp_path: Path) -> None:
+    """The second's tokens begin the first's, so after the update it computes one token, as if nothing had happened."""
+    from tests.tiny import make_model_folder
+
+    other = make_model_folder(tmp_path / "other", "qwen3", seed=1)
+    second = request("second", "a prompt", 20)
+    answer = run(qwen3.engine(), [second])["second"].token_ids
+    first = request("first", [*second.prompt, *answer, *range(5, 35)], 20)
+    engine = qwen3.engine(block_size=1)
+    news = dict(load_model(other).named_parameters())
+    done = run(engine, [first, second], lambda step: engine.load_weights(news, version=1) if step == 8 else None)
+    expected = packed_logprobs(other, [(second, done["second"])])[0]
+    cut = done["second"].versions.index(1)
+    assert done["second"].logprobs[cut:] == pytest.approx(expected[cut:], abs=1e-4)
+
+
 @pytest.mark.parametrize("keep_cache", [False, True])
 def test_no_request_reads_blocks_of_older_weights(qwen3: Family, tmp_path: Path, keep_cache: bool) -> None:
     from tests.tiny import make_model_folder

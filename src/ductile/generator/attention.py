@@ -1,11 +1,14 @@
-"""Attention over the paged cache, plugged into the model's `attend` seam. One `PagedAttention` is made for each step.
+"""Attention over the paged cache, plugged into the model's `attend` seam. One `PagedAttention` is made for each step;
+it takes over from that of the step before what still fits.
 
 1. All new keys and values are written to their blocks first, so that a chunk may read what another one of the same
    step writes.
 2. Sequences with one new token (decode) are grouped by length; a group gathers its blocks into one padded tensor and
    runs one fused attention. The query heads that share a key head stand in for query positions, so keys and values
    are read once and never repeated.
-3. Longer chunks (prefill) of the same shape run together: straight from the step's own keys and values when they
+3. A group that decodes again, with nobody gone or new, keeps what it gathered side by side (a window), and from then on
+   only adds the new token: nothing is copied any more. Windows together take at most half as much memory as the cache.
+4. Longer chunks (prefill) of the same shape run together: straight from the step's own keys and values when they
    begin a sequence, over gathered blocks otherwise.
 
 T tokens of the step, H query heads, K key/value heads, G = H / K, D head size, S padded length.
@@ -20,10 +23,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ductile.core.layout.spec import ModelSpec
+from ductile.generator import sequence
 from ductile.generator.scheduler import Chunk
 
 GROUP_COST_BLOCKS = 16
 """Running one more group costs about as much as reading this many padded blocks (16 tokens of 2 heads of 64, CPU)."""
+
+WINDOW_ROOM_TOKENS = 64
+"""A window is made this much longer than its longest sequence; when that is used up it is made anew."""
 
 
 class KVCache:
@@ -35,6 +42,7 @@ class KVCache:
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.block_size = block_size
+        self.num_tokens = num_blocks * block_size
 
     @staticmethod
     def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
@@ -54,19 +62,22 @@ class KVCache:
 
 
 class PagedAttention:
-    """`chunks` in the order of their tokens in the batch, as `order_for_attention` gives them."""
+    """`chunks` in the order of their tokens in the batch, as `order_for_attention` gives them. `before` is that of the
+    step before; it gives its windows away and must not be called any more."""
 
-    def __init__(self, cache: KVCache, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, cache: KVCache, chunks: Sequence[Chunk], before: "PagedAttention | None" = None) -> None:
         self._cache = cache
         device = cache.keys.device
         self._slots = torch.from_numpy(_slots(chunks, cache.block_size)).to(device)
         decodes = [chunk for chunk in chunks if chunk.count == 1]
         prefills = groupby(chunks[len(decodes) :], key=_shape)
-        self._parts: list[_Decode | _Prefill] = [
-            _Decode(cache, group) for group in group_by_length(decodes, cache.block_size)
-        ]
-        self._parts += [_Prefill(cache, list(group)) for _, group in prefills]
+        self._decodes = _decode_parts(cache, group_by_length(decodes, cache.block_size), before)
+        self._parts = [*self._decodes, *(_Prefill(cache, list(group)) for _, group in prefills)]
         self._sizes = [part.num_tokens for part in self._parts]
+
+    @property
+    def num_windows(self) -> int:
+        return sum(isinstance(part, _Window) for part in self._decodes)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, H, D], k and v [T, K, D] -> [T, H, D]"""
@@ -81,6 +92,7 @@ class _Decode:
 
     def __init__(self, cache: KVCache, chunks: Sequence[Chunk]) -> None:
         self.num_tokens = len(chunks)
+        self.next_members = _members(chunks, ahead=1)
         self._cache = cache
         self._blocks = _padded_blocks(chunks, cache)
         lengths = torch.tensor([chunk.end for chunk in chunks], device=self._blocks.device)
@@ -93,6 +105,46 @@ class _Decode:
         q_NKGD = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2])
         keys, values = self._cache.read(layer, self._blocks)
         return scaled_dot_product_attention(q_NKGD, keys, values, attn_mask=self._mask).reshape(q.shape)
+
+
+class _Window:
+    """One new token of each of N sequences, whose keys and values are kept in tensors [layers, N, S, K, D]."""
+
+    def __init__(self, cache: KVCache, chunks: Sequence[Chunk]) -> None:
+        """`chunks` from the shortest to the longest. Holds all but the new tokens at first."""
+        self.num_tokens = len(chunks)
+        self.next_members = _members(chunks, ahead=1)
+        blocks = _padded_blocks(chunks, cache)
+        self.room = _window_len(chunks)
+        self._keys, self._values = (self._gather(tensor, blocks) for tensor in (cache.keys, cache.values))
+        starts = torch.tensor([chunk.start for chunk in chunks], device=blocks.device)
+        columns = torch.arange(self.room, device=blocks.device)
+        mask = torch.zeros((len(chunks), self.room), dtype=cache.keys.dtype, device=blocks.device)
+        self._mask = mask.masked_fill_(columns > starts[:, None], -torch.inf)
+        self._slots = torch.arange(len(chunks), device=blocks.device) * self.room + starts
+        self._longest = chunks[-1].end
+
+    def advance(self, chunks: Sequence[Chunk]) -> None:
+        """Go on to the next token of the same sequences."""
+        self.next_members = _members(chunks, ahead=1)
+        self._slots += 1
+        self._mask.view(-1).index_fill_(0, self._slots, 0.0)
+        self._longest += 1
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q_NKGD = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2])
+        self._keys[layer].flatten(0, 1).index_copy_(0, self._slots, k)
+        self._values[layer].flatten(0, 1).index_copy_(0, self._slots, v)
+        keys, values = (x[layer, :, : self._longest].transpose(1, 2) for x in (self._keys, self._values))
+        mask = self._mask[:, None, None, : self._longest]
+        return scaled_dot_product_attention(q_NKGD, keys, values, attn_mask=mask).reshape(q.shape)
+
+    def _gather(self, cached: Tensor, blocks: Tensor) -> Tensor:
+        window = cached.new_zeros((cached.shape[0], blocks.shape[0], self.room, *cached.shape[-2:]))
+        tokens = cached.index_select(1, blocks.flatten()).view(*window.shape[:2], -1, *cached.shape[-2:])
+        num = min(self.room, tokens.shape[2])
+        window[:, :, :num] = tokens[:, :, :num]
+        return window
 
 
 class _Prefill:
@@ -139,6 +191,40 @@ def group_by_length(decodes: Sequence[Chunk], block_size: int) -> list[list[Chun
             groups.append([chunk])
         longest = num_blocks
     return groups
+
+
+def _decode_parts(
+    cache: KVCache, groups: Sequence[Sequence[Chunk]], before: PagedAttention | None
+) -> list[_Decode | _Window]:
+    """Windows for the groups that decoded in the step before already, as long as there is memory."""
+    last = {part.next_members: part for part in before._decodes} if before else {}  # pyright: ignore[reportPrivateUsage]
+    parts: list[_Decode | _Window] = []
+    free_tokens = cache.num_tokens // 2
+    for group in groups:
+        part = last.get(_members(group))
+        if isinstance(part, _Window) and group[-1].end <= part.room:
+            part.advance(group)
+        elif part and len(group) * _window_len(group) <= free_tokens:
+            part = _Window(cache, group)
+        else:
+            part = _Decode(cache, group)
+        if isinstance(part, _Window):
+            free_tokens -= len(group) * part.room
+        parts.append(part)
+    return parts
+
+
+Members = tuple[tuple[sequence.Sequence, int, int], ...]
+"""Each sequence, the weights its cache was begun under, and the position of its token."""
+
+
+def _members(chunks: Sequence[Chunk], ahead: int = 0) -> Members:
+    """Equal members read the same keys and values: a sequence computed again under other weights is another one."""
+    return tuple((chunk.sequence, chunk.sequence.salt, chunk.start + ahead) for chunk in chunks)
+
+
+def _window_len(chunks: Sequence[Chunk]) -> int:
+    return chunks[-1].end + WINDOW_ROOM_TOKENS
 
 
 def _shape(chunk: Chunk) -> tuple[int, int]:

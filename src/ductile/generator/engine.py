@@ -47,6 +47,8 @@ class Engine:
             self.pool, config.max_num_seqs, config.max_num_batched_tokens, config.enable_prefix_caching
         )
         self._cache = KVCache(model.spec, num_blocks, config.block_size, dtype, device)
+        self._attention: PagedAttention | None = None
+        """That of the last step."""
         self._device = device
         self._eos_token_ids = frozenset(eos_token_ids)
         self._decode = decode
@@ -158,11 +160,12 @@ class Engine:
             if chunk.reaches_the_end:
                 ready.append(chunk.sequence)
                 last_rows.append(len(token_ids) - 1)
+        self._attention = PagedAttention(self._cache, chunks, self._attention)
         rows = torch.tensor(last_rows, dtype=torch.int64, device=self._device)  # there may be none
         logits = self.model(
             torch.tensor(token_ids, device=self._device),
             torch.tensor(positions, device=self._device),
-            PagedAttention(self._cache, chunks),
+            self._attention,
             # Prefilled tokens need no logits; only the last one's hidden state goes to the vocabulary.
             head=lambda hidden, weight: F.linear(hidden[rows], weight),
         )
