@@ -22,6 +22,7 @@ def test_equals_the_formula_and_its_gradients(shape: tuple[int, ...], dtype: tor
     exact = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
     ours, expected = rms_norm(x, weight, EPS), plain(*exact)
     gradients = torch.autograd.grad(ours, inputs, upstream), torch.autograd.grad(expected, exact, upstream.double())
+    assert torch.equal(rms_norm(x.detach(), weight.detach(), EPS), ours)  # where no gradient is wanted
     for got, true in zip((ours, *gradients[0]), (expected, *gradients[1]), strict=True):
         assert got.dtype == dtype
         atol = tolerance * float(true.detach().abs().max()) if true.numel() else 0.0

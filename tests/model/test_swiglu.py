@@ -20,6 +20,7 @@ def test_equals_the_formula_and_its_gradient_bit_for_bit(num_tokens: int, dtype:
     upstream = torch.randn(num_tokens, 32).to(dtype)
     ours, expected = swiglu(gate_up), plain(gate_up)
     assert torch.equal(ours, expected)
+    assert torch.equal(swiglu(gate_up.detach()), expected)  # where no gradient is wanted
     gradients = (torch.autograd.grad(outputs, gate_up, upstream)[0] for outputs in (ours, expected))
     assert torch.equal(*gradients)
 

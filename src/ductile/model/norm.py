@@ -11,20 +11,20 @@ from torch.nn import functional as F
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., D], weight [D] -> weight * x / sqrt(mean(x^2) + eps), the mean over D. In fp32 or more, then as x is.
 
-    torch has one kernel for it on CUDA. On a CPU it has none, and autograd walks a chain of small steps, each through
-    memory: the same by hand takes a third of the time.
+    torch has a kernel for its gradient on CUDA. On a CPU it has none, and autograd walks a chain of small steps, each
+    through memory: the same by hand takes a third of the time.
     """
-    if x.device.type == "cuda":
-        return F.rms_norm(x, weight.shape, weight, eps)
-    return _RMSNorm.apply(x, weight, eps)  # pyright: ignore
+    if x.device.type == "cpu" and x.requires_grad:
+        return _RMSNorm.apply(x, weight, eps)  # pyright: ignore
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = _wide(x)
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        # The order of torch's own, so that a scorer, which wants no gradient, gets the same bits.
+        scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         return (wide * scale).mul_(weight).to(x.dtype)
 

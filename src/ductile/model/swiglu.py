@@ -11,18 +11,22 @@ from torch.nn.functional import silu
 def swiglu(gate_up: Tensor) -> Tensor:
     """gate_up [T, 2 I] -> silu(gate) * up [T, I], where gate, up = gate_up.chunk(2, dim=-1).
 
-    Written out for its backward pass: both halves of the gradient go straight to where they belong. Autograd would make
-    them apart and then copy them together.
+    Where a gradient is wanted, its backward pass is written out: both halves go straight to where they belong. Autograd
+    would make them apart and then copy them together.
     """
-    return _SwiGLU.apply(gate_up)  # pyright: ignore
+    return _SwiGLU.apply(gate_up) if gate_up.requires_grad else _formula(gate_up)  # pyright: ignore
+
+
+def _formula(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu(gate).mul_(up)
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return silu(gate).mul_(up)
+        return _formula(gate_up)
 
     @staticmethod
     @once_differentiable
