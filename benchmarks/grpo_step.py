@@ -4,10 +4,10 @@ Both train the same model (Qwen3 shape, 4 layers of 256, fp32) with the same pro
 answer is exactly `--tokens` long), learning rate and number of completions a step. A step is everything: generate,
 reward, advantage, loss, backward, AdamW, and the new weights back in the generator.
 
-TRL runs as one process with a thread a core, and as a process a core; ductile as a slot a core with one thread each: roles
-apart (a train slot and a generate slot, generation at most one version ahead) and roles together (every slot does both),
-one version ahead and strictly on-policy, as TRL is. Each side's best set-up counts; all are in the JSON. Set-ups
-alternate over `--rounds`.
+TRL runs as one process with a thread a core, and as a process a core; ductile as a slot a core with one thread
+each: roles apart (a train slot and a generate slot, generation at most one version ahead) and roles together
+(every slot does both), one version ahead and strictly on-policy, as TRL is. Each side's best set-up counts; all
+are in the JSON. Set-ups alternate over `--rounds`.
 
     python benchmarks/grpo_step.py --json benchmarks/results/grpo_step.json      (needs `pip install -e .[bench]`)
 """
