@@ -34,6 +34,8 @@ class Place:
     """"cpu" or "cuda:0"."""
     rendezvous: str = ""
     """host:port of the run's store, for groups."""
+    joining: bool = False
+    """The role's state will come from the slots that hold it now (`ductile.wire.messages.Prepare`), not from disk."""
 
 
 class Trainer(Protocol):

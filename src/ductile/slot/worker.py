@@ -22,29 +22,36 @@ from ductile.wire.codec import BadFrame
 from ductile.wire.messages import (
     Abort,
     Command,
+    Commit,
     Done,
     Drop,
     Envelope,
     ExportModel,
     Failed,
     ForwardBackward,
+    Freeze,
     Generate,
     Hold,
     LoadState,
+    Move,
     OptimStep,
     Ping,
+    Prepare,
     Publish,
     Receive,
     Reply,
     RoleName,
+    Rollback,
     SaveState,
     Score,
+    Settle,
     Stop,
     Withdraw,
 )
 
 HANDLED_BY: dict[type[Any], RoleName] = {
     **dict.fromkeys((ForwardBackward, OptimStep, Publish, Withdraw, SaveState, LoadState, ExportModel), "train"),
+    **dict.fromkeys((Prepare, Freeze, Move, Commit, Rollback, Settle), "train"),
     **dict.fromkeys((Generate, Abort), "generate"),
     Score: "score",
 }
@@ -142,7 +149,9 @@ class Worker:
             raise ValueError(f"this slot does not know the role {command.role!r}")
         module, _, name = self._settings.roles[command.role].partition(":")
         make = importlib.import_module(module).__dict__[name]
-        place = Place(self._settings.slot, command.members, epoch, self._settings.device, command.rendezvous)
+        place = Place(
+            self._settings.slot, command.members, epoch, self._settings.device, command.rendezvous, command.joining
+        )
         self._roles[command.role] = make(command.settings, place)
         return Done()
 

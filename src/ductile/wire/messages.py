@@ -8,7 +8,16 @@ from typing import Literal
 
 import msgspec
 
-from ductile.records import GenerateRequest, Generation, Manifest, MicroBatch, Sample, StepReport
+from ductile.records import (
+    Change,
+    GenerateRequest,
+    Generation,
+    Manifest,
+    MicroBatch,
+    Sample,
+    StepReport,
+    TrainProgress,
+)
 
 RoleName = Literal["train", "generate", "score"]
 
@@ -30,6 +39,8 @@ class Hold(Message):
     """The slots that hold this role together, in rank order (train); the slot alone otherwise."""
     rendezvous: str = ""
     """host:port of the run's store; empty when no groups are needed."""
+    joining: bool = False
+    """Build what needs no state and wait for `Prepare`: the state will come from the slots that hold the role now."""
 
 
 class Drop(Message):
@@ -89,6 +100,57 @@ class ExportModel(Message):
     path: str
 
 
+# -- Commands: train, a resize (docs/resize.md) ------------------------------------------------------------------------
+#
+#     Prepare  ->  Freeze  ->  Move  ->  Commit  ->  Settle          or, after any of them but Settle, Rollback
+#
+# Each goes to all slots of both formations, and the next one only when all have answered the one before. Until `Settle`
+# every slot still has what it had, so that a change can be taken back.
+
+
+class Prepare(Message):
+    """Get ready for a change while training goes on: groups, skeleton, buffers, plan. Answered by `Done`.
+
+    A slot that trains prepares in the background and answers at once; a joining slot answers when it is ready, which
+    it can only be when all the others are.
+    """
+
+    change: Change
+
+
+class Freeze(Message):
+    """Nothing runs between this and `Commit` or `Rollback`. Answered by `Frozen`."""
+
+    epoch: int
+    with_gradient: bool
+
+
+class Move(Message):
+    """Carry the plan out. Answered by `Moved`, which is this slot's vote for the change; `Failed` is one against it."""
+
+    epoch: int
+    progress: TrainProgress
+    """Of the trainer as a whole: sums over all ranks."""
+
+
+class Commit(Message):
+    """The new state is the state. Answered by `Done`."""
+
+    epoch: int
+
+
+class Rollback(Message):
+    """The old state stays the state, whatever has been done. Answered by `Done`; a joining slot then has no state."""
+
+    epoch: int
+
+
+class Settle(Message):
+    """Free what only `Rollback` would need. Answered by `Done`."""
+
+    epoch: int
+
+
 # -- Commands: generate and score --------------------------------------------------------------------------------
 
 
@@ -139,6 +201,25 @@ class ForwardBackwardDone(Message):
 
 class Stepped(Message):
     report: StepReport
+
+
+class Frozen(Message):
+    plan_key: bytes
+    """All slots must have made the same plan before the first byte moves."""
+    progress: TrainProgress | None = None
+    """None from a joining slot."""
+
+
+class Moved(Message):
+    sent: dict[int, int]
+    """64-bit fingerprint of all that went to each peer, by slot. It must be what the peer says in `received`."""
+    received: dict[int, int]
+    num_bytes: int
+    """Received by this slot."""
+    seconds: dict[str, float]
+    """By phase of the work on this slot: plan, groups, transfer, verify, rebuild."""
+    carrier: str
+    """What moved the bytes, and why it was chosen: a sentence."""
 
 
 class Published(Message):
@@ -192,9 +273,10 @@ class Died(Message):
 Command = (
     Hold | Drop | Ping | Stop
     | ForwardBackward | OptimStep | Publish | Withdraw | SaveState | LoadState | ExportModel
+    | Prepare | Freeze | Move | Commit | Rollback | Settle
     | Generate | Abort | Receive | Score
 )  # fmt: skip
-Reply = Done | Failed | ForwardBackwardDone | Stepped | Published | Scores
+Reply = Done | Failed | ForwardBackwardDone | Stepped | Frozen | Moved | Published | Scores
 Event = Hello | Heartbeat | Finished | EngineStats | Died
 
 
