@@ -1,4 +1,4 @@
-"""FSDP2 on any number of ranks computes what one plain module on one device computes: loss, norm, every gradient."""
+"""FSDP2 and HSDP on any number of ranks compute what one plain module computes: loss, norm, every gradient."""
 
 from pathlib import Path
 
@@ -11,7 +11,8 @@ from ductile.config.trainer import GRPOLoss, TrainerConfig
 from ductile.core.batch.normalise import Normalisation, divisor, weigh
 from ductile.core.batch.packing import pack
 from ductile.fabric.groups import Groups
-from ductile.records import Sample
+from ductile.parallel.ranks import Ranks
+from ductile.records import Formation, Sample
 from ductile.trainer.trainer import Trainer
 from tests.ranks import run_alone, run_ranks
 from tests.tiny import make_model_folder
@@ -32,12 +33,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def gradients(
-    groups: Groups, members: tuple[int, ...], settings: dict, samples: list[Sample], mode: Normalisation, seq_len: int
+    groups: Groups,
+    members: tuple[int, ...],
+    settings: dict,
+    samples: list[Sample],
+    mode: Normalisation,
+    seq_len: int,
+    replicas: int = 1,
 ) -> tuple[float, float, int, dict[str, list]]:
-    mesh = groups.mesh(members)
-    trainer = Trainer(TrainerConfig.model_validate(settings), mesh)
-    ranks = pack(weigh(samples, mode), len(members), seq_len)
-    mine = ranks[mesh.get_local_rank()]
+    ranks = Ranks(groups, Formation(members, replicas))
+    trainer = Trainer(TrainerConfig.model_validate(settings), ranks)
+    mine = pack(weigh(samples, mode), len(members), seq_len)[ranks.rank]
     trainer.forward_backward(mine[:1])  # accumulated over several commands, too
     trainer.forward_backward(mine[1:])
     count = divisor(samples, mode)
@@ -54,7 +60,9 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
     return ((ours - theirs).norm() / theirs.norm().clamp_min(1e-12)).item()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("num_ranks", "replicas"), [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (4, 2), (6, 2), (6, 3), (5, 5)]
+)
 @pytest.mark.parametrize(
     ("family", "lengths", "mode", "options"),
     [
@@ -64,13 +72,19 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
     ids=["nine samples", "three samples: a rank of four has none"],
 )
 def test_parity_with_one_device(
-    folders: dict[str, Path], family: str, lengths: tuple[int, ...], mode: Normalisation, options: dict, num_ranks: int
+    folders: dict[str, Path],
+    family: str,
+    lengths: tuple[int, ...],
+    mode: Normalisation,
+    options: dict,
+    num_ranks: int,
+    replicas: int,
 ) -> None:
     samples = make_samples(lengths, temperatures=(1.0, 0.6))
     naive = NaiveTrainer(folders[family], LOSS, torch.optim.SGD)
     loss, grad_norm = naive.gradients(samples, mode)
     settings = settings_for(folders[family], **options)
-    for result in run_ranks(num_ranks, gradients, settings, samples, mode, 34):
+    for result in run_ranks(num_ranks, gradients, settings, samples, mode, 34, replicas):
         assert result[0] == pytest.approx(loss, rel=TOLERANCE)
         assert result[1] == pytest.approx(grad_norm, rel=TOLERANCE)
         assert result[2] == sum(sum(sample.mask) for sample in samples)
@@ -90,7 +104,7 @@ def test_reduced_precision_stays_near(folders: dict[str, Path]) -> None:
 
 def loss_and_norm_on_a_gpu(settings: dict, samples: list[Sample]) -> tuple[float, float]:
     groups = Groups(0, 0, "cuda:0", HashStore(), 60.0)
-    trainer = Trainer(TrainerConfig.model_validate(settings), groups.mesh([0]), "cuda:0")
+    trainer = Trainer(TrainerConfig.model_validate(settings), Ranks(groups, Formation((0,))), "cuda:0")
     for micro_batch in pack(samples, 1, 34)[0]:
         trainer.forward_backward([micro_batch])
     report = trainer.optim_step(divisor(samples))

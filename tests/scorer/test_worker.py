@@ -13,7 +13,8 @@ from ductile.model.attention import PackedAttention
 from ductile.model.checkpoint import load_model
 from ductile.model.packed import PackedSamples
 from ductile.model.transformer import Transformer
-from ductile.records import Sample
+from ductile.parallel.ranks import Ranks
+from ductile.records import Formation, Sample
 from ductile.roles import Place
 from ductile.scorer.worker import ScoreRole
 from ductile.trainer.trainer import Trainer
@@ -79,7 +80,7 @@ def test_it_says_what_the_trainers_forward_pass_says(folder: Path, compute_dtype
     model = {"name": str(folder), "seq_len": 64, "compute_dtype": compute_dtype}
     config = TrainerConfig.model_validate({"model": model})
     groups = Groups(0, 2000, "cpu", HashStore(), 20.0)
-    trainer = Trainer(config, groups.mesh([0]))
+    trainer = Trainer(config, Ranks(groups, Formation((0,))))
     (micro_batches,) = pack(SAMPLES, 1, 64)
     for micro_batch in micro_batches:
         expected, _ = PackedSamples.of(micro_batch.samples).score(trainer.model)

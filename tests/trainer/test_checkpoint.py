@@ -8,8 +8,9 @@ from torch.distributed.tensor import DTensor
 
 from ductile.config.trainer import AdamWConfig, SFTLoss, SGDConfig, TrainerConfig
 from ductile.fabric.groups import Groups
+from ductile.parallel.ranks import Ranks
 from ductile.parallel.state import StateError
-from ductile.records import MicroBatch
+from ductile.records import Formation, MicroBatch
 from ductile.trainer.checkpoint import load_state, save_state
 from ductile.trainer.optimizer import moments
 from ductile.trainer.trainer import Trainer
@@ -43,22 +44,22 @@ def step(trainer: Trainer, rank: int) -> None:
 
 
 def train_and_save(groups: Groups, members: tuple[int, ...], settings: dict, path: str) -> tuple[int, Named, Named]:
-    mesh = groups.mesh(members)
-    trainer = Trainer(TrainerConfig.model_validate(settings), mesh)
+    ranks = Ranks(groups, Formation(members))
+    trainer = Trainer(TrainerConfig.model_validate(settings), ranks)
     for _ in range(3):
-        step(trainer, mesh.get_local_rank())
+        step(trainer, ranks.rank)
     save_state(trainer, path)
     saved = whole_state(trainer)
-    step(trainer, mesh.get_local_rank())
+    step(trainer, ranks.rank)
     return trainer.step, saved, whole_state(trainer)
 
 
 def load_and_train(groups: Groups, members: tuple[int, ...], settings: dict, path: str) -> tuple[int, Named, Named]:
-    mesh = groups.mesh(members)
-    trainer = Trainer(TrainerConfig.model_validate(settings), mesh)
+    ranks = Ranks(groups, Formation(members))
+    trainer = Trainer(TrainerConfig.model_validate(settings), ranks)
     load_state(trainer, path)
     loaded = whole_state(trainer)
-    step(trainer, mesh.get_local_rank())
+    step(trainer, ranks.rank)
     return trainer.step, loaded, whole_state(trainer)
 
 
@@ -79,7 +80,7 @@ def test_saved_on_two_ranks_loaded_on_three_and_one(
 
 
 def load_wrongly(groups: Groups, members: tuple[int, ...], settings: dict, path: str) -> str:
-    trainer = Trainer(TrainerConfig.model_validate(settings), groups.mesh(members))
+    trainer = Trainer(TrainerConfig.model_validate(settings), Ranks(groups, Formation(members)))
     with pytest.raises(StateError) as caught:
         load_state(trainer, path)
     return str(caught.value)

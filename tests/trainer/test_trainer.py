@@ -20,9 +20,10 @@ from ductile.config.trainer import (
 )
 from ductile.core.batch.normalise import divisor
 from ductile.core.batch.packing import pack
-from ductile.fabric.groups import Groups, Mesh
+from ductile.fabric.groups import Groups
 from ductile.model.checkpoint import ModelFolderError
-from ductile.records import MicroBatch, Sample
+from ductile.parallel.ranks import Ranks
+from ductile.records import Formation, MicroBatch, Sample
 from ductile.trainer.loss import LossInputs, LossOutputs
 from ductile.trainer.trainer import Trainer
 from tests.ranks import run_ranks
@@ -39,9 +40,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Iterator[Mesh]:
+def alone() -> Iterator[Ranks]:
     groups = Groups(0, 1000, "cpu", HashStore(), 20.0)
-    yield groups.mesh([0])
+    yield Ranks(groups, Formation((0,)))
     groups.destroy()
 
 
@@ -59,9 +60,9 @@ def train(trainer: Trainer, lengths: tuple[tuple[int, ...], ...], rank: int = 0,
 
 
 def train_on_ranks(groups: Groups, members: tuple[int, ...], settings: dict) -> tuple[list[float], dict[str, list]]:
-    mesh = groups.mesh(members)
-    trainer = Trainer(TrainerConfig.model_validate(settings), mesh)
-    losses = train(trainer, LENGTHS, mesh.get_local_rank(), len(members))
+    ranks = Ranks(groups, Formation(members))
+    trainer = Trainer(TrainerConfig.model_validate(settings), ranks)
+    losses = train(trainer, LENGTHS, ranks.rank, len(members))
     return losses, {name: tensor.tolist() for name, tensor in trainer.full_tensors()}
 
 
@@ -94,8 +95,8 @@ def test_three_steps_are_those_of_torch_on_one_device(
             torch.testing.assert_close(torch.tensor(tensors[name]), parameter.detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_what_a_step_reports(folder: Path, mesh: Mesh) -> None:
-    trainer = Trainer(config_for(folder, optim=SGDConfig(lr=0.5), loss=DefaultLoss()), mesh)
+def test_what_a_step_reports(folder: Path, alone: Ranks) -> None:
+    trainer = Trainer(config_for(folder, optim=SGDConfig(lr=0.5), loss=DefaultLoss()), alone)
     samples = make_samples((10, 12))
     num_tokens = trainer.forward_backward([MicroBatch(tuple(samples)), MicroBatch(())])
     report = trainer.optim_step(float(num_tokens))
@@ -107,10 +108,10 @@ def test_what_a_step_reports(folder: Path, mesh: Mesh) -> None:
     assert report.metrics["skipped"] == 0.0
 
 
-def test_the_schedule_sets_the_learning_rate(folder: Path, mesh: Mesh) -> None:
+def test_the_schedule_sets_the_learning_rate(folder: Path, alone: Ranks) -> None:
     scheduler = {"type": "linear", "warmup_steps": 1, "decay_steps": 2}
     config = config_for(folder, optim=SGDConfig(lr=1.0), loss=SFTLoss(), scheduler=scheduler, max_steps=4)
-    trainer = Trainer(config, mesh)
+    trainer = Trainer(config, alone)
     lrs = []
     for _ in range(4):
         trainer.forward_backward([MicroBatch(tuple(make_samples((6,))))])
@@ -118,8 +119,8 @@ def test_the_schedule_sets_the_learning_rate(folder: Path, mesh: Mesh) -> None:
     assert lrs == [0.5, 1.0, 1.0, 0.5]
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing(folder: Path, mesh: Mesh) -> None:
-    trainer = Trainer(config_for(folder, loss=DefaultLoss(), optim=AdamWConfig(lr=1e-2)), mesh)
+def test_a_gradient_that_is_not_finite_changes_nothing(folder: Path, alone: Ranks) -> None:
+    trainer = Trainer(config_for(folder, loss=DefaultLoss(), optim=AdamWConfig(lr=1e-2)), alone)
     before = {name: tensor.clone() for name, tensor in trainer.full_tensors()}
     (sample,) = make_samples((6,))
     poisoned = Sample(
@@ -135,11 +136,11 @@ def test_a_gradient_that_is_not_finite_changes_nothing(folder: Path, mesh: Mesh)
     assert trainer.optim_step(1.0).metrics["skipped"] == 0.0
 
 
-def test_log_probs_are_those_of_the_sampling_temperature(folder: Path, mesh: Mesh) -> None:
+def test_log_probs_are_those_of_the_sampling_temperature(folder: Path, alone: Ranks) -> None:
     """The entropy of hot answers is higher: logits were divided by their temperature."""
     entropies = []
     for temperature in (0.05, 1.0):
-        trainer = Trainer(config_for(folder, loss=SFTLoss()), mesh)
+        trainer = Trainer(config_for(folder, loss=SFTLoss()), alone)
         trainer.forward_backward([MicroBatch(tuple(make_samples((30,), temperatures=(temperature,))))])
         entropies.append(trainer.optim_step(1.0).metrics["entropy"])
     assert entropies[0] < entropies[1] - 0.5
@@ -151,9 +152,9 @@ def awkward_loss(inputs: LossInputs) -> LossOutputs:
     return LossOutputs(-advantages * inputs.logprobs, {"loss": advantages, "num_tokens": advantages * 0 + 7})
 
 
-def test_a_custom_loss_cannot_spoil_the_sums(folder: Path, mesh: Mesh) -> None:
+def test_a_custom_loss_cannot_spoil_the_sums(folder: Path, alone: Ranks) -> None:
     loss = CustomLoss(import_path=f"{__name__}.awkward_loss")
-    trainer = Trainer(config_for(folder, loss=loss), mesh)
+    trainer = Trainer(config_for(folder, loss=loss), alone)
     num_tokens = trainer.forward_backward([MicroBatch(()), MicroBatch(tuple(make_samples((9,)))), MicroBatch(())])
     report = trainer.optim_step(1.0)
     assert isfinite(report.loss)
@@ -162,10 +163,10 @@ def test_a_custom_loss_cannot_spoil_the_sums(folder: Path, mesh: Mesh) -> None:
     assert report.metrics["skipped"] == 0.0
 
 
-def test_a_forgotten_gradient_leaves_nothing_behind(folder: Path, mesh: Mesh) -> None:
+def test_a_forgotten_gradient_leaves_nothing_behind(folder: Path, alone: Ranks) -> None:
     reports = []
     for wasted in ((), tuple(make_samples((8, 8), seed=5))):
-        trainer = Trainer(config_for(folder, loss=SFTLoss()), mesh)
+        trainer = Trainer(config_for(folder, loss=SFTLoss()), alone)
         trainer.forward_backward([MicroBatch(wasted)])
         trainer.forget_gradient()
         trainer.forward_backward([MicroBatch(tuple(make_samples((6,))))])
@@ -174,16 +175,16 @@ def test_a_forgotten_gradient_leaves_nothing_behind(folder: Path, mesh: Mesh) ->
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_divisor_that_is_none_is_refused(folder: Path, mesh: Mesh, bad: float) -> None:
-    trainer = Trainer(config_for(folder, loss=SFTLoss()), mesh)
+def test_a_divisor_that_is_none_is_refused(folder: Path, alone: Ranks, bad: float) -> None:
+    trainer = Trainer(config_for(folder, loss=SFTLoss()), alone)
     trainer.forward_backward([MicroBatch(tuple(make_samples((6,))))])
     with pytest.raises(ValueError, match="the divisor of an optimizer step is"):
         trainer.optim_step(bad)
 
 
-def test_a_step_without_a_gradient_is_refused(folder: Path, mesh: Mesh) -> None:
+def test_a_step_without_a_gradient_is_refused(folder: Path, alone: Ranks) -> None:
     with pytest.raises(ValueError, match="without a forward_backward"):
-        Trainer(config_for(folder), mesh).optim_step(1.0)
+        Trainer(config_for(folder), alone).optim_step(1.0)
 
 
 @pytest.mark.parametrize(
@@ -193,20 +194,20 @@ def test_a_step_without_a_gradient_is_refused(folder: Path, mesh: Mesh) -> None:
         ({"scheduler": {"type": "cosine"}}, r"scheduler\.type = 'cosine' needs max_steps"),
     ],
 )
-def test_a_config_that_cannot_be_had(folder: Path, mesh: Mesh, sections: dict, message: str) -> None:
+def test_a_config_that_cannot_be_had(folder: Path, alone: Ranks, sections: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Trainer(config_for(folder, **sections), mesh)
+        Trainer(config_for(folder, **sections), alone)
 
 
-def test_a_model_is_needed(mesh: Mesh) -> None:
+def test_a_model_is_needed(alone: Ranks) -> None:
     with pytest.raises(ModelFolderError, match=r"trainer\.model\.name is not set"):
-        Trainer(TrainerConfig(), mesh)
+        Trainer(TrainerConfig(), alone)
 
 
-def test_debug_options_shape_the_model(folder: Path, mesh: Mesh) -> None:
+def test_debug_options_shape_the_model(folder: Path, alone: Ranks) -> None:
     debug = {"name": str(folder), "debug": {"num_layers": 1, "random_init": True}}
-    one, same = (Trainer(TrainerConfig.model_validate({"model": debug, "seed": 3}), mesh) for _ in range(2))
-    other = Trainer(TrainerConfig.model_validate({"model": debug, "seed": 4}), mesh)
+    one, same = (Trainer(TrainerConfig.model_validate({"model": debug, "seed": 3}), alone) for _ in range(2))
+    other = Trainer(TrainerConfig.model_validate({"model": debug, "seed": 4}), alone)
     assert one.spec.num_layers == 1
     for (name, a), (_, b), (_, c) in zip(one.full_tensors(), same.full_tensors(), other.full_tensors(), strict=True):
         assert torch.equal(a, b)

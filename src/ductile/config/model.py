@@ -82,8 +82,8 @@ class TrainerModelConfig(ModelConfig):
     """Of the forward and backward arithmetic. Default: bfloat16 on a GPU, float32 on a CPU."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of gradient reductions."""
-    dp_replicate: Annotated[int, NotBuilt("hybrid sharding (HSDP)")] = Field(default=1, ge=1)
-    """Degree of replication; the rest of the data-parallel ranks shard."""
+    dp_replicate: int = Field(default=1, ge=1)
+    """Copies of the state (HSDP); each is sharded over its part of the train slots, whose number it must divide."""
     reshard_after_forward: bool = True
     """Free gathered parameters after the forward pass; false keeps them until the backward pass."""
     fsdp_cpu_offload: Annotated[bool, NotBuilt("FSDP CPU offload")] = False

@@ -317,6 +317,18 @@ def _placement(config: RLConfig | SFTConfig | TrainerRunConfig | InferenceRunCon
     if parallel is not None and parallel.dp is not None and parallel.dp * parallel.tp != num_slots:
         what = f"must be {num_slots // parallel.tp}: {num_slots} generate slots, {parallel.tp} for one copy."
         yield Finding((f"{at}.dp", f"{at}.tp", *keys, "deployment.num_infer_gpus"), what + " Or leave it out")
+    if not isinstance(config, InferenceRunConfig):
+        yield from _replicas(config, len(placement.train))
+
+
+def _replicas(config: RLConfig | SFTConfig | TrainerRunConfig, num_slots: int) -> Iterator[Finding]:
+    """HSDP: equal copies of the state, each on its own train slots."""
+    at = "trainer.model" if isinstance(config, RLConfig) else "model"
+    replicas = (config.trainer if isinstance(config, RLConfig) else config).model.dp_replicate
+    if num_slots % replicas:
+        fitting = ", ".join(str(number) for number in range(1, num_slots + 1) if num_slots % number == 0)
+        what = f"must divide the number of train slots, {num_slots}, as each copy has equally many: {fitting}"
+        yield Finding((f"{at}.dp_replicate",), what)
 
 
 def _cluster(config: ClusterConfig) -> Iterator[Finding]:

@@ -24,6 +24,7 @@ from ductile.config.trainer import (
     CheckpointConfig,
     ConstantSchedule,
     OptimConfig,
+    ResizeConfig,
     SchedulerConfig,
     TrainerConfig,
 )
@@ -137,6 +138,7 @@ class SFTConfig(Section):
     ] = "torch"
     matmul_precision: Literal["highest", "high", "medium"] = "high"
     dist_timeout_seconds: int = Field(default=600, ge=1)
+    resize: ResizeConfig = ResizeConfig()
     cluster: ClusterConfig = ClusterConfig()
     deployment: TrainDeploymentConfig = TrainDeployment()
     slurm: Annotated[SlurmConfig | None, NotBuilt("SLURM")] = None

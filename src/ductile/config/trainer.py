@@ -216,6 +216,20 @@ class ZmqTransport(Section):
 TransportConfig = Annotated[FilesystemTransport | ZmqTransport, Field(discriminator="type")]
 
 
+class ResizeConfig(Section):
+    """How the trainer changes its slots and its layout while it trains (docs/resize.md)."""
+
+    timeout_s: float = Field(default=30.0, gt=0)
+    """A step of a resize that takes longer fails, and the trainer stays as it was."""
+    memory: Literal["shadow", "streaming"] = "shadow"
+    """shadow: old and new state exist together until the resize is settled, and it can be taken back until then;
+    streaming: layer by layer, with room for one layer more, and no way back once the first layer is freed."""
+    carrier: Literal["auto", "peer_memory", "p2p"] = "auto"
+    """What moves the bytes: slots of one host read each other's memory; p2p sends messages through gloo or NCCL."""
+    verify: Literal["moved", "all", "off"] = "moved"
+    """Fingerprint what went from slot to slot, or also what a slot copied for itself, or nothing."""
+
+
 class TrainerConfig(Section):
     model: TrainerModelConfig = TrainerModelConfig()
     optim: OptimConfig = AdamWConfig()
@@ -227,6 +241,7 @@ class TrainerConfig(Section):
     matmul_precision: Literal["highest", "high", "medium"] = "high"
     dist_timeout_seconds: int = Field(default=600, ge=1)
     """Every collective gives up after this."""
+    resize: ResizeConfig = ResizeConfig()
     weight_broadcast: Annotated[
         WeightBroadcastConfig | None,
         NotBuilt("choosing how weights are published", instead="On one host they go through shared memory."),

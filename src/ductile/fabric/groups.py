@@ -31,12 +31,14 @@ class Groups:
     the error calls `abandon`: its sockets close, and so the error reaches everybody within milliseconds.
     """
 
-    def __init__(self, slot: int, epoch: int, device: str, store: Store, timeout_s: float) -> None:
+    def __init__(self, slot: int, epoch: int, device: str, store: Store, timeout_s: float, purpose: str = "") -> None:
+        """With a `purpose`, the same members can have a second group in the same epoch."""
         universe.enter(slot)
         if device.startswith("cuda"):
             torch.cuda.set_device(device)  # where torch puts the tensors of object collectives
         self._slot = slot
         self._epoch = epoch
+        self._purpose = purpose
         self._device = torch.device(device)
         self._store = store
         self._timeout_s = timeout_s
@@ -44,12 +46,12 @@ class Groups:
         self._meshes: list[Mesh] = []
 
     @classmethod
-    def at(cls, place: Place, timeout_s: float) -> "Groups":
+    def at(cls, place: Place, timeout_s: float, purpose: str = "") -> "Groups":
         """For a role's place. A role that is held by one slot alone needs no rendezvous."""
         if len(place.members) > 1 and not place.rendezvous:
             raise ValueError(f"slots {place.members} cannot find each other: the place names no rendezvous")
         store = rendezvous.connect(place.rendezvous, timeout_s) if place.rendezvous else HashStore()
-        return cls(place.slot, place.epoch, place.device, store, timeout_s)
+        return cls(place.slot, place.epoch, place.device, store, timeout_s, purpose)
 
     def group(self, members: Sequence[int]) -> dist.ProcessGroup:
         """The group of these slots, in this rank order. Collective among the members the first time."""
@@ -60,15 +62,33 @@ class Groups:
             self._groups[key] = self._create(key)
         return self._groups[key]
 
-    def mesh(self, members: Sequence[int], axis: str = "shard") -> Mesh:
-        """The group of these slots as a mesh of one axis."""
+    def mesh(self, members: Sequence[int], replicas: int = 1) -> Mesh:
+        """These slots along an axis `shard`; with several replicas along `replicate` and `shard`, neighbours in one.
+
+        Collective among the members. `replicas` divides their number.
+        """
         # torch remembers tensor layouts by equal meshes, and would go on with one whose group died with an older epoch.
-        # With the epoch in the axis's name, meshes of different epochs are not equal.
-        names = (f"{axis}@{self._epoch}",)
-        group = self.group(members)
-        mesh = DeviceMesh.from_group(group, self._device.type, mesh=list(members), mesh_dim_names=names)
+        # With the epoch in the axes' names, meshes of different epochs are not equal.
+        replicate, shard = f"replicate@{self._epoch}", f"shard@{self._epoch}"
+        if replicas == 1:
+            group = self.group(members)
+            mesh = DeviceMesh.from_group(group, self._device.type, mesh=list(members), mesh_dim_names=(shard,))
+        else:
+            size = len(members) // replicas
+            copies = [list(members[first : first + size]) for first in range(0, len(members), size)]
+            ours = next(copy for copy in copies if self._slot in copy)
+            alike = [copy[ours.index(self._slot)] for copy in copies]
+            groups = [self.group(alike), self.group(ours)]
+            mesh = DeviceMesh.from_group(
+                groups, self._device.type, mesh=torch.tensor(copies), mesh_dim_names=(replicate, shard)
+            )
         self._meshes.append(mesh)
         return mesh
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Of all later collectives on the groups made so far."""
+        for group in self._groups.values():
+            c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
     def destroy(self) -> None:
         """Close every group, in the order of their making. Drop what was made from them (meshes, modules) before."""
@@ -91,7 +111,7 @@ class Groups:
     def _create(self, members: tuple[int, ...]) -> dist.ProcessGroup:
         if self._device.type == "cpu":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it listens wherever the host's name points
-        name = f"epoch/{self._epoch}/{'.'.join(map(str, members))}"
+        name = f"epoch/{self._epoch}/{self._purpose}{'.'.join(map(str, members))}"
         group, _ = c10d._new_process_group_helper(
             group_size=len(members),
             group_rank=members.index(self._slot),

@@ -3,7 +3,8 @@
 1. describe it on the meta device, where it takes no memory
 2. shard its parameters over the ranks (`parallel.data`)
 3. give memory to this rank's shards alone
-4. fill them from the full tensors, one at a time, so that no rank ever holds the whole model
+4. fill them from the full tensors, one at a time, so that no rank ever holds the whole model; or leave that to whoever
+   brings the shards themselves
 """
 
 from collections.abc import Iterable
@@ -42,16 +43,22 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def build(
     spec: ModelSpec,
-    tensors: Iterable[tuple[str, Tensor]],
+    tensors: Iterable[tuple[str, Tensor]] | None,
     mesh: DeviceMesh,
     device: str | torch.device,
     precision: Precision,
     reshard_after_forward: bool = True,
 ) -> Transformer:
-    """The model of `spec`, spread over `mesh`, with the values of `tensors` (our names, full, every parameter once)."""
+    """The model of `spec`, spread over `mesh`, with the values of `tensors` (our names, full, every parameter once).
+
+    Without `tensors`, with zeros.
+    """
     with torch.device("meta"):
         model = Transformer(spec).to(precision.parameters)
     data.shard(model, mesh, precision.compute, precision.reduce, reshard_after_forward)
     model.to_empty(device=device)
-    data.fill(model, tensors)
+    if tensors is None:
+        data.clear(model)
+    else:
+        data.fill(model, tensors)
     return model

@@ -1,13 +1,13 @@
-"""Data parallelism: every rank has its own micro-batches and a shard of each parameter (FSDP2).
+"""Data parallelism: every rank has its own micro-batches and a shard of each parameter (FSDP2, HSDP).
 
-A parameter's rows are dealt out in equal chunks, rounded up, so that the last ranks may have fewer or none. Gradients
-are summed over ranks, never averaged: the loss is a sum as well, and is divided once, at the optimizer step.
+A parameter's rows are dealt out in equal chunks, rounded up, so that the last ranks may have fewer or none. With
+several replicas, each deals them out among its own ranks. Gradients are summed over all ranks, never averaged: the
+loss is a sum as well, and is divided once, at the optimizer step.
 """
 
 from collections.abc import Iterable, Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -47,6 +47,12 @@ def fill(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
         raise ValueError(f"no values came for {', '.join(parameters)}")
 
 
+def clear(model: nn.Module) -> None:
+    """Zeros everywhere. The memory is touched by it: whoever writes values later does not wait for pages."""
+    for parameter in model.parameters():
+        local_shard(parameter).zero_()
+
+
 def local_shard(tensor: Tensor) -> Tensor:
     """This rank's part, sharing memory."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
@@ -55,7 +61,9 @@ def local_shard(tensor: Tensor) -> Tensor:
 def _rows(parameter: Tensor) -> slice:
     if not isinstance(parameter, DTensor):
         return slice(None)
-    num_rows, num_ranks, rank = len(parameter), parameter.device_mesh.size(), parameter.device_mesh.get_local_rank()
+    mesh = parameter.device_mesh
+    shard = mesh.ndim - 1
+    num_rows, num_ranks, rank = len(parameter), mesh.size(shard), mesh.get_local_rank(shard)
     chunk = -(-num_rows // num_ranks)
     return slice(min(rank * chunk, num_rows), min((rank + 1) * chunk, num_rows))
 
@@ -71,9 +79,3 @@ def full_tensors(model: Transformer, dtype: torch.dtype) -> Iterator[tuple[str, 
     for parameter in parameters(model.spec):
         local = ours[parameter.name].detach().to(dtype)
         yield parameter.name, local.full_tensor() if isinstance(local, DTensor) else local
-
-
-def sum_over(mesh: DeviceMesh, tensor: Tensor) -> Tensor:
-    """In place, over all ranks of the mesh."""
-    dist.all_reduce(tensor, group=mesh.get_group())
-    return tensor

@@ -22,7 +22,7 @@ from ductile.trainer.trainer import Trainer
 def save_state(trainer: Trainer, path: str | Path) -> None:
     """Write the directory `path`; collective. Any number of ranks can load it. Not atomic, but synced to disk."""
     counts = {"step": torch.tensor(trainer.step), "num_updates": torch.tensor(trainer.num_updates)}
-    state.save(_named(trainer) | counts, path, trainer.mesh)
+    state.save(named_state(trainer) | counts, path, trainer.ranks)
 
 
 def load_state(trainer: Trainer, path: str | Path) -> None:
@@ -31,13 +31,13 @@ def load_state(trainer: Trainer, path: str | Path) -> None:
     Raises StateError when `path` does not have a whole state of this model and optimizer.
     """
     counts = {"step": torch.tensor(0), "num_updates": torch.tensor(0)}
-    state.load(_named(trainer) | counts, path, trainer.mesh)
+    state.load(named_state(trainer) | counts, path, trainer.ranks)
     trainer.forget_gradient()
     trainer.step, trainer.num_updates = int(counts["step"]), int(counts["num_updates"])
     set_num_steps(trainer.optimizer, trainer.num_updates)
 
 
-def _named(trainer: Trainer) -> dict[str, Tensor]:
+def named_state(trainer: Trainer) -> dict[str, Tensor]:
     """The trainer's own tensors, not copies. Loading writes into them."""
     named: dict[str, Tensor] = {}
     for name, parameter in trainer.model.named_parameters():

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from ductile.config.trainer import TrainerConfig
-from ductile.fabric.groups import Mesh
 from ductile.model.checkpoint import ModelFolderError, random_tensors, read_spec, read_tensors, truncate
 from ductile.parallel import apply, data
-from ductile.records import MicroBatch, StepReport
+from ductile.parallel.ranks import Ranks
+from ductile.records import MicroBatch, StepReport, TrainProgress
 from ductile.trainer.collate import Batch, collate
 from ductile.trainer.loss import make_loss, required_fields
-from ductile.trainer.optimizer import make_optimizer, supported
+from ductile.trainer.optimizer import make_optimizer, set_num_steps, supported
 from ductile.trainer.schedule import learning_rate
 
 METRIC = "metric/"
@@ -25,8 +25,10 @@ METRIC = "metric/"
 
 
 class Trainer:
-    def __init__(self, config: TrainerConfig, mesh: Mesh, device: str | torch.device = "cpu") -> None:
-        """Load this rank's part of `config.model.name`. Collective over `mesh`.
+    def __init__(
+        self, config: TrainerConfig, ranks: Ranks, device: str | torch.device = "cpu", filled: bool = True
+    ) -> None:
+        """Load this rank's part of `config.model.name`; or, not `filled`, only make room for it.
 
         Raises ModelFolderError, ImportPathError (custom loss) or ValueError (optimizer, schedule) for what the config
         asks for and cannot be had.
@@ -34,7 +36,7 @@ class Trainer:
         if config.model.name is None:
             raise ModelFolderError("trainer.model.name is not set; it must be a model folder")
         self.config = config
-        self.mesh = mesh
+        self.ranks = ranks
         self.device = torch.device(device)
         self.precision = apply.Precision.of(config.model, device)
         self.step = 0
@@ -51,9 +53,11 @@ class Trainer:
         self.spec = read_spec(folder)
         if debug.num_layers is not None:
             self.spec = truncate(self.spec, debug.num_layers, folder)
-        weights = random_tensors(self.spec, config.seed) if debug.random_init else read_tensors(folder, self.spec)
+        weights = None
+        if filled:
+            weights = random_tensors(self.spec, config.seed) if debug.random_init else read_tensors(folder, self.spec)
         self.model = apply.build(
-            self.spec, weights, mesh, self.device, self.precision, config.model.reshard_after_forward
+            self.spec, weights, ranks.mesh, self.device, self.precision, config.model.reshard_after_forward
         )
         self.optimizer = make_optimizer(self._optim, self.model.parameters())
         self._loss = make_loss(config.loss)
@@ -106,6 +110,21 @@ class Trainer:
         self.optimizer.zero_grad()
         self._sums = {}
 
+    def progress(self) -> TrainProgress:
+        """What there is besides tensors, with this rank's sums."""
+        sums = {name: value.item() for name, value in self._sums.items()}
+        return TrainProgress(self.step, self.num_updates, bool(data.local_gradients(self.model)), sums)
+
+    def go_on_from(self, progress: TrainProgress) -> None:
+        """Take over what there is besides tensors. `progress.sums` are of all ranks: the first one keeps them."""
+        self.step, self.num_updates = progress.step, progress.num_updates
+        set_num_steps(self.optimizer, self.num_updates)
+        share = 1.0 if self.ranks.rank == 0 else 0.0
+        self._sums = {
+            name: torch.tensor(total * share, dtype=torch.float64, device=self.device)
+            for name, total in progress.sums.items()
+        }
+
     def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Every parameter, gathered one at a time, in `dtype` (None: what the forward pass computes with).
 
@@ -133,7 +152,8 @@ class Trainer:
     def _totals(self, gradients: list[Tensor]) -> dict[str, float]:
         """The sums since the last step, and the square of the gradient, over all ranks: one reduction."""
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-        self._sums["grad_square"] = torch.stack(norms).double().square().sum()
+        # Every replica has the whole gradient.
+        self._sums["grad_square"] = torch.stack(norms).double().square().sum() / self.ranks.formation.replicas
         names = sorted(self._sums)
-        totals = data.sum_over(self.mesh, torch.stack([self._sums[name] for name in names]))
+        totals = self.ranks.sum(torch.stack([self._sums[name] for name in names]))
         return dict(zip(names, totals.tolist(), strict=True))

@@ -11,7 +11,8 @@ from torch import Tensor
 from ductile.config.trainer import TrainerConfig
 from ductile.fabric.groups import Groups
 from ductile.model.checkpoint import save_model
-from ductile.records import StepReport
+from ductile.parallel.ranks import Ranks
+from ductile.records import Formation, StepReport
 from ductile.roles import Place
 from ductile.trainer import checkpoint
 from ductile.trainer.trainer import Trainer
@@ -50,7 +51,9 @@ class TrainRole:
         self._groups = Groups.at(place, config.dist_timeout_seconds)
         self._trainer: Trainer | None = None
         with self._together():
-            self._trainer = Trainer(config, self._groups.mesh(place.members), place.device)
+            self._trainer = Trainer(
+                config, Ranks(self._groups, Formation(place.members, config.model.dp_replicate)), place.device
+            )
 
     def handle(self, command: Any) -> Any:
         match command:

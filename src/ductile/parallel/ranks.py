@@ -1,0 +1,24 @@
+"""The slots that train together, connected: where tensors lie among them, and how numbers are summed over all."""
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ductile.fabric.groups import Groups
+from ductile.records import Formation
+
+
+class Ranks:
+    """A formation as one of its members sees it."""
+
+    def __init__(self, groups: Groups, formation: Formation) -> None:
+        """Makes the groups that are needed; collective over the members, who make no others meanwhile."""
+        self.formation = formation
+        self.everyone = groups.group(formation.members)
+        self.mesh = groups.mesh(formation.members, formation.replicas)
+        """One axis, or two (replicas, then shards) when there are several replicas."""
+        self.rank = dist.get_rank(self.everyone)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """In place, over all ranks."""
+        dist.all_reduce(tensor, group=self.everyone)
+        return tensor
