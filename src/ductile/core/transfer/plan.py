@@ -3,6 +3,7 @@
     plan = Planner().plan(source, target)
     plan.local(slot)     what the slot copies from its old buffers to its new ones
     plan.rounds(slot)    round after round: the messages it sends and receives, each a list of boxes packed end to end
+    plan.at_once(slot)   the same without rounds, for carriers that need no staging
 
 A box always lies in one row of the sender's holdings and in one row of the receiver's, so each side finds its own view
 with `layout[name].holdings.view(slot, box)` and packs or unpacks it in row-major order.
@@ -110,6 +111,17 @@ class Plan:
                 side, peer = (sends, edge.target) if edge.source == slot else (receives, edge.source)
                 side.setdefault(peer, []).append((line, low, high, edge.hop > 0))
             yield Round(number, self._messages(sends), self._messages(receives))
+
+    def at_once(self, slot: int) -> Round:
+        """Everything that `slot` sends and receives, one message a peer, for a plan without relays."""
+        sends: dict[int, list[Stretch]] = {}
+        receives: dict[int, list[Stretch]] = {}
+        for flow in self.flows:
+            for edge in flow.edges:
+                if slot in (edge.source, edge.target):
+                    side, peer = (sends, edge.target) if edge.source == slot else (receives, edge.source)
+                    side.setdefault(peer, []).append((flow.line, flow.low, flow.high, edge.hop > 0))
+        return Round(0, self._messages(sends), self._messages(receives))
 
     def _messages(self, by_peer: dict[int, list[Stretch]]) -> tuple[Message, ...]:
         return tuple(

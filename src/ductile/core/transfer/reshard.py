@@ -32,9 +32,12 @@ REMEMBERED_PLANS = 32
 class Planner:
     """Makes plans, and remembers them by the content of what they were made from."""
 
-    def __init__(self, topology: Topology | None = None, round_bytes: int = 16 * MIB) -> None:
+    def __init__(self, topology: Topology | None = None, round_bytes: int = 16 * MIB, relays: bool = True) -> None:
+        """Without `relays` every byte comes from a slot of the source, as carriers need whose receivers read for
+        themselves."""
         self.topology = topology or Topology()
         self.round_bytes = round_bytes
+        self.relays = relays
         self._refiner = Refiner()
         self._plans: dict[bytes, Plan] = {}
 
@@ -52,7 +55,7 @@ class Planner:
         self._plans.clear()
 
     def key(self, source: Layout, target: Layout) -> bytes:
-        settings = repr((self.topology, self.round_bytes)).encode()
+        settings = repr((self.topology, self.round_bytes, self.relays)).encode()
         return blake2b(source.key + target.key + settings, digest_size=16).digest()
 
     def _make(self, source: Layout, target: Layout) -> Plan:
@@ -74,6 +77,8 @@ class Planner:
 
     def _route(self, refinement: Refinement, slots: tuple[int, ...]) -> tuple[list[Flow], str]:
         direct = self._flows(refinement, slots, relay=False)
+        if not self.relays:
+            return direct, "no relays: receivers read what the slots of the source hold"
         if all(len(line.needers) == 1 for line in refinement.lines):
             return direct, "every byte has one taker: it goes there directly"
         sending_s, receiving_s = busiest_links_s(direct, self.topology)

@@ -1,0 +1,94 @@
+"""Where the slots of a transfer leave each other short notes: who they are, where their buffers lie.
+
+Two kinds: the run's store, for slots that it started; a process group, for people who bring their own.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from ductile.fabric.carrier import TransferFailed
+
+WATCH_S = 0.25
+Missing = Callable[[list[int]], None]
+"""Called with the slots whose notes are awaited; raises when waiting for them is in vain."""
+
+
+class Board(Protocol):
+    slot: int
+    members: tuple[int, ...]
+    timeout_s: float
+
+    def exchange(self, topic: str, note: bytes, missing: Missing | None = None) -> dict[int, bytes]:
+        """Leave a note and read those of all members. Collective; a topic is used once.
+
+        Raises `TransferFailed` when a note has not come within the timeout.
+        """
+        ...
+
+
+class StoreBoard:
+    """Notes under a prefix of a store; the last reader takes them down."""
+
+    def __init__(self, store: Store, prefix: str, slot: int, members: Sequence[int], timeout_s: float) -> None:
+        self._store, self._prefix = store, prefix
+        self.slot, self.members, self.timeout_s = slot, tuple(members), timeout_s
+
+    def exchange(self, topic: str, note: bytes, missing: Missing | None = None) -> dict[int, bytes]:
+        keys = {member: f"{self._prefix}/{topic}/{member}" for member in self.members}
+        counter = f"{self._prefix}/{topic}/read"
+        self._store.set(keys[self.slot], note)  # pyright: ignore[reportArgumentType] (the stub knows only str)
+        self._wait(topic, keys, missing)
+        notes = dict(zip(keys, self._store.multi_get(list(keys.values())), strict=True))
+        if self._store.add(counter, 1) == len(keys):
+            for key in (*keys.values(), counter):
+                self._store.delete_key(key)
+        return notes
+
+    def _wait(self, topic: str, keys: dict[int, str], missing: Missing | None) -> None:
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                left_s = max(deadline - time.monotonic(), 0.001)
+                self._store.wait(list(keys.values()), timedelta(seconds=min(WATCH_S, left_s)))
+                return
+            except RuntimeError:
+                awaited = [member for member, key in keys.items() if not self._store.check([key])]
+                if missing is not None:
+                    missing(awaited)
+                if awaited and time.monotonic() >= deadline:
+                    raise TransferFailed(
+                        f"slots {awaited} did not say {topic!r} within {self.timeout_s:g} s", awaited[0]
+                    ) from None
+
+
+class GroupBoard:
+    """Notes by all-gather on a group whose ranks are `members` in this order."""
+
+    def __init__(self, group: dist.ProcessGroup, slot: int, members: Sequence[int], device: str, timeout_s: float):
+        self._group, self._device = group, torch.device(device)
+        self.slot, self.members, self.timeout_s = slot, tuple(members), timeout_s
+
+    def exchange(self, topic: str, note: bytes, missing: Missing | None = None) -> dict[int, bytes]:
+        try:
+            lengths = self._gather(torch.tensor([len(note)]))
+            longest = int(max(lengths))
+            padded = torch.frombuffer(bytearray(note.ljust(longest, b"\0")), dtype=torch.uint8)
+            notes = self._gather(padded) if longest else [torch.empty(0, dtype=torch.uint8)] * len(self.members)
+        except RuntimeError as error:
+            raise TransferFailed(f"nobody heard {topic!r}: {str(error).partition(chr(10))[0]}") from None
+        return {
+            member: note.numpy()[: int(length)].tobytes()
+            for member, note, length in zip(self.members, notes, lengths, strict=True)
+        }
+
+    def _gather(self, value: torch.Tensor) -> list[torch.Tensor]:
+        value = value.to(self._device)
+        found = [torch.empty_like(value) for _ in self.members]
+        dist.all_gather(found, value, group=self._group)
+        return [one.cpu() for one in found]

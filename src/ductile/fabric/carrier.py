@@ -1,0 +1,65 @@
+"""What carries bytes from slot to slot, behind one Protocol.
+
+p2p           messages through a process group (gloo, NCCL): works everywhere
+peer_memory   every receiver reads its peers' memory by itself: processes of one host, on the CPU
+cuda_ipc      the same on the GPUs of one host
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from ductile.core.transfer.plan import Plan
+from ductile.fabric.digest import Digests
+from ductile.fabric.memory import Memory
+
+
+class TransferFailed(RuntimeError):
+    """Bytes did not arrive: a peer died, stopped, or did not answer in time. The text says who and what.
+
+    The new buffers are worth nothing then. Between two memory modes the old ones differ: in shadow mode they are whole.
+    """
+
+    def __init__(self, message: str, peer: int | None = None) -> None:
+        super().__init__(message)
+        self.peer = peer
+        """The slot that failed, where that is known. It may be one that itself only waits for another."""
+
+
+class Steps(Protocol):
+    """What a slot does around the rounds of a transfer (`ductile.fabric.modes`). `index` counts its own rounds."""
+
+    def before(self, index: int) -> None:
+        """The round is about to be posted: its buffers must exist."""
+        ...
+
+    def meanwhile(self) -> None:
+        """The first bytes are under way and the processor is free."""
+        ...
+
+    def after(self, index: int) -> None:
+        """The round's messages have left and arrived."""
+        ...
+
+
+@dataclass(frozen=True)
+class Cargo:
+    """One slot's part of a plan, as carriers get it."""
+
+    plan: Plan
+    slot: int
+    old: Memory
+    new: Memory
+    steps: Steps
+    sent: Digests
+    received: Digests
+
+
+class Carrier(Protocol):
+    name: str
+    one_sided: bool
+    """Receivers read by themselves. There are no rounds, so plans have no relays, and what they read must stay until
+    every slot is done."""
+
+    def carry(self, cargo: Cargo) -> None:
+        """Send and receive everything. Raises `TransferFailed` when the carrier's timeout passes, or before."""
+        ...

@@ -1,0 +1,96 @@
+"""One slot's buffers under a layout, addressed by the boxes of tensors.
+
+Everything here is words of the tensors' size: integers, whatever the dtype, so that NaN payloads, negative zeros and
+denormals are only bits.
+"""
+
+from collections.abc import Iterator, Mapping
+from math import prod
+
+import torch
+
+from ductile.core.layout.holdings import Box
+from ductile.core.layout.layout import Layout
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes."""
+
+
+class Memory:
+    """Buffers by the names that the layout gives them. Contiguous, of any shape, on any device."""
+
+    def __init__(self, layout: Layout, slot: int, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Raises `ValueError` when a buffer that the layout lists is missing or is not what it says."""
+        self.layout = layout
+        self.slot = slot
+        self.sizes = layout.buffer_sizes(slot)
+        self._words: dict[str, torch.Tensor] = {}
+        for name in self.sizes:
+            if name not in buffers:
+                raise ValueError(f"slot {slot} has no buffer {name!r}, which its layout lists")
+            self.add(name, buffers[name])
+
+    @classmethod
+    def empty(cls, layout: Layout, slot: int) -> "Memory":
+        """Without buffers; they come one by one through `add`."""
+        memory = cls(Layout((), (slot,)), slot, {})
+        memory.layout, memory.sizes = layout, layout.buffer_sizes(slot)
+        return memory
+
+    def add(self, name: str, buffer: torch.Tensor) -> None:
+        dtype, size = self.sizes[name]
+        if str(buffer.dtype) != f"torch.{dtype}" or buffer.numel() != size or not buffer.is_contiguous():
+            stored = "contiguous" if buffer.is_contiguous() else "strided"
+            raise ValueError(
+                f"buffer {name!r} of slot {self.slot} is {stored}, {buffer.dtype}, {buffer.numel()} elements; its "
+                f"layout says contiguous, {dtype}, {size} elements"
+            )
+        self._words[name] = buffer.detach().view(-1).view(WORDS[buffer.element_size()])
+
+    def drop(self, name: str) -> None:
+        del self._words[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._words
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._words)
+
+    def words(self, name: str) -> torch.Tensor:
+        """A whole buffer, flat."""
+        return self._words[name]
+
+    def buffer(self, name: str, box: Box) -> str:
+        """The name of the buffer that has this box of this tensor."""
+        tensor = self.layout[name]
+        return tensor.buffer(tensor.holdings.view(self.slot, box).buffer)
+
+    def box(self, name: str, box: Box) -> torch.Tensor:
+        """A block of a tensor where it lies, strided as it lies there."""
+        tensor = self.layout[name]
+        view = tensor.holdings.view(self.slot, box)
+        words = self._words[tensor.buffer(view.buffer)]
+        return words.as_strided(view.shape, view.strides, words.storage_offset() + view.offset)
+
+
+def pack(box: torch.Tensor, packed: torch.Tensor) -> None:
+    """Copy a box, row-major, into as many bytes."""
+    if packed.storage_offset() % box.element_size():
+        packed.copy_(box.contiguous().view(-1).view(torch.uint8))
+    else:
+        packed.view(box.dtype).view(box.shape).copy_(box)
+
+
+def unpack(packed: torch.Tensor, box: torch.Tensor) -> None:
+    """The reverse of `pack`."""
+    whole = packed.clone() if packed.storage_offset() % box.element_size() else packed
+    box.copy_(whole.view(box.dtype).view(box.shape))
+
+
+def flat_bytes(box: torch.Tensor) -> torch.Tensor | None:
+    """The bytes of a contiguous box where they lie; None when it is strided."""
+    return box.view(-1).view(torch.uint8) if box.is_contiguous() else None
+
+
+def num_bytes(box: torch.Tensor) -> int:
+    return prod(box.shape) * box.element_size()

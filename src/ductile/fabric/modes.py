@@ -1,0 +1,111 @@
+"""What a slot does with its own memory while a transfer runs.
+
+shadow      old and new state exist side by side: the caller commits by using the new one, or drops it
+streaming   a target buffer is allocated when its first bytes come, a source buffer freed when its last ones are
+            gone: the peak stays near the larger of the two states, and there is no way back
+"""
+
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import NamedTuple
+
+import torch
+
+from ductile.core.transfer.plan import Part, Plan
+from ductile.fabric.memory import Memory
+
+Allocate = Callable[[str, str, int], torch.Tensor]
+"""(buffer, dtype, elements) -> a contiguous tensor."""
+
+
+class Shadow:
+    """Copies what stays on the slot while the first messages travel."""
+
+    def __init__(self, plan: Plan, old: Memory, new: Memory, handed_on: Iterable[str]) -> None:
+        self._old, self._new = old, new
+        kept = set(handed_on)
+        self._copies = [part for part in plan.local(new.slot) if new.buffer(part.name, part.box) not in kept]
+
+    def before(self, index: int) -> None:
+        pass
+
+    def meanwhile(self) -> None:
+        for part in self._copies:
+            self._new.box(part.name, part.box).copy_(self._old.box(part.name, part.box))
+
+    def after(self, index: int) -> None:
+        pass
+
+
+class _Use(NamedTuple):
+    """The first and the last round that touch a buffer."""
+
+    first: int
+    last: int
+
+
+class Streaming:
+    """Allocates and frees round by round.
+
+    What stays on the slot moves when the last bytes of its source buffer have left; buffers that send nothing move at
+    once, one after the other.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        old: Memory,
+        new: Memory,
+        handed_on: Iterable[str],
+        source: MutableMapping[str, torch.Tensor],
+        target: MutableMapping[str, torch.Tensor],
+        allocate: Allocate,
+    ) -> None:
+        self._old, self._new = old, new
+        self._source, self._target, self._allocate = source, target, allocate
+        kept = set(handed_on)
+        rounds = list(plan.rounds(new.slot))
+        self._needed: dict[int, list[str]] = {}
+        """By round: the target buffers that its messages touch."""
+        last: dict[str, int] = dict.fromkeys((name for name in old if name not in kept), -1)
+        for index, step in enumerate(rounds):
+            for message in step.receives:
+                self._needed.setdefault(index, []).extend(new.buffer(part.name, part.box) for part in message.parts)
+            for message in step.sends:
+                last.update((old.buffer(p.name, p.box), index) for p in message.parts if not p.relayed)
+        self._leaving: dict[int, list[str]] = {}
+        """By round: the source buffers that no later round reads."""
+        for name, index in last.items():
+            if name not in kept:
+                self._leaving.setdefault(index, []).append(name)
+        self._copies: dict[str, list[Part]] = {}
+        for part in plan.local(new.slot):
+            if new.buffer(part.name, part.box) not in kept:
+                self._copies.setdefault(old.buffer(part.name, part.box), []).append(part)
+
+    def before(self, index: int) -> None:
+        if index == 0:
+            self.after(-1)
+        for name in self._needed.get(index, ()):
+            self._ensure(name)
+
+    def meanwhile(self) -> None:
+        pass
+
+    def after(self, index: int) -> None:
+        for name in self._leaving.pop(index, ()):
+            for part in self._copies.pop(name, ()):
+                self._ensure(self._new.buffer(part.name, part.box))
+                self._new.box(part.name, part.box).copy_(self._old.box(part.name, part.box))
+            self._old.drop(name)
+            del self._source[name]
+
+    def finish(self) -> None:
+        """When no rounds were needed, and for buffers that hold nothing but padding."""
+        self.after(-1)
+        for name in self._new.sizes:
+            self._ensure(name)
+
+    def _ensure(self, name: str) -> None:
+        if name not in self._new:
+            self._target[name] = self._allocate(name, *self._new.sizes[name])
+            self._new.add(name, self._target[name])

@@ -1,0 +1,204 @@
+"""Messages through a process group: gloo on CPUs, NCCL on GPUs.
+
+1. A round's message to a peer is cut into segments: a large part is one by itself, small ones lie end to end in one.
+   Both sides cut alike, knowing only the plan.
+2. A segment that is one contiguous box leaves from where it lies, and arrives where it will stay. The others go through
+   staging memory, one piece a direction for each of the two rounds in flight.
+3. All operations of a round are posted together, so nobody waits in a circle. The next round is posted before this one
+   is waited for, unless it passes on what this one brings.
+"""
+
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ductile.core.layout.holdings import volume
+from ductile.core.layout.layout import Layout
+from ductile.core.transfer.plan import Message, Part, Round
+from ductile.core.transfer.topology import MIB
+from ductile.fabric.carrier import Cargo, TransferFailed
+from ductile.fabric.memory import Memory, flat_bytes, num_bytes, pack, unpack
+
+DIRECT_BYTES = MIB
+"""From this size on a part is a segment of its own: gloo's throughput is near its best there, and staging is a copy."""
+ALIGN = 8
+"""Bytes; segments in staging begin at multiples, so that words of any size can be read there."""
+ROUND_TAGS, SEGMENT_TAGS = 1 << 12, 1 << 16
+"""Two rounds are in flight; a round's message has at most as many segments as a MiB has parts."""
+POLL_S = 0.0002
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """One operation on the wire: contiguous bytes, and the boxes that they are packed from or unpacked into."""
+
+    peer: int
+    number: int
+    """Among those of the same round with the same peer."""
+    memory: torch.Tensor
+    boxes: tuple[torch.Tensor, ...]
+    """Empty where the memory is the box itself."""
+
+
+@dataclass(frozen=True)
+class _Posted:
+    arriving: list[_Segment]
+    works: list[tuple[int, dist.Work]]
+    """(peer, work)"""
+
+
+class PeerToPeer:
+    """Carries through `group`, whose members are all slots of the plans that it gets."""
+
+    name = "p2p"
+    one_sided = False
+
+    def __init__(self, group: dist.ProcessGroup, device: str, timeout_s: float) -> None:
+        self._group = group
+        self._device = torch.device(device)
+        self._timeout_s = timeout_s
+        self._staging: dict[tuple[bool, int], torch.Tensor] = {}
+        """By direction and parity of the round."""
+
+    def carry(self, cargo: Cargo) -> None:
+        try:
+            self._carry(cargo, list(cargo.plan.rounds(cargo.slot)))
+        except TransferFailed as error:
+            # Frames hold works and views; while they live, sockets stay open and the others do not hear of the failure.
+            traceback.clear_frames(error.__traceback__)
+            raise
+        finally:
+            self._staging.clear()
+
+    def _carry(self, cargo: Cargo, rounds: list[Round]) -> None:
+        posted = self._post(cargo, rounds, 0)
+        cargo.steps.meanwhile()
+        for index in range(len(rounds)):
+            waits = index + 1 < len(rounds) and _passes_on(rounds[index + 1])
+            ahead = None if waits else self._post(cargo, rounds, index + 1)
+            self._finish(cargo, posted)
+            cargo.steps.after(index)
+            posted = ahead or self._post(cargo, rounds, index + 1)
+
+    def _post(self, cargo: Cargo, rounds: list[Round], index: int) -> _Posted:
+        if index >= len(rounds):
+            return _Posted([], [])
+        cargo.steps.before(index)
+        step = rounds[index]
+        arriving = self._place(_cut(step.receives, cargo.new, cargo.new), (False, index % 2))
+        leaving = self._place(_cut(step.sends, cargo.old, cargo.new), (True, index % 2))
+        for segment in leaving:
+            offset = 0
+            for box in segment.boxes:
+                pack(box, segment.memory[offset : offset + num_bytes(box)])
+                offset += num_bytes(box)
+            cargo.sent.update(segment.peer, segment.memory)
+        return _Posted(arriving, self._start(step.number, arriving, leaving))
+
+    def _place(self, cut: list[tuple[int, int, tuple[torch.Tensor, ...]]], key: tuple[bool, int]) -> list[_Segment]:
+        """Give every segment its memory: where its only box lies, or a piece of staging."""
+        direct = [flat_bytes(boxes[0]) if len(boxes) == 1 else None for _, _, boxes in cut]
+        sizes = [
+            sum(map(num_bytes, boxes)) if flat is None else 0 for flat, (_, _, boxes) in zip(direct, cut, strict=True)
+        ]
+        room = self._room(key, sum(-(-size // ALIGN) * ALIGN for size in sizes))
+        segments: list[_Segment] = []
+        used = 0
+        for flat, size, (peer, number, boxes) in zip(direct, sizes, cut, strict=True):
+            if flat is not None:
+                segments.append(_Segment(peer, number, flat, ()))
+            else:
+                segments.append(_Segment(peer, number, room[used : used + size], boxes))
+                used += -(-size // ALIGN) * ALIGN
+        return segments
+
+    def _room(self, key: tuple[bool, int], size: int) -> torch.Tensor:
+        if key not in self._staging or len(self._staging[key]) < size:
+            self._staging[key] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return self._staging[key]
+
+    def _start(self, number: int, arriving: list[_Segment], leaving: list[_Segment]) -> list[tuple[int, dist.Work]]:
+        operations = [*((dist.irecv, segment) for segment in arriving), *((dist.isend, segment) for segment in leaving)]
+        if self._device.type == "cuda":  # one call to NCCL, which pairs operations by their order
+            batch = [
+                dist.P2POp(operation, segment.memory, segment.peer, self._group) for operation, segment in operations
+            ]
+            return [(batch[0].peer, work) for work in dist.batch_isend_irecv(batch)] if batch else []
+        works: list[tuple[int, dist.Work]] = []
+        for operation, segment in operations:
+            tag = number % ROUND_TAGS * SEGMENT_TAGS + segment.number  # gloo pairs operations by their tags
+            try:
+                work = operation(segment.memory, segment.peer, group=self._group, tag=tag)
+            except RuntimeError as error:
+                raise TransferFailed(
+                    f"slot {segment.peer} cannot be reached: {_sentence(error)}", segment.peer
+                ) from None
+            assert work is not None, "this slot is in the group"
+            works.append((segment.peer, work))
+        return works
+
+    def _finish(self, cargo: Cargo, posted: _Posted) -> None:
+        for peer, work in posted.works:
+            self._wait(peer, work)
+        for segment in posted.arriving:
+            cargo.received.update(segment.peer, segment.memory)
+            offset = 0
+            for box in segment.boxes:
+                unpack(segment.memory[offset : offset + num_bytes(box)], box)
+                offset += num_bytes(box)
+        posted.works.clear()  # they hold what was sent, which may be freed now
+
+    def _wait(self, peer: int, work: dist.Work) -> None:
+        start = time.monotonic()
+        try:
+            if (
+                self._device.type == "cuda"
+            ):  # NCCL's wait returns at once; what the stream does needs a deadline of ours
+                while not work.is_completed():
+                    if time.monotonic() - start > self._timeout_s:
+                        raise RuntimeError("timed out")
+                    time.sleep(POLL_S)
+            work.wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            if time.monotonic() - start >= 0.95 * self._timeout_s:
+                cause = f"nothing came from or went to slot {peer} for {self._timeout_s:g} s"
+            else:
+                cause = f"slot {peer} is gone: {_sentence(error)}"
+            raise TransferFailed(cause, peer) from None
+
+
+def _cut(messages: Sequence[Message], old: Memory, new: Memory) -> list[tuple[int, int, tuple[torch.Tensor, ...]]]:
+    """(peer, number, boxes) of every segment. Relayed parts come from `new`."""
+    return [
+        (message.peer, number, tuple((new if part.relayed else old).box(part.name, part.box) for part in parts))
+        for message in messages
+        for number, parts in enumerate(_segments(message.parts, new.layout))
+    ]
+
+
+def _segments(parts: Sequence[Part], layout: Layout) -> Iterator[list[Part]]:
+    small: list[Part] = []
+    for part in parts:
+        if volume(part.box) * layout[part.name].item_bytes >= DIRECT_BYTES:
+            if small:
+                yield small
+            small = []
+            yield [part]
+        else:
+            small.append(part)
+    if small:
+        yield small
+
+
+def _passes_on(step: Round) -> bool:
+    return any(part.relayed for message in step.sends for part in message.parts)
+
+
+def _sentence(error: BaseException) -> str:
+    """Without the C++ frames behind it."""
+    return str(error).partition("\n")[0].strip()

@@ -1,0 +1,135 @@
+"""One slot's part of a plan, carried out: the state goes from one layout to another.
+
+    plan = planner.plan(source, target)            on every slot for itself; all compare plan.key
+    transfer = Transfer(plan, slot, old, new, carrier)
+    moved = transfer.run()                         on every slot at once
+    # all compare what they sent with what their peers received, then everybody commits or nobody does
+
+Whoever calls makes sure that nobody writes to old buffers from before the first slot runs until the last one is done.
+"""
+
+import time
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import torch
+
+from ductile.core.transfer.plan import Plan
+from ductile.fabric.carrier import Cargo, Carrier
+from ductile.fabric.digest import Digests
+from ductile.fabric.memory import Memory
+from ductile.fabric.modes import Allocate, Shadow, Streaming
+
+Verify = Literal["moved", "off"]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What a slot did."""
+
+    sent: dict[int, int]
+    """64-bit fingerprint of all that went to each peer, by slot. It must be what the peer says in `received`."""
+    received: dict[int, int]
+    num_bytes: int
+    """Received from peers."""
+    seconds: dict[str, float]
+    """By phase."""
+
+
+class Transfer:
+    """Moves a state in shadow mode: old buffers stay as they are.
+
+    `old` and `new` are this slot's buffers by the names that the two layouts list (`Layout.buffer_sizes`): contiguous,
+    of any shape, and of the listed dtype. A buffer that does not change (`Plan.unchanged_buffers`) can be missing in
+    `new`: it is handed on. Padding in new buffers is left as it is.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        slot: int,
+        old: Mapping[str, torch.Tensor],
+        new: Mapping[str, torch.Tensor],
+        carrier: Carrier,
+        verify: Verify = "moved",
+    ) -> None:
+        """Raises `ValueError` for buffers that are not what the layouts say."""
+        _check(plan, carrier)
+        self.handed_on = frozenset(
+            name for name in plan.unchanged_buffers(slot) if name not in new or new[name] is old[name]
+        )
+        self.buffers: dict[str, torch.Tensor] = {
+            name: old[name] if name in self.handed_on else new[name]
+            for name in plan.target.buffer_sizes(slot)
+            if name in self.handed_on or name in new
+        }
+        """The new state, whole after `run`."""
+        self._plan, self._carrier = plan, carrier
+        self._verify: Verify = verify
+        self._old = Memory(plan.source, slot, old)
+        self._new = Memory(plan.target, slot, self.buffers)
+        _check_apart(self._old, self._new, self.handed_on)
+        self._steps = Shadow(plan, self._old, self._new, self.handed_on)
+
+    def run(self) -> Moved:
+        """Raises `TransferFailed`; then the old buffers are whole, and the new ones are worth nothing."""
+        return _run(self._plan, self._carrier, self._verify, self._old, self._new, self._steps)
+
+
+def stream(
+    plan: Plan,
+    slot: int,
+    state: MutableMapping[str, torch.Tensor],
+    carrier: Carrier,
+    allocate: Allocate,
+    verify: Verify = "moved",
+) -> tuple[dict[str, torch.Tensor], Moved]:
+    """Move a state in streaming mode: the new buffers, and what was done.
+
+    `state` are the old buffers. They are taken out of the mapping one by one; nobody else may refer to them, or they
+    are not freed. There is no way back: after `TransferFailed` the state is lost.
+    """
+    _check(plan, carrier)
+    if carrier.one_sided:
+        raise ValueError(
+            f"{carrier.name} cannot stream: a slot does not know when its peers have read a buffer that it would free; "
+            "use p2p"
+        )
+    old, new = Memory(plan.source, slot, state), Memory.empty(plan.target, slot)
+    target: dict[str, torch.Tensor] = {}
+    handed_on = plan.unchanged_buffers(slot)
+    for name in handed_on:
+        target[name] = state.pop(name)
+        new.add(name, target[name])
+    steps = Streaming(plan, old, new, handed_on, state, target, allocate)
+    moved = _run(plan, carrier, verify, old, new, steps)
+    steps.finish()
+    return target, moved
+
+
+def _run(plan: Plan, carrier: Carrier, verify: Verify, old: Memory, new: Memory, steps: Shadow | Streaming) -> Moved:
+    start = time.perf_counter()
+    sent, received = Digests(verify != "off"), Digests(verify != "off")
+    carrier.carry(Cargo(plan, new.slot, old, new, steps, sent, received))
+    seconds = {"transfer": time.perf_counter() - start}
+    return Moved(sent.values(), received.values(), plan.ingress[new.slot], seconds)
+
+
+def _check(plan: Plan, carrier: Carrier) -> None:
+    if carrier.one_sided and plan.relayed_bytes:
+        raise ValueError(f"{carrier.name} cannot carry a plan with relays: make it with Planner(relays=False)")
+
+
+def _check_apart(old: Memory, new: Memory, handed_on: frozenset[str]) -> None:
+    """A new buffer that shares memory with an old one would be overwritten while others read it."""
+    ranges = sorted(
+        (words.data_ptr(), words.data_ptr() + words.numel() * words.element_size(), is_new, name)
+        for is_new, memory in ((False, old), (True, new))
+        for name in memory
+        if (words := memory.words(name)).numel() and not (is_new and name in handed_on)
+    )
+    for (_, end, _, first), (start, _, _, second) in pairwise(ranges):
+        if start < end:
+            raise ValueError(f"the buffers {first!r} and {second!r} share memory, and one of them is to be overwritten")
