@@ -98,7 +98,7 @@ def _runs(
         if shard.parts:
             extents[dim], dims[dim] = _split(shard.parts, size, coordinate)
         else:
-            extents[dim], dims[dim] = _chunk(shard.padded or extents[dim], dims[dim], size, coordinate)
+            extents[dim], dims[dim] = chunk(shard.padded or extents[dim], dims[dim], size, coordinate)
     return tuple(extents), dims
 
 
@@ -118,12 +118,13 @@ def _split(parts: tuple[tuple[int, int], ...], size: int, coordinate: int) -> tu
     return local, runs
 
 
-def _chunk(extent: int, runs: list[Run], size: int, coordinate: int) -> tuple[int, list[Run]]:
-    chunk = -(-extent // size)
-    low, high = min(coordinate * chunk, extent), min((coordinate + 1) * chunk, extent)
+def chunk(extent: int, runs: list[Run], size: int, coordinate: int) -> tuple[int, list[Run]]:
+    """Chunk number `coordinate` of `size`, cut like `torch.chunk`: its length, and what it has of the runs."""
+    length = -(-extent // size)
+    low, high = min(coordinate * length, extent), min((coordinate + 1) * length, extent)
     kept: list[Run] = []
-    for position, local, length in runs:
-        start, stop = max(low, local), min(high, local + length)
+    for position, local, count in runs:
+        start, stop = max(low, local), min(high, local + count)
         if start < stop:
             kept.append((position + start - local, start - low, stop - start))
     return high - low, kept

@@ -1,0 +1,86 @@
+"""What a rank holds of a tensor that mesh axes cut by placements, as DTensor and FSDP2 do it.
+
+    Shard(dim)                           chunks of ceil(n / size), like `torch.chunk`; the last ones short or empty
+    _StridedShard(dim, split_factor=f)   f strips first, then chunks of each strip: a rank has its chunk of every strip
+
+FSDP2 on tensor parallelism cuts along tp first and along its own axis after that, and writes it down the other way
+round: `[_StridedShard(0, split_factor=tp), Shard(0)]`. With sizes that do not divide, the two orders differ on some
+ranks. Which one made a local tensor shows in its shape.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from ductile.core.layout.holdings import Shape
+from ductile.core.layout.sharding import Run, chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One mesh axis, and what this rank has of what it cuts."""
+
+    dim: int
+    size: int
+    coordinate: int
+    strips: int = 1
+    """`split_factor`."""
+
+
+def held_runs(shape: Shape, cuts: Sequence[Cut], local_shape: Shape) -> list[list[Run]]:
+    """The runs of each dim that a rank holds, cuts given from the first mesh axis to the last.
+
+    Raises `ValueError` when the local tensor has another shape than the cuts leave.
+    """
+    orders = [order for order in (_as_made(cuts), list(cuts)) if order is not None]
+    found: list[Shape] = []
+    for order in orders:
+        extents, runs = _apply(shape, order)
+        if extents == local_shape or not prod(extents) + prod(local_shape):
+            return runs
+        found.append(extents)
+    raise ValueError(f"its local tensor has shape {list(local_shape)}; its placements leave {list(found[-1])} here")
+
+
+def _as_made(cuts: Sequence[Cut]) -> list[Cut] | None:
+    """The order in which plain chunks give the same: a strided cut comes after the cuts that made its strips."""
+    order: list[Cut] = []
+    for cut in reversed(cuts):
+        strips = place = 0
+        for place in range(len(order) + 1):
+            strips = prod(other.size for other in order[:place] if other.dim == cut.dim)
+            if strips == cut.strips:
+                break
+        if strips != cut.strips:
+            return None
+        order.insert(place, Cut(cut.dim, cut.size, cut.coordinate))
+    return order
+
+
+def _apply(shape: Shape, cuts: Sequence[Cut]) -> tuple[Shape, list[list[Run]]]:
+    extents = list(shape)
+    dims: list[list[Run]] = [[(0, 0, length)] if length else [] for length in shape]
+    for cut in cuts:
+        extents[cut.dim], dims[cut.dim] = _strips(extents[cut.dim], dims[cut.dim], cut)
+    return tuple(extents), [_joined(runs) for runs in dims]
+
+
+def _strips(extent: int, runs: list[Run], cut: Cut) -> tuple[int, list[Run]]:
+    kept: list[Run] = []
+    length = 0
+    for strip in range(cut.strips):
+        part, inside = chunk(*chunk(extent, runs, cut.strips, strip), cut.size, cut.coordinate)
+        kept += [(position, length + local, count) for position, local, count in inside]
+        length += part
+    return length, kept
+
+
+def _joined(runs: list[Run]) -> list[Run]:
+    """Runs that follow each other on both sides become one."""
+    joined: list[Run] = []
+    for position, local, length in runs:
+        if joined and (position, local) == (joined[-1][0] + joined[-1][2], joined[-1][1] + joined[-1][2]):
+            joined[-1] = (*joined[-1][:2], joined[-1][2] + length)
+        else:
+            joined.append((position, local, length))
+    return joined
