@@ -1,0 +1,123 @@
+"""How many seconds things take: the measured speeds that policies, plans and the simulator reckon with.
+
+All numbers are of one slot and come from the run itself (or from a file that says where it has them from). None of them
+is exact; a policy that reckons with them asks for more than the difference of two predictions that are nearly equal.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSpeed:
+    """Seconds of one decode step of one generator, in which each of its sequences gets one token.
+
+    A step reads the weights (`step_s`, whatever the batch), works for each sequence (`per_sequence_s`) and reads the
+    cache (`per_context_s` for each token that some sequence has in it).
+    """
+
+    step_s: float
+    per_sequence_s: float = 0.0
+    per_context_s: float = 0.0
+
+    def seconds(self, num_sequences: float, context_tokens: float = 0.0) -> float:
+        return self.step_s + self.per_sequence_s * num_sequences + self.per_context_s * context_tokens
+
+    def tokens_per_s(self, num_sequences: float, context_tokens: float = 0.0) -> float:
+        """All sequences together."""
+        return num_sequences / self.seconds(num_sequences, context_tokens) if num_sequences else 0.0
+
+    @staticmethod
+    def fit(points: Sequence[tuple[float, float, float]]) -> "DecodeSpeed":
+        """From measurements (sequences, context tokens, seconds a step), by least squares with no negative part.
+
+        Raises ValueError without points. What the points cannot tell apart (all at one batch size) goes to `step_s`.
+        """
+        if not points:
+            raise ValueError("a decode speed needs at least one measured step")
+        sequences, context, seconds = (np.array(column, float) for column in zip(*points, strict=True))
+        columns = [np.ones_like(seconds), sequences, context]
+        used = [column for column in range(3) if column == 0 or np.ptp(columns[column]) > 0]
+        while True:
+            found = np.linalg.lstsq(np.stack([columns[column] for column in used], 1), seconds, rcond=None)[0]
+            negative = [column for column, value in zip(used, found, strict=True) if value < 0]
+            if not negative or len(used) == 1:
+                break
+            used.remove(max(negative))  # the cache before the batch, the batch before the step
+        parts = dict(zip(used, (max(0.0, float(value)) for value in found), strict=True))
+        return DecodeSpeed(parts.get(0, 0.0), parts.get(1, 0.0), parts.get(2, 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSpeed:
+    """Of forward, backward and the gradients' reduction. `n` slots are `n / (1 + overhead * (n - 1))` times as fast as
+    one."""
+
+    tokens_per_s: float
+    """Of one slot alone."""
+    overhead: float = 0.0
+    """What each further slot costs all others; measured by training on two different numbers of slots."""
+    micro_step_s: float = 0.0
+    """Of every micro-step, however small: messages, launches, the collective's start."""
+
+    def of(self, num_slots: float) -> float:
+        """Tokens a second of that many slots together, micro-steps being full."""
+        return self.tokens_per_s * num_slots / (1 + self.overhead * max(0.0, num_slots - 1)) if num_slots else 0.0
+
+    def seconds(self, tokens_of_a_slot: float, num_slots: int) -> float:
+        """Of one micro-step in which the busiest slot has that many tokens."""
+        return self.micro_step_s + tokens_of_a_slot * (1 + self.overhead * (num_slots - 1)) / self.tokens_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    decode: DecodeSpeed
+    prefill_tokens_per_s: float
+    train: TrainSpeed
+    score_tokens_per_s: float = float("inf")
+    optim_s: float = 0.0
+    """An optimizer step, on however many slots."""
+    publish_s: float = 0.0
+    """A weight version leaves the trainer."""
+    receive_s: float = 0.0
+    """A generator or scorer makes it live; generators pause for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchCosts:
+    """What a change of roles costs, as measured in this run."""
+
+    resize_s: float = 0.0
+    """The trainer's pause when its slots change."""
+    grant_s: float = 0.0
+    """A slot becomes a generator or scorer: weights from a peer, cache allocated. Nobody else waits for it."""
+    release_s: float = 0.0
+    """A slot stops being one: cache and weights freed."""
+    cache_bytes_per_token: float = 0.0
+    cache_bytes_per_s: float = 0.0
+    """Between two slots; 0 when the cache cannot travel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Carriage:
+    """How an unfinished rollout's context gets to another generator."""
+
+    with_cache: bool
+    seconds: float
+
+
+def carriage(context_tokens: float, speeds: Speeds, costs: SwitchCosts) -> Carriage:
+    """The cheaper of sending the cache along and prefilling again; without a cache carrier, always the latter."""
+    prefill_s = context_tokens / speeds.prefill_tokens_per_s
+    if costs.cache_bytes_per_s <= 0:
+        return Carriage(False, prefill_s)
+    send_s = context_tokens * costs.cache_bytes_per_token / costs.cache_bytes_per_s
+    return Carriage(True, send_s) if send_s < prefill_s else Carriage(False, prefill_s)
+
+
+def micro_steps(tokens: float, num_slots: int, seq_len: int) -> int:
+    """How many micro-steps of `seq_len` tokens a slot that much work takes."""
+    return ceil(tokens / (seq_len * num_slots)) if tokens > 0 else 0

@@ -1,0 +1,80 @@
+"""Who finishes the rollouts that a generator leaves behind?
+
+Loads are predicted tokens, not rollouts: one that has just begun is not like one that is nearly done. The longest goes
+first, each to the generator that then has the least before it, those with room for another sequence first.
+"""
+
+import heapq
+from collections.abc import Collection, Mapping, Sequence
+
+from ductile.core.cluster.cost import carriage
+from ductile.core.cluster.lengths import Survival, survival
+from ductile.core.cluster.orders import Handoff, Move, Order
+from ductile.core.cluster.placement import Role, compact
+from ductile.core.cluster.state import ClusterState, Unfinished
+
+Remaining = Mapping[str, float]
+"""Predicted tokens still to come, by rollout."""
+
+
+def length_model(state: ClusterState) -> Survival:
+    """What the state says about the lengths of answers."""
+    return survival(
+        state.max_tokens, state.lengths.ended, state.lengths.cut, [rollout.generated for rollout in state.unfinished]
+    )
+
+
+def remaining_tokens(state: ClusterState, lengths: Survival | None = None) -> dict[str, float]:
+    """Of every unfinished rollout; never more than its limit leaves."""
+    lengths = lengths or length_model(state)
+    expected = lengths.remaining([rollout.generated for rollout in state.unfinished])
+    return {
+        rollout.id: min(float(tokens), float(rollout.limit - rollout.generated))
+        for rollout, tokens in zip(state.unfinished, expected, strict=True)
+    }
+
+
+def hand_off(
+    state: ClusterState, leaving: Collection[int], receivers: Sequence[int], remaining: Remaining | None = None
+) -> tuple[Handoff, ...]:
+    """Every rollout of the `leaving` slots goes to one of `receivers`.
+
+    Raises ValueError when there is something to hand off and nobody to take it.
+    """
+    remaining = remaining if remaining is not None else remaining_tokens(state)
+    orphans = [rollout for rollout in state.unfinished if rollout.slot in leaving]
+    if not orphans:
+        return ()
+    if not receivers:
+        raise ValueError(f"{len(orphans)} rollouts of slots {compact(sorted(leaving))} have no generator to go to")
+    load, count = dict.fromkeys(receivers, 0.0), dict.fromkeys(receivers, 0)
+    for rollout in state.unfinished:
+        if rollout.slot in load:
+            load[rollout.slot] += remaining[rollout.id]
+            count[rollout.slot] += 1
+    full = state.limits.max_num_seqs
+    queue = [(count[slot] >= full, load[slot], slot) for slot in receivers]
+    heapq.heapify(queue)
+    handoffs: list[Handoff] = []
+    for rollout in sorted(orphans, key=lambda rollout: (-remaining[rollout.id], rollout.id)):
+        _, tokens, target = queue[0]
+        count[target] += 1
+        heapq.heapreplace(queue, (count[target] >= full, tokens + remaining[rollout.id], target))
+        handoffs.append(_handoff(state, rollout, target))
+    return tuple(handoffs)
+
+
+def change(state: ClusterState, roles: Mapping[int, tuple[Role, ...]]) -> tuple[Order, ...]:
+    """The orders after which the slots hold `roles` (slots that are not named stay as they are): a move a slot that
+    changes, and a handoff for each rollout that would be left behind."""
+    before = {slot.slot: slot.roles for slot in state.slots}
+    moves = [Move(slot, before[slot], after) for slot, after in sorted(roles.items()) if before[slot] != after]
+    after = before | {move.slot: move.after for move in moves}
+    leaving = [slot for slot in before if "generate" in before[slot] and "generate" not in after[slot]]
+    receivers = [slot for slot in before if "generate" in after[slot]]
+    return (*moves, *hand_off(state, leaving, receivers))
+
+
+def _handoff(state: ClusterState, rollout: Unfinished, target: int) -> Handoff:
+    with_cache = carriage(rollout.context_tokens, state.speeds, state.costs).with_cache
+    return Handoff(rollout.id, rollout.slot, target, with_cache)

@@ -1,0 +1,185 @@
+"""What a policy answers: orders, and why.
+
+A `Decision` is one change of the cluster, carried out as a whole: rollouts are handed off, slots give roles up, the
+trainer resizes once to `formation_after`, slots take roles on. `complaints` says what is wrong with one; whoever
+carries decisions out asks it first, so that a policy with a bug is refused and not obeyed.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ductile.core.cluster.placement import Role, compact
+from ductile.core.cluster.state import ClusterState, Limits
+from ductile.records import Formation
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """The slot holds `before`, and is to hold `after`."""
+
+    slot: int
+    before: tuple[Role, ...]
+    after: tuple[Role, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """The unfinished rollout leaves its generator and goes on at another, with all it has so far."""
+
+    id: str
+    source: int
+    target: int
+    with_cache: bool = False
+    """Its cache travels too; otherwise the target prefills its context again."""
+
+
+Order = Move | Handoff
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the policy expected when it decided. Seconds from now until all the work in sight is done."""
+
+    stay_s: float
+    """Without the decision."""
+    go_s: float
+    """With it, its cost included."""
+    cost_s: float = 0.0
+    """Of carrying it out: pauses of the trainer, prefill of what is handed off."""
+
+    @property
+    def gain_s(self) -> float:
+        return self.stay_s - self.go_s
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    orders: tuple[Order, ...] = ()
+    reason: str = ""
+    """A sentence for people; empty when there is nothing to say."""
+    hold_training: bool = False
+    """The trainer begins no micro-step until a later decision says otherwise."""
+    prediction: Prediction | None = None
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        return tuple(order for order in self.orders if isinstance(order, Move))
+
+    @property
+    def handoffs(self) -> tuple[Handoff, ...]:
+        return tuple(order for order in self.orders if isinstance(order, Handoff))
+
+
+class Policy(Protocol):
+    def decide(self, state: ClusterState) -> Decision:
+        """What should change now. Asked after every event that may matter; the same state gives the same answer."""
+        ...
+
+
+def roles_after(state: ClusterState, decision: Decision) -> dict[int, tuple[Role, ...]]:
+    """Every slot's roles once the decision is carried out."""
+    return {slot.slot: slot.roles for slot in state.slots} | {move.slot: move.after for move in decision.moves}
+
+
+def formation_after(state: ClusterState, decision: Decision) -> Formation:
+    """The trainer's slots afterwards: who stays keeps its order, who joins comes last. Copies of the state stay as many
+    as they are where the number of slots allows it, else there is one."""
+    return reformed(state.trainer.formation, roles_after(state, decision))
+
+
+def reformed(formation: Formation, roles: dict[int, tuple[Role, ...]]) -> Formation:
+    staying = [slot for slot in formation.members if "train" in roles.get(slot, ())]
+    joining = sorted(slot for slot, held in roles.items() if "train" in held and slot not in formation.members)
+    members = (*staying, *joining)
+    replicas = formation.replicas if members and len(members) % formation.replicas == 0 else 1
+    return Formation(members, replicas)
+
+
+def complaints(state: ClusterState, decision: Decision) -> list[str]:
+    """What is wrong with the decision, a sentence each; none when it may be carried out."""
+    found = [*_wrong_moves(state, decision), *_wrong_handoffs(state, decision)]
+    after = roles_after(state, decision)
+    return found or [*_broken_floors(state, state.limits, after), *_wrong_moment(state, after)]
+
+
+def _wrong_moves(state: ClusterState, decision: Decision) -> Iterator[str]:
+    known = {slot.slot: slot for slot in state.slots}
+    for slot, times in Counter(move.slot for move in decision.moves).items():
+        if times > 1:
+            yield f"slot {slot} is moved {times} times"
+    for move in decision.moves:
+        slot = known.get(move.slot)
+        if slot is None:
+            yield f"slot {move.slot} is no member"
+        elif not slot.ready:
+            yield f"slot {move.slot} is not ready for another order"
+        elif move.before != slot.roles:
+            yield f"slot {move.slot} holds {spelled(slot.roles)}, not {spelled(move.before)}"
+        elif move.before == move.after:
+            yield f"slot {move.slot} holds {spelled(move.after)} already"
+        elif len(set(move.after)) < len(move.after):
+            yield f"slot {move.slot} is given a role twice: {spelled(move.after)}"
+        elif {"train", "generate"} <= {*move.after} and not (
+            state.limits.may_share or {"train", "generate"} <= {*move.before}
+        ):
+            yield f"slot {move.slot} has no memory for a generator beside the trainer's state"
+
+
+def _wrong_handoffs(state: ClusterState, decision: Decision) -> Iterator[str]:
+    after = roles_after(state, decision)
+    handed = {order.id: order for order in decision.handoffs}
+    if len(handed) < len(decision.handoffs):
+        yield "a rollout is handed off twice"
+    where = {rollout.id: rollout.slot for rollout in state.unfinished}
+    for order in decision.handoffs:
+        if where.get(order.id) != order.source:
+            yield f"rollout {order.id} is not on slot {order.source}"
+        elif "generate" not in after.get(order.target, ()) or order.target == order.source:
+            yield f"rollout {order.id} cannot go to slot {order.target}, which does not generate afterwards"
+    for name, slot in where.items():
+        if "generate" not in after.get(slot, ()) and name not in handed:
+            yield f"rollout {name} would be left behind on slot {slot}"
+
+
+def _broken_floors(state: ClusterState, limits: Limits, after: dict[int, tuple[Role, ...]]) -> Iterator[str]:
+    held = Counter(role for roles in after.values() for role in roles)
+    if held["train"] < max(1, limits.min_train):
+        yield f"{held['train']} slots would train, and {max(1, limits.min_train)} is the least"
+    if state.num_to_generate and held["generate"] < limits.min_generate:
+        yield f"{held['generate']} slots would generate, and {limits.min_generate} is the least"
+    if (state.num_to_generate or state.batch.to_score) and held["score"] < limits.min_score:
+        yield f"{held['score']} slots would score, and {limits.min_score} is the least"
+
+
+def _wrong_moment(state: ClusterState, after: dict[int, tuple[Role, ...]]) -> Iterator[str]:
+    trains = {slot for slot, roles in after.items() if "train" in roles}
+    if trains != {*state.trainer.formation.members} and not state.trainer.at_boundary:
+        yield "the trainer is in a micro-step: its slots change between two"
+
+
+def sentence(orders: Iterable[Order], *further: str) -> str:
+    """ "slot 2 generate → train: 3 rollouts left, handed to slot 3; cost 0.4 s"; `further` parts come last."""
+    kinds: dict[tuple[str, str], list[int]] = {}
+    handoffs: list[Handoff] = []
+    for order in orders:
+        if isinstance(order, Move):
+            kinds.setdefault((spelled(order.before), spelled(order.after)), []).append(order.slot)
+        else:
+            handoffs.append(order)
+    said = ", ".join(f"{named(slots)} {before} → {after}" for (before, after), slots in kinds.items())
+    if handoffs:
+        what = "1 rollout" if len(handoffs) == 1 else f"{len(handoffs)} rollouts"
+        to = named(sorted({order.target for order in handoffs}))
+        said = f"{said}: {what} left, handed to {to}" if said else f"{what} handed to {to}"
+    return "; ".join(part for part in (said, *further) if part)
+
+
+def named(slots: Sequence[int]) -> str:
+    """ "slot 3", "slots 3-5"."""
+    return f"slot{'s' if len(slots) > 1 else ''} {compact(slots)}"
+
+
+def spelled(roles: tuple[Role, ...]) -> str:
+    return "+".join(roles) or "nothing"

@@ -1,0 +1,107 @@
+"""Rules of thumb: generators that the rollouts no longer need are given to the trainer.
+
+At every micro-step boundary of a step that has begun to train:
+
+1. Nothing is left to generate: all generators train. Nothing left to score either: so do the scorers.
+2. The rollouts that are left fit on fewer generators: the others hand theirs over and train. Fit is by number alone.
+3. Slots without a role train.
+
+At the step's end every slot returns to what the configuration gave it. Two further rules, each on request:
+
+- `pre_process`: until half of the step's rollouts are finished, the train slots generate too, and the trainer waits.
+- `wait_before_last_iter`: before its last optimizer step (of a batch with one: before its last quarter) the trainer
+  waits until generation and scoring are done, and then takes all slots.
+
+There is no estimate of what a move costs or gains: `model` is for that. What is kept from breaking is said in
+tests/core/cluster/policies/test_properties.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+
+from ductile.core.cluster.handoff import change, remaining_tokens
+from ductile.core.cluster.orders import Decision, Order, sentence
+from ductile.core.cluster.placement import Role
+from ductile.core.cluster.state import ClusterState
+
+TRAIN: tuple[Role, ...] = ("train",)
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    pre_process: bool = False
+    wait_before_last_iter: bool = False
+
+    def decide(self, state: ClusterState) -> Decision:
+        begun = state.batch.trained > 0
+        if not state.trainer.at_boundary:
+            return Decision(hold_training=state.trainer.held)
+        if not begun:
+            return self._before_the_step(state)
+        if self.wait_before_last_iter and state.batch.last_update and state.batch.missing:
+            why = f"the last part of the batch waits for {state.batch.missing} rollouts, to train on all slots"
+            return Decision(hold_training=True, reason="" if state.trainer.held else why)
+        return self._during_the_step(state)
+
+    def _before_the_step(self, state: ClusterState) -> Decision:
+        home = _home(state)
+        missing, half = state.batch.missing, state.batch.num_rollouts // 2
+        lend = self.pre_process and missing > half
+        if lend:
+            home |= {slot: _with_generate(home[slot]) for slot in _lendable(state, home)}
+        orders = _orders(state, home)
+        if lend:
+            why = f"train slots generate until half of the step's {state.batch.num_rollouts} rollouts are finished"
+        elif self.pre_process and state.trainer.held:
+            why = f"training starts: {missing} rollouts are missing, at most half of the step's"
+        else:
+            why = "every slot returns to what the configuration gave it"
+        return Decision(orders, sentence(orders, why) if orders else "", hold_training=lend)
+
+    def _during_the_step(self, state: ClusterState) -> Decision:
+        to_generate = state.num_to_generate
+        generators = [slot for slot in state.of("generate") if slot in state.ready]
+        needed = ceil(to_generate / state.limits.max_num_seqs)
+        if to_generate:
+            needed = max(needed, state.limits.min_generate)
+        # Who cannot be ordered about generates on, and counts.
+        num_others = len(state.of("generate")) - len(generators)
+        surplus = len(generators) - max(0, needed - num_others)
+        roles = {slot: TRAIN for slot in _cheapest_to_free(state, generators)[: max(0, surplus)]}
+        if not to_generate and not state.batch.to_score:
+            roles |= {slot: TRAIN for slot in state.of("score") if slot in state.ready}
+        roles |= {slot.slot: TRAIN for slot in state.slots if slot.ready and not slot.roles}
+        orders = _orders(state, roles)
+        why = f"{to_generate} rollouts need {needed} generators" if to_generate else "nothing is left to generate"
+        return Decision(orders, sentence(orders, why) if orders else "")
+
+
+def _home(state: ClusterState) -> dict[int, tuple[Role, ...]]:
+    """What the configuration gave each slot. One that joined later keeps what it has: it has no other home."""
+    configured = {*state.home.slots}
+    return {slot.slot: state.home.roles(slot.slot) if slot.slot in configured else slot.roles for slot in state.slots}
+
+
+def _lendable(state: ClusterState, home: Mapping[int, tuple[Role, ...]]) -> list[int]:
+    """Train slots that can hold a generator besides: their trainer's state stays with them."""
+    return [slot for slot, roles in home.items() if roles == TRAIN] if state.limits.may_share else []
+
+
+def _with_generate(roles: tuple[Role, ...]) -> tuple[Role, ...]:
+    return tuple(role for role in ("train", "generate", "score") if role in roles or role == "generate")
+
+
+def _cheapest_to_free(state: ClusterState, generators: list[int]) -> list[int]:
+    """Those that train already first (they only stop generating), then the fewest predicted tokens to hand off."""
+    left = dict.fromkeys(generators, 0.0)
+    remaining = remaining_tokens(state)
+    for rollout in state.unfinished:
+        if rollout.slot in left:
+            left[rollout.slot] += remaining[rollout.id]
+    return sorted(generators, key=lambda slot: ("train" not in state.roles(slot), left[slot], slot))
+
+
+def _orders(state: ClusterState, roles: Mapping[int, tuple[Role, ...]]) -> tuple[Order, ...]:
+    """The change to `roles`, of those slots that may be ordered about."""
+    return change(state, {slot: after for slot, after in roles.items() if slot in state.ready})

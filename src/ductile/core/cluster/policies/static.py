@@ -1,0 +1,25 @@
+"""The slots keep the roles that the configuration gave them."""
+
+from dataclasses import dataclass
+
+from ductile.core.cluster.orders import Decision
+from ductile.core.cluster.state import ClusterState
+
+
+@dataclass(frozen=True, slots=True)
+class Static:
+    def decide(self, state: ClusterState) -> Decision:
+        return Decision()
+
+
+@dataclass(frozen=True, slots=True)
+class InTurns:
+    """Everybody generates, then everybody trains: the trainer waits until the step's last rollout is there.
+
+    Meant for a placement in which all slots hold both roles (`actor,rollout: all`): the collocated arm of comparisons.
+    """
+
+    def decide(self, state: ClusterState) -> Decision:
+        if state.batch.missing:
+            return Decision(hold_training=True, reason=f"training waits for {state.batch.missing} rollouts")
+        return Decision()

@@ -1,0 +1,166 @@
+"""What a policy sees: who has which slot, what is under way, what is left to do, and how fast things go.
+
+Plain values of one instant; the time is among them. `loop` and `sim` fill them in, `policies/` decide on them, tests
+write them down by hand.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from ductile.core.cluster.cost import Speeds, SwitchCosts
+from ductile.core.cluster.placement import Placement, Role
+from ductile.records import Formation
+
+
+@dataclass(frozen=True, slots=True)
+class SlotState:
+    slot: int
+    roles: tuple[Role, ...]
+    """What it holds, in the order train, generate, score. Both train and generate: it decodes between micro-steps."""
+    since_s: float = 0.0
+    """When it got these roles."""
+    ready: bool = True
+    """False while it changes roles, warms up or is suspect: no order may name it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A rollout that some generator is working on, or has in its queue."""
+
+    id: str
+    slot: int
+    prompt_tokens: int
+    """Everything before this turn's first token."""
+    generated: int
+    """Tokens of this turn so far."""
+    limit: int
+    """The most tokens that this turn may have."""
+    group: str = ""
+    num_turns: int = 0
+    """Finished ones."""
+
+    @property
+    def context_tokens(self) -> int:
+        return self.prompt_tokens + self.generated
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Where the step that is being trained stands. Everything is counted in rollouts, unless it says tokens."""
+
+    step: int
+    num_rollouts: int
+    """That the step trains on."""
+    trained: int = 0
+    ready: int = 0
+    """Finished, in whole groups, scored where there is a scorer: the trainer can have them. Those of later steps too,
+    when generation runs ahead."""
+    ready_tokens: int = 0
+    """Prompts and answers of `ready`."""
+    partial: int = 0
+    """Finished, while siblings of their groups are not."""
+    partial_tokens: int = 0
+    to_score: int = 0
+    to_score_tokens: int = 0
+    to_start: int = 0
+    """The staleness bound admits them, and no generator has them yet."""
+    update: int = 0
+    num_updates: int = 1
+    """Optimizer steps of the batch; `update` are done."""
+    steps_left: int = 1
+    """This one included."""
+    steps_ahead: int = 0
+    """Steps that generation may run ahead of this one."""
+
+    @property
+    def left(self) -> int:
+        return self.num_rollouts - self.trained
+
+    @property
+    def missing(self) -> int:
+        """Of what the step trains on: not yet at the trainer's door."""
+        return max(0, self.left - self.ready)
+
+    @property
+    def last_update(self) -> bool:
+        """What is left is the last optimizer step's share; of a batch with one optimizer step, the last quarter."""
+        return self.left <= self.num_rollouts / (self.num_updates if self.num_updates > 1 else 4)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    formation: Formation
+    at_boundary: bool = True
+    """Between two micro-steps: only now may its slots change."""
+    held: bool = False
+    """A decision lets it wait."""
+    seq_len: int = 2048
+    """Tokens of a slot's micro-step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What no decision may break."""
+
+    min_train: int = 1
+    """Slots that hold the trainer's state, at any time. At least 1: it has to be somewhere."""
+    min_generate: int = 1
+    """Generators, while there is anything to generate."""
+    min_score: int = 0
+    """Scorers, while there is anything to score; 0 for a run without."""
+    max_num_seqs: int = 64
+    """Of one generator."""
+    may_share: bool = True
+    """A train slot may hold a generator besides: there is memory for both."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Answers' lengths in tokens, as far as seen."""
+
+    ended: tuple[int, ...] = ()
+    """Those that the model ended, of late."""
+    cut: tuple[int, ...] = ()
+    """Those that hit their limit: they would have been longer."""
+    prompt_mean: float = 0.0
+    """Tokens of a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterState:
+    now_s: float
+    slots: tuple[SlotState, ...]
+    """Of the current members, in ascending order."""
+    batch: Batch
+    trainer: TrainerState
+    speeds: Speeds
+    costs: SwitchCosts
+    home: Placement
+    """What the configuration gave each role: where `rules` returns to after each step."""
+    limits: Limits = Limits()
+    unfinished: tuple[Unfinished, ...] = ()
+    lengths: Lengths = Lengths()
+    max_tokens: int = 1024
+    """The most tokens of one answer."""
+
+    def of(self, role: Role) -> tuple[int, ...]:
+        """The slots that hold the role, ready or not."""
+        return tuple(slot.slot for slot in self.slots if role in slot.roles)
+
+    def roles(self, slot: int) -> tuple[Role, ...]:
+        return next(known.roles for known in self.slots if known.slot == slot)
+
+    @property
+    def ready(self) -> frozenset[int]:
+        """The slots that orders may name."""
+        return frozenset(slot.slot for slot in self.slots if slot.ready)
+
+    @property
+    def num_running(self) -> "Counter[int]":
+        """Unfinished rollouts by slot."""
+        return Counter(rollout.slot for rollout in self.unfinished)
+
+    @property
+    def num_to_generate(self) -> int:
+        """Rollouts that still need a generator: under way, or admitted."""
+        return len(self.unfinished) + self.batch.to_start

@@ -1,0 +1,68 @@
+"""Cluster states for tests, with round numbers: decode 100 steps a second, train 1,000 tokens a second and slot."""
+
+from ductile.core.cluster.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
+from ductile.core.cluster.placement import place
+from ductile.core.cluster.state import Batch, ClusterState, Lengths, Limits, SlotState, TrainerState, Unfinished
+from ductile.records import Formation
+
+SPEEDS = Speeds(
+    decode=DecodeSpeed(step_s=0.01, per_sequence_s=0.001),
+    prefill_tokens_per_s=10_000,
+    train=TrainSpeed(tokens_per_s=1000, overhead=0.02, micro_step_s=0.01),
+    optim_s=0.1,
+    publish_s=0.1,
+    receive_s=0.1,
+)
+COSTS = SwitchCosts(resize_s=0.3, grant_s=0.2, release_s=0.05)
+
+
+def unfinished(running, limit=1000, prompt=100):
+    """`{slot: [generated, ...]}` as rollouts named by slot and number; two neighbours are a group."""
+    return tuple(
+        Unfinished(f"{slot}/{number}", slot, prompt, generated, limit, group=f"{slot}/{number // 2}")
+        for slot, generateds in running.items()
+        for number, generated in enumerate(generateds)
+    )
+
+
+def scene(
+    placement=None,
+    *,
+    now_s=100.0,
+    roles=None,
+    running=None,
+    not_ready=(),
+    seq_len=512,
+    at_boundary=True,
+    held=False,
+    lengths=None,
+    since_s=0.0,
+    speeds=SPEEDS,
+    costs=COSTS,
+    max_tokens=1000,
+    limits=None,
+    **batch,
+):
+    """placement: as in a config. roles: slots that have other roles by now. batch: fields of `Batch`."""
+    home = place(placement or {"actor": "0-1", "rollout": "2-5"})
+    held_roles = {slot: home.roles(slot) for slot in home.slots} | (roles or {})
+    return ClusterState(
+        now_s=now_s,
+        slots=tuple(
+            SlotState(slot, roles, since_s, slot not in not_ready) for slot, roles in sorted(held_roles.items())
+        ),
+        batch=Batch(**{"step": 3, "num_rollouts": 64, **batch}),
+        trainer=TrainerState(
+            Formation(tuple(slot for slot, roles in sorted(held_roles.items()) if "train" in roles)),
+            at_boundary,
+            held,
+            seq_len,
+        ),
+        speeds=speeds,
+        costs=costs,
+        home=home,
+        limits=limits or Limits(max_num_seqs=8),
+        unfinished=unfinished(running or {}, max_tokens),
+        lengths=lengths or Lengths(tuple(range(20, 400, 4)), (max_tokens,) * 3, 100.0),
+        max_tokens=max_tokens,
+    )

@@ -1,0 +1,68 @@
+import pytest
+
+from ductile.core.cluster.handoff import change, hand_off, remaining_tokens
+from ductile.core.cluster.orders import Decision, Handoff, Move, complaints, formation_after
+from ductile.core.cluster.state import Lengths, Limits
+from ductile.records import Formation
+from tests.core.cluster.scenes import scene
+
+GENERATE, TRAIN = ("generate",), ("train",)
+
+
+@pytest.mark.parametrize(
+    ("orders", "sentence"),
+    [
+        ([Move(9, GENERATE, TRAIN)], "slot 9 is no member"),
+        ([Move(2, TRAIN, GENERATE)], "slot 2 holds generate, not train"),
+        ([Move(2, GENERATE, GENERATE)], "slot 2 holds generate already"),
+        ([Move(5, GENERATE, ())], "slot 5 is not ready"),
+        ([Move(3, GENERATE, TRAIN), Move(3, GENERATE, ())], "slot 3 is moved 2 times"),
+        ([Move(2, GENERATE, TRAIN)], "rollout 2/0 would be left behind on slot 2"),
+        ([Move(0, TRAIN, GENERATE), Move(1, TRAIN, GENERATE)], "0 slots would train, and 1 is the least"),
+        ([Move(0, TRAIN, ("train", "generate"))], "slot 0 has no memory for a generator beside the trainer's state"),
+        ([Handoff("2/0", 3, 4)], "rollout 2/0 is not on slot 3"),
+        ([Handoff("2/0", 2, 0)], "rollout 2/0 cannot go to slot 0, which does not generate afterwards"),
+        ([Handoff("2/0", 2, 3), Handoff("2/0", 2, 4)], "a rollout is handed off twice"),
+    ],
+)
+def test_a_decision_with_a_bug_is_refused_with_a_sentence(orders, sentence):
+    state = scene(running={2: [5]}, not_ready=[5], limits=Limits(may_share=False))
+    assert any(said.startswith(sentence) for said in complaints(state, Decision(tuple(orders))))
+
+
+def test_the_trainers_slots_do_not_change_inside_a_micro_step():
+    state = scene(at_boundary=False)
+    assert complaints(state, Decision((Move(2, GENERATE, TRAIN),))) == [
+        "the trainer is in a micro-step: its slots change between two"
+    ]
+
+
+def test_generators_may_all_go_when_there_is_nothing_to_generate():
+    moves = tuple(Move(slot, GENERATE, TRAIN) for slot in (2, 3, 4, 5))
+    assert complaints(scene(), Decision(moves)) == []
+    assert complaints(scene(to_start=1), Decision(moves)) == ["0 slots would generate, and 1 is the least"]
+
+
+def test_who_stays_in_the_formation_keeps_its_place():
+    state = scene()
+    decision = Decision((Move(0, TRAIN, GENERATE), Move(4, GENERATE, TRAIN), Move(3, GENERATE, TRAIN)))
+    assert formation_after(state, decision) == Formation((1, 3, 4))
+
+
+def test_the_longest_rollouts_go_to_whoever_has_the_least_to_do():
+    state = scene(running={2: [0, 300, 320], 3: [0, 0], 4: []}, lengths=Lengths(tuple(range(1, 400))))
+    left = remaining_tokens(state)
+    assert left["2/0"] > left["2/1"] > left["2/2"]
+    handoffs = hand_off(state, [2], [3, 4])
+    assert [(order.id, order.target) for order in handoffs] == [("2/0", 4), ("2/1", 4), ("2/2", 4)]
+
+
+def test_a_full_generator_gets_no_more_while_another_has_room():
+    state = scene(running={2: [5, 5], 3: [5] * 7, 4: [5] * 8})
+    remaining = {rollout.id: 100.0 if rollout.slot == 3 else 1.0 for rollout in state.unfinished}
+    assert [order.target for order in hand_off(state, [2], [3, 4], remaining)] == [3, 4]
+
+
+def test_leaving_without_a_receiver_is_an_error():
+    with pytest.raises(ValueError, match="have no generator to go to"):
+        change(scene(running={2: [5]}), dict.fromkeys((2, 3, 4, 5), TRAIN))
