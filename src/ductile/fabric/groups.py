@@ -126,12 +126,16 @@ class Groups:
         c10d._world.pg_group_ranks[group] = {slot: rank for rank, slot in enumerate(members)}
         # Who cannot connect shows here and not in the middle of a step. Once all have, nobody reads the addresses any
         # more: without them a run that resizes a thousand times leaves nothing behind, and a name can be used again.
-        dist.barrier(group=group)
-        if members[0] == self._slot:
-            for key in self._store.list_keys():
-                if key.startswith(f"{name}/"):
-                    self._store.delete_key(key)
-        dist.barrier(group=group)
+        try:
+            dist.barrier(group=group)
+            if members[0] == self._slot:
+                for key in self._store.list_keys():
+                    if key.startswith(f"{name}/"):
+                        self._store.delete_key(key)
+            dist.barrier(group=group)
+        except Exception:
+            dist.destroy_process_group(group)
+            raise
         return group
 
 

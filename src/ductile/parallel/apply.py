@@ -3,11 +3,12 @@
 1. describe it on the meta device, where it takes no memory
 2. shard its parameters over the ranks (`parallel.data`)
 3. give memory to this rank's shards alone
-4. fill them from the full tensors, one at a time, so that no rank ever holds the whole model; or leave that to whoever
-   brings the shards themselves
+4. fill them from the full tensors, one at a time, so that no rank ever holds the whole model
+
+Where somebody else has the shards already, or brings them later, 3 and 4 are theirs: `build_over`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -43,22 +44,37 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def build(
     spec: ModelSpec,
-    tensors: Iterable[tuple[str, Tensor]] | None,
+    tensors: Iterable[tuple[str, Tensor]],
     mesh: DeviceMesh,
     device: str | torch.device,
     precision: Precision,
     reshard_after_forward: bool = True,
 ) -> Transformer:
-    """The model of `spec`, spread over `mesh`, with the values of `tensors` (our names, full, every parameter once).
+    """The model of `spec`, spread over `mesh`, with the values of `tensors` (our names, full, every parameter once)."""
+    model = _describe(spec, mesh, precision, reshard_after_forward)
+    model.to_empty(device=device)
+    data.fill(model, tensors)
+    return model
 
-    Without `tensors`, with zeros.
+
+def build_over(
+    spec: ModelSpec,
+    shards: Mapping[str, Tensor],
+    mesh: DeviceMesh,
+    precision: Precision,
+    reshard_after_forward: bool = True,
+) -> Transformer:
+    """The same over memory that is there already: this rank's part of every parameter, flat.
+
+    A part that has fewer rows than the first rank's is copied into padded memory, as FSDP2 needs it.
     """
+    model = _describe(spec, mesh, precision, reshard_after_forward)
+    data.assign(model, shards)
+    return model
+
+
+def _describe(spec: ModelSpec, mesh: DeviceMesh, precision: Precision, reshard_after_forward: bool) -> Transformer:
     with torch.device("meta"):
         model = Transformer(spec).to(precision.parameters)
     data.shard(model, mesh, precision.compute, precision.reduce, reshard_after_forward)
-    model.to_empty(device=device)
-    if tensors is None:
-        data.clear(model)
-    else:
-        data.fill(model, tensors)
     return model

@@ -5,7 +5,7 @@ several replicas, each deals them out among its own ranks. Gradients are summed 
 loss is a sum as well, and is divided once, at the optimizer step.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -47,10 +47,25 @@ def fill(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
         raise ValueError(f"no values came for {', '.join(parameters)}")
 
 
-def clear(model: nn.Module) -> None:
-    """Zeros everywhere. The memory is touched by it: whoever writes values later does not wait for pages."""
-    for parameter in model.parameters():
-        local_shard(parameter).zero_()
+def assign(model: nn.Module, shards: Mapping[str, Tensor]) -> None:
+    """Make this memory the model's: this rank's part of each parameter, flat."""
+    tensors = {name: like(parameter, shards[name]) for name, parameter in model.named_parameters()}
+    model.load_state_dict(tensors, assign=True)
+
+
+def like(parameter: Tensor, local: Tensor) -> Tensor:
+    """A tensor in the layout of a parameter, whose part on this rank is `local` (flat, not copied)."""
+    if not isinstance(parameter, DTensor):
+        return local.view(parameter.shape)
+    shape = parameter.to_local().shape
+    return DTensor.from_local(
+        local.view(shape),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def local_shard(tensor: Tensor) -> Tensor:

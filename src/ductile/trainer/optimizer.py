@@ -1,11 +1,12 @@
 """The optimizer, with its state in place from the start, so that a checkpoint always knows what to read and write."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from ductile.config.trainer import AdamWConfig, OptimConfig, SGDConfig
+from ductile.parallel.data import like
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 """Optimizer state that has a parameter's shape and layout. What else there is follows from the step."""
@@ -21,9 +22,15 @@ def supported(config: OptimConfig) -> Supported:
     raise ValueError(f"trainer.optim.type = {config.type!r} is not built yet; use adamw or sgd")
 
 
-def make_optimizer(config: Supported, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """One group of all parameters; weight decay goes to every one of them, as torch does by itself."""
-    trained = list(parameters)
+def make_optimizer(
+    config: Supported, parameters: Iterable[tuple[str, nn.Parameter]], buffers: Mapping[str, Tensor] | None = None
+) -> torch.optim.Optimizer:
+    """One group of all parameters; weight decay goes to every one of them, as torch does by itself.
+
+    Moments start as zeros, or live in the `buffers` called `<moment>/<parameter>`: this rank's parts, flat.
+    """
+    named = dict(parameters)
+    trained = list(named.values())
     if isinstance(config, AdamWConfig):
         optimizer = torch.optim.AdamW(
             trained,
@@ -41,8 +48,13 @@ def make_optimizer(config: Supported, parameters: Iterable[nn.Parameter]) -> tor
             weight_decay=config.weight_decay,
             nesterov=config.nesterov and config.momentum > 0,
         )
-    for parameter in trained:
-        optimizer.state[parameter] = _fresh_state(config, parameter)
+    for name, parameter in named.items():
+        state = optimizer.state[parameter]
+        for moment in moment_names(config):
+            at = None if buffers is None else buffers[f"{moment}/{name}"]
+            state[moment] = torch.zeros_like(parameter.detach()) if at is None else like(parameter, at)
+        if isinstance(config, AdamWConfig):
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
     return optimizer
 
 
@@ -53,17 +65,15 @@ def moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Iterat
             yield name, value
 
 
+def moment_names(config: Supported) -> tuple[str, ...]:
+    """The kinds of moments that `moments` yields for every parameter."""
+    if isinstance(config, AdamWConfig):
+        return ("exp_avg", "exp_avg_sq")
+    return ("momentum_buffer",) if config.momentum else ()
+
+
 def set_num_steps(optimizer: torch.optim.Optimizer, num_steps: int) -> None:
     """Adam's bias correction counts its steps once a parameter."""
     for state in optimizer.state.values():
         if "step" in state:
             state["step"].fill_(float(num_steps))
-
-
-def _fresh_state(config: Supported, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """What the first step of torch's optimizer would start from."""
-    zeros = torch.zeros_like(parameter.detach())
-    if isinstance(config, AdamWConfig):
-        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        return {"step": step, "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
-    return {"momentum_buffer": zeros} if config.momentum else {}

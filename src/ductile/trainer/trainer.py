@@ -4,14 +4,16 @@ The loss is a weighted sum over tokens, over micro-batches and over ranks, and s
 on the way; `optim_step` divides once. So it does not matter how many ranks there are, or which of them ran what.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite, sqrt
 
 import torch
 from torch import Tensor
 
 from ductile.config.trainer import TrainerConfig
+from ductile.core.layout.spec import ModelSpec
 from ductile.model.checkpoint import ModelFolderError, random_tensors, read_spec, read_tensors, truncate
+from ductile.model.transformer import Transformer
 from ductile.parallel import apply, data
 from ductile.parallel.ranks import Ranks
 from ductile.records import MicroBatch, StepReport, TrainProgress
@@ -26,15 +28,20 @@ METRIC = "metric/"
 
 class Trainer:
     def __init__(
-        self, config: TrainerConfig, ranks: Ranks, device: str | torch.device = "cpu", filled: bool = True
+        self,
+        config: TrainerConfig,
+        ranks: Ranks,
+        device: str | torch.device = "cpu",
+        buffers: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Load this rank's part of `config.model.name`; or, not `filled`, only make room for it.
+        """Load this rank's part of `config.model.name`.
+
+        With `buffers` nothing is loaded: they are this rank's parts of parameters and moments, flat, by the names of
+        `ductile.trainer.state`, and the trainer works on them.
 
         Raises ModelFolderError, ImportPathError (custom loss) or ValueError (optimizer, schedule) for what the config
         asks for and cannot be had.
         """
-        if config.model.name is None:
-            raise ModelFolderError("trainer.model.name is not set; it must be a model folder")
         self.config = config
         self.ranks = ranks
         self.device = torch.device(device)
@@ -49,17 +56,9 @@ class Trainer:
             # On a CPU it could turn fp32 products into bf16 ones, and fp32 there means fp32.
             torch.set_float32_matmul_precision(config.matmul_precision)
 
-        folder, debug = config.model.name, config.model.debug
-        self.spec = read_spec(folder)
-        if debug.num_layers is not None:
-            self.spec = truncate(self.spec, debug.num_layers, folder)
-        weights = None
-        if filled:
-            weights = random_tensors(self.spec, config.seed) if debug.random_init else read_tensors(folder, self.spec)
-        self.model = apply.build(
-            self.spec, weights, ranks.mesh, self.device, self.precision, config.model.reshard_after_forward
-        )
-        self.optimizer = make_optimizer(self._optim, self.model.parameters())
+        self.spec = spec_of(config)
+        self.model = self._load() if buffers is None else self._build_over(buffers)
+        self.optimizer = make_optimizer(self._optim, self.model.named_parameters(), buffers)
         self._loss = make_loss(config.loss)
         self._required = required_fields(config.loss)
         self._sums: dict[str, Tensor] = {}
@@ -132,6 +131,21 @@ class Trainer:
         """
         return data.full_tensors(self.model, dtype or self.precision.compute)
 
+    def _load(self) -> Transformer:
+        model = self.config.model
+        if model.debug.random_init:
+            weights = random_tensors(self.spec, self.config.seed)
+        else:
+            weights = read_tensors(_folder(self.config), self.spec)
+        reshard = model.reshard_after_forward
+        return apply.build(self.spec, weights, self.ranks.mesh, self.device, self.precision, reshard)
+
+    def _build_over(self, buffers: Mapping[str, Tensor]) -> Transformer:
+        prefix = "model/"
+        shards = {name.removeprefix(prefix): part for name, part in buffers.items() if name.startswith(prefix)}
+        reshard = self.config.model.reshard_after_forward
+        return apply.build_over(self.spec, shards, self.ranks.mesh, self.precision, reshard)
+
     def _lr_at(self, step: int) -> float:
         return learning_rate(self.config.scheduler, self._optim.lr, step, self.config.max_steps)
 
@@ -157,3 +171,16 @@ class Trainer:
         names = sorted(self._sums)
         totals = self.ranks.sum(torch.stack([self._sums[name] for name in names]))
         return dict(zip(names, totals.tolist(), strict=True))
+
+
+def spec_of(config: TrainerConfig) -> ModelSpec:
+    """Of the model that the config trains. Raises ModelFolderError."""
+    folder, num_layers = _folder(config), config.model.debug.num_layers
+    spec = read_spec(folder)
+    return spec if num_layers is None else truncate(spec, num_layers, folder)
+
+
+def _folder(config: TrainerConfig) -> str:
+    if config.model.name is None:
+        raise ModelFolderError("trainer.model.name is not set; it must be a model folder")
+    return config.model.name

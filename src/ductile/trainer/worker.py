@@ -12,21 +12,30 @@ from ductile.config.trainer import TrainerConfig
 from ductile.fabric.groups import Groups
 from ductile.model.checkpoint import save_model
 from ductile.parallel.ranks import Ranks
-from ductile.records import Formation, StepReport
+from ductile.records import Change, Formation, StepReport
 from ductile.roles import Place
 from ductile.trainer import checkpoint
-from ductile.trainer.trainer import Trainer
+from ductile.trainer.prepare import Standing
+from ductile.trainer.resize import Resize
+from ductile.trainer.state import StatePlans
+from ductile.trainer.trainer import Trainer, spec_of
 from ductile.weights.publisher import Publisher
 from ductile.wire.messages import (
+    Commit,
     Done,
     ExportModel,
     ForwardBackward,
     ForwardBackwardDone,
+    Freeze,
     LoadState,
+    Move,
     OptimStep,
+    Prepare,
     Publish,
     Published,
+    Rollback,
     SaveState,
+    Settle,
     Stepped,
     Withdraw,
 )
@@ -38,22 +47,26 @@ Tensors = Iterator[tuple[str, Tensor]]
 class TrainRole:
     """Follows `ductile.roles.SlotRole`. Every command but `Withdraw` goes to all members; they work in step.
 
+    A resize (`ductile.trainer.resize`) changes who the members are. A slot that is joining, or has left, holds the role
+    without a part of the state.
+
     When one of them fails in the middle of a collective, it abandons its groups, so that the others get an error
     within milliseconds instead of waiting for the timeout. The role is lost then: `Drop` it and hold it anew.
     """
 
     def __init__(self, settings: Mapping[str, Any], place: Place) -> None:
-        """`settings` is a dumped `TrainerConfig`. Collective over `place.members`."""
-        config = TrainerConfig.model_validate(settings)
-        self._source = config.model.name or ""
+        """`settings` is a dumped `TrainerConfig`. Collective over `place.members`, unless the place is `joining`."""
+        self._place = place
+        self._config = TrainerConfig.model_validate(settings)
         self._publisher = Publisher()
-        self._is_first = place.slot == place.members[0]
-        self._groups = Groups.at(place, config.dist_timeout_seconds)
-        self._trainer: Trainer | None = None
-        with self._together():
-            self._trainer = Trainer(
-                config, Ranks(self._groups, Formation(place.members, config.model.dp_replicate)), place.device
-            )
+        self._plans = StatePlans(spec_of(self._config), self._config)
+        self._resize: Resize | None = None
+        self._standing: Standing | None = None
+        if not place.joining:
+            formation = Formation(place.members, self._config.model.dp_replicate)
+            self._standing = Standing(Groups.at(place, self._config.dist_timeout_seconds), None)
+            with self._together() as standing:
+                standing.trainer = Trainer(self._config, Ranks(standing.groups, formation), place.device)
 
     def handle(self, command: Any) -> Any:
         match command:
@@ -76,6 +89,19 @@ class TrainRole:
                     checkpoint.load_state(self._live, path)
             case ExportModel(path=path):
                 self._export(path)
+            case Prepare(change=change):
+                self._prepare(change)
+            case Freeze(epoch=epoch, with_gradient=with_gradient):
+                return self._change(epoch).freeze(with_gradient)
+            case Move(epoch=epoch, progress=progress):
+                return self._change(epoch).move(progress)
+            case Commit(epoch=epoch):
+                self._standing = self._change(epoch).commit()
+            case Rollback(epoch=epoch):
+                self._roll_back(epoch)
+            case Settle(epoch=epoch):
+                self._change(epoch).settle()
+                self._resize = None
             case _:
                 raise ValueError(f"a train slot does not know the command {type(command).__name__}")
         return Done()
@@ -87,9 +113,29 @@ class TrainRole:
         return []
 
     def close(self) -> None:
-        self._trainer = None
+        if self._resize is not None:
+            self._roll_back(self._resize.change.epoch)
         self._publisher.close()
-        self._groups.destroy()
+        if self._standing is not None:
+            self._standing.destroy()
+        self._standing = None
+
+    def _prepare(self, change: Change) -> None:
+        if self._resize is not None:
+            raise ValueError(f"change {self._resize.change.epoch} is neither settled nor rolled back")
+        self._resize = Resize(change, self._place, self._config, self._plans, self._standing)
+        self._resize.prepare()
+
+    def _roll_back(self, epoch: int) -> None:
+        """A slot that has not heard of the change has nothing to take back."""
+        if self._resize is not None and self._resize.change.epoch == epoch:
+            self._standing = self._resize.rollback()
+            self._resize = None
+
+    def _change(self, epoch: int) -> Resize:
+        if self._resize is None or self._resize.change.epoch != epoch:
+            raise ValueError(f"this slot has not prepared change {epoch}")
+        return self._resize
 
     def _optim_step(self, divisor: float) -> StepReport:
         with self._together():
@@ -97,7 +143,7 @@ class TrainRole:
 
     def _export(self, path: str) -> None:
         spec, dtype = self._live.spec, self._live.precision.parameters
-        source = self._source
+        source = self._config.model.name or ""
         self._first_only(lambda tensors: save_model(path, spec, _InOrder(tensors), source, dtype), dtype)
 
     def _first_only(self, use: Callable[[Tensors], T], dtype: torch.dtype | None = None) -> T | None:
@@ -107,7 +153,7 @@ class TrainRole:
         """
         tensors = self._gather(dtype)
         try:
-            return use(tensors) if self._is_first else None
+            return use(tensors) if self._live.ranks.rank == 0 else None
         finally:
             for _ in tensors:
                 pass
@@ -118,18 +164,23 @@ class TrainRole:
 
     @property
     def _live(self) -> Trainer:
-        if self._trainer is None:
+        if self._standing is None:
+            raise RuntimeError("this slot has no part of the trainer's state: it is joining, or has left")
+        if self._standing.trainer is None:
             raise RuntimeError("the train role was lost in an earlier failure; drop it and hold it anew")
-        return self._trainer
+        return self._standing.trainer
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
+    def _together(self) -> Iterator[Standing]:
         """Around what members do in step: a failure here ends the groups."""
+        standing = self._standing
+        if standing is None:
+            raise RuntimeError("this slot has no part of the trainer's state: it is joining, or has left")
         try:
-            yield
+            yield standing
         except Exception as error:
-            self._trainer = None
-            self._groups.abandon(error)
+            standing.trainer = None
+            standing.groups.abandon(error)
             raise
 
 

@@ -1,0 +1,185 @@
+"""What a slot does for a change of formation while it still trains in the old one.
+
+It makes the new formation's groups and a trainer over empty memory, finds out how bytes will travel, and plans which
+go where. All of it runs in a thread of its own, with its own connections, and leaves the old trainer alone.
+"""
+
+import threading
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from ductile.config.trainer import TrainerConfig
+from ductile.core.transfer.plan import Plan
+from ductile.fabric import rendezvous
+from ductile.fabric.board import StoreBoard
+from ductile.fabric.carrier import Carrier
+from ductile.fabric.choice import choose
+from ductile.fabric.groups import Groups
+from ductile.parallel.apply import Precision
+from ductile.parallel.ranks import Ranks
+from ductile.records import Change
+from ductile.roles import Place
+from ductile.trainer.state import StatePlans, named_state, parts_of
+from ductile.trainer.trainer import Trainer
+
+
+class ResizeFailed(RuntimeError):
+    """A step of a resize cannot be done. The text is a sentence."""
+
+
+@dataclass
+class Standing:
+    """What a slot has of the trainer in one formation."""
+
+    groups: Groups
+    trainer: Trainer | None
+    """None once it has failed."""
+
+    def destroy(self) -> None:
+        self.trainer = None  # before its groups: what refers to them would keep their sockets open
+        self.groups.destroy()
+
+
+@dataclass
+class Prepared:
+    """What a slot has ready for the freeze."""
+
+    plans: dict[bool, Plan]
+    """By whether a gradient moves, too."""
+    carrier: Carrier
+    reason: str
+    """Why this carrier."""
+    transfer_groups: Groups
+    after: Standing | None = None
+    """None on a slot that leaves."""
+    room: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """By buffer: the memory of `after` and of its gradient. Buffers that are handed on as they are have none."""
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
+    """By phase."""
+
+    def destroy(self) -> None:
+        self.room.clear()
+        if self.after is not None:
+            self.after.destroy()
+        self.transfer_groups.destroy()
+
+
+class Preparation:
+    """`Prepared` in the making."""
+
+    def __init__(
+        self, change: Change, place: Place, config: TrainerConfig, plans: StatePlans, before: Standing | None
+    ) -> None:
+        self._change, self._place, self._config, self._plans = change, place, config, plans
+        self._old: Mapping[str, Tensor] = {}
+        if before is not None and before.trainer is not None:
+            # Parameters and moments stay where they are while the old trainer works on.
+            self._old = parts_of(named_state(before.trainer))
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._unwanted = False
+        self._prepared: Prepared | None = None
+        self._error: Exception | None = None
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name=f"prepare {self._change.epoch}", daemon=True).start()
+
+    def result(self, timeout_s: float) -> Prepared:
+        """Raises `ResizeFailed` when there is none in time, or at all."""
+        if not self._done.wait(timeout_s):
+            raise ResizeFailed(f"this slot has not been able to prepare within {timeout_s:g} s")
+        if self._error is not None:
+            raise ResizeFailed(f"this slot could not prepare: {self._error}") from self._error
+        if self._prepared is None:
+            raise ResizeFailed("this change has been taken back")
+        return self._prepared
+
+    def discard(self) -> None:
+        """Destroy what there is, now or as soon as the thread is done with it."""
+        with self._lock:
+            self._unwanted = True
+            prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            prepared.destroy()
+
+    def _run(self) -> None:
+        prepared: Prepared | None = None
+        try:
+            prepared = self._prepare()
+        except Exception as error:
+            self._error = error
+        self._old = {}
+        with self._lock:
+            if not self._unwanted:
+                self._prepared, prepared = prepared, None
+        self._done.set()
+        if prepared is not None:
+            prepared.destroy()
+
+    def _prepare(self) -> Prepared:
+        change, slot, timeout_s = self._change, self._place.slot, self._config.resize.timeout_s
+        groups = Groups.at(self._place, timeout_s)
+        transfer_groups = Groups.at(self._place, timeout_s, "transfer/")
+        try:
+            seconds: dict[str, float] = {}
+            with timed(seconds, "groups"):
+                carrier, reason = self._choose(transfer_groups)
+                ranks = Ranks(groups, change.after) if slot in change.after.members else None
+            with timed(seconds, "plan"):
+                relays = not carrier.one_sided
+                plans = {
+                    gradient: self._plans.plan(change.before, change.after, gradient, relays)
+                    for gradient in (False, True)
+                }
+                assert all(plan.key for plan in plans.values())  # now, and not in the pause
+            prepared = Prepared(plans, carrier, reason, transfer_groups, seconds=seconds)
+            if ranks is not None:
+                with timed(seconds, "build"):
+                    prepared.after = Standing(groups, self._build(ranks, plans[True], prepared.room))
+            return prepared
+        except Exception as error:
+            groups.abandon(error)
+            transfer_groups.abandon(error)
+            raise
+
+    def _choose(self, transfer_groups: Groups) -> tuple[Carrier, str]:
+        asked, change = self._config.resize.carrier, self._change
+        timeout_s = self._config.resize.timeout_s
+        store = rendezvous.connect(self._place.rendezvous, timeout_s)
+        board = StoreBoard(store, f"resize/{change.epoch}", self._place.slot, change.slots, timeout_s)
+        device = torch.device(self._place.device).type
+        carrier, reason = choose(board, device, lambda: transfer_groups.group(change.slots), asked != "p2p")
+        if asked == "peer_memory" and carrier.name != asked:
+            raise ResizeFailed(f'trainer.resize.carrier is "peer_memory", which does not work here: {reason}')
+        return carrier, reason
+
+    def _build(self, ranks: Ranks, plan: Plan, room: dict[str, Tensor]) -> Trainer:
+        """A trainer over memory that is handed on where nothing changes, and over new memory elsewhere."""
+        slot, device = self._place.slot, self._place.device
+        unchanged = plan.unchanged_buffers(slot)
+        dtype = Precision.of(self._config.model, device).parameters
+        for name, (_, size) in plan.target.buffer_sizes(slot).items():
+            if name not in unchanged:
+                # Written to here, so that nobody waits for pages in the pause.
+                room[name] = torch.zeros(size, dtype=dtype, device=device)
+        trainer = Trainer(self._config, ranks, device, {**self._old, **room})
+        for name, part in parts_of(named_state(trainer)).items():
+            if name in unchanged and part.data_ptr() == self._old[name].data_ptr():
+                room.pop(name, None)
+            else:
+                room[name] = part
+        return trainer
+
+
+@contextmanager
+def timed(seconds: MutableMapping[str, float], phase: str) -> Iterator[None]:
+    start = perf_counter()
+    try:
+        yield
+    finally:
+        seconds[phase] = seconds.get(phase, 0.0) + perf_counter() - start

@@ -1,0 +1,137 @@
+"""One change of the trainer's formation, as one slot goes through it (docs/resize.md).
+
+    Prepare    `ductile.trainer.prepare`                                                 beside training
+    Freeze     say which plan this slot made, and how far it is                          ┐
+    Move       fill the new trainer's memory; what is no tensor comes in `TrainProgress` ├ nothing trains
+    Commit     the new trainer is the trainer                                            ┘
+    Settle     destroy the old one                            or Rollback: destroy the new one
+
+Nothing here touches what the old trainer needs: its groups, its tensors and its connection to the store are its own. So
+whatever fails, and whoever dies, it can go on as long as its own members live. A step that needs others gives up after
+`trainer.resize.timeout_s`.
+"""
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ductile.config.trainer import TrainerConfig
+from ductile.core.transfer.plan import Plan
+from ductile.fabric.memory import Memory
+from ductile.fabric.transfer import Transfer
+from ductile.records import Change, TrainProgress
+from ductile.roles import Place
+from ductile.trainer.prepare import Preparation, Prepared, ResizeFailed, Standing, timed
+from ductile.trainer.state import StatePlans, named_gradient, named_state, parts_of, set_gradient
+from ductile.wire.messages import Frozen, Moved
+
+
+class Resize:
+    """The slot's main thread takes the five steps in their order, or `rollback` after any of them but `settle`."""
+
+    def __init__(
+        self, change: Change, place: Place, config: TrainerConfig, plans: StatePlans, before: Standing | None
+    ) -> None:
+        """`before` is what the slot has now: None on a joining slot."""
+        self.change = change
+        self._slot = place.slot
+        self._config = config
+        self._before = before
+        self._preparation = Preparation(change, replace(place, epoch=change.epoch), config, plans, before)
+        self._plan: Plan | None = None
+        self._is_moved = False
+
+    def prepare(self) -> None:
+        """Begin, beside what the main thread does. A slot without a trainer has nothing else to do: it waits.
+
+        Raises `ResizeFailed`, as `freeze` does where nobody waited.
+        """
+        self._preparation.start()
+        if self._before is None:
+            self._preparation.result(self._config.resize.timeout_s)
+
+    def freeze(self, with_gradient: bool) -> Frozen:
+        prepared = self._preparation.result(self._config.resize.timeout_s)
+        progress = None
+        if self._before is not None:
+            if self._before.trainer is None:
+                raise ResizeFailed("this slot lost its part of the trainer's state in an earlier failure")
+            progress = self._before.trainer.progress()
+            if progress.with_gradient != with_gradient:
+                has = "has" if progress.with_gradient else "has not"
+                raise ResizeFailed(f"this slot {has} accumulated a gradient, contrary to what it was told")
+        self._plan = prepared.plans[with_gradient]
+        return Frozen(self._plan.key, progress)
+
+    def move(self, progress: TrainProgress) -> Moved:
+        """Fill the new trainer. Raises `TransferFailed` when bytes do not arrive."""
+        prepared, plan = self._ready(), self._plan
+        if plan is None:
+            raise ResizeFailed("nothing can move before everybody is frozen")
+        verify, seconds = self._config.resize.verify, prepared.seconds
+        with timed(seconds, "transfer"):
+            old = self._old_parts(progress.with_gradient)
+            room = {name: part for name, part in prepared.room.items() if name in plan.target.tensors}
+            transfer = Transfer(plan, self._slot, old, room, prepared.carrier, "off" if verify == "off" else "moved")
+            moved = transfer.run()
+        if verify == "all":
+            with timed(seconds, "verify"):
+                _check_kept(plan, self._slot, old, transfer.buffers)
+        if prepared.after is not None and prepared.after.trainer is not None:
+            with timed(seconds, "rebuild"):
+                prepared.after.trainer.go_on_from(progress)
+                if progress.with_gradient:
+                    set_gradient(prepared.after.trainer, transfer.buffers)
+        self._is_moved = True
+        return Moved(moved.sent, moved.received, moved.num_bytes, seconds, prepared.reason)
+
+    def commit(self) -> Standing | None:
+        """What the slot has from now on."""
+        if not self._is_moved:
+            raise ResizeFailed("this slot has not moved its part of the state")
+        after = self._ready().after
+        if after is not None:
+            after.groups.set_timeout(self._config.dist_timeout_seconds)
+        return after
+
+    def rollback(self) -> Standing | None:
+        """What the slot has again."""
+        self._plan = None
+        self._is_moved = False
+        self._preparation.discard()
+        _give_memory_back()
+        return self._before
+
+    def settle(self) -> None:
+        prepared = self._ready()
+        prepared.room.clear()
+        prepared.transfer_groups.destroy()
+        if self._before is not None:
+            self._before.destroy()
+        self._before = None
+        _give_memory_back()
+
+    def _ready(self) -> Prepared:
+        return self._preparation.result(0.0)
+
+    def _old_parts(self, with_gradient: bool) -> dict[str, Tensor]:
+        if self._before is None or self._before.trainer is None:
+            return {}
+        state = parts_of(named_state(self._before.trainer))
+        return state | parts_of(named_gradient(self._before.trainer)) if with_gradient else state
+
+
+def _check_kept(plan: Plan, slot: int, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
+    """What stayed on this slot is, bit for bit, where it belongs now."""
+    before, after = Memory(plan.source, slot, old), Memory(plan.target, slot, new)
+    for part in plan.local(slot):
+        if not torch.equal(before.box(part.name, part.box), after.box(part.name, part.box)):
+            raise ResizeFailed(f"{part.name} is not what it was, in rows {part.box[0][0]} to {part.box[1][0]}")
+
+
+def _give_memory_back() -> None:
+    """To the system: glibc keeps what was freed below its top, and the next tenant of this slot needs it."""
+    ctypes.CDLL(None).malloc_trim(0)

@@ -1,0 +1,89 @@
+"""What a trainer's state consists of, under which names, and where each of its numbers lies.
+
+    model/<parameter>            the parameters that the optimizer updates
+    <moment>/<parameter>         exp_avg, exp_avg_sq, momentum_buffer
+    gradient/<parameter>         what has been accumulated since the last optimizer step, if anything
+    step, num_updates, sums      numbers: `ductile.records.TrainProgress`
+
+No random state is part of it: nothing here draws random numbers after the weights are made. The learning rate follows
+from the step, Adam's bias correction from the number of updates.
+"""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from ductile.config.trainer import TrainerConfig
+from ductile.core.layout.layout import Layout
+from ductile.core.layout.mesh import Mesh
+from ductile.core.layout.spec import ModelSpec
+from ductile.core.layout.strategy import model_layout
+from ductile.core.transfer.plan import Plan
+from ductile.core.transfer.reshard import Planner
+from ductile.parallel.data import like, local_shard
+from ductile.records import Formation
+from ductile.trainer.optimizer import moment_names, moments, supported
+from ductile.trainer.trainer import Trainer
+
+REMEMBERED_LAYOUTS = 32
+"""The least recently used one goes first."""
+
+
+def named_state(trainer: Trainer) -> dict[str, Tensor]:
+    """Parameters and moments: the trainer's own tensors, not copies. Whoever writes into them changes the state."""
+    named: dict[str, Tensor] = {}
+    for name, parameter in trainer.model.named_parameters():
+        named[f"model/{name}"] = parameter.detach()
+        for moment, tensor in moments(trainer.optimizer, parameter):
+            named[f"{moment}/{name}"] = tensor
+    return named
+
+
+def named_gradient(trainer: Trainer) -> dict[str, Tensor]:
+    """The accumulated gradient, also not copies; empty when there is none."""
+    parameters = trainer.model.named_parameters()
+    return {f"gradient/{name}": p.grad for name, p in parameters if p.grad is not None}
+
+
+def set_gradient(trainer: Trainer, parts: Mapping[str, Tensor]) -> None:
+    """Make this memory the accumulated gradient: this rank's parts, flat."""
+    for name, parameter in trainer.model.named_parameters():
+        parameter.grad = like(parameter, parts[f"gradient/{name}"])
+
+
+def parts_of(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's part of each tensor, flat, sharing memory: what a `Layout` calls by the same name."""
+    return {name: local_shard(tensor).view(-1) for name, tensor in named.items()}
+
+
+class StatePlans:
+    """Layouts of this model's state and plans between them, remembered: making one takes longer than using it."""
+
+    def __init__(self, spec: ModelSpec, config: TrainerConfig) -> None:
+        self._spec = spec
+        self._dtype = config.model.optimization_dtype
+        self._moments = moment_names(supported(config.optim))
+        self._planners = {relays: Planner(relays=relays) for relays in (False, True)}
+        self._layouts: dict[tuple[Formation, bool], Layout] = {}
+
+    def layout(self, formation: Formation, with_gradient: bool) -> Layout:
+        """Every copy is sharded as FSDP2 does it: rows in chunks, rounded up, the last ones short or empty."""
+        key = (formation, with_gradient)
+        layout = self._layouts.pop(key, None) or self._make(formation, with_gradient)
+        self._layouts[key] = layout
+        if len(self._layouts) > REMEMBERED_LAYOUTS:
+            del self._layouts[next(iter(self._layouts))]
+        return layout
+
+    def plan(self, before: Formation, after: Formation, with_gradient: bool, relays: bool) -> Plan:
+        """`relays`: slots may pass on what they have received."""
+        return self._planners[relays].plan(self.layout(before, with_gradient), self.layout(after, with_gradient))
+
+    def _make(self, formation: Formation, with_gradient: bool) -> Layout:
+        size = len(formation.members) // formation.replicas
+        mesh = Mesh.of(formation.members, dp=formation.replicas, fsdp=size)
+        parameters = model_layout(self._spec, mesh, self._dtype)
+        state = parameters.kind("model/", self._dtype)
+        for kind in (*self._moments, *(["gradient"] if with_gradient else [])):
+            state |= parameters.kind(f"{kind}/", self._dtype)
+        return state

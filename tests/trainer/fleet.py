@@ -1,0 +1,202 @@
+"""Slots that hold the train role, in real processes, and a test that tells them what to do.
+
+    with Fleet(settings, slots=range(4)) as fleet:
+        fleet.hold((0, 1))
+        fleet.train([0.5, ...])
+        fleet.resize(Formation((3, 0, 2)))
+
+It is the dumb twin of `ductile.wire.resize`: every step goes to everybody, and everybody must do it.
+"""
+
+import pickle
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any
+
+from ductile.core.batch.packing import pack
+from ductile.fabric import rendezvous
+from ductile.records import Change, Formation, Sample, StepReport, TrainProgress
+from ductile.roles import Place
+from ductile.trainer.worker import TrainRole
+from ductile.wire.messages import (
+    Commit,
+    ForwardBackward,
+    Freeze,
+    Frozen,
+    Move,
+    Moved,
+    OptimStep,
+    Prepare,
+    Rollback,
+    Settle,
+)
+from tests.ranks import start, stop
+
+DEADLINE_S = 60.0
+
+
+class SlotFailed(Exception):
+    """A slot answered with an error; the text is the last line of its traceback."""
+
+
+class SlotGone(Exception):
+    pass
+
+
+class Fleet:
+    def __init__(self, settings: dict[str, Any], slots: Iterable[int]) -> None:
+        self.settings = settings
+        self.formation = Formation((0,))
+        self.epoch = 0
+        self.with_gradient = False
+        self._store = rendezvous.host_store()
+        self._pipes: dict[int, Connection] = {}
+        self.processes = {}
+        for slot in slots:
+            ours, theirs = Pipe()
+            self.processes[slot], _ = start(_serve, theirs, slot, f"127.0.0.1:{self._store.port}", settings)
+            theirs.close()
+            self._pipes[slot] = ours
+
+    def __enter__(self) -> "Fleet":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for pipe in self._pipes.values():
+            pipe.close()
+        if kind is not None:
+            for process in self.processes.values():
+                process.kill()
+        stop(*self.processes.values())
+
+    def post(self, slot: int, *what: Any) -> None:
+        self._pipes[slot].send_bytes(pickle.dumps(what))
+
+    def answer(self, slot: int, timeout_s: float = DEADLINE_S) -> Any:
+        """Raises SlotFailed, SlotGone, TimeoutError."""
+        if not wait([self._pipes[slot]], timeout_s):
+            raise TimeoutError(f"slot {slot} did not answer within {timeout_s} s")
+        try:
+            ok, result = pickle.loads(self._pipes[slot].recv_bytes())  # noqa: S301 (our own child)
+        except (EOFError, ConnectionResetError):
+            raise SlotGone(f"slot {slot}") from None
+        if not ok:
+            failed = SlotFailed(f"slot {slot}: {result.strip().splitlines()[-1]}")
+            failed.add_note(result)
+            raise failed
+        return result
+
+    def ask(self, commands: Mapping[int, Any]) -> dict[int, Any]:
+        """One command each, all at once."""
+        for slot, command in commands.items():
+            self.post(slot, "handle", command)
+        return {slot: self.answer(slot) for slot in commands}
+
+    def call(self, slots: Iterable[int], function: Callable[..., Any], *arguments: Any) -> dict[int, Any]:
+        """`function(role, *arguments)` on each slot."""
+        slots = list(slots)
+        for slot in slots:
+            self.post(slot, "call", function, arguments)
+        return {slot: self.answer(slot) for slot in slots}
+
+    def hold(self, members: Sequence[int], replicas: int = 1) -> None:
+        self.formation = Formation(tuple(members), replicas)
+        self._hold(members, joining=False)
+
+    def _hold(self, slots: Sequence[int], joining: bool) -> None:
+        for slot in slots:
+            self.post(slot, "hold", self.formation.members, self.epoch, joining)
+        for slot in slots:
+            self.answer(slot)
+
+    def drop(self, slots: Iterable[int]) -> None:
+        slots = list(slots)
+        for slot in slots:
+            self.post(slot, "drop")
+        for slot in slots:
+            self.answer(slot)
+
+    def forward_backward(self, samples: Sequence[Sample], seq_len: int = 64) -> None:
+        members = self.formation.members
+        packed = pack(samples, len(members), seq_len)
+        self.ask({slot: ForwardBackward(tuple(batch)) for slot, batch in zip(members, packed, strict=True)})
+        self.with_gradient = True
+
+    def optim_step(self, divisor: float) -> StepReport:
+        reports = [
+            reply.report for reply in self.ask(dict.fromkeys(self.formation.members, OptimStep(divisor))).values()
+        ]
+        assert all(report == reports[0] for report in reports)
+        self.with_gradient = False
+        return reports[0]
+
+    def begin(self, after: Formation, hold: bool = True) -> Change:
+        """Joiners hold the role, and everybody prepares."""
+        self.epoch += 1
+        change = Change(self.epoch, self.formation, after)
+        if hold:
+            self._hold(change.joiners, joining=True)
+        self.ask(dict.fromkeys(change.slots, Prepare(change)))
+        return change
+
+    def freeze(self, change: Change) -> TrainProgress:
+        frozen: dict[int, Frozen] = self.ask(dict.fromkeys(change.slots, Freeze(change.epoch, self.with_gradient)))
+        assert len({reply.plan_key for reply in frozen.values()}) == 1
+        each = [frozen[slot].progress for slot in change.before.members]
+        assert all(frozen[slot].progress is None for slot in change.joiners)
+        sums: dict[str, float] = {}
+        for progress in each:
+            for name, value in progress.sums.items():
+                sums[name] = sums.get(name, 0.0) + value
+        return TrainProgress(each[0].step, each[0].num_updates, each[0].with_gradient, sums)
+
+    def move(self, change: Change, progress: TrainProgress) -> dict[int, Moved]:
+        moved: dict[int, Moved] = self.ask(dict.fromkeys(change.slots, Move(change.epoch, progress)))
+        for slot, reply in moved.items():
+            assert reply.sent == {peer: other.received[slot] for peer, other in moved.items() if slot in other.received}
+        return moved
+
+    def finish(self, change: Change) -> None:
+        self.ask(dict.fromkeys(change.slots, Commit(change.epoch)))
+        self.ask(dict.fromkeys(change.slots, Settle(change.epoch)))
+        self.formation = change.after
+
+    def roll_back(self, change: Change, slots: Iterable[int] | None = None) -> None:
+        self.ask(dict.fromkeys(change.slots if slots is None else slots, Rollback(change.epoch)))
+
+    def resize(self, after: Formation, drop: bool = True) -> dict[int, Moved]:
+        change = self.begin(after)
+        moved = self.move(change, self.freeze(change))
+        self.finish(change)
+        if drop:
+            self.drop(change.leavers)
+        return moved
+
+
+def _serve(pipe: Connection, slot: int, address: str, settings: dict[str, Any]) -> None:
+    role: TrainRole | None = None
+    while True:
+        try:
+            verb, *what = pickle.loads(pipe.recv_bytes())  # noqa: S301 (our own parent)
+        except (EOFError, ConnectionResetError):
+            break
+        try:
+            answer = None
+            if verb == "hold":
+                members, epoch, joining = what
+                role = TrainRole(settings, Place(slot, members, epoch, "cpu", address, joining))
+            elif verb == "drop":
+                role.close()
+                role = None
+            elif verb == "call":
+                answer = what[0](role, *what[1])
+            else:
+                answer = role.handle(*what)
+            pipe.send_bytes(pickle.dumps((True, answer)))
+        except Exception:
+            pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+    if role is not None:
+        role.close()
