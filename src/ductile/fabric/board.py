@@ -77,9 +77,8 @@ class GroupBoard:
     def exchange(self, topic: str, note: bytes, missing: Missing | None = None) -> dict[int, bytes]:
         try:
             lengths = self._gather(torch.tensor([len(note)]))
-            longest = int(max(lengths))
-            padded = torch.frombuffer(bytearray(note.ljust(longest, b"\0")), dtype=torch.uint8)
-            notes = self._gather(padded) if longest else [torch.empty(0, dtype=torch.uint8)] * len(self.members)
+            longest = max(1, int(max(lengths)))  # torch makes no tensor from an empty buffer
+            notes = self._gather(torch.frombuffer(bytearray(note.ljust(longest, b"\0")), dtype=torch.uint8))
         except RuntimeError as error:
             raise TransferFailed(f"nobody heard {topic!r}: {str(error).partition(chr(10))[0]}") from None
         return {
@@ -90,5 +89,7 @@ class GroupBoard:
     def _gather(self, value: torch.Tensor) -> list[torch.Tensor]:
         value = value.to(self._device)
         found = [torch.empty_like(value) for _ in self.members]
-        dist.all_gather(found, value, group=self._group)
+        work = dist.all_gather(found, value, group=self._group, async_op=True)
+        assert work is not None, "this slot is in the group"
+        work.wait(timedelta(seconds=self.timeout_s))  # the group's own timeout may be half an hour
         return [one.cpu() for one in found]
