@@ -1,0 +1,303 @@
+"""Move a state from one parallel layout to another, for trainers that are not ours.
+
+    report = ductile.reshard([old_model, old_optimizer], [new_model, new_optimizer])
+
+Every rank of one process group calls it with its own part of both states, or with None where it has none. What a rank
+holds is read off its tensors (`inventory`); all descriptions together are two layouts; every rank makes the same plan,
+carries out its part, and compares fingerprints with its peers. The bytes arrive in the target's own memory.
+"""
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Literal, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ductile.core.layout.described import Disagreement, Held, assemble
+from ductile.core.layout.layout import Layout
+from ductile.core.transfer.cells import NotReshardable
+from ductile.core.transfer.plan import Plan
+from ductile.core.transfer.reshard import Planner
+from ductile.core.transfer.topology import Topology
+from ductile.fabric.board import GroupBoard
+from ductile.fabric.carrier import Carrier, TransferFailed
+from ductile.fabric.choice import choose
+from ductile.fabric.transfer import Moved, Transfer
+from ductile.parallel.inventory import Inventory, State
+
+_Kind = TypeVar("_Kind")
+
+REMEMBERED = 32
+"""Layouts; the oldest goes first."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a `reshard` did. `print` shows the plan as a table."""
+
+    plan: Plan
+    carrier: str
+    """Its name and why it was chosen."""
+    received_bytes: int
+    """By this rank, from others."""
+    seconds: Mapping[str, float]
+    """By phase, on this rank: describe, carrier, plan, agree, transfer."""
+    left_out: tuple[str, ...]
+    """Values of the target that are no tensors, and were not moved."""
+
+    def __str__(self) -> str:
+        phases = ", ".join(f"{name} {spent * 1e3:.1f} ms" for name, spent in self.seconds.items())
+        left_out = f"\nnot moved, since they are no tensors: {', '.join(self.left_out)}" if self.left_out else ""
+        return f"{self.plan}\n  {self.carrier}\n  {phases}{left_out}"
+
+
+def reshard(
+    source_state: State,
+    target_state: State,
+    group: dist.ProcessGroup | None = None,
+    timeout_s: float = 60.0,
+    carrier: Literal["auto", "p2p"] = "auto",
+) -> Report:
+    """Fill `target_state` with the values of `source_state`, whatever the two layouts are. Collective.
+
+    See `Resharder` for the arguments, and `Resharder.reshard` for what is raised.
+    """
+    return Resharder(group, timeout_s, carrier).reshard(source_state, target_state)
+
+
+class _Note(msgspec.Struct, frozen=True):
+    """What a rank says of its part of one side."""
+
+    problem: str
+    digest: bytes
+    host: str
+    on_gpu: bool
+
+
+class _Verdict(msgspec.Struct, frozen=True):
+    """What a rank says after the transfer."""
+
+    problem: str
+    sent: dict[int, int]
+    received: dict[int, int]
+
+
+@dataclass(frozen=True)
+class _Side:
+    """What all ranks hold, and what this one does."""
+
+    held: list[Held]
+    """Of all ranks."""
+    layout: Layout
+
+
+class Resharder:
+    """Reshards again and again between the same ranks; layouts, plans and the carrier are remembered.
+
+    `group` has all ranks of both states, by default everybody. `timeout_s` bounds every wait. `carrier` is chosen by
+    what works between the ranks; "p2p" insists on messages through the group.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        timeout_s: float = 60.0,
+        carrier: Literal["auto", "p2p"] = "auto",
+    ) -> None:
+        self._group = group if group is not None else dist.distributed_c10d._get_default_group()
+        members = dist.get_process_group_ranks(self._group)
+        self._board = GroupBoard(self._group, dist.get_rank(), members, _meeting_device(self._group), timeout_s)
+        self._one_sided = carrier == "auto"
+        self._carriers: dict[torch.device, tuple[Carrier, str]] = {}
+        self._planners: dict[bool, Planner] = {}
+        self._sides: dict[tuple[bytes, ...], _Side] = {}
+        self._agreed: set[bytes] = set()
+        self._topology = Topology()
+        self._num_exchanges = 0
+
+    def reshard(self, source_state: State, target_state: State) -> Report:
+        """Fill the tensors of `target_state` in place. Nobody may write to either state meanwhile.
+
+        Raises, on every rank, `NotReshardable` when the states do not fit each other (nothing is touched then), and
+        `TransferFailed` when a rank dies or does not answer in time: the source is whole, the target is not.
+        """
+        clock = _Clock()
+        with clock.phase("describe"):
+            source, before, gpu_before = self._describe("source", lambda: Inventory(source_state))
+            target, after, gpu_after = self._describe("target", lambda: Inventory(target_state, before.held))
+        with clock.phase("carrier"):
+            carrier, reason, device = self._carrier(gpu_before or gpu_after)
+        with clock.phase("plan"):
+            plan = self._plan(before.layout, after.layout, carrier.one_sided)
+        with clock.phase("agree"):
+            move = self._prepare(plan, lambda: _Move(plan, source, target, carrier, self._board.slot, device))
+        with clock.phase("transfer"):
+            moved = self._run(move)
+        return Report(plan, reason, moved.num_bytes, clock.seconds, tuple(target.left_out))
+
+    def _describe(self, side: str, take: Callable[[], Inventory]) -> tuple[Inventory, _Side, bool]:
+        """This rank's inventory, what all ranks hold, and whether any of it is on a GPU."""
+        inventory, held, failure = None, b"", None
+        try:
+            inventory = take()
+            held = msgspec.msgpack.encode(inventory.held())
+        except Exception as error:  # whatever it is, the others are waiting for this rank
+            failure = error
+        on_gpu = inventory is not None and any(memory.is_cuda for memory in inventory.buffers().values())
+        note = _Note(_told(failure), blake2b(held, digest_size=16).digest(), socket.gethostname(), on_gpu)
+        notes = self._exchange(side, msgspec.msgpack.encode(note), _Note)
+        _raise_together({rank: note.problem for rank, note in notes.items()}, failure)
+        assert inventory is not None, "its failure would have been told"
+        self._topology = _topology({rank: note.host for rank, note in notes.items()})
+        key = (side.encode(), *(note.digest for note in notes.values()))
+        if key not in self._sides:
+            described = self._exchange(f"{side} in full", held, list[Held])
+            try:
+                layout = assemble(described, side)
+            except Disagreement as error:
+                raise NotReshardable(str(error)) from None
+            self._sides[key] = _Side([part for parts in described.values() for part in parts], layout)
+            if len(self._sides) > REMEMBERED:
+                del self._sides[next(iter(self._sides))]
+        return inventory, self._sides[key], any(note.on_gpu for note in notes.values())
+
+    def _carrier(self, on_gpu: bool) -> tuple[Carrier, str, torch.device]:
+        """With the device whose memory it carries; memory elsewhere takes a detour over a copy there."""
+        device = _device(self._group) if on_gpu else torch.device("cpu")
+        if device not in self._carriers:
+            self._carriers[device] = choose(self._board, str(device), lambda: self._group, self._one_sided)
+        return *self._carriers[device], device
+
+    def _plan(self, source: Layout, target: Layout, one_sided: bool) -> Plan:
+        if one_sided not in self._planners:
+            self._planners[one_sided] = Planner(self._topology, relays=not one_sided)
+        return self._planners[one_sided].plan(source, target)
+
+    def _prepare(self, plan: Plan, move: Callable[[], "_Move"]) -> "_Move":
+        """All ranks are ready to carry out the same plan, or all raise."""
+        prepared, failure = None, None
+        try:
+            prepared = move()
+        except Exception as error:
+            failure = error
+        notes = self._exchange("plan", msgspec.msgpack.encode((_told(failure), plan.key)), tuple[str, bytes])
+        _raise_together({rank: problem for rank, (problem, _) in notes.items()}, failure)
+        others = [rank for rank, (_, key) in notes.items() if key != plan.key]
+        if others:
+            raise NotReshardable(f"ranks {others} made another plan than this one; do all run the same ductile?")
+        assert prepared is not None, "its failure would have been told"
+        return prepared
+
+    def _run(self, move: "_Move") -> Moved:
+        """All ranks have what they should, or all raise."""
+        moved, failure = None, None
+        try:
+            moved = move.run()
+        except TransferFailed as error:
+            failure = error
+        verdict = _Verdict(_told(failure), moved.sent if moved else {}, moved.received if moved else {})
+        try:
+            verdicts = self._exchange("verdict", msgspec.msgpack.encode(verdict), _Verdict)
+        except TransferFailed as error:
+            raise failure or error from None
+        problems = [f"rank {rank}: {verdict.problem}" for rank, verdict in verdicts.items() if verdict.problem]
+        for sender, ours in verdicts.items():
+            for receiver, digest in ours.sent.items():
+                if not problems and verdicts[receiver].received.get(sender) != digest:
+                    problems.append(f"what rank {receiver} received from rank {sender} is not what was sent")
+        if problems or moved is None:
+            raise TransferFailed("; ".join(problems)) from failure
+        return moved
+
+    def _exchange(self, topic: str, note: bytes, kind: type[_Kind]) -> dict[int, _Kind]:
+        self._num_exchanges += 1
+        notes = self._board.exchange(f"{self._num_exchanges}/{topic}", note)
+        return {rank: msgspec.msgpack.decode(note, type=kind) for rank, note in notes.items()}
+
+
+class _Move:
+    """This rank's part of the transfer, between the memory of two inventories."""
+
+    def __init__(
+        self, plan: Plan, source: Inventory, target: Inventory, carrier: Carrier, rank: int, device: torch.device
+    ):
+        old, self._new = source.buffers(), target.buffers()
+        for name, memory in self._new.items():
+            if name in old and _same(old[name], memory):
+                self._new[name] = old[name]  # a state that is its own target
+        here = {name: memory.to(device) for name, memory in self._new.items()}
+        self._transfer = Transfer(plan, rank, {name: memory.to(device) for name, memory in old.items()}, here, carrier)
+        self._detours = {name: memory for name, memory in here.items() if memory is not self._new[name]}
+
+    def run(self) -> Moved:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        moved = self._transfer.run()
+        for name, memory in self._detours.items():
+            self._new[name].copy_(memory)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return moved
+
+
+class _Clock:
+    """Seconds by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - start
+
+
+def _raise_together(problems: Mapping[int, str], failure: Exception | None) -> None:
+    """Every rank raises when one has a problem: the same text everywhere."""
+    ranks: dict[str, list[int]] = {}
+    for rank, problem in problems.items():
+        if problem:
+            ranks.setdefault(problem, []).append(rank)
+    if ranks:
+        told = (
+            f"{text} (on {'rank' if len(on) == 1 else 'ranks'} {', '.join(map(str, on))})" for text, on in ranks.items()
+        )
+        raise NotReshardable("; ".join(told)) from failure
+
+
+def _told(failure: Exception | None) -> str:
+    if failure is None or isinstance(failure, NotReshardable | TransferFailed):
+        return str(failure or "")
+    return f"{type(failure).__name__}: {failure}"
+
+
+def _same(memory: Tensor, other: Tensor) -> bool:
+    here, there = ((tensor.data_ptr(), tensor.numel(), tensor.dtype, tensor.device) for tensor in (memory, other))
+    return here == there
+
+
+def _topology(hosts: Mapping[int, str]) -> Topology:
+    nodes: dict[str, list[int]] = {}
+    for rank, host in hosts.items():
+        nodes.setdefault(host, []).append(rank)
+    return Topology(tuple(map(tuple, nodes.values()))) if len(nodes) > 1 else Topology()
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
+    """The GPU where the group can carry GPU memory, else the CPU."""
+    if any(device.type == "cuda" for device in group._device_types):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _meeting_device(group: dist.ProcessGroup) -> str:
+    """Where notes can be gathered."""
+    return "cpu" if any(device.type == "cpu" for device in group._device_types) else str(_device(group))

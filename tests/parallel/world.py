@@ -1,0 +1,34 @@
+"""A world as somebody else's trainer has it: `init_process_group`, and a default group that everybody talks through."""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ductile.fabric import rendezvous
+from tests.ranks import result_of, start, stop
+
+
+def run_world(size: int, function: Callable[..., Any], *arguments: Any, mourned: tuple[int, ...] = ()) -> list[Any]:
+    """`function(rank, *arguments)` on ranks 0 to `size` - 1; their results. Ranks in `mourned` are expected to die."""
+    store = rendezvous.host_store()
+    started = [start(_in_world, rank, size, store.port, function, arguments) for rank in range(size)]
+    try:
+        return [
+            None if rank in mourned else result_of(connection, f"rank {rank}")
+            for rank, (_, connection) in enumerate(started)
+        ]
+    finally:
+        stop(*(process for process, _ in started))
+
+
+def _in_world(rank: int, size: int, port: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = rendezvous.connect(f"{rendezvous.LOOPBACK}:{port}", 30.0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+    try:
+        return function(rank, *arguments)
+    finally:
+        dist.destroy_process_group()
