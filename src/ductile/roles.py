@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from ductile.records import GenerateRequest, Generation, Manifest, MicroBatch, Sample, StepReport
+from ductile.records import GenerateRequest, Generation, Manifest, Sample, StepReport
 
 
 class SlotLost(Exception):
@@ -41,11 +41,14 @@ class Place:
 class Trainer(Protocol):
     @property
     def num_ranks(self) -> int:
-        """Data-parallel ranks to pack for."""
+        """Data-parallel ranks at the moment."""
         ...
 
-    async def forward_backward(self, batch: Sequence[Sequence[MicroBatch]]) -> None:
-        """Accumulate gradients. `batch[rank]` are that rank's micro-batches, equally many on every rank."""
+    async def forward_backward(self, samples: Sequence[Sample], seq_len: int) -> None:
+        """Accumulate the samples' gradients, each sample's once, in micro-batches of at most `seq_len` tokens.
+
+        How many ranks there are may change on the way.
+        """
         ...
 
     async def optim_step(self, divisor: float) -> StepReport: ...

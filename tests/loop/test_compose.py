@@ -56,8 +56,8 @@ class Learns:
     def __init__(self, folder):
         self.tokenizer, self.step, self.version, self.calls, self.samples = Tokenizer.from_folder(folder), 0, 0, [], 0
 
-    async def forward_backward(self, batch):
-        self.samples += sum(len(micro_batch.samples) for rank in batch for micro_batch in rank)
+    async def forward_backward(self, samples, seq_len):
+        self.samples += len(samples)
 
     async def optim_step(self, divisor):
         self.step += 1

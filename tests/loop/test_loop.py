@@ -260,7 +260,7 @@ def test_an_error_of_a_generator_ends_the_run_with_its_sentence(tmp_path):
 
 def test_an_error_of_the_trainer_is_not_hidden_by_slow_generators(tmp_path):
     class Dies(FakeTrainer):
-        async def forward_backward(self, batch):
+        async def forward_backward(self, samples, seq_len):
             await asyncio.sleep(1)
             raise SlotLost("slot 0 (train) was killed by SIGKILL")
 

@@ -5,7 +5,6 @@ from collections import Counter
 import pytest
 
 from ductile.config.run import SFTConfig, TrainerRunConfig
-from ductile.core.batch.packing import pack
 from ductile.loop.progress import CheckpointError
 from ductile.loop.sft import prepare_fake, prepare_sft, run_batches
 from ductile.loop.sft_data import fake_samples, read_conversations, tokenise
@@ -101,13 +100,10 @@ class Memory:
     num_ranks = 2
 
     def __init__(self):
-        self.seen, self.divisors, self.step, self.calls = [[]], [], 0, []
+        self.seen, self.divisors, self.step = [[]], [], 0
 
-    async def forward_backward(self, batch):
-        assert len(batch) == 2
-        assert len(batch[0]) == len(batch[1])
-        self.calls.append(len(batch[0]))
-        self.seen[-1] += [s.token_ids for rank in batch for micro_batch in rank for s in micro_batch.samples]
+    async def forward_backward(self, samples, seq_len):
+        self.seen[-1] += [sample.token_ids for sample in samples]
 
     async def optim_step(self, divisor):
         self.step += 1
@@ -180,15 +176,6 @@ def test_stop_and_resume_see_the_same_batches(tmp_path, folder):
 def test_resume_from_a_step_that_is_not_there(tmp_path, folder):
     with pytest.raises(CheckpointError, match="no complete checkpoint of step 5"):
         prepare_sft(config(tmp_path, folder, ckpt={"resume_step": 5}))
-
-
-def test_a_large_batch_goes_in_several_messages(tmp_path, folder):
-    prepared = prepare_sft(
-        config(tmp_path, folder, data={"type": "fake", "batch_size": 80, "seq_len": 64}, max_steps=1)
-    )
-    trainer, _ = train(prepared, tmp_path)
-    assert trainer.calls == [16, 16, 8]
-    assert len(pack(prepared.batch(0), 2, 64)[0]) == 40
 
 
 def test_bench_makes_up_data_and_saves_nothing(tmp_path, folder):

@@ -5,26 +5,24 @@ import math
 
 import pytest
 
-from ductile.records import Manifest, MicroBatch, Sample, StepReport
+from ductile.records import Formation, Manifest, Sample, StepReport
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.memory import MemoryCarrier
 from ductile.wire.messages import (
     Command,
     Done,
-    ForwardBackward,
-    ForwardBackwardDone,
     OptimStep,
     Publish,
     Published,
     Receive,
     Reply,
-    SaveState,
     Score,
     Scores,
     Stepped,
 )
-from ductile.wire.remote import RemoteScorer, RemoteTrainer
+from ductile.wire.remote import RemoteScorer
+from ductile.wire.trainer import RemoteTrainer
 
 MANIFEST = Manifest(3, "shared_memory", "/proc/1/fd/3", 0, 0, ())
 REPORT = StepReport(1, 0.5, 1.0, 1e-3, 4)
@@ -36,8 +34,6 @@ def sample(num_tokens: int) -> Sample:
 
 def answer(slot: int, command: Command) -> Reply:
     match command:
-        case ForwardBackward():
-            return ForwardBackwardDone(1, 0.1)
         case OptimStep():
             return Stepped(REPORT)
         case Publish():
@@ -53,30 +49,10 @@ def carrier():
     return MemoryCarrier({slot: answer for slot in (2, 4, 7)})
 
 
-def test_each_rank_gets_its_micro_batches(carrier: MemoryCarrier):
-    async def story():
-        trainer = RemoteTrainer(Mailbox(carrier), (4, 2), 1)
-        assert trainer.num_ranks == 2
-        batches = [[MicroBatch((sample(3),))], [MicroBatch(())]]
-        await trainer.forward_backward(batches)
-        assert dict(carrier.sent) == {4: ForwardBackward(tuple(batches[0])), 2: ForwardBackward(tuple(batches[1]))}
-        assert await trainer.optim_step(4.0) == REPORT
-        assert await trainer.publish(3) == MANIFEST
-        await trainer.save("there")
-        assert [pair for pair in carrier.sent if isinstance(pair[1], SaveState)] == [
-            (4, SaveState("there")),
-            (2, SaveState("there")),
-        ]
-        with pytest.raises(ValueError, match="packed for 1 ranks, there are 2"):
-            await trainer.forward_backward(batches[:1])
-
-    asyncio.run(story())
-
-
 def test_only_the_first_rank_has_a_manifest(carrier: MemoryCarrier):
     async def story():
         with pytest.raises(Refused, match="slot 2 published version 3 without a manifest"):
-            await RemoteTrainer(Mailbox(carrier), (2, 4), 1).publish(3)
+            await RemoteTrainer(Mailbox(carrier), Formation((2, 4)), 1).publish(3)
 
     asyncio.run(story())
 
@@ -98,7 +74,7 @@ def test_the_cause_is_raised_and_what_followed_is_noted(
         for slot, kind in faults.items():
             carrier.fail(slot, kind, on=OptimStep)
         with pytest.raises(error) as raised:
-            await RemoteTrainer(Mailbox(carrier), (2, 4, 7), 0.05).optim_step(1.0)
+            await RemoteTrainer(Mailbox(carrier), Formation((2, 4, 7)), 0.05).optim_step(1.0)
         assert any(note in text for text in [*raised.value.__notes__, str(raised.value)])
 
     asyncio.run(story())
@@ -108,7 +84,7 @@ def test_an_answer_of_the_wrong_class_is_refused():
     async def story():
         carrier = MemoryCarrier({0: lambda slot, command: Done()})
         with pytest.raises(Refused, match="slot 0 answered OptimStep with Done"):
-            await RemoteTrainer(Mailbox(carrier), (0,), 1).optim_step(1.0)
+            await RemoteTrainer(Mailbox(carrier), Formation((0,)), 1).optim_step(1.0)
 
     asyncio.run(story())
 

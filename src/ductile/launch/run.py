@@ -26,9 +26,11 @@ from ductile.loop.bench import Bench
 from ductile.loop.client import HttpGenerators
 from ductile.loop.compose import Prepared, prepare, run_circle
 from ductile.loop.sft import PreparedBatches, prepare_fake, prepare_sft, run_batches
+from ductile.records import Formation
 from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.messages import RoleName
-from ductile.wire.remote import RemoteScorer, RemoteTrainer, hold
+from ductile.wire.remote import RemoteScorer, hold
+from ductile.wire.trainer import RemoteTrainer
 
 START_CANCEL_S = 8.0
 """A start that is interrupted has processes to stop before it returns."""
@@ -97,7 +99,7 @@ async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatch
         settings = prepared.trainer.model_dump(mode="json")
         taking = hold(cluster.mailbox, "train", settings, placement.train, timeout_s, cluster.rendezvous)
         await attend(taking, session.interrupt.asked, cluster.death())
-        trainer = RemoteTrainer(cluster.mailbox, placement.train, timeout_s)
+        trainer = RemoteTrainer(cluster.mailbox, Formation(placement.train), timeout_s)
         batches = run_batches(
             prepared, trainer, session.record, session.interrupt.asked, _members(placement), session.began_s
         )
@@ -144,7 +146,7 @@ async def _take_roles(
         hold(mailbox, "score", trainer, placement.score, timeout_s),
     )
     return (
-        RemoteTrainer(mailbox, placement.train, timeout_s),
+        RemoteTrainer(mailbox, Formation(placement.train), timeout_s),
         RemoteGenerators(mailbox, placement.generate, config.inference.max_num_seqs, timeout_s),
         RemoteScorer(mailbox, placement.score, timeout_s) if placement.score else None,
     )

@@ -18,7 +18,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from ductile.core.batch.chunking import shares
-from ductile.core.batch.packing import pack
 from ductile.loop.buffer import Buffer
 from ductile.loop.evaluate import Evaluation
 from ductile.loop.lessons import Lessons
@@ -125,7 +124,7 @@ class Loop:
 
     async def forward_backward(self, samples: Sequence[Sample]) -> None:
         with self.watch("forward_backward"):
-            await self.trainer.forward_backward(pack(samples, self.trainer.num_ranks, self.plan.seq_len))
+            await self.trainer.forward_backward(samples, self.plan.seq_len)
 
     async def make_live(self, version: int) -> None:
         """The trainer's weights become the generators' and the scorer's."""

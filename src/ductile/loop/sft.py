@@ -15,7 +15,6 @@ from typing import Any
 from ductile.config.run import FakeData, SFTConfig, TrainerRunConfig
 from ductile.config.trainer import GRPOLoss, SFTLoss, TrainerConfig
 from ductile.core.batch import normalise
-from ductile.core.batch.packing import pack
 from ductile.loop.compose import BENCH_STEPS
 from ductile.loop.progress import Checkpoints, Progress
 from ductile.loop.report import per_second
@@ -26,9 +25,6 @@ from ductile.records import Sample, StepReport
 from ductile.roles import Trainer
 from ductile.tasks.prompts import ExampleOrder
 from ductile.tasks.tokenizer import Tokenizer
-
-ROWS_AT_ONCE = 16
-"""Micro-batches a rank in one message: a command must end within its deadline, however large the batch."""
 
 Batch = Callable[[int], list[Sample]]
 """The samples of a step, counted from 0. A resumed run asks for later steps only, and gets the same ones."""
@@ -83,6 +79,7 @@ def prepare_sft(config: SFTConfig) -> PreparedBatches:
             seed=config.seed,
             matmul_precision=config.matmul_precision,
             dist_timeout_seconds=config.dist_timeout_seconds,
+            resize=config.resize,
         ),
         batch=batch,
         max_steps=max_steps,
@@ -156,9 +153,7 @@ async def run_batches(
     while step < prepared.max_steps and not stop.is_set():
         samples = prepared.batch(step)
         with watch("forward_backward"):
-            batch = pack(samples, trainer.num_ranks, seq_len)
-            for start in range(0, len(batch[0]), ROWS_AT_ONCE):
-                await trainer.forward_backward([rank[start : start + ROWS_AT_ONCE] for rank in batch])
+            await trainer.forward_backward(samples, seq_len)
         with watch("optim_step"):
             report = await trainer.optim_step(normalise.divisor(samples, mode))
         step += 1

@@ -77,6 +77,8 @@ class MemoryCarrier:
         kind = fault.kind if fault else None
         if kind == "drop":
             return
+        if slot not in self._slots:
+            return  # it died on an earlier one
         if kind == "death":
             del self._slots[slot]
             self._deliver(slot, Envelope(0, 0, Died(f"slot {slot} died, as asked")))

@@ -1,5 +1,7 @@
 """The Protocols of `ductile.roles` over a mailbox: what the loop calls here happens in the slots.
 
+The trainer is in `ductile.wire.trainer`, the generators are in `ductile.wire.fleet`.
+
 A fan-out asks every slot of the role and waits for one outcome each. If any is bad the call raises the worst of them:
 a lost slot before a refusal before lateness, as the later ones usually follow from it; they are in its notes.
 """
@@ -7,77 +9,24 @@ a lost slot before a refusal before lateness, as the later ones usually follow f
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypeVar
 
-from ductile.records import Manifest, MicroBatch, Sample, StepReport
+from ductile.records import Manifest, Sample
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.mailbox import Mailbox, Outcome
 from ductile.wire.messages import (
     Command,
     Done,
-    ExportModel,
-    ForwardBackward,
-    ForwardBackwardDone,
     Hold,
-    LoadState,
-    OptimStep,
-    Publish,
-    Published,
     Receive,
     Reply,
     RoleName,
-    SaveState,
     Score,
     Scores,
-    Stepped,
-    Withdraw,
 )
 
 AFTER_FAILURE_S = 2.0
 """Once one slot failed, the others of a collective cannot succeed; they get this long to say why."""
 
 R = TypeVar("R", bound=Reply)
-
-
-class RemoteTrainer:
-    """Follows `ductile.roles.Trainer`. Every command goes to all train slots, in rank order."""
-
-    def __init__(self, mailbox: Mailbox, slots: Sequence[int], timeout_s: float) -> None:
-        self._mailbox, self._slots, self._timeout_s = mailbox, tuple(slots), timeout_s
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self._slots)
-
-    async def forward_backward(self, batch: Sequence[Sequence[MicroBatch]]) -> None:
-        if len(batch) != self.num_ranks:
-            raise ValueError(f"the batch is packed for {len(batch)} ranks, there are {self.num_ranks}")
-        commands = {slot: ForwardBackward(tuple(rank)) for slot, rank in zip(self._slots, batch, strict=True)}
-        await _ask_all(self._mailbox, commands, self._timeout_s, ForwardBackwardDone)
-
-    async def optim_step(self, divisor: float) -> StepReport:
-        replies = await self._all(OptimStep(divisor), Stepped)
-        return replies[self._slots[0]].report
-
-    async def publish(self, version: int) -> Manifest:
-        replies = await self._all(Publish(version), Published)
-        manifest = replies[self._slots[0]].manifest
-        if manifest is None:
-            raise Refused(f"{self._mailbox.describe(self._slots[0])} published version {version} without a manifest")
-        return manifest
-
-    async def withdraw(self, version: int) -> None:
-        await self._all(Withdraw(version), Done)
-
-    async def save(self, path: str) -> None:
-        await self._all(SaveState(path), Done)
-
-    async def load(self, path: str) -> None:
-        await self._all(LoadState(path), Done)
-
-    async def export(self, path: str) -> None:
-        await self._all(ExportModel(path), Done)
-
-    async def _all(self, command: Command, expected: type[R]) -> dict[int, R]:
-        return await _ask_all(self._mailbox, dict.fromkeys(self._slots, command), self._timeout_s, expected)
 
 
 class RemoteScorer:
@@ -93,7 +42,7 @@ class RemoteScorer:
             for slot, share in zip(self._slots, shares, strict=True)
             if share
         }
-        replies = await _ask_all(self._mailbox, commands, self._timeout_s, Scores)
+        replies = await ask_each(self._mailbox, commands, self._timeout_s, Scores)
         scores: dict[int, tuple[float, ...]] = {}
         for slot, share in zip(self._slots, shares, strict=True):
             if share:
@@ -114,19 +63,20 @@ async def hold(
 ) -> None:
     """Give the slots their role. With `rendezvous` they hold it together, in this order; else each by itself."""
     commands = {slot: Hold(role, dict(settings), tuple(slots) if rendezvous else (slot,), rendezvous) for slot in slots}
-    await _ask_all(mailbox, commands, timeout_s, Done)
+    await ask_each(mailbox, commands, timeout_s, Done)
 
 
 async def receive(
     mailbox: Mailbox, slots: Sequence[int], role: Literal["generate", "score"], manifest: Manifest, timeout_s: float
 ) -> None:
     """Have every slot of the role make the version live."""
-    await _ask_all(mailbox, dict.fromkeys(slots, Receive(role, manifest)), timeout_s, Done)
+    await ask_each(mailbox, dict.fromkeys(slots, Receive(role, manifest)), timeout_s, Done)
 
 
-async def _ask_all(
+async def ask_each(
     mailbox: Mailbox, commands: Mapping[int, Command], timeout_s: float, expected: type[R]
 ) -> dict[int, R]:
+    """All slots' answers, which are of the class `expected`. Raises SlotLost, Refused or Late: the worst outcome."""
     outcomes = await mailbox.ask_all(commands, timeout_s, AFTER_FAILURE_S)
     _raise_worst(outcomes)
     replies: dict[int, R] = {}

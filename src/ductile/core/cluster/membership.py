@@ -1,0 +1,161 @@
+"""What becomes of a resize when something happens in the middle of it.
+
+Until `Settle` every slot still has what it had, so as long as all slots of a formation are well, that formation can go
+on with the state as it was frozen. Hence one rule:
+
+- before all slots have voted for the new state, only the old formation can go on;
+- afterwards the new formation goes on if its slots are well, else the old one;
+- a formation that lacks a slot lacks that slot's part of the state: when neither can go on, the trainer stops.
+
+A ruling comes with its reason, a sentence for a person. Who waits, asks and kills is `ductile.wire.resize`.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ductile.core.cluster.placement import compact
+from ductile.records import Change, Formation, TrainProgress
+
+Phase = Literal["hold", "prepare", "freeze", "move", "commit", "settle", "rollback"]
+"""The step of the transaction that has just been answered, or not."""
+
+Verdict = Literal["proceed", "rollback", "stop"]
+
+SILENT_S = 2.5
+"""Heartbeats come every second, also from a slot whose main thread is busy or waits for another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    verdict: Verdict
+    reason: str
+    """Why not `proceed`; "" otherwise."""
+
+
+PROCEED = Ruling("proceed", "")
+
+
+def judge(
+    phase: Phase, change: Change, dead: Mapping[int, str], failed: Mapping[int, str], keeps_old: bool = True
+) -> Ruling:
+    """How to go on after a step of the transaction.
+
+    Args:
+        phase: the step. `commit` and `settle` are told after every slot has voted for the change.
+        dead: slots whose process is gone, with the sentence that says how.
+        failed: slots that live and did not do the step, with what they said, or that they said nothing.
+        keeps_old: the old state stays whole while the new one is built; without, a change that has begun to move
+            cannot be taken back.
+    """
+    lacking = {*dead, *failed}
+    if phase == "rollback":
+        # Taking back is all that is left; a joiner that cannot even do that has nothing that anybody needs.
+        bad = lacking.intersection(change.before.members)
+        return _stop(change.before, bad, dead, failed) if bad else PROCEED
+    voted = phase in ("commit", "settle")
+    going_on = lacking.intersection(change.after.members if voted else change.slots)
+    if not going_on:
+        return PROCEED
+    lost = set(dead).intersection(change.before.members)
+    if phase == "settle":  # some slots may have freed what taking back would need
+        lost = going_on.intersection(dead)
+        return _stop(change.after, lost, dead, failed) if lost else PROCEED
+    if lost:
+        return _stop(change.before, lost, dead, failed)
+    if not keeps_old and phase in ("move", "commit"):
+        return Ruling("stop", f"{_told(going_on, dead, failed)}; the old state was given up while it moved")
+    return Ruling("rollback", _told(going_on, dead, failed))
+
+
+def overdue(late: Collection[int], silent_s: Mapping[int, float], others_failed: bool) -> tuple[int, ...]:
+    """Which of the slots that did not answer in time are to be killed.
+
+    One that is stopped holds up those that wait for it: if any is silent it is the cause, and the others may yet
+    answer. Where others failed, those that are not silent had no time left, and are asked again.
+    """
+    silent = tuple(sorted(slot for slot in late if silent_s[slot] > SILENT_S))
+    return silent if silent or others_failed else tuple(sorted(late))
+
+
+def complaint_about_plans(keys: Mapping[int, bytes]) -> str:
+    """A sentence when not all slots have made the same plan; "" when they have."""
+    makers: dict[bytes, list[int]] = {}
+    for slot, key in sorted(keys.items()):
+        makers.setdefault(key, []).append(slot)
+    if len(makers) <= 1:
+        return ""
+    most, *others = sorted(makers.values(), key=len, reverse=True)
+    differing = sorted(slot for group in others for slot in group)
+    return f"{slots_of(differing)} made another plan than {slots_of(most)}"
+
+
+def complaint_about_progress(progress: Mapping[int, TrainProgress]) -> str:
+    """A sentence when slots that train together are not equally far; "" when they are."""
+    first, *others = sorted(progress)
+    known = _far(progress[first])
+    for slot in others:
+        if _far(progress[slot]) != known:
+            return f"slot {slot} is at {_at(progress[slot])}, slot {first} at {_at(progress[first])}"
+    return ""
+
+
+def complaint_about_bytes(sent: Mapping[int, Mapping[int, int]], received: Mapping[int, Mapping[int, int]]) -> str:
+    """A sentence when a slot has not received what another one sent it, by their fingerprints; "" when all have."""
+    wrong = [
+        (source, target)
+        for source in sorted(sent)
+        for target in sorted(sent)
+        if sent[source].get(target) != received[target].get(source)
+    ]
+    if not wrong:
+        return ""
+    pairs = ", ".join(f"{source} to {target}" for source, target in wrong)
+    return f"what arrived is not what was sent, from slot {pairs}"
+
+
+def total(progress: Mapping[int, TrainProgress]) -> TrainProgress:
+    """Of the trainer as a whole: its slots' sums added up, in ascending order of slots."""
+    first = progress[min(progress)]
+    sums: dict[str, float] = {}
+    for slot in sorted(progress):
+        for name, value in progress[slot].sums.items():
+            sums[name] = sums.get(name, 0.0) + value
+    return TrainProgress(first.step, first.num_updates, first.with_gradient, sums)
+
+
+def slots_of(slots: Sequence[int]) -> str:
+    """ "slot 3", "slots 0-2,5"; the order is kept where it is not ascending."""
+    if list(slots) != sorted(slots):
+        return f"slots {','.join(map(str, slots))}"
+    return f"slot{'' if len(slots) == 1 else 's'} {compact(slots)}"
+
+
+def describe(formation: Formation) -> str:
+    """ "slots 0-3", "slots 0-3 in 2 copies"."""
+    copies = f" in {formation.replicas} copies" if formation.replicas > 1 else ""
+    return slots_of(formation.members) + copies
+
+
+def _stop(formation: Formation, slots: Collection[int], dead: Mapping[int, str], failed: Mapping[int, str]) -> Ruling:
+    parts = len(formation.members) // formation.replicas
+    held = "all of the trainer's state" if parts == 1 else f"1 of {parts} parts of the trainer's state"
+    each = " each" if len(slots) > 1 else ""
+    return Ruling("stop", f"{_told(slots, dead, failed)}; {slots_of(sorted(slots))} held {held}{each}")
+
+
+def _told(slots: Collection[int], dead: Mapping[int, str], failed: Mapping[int, str]) -> str:
+    """The first sentence, of a death if there is one: the others' failures usually follow from it."""
+    sentences = [dead[slot] for slot in sorted(slots) if slot in dead]
+    sentences += [failed[slot] for slot in sorted(slots) if slot not in dead]
+    more = f" (and {len(sentences) - 1} more)" if len(sentences) > 1 else ""
+    return sentences[0].rstrip(".") + more
+
+
+def _far(progress: TrainProgress) -> tuple[int, int, bool]:
+    return progress.step, progress.num_updates, progress.with_gradient
+
+
+def _at(progress: TrainProgress) -> str:
+    inside = "in the middle of a batch" if progress.with_gradient else "between batches"
+    return f"step {progress.step}, {inside}, after {progress.num_updates} updates"

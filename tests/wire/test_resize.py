@@ -1,0 +1,287 @@
+"""The transaction against slots in memory, in virtual time: what each fault comes to, and that no sample is lost."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ductile.records import Formation
+from ductile.roles import SlotLost
+from ductile.wire.mailbox import Mailbox
+from ductile.wire.memory import FaultKind, MemoryCarrier
+from ductile.wire.messages import (
+    Commit,
+    Done,
+    Drop,
+    ForwardBackward,
+    Freeze,
+    Hold,
+    Move,
+    Prepare,
+    Rollback,
+    Settle,
+    Withdraw,
+)
+from ductile.wire.resize import Resized, Terms, Transaction
+from ductile.wire.trainer import RemoteTrainer
+from tests.loop.doubles import clock
+from tests.wire.train_slots import TrainSlots, play, sample
+
+SEQ_LEN = 10
+STEPS = {"hold": Hold, "prepare": Prepare, "freeze": Freeze, "move": Move, "commit": Commit, "settle": Settle}
+
+
+class Stage:
+    """A trainer, its slots, and the resize that they go through."""
+
+    def __init__(self, members: Sequence[int], num_slots: int = 8, keeps_old: bool = True) -> None:
+        self.slots = TrainSlots(Formation(tuple(members)), num_slots)
+        self.carrier = MemoryCarrier(dict.fromkeys(self.slots.slots, self.slots.answer))
+        self.mailbox = Mailbox(self.carrier, clock)
+        self.trainer = RemoteTrainer(self.mailbox, Formation(tuple(members)), timeout_s=100)
+        self.terms = Terms({}, "127.0.0.1:1", timeout_s=5, leave_s=50, keeps_old=keeps_old)
+        self.killed: list[int] = []
+
+    async def resize(self, *members: int, replicas: int = 1) -> Resized:
+        after = Formation(members, replicas)
+        return await Transaction(self.mailbox, self.trainer, after, self.terms, self.kill, clock).run()
+
+    def kill(self, slot: int, sentence: str) -> None:
+        self.killed.append(slot)
+        self.mailbox.lose(slot, sentence)
+
+    async def train(self, samples: int = 12) -> None:
+        await self.trainer.forward_backward([sample(n, 4 + n % 6) for n in range(samples)], SEQ_LEN)
+        await self.trainer.optim_step(1.0)
+
+    def sent(self, command: type) -> list[int]:
+        return sorted(slot for slot, sent in self.carrier.sent if isinstance(sent, command))
+
+    def with_role(self) -> list[int]:
+        return [slot.number for slot in self.slots.slots.values() if slot.holds]
+
+
+def test_a_change_in_the_middle_of_a_batch():
+    async def story():
+        stage = Stage([0, 1])
+        training = asyncio.create_task(stage.train(40))
+        await asyncio.sleep(0.035)
+        result = await stage.resize(1, 2, 3)
+        assert (result.outcome, result.num_bytes, result.reason) == ("resized", 4000, "")
+        assert result.carrier == "memory, as there is nothing else"
+        assert result.slot_seconds == {"transfer": 0.01}
+        assert list(result.seconds) == ["hold", "prepare", "freeze", "move", "commit", "settle"]
+        assert result.pause_s == pytest.approx(4 * 0.01), "Prepare's answer, Freeze, Move and Commit"
+        assert (stage.trainer.formation, stage.mailbox.epoch) == (Formation((1, 2, 3)), 1)
+        assert not training.done()
+        await training
+        assert stage.slots.trained == [list(range(40))]
+        assert stage.slots.wrong == []
+        assert stage.with_role() == [1, 2, 3]
+        assert stage.sent(Freeze) == stage.sent(Move) == stage.sent(Commit) == stage.sent(Settle) == [0, 1, 2, 3]
+        assert stage.sent(Drop) == [0]
+
+    play(story)
+
+
+def test_a_slot_that_left_comes_back():
+    async def story():
+        stage = Stage([0, 1, 2])
+        for members in ((0,), (1, 2, 5), (0, 1, 2)):
+            assert (await stage.resize(*members)).outcome == "resized"
+            await stage.train()
+        assert stage.mailbox.epoch == 3
+        assert stage.slots.trained == [list(range(12))] * 3
+        assert stage.slots.wrong == []
+
+    play(story)
+
+
+def test_settling_does_not_hold_up_training():
+    async def story():
+        stage = Stage([0, 1])
+        stage.slots.work_s = lambda number, command: 2.0 if isinstance(command, Settle) and number == 0 else 0.01
+        training = asyncio.create_task(stage.train(40))
+        result = await stage.resize(1, 2)
+        assert result.pause_s < 0.1
+        assert any(isinstance(c, ForwardBackward) and slot == 2 for slot, c in stage.slots.asked)
+        await training
+
+    play(story)
+
+
+def test_a_leaver_keeps_its_role_until_its_version_is_withdrawn():
+    async def story():
+        stage = Stage([0, 1])
+        await stage.trainer.publish(3)
+        resizing = asyncio.create_task(stage.resize(1, 2))
+        await asyncio.sleep(5)
+        assert stage.sent(Drop) == []
+        await stage.trainer.withdraw(3)
+        assert (await resizing).outcome == "resized"
+        assert (stage.sent(Withdraw), stage.sent(Drop)) == ([0], [0])
+        assert stage.slots.wrong == []
+
+    play(story)
+
+
+@pytest.mark.parametrize("step", ["hold", "prepare", "freeze", "move", "commit"])
+@pytest.mark.parametrize("kind", ["death", "error", "drop"])
+def test_a_joiner_that_fails_leaves_the_old_formation_at_work(step: str, kind: FaultKind):
+    async def story():
+        stage = Stage([0, 1])
+        training = asyncio.create_task(stage.train(40))
+        await asyncio.sleep(0.035)
+        stage.carrier.fail(2, kind, on=STEPS[step])
+        result = await stage.resize(1, 2, 3)
+        assert result.outcome == "rolled_back"
+        said = {"death": "slot 2 died, as asked", "error": "failed, as asked", "drop": "and has been killed"}[kind]
+        assert said in result.reason
+        assert stage.killed == ([2] if kind == "drop" else [])
+        assert (stage.trainer.formation, stage.mailbox.epoch) == (Formation((0, 1)), 1)
+        await training
+        assert stage.slots.trained == [list(range(40))]
+        assert stage.slots.wrong == []
+        assert set(stage.with_role()) - {2} == {0, 1}
+        # The number of the change that failed is not used again.
+        assert (await stage.resize(0, 4)).outcome == "resized"
+        assert stage.mailbox.epoch == 2
+        await stage.train(5)
+        assert stage.slots.trained[-1] == list(range(5))
+        assert stage.slots.wrong == []
+
+    play(story)
+
+
+@pytest.mark.parametrize("step", ["freeze", "move", "commit"])
+@pytest.mark.parametrize("kind", ["death", "drop"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_old_member_that_dies_takes_its_part_along(step: str, kind: FaultKind, victim: int):
+    async def story():
+        stage = Stage([0, 1])
+        training = asyncio.create_task(stage.train(40))
+        stage.carrier.fail(victim, kind, on=STEPS[step])
+        if step == "commit" and victim == 0:  # it is not in the new formation, and has given all it had
+            assert (await stage.resize(1, 2)).outcome == "resized"
+            await training
+            assert stage.slots.trained == [list(range(40))]
+            return
+        with pytest.raises(SlotLost, match=f"slot {victim} held 1 of 2 parts of the trainer's state"):
+            await stage.resize(1, 2)
+        with pytest.raises(SlotLost, match="held 1 of 2 parts"):
+            await training
+
+    play(story)
+
+
+@pytest.mark.parametrize("kind", ["error", "delay"])
+@pytest.mark.parametrize("step", ["prepare", "freeze", "move", "commit"])
+def test_an_old_member_that_refuses_or_is_slow_goes_on_as_before(step: str, kind: FaultKind):
+    async def story():
+        stage = Stage([0, 1])
+        training = asyncio.create_task(stage.train(40))
+        stage.carrier.fail(1, kind, on=STEPS[step], delay_s=5.5)
+        result = await stage.resize(1, 2)
+        assert result.outcome == ("rolled_back" if kind == "error" else "resized")
+        await training
+        assert stage.slots.trained == [list(range(40))]
+        assert stage.slots.wrong == []
+
+    play(story)
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "sentence"),
+    [
+        ({2: "plan"}, "slot 2 made another plan than slots 0-1,3"),
+        ({1: "step"}, "slot 1 is at step 1, in the middle of a batch, after 1 updates, slot 0 at step 0"),
+        ({3: "bytes"}, "what arrived is not what was sent, from slot 3 to 0, 3 to 1, 3 to 2"),
+    ],
+)
+def test_slots_that_do_not_agree_do_not_change(spoilt: dict[int, str], sentence: str):
+    async def story():
+        stage = Stage([0, 1])
+        stage.slots.spoil = spoilt
+        result = await stage.resize(0, 1, 2, 3)
+        assert (result.outcome, result.reason[: len(sentence)]) == ("rolled_back", sentence)
+        assert stage.sent(Rollback) == [0, 1, 2, 3]
+        assert stage.sent(Commit) == []
+        stage.slots.spoil = {}
+        await stage.train()
+        assert stage.slots.wrong == []
+
+    play(story)
+
+
+def test_without_the_old_state_a_change_that_moves_cannot_be_taken_back():
+    async def story():
+        stage = Stage([0, 1], keeps_old=False)
+        stage.carrier.fail(2, "death", on=Move)
+        with pytest.raises(SlotLost, match="slot 2 died, as asked; the old state was given up while it moved"):
+            await stage.resize(1, 2)
+
+    play(story)
+
+
+def test_a_slot_that_cannot_take_back_ends_the_trainer():
+    async def story():
+        stage = Stage([0, 1])
+        stage.carrier.fail(2, "death", on=Move)
+        stage.carrier.fail(1, "error", on=Rollback)
+        with pytest.raises(SlotLost, match=r"slot 2 died, as asked; .*Rollback failed, as asked; slot 1 held 1 of 2"):
+            await stage.resize(0, 2)
+        assert stage.sent(Done) == []
+
+    play(story)
+
+
+FORMATIONS = st.lists(st.integers(0, 5), min_size=1, max_size=5, unique=True).map(tuple)
+FAULTS = st.none() | st.tuples(
+    st.sampled_from(["death", "error", "drop", "duplicate"]), st.sampled_from(sorted(STEPS)), st.integers(0, 5)
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    first=FORMATIONS,
+    batches=st.lists(st.lists(st.integers(2, SEQ_LEN), max_size=30), min_size=1, max_size=4),
+    resizes=st.lists(st.tuples(st.floats(0, 0.2), FORMATIONS, FAULTS), max_size=6),
+)
+def test_whatever_happens_each_sample_is_trained_exactly_once(first, batches, resizes):
+    async def story():
+        stage = Stage(first, num_slots=6)
+
+        async def train():
+            for number, lengths in enumerate(batches):
+                await stage.trainer.forward_backward([sample(n, k) for n, k in enumerate(lengths)], SEQ_LEN)
+                await stage.trainer.optim_step(float(number + 1))
+
+        async def resize():
+            for wait_s, members, fault in resizes:
+                await asyncio.sleep(wait_s)
+                if stage.mailbox.lost.keys() & set(members):
+                    continue
+                if fault:
+                    kind, step, slot = fault
+                    stage.carrier.fail(slot, kind, on=STEPS[step])
+                await stage.resize(*members)
+
+        training, resizing = asyncio.create_task(train()), asyncio.create_task(resize())
+        results = await asyncio.gather(training, resizing, return_exceptions=True)
+        assert stage.slots.wrong == []
+        errors = [result for result in results if result is not None]
+        assert all(isinstance(error, SlotLost) for error in errors), errors
+        trained = [list(range(len(lengths))) for lengths in batches]
+        if errors:
+            # Nobody goes on with a part of the state missing; what was done until then is right.
+            assert set(stage.mailbox.lost).intersection(stage.trainer.formation.members)
+            whole = stage.slots.trained[:-1]  # of the last step, some slots may have heard and others not
+            assert whole == trained[: len(whole)]
+        else:
+            assert stage.slots.trained == trained
+            members = [stage.slots.slots[slot].live for slot in stage.trainer.formation.members]
+            assert [member.step for member in members if member] == [len(batches)] * len(members)
+
+    play(story)

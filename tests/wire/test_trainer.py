@@ -1,0 +1,154 @@
+"""Micro-steps over the memory carrier, in virtual time."""
+
+import asyncio
+
+import pytest
+
+from ductile.core.batch.packing import SampleTooLong
+from ductile.records import Formation
+from ductile.roles import Refused, SlotLost
+from ductile.wire.mailbox import Mailbox
+from ductile.wire.memory import MemoryCarrier
+from ductile.wire.messages import ForwardBackward, OptimStep, SaveState, Withdraw
+from ductile.wire.trainer import IN_FLIGHT, RemoteTrainer
+from tests.loop.doubles import clock
+from tests.wire.train_slots import TrainSlots, play, sample
+
+SEQ_LEN = 10
+
+
+def make(formation: Formation, num_slots: int = 8) -> tuple[TrainSlots, MemoryCarrier, RemoteTrainer]:
+    slots = TrainSlots(formation, num_slots)
+    carrier = MemoryCarrier(dict.fromkeys(slots.slots, slots.answer))
+    return slots, carrier, RemoteTrainer(Mailbox(carrier, clock), formation, timeout_s=100)
+
+
+def test_every_rank_gets_one_micro_batch_at_a_time_and_every_sample_is_trained():
+    async def story():
+        slots, carrier, trainer = make(Formation((4, 2)))
+        await trainer.forward_backward([sample(n, 4 + n % 5) for n in range(13)], SEQ_LEN)
+        sent = {slot: [c for to, c in carrier.sent if to == slot] for slot in (4, 2)}
+        assert len(sent[4]) == len(sent[2]) > 3
+        assert all(isinstance(c, ForwardBackward) and len(c.micro_batches) == 1 for c in sent[4] + sent[2])
+        await trainer.optim_step(1.0)
+        assert slots.trained == [list(range(13))]
+        assert slots.wrong == []
+
+    play(story)
+
+
+def test_the_next_micro_step_waits_in_the_slot_and_no_more():
+    async def story():
+        _, carrier, trainer = make(Formation((0,)))
+        in_flight = []
+
+        async def look():
+            for _ in range(4):
+                await asyncio.sleep(0.01)
+                in_flight.append(len(carrier.sent))
+
+        await asyncio.gather(trainer.forward_backward([sample(n, SEQ_LEN) for n in range(5)], SEQ_LEN), look())
+        assert in_flight[0] == IN_FLIGHT
+        assert clock() == pytest.approx(5 * 0.01), "the slot is never without work"
+
+    play(story)
+
+
+def test_a_boundary_comes_after_the_micro_steps_in_flight():
+    async def story():
+        slots, carrier, trainer = make(Formation((0,)))
+        training = asyncio.create_task(trainer.forward_backward([sample(n, SEQ_LEN) for n in range(9)], SEQ_LEN))
+        await asyncio.sleep(0.015)
+        async with trainer.boundary():
+            done = len(slots.asked)
+            assert done == len(carrier.sent) == 3
+            await asyncio.sleep(1)
+            assert len(carrier.sent) == done
+        await training
+        assert len(slots.asked) == 9
+
+    play(story)
+
+
+def test_what_is_left_is_packed_for_the_new_formation():
+    async def story():
+        slots, carrier, trainer = make(Formation((0,)))
+        training = asyncio.create_task(trainer.forward_backward([sample(n, SEQ_LEN) for n in range(9)], SEQ_LEN))
+        await asyncio.sleep(0.015)
+        async with trainer.boundary():
+            trainer.formation = Formation((1, 2))
+            for number in (1, 2):
+                slots.slots[number].live = slots.slots[0].live
+        await training
+        micro_batches = {slot: sum(to == slot for to, _ in carrier.sent) for slot in range(3)}
+        assert micro_batches == {0: 3, 1: 3, 2: 3}
+
+    play(story)
+
+
+def test_commands_take_turns_with_a_change():
+    async def story():
+        slots, _, trainer = make(Formation((0, 1)))
+        async with trainer.boundary():
+            saving = asyncio.create_task(trainer.save("there"))
+            await asyncio.sleep(1)
+            assert slots.asked == []
+        await saving
+        assert [type(command) for _, command in slots.asked] == [SaveState, SaveState]
+
+    play(story)
+
+
+def test_a_version_is_withdrawn_from_the_slot_that_published_it():
+    async def story():
+        _, carrier, trainer = make(Formation((3, 1)))
+        assert (await trainer.publish(7)).location == "slot 3"
+        trainer.formation = Formation((1, 2))
+        assert trainer.publishers == {3}
+        waiting = asyncio.create_task(trainer.has_withdrawn(3, 100))
+        await asyncio.sleep(1)
+        assert not waiting.done()
+        await trainer.withdraw(7)
+        await waiting
+        assert trainer.publishers == frozenset()
+        assert [(to, c) for to, c in carrier.sent if isinstance(c, Withdraw)] == [(3, Withdraw(7))]
+        await trainer.has_withdrawn(3, 0)
+
+    play(story)
+
+
+def test_a_failed_micro_step_ends_the_batch():
+    async def story():
+        _, carrier, trainer = make(Formation((0, 1)))
+        carrier.fail(1, "error", on=ForwardBackward)
+        with pytest.raises(Refused, match="ForwardBackward failed, as asked"):
+            await trainer.forward_backward([sample(n, SEQ_LEN) for n in range(9)], SEQ_LEN)
+        assert len(carrier.sent) <= 2 * (IN_FLIGHT + 1)
+
+    play(story)
+
+
+def test_a_lost_trainer_says_so_to_whoever_asks():
+    async def story():
+        _, carrier, trainer = make(Formation((0, 1)))
+        training = asyncio.create_task(trainer.forward_backward([sample(n, SEQ_LEN) for n in range(9)], SEQ_LEN))
+        await asyncio.sleep(0.001)
+        async with trainer.boundary():
+            trainer.lose(SlotLost("slot 1 held half of it"))
+        with pytest.raises(SlotLost, match="half of it"):
+            await training
+        with pytest.raises(SlotLost, match="half of it"):
+            await trainer.optim_step(1.0)
+        assert not any(isinstance(command, OptimStep) for _, command in carrier.sent)
+
+    play(story)
+
+
+def test_a_sample_that_is_too_long_is_refused_before_anything_is_sent():
+    async def story():
+        _, carrier, trainer = make(Formation((0,)))
+        with pytest.raises(SampleTooLong):
+            await trainer.forward_backward([sample(0, SEQ_LEN + 1)], SEQ_LEN)
+        assert carrier.sent == []
+
+    play(story)
