@@ -3,14 +3,23 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ductile.core.transfer.cells import NotReshardable
+    from ductile.fabric.carrier import TransferFailed
     from ductile.parallel.blocks import Block
     from ductile.parallel.megatron import MegatronModule
     from ductile.parallel.reshard import Resharder, reshard
 
 __version__ = "0.1.0"
-__all__ = ["Block", "MegatronModule", "Resharder", "reshard"]
+__all__ = ["Block", "MegatronModule", "NotReshardable", "Resharder", "TransferFailed", "reshard"]
 
-_HOMES = {"Block": "blocks", "MegatronModule": "megatron", "Resharder": "reshard", "reshard": "reshard"}
+_HOMES = {
+    "Block": "ductile.parallel.blocks",
+    "MegatronModule": "ductile.parallel.megatron",
+    "NotReshardable": "ductile.core.transfer.cells",
+    "Resharder": "ductile.parallel.reshard",
+    "TransferFailed": "ductile.fabric.carrier",
+    "reshard": "ductile.parallel.reshard",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -19,4 +28,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'ductile' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"ductile.parallel.{_HOMES[name]}"), name)
+    return getattr(import_module(_HOMES[name]), name)
