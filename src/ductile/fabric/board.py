@@ -14,7 +14,8 @@ from torch._C._distributed_c10d import Store
 
 from ductile.fabric.carrier import TransferFailed
 
-WATCH_S = 0.25
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.0002, 0.02
+"""Between two looks at the store; each one is twice as long as the one before."""
 Missing = Callable[[list[int]], None]
 """Called with the slots whose notes are awaited; raises when waiting for them is in vain."""
 
@@ -43,28 +44,26 @@ class StoreBoard:
         keys = {member: f"{self._prefix}/{topic}/{member}" for member in self.members}
         counter = f"{self._prefix}/{topic}/read"
         self._store.set(keys[self.slot], note)  # pyright: ignore[reportArgumentType] (the stub knows only str)
-        self._wait(topic, keys, missing)
+        self._wait(keys, missing)
         notes = dict(zip(keys, self._store.multi_get(list(keys.values())), strict=True))
         if self._store.add(counter, 1) == len(keys):
             for key in (*keys.values(), counter):
                 self._store.delete_key(key)
         return notes
 
-    def _wait(self, topic: str, keys: dict[int, str], missing: Missing | None) -> None:
+    def _wait(self, keys: dict[int, str], missing: Missing | None) -> None:
         deadline = time.monotonic() + self.timeout_s
-        while True:
-            try:
-                left_s = max(deadline - time.monotonic(), 0.001)
-                self._store.wait(list(keys.values()), timedelta(seconds=min(WATCH_S, left_s)))
-                return
-            except RuntimeError:
+        pause_s = FIRST_PAUSE_S
+        while not self._store.check(list(keys.values())):
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+            late = time.monotonic() >= deadline
+            if late or (missing is not None and pause_s == LAST_PAUSE_S):
                 awaited = [member for member, key in keys.items() if not self._store.check([key])]
                 if missing is not None:
                     missing(awaited)
-                if awaited and time.monotonic() >= deadline:
-                    raise TransferFailed(
-                        f"slots {awaited} did not say {topic!r} within {self.timeout_s:g} s", awaited[0]
-                    ) from None
+                if awaited and late:
+                    raise TransferFailed(f"slots {awaited} did not answer within {self.timeout_s:g} s", awaited[0])
 
 
 class GroupBoard:

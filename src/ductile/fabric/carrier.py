@@ -5,6 +5,7 @@ peer_memory   every receiver reads its peers' memory by itself: processes of one
 cuda_ipc      the same on the GPUs of one host
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,8 +51,11 @@ class Cargo:
     old: Memory
     new: Memory
     steps: Steps
-    sent: Digests
-    received: Digests
+
+
+Trip = Callable[[Digests, Digests], None]
+"""Sends and receives everything, and takes the fingerprints of what it sent and received. Raises `TransferFailed` when
+the carrier's timeout passes, or before."""
 
 
 class Carrier(Protocol):
@@ -60,6 +64,6 @@ class Carrier(Protocol):
     """Receivers read by themselves. There are no rounds, so plans have no relays, and what they read must stay until
     every slot is done."""
 
-    def carry(self, cargo: Cargo) -> None:
-        """Send and receive everything. Raises `TransferFailed` when the carrier's timeout passes, or before."""
+    def load(self, cargo: Cargo) -> Trip:
+        """Do all that needs no peer, so that it need not be done while everybody waits."""
         ...

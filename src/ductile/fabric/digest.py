@@ -15,13 +15,12 @@ class Digests:
         self.on = on
         self._running: dict[int, xxhash.xxh3_64] = {}
 
-    def update(self, peer: int, data: torch.Tensor) -> None:
+    def update(self, peer: int, data: torch.Tensor | bytes) -> None:
         """`data` is contiguous bytes, the next ones to or from this peer. Pieces may be cut anywhere."""
-        if not self.on or not len(data):
-            return
-        if peer not in self._running:
-            self._running[peer] = xxhash.xxh3_64()
-        self._running[peer].update(data.numpy().data)
+        if self.on:
+            if peer not in self._running:
+                self._running[peer] = xxhash.xxh3_64()
+            self._running[peer].update(data if isinstance(data, bytes) else data.numpy().data)
 
     def values(self) -> dict[int, int]:
         return {peer: running.intdigest() for peer, running in sorted(self._running.items())}

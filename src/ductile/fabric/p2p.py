@@ -21,7 +21,8 @@ from ductile.core.layout.holdings import volume
 from ductile.core.layout.layout import Layout
 from ductile.core.transfer.plan import Message, Part, Round
 from ductile.core.transfer.topology import MIB
-from ductile.fabric.carrier import Cargo, TransferFailed
+from ductile.fabric.carrier import Cargo, TransferFailed, Trip
+from ductile.fabric.digest import Digests
 from ductile.fabric.memory import Memory, flat_bytes, num_bytes, pack, unpack
 
 DIRECT_BYTES = MIB
@@ -65,27 +66,32 @@ class PeerToPeer:
         self._staging: dict[tuple[bool, int], torch.Tensor] = {}
         """By direction and parity of the round."""
 
-    def carry(self, cargo: Cargo) -> None:
-        try:
-            self._carry(cargo, list(cargo.plan.rounds(cargo.slot)))
-        except TransferFailed as error:
-            # Frames hold works and views; while they live, sockets stay open and the others do not hear of the failure.
-            traceback.clear_frames(error.__traceback__)
-            raise
-        finally:
-            self._staging.clear()
+    def load(self, cargo: Cargo) -> Trip:
+        rounds = list(cargo.plan.rounds(cargo.slot))
 
-    def _carry(self, cargo: Cargo, rounds: list[Round]) -> None:
-        posted = self._post(cargo, rounds, 0)
+        def trip(sent: Digests, received: Digests) -> None:
+            try:
+                self._run(cargo, rounds, sent, received)
+            except TransferFailed as error:
+                # Frames hold works and views; while they live, sockets stay open and others do not hear of the failure.
+                traceback.clear_frames(error.__traceback__)
+                raise
+            finally:
+                self._staging.clear()
+
+        return trip
+
+    def _run(self, cargo: Cargo, rounds: list[Round], sent: Digests, received: Digests) -> None:
+        posted = self._post(cargo, rounds, 0, sent)
         cargo.steps.meanwhile()
         for index in range(len(rounds)):
             waits = index + 1 < len(rounds) and _passes_on(rounds[index + 1])
-            ahead = None if waits else self._post(cargo, rounds, index + 1)
-            self._finish(cargo, posted)
+            ahead = None if waits else self._post(cargo, rounds, index + 1, sent)
+            self._finish(posted, received)
             cargo.steps.after(index)
-            posted = ahead or self._post(cargo, rounds, index + 1)
+            posted = ahead or self._post(cargo, rounds, index + 1, sent)
 
-    def _post(self, cargo: Cargo, rounds: list[Round], index: int) -> _Posted:
+    def _post(self, cargo: Cargo, rounds: list[Round], index: int, sent: Digests) -> _Posted:
         if index >= len(rounds):
             return _Posted([], [])
         cargo.steps.before(index)
@@ -97,7 +103,7 @@ class PeerToPeer:
             for box in segment.boxes:
                 pack(box, segment.memory[offset : offset + num_bytes(box)])
                 offset += num_bytes(box)
-            cargo.sent.update(segment.peer, segment.memory)
+            sent.update(segment.peer, segment.memory)
         return _Posted(arriving, self._start(step.number, arriving, leaving))
 
     def _place(self, cut: list[tuple[int, int, tuple[torch.Tensor, ...]]], key: tuple[bool, int]) -> list[_Segment]:
@@ -142,11 +148,11 @@ class PeerToPeer:
             works.append((segment.peer, work))
         return works
 
-    def _finish(self, cargo: Cargo, posted: _Posted) -> None:
+    def _finish(self, posted: _Posted, received: Digests) -> None:
         for peer, work in posted.works:
             self._wait(peer, work)
         for segment in posted.arriving:
-            cargo.received.update(segment.peer, segment.memory)
+            received.update(segment.peer, segment.memory)
             offset = 0
             for box in segment.boxes:
                 unpack(segment.memory[offset : offset + num_bytes(box)], box)

@@ -13,20 +13,21 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import xxhash
 
 from ductile.core.layout.holdings import Ints, View
-from ductile.core.transfer.plan import Part
+from ductile.core.transfer.plan import Message, Part
 from ductile.core.transfer.topology import MIB
 from ductile.fabric.board import Board
-from ductile.fabric.carrier import Cargo, TransferFailed
+from ductile.fabric.carrier import Cargo, TransferFailed, Trip
 from ductile.fabric.digest import Digests
-from ductile.fabric.memory import Memory, flat_bytes
+from ductile.fabric.memory import Memory, flat_bytes, num_bytes, pack, slabs
 
 MAX_PIECES = 1024
 """The kernel takes so many pieces a side in one call."""
 MAX_BYTES = 1 << 30
 """And somewhat less than 2 GiB."""
-HASHED_BYTES = MIB
+HASHED_BYTES = MIB // 2
 """When bytes are hashed, they are read in pieces of this size, which are still in the cache then."""
 _PR_SET_PTRACER = 0x59616D61
 
@@ -114,6 +115,21 @@ def pieces_of(view: View, address: int, item_bytes: int) -> Ints:
     return np.stack([starts, np.full(len(starts), run, dtype=np.int64)], axis=1)
 
 
+@dataclass(frozen=True)
+class _Pull:
+    """What one peer has for us."""
+
+    peer: int
+    boxes: list[torch.Tensor]
+    """Where the parts go, in order."""
+    local: Ints
+    """[pieces, (address, bytes)] of all boxes, end to end."""
+    remote: Ints
+    """The same bytes at the peer; addresses count from the beginning of a buffer."""
+    buffers: Ints
+    """[remote pieces]: the buffer each lies in, by its place in the peer's list."""
+
+
 class PeerMemory:
     """Reads from the processes of `peers`, by slot. `choose` makes it once everybody could read everybody."""
 
@@ -123,57 +139,47 @@ class PeerMemory:
     def __init__(self, board: Board, peers: dict[int, Process]) -> None:
         self._board = board
         self._peers = peers
-        self._num_exchanges = 0
+        self._num_trips = 0
 
-    def carry(self, cargo: Cargo) -> None:
-        cargo.steps.before(0)
-        windows = self._exchange(cargo)
+    def load(self, cargo: Cargo) -> Trip:
+        strangers = set(cargo.plan.slots) - set(self._peers)
+        if strangers:
+            raise ValueError(
+                f"slots {sorted(strangers)} of the plan are not among those that this carrier was tried on"
+            )
         work = cargo.plan.at_once(cargo.slot)
-        for message in work.receives:
-            self._pull(cargo, message.peer, message.parts, windows[message.peer])
-        cargo.steps.meanwhile()
-        for message in work.sends:
-            _hash(cargo.sent, message.peer, cargo.old, message.parts)
-        cargo.steps.after(0)
+        pulls = [_pull(cargo, message) for message in work.receives]
+        addresses = np.array([cargo.old.words(name).data_ptr() for name in cargo.old.sizes], dtype="<i8").tobytes()
 
-    def _exchange(self, cargo: Cargo) -> dict[int, dict[str, int]]:
-        """Where the buffers of every slot lie: the names follow from the layout, so only addresses travel."""
-        self._num_exchanges += 1
-        addresses = [cargo.old.words(name).data_ptr() for name in cargo.old.sizes]
-        note = np.array(addresses, dtype="<i8").tobytes()
-        notes = self._board.exchange(f"windows/{self._num_exchanges}", note, self._watch)
-        found: dict[int, dict[str, int]] = {}
-        for message in cargo.plan.at_once(cargo.slot).receives:
-            names = cargo.plan.source.buffer_sizes(message.peer)
-            addresses = np.frombuffer(notes[message.peer], dtype="<i8").tolist()
-            found[message.peer] = dict(zip(names, addresses, strict=True))
-        return found
+        def trip(sent: Digests, received: Digests) -> None:
+            cargo.steps.before(0)
+            self._num_trips += 1
+            # The names of the peers' buffers follow from their layout; only where they lie has to be told.
+            windows = self._board.exchange(f"windows/{self._num_trips}", addresses, self._watch)
+            for pull in pulls:
+                self._read(pull, np.frombuffer(windows[pull.peer], dtype="<i8"))
+            cargo.steps.meanwhile()
+            if sent.on:
+                _hash_sent(cargo.old, work.sends, sent)
+                for pull in pulls:
+                    _hash_received(pull, received)
+            cargo.steps.after(0)
 
-    def _pull(self, cargo: Cargo, peer: int, parts: Sequence[Part], addresses: dict[str, int]) -> None:
-        source, target = cargo.plan.source, cargo.plan.target
-        ours: list[Ints] = []
-        theirs: list[Ints] = []
-        for part in parts:
-            held, wanted = source[part.name], target[part.name]
-            there = held.holdings.view(peer, part.box)
-            here = wanted.holdings.view(cargo.slot, part.box)
-            theirs.append(pieces_of(there, addresses[held.buffer(there.buffer)], held.item_bytes))
-            base = cargo.new.words(wanted.buffer(here.buffer)).data_ptr()
-            ours.append(pieces_of(here, base, held.item_bytes))
-        self._read(peer, np.concatenate(ours), np.concatenate(theirs))
-        _hash(cargo.received, peer, cargo.new, parts)
+        return trip
 
-    def _read(self, peer: int, local: Ints, remote: Ints) -> None:
-        process = self._peers[peer]
+    def _read(self, pull: _Pull, addresses: Ints) -> None:
+        process = self._peers[pull.peer]
+        remote = pull.remote.copy()
+        remote[:, 0] += addresses[pull.buffers]
         try:
             if not process.alive:
                 raise ProcessLookupError(3, "No such process")
-            read(process, local, remote)
+            read(process, pull.local, remote)
             if not process.alive:  # another process could have got its number in between
                 raise ProcessLookupError(3, "No such process")
         except OSError as error:
             raise TransferFailed(
-                f"slot {peer} (process {process.pid}) cannot be read: {error.strerror}", peer
+                f"slot {pull.peer} (process {process.pid}) cannot be read: {error.strerror}", pull.peer
             ) from None
 
     def _watch(self, awaited: list[int]) -> None:
@@ -182,12 +188,52 @@ class PeerMemory:
                 raise TransferFailed(f"slot {slot} (process {self._peers[slot].pid}) is gone", slot)
 
 
-def _hash(digests: Digests, peer: int, memory: Memory, parts: Sequence[Part]) -> None:
-    if digests.on:
-        for part in parts:
-            box = memory.box(part.name, part.box)
-            flat = flat_bytes(box)
-            digests.update(peer, box.contiguous().view(-1).view(torch.uint8) if flat is None else flat)
+def _pull(cargo: Cargo, message: Message) -> _Pull:
+    source, target = cargo.plan.source, cargo.plan.target
+    places = {name: index for index, name in enumerate(source.buffer_sizes(message.peer))}
+    boxes: list[torch.Tensor] = []
+    local: list[Ints] = []
+    remote: list[Ints] = []
+    buffers: list[Ints] = []
+    for part in message.parts:
+        tensor = source[part.name]
+        there = tensor.holdings.view(message.peer, part.box)
+        here = target[part.name].holdings.view(cargo.slot, part.box)
+        base = cargo.new.words(target[part.name].buffer(here.buffer)).data_ptr()
+        boxes.append(cargo.new.box(part.name, part.box))
+        local.append(pieces_of(here, base, tensor.item_bytes))
+        remote.append(pieces_of(there, 0, tensor.item_bytes))
+        buffers.append(np.full(len(remote[-1]), places[tensor.buffer(there.buffer)], dtype=np.int64))
+    return _Pull(message.peer, boxes, np.concatenate(local), np.concatenate(remote), np.concatenate(buffers))
+
+
+def _digest(box: torch.Tensor, staging: torch.Tensor) -> bytes:
+    """Of a box's bytes in row-major order."""
+    digest = xxhash.xxh3_64()
+    for slab in slabs(box, len(staging)):
+        memory = flat_bytes(slab)
+        if memory is None:
+            memory = staging[: num_bytes(slab)]
+            pack(slab, memory)
+        digest.update(memory.numpy().data)
+    return digest.digest()
+
+
+def _hash_received(pull: _Pull, received: Digests) -> None:
+    staging = torch.empty(HASHED_BYTES, dtype=torch.uint8)
+    for box in pull.boxes:
+        received.update(pull.peer, _digest(box, staging))
+
+
+def _hash_sent(old: Memory, sends: Sequence[Message], sent: Digests) -> None:
+    """What peers read of us. Several may read the same part; it is hashed once."""
+    staging = torch.empty(HASHED_BYTES, dtype=torch.uint8)
+    known: dict[Part, bytes] = {}
+    for message in sends:
+        for part in message.parts:
+            if part not in known:
+                known[part] = _digest(old.box(part.name, part.box), staging)
+            sent.update(message.peer, known[part])
 
 
 def _start_of(pid: int) -> int:

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from ductile.core.transfer.plan import Plan
-from ductile.fabric.carrier import Cargo, Carrier
+from ductile.fabric.carrier import Cargo, Carrier, Trip
 from ductile.fabric.digest import Digests
 from ductile.fabric.memory import Memory
 from ductile.fabric.modes import Allocate, Shadow, Streaming
@@ -66,16 +66,17 @@ class Transfer:
             if name in self.handed_on or name in new
         }
         """The new state, whole after `run`."""
-        self._plan, self._carrier = plan, carrier
+        self._num_bytes = plan.ingress.get(slot, 0)
         self._verify: Verify = verify
-        self._old = Memory(plan.source, slot, old)
-        self._new = Memory(plan.target, slot, self.buffers)
-        _check_apart(self._old, self._new, self.handed_on)
-        self._steps = Shadow(plan, self._old, self._new, self.handed_on)
+        old_memory = Memory(plan.source, slot, old)
+        new_memory = Memory(plan.target, slot, self.buffers)
+        _check_apart(old_memory, new_memory, self.handed_on)
+        steps = Shadow(plan, old_memory, new_memory, self.handed_on)
+        self._trip = carrier.load(Cargo(plan, slot, old_memory, new_memory, steps))
 
     def run(self) -> Moved:
         """Raises `TransferFailed`; then the old buffers are whole, and the new ones are worth nothing."""
-        return _run(self._plan, self._carrier, self._verify, self._old, self._new, self._steps)
+        return _run(self._trip, self._verify, self._num_bytes)
 
 
 def stream(
@@ -104,17 +105,16 @@ def stream(
         target[name] = state.pop(name)
         new.add(name, target[name])
     steps = Streaming(plan, old, new, handed_on, state, target, allocate)
-    moved = _run(plan, carrier, verify, old, new, steps)
+    moved = _run(carrier.load(Cargo(plan, slot, old, new, steps)), verify, plan.ingress.get(slot, 0))
     steps.finish()
     return target, moved
 
 
-def _run(plan: Plan, carrier: Carrier, verify: Verify, old: Memory, new: Memory, steps: Shadow | Streaming) -> Moved:
+def _run(trip: Trip, verify: Verify, num_bytes: int) -> Moved:
     start = time.perf_counter()
     sent, received = Digests(verify != "off"), Digests(verify != "off")
-    carrier.carry(Cargo(plan, new.slot, old, new, steps, sent, received))
-    seconds = {"transfer": time.perf_counter() - start}
-    return Moved(sent.values(), received.values(), plan.ingress[new.slot], seconds)
+    trip(sent, received)
+    return Moved(sent.values(), received.values(), num_bytes, {"transfer": time.perf_counter() - start})
 
 
 def _check(plan: Plan, carrier: Carrier) -> None:
