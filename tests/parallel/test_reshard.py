@@ -3,12 +3,15 @@ that no arithmetic survives included, and must come out as the same index under 
 
 import pytest
 import torch
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ductile
+from ductile import Block, NotReshardable
 from tests.parallel.world import run_world
 
 Mesh = tuple[tuple[int, ...], tuple[int, ...]]
@@ -105,3 +108,157 @@ def test_every_element_finds_its_place(pair: str, carrier: str) -> None:
     size, source, target = PAIRS[pair]
     (sentence,) = set(run_world(size, moved, source, target, carrier))
     assert sentence.startswith("p2p: only messages were asked for" if carrier == "p2p" else "peer_memory:")
+
+
+def fsdp_on_uneven_tp(rank: int) -> list[int]:
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("fsdp", "tp"))
+    whole = torch.arange(7 * 2, dtype=torch.float32).reshape(7, 2)
+    module = nn.Module()
+    module.weight = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(0)], src_data_rank=None))
+    fully_shard(module, mesh=mesh["fsdp"])
+    found = torch.zeros(7, 2) if rank in (0, 4) else None
+    ductile.reshard(module, {"weight": found}, timeout_s=20.0)
+    assert found is None or torch.equal(found, whole)
+    return list(module.weight.to_local().shape)
+
+
+def test_fsdp_on_tp_where_sizes_do_not_divide() -> None:
+    """By the placements as they are written, rank 4 would have the last row; it is rank 5 that has it."""
+    assert run_world(6, fsdp_on_uneven_tp) == [[2, 2], [1, 2], [2, 2], [1, 2], [0, 2], [1, 2]]
+
+
+def scalars_and_whole_tensors(rank: int) -> dict[str, object]:
+    """Rank 1 has everything, rank 2 has nothing and wants nothing."""
+    source = {
+        "step": torch.tensor(7 if rank == 1 else -1) if rank == 1 else None,
+        "nested": {"scale": torch.tensor(0.5, dtype=torch.float64) if rank == 1 else None},
+        "empty": torch.empty(0, 3),
+        "name": "not a tensor",
+    }
+    if rank == 2:
+        report = ductile.reshard(None, None, timeout_s=20.0)
+        return {"left_out": report.left_out, "received": report.received_bytes}
+    target = {
+        "step": torch.tensor(0),
+        "nested": {"scale": torch.zeros((), dtype=torch.float64)},
+        "empty": torch.empty(0, 3),
+        "lr": 0.1,
+    }
+    report = ductile.reshard(source, target, timeout_s=20.0)
+    return {
+        "step": target["step"].item(),
+        "scale": target["nested"]["scale"].item(),
+        "left_out": report.left_out,
+        "received": report.received_bytes,
+        "table": "12.0" in str(report) or "plan " in str(report),
+    }
+
+
+def test_scalars_nested_names_and_ranks_that_have_nothing() -> None:
+    taker, giver, bystander = run_world(3, scalars_and_whole_tensors)
+    assert taker == {"step": 7, "scale": 0.5, "left_out": ("lr",), "received": 16, "table": True}
+    assert giver == taker | {"received": 0}
+    assert bystander == {"left_out": (), "received": 0}
+
+
+def blocks_by_hand(rank: int) -> list[float]:
+    """Rank r has column r of a matrix as a strided view, and wants row r of it."""
+    columns = torch.arange(6.0).reshape(2, 3)
+    frame = torch.full((2, 5), -1.0)
+    frame[:, 2] = columns[:, rank]
+    row = torch.zeros(5)
+    source = {"m": Block((2, 3), (0, rank), frame[:, 2:3])}
+    target = {"m": [Block((2, 3), (rank, 0), row[None, 1:3]), Block((2, 3), (rank, 2), row[None, 4:5])]}
+    ductile.reshard(source, target if rank < 2 else None, timeout_s=20.0)
+    return row.tolist()
+
+
+def test_blocks_say_what_no_framework_says() -> None:
+    assert run_world(3, blocks_by_hand) == [[0, 0, 1, 0, 2], [0, 3, 4, 0, 5], [0] * 5]
+
+
+def again_and_again(rank: int) -> list[object]:
+    resharder = ductile.Resharder(timeout_s=20.0)
+    mesh = init_device_mesh("cpu", (2,))
+    source = torch.zeros(8, 2)
+    target = distribute_tensor(torch.zeros(8, 2), mesh, [Shard(1)], src_data_rank=None)
+    plans = []
+    for step in range(4):
+        source.fill_(step)
+        report = resharder.reshard({"w": source}, {"w": target})
+        assert target.full_tensor().eq(step).all()
+        plans.append(report.plan)
+    wider = torch.ones(8, 2, dtype=torch.float64)
+    last = resharder.reshard({"w": wider}, {"w": torch.zeros(8, 2, dtype=torch.float64)})
+    return [len({id(plan) for plan in plans}), last.plan is plans[0]]
+
+
+def test_a_resharder_plans_once() -> None:
+    assert run_world(2, again_and_again) == [[1, False]] * 2
+
+
+def group_of_some(rank: int) -> object:
+    group = dist.new_group([1, 3])
+    if rank not in (1, 3):
+        with pytest.raises(ValueError, match="is not in the group"):
+            ductile.reshard(None, None, group=group)
+        return None
+    target = torch.zeros(3)
+    ductile.reshard({"w": torch.full((3,), 2.5) if rank == 3 else None}, {"w": target}, group=group, timeout_s=20.0)
+    return target.tolist()
+
+
+def test_a_group_of_some_ranks() -> None:
+    assert run_world(4, group_of_some) == [None, [2.5] * 3, None, [2.5] * 3]
+
+
+def refused(rank: int, cases: list[str]) -> list[str]:
+    """What this rank is told about each case. All of them on one world: a refusal leaves the ranks in step."""
+    mesh = init_device_mesh("cpu", (2,))
+    partial = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+    memory = torch.arange(8.0)
+    linear = nn.Linear(2, 2)
+    stray = torch.optim.SGD(linear.parameters(), momentum=0.9)
+    states = {
+        "missing": ({"a": torch.ones(4)}, {"b": torch.zeros(4)}),
+        "dtype": ({"a": torch.ones(4)}, {"a": torch.zeros(4, dtype=torch.bfloat16)}),
+        "shape": ({"a": torch.ones(4)}, {"a": torch.zeros(4, 1)}),
+        "between ranks": ({"a": torch.ones(4 + rank)}, {"a": torch.zeros(4)}),
+        "partial": ({"a": partial}, {"a": torch.zeros(4)}),
+        "a hole": ({"a": Block((4,), (rank,), torch.ones(1))}, {"a": torch.zeros(4)}),
+        "no module": (stray, None),
+        "one rank alone": ({"a": torch.ones(4, device="meta" if rank else "cpu")}, {"a": torch.zeros(4)}),
+        "shared memory": ({"a": Block((8,), (4 * rank,), memory[:4])}, {"a": memory}),
+        "twice": ([{"a": torch.ones(4)}, {"a": torch.ones(4)}], {"a": torch.zeros(4)}),
+    }
+    told: list[str] = []
+    for case in cases:
+        with pytest.raises(NotReshardable) as info:
+            ductile.reshard(*states[case], timeout_s=20.0)
+        told.append(str(info.value))
+    assert memory.tolist() == list(range(8))
+    target = torch.zeros(4)
+    ductile.reshard({"a": torch.ones(4)}, {"a": target}, timeout_s=20.0)
+    assert target.tolist() == [1.0] * 4
+    return told
+
+
+REFUSALS = {
+    "missing": "b: the target needs float32 [4], the source has nothing",
+    "dtype": "a: the target needs bfloat16 [4], the source has float32 [4]",
+    "shape": "a: the target needs float32 [4, 1], the source has float32 [4]",
+    "between ranks": "a: in the source, rank 0 has float32 [4] and rank 1 has float32 [5]",
+    "partial": "Sum them first, with tensor.redistribute(placements=...), and pass the result (on ranks 0, 1)",
+    "a hole": "a: slots (0, 1) need the block from [0] to [4], and the slots of the source do not hold all of it",
+    "no module": "an optimizer has a parameter of shape [2, 2] that no module of this state has",
+    "one rank alone": "a is on the meta device and has no memory; call module.to_empty(device=...) first (on rank 1)",
+    "shared memory": "shares memory with",
+    "twice": "a: in the source, rank 0 lists the block at [0] of size [4] and another one that overlaps it",
+}
+
+
+def test_refusals_are_the_same_on_every_rank_and_touch_nothing() -> None:
+    here, there = run_world(2, refused, list(REFUSALS))
+    assert here == there
+    for text, expected in zip(here, REFUSALS.values(), strict=True):
+        assert expected in text

@@ -113,6 +113,8 @@ class Resharder:
     ) -> None:
         self._group = group if group is not None else dist.distributed_c10d._get_default_group()
         members = dist.get_process_group_ranks(self._group)
+        if dist.get_rank() not in members:
+            raise ValueError(f"rank {dist.get_rank()} is not in the group, whose ranks are {members}")
         self._board = GroupBoard(self._group, dist.get_rank(), members, _meeting_device(self._group), timeout_s)
         self._one_sided = carrier == "auto"
         self._carriers: dict[torch.device, tuple[Carrier, str]] = {}
