@@ -11,6 +11,7 @@ It is the dumb twin of `ductile.wire.resize`: every step goes to everybody, and 
 import pickle
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
@@ -52,6 +53,8 @@ class Fleet:
         self.formation = Formation((0,))
         self.epoch = 0
         self.with_gradient = False
+        self.idle: set[int] = set()
+        """Slots that hold the role and have no part of the state."""
         self._store = rendezvous.host_store()
         self._pipes: dict[int, Connection] = {}
         self.processes = {}
@@ -73,7 +76,8 @@ class Fleet:
         stop(*self.processes.values())
 
     def post(self, slot: int, *what: Any) -> None:
-        self._pipes[slot].send_bytes(pickle.dumps(what))
+        with suppress(BrokenPipeError):  # who is gone shows when it should answer
+            self._pipes[slot].send_bytes(pickle.dumps(what))
 
     def answer(self, slot: int, timeout_s: float = DEADLINE_S) -> Any:
         """Raises SlotFailed, SlotGone, TimeoutError."""
@@ -133,46 +137,62 @@ class Fleet:
         self.with_gradient = False
         return reports[0]
 
-    def begin(self, after: Formation, hold: bool = True) -> Change:
-        """Joiners hold the role, and everybody prepares."""
-        self.epoch += 1
-        change = Change(self.epoch, self.formation, after)
-        if hold:
-            self._hold(change.joiners, joining=True)
-        self.ask(dict.fromkeys(change.slots, Prepare(change)))
-        return change
+    def hold_joining(self, slots: Sequence[int]) -> None:
+        self._hold(slots, joining=True)
 
-    def freeze(self, change: Change) -> TrainProgress:
-        frozen: dict[int, Frozen] = self.ask(dict.fromkeys(change.slots, Freeze(change.epoch, self.with_gradient)))
+    def prepare_change(self, after: Formation) -> Change:
+        self.epoch += 1
+        return Change(self.epoch, self.formation, after)
+
+    def command(self, step: str, change: Change, progress: TrainProgress | None = None) -> Any:
+        match step:
+            case "prepare":
+                return Prepare(change)
+            case "freeze":
+                return Freeze(change.epoch, self.with_gradient)
+            case "move":
+                assert progress is not None
+                return Move(change.epoch, progress)
+            case "commit":
+                return Commit(change.epoch)
+            case "rollback":
+                return Rollback(change.epoch)
+        return Settle(change.epoch)
+
+    def step(self, step: str, change: Change, progress: TrainProgress | None = None) -> dict[int, Any]:
+        return self.ask(dict.fromkeys(change.slots, self.command(step, change, progress)))
+
+    def total(self, change: Change, frozen: Mapping[int, Frozen]) -> TrainProgress:
+        """All made the same plan; their sums are added up."""
         assert len({reply.plan_key for reply in frozen.values()}) == 1
-        each = [frozen[slot].progress for slot in change.before.members]
         assert all(frozen[slot].progress is None for slot in change.joiners)
+        each = [frozen[slot].progress for slot in change.before.members]
         sums: dict[str, float] = {}
         for progress in each:
             for name, value in progress.sums.items():
                 sums[name] = sums.get(name, 0.0) + value
         return TrainProgress(each[0].step, each[0].num_updates, each[0].with_gradient, sums)
 
-    def move(self, change: Change, progress: TrainProgress) -> dict[int, Moved]:
-        moved: dict[int, Moved] = self.ask(dict.fromkeys(change.slots, Move(change.epoch, progress)))
-        for slot, reply in moved.items():
-            assert reply.sent == {peer: other.received[slot] for peer, other in moved.items() if slot in other.received}
-        return moved
-
-    def finish(self, change: Change) -> None:
-        self.ask(dict.fromkeys(change.slots, Commit(change.epoch)))
-        self.ask(dict.fromkeys(change.slots, Settle(change.epoch)))
-        self.formation = change.after
-
     def roll_back(self, change: Change, slots: Iterable[int] | None = None) -> None:
         self.ask(dict.fromkeys(change.slots if slots is None else slots, Rollback(change.epoch)))
 
     def resize(self, after: Formation, drop: bool = True) -> dict[int, Moved]:
-        change = self.begin(after)
-        moved = self.move(change, self.freeze(change))
-        self.finish(change)
+        """A whole change. Slots that leave drop the role, or else keep it for when they join again."""
+        change = self.prepare_change(after)
+        self.hold_joining([slot for slot in change.joiners if slot not in self.idle])
+        self.step("prepare", change)
+        progress = self.total(change, self.step("freeze", change))
+        moved: dict[int, Moved] = self.step("move", change, progress)
+        for slot, reply in moved.items():
+            assert reply.sent == {peer: other.received[slot] for peer, other in moved.items() if slot in other.received}
+        self.step("commit", change)
+        self.step("settle", change)
+        self.formation = after
+        self.idle -= set(change.joiners)
         if drop:
             self.drop(change.leavers)
+        else:
+            self.idle |= set(change.leavers)
         return moved
 
 
