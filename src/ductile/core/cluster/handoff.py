@@ -64,6 +64,31 @@ def hand_off(
     return tuple(handoffs)
 
 
+def spread(state: ClusterState, generators: Sequence[int], remaining: Remaining | None = None) -> tuple[Handoff, ...]:
+    """Rollouts go from the generators with the most predicted tokens to those with the least, as long as that evens
+    them out; each goes at most once."""
+    remaining = remaining if remaining is not None else remaining_tokens(state)
+    here: dict[int, list[Unfinished]] = {slot: [] for slot in generators}
+    for rollout in sorted(state.unfinished, key=lambda rollout: (remaining[rollout.id], rollout.id)):
+        if rollout.slot in here:
+            here[rollout.slot].append(rollout)
+    load = {slot: sum(remaining[rollout.id] for rollout in rollouts) for slot, rollouts in here.items()}
+    handoffs: list[Handoff] = []
+    for _ in range(len(state.unfinished)):
+        most = max(generators, key=lambda slot: (load[slot], -slot))
+        least = min(generators, key=lambda slot: (load[slot], slot))
+        gap = load[most] - load[least]
+        # Moving `tokens` leaves a difference of |gap - 2 tokens|: the best one is half the gap.
+        best = min(here[most], key=lambda rollout: abs(gap - 2 * remaining[rollout.id]), default=None)
+        if best is None or abs(gap - 2 * remaining[best.id]) >= 0.9 * gap:
+            break
+        here[most].remove(best)
+        load[most] -= remaining[best.id]
+        load[least] += remaining[best.id]
+        handoffs.append(_handoff(state, best, least))
+    return tuple(handoffs)
+
+
 def change(state: ClusterState, roles: Mapping[int, tuple[Role, ...]]) -> tuple[Order, ...]:
     """The orders after which the slots hold `roles` (slots that are not named stay as they are): a move a slot that
     changes, and a handoff for each rollout that would be left behind."""

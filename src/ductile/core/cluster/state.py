@@ -51,6 +51,7 @@ class Batch:
     step: int
     num_rollouts: int
     """That the step trains on."""
+    group_size: int = 1
     trained: int = 0
     ready: int = 0
     """Finished, in whole groups, scored where there is a scorer: the trainer can have them. Those of later steps too,

@@ -1,0 +1,165 @@
+"""When will all the work in sight be done, if the slots are used like this?
+
+Rollouts are followed as a population: how many have how many tokens by now. Each round, everybody under way gets the
+same few tokens more; of those, the share that `Survival` says ends; whoever ends makes room for one that has not
+started. The seconds of a round follow from how many sequences a generator has, and from the measured speeds. What ends
+is trained on, as soon as its group is whole, by the slots that train meanwhile. When nothing is left to generate, all
+slots train what is left.
+
+Many plans are followed at once, as rows of arrays; a decision takes milliseconds.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ductile.core.cluster.lengths import Survival
+from ductile.core.cluster.state import ClusterState
+
+Floats = npt.NDArray[np.float64]
+
+NUM_AGES = 64
+NEVER = 0
+"""As `Plans.fill`: generators stay as they are until the last rollout ends."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """What is left to do, from a state: generation as a population, training in tokens."""
+
+    ages: Floats
+    """[NUM_AGES] rollouts under way, by tokens so far."""
+    unstarted: float
+    round_tokens: float
+    """Tokens that everybody gets in a round: the width of an age."""
+    go_on: Floats
+    """[NUM_AGES] the share of an age that goes on to the next."""
+    members: float
+    """Unfinished rollouts of an unfinished group, on average."""
+    ready_tokens: float
+    """That the trainer could have at once."""
+    coming_tokens: float
+    """That it will have when everything under way and unstarted is finished."""
+    prompt_tokens: float
+
+    @property
+    def to_generate(self) -> float:
+        return float(self.ages.sum()) + self.unstarted
+
+
+def work(state: ClusterState, lengths: Survival) -> Work:
+    """The work in sight: this step's, and what the staleness bound already admits of the next ones."""
+    batch = state.batch
+    width = state.max_tokens / NUM_AGES
+    edges = width * np.arange(NUM_AGES + 1, dtype=np.float64)
+    alive = lengths.more_than(edges)
+    generated = np.array([rollout.generated for rollout in state.unfinished], float)
+    ages = np.histogram(np.minimum(generated, state.max_tokens - 1e-6), edges)[0].astype(float)
+    go_on = np.where(alive[:-1] > 1e-12, alive[1:] / np.maximum(alive[:-1], 1e-12), 0.0)
+    prompts = [rollout.prompt_tokens for rollout in state.unfinished]
+    prompt = state.lengths.prompt_mean or (sum(prompts) / len(prompts) if prompts else 0.0)
+    under_way = float(generated.sum() + lengths.remaining(generated).sum()) + prompt * len(generated)
+    groups = len({rollout.group for rollout in state.unfinished}) + batch.to_start / max(1, batch.group_size)
+    return Work(
+        ages=ages,
+        unstarted=float(batch.to_start),
+        round_tokens=width,
+        go_on=go_on,
+        members=max(1.0, state.num_to_generate / groups) if groups else 1.0,
+        ready_tokens=float(batch.ready_tokens + batch.to_score_tokens),
+        coming_tokens=batch.partial_tokens + under_way + batch.to_start * (prompt + lengths.mean()),
+        prompt_tokens=prompt,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plans:
+    """Ways to use the slots from now on, one a row."""
+
+    generators: Floats
+    """Slots that generate at first; the others train."""
+    fill: Floats
+    """A generator with fewer sequences than this, on average, makes the generators fewer: `NEVER`, 1, 2, 4 ..."""
+    hold_rounds: Floats
+    """Rounds in which nothing changes."""
+    delay_train_s: Floats
+    """Until the trainer can go on: what resizing costs now."""
+    delay_generate_s: Floats
+    """Added to generation: prefill of what is handed off, and new generators that are not there yet."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Forecast:
+    finish_s: Floats
+    """By plan: seconds from now until all is generated and trained."""
+    generated_s: Floats
+    """By plan: until all is generated."""
+
+
+def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> Forecast:
+    """Follow every plan to its end, with `num_slots` slots that either train or generate."""
+    speeds, costs, full = state.speeds, state.costs, float(state.limits.max_num_seqs)
+    num_plans = len(plans.generators)
+    generators = plans.generators.copy()
+    ages = np.repeat(todo.ages[None], num_plans, 0)
+    unstarted = np.full(num_plans, todo.unstarted)
+    now_s, busy_s = plans.delay_generate_s.copy(), plans.delay_train_s.copy()
+    trained, total = np.zeros(num_plans), todo.to_generate
+    mean_age = (np.arange(NUM_AGES) + 0.5) * todo.round_tokens + todo.prompt_tokens
+    num_rounds = 0
+    while total > 0:
+        room = np.maximum(0.0, generators * full - ages.sum(1))
+        started = np.minimum(room, unstarted)
+        ages[:, 0] += started
+        unstarted -= started
+        running = ages.sum(1)
+        left = running + unstarted
+        if num_rounds > 40 * NUM_AGES or float(left.max()) < 0.02:
+            break
+        each = np.maximum(running / generators, 1.0)
+        context = (ages @ mean_age) / generators
+        token_s = speeds.decode.step_s + speeds.decode.per_sequence_s * each + speeds.decode.per_context_s * context
+        # Once fewer than one is expected to be left, a round counts as much as it is likely to happen.
+        seconds = todo.round_tokens * token_s * -np.expm1(-left)
+        # Over-full generators take turns.
+        seconds *= np.maximum(1.0, running / (generators * full))
+        seconds += started * todo.prompt_tokens / speeds.prefill_tokens_per_s / generators
+        trained += _trained(state, todo, trained, left / total, seconds, busy_s, num_slots - generators)
+        busy_s = np.maximum(0.0, busy_s - seconds)
+        now_s += seconds
+        going_on = ages * todo.go_on
+        ages[:, 1:] = going_on[:, :-1]
+        ages[:, 0] = 0.0
+        num_rounds += 1
+        generators, changed = _fewer(plans, generators, ages.sum(1) + unstarted, num_rounds)
+        busy_s += costs.resize_s * changed
+    rest = np.maximum(0.0, todo.ready_tokens + todo.coming_tokens - trained)
+    resized = (generators > 0) & (rest > 0) & (total > 0)
+    all_train = speeds.train.of(num_slots)
+    finish_s = now_s + busy_s + costs.resize_s * resized + rest / all_train
+    return Forecast(finish_s, now_s)
+
+
+def _trained(
+    state: ClusterState,
+    todo: Work,
+    trained: Floats,
+    share_left: Floats,
+    seconds: Floats,
+    busy_s: Floats,
+    train_slots: Floats,
+) -> Floats:
+    """Tokens that a round adds, of those whose groups are whole."""
+    whole = np.clip(1.0 - share_left, 0.0, 1.0) ** todo.members
+    available = todo.ready_tokens + todo.coming_tokens * whole - trained
+    speed = state.speeds.train
+    per_s = speed.tokens_per_s * train_slots / (1 + speed.overhead * np.maximum(0.0, train_slots - 1))
+    return np.clip(np.maximum(0.0, seconds - busy_s) * per_s, 0.0, np.maximum(0.0, available))
+
+
+def _fewer(plans: Plans, generators: Floats, left: Floats, num_rounds: int) -> tuple[Floats, Floats]:
+    """The generators of the next round, and where they changed: by a quarter at least, or it is not worth it."""
+    wanted = np.maximum(1.0, np.ceil(left / np.maximum(plans.fill, 1.0)))
+    may = (plans.fill != NEVER) & (num_rounds > plans.hold_rounds) & (wanted <= 0.75 * generators)
+    return np.where(may, wanted, generators), may.astype(float)

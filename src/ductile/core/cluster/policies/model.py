@@ -1,0 +1,204 @@
+"""Move a slot when it shortens what is left, by a prediction from what this run has measured.
+
+1. Lengths seen so far say how many rollouts are left after how many more tokens (`lengths`), measured speeds how long
+   that takes on how many generators, and how fast the others train meanwhile (`forecast`).
+2. Candidates are numbers of generators, more or fewer than now, each followed by the same sensible future: as the
+   rollouts end, generators get fewer. Slots go both ways: at the start of a step train slots generate.
+3. A candidate is taken when it ends the work earlier than leaving the roles as they are does, by more than its own cost
+   and a margin, and when doing it now is as good as doing it later. Soon after a change, it has to be worth much more.
+4. The slots that move are those with the fewest predicted tokens to hand off; these go to whoever has the least left.
+
+It is asked after events (a micro-step, a rollout that ended, new weights) and never polls. It keeps no state: the same
+`ClusterState` gives the same answer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ductile.core.cluster.handoff import change, length_model, remaining_tokens, spread
+from ductile.core.cluster.orders import Decision, Prediction, sentence
+from ductile.core.cluster.placement import Role
+from ductile.core.cluster.policies.forecast import NEVER, Plans, Work, forecast, work
+from ductile.core.cluster.state import ClusterState
+
+FILLS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""Sequences a generator should have at least, in the futures that are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    margin: float = 0.01
+    """A move must gain this share of the time that is left, besides more than it costs."""
+    patience: float = 4.0
+    """Less than this many resizes after a change, the next one must gain this many times as much."""
+
+    def decide(self, state: ClusterState) -> Decision:
+        if not state.trainer.at_boundary:
+            return Decision(hold_training=state.trainer.held)
+        if (recalled := _recall_scorers(state)).orders:
+            return recalled
+        pool = _pool(state)
+        todo = work(state, length_model(state))
+        if len(pool) < 2:
+            return Decision()
+        if not todo.to_generate:
+            return self._all_train(state, pool, todo)
+        remaining = remaining_tokens(state)
+        now = sum("generate" in state.roles(slot) for slot in pool)
+        counts = [count for count in _counts(now, _most(state, pool)) if count != now]
+        options = [_Option(state, pool, remaining, count) for count in counts]
+        best = self._best(state, pool, todo, now, options)
+        if best is None:
+            return Decision(hold_training=_all_decode(state))
+        option, prediction = best
+        return option.decision(prediction)
+
+    def _best(
+        self, state: ClusterState, pool: Sequence[int], todo: Work, now: int, options: "Sequence[_Option]"
+    ) -> "tuple[_Option, Prediction] | None":
+        """The change that pays, if one does."""
+        fills = [NEVER, *(fill for fill in FILLS if fill <= state.limits.max_num_seqs)]
+        stay = [(max(1, now), fill, rounds, 0.0, 0.0) for fill in fills for rounds in (2, 8)]
+        go = [(option.count, fill, 0, *option.delays_s) for option in options for fill in fills]
+        finish_s = forecast(state, todo, Plans(*np.array([*stay, *go], float).T), len(pool)).finish_s
+        never_s, later_s = float(finish_s[0]), float(finish_s[: len(stay)].min())
+        if not now:
+            never_s = later_s = float("inf")
+        by_option = finish_s[len(stay) :].reshape(len(options), len(fills)).min(1)
+        chosen = int(np.argmin(by_option))
+        option, go_s = options[chosen], float(by_option[chosen])
+        cost_s = sum(option.delays_s)
+        least_s = cost_s + self.margin * min(never_s, go_s)
+        if _changed_lately(state, pool, self.patience):
+            least_s *= self.patience
+        # Generators may get fewer later as well as now: it is time when waiting would not be better.
+        in_time = option.count > now or go_s <= later_s + max(cost_s, 0.01 * later_s)
+        pays = never_s - go_s > least_s and in_time
+        return (option, Prediction(never_s, go_s, cost_s)) if pays else None
+
+    def _all_train(self, state: ClusterState, pool: Sequence[int], todo: Work) -> Decision:
+        """Nothing is left to generate: the rest is trained on all slots, when it is worth the way there and back."""
+        tokens, speed = todo.ready_tokens + todo.coming_tokens, state.speeds.train
+        scorers = [slot for slot in state.of("score") if slot in state.ready and not state.batch.to_score]
+        now = sum("train" in state.roles(slot) for slot in pool)
+        after: dict[int, tuple[Role, ...]] = dict.fromkeys((*pool, *scorers), ("train",))
+        cost_s = state.costs.resize_s if len(after) > now else 0.0
+        stay_s, go_s = tokens / speed.of(now), cost_s + tokens / speed.of(len(after))
+        orders = change(state, after)
+        if not tokens or not orders or (cost_s and stay_s - go_s <= cost_s + self.margin * stay_s):
+            return Decision()
+        prediction = Prediction(stay_s, go_s, cost_s)
+        return Decision(
+            orders, sentence(orders, "nothing is left to generate", _figures(prediction)), False, prediction
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """So many generators, and which slots that would be."""
+
+    state: ClusterState
+    pool: Sequence[int]
+    remaining: dict[str, float]
+    count: int
+
+    @property
+    def generators(self) -> frozenset[int]:
+        state = self.state
+        now = [slot for slot in self.pool if "generate" in state.roles(slot)]
+        if self.count <= len(now):
+            left = self._tokens_left()
+            holds = {*state.trainer.formation.members}
+            # Who holds the trainer's state goes back to it first: it costs no transfer.
+            leaving = sorted(now, key=lambda slot: (slot not in holds, left[slot], slot))[: len(now) - self.count]
+            return frozenset(now).difference(leaving)
+        at_home = {*state.home.generate}
+        members = state.trainer.formation.members
+        rank = {slot: place for place, slot in enumerate(members)}
+        others = [slot for slot in self.pool if slot not in now]
+        joining = sorted(others, key=lambda slot: (slot in rank, slot not in at_home, -rank.get(slot, 0)))
+        return frozenset([*now, *joining[: self.count - len(now)]])
+
+    def roles(self) -> dict[int, tuple[Role, ...]]:
+        """The others train. When too few are left, the trainer's first slots hold its state besides generating."""
+        generators = self.generators
+        trainers = {slot for slot in self.pool if slot not in generators}
+        least = max(1, self.state.limits.min_train)
+        if len(trainers) < least:
+            members = [slot for slot in self.state.trainer.formation.members if slot in self.pool]
+            trainers |= {*[slot for slot in members if slot not in trainers][: least - len(trainers)]}
+        held: tuple[tuple[Role, frozenset[int]], ...] = (("train", frozenset(trainers)), ("generate", generators))
+        return {slot: tuple(role for role, slots in held if slot in slots) for slot in self.pool}
+
+    @property
+    def delays_s(self) -> tuple[float, float]:
+        """What the change costs now: seconds of the trainer, and of generation."""
+        state, costs = self.state, self.state.costs
+        now = {slot for slot in self.pool if "generate" in state.roles(slot)}
+        generators = self.generators
+        joining, leaving = generators - now, now - generators
+        context = sum(rollout.context_tokens for rollout in state.unfinished if rollout.slot in leaving)
+        prefill_s = context / state.speeds.prefill_tokens_per_s / max(1, len(generators))
+        return costs.resize_s, prefill_s + costs.grant_s * len(joining) / max(1, len(generators))
+
+    def decision(self, prediction: Prediction) -> Decision:
+        state, roles = self.state, self.roles()
+        orders = change(state, roles)
+        before = {slot for slot in self.pool if "generate" in state.roles(slot)}
+        if self.generators - before and not state.batch.to_start:
+            orders = (*orders, *spread(state, sorted(self.generators), self.remaining))
+        nobody_only_trains = all("generate" in held for held in roles.values() if "train" in held)
+        return Decision(orders, sentence(orders, _figures(prediction)), nobody_only_trains, prediction)
+
+    def _tokens_left(self) -> dict[int, float]:
+        left = dict.fromkeys(self.pool, 0.0)
+        for rollout in self.state.unfinished:
+            if rollout.slot in left:
+                left[rollout.slot] += self.remaining[rollout.id]
+        return left
+
+
+def _pool(state: ClusterState) -> tuple[int, ...]:
+    """The slots that may train or generate as the policy likes: all that are ready and do not score."""
+    return tuple(slot.slot for slot in state.slots if slot.ready and "score" not in slot.roles)
+
+
+def _most(state: ClusterState, pool: Sequence[int]) -> int:
+    """Generators there can be: the trainer's state needs slots of its own, unless it may share them."""
+    return len(pool) if state.limits.may_share else len(pool) - max(1, state.limits.min_train)
+
+
+def _counts(now: int, most: int) -> list[int]:
+    """Numbers of generators worth a thought: all of a small cluster; near and far from now of a large one."""
+    if most <= 16:
+        return list(range(1, most + 1))
+    steps = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    near = {now + sign * step for step in steps for sign in (1, -1)}
+    return sorted(count for count in near | {most * part // 8 for part in range(1, 9)} | {1} if 1 <= count <= most)
+
+
+def _all_decode(state: ClusterState) -> bool:
+    """Every train slot generates too: a micro-step would stop its sequences, and a decision found it not worth that."""
+    return all("generate" in state.roles(slot) for slot in state.trainer.formation.members)
+
+
+def _changed_lately(state: ClusterState, pool: Sequence[int], patience: float) -> bool:
+    since_s = max(slot.since_s for slot in state.slots if slot.slot in pool)
+    return since_s > 0 and state.now_s - since_s < patience * state.costs.resize_s
+
+
+def _recall_scorers(state: ClusterState) -> Decision:
+    """Slots that score by configuration do so as soon as there is a new batch to generate."""
+    if not state.num_to_generate or state.batch.trained:
+        return Decision()
+    away = [slot for slot in state.home.score if slot in state.ready and "score" not in state.roles(slot)]
+    orders = change(state, {slot: state.home.roles(slot) for slot in away})
+    return Decision(orders, sentence(orders, "a new batch begins") if orders else "")
+
+
+def _figures(prediction: Prediction) -> str:
+    if prediction.stay_s == float("inf"):
+        return f"cost {prediction.cost_s:.2g} s, nothing would be generated otherwise"
+    return f"cost {prediction.cost_s:.2g} s, expected gain {prediction.gain_s:.2g} s"

@@ -1,0 +1,165 @@
+"""One simulated generator: continuous batching without tokens.
+
+All running sequences advance together. `_progress` counts the tokens that each has got since the engine began, so a
+sequence that joined at `p` and has `n` tokens to go ends at `p + n`, and one timer for the first to end is enough. How
+long a step takes depends on how many there are and on their context, which grows as they do: that makes the seconds of
+some progress a quadratic, solved exactly.
+"""
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import sqrt
+
+from ductile.core.cluster.cost import DecodeSpeed
+from ductile.records import GenerateRequest
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One sequence under way, wherever it is."""
+
+    request: GenerateRequest
+    prompt_tokens: int
+    num_tokens: int
+    """That it will have in the end."""
+    predicted_tokens: float
+    arrival: "asyncio.Future[None]"
+    generated: float = 0.0
+    joined_at: float | None = None
+    """The engine's progress when it joined, less what it had then; None while it waits or travels."""
+    prefill_s: float = 0.0
+    """What joining costs: nobody decodes meanwhile."""
+    flips: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """(tokens so far, version) for each weight version that it was sampled from."""
+
+
+class Engine:
+    def __init__(
+        self, slot: int, decode: DecodeSpeed, max_num_seqs: int, on_done: Callable[[int, list[Flight]], None]
+    ) -> None:
+        """on_done(slot, flights): these are finished."""
+        self.slot = slot
+        self.flights: dict[str, Flight] = {}
+        self._decode, self._max_num_seqs, self._on_done = decode, max_num_seqs, on_done
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[Flight] = deque()
+        self._ends: list[tuple[float, int, Flight]] = []
+        self._count = 0
+        self._progress = self._context = 0.0
+        self._at_s = self._paused_until_s = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+        self._touched = False
+
+    def add(self, flight: Flight) -> None:
+        self.flights[flight.request.id] = flight
+        self._settle()
+        if len(self._ends) < self._max_num_seqs:
+            self._join(flight)
+        else:
+            self._waiting.append(flight)
+        self._touch()
+
+    def remove(self, name: str) -> Flight:
+        """Take it away, with what it has so far."""
+        flight = self.flights.pop(name)
+        self._settle()
+        if flight.joined_at is None:
+            self._waiting.remove(flight)
+        else:
+            flight.generated, flight.joined_at = self.generated(flight), None
+            self._context -= flight.prompt_tokens + flight.generated
+            self._ends = [entry for entry in self._ends if entry[2] is not flight]
+            heapq.heapify(self._ends)
+            self._fill()
+        self._touch()
+        return flight
+
+    def stall(self, seconds: float) -> None:
+        """Nobody decodes for so long: new weights come, or the slot trains."""
+        self._settle()
+        self._paused_until_s = max(self._loop.time(), self._paused_until_s) + seconds
+        self._touch()
+
+    def generated(self, flight: Flight) -> float:
+        """Tokens so far, as of `settle`."""
+        return flight.generated if flight.joined_at is None else self._progress - flight.joined_at
+
+    def settle(self) -> None:
+        """Bring the books up to now."""
+        self._settle()
+
+    def flip(self, version: int) -> None:
+        """From now on tokens come from this weight version."""
+        self._settle()
+        for _, _, flight in self._ends:
+            flight.flips.append((round(self.generated(flight)), version))
+
+    def _join(self, flight: Flight) -> None:
+        self._paused_until_s = max(self._loop.time(), self._paused_until_s) + flight.prefill_s
+        flight.joined_at = self._progress - flight.generated
+        self._context += flight.prompt_tokens + flight.generated
+        self._count += 1
+        heapq.heappush(self._ends, (flight.joined_at + flight.num_tokens, self._count, flight))
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._ends) < self._max_num_seqs:
+            self._join(self._waiting.popleft())
+
+    def _settle(self) -> None:
+        now_s = self._loop.time()
+        elapsed_s = now_s - max(self._at_s, min(self._paused_until_s, now_s))
+        self._at_s = now_s
+        if elapsed_s > 0 and self._ends:
+            self._advance(min(self._tokens_in(elapsed_s), self._ends[0][0] - self._progress))
+
+    def _advance(self, tokens: float) -> None:
+        self._progress += tokens
+        self._context += tokens * len(self._ends)
+
+    def _step_s(self) -> tuple[float, float]:
+        """Seconds of the next token, and how much longer each further one takes."""
+        count = len(self._ends)
+        return self._decode.seconds(count, self._context), self._decode.per_context_s * count
+
+    def _tokens_in(self, seconds: float) -> float:
+        step_s, growth_s = self._step_s()
+        if growth_s * seconds < 1e-12 * step_s * step_s:
+            return seconds / step_s
+        return (sqrt(step_s * step_s + 2 * growth_s * seconds) - step_s) / growth_s
+
+    def _touch(self) -> None:
+        if not self._touched:
+            self._touched = True
+            self._loop.call_soon(self._arm)
+
+    def _arm(self) -> None:
+        self._touched = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._ends:
+            self._settle()
+            tokens = self._ends[0][0] - self._progress
+            step_s, growth_s = self._step_s()
+            begins_s = max(self._loop.time(), self._paused_until_s)
+            self._timer = self._loop.call_at(begins_s + tokens * step_s + growth_s * tokens * tokens / 2, self._due)
+
+    def _due(self) -> None:
+        self._timer = None
+        if self._touched:
+            return  # something changed at this very instant: `_arm` reckons anew
+        self._at_s = self._loop.time()
+        self._advance(self._ends[0][0] - self._progress)
+        done: list[Flight] = []
+        while self._ends and self._ends[0][0] <= self._progress + 1e-6:
+            flight = heapq.heappop(self._ends)[2]
+            flight.generated, flight.joined_at = flight.num_tokens, None
+            self._context -= flight.prompt_tokens + flight.num_tokens
+            del self.flights[flight.request.id]
+            done.append(flight)
+        self._fill()
+        self._touch()
+        self._on_done(self.slot, done)

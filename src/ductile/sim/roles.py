@@ -1,0 +1,176 @@
+"""The loop's roles in virtual time. They follow the Protocols of `ductile.roles`; seconds are `core.cluster.cost`'s.
+
+The loop counts tokens in blocks (`Scenario.block_tokens`); time is reckoned in tokens.
+"""
+
+import asyncio
+import heapq
+from collections.abc import Sequence
+from typing import Literal
+
+from ductile.core.cluster.routing import predicted_tokens
+from ductile.records import GenerateRequest, Generation, Manifest, Sample, StepReport
+from ductile.sim.conductor import Conductor
+from ductile.sim.engine import Flight
+from ductile.sim.stage import Stage
+
+
+class SimGenerators:
+    def __init__(self, stage: Stage, conductor: Conductor) -> None:
+        self._stage, self._conductor = stage, conductor
+        self._num_finished = self._finished_tokens = 0
+        stage.on_finished = self._land
+
+    @property
+    def capacity(self) -> int:
+        stage = self._stage
+        return stage.scenario.limits.max_num_seqs * len(stage.generators)
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        stage, scenario = self._stage, self._stage.scenario
+        mean = self._finished_tokens / self._num_finished if self._num_finished else None
+        flight = Flight(
+            request,
+            prompt_tokens=scenario.work.prompt_tokens,
+            num_tokens=scenario.work.length(request.group, request.id),
+            predicted_tokens=predicted_tokens(scenario.work.max_tokens, 0, mean),
+            arrival=asyncio.get_running_loop().create_future(),
+            flips=[(0, stage.live_version)],
+        )
+        await stage.start(flight)
+        try:
+            await flight.arrival
+        except asyncio.CancelledError:
+            stage.abort(flight)
+            raise
+        num_blocks = scenario.blocks(flight.num_tokens)
+        return Generation(
+            request.id,
+            (1,) * num_blocks,
+            (-1.0,) * num_blocks,
+            _versions(flight, num_blocks, scenario.block_tokens),
+            "length" if flight.num_tokens >= scenario.work.max_tokens else "stop",
+        )
+
+    async def receive(self, manifest: Manifest) -> None:
+        stage = self._stage
+        seconds = stage.scenario.speeds.receive_s
+        slots = stage.generators
+        for slot in slots:
+            stage.engines[slot].stall(seconds)
+        await stage.busy("publish", slots, seconds)
+        stage.live_version = manifest.version
+        for engine in stage.engines.values():
+            engine.flip(manifest.version)
+        stage.look_again()
+
+    def _land(self, flights: Sequence[Flight]) -> None:
+        for flight in flights:
+            self._num_finished += 1
+            self._finished_tokens += flight.num_tokens
+            if not flight.arrival.done():
+                flight.arrival.set_result(None)
+        self._conductor.notify()
+
+
+class SimTrainer:
+    def __init__(self, stage: Stage, conductor: Conductor) -> None:
+        self._stage, self._conductor = stage, conductor
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self._stage.formation.members)
+
+    async def forward_backward(self, samples: Sequence[Sample], seq_len: int) -> None:
+        """Micro-step by micro-step, on the slots that the trainer has at each."""
+        stage, block = self._stage, self._stage.scenario.block_tokens
+        left = sorted((len(sample) for sample in samples), reverse=True)
+        while left:
+            await stage.may_train.wait()
+            async with stage.boundary:
+                if not stage.may_train.is_set():
+                    continue
+                slots = stage.formation.members
+                done, left, longest = _row(left, len(slots), seq_len)
+                seconds = stage.scenario.speeds.train.seconds(longest * block, len(slots))
+                for slot in slots:
+                    stage.engines[slot].stall(seconds)
+                await stage.busy("train", slots, seconds)
+                stage.on_trained(len(done), sum(done) * block)
+            await self._conductor.at_boundary()
+
+    async def optim_step(self, divisor: float) -> StepReport:
+        stage = self._stage
+        async with stage.boundary:
+            await stage.busy("train", stage.formation.members, stage.scenario.speeds.optim_s)
+        stage.num_updates += 1
+        self._conductor.notify()
+        return StepReport(stage.num_updates, loss=0.0, grad_norm=0.0, lr=0.0, num_tokens=int(divisor))
+
+    async def publish(self, version: int) -> Manifest:
+        """Slots change for the next step first: who joins the generators gets the weights like all others."""
+        stage = self._stage
+        stage.version = version
+        if version:
+            stage.step_s.append(stage.now_s - sum(stage.step_s))
+        await self._conductor.settle()
+        async with stage.boundary:
+            await stage.busy("publish", stage.formation.members, stage.scenario.speeds.publish_s)
+        return Manifest(version, "shared_memory", "nowhere", 0, 0, ())
+
+    async def withdraw(self, version: int) -> None:
+        self._conductor.notify()
+
+    async def save(self, path: str) -> None:
+        pass
+
+    async def load(self, path: str) -> None:
+        pass
+
+    async def export(self, path: str) -> None:
+        pass
+
+
+class SimScorer:
+    def __init__(self, stage: Stage, conductor: Conductor) -> None:
+        self._stage, self._conductor = stage, conductor
+
+    async def score(self, samples: Sequence[Sample], model: Literal["policy", "reference"]) -> list[tuple[float, ...]]:
+        stage = self._stage
+        slots = [slot for slot, roles in stage.roles.items() if "score" in roles]
+        tokens = sum(map(len, samples)) * stage.scenario.block_tokens
+        await stage.busy("score", slots, tokens / (stage.scenario.speeds.score_tokens_per_s * len(slots)))
+        stage.on_scored(len(samples), tokens)
+        self._conductor.notify()
+        return [(0.0,) * len(sample) for sample in samples]
+
+    async def receive(self, manifest: Manifest) -> None:
+        slots = [slot for slot, roles in self._stage.roles.items() if "score" in roles]
+        await self._stage.busy("publish", slots, self._stage.scenario.speeds.receive_s)
+
+
+def _row(lengths: Sequence[int], num_slots: int, seq_len: int) -> tuple[list[int], list[int], int]:
+    """One micro-step: (samples in it, samples left, the fullest slot's). The longest goes first, to the emptiest slot.
+
+    lengths: descending, in the unit of `seq_len`.
+    """
+    slots = [0] * num_slots
+    done: list[int] = []
+    for place, length in enumerate(lengths):
+        if slots[0] and slots[0] + length > seq_len:
+            # Shorter ones may still fit, but are as many as the next micro-step wants.
+            return done, [*lengths[place:]], max(slots)
+        heapq.heapreplace(slots, slots[0] + length)
+        done.append(length)
+    return done, [], max(slots)
+
+
+def _versions(flight: Flight, num_blocks: int, block_tokens: int) -> tuple[int, ...]:
+    """The weight version of each block."""
+    if len(flight.flips) == 1:
+        return (flight.flips[0][1],) * num_blocks
+    versions: list[int] = []
+    for (tokens, version), (until, _) in zip(flight.flips, [*flight.flips[1:], (flight.num_tokens, -1)], strict=True):
+        versions += [version] * (round(until / block_tokens) - round(tokens / block_tokens))
+    versions += [flight.flips[-1][1]] * (num_blocks - len(versions))
+    return tuple(versions[:num_blocks])

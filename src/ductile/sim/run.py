@@ -1,0 +1,153 @@
+"""The real loop, with simulated roles, in virtual time."""
+
+import asyncio
+import tempfile
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ductile.core.cluster.ledger import Activity, IdleCause, Ledger, Span
+from ductile.core.cluster.orders import Policy
+from ductile.core.cluster.staleness import StalenessBound
+from ductile.loop.buffer import Buffer
+from ductile.loop.episode import Episodes
+from ductile.loop.lessons import Lessons
+from ductile.loop.loop import Loop, Plan
+from ductile.loop.rollouts import Rollouts
+from ductile.observe import Recorder, Stopwatch
+from ductile.records import Sampling
+from ductile.sim.clock import now_s, run
+from ductile.sim.conductor import Change, Conductor
+from ductile.sim.roles import SimGenerators, SimScorer, SimTrainer
+from ductile.sim.scenario import Scenario
+from ductile.sim.stage import Stage
+from ductile.sim.words import Blocks, NoGraders, Questions
+from ductile.tasks.prompts import ExampleOrder, Prompts
+
+PATIENCE_S = 1e7
+"""Virtual seconds that the loop waits for groups: no simulated wait is too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """What came out. Seconds are virtual, but for `decide_s`."""
+
+    wall_s: float
+    num_slots: int
+    step_s: tuple[float, ...]
+    totals: Mapping[Activity, float]
+    """Slot-seconds by activity; they add up to `wall_s * num_slots`."""
+    idle: Mapping[IdleCause, float]
+    changes: tuple[Change, ...]
+    spans: tuple[Span, ...]
+    num_rollouts: int
+    num_tokens: int
+    """Trained: prompts and answers."""
+    decide_s: tuple[float, ...]
+
+    @property
+    def idle_share(self) -> float:
+        return self.totals.get("idle", 0.0) / max(1e-9, self.wall_s * self.num_slots)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.wall_s
+
+
+def simulate(scenario: Scenario, policy: Policy, folder: Path | None = None) -> Simulated:
+    """Run the scenario to its end. folder: where `events.jsonl` and `metrics.jsonl` go; None keeps nothing.
+
+    Raises BadDecision when the policy orders what cannot be, and Deadlock when everybody waits for ever.
+    """
+    if folder is not None:
+        return run(_simulate(scenario, policy, folder))
+    with tempfile.TemporaryDirectory() as nowhere:
+        return run(_simulate(scenario, policy, Path(nowhere)))
+
+
+async def _simulate(scenario: Scenario, policy: Policy, folder: Path) -> Simulated:
+    spans: list[Span] = []
+    ledger, work = Ledger(spans.append), scenario.work
+    record = Recorder(folder, clock=now_s)
+    try:
+        stage = Stage(scenario, ledger)
+        conductor = Conductor(policy, stage, record)
+        loop = _loop(scenario, stage, conductor, record)
+        await _with(conductor.watch(), loop.run())
+    finally:
+        record.close()
+    ended_s = now_s()
+    ledger.finish(ended_s)
+    return Simulated(
+        wall_s=ended_s,
+        num_slots=scenario.placement.num_slots,
+        step_s=tuple(stage.step_s),
+        totals=ledger.totals(ended_s),
+        idle=ledger.idle(ended_s),
+        changes=tuple(conductor.changes),
+        spans=tuple(spans),
+        num_rollouts=work.num_steps * work.rollouts_per_step,
+        num_tokens=stage.trained_tokens,
+        decide_s=tuple(conductor.decide_s),
+    )
+
+
+def _loop(scenario: Scenario, stage: Stage, conductor: Conductor, record: Recorder) -> Loop:
+    work, stop = scenario.work, asyncio.Event()
+    generators, trainer = SimGenerators(stage, conductor), SimTrainer(stage, conductor)
+    scorer = SimScorer(stage, conductor) if scenario.score else None
+    num_prompts = work.num_steps * work.groups_per_step
+    task, tokenizer = Questions(num_prompts, scenario.blocks(work.prompt_tokens)), Blocks()
+    max_blocks = scenario.blocks(work.prompt_tokens) + scenario.blocks(work.max_tokens)
+    buffer = Buffer(
+        Prompts(task, tokenizer, ExampleOrder(range(num_prompts), work.seed), max_blocks),
+        StalenessBound(work.groups_per_step, work.max_async_level, work.max_off_policy_steps),
+        record,
+        version=0,
+        max_steps=work.num_steps,
+        timeout_s=PATIENCE_S,
+        stop=stop,
+    )
+    stage.on_capacity = buffer.wake
+    rollouts = Rollouts(
+        buffer,
+        Episodes({"train": task}, tokenizer, generators, NoGraders(), max_blocks),
+        generators,
+        Sampling(max_tokens=scenario.blocks(work.max_tokens)),
+        work.group_size,
+    )
+    loop = Loop(
+        Plan(work.num_steps, work.groups_per_step, work.n_minibatches, max(1, work.seq_len // scenario.block_tokens)),
+        trainer,
+        generators,
+        scorer,
+        rollouts,
+        buffer,
+        Lessons(scorer, drop_zero_advantage=False),
+        evaluation=None,
+        save=_nothing,
+        counts=dict,
+        record=record,
+        stop=stop,
+    )
+    loop.watch = Stopwatch(now_s)
+    return loop
+
+
+async def _with(beside: Coroutine[Any, Any, Any], work: Coroutine[Any, Any, Any]) -> None:
+    """Do `work`, and `beside` as long as that takes; a failure of either is raised."""
+    tasks = [asyncio.create_task(beside), asyncio.create_task(work)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _nothing(step: int) -> None:
+    """Simulated runs write no checkpoints."""

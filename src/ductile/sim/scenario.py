@@ -1,0 +1,81 @@
+"""What is simulated: the work, the slots and how fast they are."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import exp
+
+from ductile.core.cluster.cost import Speeds, SwitchCosts
+from ductile.core.cluster.placement import Placement
+from ductile.core.cluster.state import Limits
+
+DrawLength = Callable[[random.Random], float]
+"""One answer's tokens, before the limit cuts it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkLoad:
+    """What the run has to do; the same rollouts with the same lengths whatever the slots do."""
+
+    num_steps: int
+    groups_per_step: int
+    group_size: int
+    prompt_tokens: int
+    max_tokens: int
+    draw: DrawLength
+    alike: float = 0.0
+    """Share of siblings that have their group's length, give or take a tenth: hard prompts are long for all."""
+    n_minibatches: int = 1
+    max_async_level: int = 0
+    max_off_policy_steps: int = 8
+    seq_len: int = 2048
+    seed: int = 0
+
+    @property
+    def rollouts_per_step(self) -> int:
+        return self.groups_per_step * self.group_size
+
+    def length(self, group: str, member: str) -> int:
+        """Tokens of one answer, between 1 and the limit."""
+        draw = _random(self.seed, group, member)
+        if self.alike and draw.random() < self.alike:
+            tokens = self.draw(_random(self.seed, group)) * draw.uniform(0.9, 1.1)
+        else:
+            tokens = self.draw(draw)
+        return max(1, min(self.max_tokens, round(tokens)))
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    placement: Placement
+    work: WorkLoad
+    speeds: Speeds
+    costs: SwitchCosts
+    limits: Limits
+    coalesce_s: float = 0.0
+    """A policy is not asked again sooner than this after it was asked: events in between are looked at together."""
+    score: bool = False
+    """There is a scorer, and every sample passes through it."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens that the loop carries as one: the lists that it copies stay short, and nothing else depends on it."""
+        return max(1, self.work.max_tokens // 128)
+
+    def blocks(self, tokens: int) -> int:
+        return max(1, round(tokens / self.block_tokens))
+
+
+def lognormal(median: float, sigma: float) -> DrawLength:
+    return lambda draw: median * exp(sigma * draw.gauss(0, 1))
+
+
+def recorded(lengths: Sequence[int]) -> DrawLength:
+    """One of those seen in a run, at random."""
+    return lambda draw: float(draw.choice(lengths))
+
+
+def _random(seed: int, *names: str) -> random.Random:
+    digest = blake2b("/".join((str(seed), *names)).encode(), digest_size=8).digest()
+    return random.Random(int.from_bytes(digest))

@@ -1,0 +1,260 @@
+"""The simulated cluster: which slot holds what and does what, and the facts that a policy is told.
+
+It keeps the books and decides nothing. The roles (`roles.py`) tell it what begins and ends, the conductor
+(`conductor.py`) changes who holds what, the ledger hears of every change of a slot's activity.
+"""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from ductile.core.cluster.cost import carriage
+from ductile.core.cluster.ledger import Activity, Ledger, idle_cause
+from ductile.core.cluster.placement import Role
+from ductile.core.cluster.state import Batch, ClusterState, Lengths, SlotState, TrainerState, Unfinished
+from ductile.records import Formation
+from ductile.sim.engine import Engine, Flight
+from ductile.sim.loads import Loads
+from ductile.sim.scenario import Scenario
+
+DOING: tuple[Activity, ...] = ("switch", "publish", "train", "score")
+"""What keeps a slot from generating; the first that holds is what it does."""
+SEEN = 2048
+"""Lengths of answers that policies are told of: the latest."""
+
+
+@dataclass(slots=True)
+class _Group:
+    finished: int = 0
+    blocks: int = 0
+
+
+class Stage:
+    def __init__(self, scenario: Scenario, ledger: Ledger) -> None:
+        self.scenario, self.ledger = scenario, ledger
+        self._loop = asyncio.get_running_loop()
+        slots = scenario.placement.slots
+        self.roles: dict[int, tuple[Role, ...]] = {}
+        self.since_s = dict.fromkeys(slots, 0.0)
+        self.changing: set[int] = set()
+        """Slots that are not ready: a decision about them is being carried out."""
+        self.formation = Formation(scenario.placement.train)
+        self.boundary = asyncio.Lock()
+        """Held by the trainer in a micro-step, and by whoever changes its slots."""
+        self.may_train = asyncio.Event()
+        self.may_train.set()
+        self.version = 0
+        """That the trainer has."""
+        self.live_version = -1
+        """That the generators sample from."""
+        self.num_updates = 0
+        self.started = self.finished = self.trained = 0
+        """Rollouts since the run began."""
+        self.trained_tokens = 0
+        self.step_s: list[float] = []
+        self.on_finished: Callable[[list[Flight]], None] = lambda flights: None
+        self.on_capacity: Callable[[], None] = lambda: None
+        """There are more or fewer generators."""
+        self._loads = Loads()
+        self._generates = asyncio.Event()
+        self._doing: dict[Activity, Counter[int]] = {activity: Counter() for activity in DOING}
+        self._groups: dict[str, _Group] = {}
+        self._ready = self._ready_tokens = self._to_score = self._to_score_tokens = 0
+        self._ended: deque[int] = deque(maxlen=SEEN)
+        self._cut: deque[int] = deque(maxlen=SEEN)
+        self._facts = (False, False, False)
+        self.engines = {
+            slot: Engine(slot, scenario.speeds.decode, scenario.limits.max_num_seqs, self._on_done) for slot in slots
+        }
+        for slot in slots:
+            ledger.open(slot, self.now_s)
+        self.hold({slot: scenario.placement.roles(slot) for slot in slots})
+
+    @property
+    def now_s(self) -> float:
+        return self._loop.time()
+
+    @property
+    def generators(self) -> list[int]:
+        return [slot for slot, roles in self.roles.items() if "generate" in roles]
+
+    # -- what slots do
+
+    def hold(self, roles: Mapping[int, tuple[Role, ...]]) -> None:
+        """The slots have these roles from now on."""
+        self.roles.update(roles)
+        for slot in roles:
+            (self._loads.open if "generate" in roles[slot] else self._loads.close)(slot)
+        (self._generates.set if self._loads else self._generates.clear)()
+        self.on_capacity()
+
+    async def busy(self, what: Activity, slots: Collection[int], seconds: float) -> None:
+        """The slots do this for so long."""
+        slots = tuple(slots)
+        for slot in slots:
+            self._doing[what][slot] += 1
+            self.refresh(slot)
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            for slot in slots:
+                self._doing[what][slot] -= 1
+                self.refresh(slot)
+
+    def refresh(self, slot: int) -> None:
+        """Tell the ledger what the slot does now."""
+        for activity in DOING:
+            if self._doing[activity][slot]:
+                self.ledger.switch(slot, activity, self.now_s)
+                return
+        if self.engines[slot].flights:
+            self.ledger.switch(slot, "generate", self.now_s)
+        elif self.live_version >= 0:  # until then it starts up
+            others_decode, may_start, held = self._facts
+            cause = idle_cause(
+                self.roles[slot],
+                others_decode=others_decode,
+                may_start=int(may_start),
+                samples_ready=self._ready,
+                held=held,
+            )
+            self.ledger.switch(slot, "idle", self.now_s, cause)
+
+    def look_again(self) -> None:
+        """Why slots are idle may have changed."""
+        facts = (self.started > self.finished, self.to_start() > 0, not self.may_train.is_set())
+        if facts != self._facts:
+            self._facts = facts
+            for slot in self.roles:
+                self.refresh(slot)
+
+    # -- what becomes of rollouts
+
+    async def start(self, flight: Flight) -> None:
+        """Send the sequence where there is the least to do; waits while nobody generates."""
+        while not self._loads:
+            await self._generates.wait()
+        self.started += 1
+        self._put(flight, self._loads.route(flight.request.group).slot)
+
+    def move(self, name: str, source: int, target: int) -> None:
+        """Hand it off, with all it has so far. Nothing happens when it has ended meanwhile."""
+        if name in self.engines[source].flights:
+            flight = self.engines[source].remove(name)
+            self._loads.remove(source, flight.request.group, flight.predicted_tokens)
+            self._put(flight, target)
+            self.refresh(source)
+
+    def abort(self, flight: Flight) -> None:
+        for slot, engine in self.engines.items():
+            if flight.request.id in engine.flights:
+                engine.remove(flight.request.id)
+                self._loads.remove(slot, flight.request.group, flight.predicted_tokens)
+                self.started -= 1
+                self.refresh(slot)
+
+    def _put(self, flight: Flight, slot: int) -> None:
+        # Of a new sequence whose sibling is there, the prompt is cached.
+        context = flight.prompt_tokens + flight.generated
+        if not flight.generated and self._loads.siblings(flight.request.group, slot):
+            context = 0.0
+        flight.prefill_s = carriage(context, self.scenario.speeds, self.scenario.costs).seconds
+        self._loads.add(slot, flight.request.group, flight.predicted_tokens)
+        self.engines[slot].add(flight)
+        self.refresh(slot)
+        self.look_again()
+
+    def _on_done(self, slot: int, flights: list[Flight]) -> None:
+        scenario = self.scenario
+        for flight in flights:
+            self.finished += 1
+            self._loads.remove(slot, flight.request.group, flight.predicted_tokens)
+            (self._cut if flight.num_tokens >= scenario.work.max_tokens else self._ended).append(flight.num_tokens)
+            group = self._groups.setdefault(flight.request.group, _Group())
+            group.finished += 1
+            group.blocks += scenario.blocks(flight.prompt_tokens) + scenario.blocks(flight.num_tokens)
+            if group.finished == scenario.work.group_size:
+                del self._groups[flight.request.group]
+                self._to_score += group.finished
+                self._to_score_tokens += group.blocks * scenario.block_tokens
+                if not scenario.score:
+                    self.on_scored(group.finished, group.blocks * scenario.block_tokens)
+        self.refresh(slot)
+        self.look_again()
+        self.on_finished(flights)
+
+    def on_scored(self, rollouts: int, tokens: int) -> None:
+        self._to_score -= rollouts
+        self._to_score_tokens -= tokens
+        self._ready += rollouts
+        self._ready_tokens += tokens
+
+    def on_trained(self, rollouts: int, tokens: int) -> None:
+        self.trained += rollouts
+        self.trained_tokens += tokens
+        self._ready -= rollouts
+        self._ready_tokens -= tokens
+        self.look_again()
+
+    def to_start(self) -> int:
+        """Rollouts that the staleness bound admits, and nobody has begun."""
+        work = self.scenario.work
+        ahead = min(work.max_async_level, work.max_off_policy_steps)
+        steps = min(self.version + 1 + ahead, work.num_steps)
+        return max(0, steps * work.rollouts_per_step - self.started)
+
+    # -- what a policy is told
+
+    def state(self) -> ClusterState:
+        scenario, work = self.scenario, self.scenario.work
+        unfinished: list[Unfinished] = []
+        for slot, engine in self.engines.items():
+            engine.settle()
+            unfinished += [
+                Unfinished(
+                    name,
+                    slot,
+                    flight.prompt_tokens,
+                    int(engine.generated(flight)),
+                    work.max_tokens,
+                    flight.request.group,
+                )
+                for name, flight in engine.flights.items()
+            ]
+        return ClusterState(
+            now_s=self.now_s,
+            slots=tuple(
+                SlotState(slot, roles, self.since_s[slot], slot not in self.changing)
+                for slot, roles in self.roles.items()
+            ),
+            batch=self._batch(),
+            trainer=TrainerState(self.formation, True, not self.may_train.is_set(), work.seq_len),
+            speeds=scenario.speeds,
+            costs=scenario.costs,
+            home=scenario.placement,
+            limits=scenario.limits,
+            unfinished=tuple(unfinished),
+            lengths=Lengths(tuple(self._ended), tuple(self._cut), float(work.prompt_tokens)),
+            max_tokens=work.max_tokens,
+        )
+
+    def _batch(self) -> Batch:
+        scenario, work = self.scenario, self.scenario.work
+        return Batch(
+            step=self.version,
+            num_rollouts=work.rollouts_per_step,
+            group_size=work.group_size,
+            trained=self.trained - self.version * work.rollouts_per_step,
+            ready=self._ready,
+            ready_tokens=self._ready_tokens,
+            partial=sum(group.finished for group in self._groups.values()),
+            partial_tokens=sum(group.blocks for group in self._groups.values()) * scenario.block_tokens,
+            to_score=self._to_score,
+            to_score_tokens=self._to_score_tokens,
+            to_start=self.to_start(),
+            update=self.num_updates % work.n_minibatches,
+            num_updates=work.n_minibatches,
+            steps_left=work.num_steps - self.version,
+            steps_ahead=min(work.max_async_level, work.max_off_policy_steps),
+        )
