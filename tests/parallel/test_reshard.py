@@ -252,7 +252,7 @@ REFUSALS = {
     "a hole": "a: slots (0, 1) need the block from [0] to [4], and the slots of the source do not hold all of it",
     "no module": "an optimizer has a parameter of shape [2, 2] that no module of this state has",
     "one rank alone": "a is on the meta device and has no memory; call module.to_empty(device=...) first (on rank 1)",
-    "shared memory": "shares memory with",
+    "shared memory": "share memory, and one of them is to be overwritten",
     "twice": "a: in the source, rank 0 lists the block at [0] of size [4] and another one that overlaps it",
 }
 

@@ -235,7 +235,11 @@ class _Move:
             if name in old and _same(old[name], memory):
                 self._new[name] = old[name]  # a state that is its own target
         here = {name: memory.to(device) for name, memory in self._new.items()}
-        self._transfer = Transfer(plan, rank, {name: memory.to(device) for name, memory in old.items()}, here, carrier)
+        try:
+            there = {name: memory.to(device) for name, memory in old.items()}
+            self._transfer = Transfer(plan, rank, there, here, carrier)
+        except ValueError as error:
+            raise NotReshardable(f"source and target: {error}") from None
         self._detours = {name: memory for name, memory in here.items() if memory is not self._new[name]}
 
     def run(self) -> Moved:
