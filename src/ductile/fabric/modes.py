@@ -5,8 +5,8 @@ streaming   a target buffer is allocated when its first bytes come, a source buf
             gone: the peak stays near the larger of the two states, and there is no way back
 """
 
+import ctypes
 from collections.abc import Callable, Iterable, MutableMapping
-from typing import NamedTuple
 
 import torch
 
@@ -15,6 +15,11 @@ from ductile.fabric.memory import Memory
 
 Allocate = Callable[[str, str, int], torch.Tensor]
 """(buffer, dtype, elements) -> a contiguous tensor."""
+
+
+TRIMS = 16
+"""How often a streaming slot gives freed memory back to the system, about."""
+_libc = ctypes.CDLL(None)
 
 
 class Shadow:
@@ -34,13 +39,6 @@ class Shadow:
 
     def after(self, index: int) -> None:
         pass
-
-
-class _Use(NamedTuple):
-    """The first and the last round that touch a buffer."""
-
-    first: int
-    last: int
 
 
 class Streaming:
@@ -77,6 +75,7 @@ class Streaming:
         for name, index in last.items():
             if name not in kept:
                 self._leaving.setdefault(index, []).append(name)
+        self._old_bytes, self._freed_bytes = sum(old.words(name).nbytes for name in old), 0
         self._copies: dict[str, list[Part]] = {}
         for part in plan.local(new.slot):
             if new.buffer(part.name, part.box) not in kept:
@@ -96,8 +95,13 @@ class Streaming:
             for part in self._copies.pop(name, ()):
                 self._ensure(self._new.buffer(part.name, part.box))
                 self._new.box(part.name, part.box).copy_(self._old.box(part.name, part.box))
+            self._freed_bytes += self._old.words(name).nbytes
             self._old.drop(name)
             del self._source[name]
+        if self._freed_bytes > self._old_bytes // TRIMS:
+            # The C library keeps freed pieces for later, and same-sized aligned ones do not fit into the holes.
+            _libc.malloc_trim(0)
+            self._freed_bytes = 0
 
     def finish(self) -> None:
         """When no rounds were needed, and for buffers that hold nothing but padding."""

@@ -43,7 +43,7 @@ class Transfer:
 
     `old` and `new` are this slot's buffers by the names that the two layouts list (`Layout.buffer_sizes`): contiguous,
     of any shape, and of the listed dtype. A buffer that does not change (`Plan.unchanged_buffers`) can be missing in
-    `new`: it is handed on. Padding in new buffers is left as it is.
+    `new`, or be the same memory: it is handed on. Padding in new buffers is left as it is.
     """
 
     def __init__(
@@ -57,8 +57,11 @@ class Transfer:
     ) -> None:
         """Raises `ValueError` for buffers that are not what the layouts say."""
         _check(plan, carrier)
+        old_memory = Memory(plan.source, slot, old)
         self.handed_on = frozenset(
-            name for name in plan.unchanged_buffers(slot) if name not in new or new[name] is old[name]
+            name
+            for name in plan.unchanged_buffers(slot)
+            if name not in new or new[name].data_ptr() == old[name].data_ptr()
         )
         self.buffers: dict[str, torch.Tensor] = {
             name: old[name] if name in self.handed_on else new[name]
@@ -68,7 +71,6 @@ class Transfer:
         """The new state, whole after `run`."""
         self._num_bytes = plan.ingress.get(slot, 0)
         self._verify: Verify = verify
-        old_memory = Memory(plan.source, slot, old)
         new_memory = Memory(plan.target, slot, self.buffers)
         _check_apart(old_memory, new_memory, self.handed_on)
         steps = Shadow(plan, old_memory, new_memory, self.handed_on)
