@@ -12,7 +12,7 @@ from tests.ranks import result_of, start, stop
 
 
 def run_world(size: int, function: Callable[..., Any], *arguments: Any, mourned: tuple[int, ...] = ()) -> list[Any]:
-    """`function(rank, *arguments)` on ranks 0 to `size` - 1; their results. Ranks in `mourned` are expected to die."""
+    """`function(rank, *arguments)` on ranks 0 to `size` - 1; their results. Those of `mourned` will die or stop."""
     store = rendezvous.host_store()
     started = [start(_in_world, rank, size, store.port, function, arguments) for rank in range(size)]
     try:
@@ -21,6 +21,8 @@ def run_world(size: int, function: Callable[..., Any], *arguments: Any, mourned:
             for rank, (_, connection) in enumerate(started)
         ]
     finally:
+        for rank in mourned:
+            started[rank][0].kill()  # it may only have been stopped
         stop(*(process for process, _ in started))
 
 

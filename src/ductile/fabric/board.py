@@ -79,7 +79,10 @@ class GroupBoard:
             longest = max(1, int(max(lengths)))  # torch makes no tensor from an empty buffer
             notes = self._gather(torch.frombuffer(bytearray(note.ljust(longest, b"\0")), dtype=torch.uint8))
         except RuntimeError as error:
-            raise TransferFailed(f"nobody heard {topic!r}: {str(error).partition(chr(10))[0]}") from None
+            cause = str(error).partition("\n")[0].partition(" This is typically")[0]  # gloo goes on with advice
+            raise TransferFailed(
+                f"a slot died, or did not answer within {self.timeout_s:g} s ({topic!r}: {cause})"
+            ) from None
         return {
             member: note.numpy()[: int(length)].tobytes()
             for member, note, length in zip(self.members, notes, lengths, strict=True)

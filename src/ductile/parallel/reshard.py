@@ -131,6 +131,16 @@ class Resharder:
         `TransferFailed` when a rank dies or does not answer in time: the source is whole, the target is not.
         """
         clock = _Clock()
+        try:
+            return self._reshard(source_state, target_state, clock)
+        except TransferFailed as error:
+            raise TransferFailed(
+                f"{error}. It was in phase {clock.now!r}. The source is untouched; the target may be half written, and "
+                "the group is of no more use.",
+                error.peer,
+            ) from None
+
+    def _reshard(self, source_state: State, target_state: State, clock: "_Clock") -> Report:
         with clock.phase("describe"):
             source, before, gpu_before = self._describe("source", lambda: Inventory(source_state))
             target, after, gpu_after = self._describe("target", lambda: Inventory(target_state, before.held))
@@ -200,20 +210,28 @@ class Resharder:
     def _run(self, move: "_Move") -> Moved:
         """All ranks have what they should, or all raise."""
         moved, failure = None, None
+        start = time.monotonic()
         try:
             moved = move.run()
         except TransferFailed as error:
+            if time.monotonic() - start >= self._board.timeout_s:
+                raise  # nobody is left who would still wait for a verdict
             failure = error
+        return self._conclude(moved, failure)
+
+    def _conclude(self, moved: Moved | None, failure: TransferFailed | None) -> Moved:
         verdict = _Verdict(_told(failure), moved.sent if moved else {}, moved.received if moved else {})
         try:
             verdicts = self._exchange("verdict", msgspec.msgpack.encode(verdict), _Verdict)
         except TransferFailed as error:
             raise failure or error from None
         problems = [f"rank {rank}: {verdict.problem}" for rank, verdict in verdicts.items() if verdict.problem]
-        for sender, ours in verdicts.items():
-            for receiver, digest in ours.sent.items():
-                if not problems and verdicts[receiver].received.get(sender) != digest:
-                    problems.append(f"what rank {receiver} received from rank {sender} is not what was sent")
+        problems = problems or [
+            f"what rank {receiver} received from rank {sender} is not what was sent"
+            for sender, ours in verdicts.items()
+            for receiver, digest in ours.sent.items()
+            if verdicts[receiver].received.get(sender) != digest
+        ]
         if problems or moved is None:
             raise TransferFailed("; ".join(problems)) from failure
         return moved
@@ -258,9 +276,12 @@ class _Clock:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.now = ""
+        """The last phase that began."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        self.now = name
         start = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - start
