@@ -75,12 +75,30 @@ COMMANDS = {
     )
 }
 
+
+def _resize(words: Sequence[str]) -> int:
+    from ductile.launch.ask import resize
+
+    return resize(words)
+
+
+def _status(words: Sequence[str]) -> int:
+    from ductile.launch.ask import status
+
+    return status(words)
+
+
+QUESTIONS: dict[str, Callable[[Sequence[str]], int]] = {"resize": _resize, "status": _status}
+"""Commands that ask a run which is at work."""
+
 OVERVIEW = f"""ductile {__version__}: elastic RL post-training
 
   ductile <command> @ run.toml [@ more.toml] [--key value ...]
 
 {chr(10).join(f"  {command.name:14}{command.summary}" for command in COMMANDS.values())}
   check         is a config good? says what it would do: ductile check [rl] @ run.toml
+  resize        change the slots that a live run trains on: ductile resize --run runs/x --train 0-3
+  status        what a live run does, slot by slot: ductile status --run runs/x
 
   ductile <command> --help          all keys of a command
   ductile <command> --help optim    those with "optim" in their name
@@ -108,9 +126,11 @@ def _main(argv: Sequence[str] | None) -> int:
     name, *rest = words
     if name == "check":
         return _check(rest)
+    if name in QUESTIONS:
+        return QUESTIONS[name](rest)
     command = COMMANDS.get(name)
     if command is None:
-        near = did_you_mean(name, [*COMMANDS, "check"])
+        near = did_you_mean(name, [*COMMANDS, *QUESTIONS, "check"])
         print(f"ductile: there is no command {name}.{near}\n\n{OVERVIEW}", end="", file=sys.stderr)
         return BAD_CONFIG
     if _wants_help(command, rest):

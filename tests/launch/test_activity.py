@@ -1,12 +1,11 @@
 import asyncio
 
-from ductile.core.cluster.placement import Placement
 from ductile.launch.activity import ACTIVITIES, SlotActivity
 from ductile.records import GenerateRequest, Sampling
 from ductile.slot.worker import HANDLED_BY
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.memory import MemoryCarrier
-from ductile.wire.messages import Done, EngineStats, Generate, OptimStep
+from ductile.wire.messages import Done, EngineStats, Generate, Hold, OptimStep
 
 
 class Seen:
@@ -24,9 +23,18 @@ def stats(running: int) -> EngineStats:
 
 def test_commands_and_engines_make_activities():
     async def story():
-        carrier = MemoryCarrier({0: lambda slot, command: Done(), 1: lambda slot, command: Done()})
+        now_s = 0.0
+
+        def answer(slot, command):
+            nonlocal now_s
+            now_s += 2.0
+            return Done()
+
+        carrier = MemoryCarrier({0: answer, 1: answer})
         mailbox, view = Mailbox(carrier), Seen()
-        SlotActivity(mailbox, Placement((0,), (1,), (), ""), view)
+        activity = SlotActivity(mailbox, view, lambda: now_s)
+        await mailbox.ask(0, Hold("train", {}, (0,)), 1)
+        await mailbox.ask(1, Hold("generate", {}, (1,)), 1)
         await mailbox.ask(0, OptimStep(1.0), 1)
         await mailbox.ask(1, Generate((GenerateRequest("a", (1,), Sampling()),)), 1)
         carrier.emit(1, stats(1))
@@ -34,11 +42,16 @@ def test_commands_and_engines_make_activities():
         carrier.emit(1, stats(0))
         await asyncio.sleep(0.01)
         assert view.told == [
+            (0, ("train",), "switch"),
+            (0, ("train",), "idle"),
+            (1, ("generate",), "switch"),
+            (1, ("generate",), "idle"),
             (0, ("train",), "train"),
             (0, ("train",), "idle"),
             (1, ("generate",), "generate"),
             (1, ("generate",), "idle"),
         ]
+        assert activity.ledger(0).totals(10.0) == {"switch": 2.0, "idle": 6.0, "train": 2.0}
 
     asyncio.run(story())
 

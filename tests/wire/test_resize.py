@@ -24,7 +24,7 @@ from ductile.wire.messages import (
     Settle,
     Withdraw,
 )
-from ductile.wire.resize import Resized, Terms, Transaction
+from ductile.wire.resize import ResizeResult, Terms, Transaction
 from ductile.wire.trainer import RemoteTrainer
 from tests.loop.doubles import clock
 from tests.wire.train_slots import TrainSlots, play, sample
@@ -44,7 +44,7 @@ class Stage:
         self.terms = Terms({}, "127.0.0.1:1", timeout_s=5, leave_s=50, keeps_old=keeps_old)
         self.killed: list[int] = []
 
-    async def resize(self, *members: int, replicas: int = 1) -> Resized:
+    async def resize(self, *members: int, replicas: int = 1) -> ResizeResult:
         after = Formation(members, replicas)
         return await Transaction(self.mailbox, self.trainer, after, self.terms, self.kill, clock).run()
 

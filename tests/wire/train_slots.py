@@ -143,16 +143,15 @@ class TrainSlots:
                 slot.old = slot.new = slot.change = None
                 slot.frozen = slot.committed = False
             case Settle(epoch):
-                self._expect(slot, epoch)
+                if slot.number not in self._expect(slot, epoch).after.members:
+                    slot.live = None  # also when it refused `Commit`, when all others had voted
                 slot.old = slot.change = None
                 slot.committed = False
             case Drop():
                 if not slot.holds:
                     return Failed("does not hold the role")
-                # A slot that left has no state any more, unless it refused `Commit` when all others had voted.
-                left = slot.change is not None and slot.number not in slot.change.after.members
-                assert slot.live is None or left, "trains"
-                self.slots[slot.number] = Slot(slot.number)
+                assert slot.live is None, "trains"
+                slot.holds, slot.change = False, None
             case Withdraw():
                 assert slot.holds, "does not hold the role"
         return Done()

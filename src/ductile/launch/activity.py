@@ -1,7 +1,9 @@
-"""Who does what, as the view shows it: the command that a slot is at, or its engine's own work, or nothing."""
+"""Who does what: the command that a slot is at, or its engine's own work, or nothing. Kept in a ledger a slot."""
 
-from ductile.core.cluster.ledger import Activity
-from ductile.core.cluster.placement import Placement
+import time
+from collections.abc import Callable
+
+from ductile.core.cluster.ledger import Activity, SlotLedger
 from ductile.dashboard.show import View
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import EngineStats, Event
@@ -12,18 +14,24 @@ ACTIVITIES: dict[str, Activity] = {
     "Score": "score",
     **dict.fromkeys(("Publish", "Receive", "Withdraw"), "publish"),
     **dict.fromkeys(("Hold", "Drop", "LoadState", "SaveState", "ExportModel"), "switch"),
+    **dict.fromkeys(("Prepare", "Freeze", "Move", "Commit", "Rollback", "Settle"), "switch"),
 }
 
 
 class SlotActivity:
-    """Keeps `view` told, as long as the mailbox lives."""
+    """Keeps the ledgers, and `view` told, as long as the mailbox lives."""
 
-    def __init__(self, mailbox: Mailbox, placement: Placement, view: View) -> None:
-        self._placement, self._view = placement, view
+    def __init__(self, mailbox: Mailbox, view: View, clock: Callable[[], float] = time.monotonic) -> None:
+        self._mailbox, self._view, self._clock = mailbox, view, clock
         self._command: dict[int, str] = {}
         self._generating: set[int] = set()
+        self._ledgers: dict[int, SlotLedger] = {}
         mailbox.watch(self._on_command)
         mailbox.subscribe(self._on_event)
+
+    def ledger(self, slot: int) -> SlotLedger:
+        """The slot's account since it was first heard of."""
+        return self._ledgers.get(slot) or SlotLedger.opened(slot, self._clock())
 
     def _on_command(self, slot: int, command: str) -> None:
         self._command[slot] = command
@@ -35,9 +43,10 @@ class SlotActivity:
         # An engine sends its statistics when it runs out of work, too.
         if isinstance(event, EngineStats) and event.num_running + event.num_waiting == 0:
             self._generating.discard(slot)
-            self._tell(slot)
+        self._tell(slot)
 
     def _tell(self, slot: int) -> None:
         otherwise: Activity = "generate" if slot in self._generating else "idle"
         activity = ACTIVITIES.get(self._command.get(slot, ""), otherwise)
-        self._view.on_slot(slot, self._placement.roles(slot), activity)
+        self._ledgers[slot] = self.ledger(slot).switch(activity, self._clock())
+        self._view.on_slot(slot, self._mailbox.roles(slot), activity)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ductile.launch.alive import start_time
+
 PERIOD_US = 20_000
 """Short, so that a slot which ran out waits 20 ms and not 100; at 5 ms the kernel's own accounting shows."""
 
@@ -59,7 +61,7 @@ class CpuCap:
         self._fraction = fraction
         self._tree = tree or find_tree(_read("/proc/self/mountinfo"), _read("/proc/self/cgroup"))
         self._parent = _parent_of_groups(self._tree)
-        self._run = f"ductile-{os.getpid()}-{_start_time(os.getpid())}"
+        self._run = f"ductile-{os.getpid()}-{start_time(os.getpid())}"
         sweep(self._parent)
 
     def group(self, slot: int) -> str:
@@ -89,7 +91,7 @@ def sweep(parent: Path) -> list[Path]:
     swept = []
     for folder in parent.glob("ductile-*-slot*"):
         named = re.fullmatch(r"ductile-(\d+)-(\d+)-slot\d+", folder.name)
-        if named and _start_time(int(named[1])) != int(named[2]):
+        if named and start_time(int(named[1])) != int(named[2]):
             with suppress(OSError):
                 folder.rmdir()
                 swept.append(folder)
@@ -126,15 +128,6 @@ def _inside(mount: str, root: str, own: str) -> Path:
     """The folder of group `own` where the part of the tree below `root` is mounted on `mount`."""
     below = os.path.relpath(own, root)
     return Path(mount) if below.startswith("..") or below == "." else Path(mount, below)
-
-
-def _start_time(pid: int) -> int | None:
-    """In clock ticks since the machine started; None when there is no such process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return int(stat.rpartition(")")[2].split()[19])
 
 
 def _read(path: str) -> str:

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 WRITTEN = (
-    "config.toml", "events.jsonl", "logs", "metrics.jsonl", "model", "rollouts.jsonl", "state", "summary.json",
-    "tensorboard", "wandb",
+    "config.toml", "control.json", "events.jsonl", "logs", "metrics.jsonl", "model", "rollouts.jsonl", "state",
+    "summary.json", "tensorboard", "wandb",
 )  # fmt: skip
 """All that runs write. Whatever else lies in the folder belongs to somebody else."""
 

@@ -5,7 +5,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -38,7 +38,8 @@ class LocalCluster:
             sentence = await cluster.death()
 
     A slot that ends, or is silent for `heartbeat_timeout_s`, is lost in the mailbox within milliseconds, and `death`
-    returns. Leaving the block stops everything: politely first, then with SIGKILL.
+    returns if the run depends on it. Slots may be added at any time. Leaving the block stops everything: politely
+    first, then with SIGKILL.
     """
 
     def __init__(
@@ -49,6 +50,10 @@ class LocalCluster:
         """host:port of the run's store."""
         self.devices: dict[int, str] = {}
         self.processes: dict[int, Process] = {}
+        self.depends_on: Callable[[int], bool] = lambda slot: True
+        """Whether the run ends when this slot is lost."""
+        self._num_devices: int | None = None
+        """None where slots are processes, of which there may be any number."""
         self._config = config
         self._logs = logs
         self._roles = dict(roles)
@@ -76,11 +81,7 @@ class LocalCluster:
                 await self._start()
         except TimeoutError:
             await self.stop()
-            missing = ", ".join(str(slot) for slot in self.slots if slot not in self.mailbox.heard_at_s)
-            raise StartFailed(
-                f"slots {missing} did not start within {self._config.start_timeout_s:g} s "
-                f"(cluster.start_timeout_s); see {self._logs}"
-            ) from None
+            raise StartFailed(self._not_started(self.slots)) from None
         except BaseException:
             await self.stop()
             raise
@@ -93,6 +94,42 @@ class LocalCluster:
     async def death(self) -> str:
         """Wait until a process that the run needs is lost; returns the sentence."""
         return await asyncio.shield(self._death)
+
+    async def add(self, slots: Sequence[int]) -> list[int]:
+        """Start those of the slots that do not run; returns them when all have said Hello.
+
+        Raises StartFailed, with none of the new ones running. A slot that was lost starts anew, with nothing of its
+        earlier life.
+        """
+        new = [slot for slot in slots if slot not in self.processes or slot in self.mailbox.lost]
+        self.devices |= {slot: self._device_of(slot) for slot in new}
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                for slot in new:
+                    if slot in self.processes:
+                        await self.processes[slot].ended.wait()
+                    self.mailbox.welcome(slot)
+                self.slots = tuple(sorted({*self.slots, *new}))
+                greeted = self._greetings(new)
+                for slot in new:
+                    self.processes[slot] = await self._fork_slot(slot)
+                await self._greeted_or_ended(greeted, new)
+        except (TimeoutError, StartFailed) as error:
+            for slot in new:
+                if slot in self.processes:
+                    self.condemn(slot, f"slot {slot} was not needed, as another one did not start")
+            raise StartFailed(str(error) or self._not_started(new)) from None
+        return new
+
+    def condemn(self, slot: int, sentence: str) -> None:
+        """Kill a slot, and lose it at once."""
+        self._lose(slot, sentence)
+        self.processes[slot].signal(signal.SIGKILL)
+
+    def fail(self, sentence: str) -> None:
+        """Have `death` return: the run cannot go on. The first sentence stays."""
+        if not self._death.done():
+            self._death.set_result(sentence)
 
     def peak_bytes(self) -> float:
         """The most memory that each slot's process ever had, all together."""
@@ -126,28 +163,32 @@ class LocalCluster:
             self._cap = CpuCap(self._config.cpu_slot_fraction)
         modules = sorted({path.partition(":")[0] for path in self._roles.values()} | {"ductile.slot.worker"})
         await self._server.start([*modules, "ductile.slot.store"], self._config.start_timeout_s)
-        self.devices = await self._assign_devices()
+        self._num_devices = await self._count_devices()
+        self.devices = {slot: self._device_of(slot) for slot in sorted(self.slots, reverse=True)}
         self._store = await self._fork("store", "ductile.slot.store:host")
         self.rendezvous = f"127.0.0.1:{await self._answer_of(self._store)}"
-        greeted = self._greetings()
+        greeted = self._greetings(self.slots)
         for slot in self.slots:
             self.processes[slot] = await self._fork_slot(slot)
         await self._or_death(greeted)
         self._watching = asyncio.create_task(self._watch())
 
-    async def _assign_devices(self) -> dict[int, str]:
+    async def _count_devices(self) -> int | None:
         if self._config.device == "cpu":
-            return dict.fromkeys(self.slots, "cpu")
+            return None
         counting = await self._fork("devices", "ductile.slot.store:count_devices")
         num_devices = int(await self._answer_of(counting))
-        if num_devices == 0 and self._config.device == "auto":
-            return dict.fromkeys(self.slots, "cpu")
-        if max(self.slots) >= num_devices:
+        return None if num_devices == 0 and self._config.device == "auto" else num_devices
+
+    def _device_of(self, slot: int) -> str:
+        if self._num_devices is None:
+            return "cpu"
+        if slot >= self._num_devices:
             raise StartFailed(
-                f"slot {max(self.slots)} has no device: this machine has {num_devices} CUDA devices. Use fewer slots, "
+                f"slot {slot} has no device: this machine has {self._num_devices} CUDA devices. Use fewer slots, "
                 'put several roles on one slot, or say cluster.device = "cpu"'
             )
-        return {slot: f"cuda:{slot}" for slot in self.slots}
+        return f"cuda:{slot}"
 
     async def _fork_slot(self, slot: int) -> Process:
         arguments = {
@@ -171,9 +212,9 @@ class LocalCluster:
             raise StartFailed(f"the process {process.name!r} {process.ending}; see {self._logs / 'processes.log'}")
         return process.said[0]
 
-    def _greetings(self) -> "asyncio.Future[None]":
-        """Done when every slot has said Hello."""
-        missing = set(self.slots)
+    def _greetings(self, slots: Sequence[int]) -> "asyncio.Future[None]":
+        """Done when each of the slots has said Hello."""
+        missing = set(slots)
         greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def listen(slot: int, event: Event) -> None:
@@ -184,7 +225,24 @@ class LocalCluster:
                     leave()
 
         leave = self.mailbox.subscribe(listen)
+        if not missing:
+            greeted.set_result(None)
         return greeted
+
+    async def _greeted_or_ended(self, greeted: "asyncio.Future[None]", slots: Sequence[int]) -> None:
+        endings = [asyncio.create_task(self.processes[slot].ended.wait()) for slot in slots]
+        try:
+            await asyncio.wait([greeted, *endings], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for ending in endings:
+                ending.cancel()
+        if not greeted.done():
+            raise StartFailed(self._not_started(slots))
+
+    def _not_started(self, slots: Sequence[int]) -> str:
+        missing = ", ".join(str(slot) for slot in slots if slot not in self.mailbox.heard_at_s)
+        limit_s = self._config.start_timeout_s
+        return f"slots {missing} did not start within {limit_s:g} s (cluster.start_timeout_s); see {self._logs}"
 
     async def _or_death(self, future: "asyncio.Future[None]") -> None:
         await asyncio.wait([future, self._death], return_when=asyncio.FIRST_COMPLETED)
@@ -196,17 +254,17 @@ class LocalCluster:
             return
         slot = next((slot for slot in self.slots if process.name == _name(slot)), None)
         if slot is None:
-            self._report(f"the process {process.name!r} (pid {process.pid}) {process.ending}")
+            self.fail(f"the process {process.name!r} (pid {process.pid}) {process.ending}")
         else:
             self._lose(slot, f"{self.mailbox.describe(slot)} {process.ending} while {self.mailbox.doing(slot)}")
 
     def _lose(self, slot: int, sentence: str) -> None:
+        if slot in self.mailbox.lost:
+            return
+        needed = self.depends_on(slot)
         self.mailbox.lose(slot, sentence)
-        self._report(sentence)
-
-    def _report(self, sentence: str) -> None:
-        if not self._death.done():
-            self._death.set_result(sentence)
+        if needed:
+            self.fail(sentence)
 
     async def _watch(self) -> None:
         """Lose slots that are silent for too long, by the second."""
@@ -223,12 +281,11 @@ class LocalCluster:
             for slot, process in self.processes.items():
                 silent_s = min(self.mailbox.silent_for_s(slot), now_s - awake_since_s)
                 if silent_s > limit_s and process.code is None and slot not in self.mailbox.lost:
-                    self._lose(
+                    self.condemn(
                         slot,
                         f"{self.mailbox.describe(slot)} was silent for {silent_s:.0f} s while "
                         f"{self.mailbox.doing(slot)} (cluster.heartbeat_timeout_s = {limit_s:g}) and has been killed",
                     )
-                    process.signal(signal.SIGKILL)
 
 
 def _name(slot: int) -> str:

@@ -158,6 +158,7 @@ class ProcessServer:
             case {"failed": str(why)}:
                 self._ready.set_exception(StartFailed(f"{why}; see {self._log}"))
             case {"started": str(name), "pid": int(pid)}:
+                self._forget(name)
                 process = self._processes[name] = Process(name, pid, _open_pidfd(pid))
                 if name in self._starting and not self._starting[name].done():
                     self._starting[name].set_result(process)
@@ -166,6 +167,13 @@ class ProcessServer:
                 self._processes[name].heard.set()
             case {"exited": str(name), "code": int(code)}:
                 self._end(self._processes[name], code)
+
+    def _forget(self, name: str) -> None:
+        """An earlier process of this name has ended, or no other could have been asked for."""
+        earlier = self._processes.get(name)
+        if earlier is not None and earlier.pidfd is not None:
+            os.close(earlier.pidfd)
+            earlier.pidfd = None
 
     async def _server_ended(self) -> None:
         if not self._ready.done():

@@ -6,7 +6,9 @@ How a command ends, whatever happens to it, is `ductile.launch.supervise`.
 import asyncio
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -14,11 +16,14 @@ from rich.console import Group, RenderableType
 from ductile.config.cluster import ClusterConfig
 from ductile.config.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.slots import placement_of
-from ductile.config.trainer import BenchConfig
+from ductile.config.trainer import BenchConfig, TrainerConfig
 from ductile.core.cluster.placement import SPELLED, Placement
 from ductile.launch.activity import SlotActivity
 from ductile.launch.attend import attend
+from ductile.launch.changes import Changes
 from ductile.launch.closing import closing_alone, closing_batches, closing_rl
+from ductile.launch.endpoint import Endpoint
+from ductile.launch.live import LiveRun
 from ductile.launch.local import ROLES, LocalCluster
 from ductile.launch.supervise import Session, supervise
 from ductile.loop.alone import PreparedAlone, prepare_alone, run_alone
@@ -30,6 +35,7 @@ from ductile.records import Formation
 from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.messages import RoleName
 from ductile.wire.remote import RemoteScorer, hold
+from ductile.wire.resize import Terms
 from ductile.wire.trainer import RemoteTrainer
 
 START_CANCEL_S = 8.0
@@ -67,22 +73,25 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
     placement = placement_of(config)
     cluster = _cluster(placement, config.cluster, session)
     try:
-        await _start(cluster, placement, session)
+        activity = await _start(cluster, placement, session)
         bench = _bench(config.bench, cluster, session)
         trainer, generators, scorer = await attend(
             _take_roles(config, prepared, placement, cluster), session.interrupt.asked, cluster.death()
         )
-        circle = run_circle(
-            prepared,
-            trainer,
-            generators,
-            scorer,
-            session.record,
-            session.interrupt.asked,
-            _members(placement),
-            session.began_s,
-        )
-        result = await attend(circle, session.interrupt.insisted, cluster.death())
+        slots = Slots(cluster, placement, trainer, activity)
+        async with _live("rl", prepared.plan.max_steps, prepared.trainer, config.cluster, slots, session) as changes:
+            circle = run_circle(
+                prepared,
+                trainer,
+                generators,
+                scorer,
+                session.record,
+                session.interrupt.asked,
+                _members(placement),
+                session.began_s,
+                changes.metrics,
+            )
+            result = await attend(circle, session.interrupt.insisted, cluster.death())
     finally:
         await cluster.stop()
     return _finish(bench, config.bench) if bench else closing_rl(result)
@@ -94,16 +103,25 @@ async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatch
     cluster = _cluster(placement, config.cluster, session)
     timeout_s = config.cluster.command_timeout_s
     try:
-        await _start(cluster, placement, session)
+        activity = await _start(cluster, placement, session)
         bench = _bench(config.bench, cluster, session)
         settings = prepared.trainer.model_dump(mode="json")
         taking = hold(cluster.mailbox, "train", settings, placement.train, timeout_s, cluster.rendezvous)
         await attend(taking, session.interrupt.asked, cluster.death())
-        trainer = RemoteTrainer(cluster.mailbox, Formation(placement.train), timeout_s)
-        batches = run_batches(
-            prepared, trainer, session.record, session.interrupt.asked, _members(placement), session.began_s
-        )
-        summary = await attend(batches, session.interrupt.insisted, cluster.death())
+        trainer = RemoteTrainer(cluster.mailbox, _formation(placement, prepared.trainer), timeout_s)
+        slots = Slots(cluster, placement, trainer, activity)
+        command = "sft" if isinstance(config, SFTConfig) else "trainer"
+        async with _live(command, prepared.max_steps, prepared.trainer, config.cluster, slots, session) as changes:
+            batches = run_batches(
+                prepared,
+                trainer,
+                session.record,
+                session.interrupt.asked,
+                _members(placement),
+                session.began_s,
+                changes.metrics,
+            )
+            summary = await attend(batches, session.interrupt.insisted, cluster.death())
     finally:
         await cluster.stop()
     return _finish(bench, config.bench) if bench else closing_batches(summary, prepared.model_folder)
@@ -125,13 +143,46 @@ def _cluster(placement: Placement, config: ClusterConfig, session: Session) -> L
     return LocalCluster(placement.slots, config, session.logs, roles)
 
 
-async def _start(cluster: LocalCluster, placement: Placement, session: Session) -> None:
+async def _start(cluster: LocalCluster, placement: Placement, session: Session) -> SlotActivity:
     await attend(cluster.start(), session.interrupt.asked, cancel_s=START_CANCEL_S)
-    SlotActivity(cluster.mailbox, placement, session.view)
+    activity = SlotActivity(cluster.mailbox, session.view)
     for slot in placement.slots:
         roles, device, pid = placement.roles(slot), cluster.devices[slot], cluster.processes[slot].pid
         sentence = f"Slot {slot} ({' and '.join(roles)}) runs on {device}, pid {pid}."
         session.record.event("slot_started", sentence, slot=slot, roles=roles, device=device, pid=pid)
+    return activity
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """What a run has, once its slots have their roles."""
+
+    cluster: LocalCluster
+    placement: Placement
+    trainer: RemoteTrainer
+    activity: SlotActivity
+
+
+@asynccontextmanager
+async def _live(
+    command: str, max_steps: int, trainer: TrainerConfig, limits: ClusterConfig, slots: Slots, session: Session
+) -> AsyncIterator[Changes]:
+    """Meanwhile the run answers `ductile status` and `ductile resize`."""
+    terms = Terms(
+        settings=trainer.model_dump(mode="json"),
+        rendezvous=slots.cluster.rendezvous,
+        timeout_s=trainer.resize.timeout_s,
+        leave_s=limits.command_timeout_s,
+        keeps_old=trainer.resize.memory == "shadow",
+    )
+    changes = Changes(slots.cluster, slots.trainer, terms, slots.placement, session.record)
+    live = LiveRun(command, max_steps, session, slots.cluster, slots.trainer, slots.activity, changes)
+    async with Endpoint(session.folder, live.respond):
+        yield changes
+
+
+def _formation(placement: Placement, trainer: TrainerConfig) -> Formation:
+    return Formation(placement.train, trainer.model.dp_replicate)
 
 
 async def _take_roles(
@@ -146,7 +197,7 @@ async def _take_roles(
         hold(mailbox, "score", trainer, placement.score, timeout_s),
     )
     return (
-        RemoteTrainer(mailbox, Formation(placement.train), timeout_s),
+        RemoteTrainer(mailbox, _formation(placement, prepared.trainer), timeout_s),
         RemoteGenerators(mailbox, placement.generate, config.inference.max_num_seqs, timeout_s),
         RemoteScorer(mailbox, placement.score, timeout_s) if placement.score else None,
     )

@@ -7,7 +7,7 @@ result = await run_circle(prepared, trainer, generators, scorer, record, stop)
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -129,11 +129,12 @@ async def run_circle(
     stop: asyncio.Event,
     slots: Mapping[str, Sequence[int]],
     began_s: float | None = None,
+    counts: Callable[[], Mapping[str, float]] = dict,
 ) -> RunResult:
     """Run until `max_steps` or `stop`; writes metrics, checkpoints, `model/` and `summary.json`.
 
     stop: set by the first Ctrl-C; the running step is finished and saved. slots: by role, for the summary.
-    began_s: `time.perf_counter()` of the command's start, for `wall_s`; default: now.
+    began_s: `time.perf_counter()` of the command's start, for `wall_s`; default: now. counts: further metrics.
     Raises what a role raises (SlotLost, Late, Refused), and TaskError when a task cannot be made in a grader.
     """
     began_s = time.perf_counter() if began_s is None else began_s
@@ -181,6 +182,7 @@ async def run_circle(
             counts=lambda: {
                 "groups_dropped": float(buffer.num_dropped),
                 "reward_errors": float(graders.num_errors),
+                **counts(),
             },
             record=record,
             stop=stop,

@@ -135,6 +135,7 @@ async def run_batches(
     stop: asyncio.Event,
     slots: Mapping[str, Sequence[int]],
     began_s: float | None = None,
+    counts: Callable[[], Mapping[str, float]] = dict,
 ) -> dict[str, Any]:
     """Train until `max_steps` or `stop`, save where that is wanted, and write and return the summary.
 
@@ -157,7 +158,7 @@ async def run_batches(
         with watch("optim_step"):
             report = await trainer.optim_step(normalise.divisor(samples, mode))
         step += 1
-        record.metrics(step, _metrics(samples, report, *watch.lap()))
+        record.metrics(step, {**_metrics(samples, report, *watch.lap()), **counts()})
         due = prepared.save_interval is not None and step % prepared.save_interval == 0
         if saver and (due or step == prepared.max_steps):
             with watch("save"):

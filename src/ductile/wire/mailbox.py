@@ -138,6 +138,16 @@ class Mailbox:
                 question.answer.set_exception(SlotLost(reason))
         self._tell(slot, Died(reason))
 
+    def welcome(self, slot: int) -> None:
+        """A new process is about to be this slot: nothing is known of it, whatever became of an earlier one."""
+        self.lost.pop(slot, None)
+        for known in (self.heard_at_s, self.heartbeats, self._roles, self._pids):
+            known.pop(slot, None)
+
+    def roles(self, slot: int) -> tuple[str, ...]:
+        """Those that the slot was told to hold, in the order in which it was."""
+        return tuple(self._roles.get(slot, ()))
+
     def silent_for_s(self, slot: int) -> float:
         """Since the slot last said anything; 0 for one that never did (starting has its own deadline)."""
         now = self._clock()

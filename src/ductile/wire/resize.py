@@ -72,7 +72,7 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Resized:
+class ResizeResult:
     """What became of a change."""
 
     change: Change
@@ -122,7 +122,7 @@ class Transaction:
         self._pause_s = 0.0
         self._moved: dict[int, Moved] = {}
 
-    async def run(self) -> Resized:
+    async def run(self) -> ResizeResult:
         """Raises SlotLost when there is no trainer any more; its sentence says what was lost."""
         try:
             await self._hold()
@@ -261,9 +261,9 @@ class Transaction:
         finally:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + self._clock() - began_s
 
-    def _result(self, outcome: Literal["resized", "rolled_back"], reason: str = "") -> Resized:
+    def _result(self, outcome: Literal["resized", "rolled_back"], reason: str = "") -> ResizeResult:
         phases = dict.fromkeys(name for moved in self._moved.values() for name in moved.seconds)
-        return Resized(
+        return ResizeResult(
             change=self.change,
             outcome=outcome,
             reason=reason,

@@ -1,0 +1,110 @@
+"""`ductile resize` and `ductile status`: asking a live run, from a shell.
+
+0     done
+1     the run did not do it: it was rolled back, the run ended, or another resize is under way
+2     nothing was tried: no live run, or something that cannot be
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+
+from ductile.core.cluster.membership import describe
+from ductile.launch.control import RESIZE_S, Run, RunFailed, RunStatus, TrainerSlots, Unfit
+from ductile.records import Formation
+
+DONE, NOT_DONE, UNFIT = 0, 1, 2
+
+MAX_SLOT = 4095
+NUM_SHOWN = 5
+
+
+def resize(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="ductile resize", description="Change the slots that a live run trains on, while it trains."
+    )
+    parser.add_argument("--run", required=True, metavar="FOLDER", help="the run's output_dir")
+    parser.add_argument("--train", required=True, metavar="SLOTS", help="for example 0-3, or 0,2,5")
+    parser.add_argument("--replicas", type=int, default=1, metavar="N", help="whole copies of the state (default: 1)")
+    parser.add_argument("--timeout", type=float, default=RESIZE_S, metavar="S", help="how long to wait for it")
+    parser.add_argument("--json", action="store_true", help="print what happened as JSON")
+    asked = parser.parse_args(list(words))
+    try:
+        result = Run(asked.run).resize(slot_list(asked.train), asked.replicas, asked.timeout)
+    except (Unfit, RunFailed) as error:
+        return _sorry("resize", error)
+    if asked.json:
+        print(msgspec.json.encode(result).decode())
+    else:
+        print(result.sentence)
+        parts = [f"{name} {seconds:.3f} s" for name, seconds in {**result.seconds, **result.slot_seconds}.items()]
+        if parts:
+            print(f"The trainer stood still for {result.pause_s:.3f} s. In all: {', '.join(parts)}.")
+    return NOT_DONE if result.outcome == "rolled_back" else DONE
+
+
+def status(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="ductile status", description="What a live run does, slot by slot.")
+    parser.add_argument("--run", required=True, metavar="FOLDER", help="the run's output_dir")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    asked = parser.parse_args(list(words))
+    try:
+        known = Run(asked.run).status()
+    except (Unfit, RunFailed) as error:
+        return _sorry("status", error)
+    if asked.json:
+        print(msgspec.json.encode(known).decode())
+    else:
+        Console(soft_wrap=True, highlight=False, markup=False).print(picture(known))
+    return DONE
+
+
+def slot_list(text: str) -> tuple[int, ...]:
+    """ "0-1,3" as (0, 1, 3). Raises Unfit."""
+    slots: list[int] = []
+    for word in text.split(","):
+        found = re.fullmatch(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?", word)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
+        if not first <= last <= MAX_SLOT:
+            raise Unfit(f"--train {text}: {word.strip() or 'nothing'!r} is no slot and no range; write 0-3 or 0,2,5")
+        slots += range(first, last + 1)
+    if len(set(slots)) < len(slots):
+        raise Unfit(f"--train {text} names a slot twice")
+    return tuple(slots)
+
+
+def picture(known: RunStatus) -> RenderableType:
+    """For a person."""
+    title = f"{known.command}: step {known.step}/{known.max_steps}, epoch {known.epoch}, pid {known.pid}"
+    trainer = f"trainer: {_described(known.trainer)}"
+    if known.changing:
+        trainer += f" (changing: {known.changing})"
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    activities = [name for name in ("train", "generate", "score", "publish", "switch", "idle")]
+    activities = [name for name in activities if any(name in slot.seconds for slot in known.slots)]
+    for name in ("slot", "pid", "device", "roles", "doing"):
+        table.add_column(name)
+    for name in activities:
+        table.add_column(f"{name} s", justify="right")
+    for slot in known.slots:
+        seconds = [f"{slot.seconds.get(name, 0.0):.1f}" for name in activities]
+        table.add_row(str(slot.slot), str(slot.pid), slot.device, ", ".join(slot.roles) or "-", slot.doing, *seconds)
+    parts: list[RenderableType] = [title, trainer, table]
+    parts += [f"step {change.step}: {change.sentence}" for change in known.changes[-NUM_SHOWN:]]
+    parts += [f"lost: {sentence}" for sentence in known.lost.values()]
+    return Group(*parts)
+
+
+def _described(trainer: TrainerSlots) -> str:
+    return describe(Formation(trainer.slots, trainer.replicas))
+
+
+def _sorry(command: str, error: Unfit | RunFailed) -> int:
+    sentence = str(error).rstrip(".")
+    print(f"ductile {command}: {sentence[:1].upper()}{sentence[1:]}.", file=sys.stderr)
+    return UNFIT if isinstance(error, Unfit) else NOT_DONE

@@ -1,0 +1,153 @@
+"""Who trains: what may be changed about it, one change at a time, and what became of the changes so far."""
+
+from collections import deque
+from collections.abc import Sequence
+
+from ductile.core.cluster.membership import describe
+from ductile.core.cluster.placement import Placement
+from ductile.launch.control import Resized, RunFailed, TrainerSlots, Unfit
+from ductile.launch.local import LocalCluster
+from ductile.launch.processes import StartFailed
+from ductile.observe import Recorder
+from ductile.records import Change, Formation
+from ductile.roles import SlotLost
+from ductile.wire.resize import ResizeResult, Terms, Transaction
+from ductile.wire.trainer import RemoteTrainer
+
+NUM_KEPT = 20
+
+
+class Changes:
+    """Slots that a change needs and that do not run are started for it; those that leave stay, without the role."""
+
+    def __init__(
+        self, cluster: LocalCluster, trainer: RemoteTrainer, terms: Terms, placement: Placement, record: Recorder
+    ) -> None:
+        """placement: where the other roles are, which no change touches."""
+        self.history: deque[Resized] = deque(maxlen=NUM_KEPT)
+        self.num_resized = 0
+        self._cluster, self._trainer, self._terms, self._record = cluster, trainer, terms, record
+        self._others = {*placement.generate, *placement.score}
+        self._target: Formation | None = None
+        """Of the change that is under way."""
+        self._transaction: Transaction | None = None
+        self._paused_s = 0.0
+        cluster.depends_on = self.depends_on
+
+    async def resize(self, members: Sequence[int], replicas: int = 1) -> Resized:
+        """Have the trainer go on as this formation, and wait for what comes of it.
+
+        Raises Unfit for a formation that cannot be, and RunFailed when another change is under way, when a slot does
+        not start, or when the trainer is lost.
+        """
+        before, after = self._trainer.formation, _formation(members, replicas)
+        if self._target is not None:
+            raise RunFailed(f"the trainer is on its way to {describe(self._target)}: one resize at a time")
+        if before == after:
+            sentence = f"Trainer is on {describe(before)} already."
+            return Resized("unchanged", sentence, self._cluster.mailbox.epoch, _slots(before), _slots(after))
+        self._target = after
+        try:
+            await self._start(after.members)
+            self._transaction = Transaction(
+                self._cluster.mailbox, self._trainer, after, self._terms, self._cluster.condemn
+            )
+            result = await self._transaction.run()
+        except SlotLost as error:
+            self._cluster.fail(str(error))
+            raise RunFailed(str(error)) from error
+        finally:
+            self._target = self._transaction = None
+        return self._note(result)
+
+    @property
+    def under_way(self) -> str:
+        """ "move, to slots 0-3"; "" when no change is."""
+        if self._target is None:
+            return ""
+        phase = self._transaction.phase if self._transaction else "start"
+        return f"{phase}, to {describe(self._target)}"
+
+    def depends_on(self, slot: int) -> bool:
+        """Whether the run cannot go on without this slot. In a change, the change says so of the slots that train."""
+        if slot in self._others or slot in self._trainer.publishers:
+            return True
+        if self._transaction is not None and self._transaction.phase != "settle":
+            return False
+        return slot in self._trainer.formation.members
+
+    def metrics(self) -> dict[str, float]:
+        """For the row of a step; `seconds/resize` counts from the one before."""
+        paused_s, self._paused_s = self._paused_s, 0.0
+        return {
+            "train_slots": float(self._trainer.num_ranks),
+            "resizes": float(self.num_resized),
+            "seconds/resize": paused_s,
+        }
+
+    async def _start(self, slots: Sequence[int]) -> None:
+        try:
+            started = await self._cluster.add(slots)
+        except StartFailed as error:
+            raise Unfit(str(error)) from error
+        for slot in started:
+            device, pid = self._cluster.devices[slot], self._cluster.processes[slot].pid
+            sentence = f"Slot {slot} runs on {device}, pid {pid}: it is to join the trainer."
+            self._record.event("slot_started", sentence, slot=slot, roles=[], device=device, pid=pid)
+
+    def _note(self, result: ResizeResult) -> Resized:
+        resized = Resized(
+            outcome=result.outcome,
+            sentence=sentence_of(result),
+            epoch=result.change.epoch,
+            before=_slots(result.change.before),
+            after=_slots(result.change.after),
+            pause_s=result.pause_s,
+            seconds=dict(result.seconds),
+            slot_seconds=dict(result.slot_seconds),
+            num_bytes=result.num_bytes,
+            carrier=result.carrier,
+            step=self._record.last_step or 0,
+        )
+        self.history.append(resized)
+        self.num_resized += result.outcome == "resized"
+        self._paused_s += result.pause_s
+        kind = "resized" if result.outcome == "resized" else "resize_rolled_back"
+        self._record.event(
+            kind,
+            resized.sentence,
+            epoch=resized.epoch,
+            before=resized.before.slots,
+            before_replicas=resized.before.replicas,
+            after=resized.after.slots,
+            after_replicas=resized.after.replicas,
+            pause_s=resized.pause_s,
+            seconds=resized.seconds,
+            slot_seconds=resized.slot_seconds,
+            num_bytes=resized.num_bytes,
+            carrier=resized.carrier,
+        )
+        return resized
+
+
+def sentence_of(result: ResizeResult) -> str:
+    """ "Trainer resized from slots 0-1 to slots 0-3 in 0.21 s: 412 MiB moved; ..."."""
+    change: Change = result.change
+    if result.outcome == "rolled_back":
+        return f"Trainer stays on {describe(change.before)} and not {describe(change.after)}: {result.reason}."
+    way = f"from {describe(change.before)} to {describe(change.after)}"
+    how = f"; {result.carrier}" if result.carrier else ""
+    return f"Trainer resized {way} in {result.pause_s:.2f} s: {result.num_bytes / 2**20:.1f} MiB moved{how}."
+
+
+def _formation(members: Sequence[int], replicas: int) -> Formation:
+    if any(slot < 0 for slot in members):
+        raise Unfit(f"slots are numbered from 0, got {list(members)}")
+    try:
+        return Formation(tuple(members), replicas)
+    except ValueError as error:
+        raise Unfit(str(error)) from error
+
+
+def _slots(formation: Formation) -> TrainerSlots:
+    return TrainerSlots(formation.members, formation.replicas)

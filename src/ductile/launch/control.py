@@ -1,0 +1,190 @@
+"""Talking to a live run from outside, and the words for it.
+
+    run = Run("runs/x")
+    run.status().trainer.slots              (0, 1)
+    run.resize(train=range(4)).sentence     "Trainer resized from slots 0-1 to slots 0-3 in 0.21 s: ..."
+
+A run listens on loopback (`ductile.launch.endpoint`); `control.json` in its folder, which only its owner can read, has
+the address and a random token. A conversation is one line of JSON each way. Nothing in it is executed.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from ductile.launch.alive import start_time
+
+VERSION = 1
+FILE = "control.json"
+MAX_LINE_BYTES = 1 << 20
+STATUS_S = 10.0
+RESIZE_S = 600.0
+
+
+class Words(msgspec.Struct, forbid_unknown_fields=True):
+    pass
+
+
+class Resize(Words, tag="resize"):
+    """Have the trainer go on with these slots, in rank order."""
+
+    train: tuple[int, ...]
+    replicas: int = 1
+    """Whole copies of the state, each sharded over its part of the slots."""
+
+
+class Status(Words, tag="status"):
+    pass
+
+
+class Request(Words):
+    version: int
+    token: str
+    ask: Resize | Status
+
+
+class TrainerSlots(Words):
+    slots: tuple[int, ...]
+    """In rank order."""
+    replicas: int
+
+
+class Resized(Words, tag="resized"):
+    """What became of a resize."""
+
+    outcome: Literal["resized", "rolled_back", "unchanged"]
+    sentence: str
+    epoch: int
+    before: TrainerSlots
+    after: TrainerSlots
+    """As asked for; after a rollback the trainer is as `before`."""
+    pause_s: float = 0.0
+    """In which the trainer stood still."""
+    seconds: dict[str, float] = {}
+    """By step of the transaction, as the orchestrator waited for it."""
+    slot_seconds: dict[str, float] = {}
+    """By phase of the work in the slots, the longest of all slots."""
+    num_bytes: int = 0
+    carrier: str = ""
+    step: int = 0
+    """Training steps done before it."""
+
+
+class SlotStatus(Words):
+    slot: int
+    pid: int
+    device: str
+    roles: tuple[str, ...]
+    doing: str
+    """An activity of the ledger: train, generate, score, publish, switch, idle; or "lost"."""
+    seconds: dict[str, float]
+    """By activity, since the slot started; all together since then."""
+
+
+class RunStatus(Words, tag="status"):
+    command: str
+    pid: int
+    step: int
+    max_steps: int
+    running_s: float
+    epoch: int
+    trainer: TrainerSlots
+    changing: str
+    """The step of a resize that is under way, and to where; "" when there is none."""
+    slots: tuple[SlotStatus, ...]
+    changes: tuple[Resized, ...]
+    """The latest ones, oldest first."""
+    lost: dict[int, str]
+    """Slots that died, with the sentence that says how."""
+
+
+class Answer(Words):
+    version: int
+    result: Resized | RunStatus | None = None
+    error: str = ""
+    """A sentence when there is no result."""
+    unfit: bool = False
+    """What was asked for cannot be, and nothing was tried."""
+
+
+R = TypeVar("R", Resized, RunStatus)
+
+
+class RunFailed(Exception):
+    """The run did not do what was asked for. The text is a sentence."""
+
+
+class Unfit(Exception):
+    """What was asked for cannot be, or there is no live run to ask: nothing was tried. The text is a sentence."""
+
+
+class Run:
+    """A live run, by its folder."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+
+    def resize(self, train: Iterable[int], replicas: int = 1, timeout_s: float = RESIZE_S) -> Resized:
+        """Change the trainer's slots and wait for what comes of it; a rollback is a result, too.
+
+        Raises Unfit, or RunFailed when the run ended meanwhile, is in another resize, or does not answer in time.
+        """
+        return self._ask(Resize(tuple(train), replicas), Resized, timeout_s)
+
+    def status(self, timeout_s: float = STATUS_S) -> RunStatus:
+        return self._ask(Status(), RunStatus, timeout_s)
+
+    def _ask(self, ask: Resize | Status, expected: type[R], timeout_s: float) -> R:
+        host, port, token = self._where()
+        line = msgspec.json.encode(Request(VERSION, token, ask)) + b"\n"
+        try:
+            with socket.create_connection((host, port), timeout=STATUS_S) as connection:
+                connection.sendall(line)
+                answer = msgspec.json.decode(_line(connection, timeout_s), type=Answer)
+        except (OSError, EOFError) as error:
+            raise RunFailed(f"the run in {self.folder} did not answer: {error or 'it ended'}") from error
+        except msgspec.DecodeError as error:
+            raise RunFailed(f"the run in {self.folder} gave an answer that cannot be read: {error}") from error
+        if isinstance(answer.result, expected):
+            return answer.result
+        raise (Unfit if answer.unfit else RunFailed)(answer.error or "the run answered something else")
+
+    def _where(self) -> tuple[str, int, str]:
+        if not self.folder.is_dir():
+            raise Unfit(f"there is no run in {self.folder}: no such folder")
+        try:
+            known: dict[str, Any] = json.loads((self.folder / FILE).read_text())
+            version, pid, started = known["version"], known["pid"], known["started"]
+            host, port, token = str(known["host"]), int(known["port"]), str(known["token"])
+        except FileNotFoundError:
+            raise Unfit(f"no run is at work in {self.folder}, or it is still starting: it has no {FILE}") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise Unfit(f"{self.folder / FILE} cannot be read: {error}") from None
+        if start_time(pid) != started:
+            raise Unfit(f"no run is at work in {self.folder}: process {pid}, which wrote its {FILE}, has ended")
+        if version != VERSION:
+            raise Unfit(f"the run in {self.folder} speaks version {version} of the control words, this is {VERSION}")
+        return host, port, token
+
+
+def _line(connection: socket.socket, timeout_s: float) -> bytes:
+    """One line, without its end. Raises TimeoutError, EOFError or OSError."""
+    deadline_s, received = time.monotonic() + timeout_s, b""
+    while not received.endswith(b"\n"):
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError(f"no answer within {timeout_s:g} s")
+        connection.settimeout(left_s)
+        chunk = connection.recv(65536)
+        if not chunk:
+            raise EOFError("it closed the connection")
+        received += chunk
+        if len(received) > MAX_LINE_BYTES:
+            raise OSError(f"its answer is longer than {MAX_LINE_BYTES} bytes")
+    return received

@@ -1,0 +1,112 @@
+"""The run's end of `ductile.launch.control`: a line of JSON in, a line of JSON out, one of each a connection.
+
+It listens on loopback only. Whoever lacks the token of the 0600 file is refused, whoever says nothing is hung up on.
+"""
+
+import asyncio
+import hmac
+import json
+import os
+import secrets
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from ductile.launch.alive import start_time
+from ductile.launch.control import (
+    FILE,
+    MAX_LINE_BYTES,
+    VERSION,
+    Answer,
+    Request,
+    Resize,
+    Resized,
+    RunFailed,
+    RunStatus,
+    Status,
+    Unfit,
+)
+
+READ_S = 5.0
+"""To send the request, and to take the answer."""
+CLOSE_S = 1.0
+"""What is being answered when the run ends has this long."""
+MAX_CONNECTIONS = 16
+
+Respond = Callable[[Resize | Status], Awaitable[Resized | RunStatus]]
+
+
+class Endpoint:
+    """`async with Endpoint(folder, respond):` the run can be asked. `respond` raises Unfit or RunFailed."""
+
+    def __init__(self, folder: Path, respond: Respond) -> None:
+        self._file, self._respond = folder / FILE, respond
+        self._token = secrets.token_hex(32)
+        self._talking: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> "Endpoint":
+        self._server = await asyncio.start_server(self._talk, "127.0.0.1", 0, limit=MAX_LINE_BYTES)
+        host, port = self._server.sockets[0].getsockname()
+        pid = os.getpid()
+        known = {"version": VERSION, "host": host, "port": port, "pid": pid, "started": start_time(pid)}
+        _write_private(self._file, json.dumps({**known, "token": self._token}))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        with suppress(FileNotFoundError):
+            self._file.unlink()
+        self._server.close()
+        if self._talking:
+            await asyncio.wait(self._talking, timeout=CLOSE_S)
+        for task in self._talking:
+            task.cancel()
+        await asyncio.gather(*self._talking, return_exceptions=True)
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._talking.add(task)
+        task.add_done_callback(self._talking.discard)
+        try:
+            with suppress(OSError, TimeoutError):
+                answer = await self._answer(reader)
+                writer.write(msgspec.json.encode(answer) + b"\n")
+                async with asyncio.timeout(READ_S):
+                    await writer.drain()
+        finally:
+            writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader) -> Answer:
+        if len(self._talking) > MAX_CONNECTIONS:
+            return _refusal("the run is talking to too many others")
+        try:
+            async with asyncio.timeout(READ_S):
+                line = await reader.readline()
+            request = msgspec.json.decode(line, type=Request)
+        except (ValueError, RecursionError) as error:  # of msgspec, or of a line that is too long
+            return _refusal(f"the request is none: {error}")
+        if not hmac.compare_digest(request.token.encode(), self._token.encode()):
+            return _refusal("the request does not have the run's token")
+        if request.version != VERSION:
+            return _refusal(f"this run speaks version {VERSION} of the control words, the request is of another")
+        try:
+            return Answer(VERSION, await self._respond(request.ask))
+        except Unfit as error:
+            return _refusal(str(error))
+        except RunFailed as error:
+            return Answer(VERSION, error=str(error))
+
+
+def _refusal(sentence: str) -> Answer:
+    return Answer(VERSION, error=sentence, unfit=True)
+
+
+def _write_private(file: Path, text: str) -> None:
+    """Readable by its owner from its first moment, and there at once as a whole."""
+    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    partial.unlink(missing_ok=True)
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+        stream.write(text + "\n")
+    partial.replace(file)

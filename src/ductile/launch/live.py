@@ -1,0 +1,68 @@
+"""What a live run tells of itself, and does when it is asked to (`ductile resize`, `ductile status`)."""
+
+import os
+import time
+
+from ductile.launch.activity import SlotActivity
+from ductile.launch.changes import Changes
+from ductile.launch.control import Resize, Resized, RunStatus, SlotStatus, Status, TrainerSlots
+from ductile.launch.local import LocalCluster
+from ductile.launch.supervise import Session
+from ductile.wire.messages import Died, Event
+from ductile.wire.trainer import RemoteTrainer
+
+
+class LiveRun:
+    def __init__(
+        self,
+        command: str,
+        max_steps: int,
+        session: Session,
+        cluster: LocalCluster,
+        trainer: RemoteTrainer,
+        activity: SlotActivity,
+        changes: Changes,
+    ) -> None:
+        self._command, self._max_steps, self._session, self._cluster = command, max_steps, session, cluster
+        self._trainer, self._activity, self._changes = trainer, activity, changes
+        cluster.mailbox.subscribe(self._on_event)
+
+    async def respond(self, ask: Resize | Status) -> Resized | RunStatus:
+        """Raises Unfit or RunFailed."""
+        if isinstance(ask, Resize):
+            return await self._changes.resize(ask.train, ask.replicas)
+        return self.status()
+
+    def status(self) -> RunStatus:
+        formation = self._trainer.formation
+        return RunStatus(
+            command=self._command,
+            pid=os.getpid(),
+            step=self._session.record.last_step or 0,
+            max_steps=self._max_steps,
+            running_s=time.perf_counter() - self._session.began_s,
+            epoch=self._cluster.mailbox.epoch,
+            trainer=TrainerSlots(formation.members, formation.replicas),
+            changing=self._changes.under_way,
+            slots=tuple(self._slot(slot) for slot in self._cluster.slots),
+            changes=tuple(self._changes.history),
+            lost=dict(self._cluster.mailbox.lost),
+        )
+
+    def _slot(self, slot: int) -> SlotStatus:
+        process, mailbox = self._cluster.processes.get(slot), self._cluster.mailbox
+        lost = slot in mailbox.lost
+        ledger = self._activity.ledger(slot)
+        return SlotStatus(
+            slot=slot,
+            pid=process.pid if process else 0,
+            device=self._cluster.devices[slot],
+            roles=() if lost else mailbox.roles(slot),
+            doing="lost" if lost else ledger.activity,
+            seconds={str(activity): seconds for activity, seconds in ledger.totals(time.monotonic()).items()},
+        )
+
+    def _on_event(self, slot: int, event: Event) -> None:
+        # A death that ends the run is told at its end.
+        if isinstance(event, Died) and not self._changes.depends_on(slot):
+            self._session.record.event("slot_lost", f"{event.reason[:1].upper()}{event.reason[1:]}.", slot=slot)
