@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from ductile.fabric import rendezvous, universe
 from ductile.roles import Place
@@ -93,9 +94,11 @@ class Groups:
     def destroy(self) -> None:
         """Close every group, in the order of their making. Drop what was made from them (meshes, modules) before."""
         for mesh in self._meshes:
-            # torch's caches keep meshes for ever. A mesh that keeps its group would keep its sockets open.
+            # Whoever keeps a mesh would keep its group, and with it its sockets.
             mesh._pg_registry.clear()
         self._meshes.clear()
+        # What torch remembers of operations on tensors is kept by mesh, and for ever.
+        _clear_sharding_prop_cache()
         for members in list(self._groups):
             dist.destroy_process_group(self._groups.pop(members))
         gc.collect()  # sharded modules refer to each other in circles; only without them sockets and threads go
