@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from ductile.core.cluster.orders import Decision, Handoff, Policy, complaints, formation_after, roles_after
+from ductile.core.cluster.orders import Decision, Handoff, Policy, complaints, formation_after
 from ductile.core.cluster.state import ClusterState
 from ductile.observe import Recorder
 from ductile.sim.stage import Stage
@@ -64,17 +64,25 @@ class Conductor:
         """Decide now, and return when it is carried out."""
         async with self._busy:
             self._happened.clear()
-            self._asked_at_s = self._stage.now_s
-            async with self._stage.boundary:
-                state = self._stage.state()
+            stage = self._stage
+            self._asked_at_s = began_s = stage.now_s
+            async with stage.boundary:
+                state = stage.state()
                 decision = self._ask(state)
-                hold = decision.hold_training
-                (self._stage.may_train.clear if hold else self._stage.may_train.set)()
-                self._stage.look_again()
+                (stage.may_train.clear if decision.hold_training else stage.may_train.set)()
+                stage.look_again()
+                formation = formation_after(state, decision)
+                resizes = {*formation.members} != {*stage.formation.members}
+                if resizes:
+                    # Nobody begins a micro-step now: the others would wait for its end.
+                    await self._leave(decision)
+                    await self._switch({*formation.members, *stage.formation.members}, stage.scenario.costs.resize_s)
+                    stage.formation = formation
             if decision.orders:
-                began_s = self._stage.now_s
-                await self._carry_out(state, decision)
-                self.changes.append(Change(began_s, self._stage.now_s - began_s, decision))
+                if not resizes:
+                    await self._leave(decision)
+                await self._join(decision)
+                self.changes.append(Change(began_s, stage.now_s - began_s, decision))
                 self.notify()
 
     def _ask(self, state: ClusterState) -> Decision:
@@ -87,28 +95,25 @@ class Conductor:
             self._record.event("decided", f"{decision.reason}.", at_s=round(state.now_s, 3))
         return decision
 
-    async def _carry_out(self, state: ClusterState, decision: Decision) -> None:
-        """What leaves goes first, then the trainer changes between two micro-steps, then newcomers warm up."""
-        stage, costs = self._stage, self._stage.scenario.costs
-        after = roles_after(state, decision)
-        moving = {move.slot for move in decision.moves}
-        leaving = [move.slot for move in decision.moves if {*move.before} - {*move.after} - {"train"}]
-        joining = [move.slot for move in decision.moves if {*move.after} - {*move.before} - {"train"}]
-        stage.changing |= moving
-        stage.hold({slot: after[slot] for slot in moving.difference(joining)})
+    async def _leave(self, decision: Decision) -> None:
+        """Rollouts go where they can go at once; generators and scorers that are to be none any more stop."""
+        stage, joining = self._stage, _gaining(decision)
+        stage.changing |= {move.slot for move in decision.moves}
+        stage.hold({move.slot: move.after for move in decision.moves if move.slot not in joining})
         self._hand_off([order for order in decision.handoffs if order.target not in joining])
-        await self._switch(leaving, costs.release_s)
-        formation = formation_after(state, decision)
-        if {*formation.members} != {*stage.formation.members}:
-            async with stage.boundary:
-                await self._switch({*formation.members, *stage.formation.members}, costs.resize_s)
-                stage.formation = formation
-        await self._switch(joining, costs.grant_s)
-        stage.hold({slot: after[slot] for slot in joining})
+        leaving = [move.slot for move in decision.moves if {*move.before} - {*move.after} - {"train"}]
+        await self._switch(leaving, stage.scenario.costs.release_s)
+
+    async def _join(self, decision: Decision) -> None:
+        """New generators and scorers warm up, and get what is handed to them."""
+        stage, joining = self._stage, _gaining(decision)
+        await self._switch(joining, stage.scenario.costs.grant_s)
+        stage.hold({move.slot: move.after for move in decision.moves if move.slot in joining})
         self._hand_off([order for order in decision.handoffs if order.target in joining])
-        stage.changing -= moving
-        stage.since_s.update(dict.fromkeys(moving, stage.now_s))
-        for slot in moving:
+        moved = {move.slot for move in decision.moves}
+        stage.changing -= moved
+        stage.since_s.update(dict.fromkeys(moved, stage.now_s))
+        for slot in moved:
             stage.refresh(slot)
 
     def _hand_off(self, orders: Sequence[Handoff]) -> None:
@@ -120,3 +125,8 @@ class Conductor:
             for slot in slots:
                 self._stage.engines[slot].stall(seconds)
             await self._stage.busy("switch", slots, seconds)
+
+
+def _gaining(decision: Decision) -> set[int]:
+    """Slots that take on a role that needs warming up."""
+    return {move.slot for move in decision.moves if {*move.after} - {*move.before} - {"train"}}

@@ -96,6 +96,8 @@ class SwitchCosts:
     """A slot becomes a generator or scorer: weights from a peer, cache allocated. Nobody else waits for it."""
     release_s: float = 0.0
     """A slot stops being one: cache and weights freed."""
+    handoff_s: float = 0.0
+    """One rollout changes generators: messages and bookkeeping, prefill not included."""
     cache_bytes_per_token: float = 0.0
     cache_bytes_per_s: float = 0.0
     """Between two slots; 0 when the cache cannot travel."""

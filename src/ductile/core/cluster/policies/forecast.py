@@ -19,7 +19,7 @@ from ductile.core.cluster.state import ClusterState
 
 Floats = npt.NDArray[np.float64]
 
-NUM_AGES = 64
+NUM_AGES = 48
 NEVER = 0
 """As `Plans.fill`: generators stay as they are until the last rollout ends."""
 
@@ -41,6 +41,8 @@ class Work:
     """That the trainer could have at once."""
     coming_tokens: float
     """That it will have when everything under way and unstarted is finished."""
+    batch_tokens: float
+    """Of a whole step."""
     prompt_tokens: float
 
     @property
@@ -69,6 +71,7 @@ def work(state: ClusterState, lengths: Survival) -> Work:
         members=max(1.0, state.num_to_generate / groups) if groups else 1.0,
         ready_tokens=float(batch.ready_tokens + batch.to_score_tokens),
         coming_tokens=batch.partial_tokens + under_way + batch.to_start * (prompt + lengths.mean()),
+        batch_tokens=batch.num_rollouts * (prompt + lengths.mean()),
         prompt_tokens=prompt,
     )
 
@@ -79,10 +82,12 @@ class Plans:
 
     generators: Floats
     """Slots that generate at first; the others train."""
-    fill: Floats
-    """A generator with fewer sequences than this, on average, makes the generators fewer: `NEVER`, 1, 2, 4 ..."""
     hold_rounds: Floats
     """Rounds in which nothing changes."""
+    then: Floats
+    """After which there are so many generators, or fewer."""
+    fill: Floats
+    """A generator with fewer sequences than this, on average, makes the generators fewer: `NEVER`, 1, 2, 4 ..."""
     delay_train_s: Floats
     """Until the trainer can go on: what resizing costs now."""
     delay_generate_s: Floats
@@ -106,6 +111,8 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
     unstarted = np.full(num_plans, todo.unstarted)
     now_s, busy_s = plans.delay_generate_s.copy(), plans.delay_train_s.copy()
     trained, total = np.zeros(num_plans), todo.to_generate
+    # Who joins the trainer waits for the end of a micro-step, on average for half of it.
+    lag_s = speeds.train.seconds(state.trainer.seq_len, 1) / 2
     mean_age = (np.arange(NUM_AGES) + 0.5) * todo.round_tokens + todo.prompt_tokens
     num_rounds = 0
     while total > 0:
@@ -132,12 +139,17 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
         ages[:, 1:] = going_on[:, :-1]
         ages[:, 0] = 0.0
         num_rounds += 1
-        generators, changed = _fewer(plans, generators, ages.sum(1) + unstarted, num_rounds)
-        busy_s += costs.resize_s * changed
+        fewer = _fewer(plans, generators, ages.sum(1) + unstarted, num_rounds)
+        released = generators - fewer
+        busy_s += costs.resize_s * (released > 0) + lag_s * (generators < num_slots) * released / num_slots
+        # What they leave unfinished is prefilled again elsewhere.
+        now_s += (ages @ mean_age) * released / generators / speeds.prefill_tokens_per_s / fewer
+        generators = fewer
     rest = np.maximum(0.0, todo.ready_tokens + todo.coming_tokens - trained)
     resized = (generators > 0) & (rest > 0) & (total > 0)
     all_train = speeds.train.of(num_slots)
-    finish_s = now_s + busy_s + costs.resize_s * resized + rest / all_train
+    waits_s = lag_s * (generators < num_slots) * generators / num_slots
+    finish_s = now_s + busy_s + (costs.resize_s + waits_s) * resized + rest / all_train
     return Forecast(finish_s, now_s)
 
 
@@ -153,13 +165,17 @@ def _trained(
     """Tokens that a round adds, of those whose groups are whole."""
     whole = np.clip(1.0 - share_left, 0.0, 1.0) ** todo.members
     available = todo.ready_tokens + todo.coming_tokens * whole - trained
+    # The trainer takes nothing before it has a full micro-batch for every slot, or a quarter of the batch.
+    enough = np.minimum(train_slots * state.trainer.seq_len, todo.batch_tokens / 4)
+    available = np.where(available >= np.maximum(1.0, enough), available, 0.0)
     speed = state.speeds.train
     per_s = speed.tokens_per_s * train_slots / (1 + speed.overhead * np.maximum(0.0, train_slots - 1))
     return np.clip(np.maximum(0.0, seconds - busy_s) * per_s, 0.0, np.maximum(0.0, available))
 
 
-def _fewer(plans: Plans, generators: Floats, left: Floats, num_rounds: int) -> tuple[Floats, Floats]:
-    """The generators of the next round, and where they changed: by a quarter at least, or it is not worth it."""
+def _fewer(plans: Plans, generators: Floats, left: Floats, num_rounds: int) -> Floats:
+    """The generators of the next round. After `then`, only a quarter fewer at once is worth a resize."""
+    capped = np.where(num_rounds > plans.hold_rounds, np.minimum(generators, plans.then), generators)
     wanted = np.maximum(1.0, np.ceil(left / np.maximum(plans.fill, 1.0)))
-    may = (plans.fill != NEVER) & (num_rounds > plans.hold_rounds) & (wanted <= 0.75 * generators)
-    return np.where(may, wanted, generators), may.astype(float)
+    may = (plans.fill != NEVER) & (num_rounds > plans.hold_rounds) & (wanted <= 0.75 * capped)
+    return np.where(may, wanted, capped)

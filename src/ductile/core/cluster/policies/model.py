@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ductile.core.cluster.cost import carriage
 from ductile.core.cluster.handoff import change, length_model, remaining_tokens, spread
 from ductile.core.cluster.orders import Decision, Prediction, sentence
 from ductile.core.cluster.placement import Role
@@ -27,12 +28,16 @@ FILLS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Sequences a generator should have at least, in the futures that are compared."""
 
 
+WAITS = (1, 3, 9)
+"""Rounds after which a change might be better than now."""
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     margin: float = 0.01
     """A move must gain this share of the time that is left, besides more than it costs."""
     patience: float = 4.0
-    """Less than this many resizes after a change, the next one must gain this many times as much."""
+    """Less than this many resizes after a change, the next one must gain twice as much."""
 
     def decide(self, state: ClusterState) -> Decision:
         if not state.trainer.at_boundary:
@@ -51,7 +56,7 @@ class Model:
         options = [_Option(state, pool, remaining, count) for count in counts]
         best = self._best(state, pool, todo, now, options)
         if best is None:
-            return Decision(hold_training=_all_decode(state))
+            return _even_out(state, pool, remaining, self.margin)
         option, prediction = best
         return option.decision(prediction)
 
@@ -60,23 +65,32 @@ class Model:
     ) -> "tuple[_Option, Prediction] | None":
         """The change that pays, if one does."""
         fills = [NEVER, *(fill for fill in FILLS if fill <= state.limits.max_num_seqs)]
-        stay = [(max(1, now), fill, rounds, 0.0, 0.0) for fill in fills for rounds in (2, 8)]
-        go = [(option.count, fill, 0, *option.delays_s) for option in options for fill in fills]
-        finish_s = forecast(state, todo, Plans(*np.array([*stay, *go], float).T), len(pool)).finish_s
-        never_s, later_s = float(finish_s[0]), float(finish_s[: len(stay)].min())
+        # Columns as in `Plans`: generators now; rounds until there are fewer, and how many then; fill; delays.
+        never = [(now, 0, now, NEVER, 0.0, 0.0)]
+        flexible = [(now, 0, now, fill, 0.0, 0.0) for fill in fills[1:]]
+        fewer = [option.count for option in options if option.count < now]
+        later = [(now, wait, count, fill, 0.0, 0.0) for count in fewer for wait in WAITS for fill in (NEVER, 4.0)]
+        go = [(option.count, 0, option.count, fill, *option.delays_s) for option in options for fill in fills]
+        columns = np.array([*never, *flexible, *later, *go], float).T
+        columns[0], columns[2] = np.maximum(columns[0], 1), np.maximum(columns[2], 1)
+        finish_s = forecast(state, todo, Plans(*columns), len(pool)).finish_s
+        num_stays = len(never) + len(flexible) + len(later)
+        never_s, later_s = float(finish_s[0]), float(finish_s[:num_stays].min())
         if not now:
             never_s = later_s = float("inf")
-        by_option = finish_s[len(stay) :].reshape(len(options), len(fills)).min(1)
+        by_option = finish_s[num_stays:].reshape(len(options), len(fills)).min(1)
         chosen = int(np.argmin(by_option))
         option, go_s = options[chosen], float(by_option[chosen])
         cost_s = sum(option.delays_s)
-        least_s = cost_s + self.margin * min(never_s, go_s)
+        # Generators can always get fewer later: doing so now is compared with never, as long as later is not better.
+        # Getting more is compared with the best that can be made of what there is. Both together cannot go in circles.
+        stay_s = never_s if option.count < now else later_s
+        in_time = go_s <= later_s * (1 + self.margin / 2)
+        least_s = cost_s + self.margin * min(stay_s, go_s)
         if _changed_lately(state, pool, self.patience):
-            least_s *= self.patience
-        # Generators may get fewer later as well as now: it is time when waiting would not be better.
-        in_time = option.count > now or go_s <= later_s + max(cost_s, 0.01 * later_s)
-        pays = never_s - go_s > least_s and in_time
-        return (option, Prediction(never_s, go_s, cost_s)) if pays else None
+            least_s *= 2
+        pays = stay_s - go_s > least_s and in_time
+        return (option, Prediction(stay_s, go_s, cost_s)) if pays else None
 
     def _all_train(self, state: ClusterState, pool: Sequence[int], todo: Work) -> Decision:
         """Nothing is left to generate: the rest is trained on all slots, when it is worth the way there and back."""
@@ -122,14 +136,13 @@ class _Option:
         return frozenset([*now, *joining[: self.count - len(now)]])
 
     def roles(self) -> dict[int, tuple[Role, ...]]:
-        """The others train. When too few are left, the trainer's first slots hold its state besides generating."""
+        """The others train. When there are none, the trainer's slots keep its state beside their generator: nothing is
+        moved then, and nothing when they go back."""
         generators = self.generators
         trainers = {slot for slot in self.pool if slot not in generators}
-        least = max(1, self.state.limits.min_train)
-        if len(trainers) < least:
-            members = [slot for slot in self.state.trainer.formation.members if slot in self.pool]
-            trainers |= {*[slot for slot in members if slot not in trainers][: least - len(trainers)]}
-        held: tuple[tuple[Role, frozenset[int]], ...] = (("train", frozenset(trainers)), ("generate", generators))
+        if not trainers:
+            trainers = {slot for slot in self.state.trainer.formation.members if slot in self.pool}
+        held: tuple[tuple[Role, set[int] | frozenset[int]], ...] = (("train", trainers), ("generate", generators))
         return {slot: tuple(role for role, slots in held if slot in slots) for slot in self.pool}
 
     @property
@@ -141,7 +154,9 @@ class _Option:
         joining, leaving = generators - now, now - generators
         context = sum(rollout.context_tokens for rollout in state.unfinished if rollout.slot in leaving)
         prefill_s = context / state.speeds.prefill_tokens_per_s / max(1, len(generators))
-        return costs.resize_s, prefill_s + costs.grant_s * len(joining) / max(1, len(generators))
+        trains = {slot for slot, held in self.roles().items() if "train" in held}
+        resize_s = costs.resize_s if trains != {*state.trainer.formation.members} else 0.0
+        return resize_s, prefill_s + costs.grant_s * len(joining) / max(1, len(generators))
 
     def decision(self, prediction: Prediction) -> Decision:
         state, roles = self.state, self.roles()
@@ -182,6 +197,35 @@ def _counts(now: int, most: int) -> list[int]:
 def _all_decode(state: ClusterState) -> bool:
     """Every train slot generates too: a micro-step would stop its sequences, and a decision found it not worth that."""
     return all("generate" in state.roles(slot) for slot in state.trainer.formation.members)
+
+
+def _even_out(state: ClusterState, pool: Sequence[int], remaining: dict[str, float], margin: float) -> Decision:
+    """The same slots, but no generator has much more before it than the others."""
+    hold, decode = _all_decode(state), state.speeds.decode
+    generators = [slot for slot in pool if "generate" in state.roles(slot)]
+    handoffs = spread(state, generators, remaining) if not state.batch.to_start else ()
+    if not handoffs:
+        return Decision(hold_training=hold)
+    rollouts = {rollout.id: rollout for rollout in state.unfinished}
+    before = dict.fromkeys(generators, 0.0)
+    for rollout in state.unfinished:
+        if rollout.slot in before:
+            before[rollout.slot] += remaining[rollout.id]
+    after, stall_s = dict(before), dict.fromkeys(generators, 0.0)
+    for order in handoffs:
+        rollout = rollouts[order.id]
+        after[order.source] -= remaining[order.id]
+        after[order.target] += remaining[order.id]
+        stall_s[order.target] += carriage(rollout.context_tokens, state.speeds, state.costs).seconds
+    context = sum(rollout.context_tokens for rollout in state.unfinished) / len(state.unfinished)
+    token_s = decode.per_sequence_s + decode.per_context_s * context
+    longest_s = decode.step_s * max(remaining.values())
+    stay_s, cost_s = longest_s + token_s * max(before.values()), max(stall_s.values()) + state.costs.handoff_s
+    go_s = longest_s + token_s * max(after.values()) + cost_s
+    if stay_s - go_s <= cost_s + 5 * margin * stay_s:
+        return Decision(hold_training=hold)
+    prediction = Prediction(stay_s, go_s, cost_s)
+    return Decision(handoffs, sentence(handoffs, _figures(prediction)), hold, prediction)
 
 
 def _changed_lately(state: ClusterState, pool: Sequence[int], patience: float) -> bool:

@@ -1,0 +1,113 @@
+"""A run as a picture of who did what when: text for a terminal, SVG for a page.
+
+Letters in the text say what a slot did for most of a column's time:
+
+    T train   G generate   S score   P publish   / switch   . idle
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+
+from ductile.core.cluster.ledger import Activity, IdleCause, Span
+
+LETTERS: dict[Activity, str] = {
+    "train": "T", "generate": "G", "score": "S", "publish": "P", "switch": "/", "idle": "."
+}  # fmt: skip
+COLOURS: dict[Activity, str] = {
+    "train": "#3b6fb6", "generate": "#4c9f70", "score": "#8e6bbf", "publish": "#e0a030", "switch": "#c8503c",
+    "idle": "#e6e6e6",
+}  # fmt: skip
+MOST_ROWS = 64
+"""Slots that are drawn; of more, evenly chosen ones."""
+
+
+def gantt(spans: Sequence[Span], *, width: int = 100, start_s: float = 0.0, end_s: float | None = None) -> str:
+    """One line a slot and one column an equal share of the time."""
+    end_s = max((span.end_s for span in spans), default=0.0) if end_s is None else end_s
+    column_s = (end_s - start_s) / width
+    rows = _by_slot(spans)
+    if column_s <= 0 or not rows:
+        return "nothing happened"
+    digits = len(str(max(rows)))
+    lines = [f"{slot:>{digits}} {_line(rows[slot], start_s, column_s, width)}" for slot in _chosen(sorted(rows))]
+    scale = f"{start_s:.0f} s".ljust(width - len(f"{end_s:.0f} s")) + f"{end_s:.0f} s"
+    legend = "   ".join(f"{letter} {activity}" for activity, letter in LETTERS.items())
+    return "\n".join([*lines, " " * (digits + 1) + scale, legend])
+
+
+def causes(idle: Mapping[IdleCause, float], slot_seconds: float) -> str:
+    """ "tail 12.1 %, queue_full 3.0 %": shares of all slot-seconds, the largest first."""
+    shares = sorted(idle.items(), key=lambda item: -item[1])
+    return ", ".join(f"{cause} {spent_s / slot_seconds:.1%}" for cause, spent_s in shares if spent_s > 0) or "none"
+
+
+def svg(spans: Sequence[Span], title: str, *, width: int = 1200) -> str:
+    """The same as one self-contained image; a tooltip says what a stretch is."""
+    rows = _by_slot(spans)
+    slots = _chosen(sorted(rows))
+    end_s = max((span.end_s for span in spans), default=1.0)
+    left, top, height, gap = 48, 40, 14, 3
+    per_s = (width - left - 16) / max(end_s, 1e-9)
+    bars = [
+        f'<rect x="{left + span.start_s * per_s:.2f}" y="{top + place * (height + gap)}" '
+        f'width="{max(0.2, span.seconds * per_s):.2f}" height="{height}" fill="{COLOURS[span.activity]}">'
+        f"<title>slot {slot}: {span.activity}{f' ({span.cause})' if span.cause else ''}, "
+        f"{span.start_s:.1f}-{span.end_s:.1f} s</title></rect>"
+        for place, slot in enumerate(slots)
+        for span in rows[slot]
+        if span.seconds * per_s >= 0.2
+    ]
+    names = [
+        f'<text x="{left - 6}" y="{top + place * (height + gap) + height - 3}" text-anchor="end">{slot}</text>'
+        for place, slot in enumerate(slots)
+    ]
+    bottom = top + len(slots) * (height + gap)
+    ticks = [
+        f'<text x="{left + end_s * part / 10 * per_s:.1f}" y="{bottom + 14}" text-anchor="middle">'
+        f"{end_s * part / 10:.0f} s</text>"
+        for part in range(0, 11)
+    ]
+    legend = [
+        f'<rect x="{left + place * 110}" y="22" width="10" height="10" fill="{colour}"/>'
+        f'<text x="{left + place * 110 + 14}" y="31">{activity}</text>'
+        for place, (activity, colour) in enumerate(COLOURS.items())
+    ]
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{bottom + 24}" '
+            'font-family="sans-serif" font-size="11">',
+            f'<rect width="100%" height="100%" fill="white"/><text x="{left}" y="14">{escape(title)}</text>',
+            *legend,
+            *names,
+            *bars,
+            *ticks,
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def _by_slot(spans: Iterable[Span]) -> dict[int, list[Span]]:
+    rows: dict[int, list[Span]] = {}
+    for span in spans:
+        rows.setdefault(span.slot, []).append(span)
+    return rows
+
+
+def _chosen(slots: Sequence[int]) -> list[int]:
+    if len(slots) <= MOST_ROWS:
+        return list(slots)
+    return [slots[place * len(slots) // MOST_ROWS] for place in range(MOST_ROWS)]
+
+
+def _line(spans: Sequence[Span], start_s: float, column_s: float, width: int) -> str:
+    spent: list[dict[str, float]] = [{} for _ in range(width)]
+    for span in spans:
+        first = int(max(0.0, span.start_s - start_s) / column_s)
+        for column in range(first, min(width, int((span.end_s - start_s) / column_s) + 1)):
+            begins_s, ends_s = start_s + column * column_s, start_s + (column + 1) * column_s
+            overlap_s = min(span.end_s, ends_s) - max(span.start_s, begins_s)
+            if overlap_s > 0:
+                letter = LETTERS[span.activity]
+                spent[column][letter] = spent[column].get(letter, 0.0) + overlap_s
+    return "".join(max(column, key=lambda letter: column[letter]) if column else " " for column in spent)
