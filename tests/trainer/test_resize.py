@@ -42,9 +42,21 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize(("before", "after"), CHANGES, ids=str)
-@pytest.mark.parametrize("with_gradient", [False, True], ids=["between batches", "mid-batch"])
-def test_everything_arrives(settings: dict[str, Any], before: Formation, after: Formation, with_gradient: bool) -> None:
+@pytest.mark.parametrize(("before", "after"), CHANGES, ids=lambda f: f"{'.'.join(map(str, f.members))}x{f.replicas}")
+@pytest.mark.parametrize(
+    ("with_gradient", "terms"),
+    [
+        (False, {}),
+        (True, {"verify": "all"}),
+        (True, {"carrier": "p2p"}),
+        (True, {"memory": "streaming"}),
+    ],
+    ids=["between batches", "mid-batch", "messages", "streaming"],
+)
+def test_everything_arrives(
+    settings: dict[str, Any], before: Formation, after: Formation, with_gradient: bool, terms: dict[str, str]
+) -> None:
+    settings = settings | {"resize": settings["resize"] | terms}
     with Fleet(settings, range(6)) as fleet:
         fleet.hold(before.members)
         if before.replicas > 1:
@@ -54,7 +66,8 @@ def test_everything_arrives(settings: dict[str, Any], before: Formation, after: 
         if with_gradient:
             fleet.forward_backward(make_samples((7, 12)))
         had = fleet.call(before.members, whole)
-        fleet.resize(after)
+        moved = fleet.resize(after)
+        assert all(moved[slot].carrier == moved[0].carrier for slot in moved if 0 in moved)
         have = fleet.call(after.members, whole)
         expected = had[before.members[0]]
         assert with_gradient == any(name.startswith("gradient/") for name in expected)

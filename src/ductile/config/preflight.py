@@ -318,17 +318,20 @@ def _placement(config: RLConfig | SFTConfig | TrainerRunConfig | InferenceRunCon
         what = f"must be {num_slots // parallel.tp}: {num_slots} generate slots, {parallel.tp} for one copy."
         yield Finding((f"{at}.dp", f"{at}.tp", *keys, "deployment.num_infer_gpus"), what + " Or leave it out")
     if not isinstance(config, InferenceRunConfig):
-        yield from _replicas(config, len(placement.train))
+        yield from _formation(config, len(placement.train))
 
 
-def _replicas(config: RLConfig | SFTConfig | TrainerRunConfig, num_slots: int) -> Iterator[Finding]:
-    """HSDP: equal copies of the state, each on its own train slots."""
-    at = "trainer.model" if isinstance(config, RLConfig) else "model"
-    replicas = (config.trainer if isinstance(config, RLConfig) else config).model.dp_replicate
+def _formation(config: RLConfig | SFTConfig | TrainerRunConfig, num_slots: int) -> Iterator[Finding]:
+    """How the trainer's state lies on its slots, and how it can come to lie on others."""
+    trainer, root = (config.trainer, "trainer.") if isinstance(config, RLConfig) else (config, "")
+    replicas = trainer.model.dp_replicate
     if num_slots % replicas:
         fitting = ", ".join(str(number) for number in range(1, num_slots + 1) if num_slots % number == 0)
         what = f"must divide the number of train slots, {num_slots}, as each copy has equally many: {fitting}"
-        yield Finding((f"{at}.dp_replicate",), what)
+        yield Finding((f"{root}model.dp_replicate",), what)
+    if trainer.resize.memory == "streaming" and trainer.resize.carrier == "peer_memory":
+        what = 'cannot stream: nobody would know when memory has been read and may be freed. Write "p2p" or "auto"'
+        yield Finding((f"{root}resize.carrier", f"{root}resize.memory"), what)
 
 
 def _cluster(config: ClusterConfig) -> Iterator[Finding]:

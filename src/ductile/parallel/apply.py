@@ -8,7 +8,7 @@
 Where somebody else has the shards already, or brings them later, 3 and 4 are theirs: `build_over`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 
 import torch
@@ -59,12 +59,12 @@ def build(
 
 def build_over(
     spec: ModelSpec,
-    shards: Mapping[str, Tensor],
+    shards: MutableMapping[str, Tensor],
     mesh: DeviceMesh,
     precision: Precision,
     reshard_after_forward: bool = True,
 ) -> Transformer:
-    """The same over memory that is there already: this rank's part of every parameter, flat.
+    """The same over memory that is there already: this rank's part of every parameter, flat. `shards` is emptied.
 
     A part that has fewer rows than the first rank's is copied into padded memory, as FSDP2 needs it.
     """

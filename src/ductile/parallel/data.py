@@ -5,7 +5,7 @@ several replicas, each deals them out among its own ranks. Gradients are summed 
 loss is a sum as well, and is divided once, at the optimizer step.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, MutableMapping
 
 import torch
 from torch import Tensor, nn
@@ -47,10 +47,13 @@ def fill(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
         raise ValueError(f"no values came for {', '.join(parameters)}")
 
 
-def assign(model: nn.Module, shards: Mapping[str, Tensor]) -> None:
-    """Make this memory the model's: this rank's part of each parameter, flat."""
-    tensors = {name: like(parameter, shards[name]) for name, parameter in model.named_parameters()}
-    model.load_state_dict(tensors, assign=True)
+def assign(model: nn.Module, shards: MutableMapping[str, Tensor]) -> None:
+    """Make this memory the model's: this rank's part of each parameter, flat. It is taken out of `shards`, one after
+    the other, so that a part which FSDP2 has to pad does not stay twice."""
+    for name, parameter in list(model.named_parameters()):
+        owner, _, own_name = name.rpartition(".")
+        local = {own_name: like(parameter, shards.pop(name))}
+        model.get_submodule(owner).load_state_dict(local, strict=False, assign=True)
 
 
 def like(parameter: Tensor, local: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The optimizer, with its state in place from the start, so that a checkpoint always knows what to read and write."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, MutableMapping
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,14 @@ def supported(config: OptimConfig) -> Supported:
 
 
 def make_optimizer(
-    config: Supported, parameters: Iterable[tuple[str, nn.Parameter]], buffers: Mapping[str, Tensor] | None = None
+    config: Supported,
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    buffers: MutableMapping[str, Tensor] | None = None,
 ) -> torch.optim.Optimizer:
     """One group of all parameters; weight decay goes to every one of them, as torch does by itself.
 
-    Moments start as zeros, or live in the `buffers` called `<moment>/<parameter>`: this rank's parts, flat.
+    Moments start as zeros, or live in the `buffers` called `<moment>/<parameter>`: this rank's parts, flat, taken out
+    of the mapping.
     """
     named = dict(parameters)
     trained = list(named.values())
@@ -51,7 +54,7 @@ def make_optimizer(
     for name, parameter in named.items():
         state = optimizer.state[parameter]
         for moment in moment_names(config):
-            at = None if buffers is None else buffers[f"{moment}/{name}"]
+            at = None if buffers is None else buffers.pop(f"{moment}/{name}")
             state[moment] = torch.zeros_like(parameter.detach()) if at is None else like(parameter, at)
         if isinstance(config, AdamWConfig):
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)

@@ -55,10 +55,12 @@ class Prepared:
     reason: str
     """Why this carrier."""
     transfer_groups: Groups
+    ranks: Ranks | None = None
     after: Standing | None = None
-    """None on a slot that leaves."""
+    """None on a slot that leaves, as are its ranks. In streaming mode the trainer comes last."""
     room: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """By buffer: the memory of `after` and of its gradient. Buffers that are handed on as they are have none."""
+    """By buffer: the memory of `after` and of its gradient. Buffers that are handed on as they are have none, and in
+    streaming mode there is none at all."""
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     """By phase."""
 
@@ -137,10 +139,12 @@ class Preparation:
                     for gradient in (False, True)
                 }
                 assert all(plan.key for plan in plans.values())  # now, and not in the pause
-            prepared = Prepared(plans, carrier, reason, transfer_groups, seconds=seconds)
+            prepared = Prepared(plans, carrier, reason, transfer_groups, ranks, seconds=seconds)
             if ranks is not None:
-                with timed(seconds, "build"):
-                    prepared.after = Standing(groups, self._build(ranks, plans[True], prepared.room))
+                prepared.after = Standing(groups, None)
+                if self._config.resize.memory == "shadow":
+                    with timed(seconds, "build"):
+                        prepared.after.trainer = self._build(ranks, plans[True], prepared.room)
             return prepared
         except Exception as error:
             groups.abandon(error)
@@ -148,13 +152,15 @@ class Preparation:
             raise
 
     def _choose(self, transfer_groups: Groups) -> tuple[Carrier, str]:
-        asked, change = self._config.resize.carrier, self._change
-        timeout_s = self._config.resize.timeout_s
+        terms, change = self._config.resize, self._change
+        timeout_s = terms.timeout_s
         store = rendezvous.connect(self._place.rendezvous, timeout_s)
         board = StoreBoard(store, f"resize/{change.epoch}", self._place.slot, change.slots, timeout_s)
         device = torch.device(self._place.device).type
-        carrier, reason = choose(board, device, lambda: transfer_groups.group(change.slots), asked != "p2p")
-        if asked == "peer_memory" and carrier.name != asked:
+        # Whoever frees memory while it moves must know that it has been read.
+        one_sided = terms.carrier != "p2p" and terms.memory == "shadow"
+        carrier, reason = choose(board, device, lambda: transfer_groups.group(change.slots), one_sided)
+        if terms.carrier == "peer_memory" and carrier.name != terms.carrier:
             raise ResizeFailed(f'trainer.resize.carrier is "peer_memory", which does not work here: {reason}')
         return carrier, reason
 

@@ -12,20 +12,24 @@ whatever fails, and whoever dies, it can go on as long as its own members live. 
 """
 
 import ctypes
+import gc
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ductile.config.trainer import TrainerConfig
 from ductile.core.transfer.plan import Plan
+from ductile.fabric import transfer
 from ductile.fabric.memory import Memory
-from ductile.fabric.transfer import Transfer
+from ductile.parallel.apply import Precision
 from ductile.records import Change, TrainProgress
 from ductile.roles import Place
 from ductile.trainer.prepare import Preparation, Prepared, ResizeFailed, Standing, timed
-from ductile.trainer.state import StatePlans, named_gradient, named_state, parts_of, set_gradient
+from ductile.trainer.state import GRADIENT, StatePlans, named_gradient, named_state, parts_of, set_gradient
+from ductile.trainer.trainer import Trainer
 from ductile.wire.messages import Frozen, Moved
 
 
@@ -37,7 +41,7 @@ class Resize:
     ) -> None:
         """`before` is what the slot has now: None on a joining slot."""
         self.change = change
-        self._slot = place.slot
+        self._slot, self._device = place.slot, place.device
         self._config = config
         self._before = before
         self._preparation = Preparation(change, replace(place, epoch=change.epoch), config, plans, before)
@@ -67,26 +71,60 @@ class Resize:
         return Frozen(self._plan.key, progress)
 
     def move(self, progress: TrainProgress) -> Moved:
-        """Fill the new trainer. Raises `TransferFailed` when bytes do not arrive."""
+        """Fill the new trainer. Raises `TransferFailed` when bytes do not arrive, and after that the old one is whole,
+        unless the state was streamed."""
         prepared, plan = self._ready(), self._plan
         if plan is None:
             raise ResizeFailed("nothing can move before everybody is frozen")
+        if self._config.resize.memory == "streaming":
+            moved, carrier = self._stream(prepared, plan, progress), f"{prepared.reason}; the old state is gone"
+        else:
+            moved, carrier = self._shadow(prepared, plan, progress), prepared.reason
+        self._is_moved = True
+        return Moved(moved.sent, moved.received, moved.num_bytes, prepared.seconds, carrier)
+
+    def _shadow(self, prepared: Prepared, plan: Plan, progress: TrainProgress) -> transfer.Moved:
+        """Old and new state exist side by side."""
         verify, seconds = self._config.resize.verify, prepared.seconds
         with timed(seconds, "transfer"):
             old = self._old_parts(progress.with_gradient)
             room = {name: part for name, part in prepared.room.items() if name in plan.target.tensors}
-            transfer = Transfer(plan, self._slot, old, room, prepared.carrier, "off" if verify == "off" else "moved")
-            moved = transfer.run()
+            moving = transfer.Transfer(plan, self._slot, old, room, prepared.carrier, self._fingerprints)
+            moved = moving.run()
         if verify == "all":
             with timed(seconds, "verify"):
-                _check_kept(plan, self._slot, old, transfer.buffers)
-        if prepared.after is not None and prepared.after.trainer is not None:
-            with timed(seconds, "rebuild"):
-                prepared.after.trainer.go_on_from(progress)
-                if progress.with_gradient:
-                    set_gradient(prepared.after.trainer, transfer.buffers)
-        self._is_moved = True
-        return Moved(moved.sent, moved.received, moved.num_bytes, seconds, prepared.reason)
+                _check_kept(plan, self._slot, old, moving.buffers)
+        with timed(seconds, "rebuild"):
+            _go_on(prepared, progress, moving.buffers)
+        return moved
+
+    def _stream(self, prepared: Prepared, plan: Plan, progress: TrainProgress) -> transfer.Moved:
+        """Old memory is freed while new memory fills."""
+        device = self._device
+        dtype = Precision.of(self._config.model, device).parameters
+        with timed(prepared.seconds, "transfer"):
+            state = self._old_parts(progress.with_gradient)
+            if self._before is not None:
+                self._before.trainer = None
+                gc.collect()  # its modules refer to each other in circles, and to the state
+            buffers, moved = transfer.stream(
+                plan,
+                self._slot,
+                state,
+                prepared.carrier,
+                lambda name, _, size: torch.zeros(size, dtype=dtype, device=device),
+                self._fingerprints,
+            )
+        with timed(prepared.seconds, "rebuild"):
+            if prepared.after is not None and prepared.ranks is not None:
+                gradient = {name: buffers.pop(name) for name in list(buffers) if name.startswith(GRADIENT)}
+                prepared.after.trainer = Trainer(self._config, prepared.ranks, device, buffers)
+                _go_on(prepared, progress, gradient)
+        return moved
+
+    @property
+    def _fingerprints(self) -> Literal["moved", "off"]:
+        return "off" if self._config.resize.verify == "off" else "moved"
 
     def commit(self) -> Standing | None:
         """What the slot has from now on."""
@@ -98,7 +136,7 @@ class Resize:
         return after
 
     def rollback(self) -> Standing | None:
-        """What the slot has again."""
+        """What the slot has again: its trainer, unless the state was streamed away."""
         self._plan = None
         self._is_moved = False
         self._preparation.discard()
@@ -122,6 +160,14 @@ class Resize:
             return {}
         state = parts_of(named_state(self._before.trainer))
         return state | parts_of(named_gradient(self._before.trainer)) if with_gradient else state
+
+
+def _go_on(prepared: Prepared, progress: TrainProgress, buffers: Mapping[str, Tensor]) -> None:
+    """All that the new trainer needs besides parameters and moments."""
+    if prepared.after is not None and prepared.after.trainer is not None:
+        prepared.after.trainer.go_on_from(progress)
+        if progress.with_gradient:
+            set_gradient(prepared.after.trainer, buffers)
 
 
 def _check_kept(plan: Plan, slot: int, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:

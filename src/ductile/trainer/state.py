@@ -25,6 +25,7 @@ from ductile.records import Formation
 from ductile.trainer.optimizer import moment_names, moments, supported
 from ductile.trainer.trainer import Trainer
 
+GRADIENT = "gradient/"
 REMEMBERED_LAYOUTS = 32
 """The least recently used one goes first."""
 
@@ -42,13 +43,13 @@ def named_state(trainer: Trainer) -> dict[str, Tensor]:
 def named_gradient(trainer: Trainer) -> dict[str, Tensor]:
     """The accumulated gradient, also not copies; empty when there is none."""
     parameters = trainer.model.named_parameters()
-    return {f"gradient/{name}": p.grad for name, p in parameters if p.grad is not None}
+    return {GRADIENT + name: p.grad for name, p in parameters if p.grad is not None}
 
 
 def set_gradient(trainer: Trainer, parts: Mapping[str, Tensor]) -> None:
     """Make this memory the accumulated gradient: this rank's parts, flat."""
     for name, parameter in trainer.model.named_parameters():
-        parameter.grad = like(parameter, parts[f"gradient/{name}"])
+        parameter.grad = like(parameter, parts[GRADIENT + name])
 
 
 def parts_of(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -84,6 +85,6 @@ class StatePlans:
         mesh = Mesh.of(formation.members, dp=formation.replicas, fsdp=size)
         parameters = model_layout(self._spec, mesh, self._dtype)
         state = parameters.kind("model/", self._dtype)
-        for kind in (*self._moments, *(["gradient"] if with_gradient else [])):
-            state |= parameters.kind(f"{kind}/", self._dtype)
-        return state
+        for moment in self._moments:
+            state |= parameters.kind(f"{moment}/", self._dtype)
+        return state | parameters.kind(GRADIENT, self._dtype) if with_gradient else state

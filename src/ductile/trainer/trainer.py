@@ -4,7 +4,7 @@ The loss is a weighted sum over tokens, over micro-batches and over ranks, and s
 on the way; `optim_step` divides once. So it does not matter how many ranks there are, or which of them ran what.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from math import isfinite, sqrt
 
 import torch
@@ -32,12 +32,12 @@ class Trainer:
         config: TrainerConfig,
         ranks: Ranks,
         device: str | torch.device = "cpu",
-        buffers: Mapping[str, Tensor] | None = None,
+        buffers: MutableMapping[str, Tensor] | None = None,
     ) -> None:
         """Load this rank's part of `config.model.name`.
 
         With `buffers` nothing is loaded: they are this rank's parts of parameters and moments, flat, by the names of
-        `ductile.trainer.state`, and the trainer works on them.
+        `ductile.trainer.state`, and the trainer works on them. They are taken out of the mapping.
 
         Raises ModelFolderError, ImportPathError (custom loss) or ValueError (optimizer, schedule) for what the config
         asks for and cannot be had.
@@ -140,9 +140,10 @@ class Trainer:
         reshard = model.reshard_after_forward
         return apply.build(self.spec, weights, self.ranks.mesh, self.device, self.precision, reshard)
 
-    def _build_over(self, buffers: Mapping[str, Tensor]) -> Transformer:
+    def _build_over(self, buffers: MutableMapping[str, Tensor]) -> Transformer:
         prefix = "model/"
-        shards = {name.removeprefix(prefix): part for name, part in buffers.items() if name.startswith(prefix)}
+        ours = [name for name in buffers if name.startswith(prefix)]
+        shards = {name.removeprefix(prefix): buffers.pop(name) for name in ours}
         reshard = self.config.model.reshard_after_forward
         return apply.build_over(self.spec, shards, self.ranks.mesh, self.precision, reshard)
 
