@@ -1,0 +1,323 @@
+"""Seconds to change the tensor-parallel layout of a live model, against other ways to do it, in one run.
+
+A GPT-like model of 790 MiB in fp32 (12 layers, hidden 1024, 16 and 8 heads, vocabulary 32,000) on 4 processes of this
+host. tp is the inner axis, and what tp leaves over is data-parallel replicas.
+
+contender   what it does
+  shm         ductile: every slot reads its peers' memory
+  gloo        ductile: messages through gloo alone
+  dcp         torch.distributed.checkpoint: save to tmpfs, load
+  dtensor     DTensor.full_tensor() of one tensor after the other, then the slice
+  mcore       megatron-core's `reshard_model_weights` over gloo; left out when it is not installed
+
+The rules are the same for all: both layouts are allocated and touched beforehand, plans are made in the first run,
+which does not count, and contenders take turns. A time is that of the slowest rank, from a barrier to a barrier. Every
+contender's result is compared with the expected one, element by element, once. The second table moves the two moments
+of Adam as well; megatron-core moves weights only.
+
+Two limits are measured in the same run: what 4 processes copy at once from memory to memory, and what they send to
+each other at once through gloo. A contender's part of the limit is the time that its bytes would take at these speeds,
+over the time that it takes: bytes that stay on a rank are copied, the others are copied (shm) or sent (gloo).
+
+    python benchmarks/reshard.py --json benchmarks/results/reshard.json
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ductile.core.layout.layout import Layout, Tensor
+from ductile.core.layout.mesh import Mesh
+from ductile.core.layout.sharding import Shard, place
+from ductile.core.transfer.plan import Plan
+from ductile.core.transfer.reshard import Planner
+from ductile.core.transfer.topology import MIB
+from ductile.fabric import rendezvous
+from ductile.fabric.board import GroupBoard
+from ductile.fabric.choice import choose
+from ductile.fabric.transfer import Transfer
+from peers import reshard as peers
+from provenance import provenance
+
+RANKS = 4
+HIDDEN, INNER, HEADS, KEY_HEADS, VOCABULARY, LAYERS = 1024, 2816, 16, 8, 32_000, 12
+PAIRS = {"tp4->2": (4, 2), "tp2->4": (2, 4), "tp4->1": (4, 1), "tp1->4": (1, 4)}
+COPIED_BYTES, SENT_BYTES = 200 * MIB, 16 * MIB
+"""For the limits: by each process at once."""
+TIMEOUT_S = 120.0
+
+Times = dict[str, list[float]]
+
+
+def tensors(kinds: list[str]) -> dict[str, tuple[tuple[int, ...], int | None]]:
+    """(shape, the dim that tp cuts) by name."""
+    head = HIDDEN // HEADS
+    layer: dict[str, tuple[tuple[int, ...], int | None]] = {
+        "norm": ((HIDDEN,), None),
+        "query": ((HEADS * head, HIDDEN), 0),
+        "key": ((KEY_HEADS * head, HIDDEN), 0),
+        "value": ((KEY_HEADS * head, HIDDEN), 0),
+        "out": ((HIDDEN, HEADS * head), 1),
+        "mlp_norm": ((HIDDEN,), None),
+        "gate": ((INNER, HIDDEN), 0),
+        "up": ((INNER, HIDDEN), 0),
+        "down": ((HIDDEN, INNER), 1),
+    }
+    table: dict[str, tuple[tuple[int, ...], int | None]] = {"embed": ((VOCABULARY, HIDDEN), 0)}
+    table |= {f"layers.{index}.{name}": entry for index in range(LAYERS) for name, entry in layer.items()}
+    table |= {"norm": ((HIDDEN,), None), "head": ((VOCABULARY, HIDDEN), 0)}
+    return {kind + name: entry for kind in kinds for name, entry in table.items()}
+
+
+def layout(tp: int, kinds: list[str]) -> Layout:
+    mesh = Mesh.of(range(RANKS), dp=RANKS // tp, tp=tp)
+    return Layout(
+        (
+            Tensor(name, "float32", place(shape, mesh, () if dim is None else (Shard("tp", dim),)))
+            for name, (shape, dim) in tensors(kinds).items()
+        ),
+        mesh.slots,
+    )
+
+
+def local(tp: int, kinds: list[str], fill: bool) -> dict[str, torch.Tensor]:
+    """This rank's tensors: every element its own number, or zeros."""
+    found: dict[str, torch.Tensor] = {}
+    for index, (name, (shape, dim)) in enumerate(tensors(kinds).items()):
+        size, at = (1, 0) if dim is None else (tp, dist.get_rank() % tp)
+        part = list(shape)
+        part[dim or 0] //= size
+        if fill:
+            numbers = (torch.arange(math.prod(shape)) + 7919 * index) % (1 << 24)  # exact in fp32
+            found[name] = numbers.view(shape).chunk(size, dim or 0)[at].float().contiguous()
+        else:
+            found[name] = torch.zeros(part)
+    return found
+
+
+def measure_pair(tp: tuple[int, int], kinds: list[str], contenders: list[str], repeats: int) -> dict[str, Any]:
+    """What this rank measured for one change of layout."""
+    before, after = tp
+    job = peers.Job(
+        local(before, kinds, fill=True),
+        local(after, kinds, fill=False),
+        {name: dim for name, (_, dim) in tensors(kinds).items()},
+        (RANKS // before, before),
+        (RANKS // after, after),
+    )
+    expected = local(after, kinds, fill=True)
+    plans: dict[str, Plan] = {}
+    runs: dict[str, Callable[[], object]] = {}
+    for name in contenders:
+        if name in ("shm", "gloo"):
+            plans[name], runs[name], runs[f"{name} verified"] = ours(name == "shm", job, kinds, after, before)
+        else:
+            runs[name] = {"dcp": peers.checkpoint, "dtensor": peers.gather, "mcore": peers.Refit}[name](job)
+    for name, run in runs.items():
+        for tensor in job.new.values():
+            tensor.zero_()
+        dist.barrier()
+        run()
+        dist.barrier()
+        wrong = [tensor for tensor in expected if not torch.equal(job.new[tensor], expected[tensor])]
+        if wrong:
+            raise AssertionError(f"{name}: {len(wrong)} tensors are wrong, {wrong[0]} among them")
+    del expected
+    times: Times = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            times[name].append(timed(run))
+    planned = next(iter(plans.values()))
+    found: dict[str, Any] = {
+        "times": times,
+        "wire_bytes": planned.wire_bytes,
+        "kept_bytes": sum(planned.kept.values()),
+        "plans": {
+            name: {
+                "operations": plan.num_messages,
+                "relayed_bytes": plan.relayed_bytes,
+                "max_egress_bytes": max(plan.egress.values()),
+                "max_ingress_bytes": max(plan.ingress.values()),
+                "modelled_s": plan.predicted_s,
+            }
+            for name, plan in plans.items()
+        },
+    }
+    if "mcore" in runs:
+        refit = runs["mcore"]
+        assert isinstance(refit, peers.Refit)
+        found["mcore_wire"] = refit.wire
+    return found
+
+
+def ours(
+    one_sided: bool, job: peers.Job, kinds: list[str], after: int, before: int
+) -> tuple[Plan, Callable[[], object], Callable[[], object]]:
+    group = dist.group.WORLD
+    assert group is not None
+    board = GroupBoard(group, dist.get_rank(), range(RANKS), "cpu", TIMEOUT_S)
+    carrier, reason = choose(board, "cpu", lambda: group, one_sided)
+    assert carrier.one_sided == one_sided, reason
+    plan = Planner(relays=not one_sided).plan(layout(before, kinds), layout(after, kinds))
+    moves = [Transfer(plan, dist.get_rank(), job.old, job.new, carrier, verify) for verify in ("off", "moved")]
+    return plan, moves[0].run, moves[1].run
+
+
+def timed(run: Callable[[], object]) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    run()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def limits(repeats: int) -> Times:
+    """Bytes per second of all processes together: copied in memory, and sent through gloo."""
+    source, target = (torch.ones(COPIED_BYTES, dtype=torch.uint8) for _ in range(2))
+    copied = [RANKS * COPIED_BYTES / timed(lambda: target.copy_(source)) for _ in range(repeats + 1)]
+    others = [rank for rank in range(RANKS) if rank != dist.get_rank()]
+    buffers = {rank: [torch.ones(SENT_BYTES, dtype=torch.uint8) for _ in range(2)] for rank in others}
+
+    def exchange() -> None:
+        for _ in range(4):
+            works = [dist.irecv(buffers[rank][0], rank) for rank in others]
+            works += [dist.isend(buffers[rank][1], rank) for rank in others]
+            for work in works:
+                assert work is not None
+                work.wait()
+
+    amount = 4 * RANKS * len(others) * SENT_BYTES
+    sent = [amount / timed(exchange) for _ in range(repeats + 1)]
+    return {"memory": copied[1:], "loopback": sent[1:]}
+
+
+def rank_main(connection: Connection, rank: int, address: str, tables: list[str], repeats: int) -> None:
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", store=rendezvous.connect(address, TIMEOUT_S), rank=rank, world_size=RANKS)
+    contenders = {"weights": ["shm", "gloo", "dcp", "dtensor"], "moments": ["shm", "gloo", "dcp", "dtensor"]}
+    if find_spec("megatron"):
+        contenders["weights"].append("mcore")
+    kinds = {"weights": [""], "moments": ["", "exp_avg.", "exp_avg_sq."]}
+    found: dict[str, Any] = {"limits": limits(repeats)}
+    for table in tables:
+        found[table] = {}
+        for name, pair in PAIRS.items():
+            found[table][name] = measure_pair(pair, kinds[table], contenders[table], repeats)
+            if rank == 0:
+                print(f"{table} {name} measured", file=sys.stderr, flush=True)
+    if rank == 0:
+        peers.clean_up()
+    connection.send(found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def summarise(ranks: list[dict[str, Any]], table: str, limit: dict[str, float]) -> list[dict[str, Any]]:
+    """One row a pair: medians of the slowest rank's times."""
+    rows: list[dict[str, Any]] = []
+    for pair in PAIRS:
+        of_ranks = [rank[table][pair] for rank in ranks]
+        first = of_ranks[0]
+        times = {
+            name: [max(values) for values in zip(*(rank["times"][name] for rank in of_ranks), strict=True)]
+            for name in first["times"]
+        }
+        median = {name: statistics.median(values) for name, values in times.items()}
+        wire, kept = first["wire_bytes"], first["kept_bytes"]
+        by_memory = (wire + kept) / limit["memory"]
+        by_loopback = wire / limit["loopback"] + kept / limit["memory"]
+        peer_times = [median[name] for name in ("dcp", "mcore") if name in median]
+        row: dict[str, Any] = {"pair": pair} | {
+            f"{label}_s": median.get(name)
+            for label, name in (
+                ("ours_shm", "shm"), ("ours_gloo", "gloo"), ("dcp", "dcp"), ("dtensor", "dtensor"), ("mcore", "mcore"),
+                ("ours_shm_verified", "shm verified"), ("ours_gloo_verified", "gloo verified"),
+            )
+        }  # fmt: skip
+        row |= {
+            "ratio_vs_best_peer": min(peer_times) / median["shm"],
+            "gloo_ratio_vs_best_peer": min(peer_times) / median["gloo"],
+            "fraction_of_limit": by_memory / median["shm"],
+            "gloo_fraction_of_limit": by_loopback / median["gloo"],
+            "wire_bytes": wire,
+            "kept_bytes": kept,
+            "min_s": {name: min(values) for name, values in times.items()},
+            "plans": first["plans"],
+        }
+        if "mcore_wire" in first:
+            row["mcore_operations"] = sum(rank["mcore_wire"][0] for rank in of_ranks)
+            row["mcore_wire_bytes"] = sum(rank["mcore_wire"][1] for rank in of_ranks)
+        rows.append(row)
+    return rows
+
+
+def show(title: str, rows: list[dict[str, Any]]) -> None:
+    print(f"\n{title}; seconds, medians")
+    columns = ("ours_shm", "ours_gloo", "dcp", "dtensor", "mcore", "ours_shm_verified", "ours_gloo_verified")
+    heads = ("shm", "gloo", "dcp", "dtensor", "mcore", "shm ver.", "gloo ver.")
+    print(
+        f"{'':8}" + "".join(f"{head:>10}" for head in heads) + f"{'x peer':>8}{'limit':>7}{'gloo':>7}{'MiB':>7} moved"
+    )
+    for row in rows:
+        cells = "".join(f"{'-':>10}" if row[f"{c}_s"] is None else f"{row[f'{c}_s']:10.3f}" for c in columns)
+        fractions = f"{row['fraction_of_limit']:7.2f}{row['gloo_fraction_of_limit']:7.2f}"
+        print(f"{row['pair']:8}{cells}{row['ratio_vs_best_peer']:8.1f}{fractions}{row['wire_bytes'] / MIB:7.0f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tables", nargs="+", choices=("weights", "moments"), default=["weights", "moments"])
+    options = parser.parse_args()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "torch.distributed.tensor"])
+    store = rendezvous.host_store()
+    started = []
+    for rank in range(RANKS):
+        mine, theirs = context.Pipe()
+        arguments = (theirs, rank, f"127.0.0.1:{store.port}", options.tables, options.repeats)
+        process = context.Process(target=rank_main, args=arguments, daemon=True)
+        process.start()
+        theirs.close()
+        started.append((process, mine))
+    ranks = [connection.recv() for _, connection in started]
+    for process, _ in started:
+        process.join(30.0)
+    limit = {
+        name: statistics.median(max(values) for values in zip(*(rank["limits"][name] for rank in ranks), strict=True))
+        for name in ranks[0]["limits"]
+    }
+    print(f"limits: memory {limit['memory'] / 1e9:.1f} GB/s, gloo {limit['loopback'] / 1e9:.1f} GB/s, all 4 at once")
+    packages = ("torch", "numpy", *(("megatron-core",) if find_spec("megatron") else ()))
+    results: dict[str, Any] = {**provenance(*packages), "limits_bytes_s": limit, "repeats": options.repeats}
+    titles = {
+        "weights": ("pairs", "weights, 790 MiB"),
+        "moments": ("pairs_with_moments", "weights and moments, 2370 MiB"),
+    }
+    for table in options.tables:
+        key, title = titles[table]
+        results[key] = summarise(ranks, table, limit)
+        show(title, results[key])
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
