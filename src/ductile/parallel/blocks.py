@@ -7,6 +7,7 @@ writes the caller's own memory.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import product
 
 import torch
@@ -33,7 +34,7 @@ class Block:
     start: tuple[int, ...]
     data: Tensor
 
-    @property
+    @cached_property
     def piece(self) -> Piece:
         return Piece(self.start, tuple(self.data.shape), tuple(self.data.stride()))
 
@@ -48,16 +49,18 @@ class Block:
 
 
 def blocks_of(name: str, tensor: Tensor) -> list[Block]:
-    """A DTensor's local part, or all of a plain tensor. At least one block; an empty one where nothing is held."""
+    """A DTensor's local part, or all of a plain tensor. At least one block; an empty one where nothing is held.
+
+    To be called without gradients.
+    """
     if not isinstance(tensor, DTensor):
         return [Block(tuple(tensor.shape), (0,) * tensor.ndim, plain(name, tensor.detach()))]
-    with torch.no_grad():
-        shape, local = tuple(tensor.shape), plain(name, tensor.to_local().detach())
+    shape, local = tuple(tensor.shape), plain(name, tensor.to_local().detach())
     cuts = _cuts(name, tensor)
     if cuts is None or not local.numel():
         return [Block(shape, (0,) * len(shape), local.new_empty((0,) * len(shape)))]
     try:
-        runs = held_runs(shape, cuts, tuple(local.shape))
+        runs = _runs(shape, cuts, tuple(local.shape))
     except ValueError as error:
         raise NotReshardable(
             f"{name}, {list(shape)} with {tensor.placements} on {tensor.device_mesh}: {error}"
@@ -65,7 +68,10 @@ def blocks_of(name: str, tensor: Tensor) -> list[Block]:
     return list(_products(shape, runs, local))
 
 
-def _cuts(name: str, tensor: DTensor) -> list[Cut] | None:
+_runs = lru_cache(maxsize=10_000)(held_runs)
+
+
+def _cuts(name: str, tensor: DTensor) -> tuple[Cut, ...] | None:
     """None on a rank outside the mesh."""
     coordinates = tensor.device_mesh.get_coordinate()
     if coordinates is None:
@@ -83,7 +89,7 @@ def _cuts(name: str, tensor: DTensor) -> list[Cut] | None:
             cuts.append(Cut(placement.dim % tensor.ndim, size, coordinate))
         elif not placement.is_replicate():
             raise NotReshardable(f"{name} has a placement that is not known here: {placement}")
-    return cuts
+    return tuple(cuts)
 
 
 def _products(shape: tuple[int, ...], runs: list[list[tuple[int, int, int]]], local: Tensor) -> Iterator[Block]:

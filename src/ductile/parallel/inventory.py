@@ -10,6 +10,7 @@ Values that are no tensors (learning rates, param groups, extra state) do not mo
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class Inventory:
     alone. Raises `NotReshardable` for what cannot be described.
     """
 
+    @torch.no_grad()
     def __init__(self, state: State, source: Sequence[Held] | None = None) -> None:
         self.tensors: dict[str, list[Block]] = {}
         self.left_out: list[str] = []
@@ -46,9 +48,9 @@ class Inventory:
         optimizers: list[torch.optim.Optimizer] = []
         for part in state if isinstance(state, list | tuple) else [state]:
             self._add("", part, optimizers)
-        kinds = _kinds(source or ())
+        self._source = source or ()
         for optimizer in optimizers:
-            self._add_optimizer(optimizer, kinds)
+            self._add_optimizer(optimizer)
 
     def held(self) -> list[Held]:
         """The description of it all, tensors that lie alike together."""
@@ -59,6 +61,7 @@ class Inventory:
             alike.setdefault((dtype, blocks[0].shape, pieces), []).append(name)
         return [Held(tuple(names), *what) for what, names in alike.items() if 0 not in what[1]]
 
+    @cached_property
     def buffers(self) -> dict[str, Tensor]:
         """The memory of every piece, flat, by the names that an assembled layout gives."""
         return {
@@ -124,7 +127,7 @@ class Inventory:
                 )
             others.append(block)
 
-    def _add_optimizer(self, optimizer: torch.optim.Optimizer, kinds: Mapping[str, Sequence["_Kind"]]) -> None:
+    def _add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in self._owners:
@@ -133,10 +136,21 @@ class Inventory:
                         "has; pass the module and its optimizer together, as [module, optimizer]"
                     )
                 name, _ = self._owners[id(parameter)]
-                if not optimizer.state.get(parameter) and name in kinds:
-                    optimizer.state[parameter] = {kind.key: kind.zeros(parameter, group) for kind in kinds[name]}
+                if not optimizer.state.get(parameter) and name in self._kinds:
+                    optimizer.state[parameter] = {kind.key: kind.zeros(parameter, group) for kind in self._kinds[name]}
                 for key, value in optimizer.state.get(parameter, {}).items():
                     self._add_moment(f"{key}/{name}", value, parameter)
+
+    @cached_property
+    def _kinds(self) -> dict[str, list["_Kind"]]:
+        """What the source's optimizers keep, by the parameter's name."""
+        found: dict[str, dict[str, _Kind]] = {}
+        for held in self._source:
+            for name in held.names:
+                key, slash, parameter = name.partition("/")
+                if slash:
+                    found.setdefault(parameter, {}).setdefault(key, _Kind(key, held.shape, held.dtype))
+        return {parameter: list(kinds.values()) for parameter, kinds in found.items()}
 
     def _add_moment(self, name: str, value: object, parameter: Tensor) -> None:
         if not isinstance(value, Tensor):
@@ -169,17 +183,6 @@ class _Kind:
             on_device = group.get("capturable") or group.get("fused")
             return torch.zeros((), dtype=self._dtype, device=parameter.device if on_device else "cpu")
         return torch.zeros_like(parameter.detach(), dtype=self._dtype)
-
-
-def _kinds(described: Iterable[Held]) -> dict[str, list[_Kind]]:
-    """What optimizers keep, by the parameter's name."""
-    found: dict[str, dict[str, _Kind]] = {}
-    for held in described:
-        for name in held.names:
-            key, slash, parameter = name.partition("/")
-            if slash:
-                found.setdefault(parameter, {}).setdefault(key, _Kind(key, held.shape, held.dtype))
-    return {parameter: list(kinds.values()) for parameter, kinds in found.items()}
 
 
 def _join(prefix: str, name: str) -> str:

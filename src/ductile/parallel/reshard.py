@@ -18,7 +18,6 @@ from typing import Literal, TypeVar
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ductile.core.layout.described import Disagreement, Held, assemble
 from ductile.core.layout.layout import Layout
@@ -101,6 +100,8 @@ class _Side:
 class Resharder:
     """Reshards again and again between the same ranks; layouts, plans and the carrier are remembered.
 
+    It holds on to the tensors of its last call: when it gets the same ones again, nothing has to be prepared.
+
     `group` has all ranks of both states, by default everybody. `timeout_s` bounds every wait. `carrier` is chosen by
     what works between the ranks; "p2p" insists on messages through the group.
     """
@@ -120,7 +121,7 @@ class Resharder:
         self._carriers: dict[torch.device, tuple[Carrier, str]] = {}
         self._planners: dict[bool, Planner] = {}
         self._sides: dict[tuple[bytes, ...], _Side] = {}
-        self._agreed: set[bytes] = set()
+        self._last: _Move | None = None
         self._topology = Topology()
         self._num_exchanges = 0
 
@@ -149,9 +150,9 @@ class Resharder:
         with clock.phase("plan"):
             plan = self._plan(before.layout, after.layout, carrier.one_sided)
         with clock.phase("agree"):
-            move = self._prepare(plan, lambda: _Move(plan, source, target, carrier, self._board.slot, device))
+            self._last = self._prepare(plan, source, target, carrier, device)
         with clock.phase("transfer"):
-            moved = self._run(move)
+            moved = self._run(self._last)
         return Report(plan, reason, moved.num_bytes, clock.seconds, tuple(target.left_out))
 
     def _describe(self, side: str, take: Callable[[], Inventory]) -> tuple[Inventory, _Side, bool]:
@@ -162,7 +163,7 @@ class Resharder:
             held = msgspec.msgpack.encode(inventory.held())
         except Exception as error:  # whatever it is, the others are waiting for this rank
             failure = error
-        on_gpu = inventory is not None and any(memory.is_cuda for memory in inventory.buffers().values())
+        on_gpu = inventory is not None and any(memory.is_cuda for memory in inventory.buffers.values())
         note = _Note(_told(failure), blake2b(held, digest_size=16).digest(), socket.gethostname(), on_gpu)
         notes = self._exchange(side, msgspec.msgpack.encode(note), _Note)
         _raise_together({rank: note.problem for rank, note in notes.items()}, failure)
@@ -192,11 +193,15 @@ class Resharder:
             self._planners[one_sided] = Planner(self._topology, relays=not one_sided)
         return self._planners[one_sided].plan(source, target)
 
-    def _prepare(self, plan: Plan, move: Callable[[], "_Move"]) -> "_Move":
+    def _prepare(
+        self, plan: Plan, source: Inventory, target: Inventory, carrier: Carrier, device: torch.device
+    ) -> "_Move":
         """All ranks are ready to carry out the same plan, or all raise."""
-        prepared, failure = None, None
+        prepared, failure = self._last, None
         try:
-            prepared = move()
+            if prepared is None or prepared.key != _Move.key_of(plan, source, target):
+                self._last = None  # frees what only it refers to
+                prepared = _Move(plan, source, target, carrier, self._board.slot, device)
         except Exception as error:
             failure = error
         notes = self._exchange("plan", msgspec.msgpack.encode((_told(failure), plan.key)), tuple[str, bytes])
@@ -248,26 +253,31 @@ class _Move:
     def __init__(
         self, plan: Plan, source: Inventory, target: Inventory, carrier: Carrier, rank: int, device: torch.device
     ):
-        old, self._new = source.buffers(), target.buffers()
-        for name, memory in self._new.items():
-            if name in old and _same(old[name], memory):
-                self._new[name] = old[name]  # a state that is its own target
-        here = {name: memory.to(device) for name, memory in self._new.items()}
+        self._old, self._new = source.buffers, target.buffers
+        self._there = {name: memory.to(device) for name, memory in self._old.items()}
+        self._here = {name: memory.to(device) for name, memory in self._new.items()}
         try:
-            there = {name: memory.to(device) for name, memory in old.items()}
-            self._transfer = Transfer(plan, rank, there, here, carrier)
+            self._transfer = Transfer(plan, rank, self._there, self._here, carrier)
         except ValueError as error:
             raise NotReshardable(f"source and target: {error}") from None
-        self._detours = {name: memory for name, memory in here.items() if memory is not self._new[name]}
+        self.key = self.key_of(plan, source, target)
+
+    @staticmethod
+    def key_of(plan: Plan, source: Inventory, target: Inventory) -> tuple[object, ...]:
+        """The same plan between the same memory: the move can be made again."""
+        buffers = [*source.buffers.values(), *target.buffers.values()]
+        return (plan.key, *(memory.data_ptr() for memory in buffers))
 
     def run(self) -> Moved:
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        for name, memory in self._old.items():
+            if self._there[name] is not memory:
+                self._there[name].copy_(memory)
+        _wait_for_gpu()
         moved = self._transfer.run()
-        for name, memory in self._detours.items():
-            self._new[name].copy_(memory)
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        for name, memory in self._new.items():
+            if self._here[name] is not memory:
+                memory.copy_(self._here[name])
+        _wait_for_gpu()
         return moved
 
 
@@ -306,9 +316,9 @@ def _told(failure: Exception | None) -> str:
     return f"{type(failure).__name__}: {failure}"
 
 
-def _same(memory: Tensor, other: Tensor) -> bool:
-    here, there = ((tensor.data_ptr(), tensor.numel(), tensor.dtype, tensor.device) for tensor in (memory, other))
-    return here == there
+def _wait_for_gpu() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def _topology(hosts: Mapping[int, str]) -> Topology:
