@@ -1,0 +1,269 @@
+"""Resizes of real slots, and what becomes of them when one is killed or stopped at each point of the transaction."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ductile.config.cluster import ClusterConfig
+from ductile.config.trainer import TrainerConfig
+from ductile.core.cluster.placement import Placement
+from ductile.launch.changes import Changes
+from ductile.launch.control import Resized, RunFailed, Unfit
+from ductile.launch.local import LocalCluster
+from ductile.observe import Recorder, read_jsonl
+from ductile.records import Formation
+from ductile.roles import SlotLost
+from ductile.wire.messages import Done, Drop, Ping
+from ductile.wire.remote import hold
+from ductile.wire.resize import Terms
+from ductile.wire.trainer import RemoteTrainer
+from tests.launch.processes import is_running
+from tests.slot.held import HELD_ECHO, HELD_TRAINER, POINTS, arm, reached
+from tests.tiny import make_model_folder
+from tests.wire.carriers import eventually
+from tests.wire.train_slots import sample
+
+FORMATION = Formation((0, 1))
+LEAVER, STAYER, JOINER = 0, 1, 2
+SEQ_LEN = 16
+DEADLINE_S = 20.0
+
+
+class Harness:
+    """A cluster whose slots die and come again, and a trainer on two of them for each test."""
+
+    def __init__(self, folder: Path, roles: Mapping[Any, str], settings: dict[str, Any], timeout_s: float) -> None:
+        self.folder, self.settings, self.timeout_s = folder, settings, timeout_s
+        self.points = folder / "points"
+        self.points.mkdir()
+        os.environ[POINTS] = str(self.points)
+        self.runner = asyncio.Runner()
+        self.cluster = LocalCluster([0, 1], ClusterConfig(device="cpu"), folder, roles)
+        self.runner.run(self.cluster.__aenter__())
+        del os.environ[POINTS]
+        self.mailbox = self.cluster.mailbox
+
+    def run(self, story: Coroutine[Any, Any, None]) -> None:
+        self.runner.run(asyncio.wait_for(self._from_scratch(story), 60))
+
+    async def _from_scratch(self, story: Coroutine[Any, Any, None]) -> None:
+        for point in self.points.iterdir():
+            point.unlink()
+        self.cluster.depends_on = lambda slot: False
+        for slot in self.cluster.slots:
+            if slot not in self.mailbox.lost and "train" in self.mailbox.roles(slot):
+                await self.mailbox.ask(slot, Drop("train"), 10)
+        await self.cluster.add([LEAVER, STAYER])
+        self.mailbox.epoch += 1
+        self.cluster._death = asyncio.get_running_loop().create_future()
+        await hold(self.mailbox, "train", self.settings, FORMATION.members, 30, self.cluster.rendezvous)
+        self.record = Recorder(self.folder)
+        self.trainer = RemoteTrainer(self.mailbox, FORMATION, 30)
+        terms = Terms(self.settings, self.cluster.rendezvous, self.timeout_s, leave_s=5)
+        self.changes = Changes(self.cluster, self.trainer, terms, Placement((0, 1), (), (), ""), self.record)
+        self.num_steps = 0
+        training = asyncio.create_task(self._train())
+        try:
+            await story
+        finally:
+            training.cancel()
+            await asyncio.gather(training, return_exceptions=True)
+            self.record.close()
+
+    async def _train(self) -> None:
+        while True:
+            await self.trainer.forward_backward([sample(n % 90, 4 + n % 9) for n in range(12)], SEQ_LEN)
+            await self.trainer.optim_step(1.0)
+            self.num_steps += 1
+
+    async def trains_on(self) -> None:
+        """Two more whole steps."""
+        done = self.num_steps
+        await eventually(lambda: self.num_steps >= done + 2)
+
+    async def resize_and_hit(self, victim: int, command: str, moment: str, signum: signal.Signals) -> Resized:
+        """1 and 2 instead of 0 and 1, with `victim` getting the signal at that point."""
+        if victim != JOINER or command != "Hold":
+            await self.cluster.add([JOINER])
+        arm(self.points, victim, command, moment)
+        resizing = asyncio.create_task(self.changes.resize([STAYER, JOINER]))
+        await eventually(lambda: reached(self.points, victim, command, moment))
+        process = self.cluster.processes[victim]
+        process.signal(signum)
+        async with asyncio.timeout(DEADLINE_S):
+            try:
+                return await resizing
+            finally:
+                # It is settled only when nothing of the victim is left.
+                await eventually(lambda: not is_running(process.pid) or victim not in self.mailbox.lost)
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [row for row in read_jsonl(self.folder / "events.jsonl") if row["kind"] == kind]
+
+    def close(self) -> None:
+        pids = [process.pid for process in self.cluster.processes.values()]
+        self.runner.run(self.cluster.stop())
+        self.runner.close()
+        assert not [pid for pid in pids if is_running(pid)]
+
+
+@pytest.fixture(scope="module")
+def echo(tmp_path_factory: pytest.TempPathFactory):
+    harness = Harness(tmp_path_factory.mktemp("echo"), HELD_ECHO, {}, timeout_s=0.3)
+    yield harness
+    harness.close()
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("trainer")
+    model = {"name": str(make_model_folder(folder / "model")), "seq_len": SEQ_LEN}
+    config = TrainerConfig.model_validate({"model": model, "resize": {"timeout_s": 2.0}, "loss": {"type": "sft"}})
+    harness = Harness(folder, HELD_TRAINER, config.model_dump(mode="json"), timeout_s=2.0)
+    yield harness
+    harness.close()
+
+
+def expected(victim: int, command: str, moment: str) -> str:
+    """What the rules of `ductile.core.cluster.membership` say, by point: a dumb twin."""
+    if victim == STAYER:
+        return "lost"
+    if victim == JOINER:
+        return "lost" if command == "Settle" else "rolled_back"
+    return "resized" if command in ("Commit", "Settle") else "lost"
+
+
+POINTS_OF_ALL = [
+    (command, moment) for command in ("Prepare", "Freeze", "Move", "Commit", "Settle") for moment in ("before", "after")
+]
+CELLS = [(victim, *point) for victim in (LEAVER, STAYER, JOINER) for point in POINTS_OF_ALL]
+CELLS += [(JOINER, "Hold", "before"), (JOINER, "Hold", "after")]
+
+
+async def play(harness: Harness, victim: int, command: str, moment: str, signum: signal.Signals) -> None:
+    outcome = expected(victim, command, moment)
+    if outcome == "lost":
+        with pytest.raises(RunFailed, match=f"slot {victim}.*; slot {victim} held 1 of 2 parts of the trainer's state"):
+            await harness.resize_and_hit(victim, command, moment, signum)
+        with pytest.raises(SlotLost):
+            await harness.trainer.optim_step(1.0)
+        assert f"slot {victim}" in await harness.cluster.death()
+    else:
+        result = await harness.resize_and_hit(victim, command, moment, signum)
+        assert result.outcome == outcome, result.sentence
+        assert harness.trainer.formation == (Formation((STAYER, JOINER)) if outcome == "resized" else FORMATION)
+        await harness.trains_on()
+    killed = "was killed by SIGKILL" if signum == signal.SIGKILL else "has been killed"
+    assert killed in harness.mailbox.lost[victim]
+    for slot in {LEAVER, STAYER, JOINER} - {victim}:
+        assert await harness.mailbox.ask(slot, Ping(), 5) == Done()
+
+
+@pytest.mark.parametrize(("victim", "command", "moment"), CELLS)
+def test_a_kill_at_each_point(echo: Harness, victim: int, command: str, moment: str):
+    echo.run(play(echo, victim, command, moment, signal.SIGKILL))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "command", "moment"), CELLS)
+def test_a_stop_at_each_point(echo: Harness, victim: int, command: str, moment: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ductile.wire.resize.GRACE_S", 0.2)
+    echo.run(play(echo, victim, command, moment, signal.SIGSTOP))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=lambda signum: signum.name)
+@pytest.mark.parametrize("point", [("Prepare", "before"), ("Freeze", "after"), ("Move", "before"), ("Commit", "after")])
+@pytest.mark.parametrize("victim", [LEAVER, STAYER, JOINER])
+def test_a_real_trainer_outlives_it_or_says_what_was_lost(trainer: Harness, victim: int, point, signum):
+    async def story():
+        await play(trainer, victim, *point, signum)
+
+    trainer.run(story())
+
+
+@pytest.mark.slow
+def test_a_real_trainer_goes_everywhere_and_slots_stay_warm(trainer: Harness):
+    async def story():
+        pids = {}
+        for members, replicas in [((0, 1, 2), 1), ((3,), 1), ((2, 0), 2), ((0, 1, 2, 3), 2), ((1, 0), 1)]:
+            result = await trainer.changes.resize(members, replicas)
+            assert result.outcome == "resized", result.sentence
+            assert trainer.trainer.formation == Formation(members, replicas)
+            await trainer.trains_on()
+            pids |= {slot: trainer.cluster.processes[slot].pid for slot in members}
+        assert pids == {slot: trainer.cluster.processes[slot].pid for slot in pids}, "nobody was started twice"
+        roles = {slot: trainer.mailbox.roles(slot) for slot in range(4)}
+        assert roles == {0: ("train",), 1: ("train",), 2: (), 3: ()}
+        assert len({event["epoch"] for event in trainer.events("resized")[-5:]}) == 5
+
+    trainer.run(story())
+
+
+def test_what_cannot_be_is_refused_and_nothing_is_tried(echo: Harness):
+    async def story():
+        epoch = echo.mailbox.epoch
+        for members, replicas, sentence in [
+            ((), 1, "a formation needs each of its slots once"),
+            ((1, 1), 1, "a formation needs each of its slots once"),
+            ((0, 1, 2), 2, "3 slots cannot hold 2 equal copies"),
+            ((0, -1), 1, "slots are numbered from 0"),
+        ]:
+            with pytest.raises(Unfit, match=sentence):
+                await echo.changes.resize(members, replicas)
+        same = await echo.changes.resize((0, 1))
+        assert (same.outcome, same.sentence) == ("unchanged", "Trainer is on slots 0-1 already.")
+        assert echo.mailbox.epoch == epoch
+
+    echo.run(story())
+
+
+def test_one_change_at_a_time(echo: Harness):
+    async def story():
+        arm(echo.points, STAYER, "Freeze", "before")
+        first = asyncio.create_task(echo.changes.resize([1, 2]))
+        await eventually(lambda: reached(echo.points, STAYER, "Freeze", "before"))
+        assert echo.changes.under_way == "freeze, to slots 1-2"
+        with pytest.raises(RunFailed, match="the trainer is on its way to slots 1-2: one resize at a time"):
+            await echo.changes.resize([0])
+        echo.cluster.processes[STAYER].signal(signal.SIGKILL)
+        with pytest.raises(RunFailed):
+            await first
+        assert echo.changes.under_way == ""
+
+    echo.run(story())
+
+
+def test_a_slot_that_does_not_start_changes_nothing(echo: Harness, monkeypatch: pytest.MonkeyPatch):
+    async def story():
+        hasty = echo.cluster._config.model_copy(update={"start_timeout_s": 0.0})
+        monkeypatch.setattr(echo.cluster, "_config", hasty)
+        with pytest.raises(Unfit, match=r"slots 7 did not start within 0 s"):
+            await echo.changes.resize([0, 1, 7])
+        monkeypatch.undo()
+        await echo.trains_on()
+        assert (await echo.changes.resize([0, 7])).outcome == "resized"
+        assert echo.mailbox.roles(1) == ()
+
+    echo.run(story())
+
+
+def test_a_death_that_nothing_depends_on_does_not_end_the_run(echo: Harness):
+    async def story():
+        await echo.changes.resize([1, 2])
+        for slot in (0, 1, 2):
+            assert echo.changes.depends_on(slot) == (slot != 0)
+        process = echo.cluster.processes[0]
+        process.signal(signal.SIGKILL)
+        await eventually(lambda: 0 in echo.mailbox.lost)
+        await echo.trains_on()
+        assert not echo.cluster._death.done()
+        assert (await echo.changes.resize([0, 1, 2])).outcome == "resized"
+        assert echo.cluster.processes[0].pid != process.pid
+
+    echo.run(story())
