@@ -7,6 +7,7 @@ started, which are too old. `Rollouts` puts groups in, `Loop` takes them out; th
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ductile.core.batch.chunking import chunk
 from ductile.core.cluster.staleness import Freshness, StalenessBound, admission, freshness
@@ -14,6 +15,20 @@ from ductile.observe import Recorder
 from ductile.records import Prompt, RolloutGroup
 from ductile.roles import Late
 from ductile.tasks.prompts import PromptPosition, Prompts
+
+
+@dataclass(frozen=True, slots=True)
+class _Finished:
+    """A group with what is asked of it whenever anything changes: its tokens are counted once."""
+
+    group: RolloutGroup
+    num_tokens: int
+    oldest_version: int
+
+    @staticmethod
+    def of(group: RolloutGroup) -> "_Finished":
+        tokens = sum(len(group.prompt.token_ids) + len(rollout.token_ids) for rollout in group.rollouts)
+        return _Finished(group, tokens, group.oldest_version)
 
 
 class Buffer:
@@ -36,7 +51,7 @@ class Buffer:
         self._prompts, self._bound, self._record = prompts, bound, record
         self._max_steps, self._timeout_s, self._stop = max_steps, timeout_s, stop
         self._running: dict[str, int] = {}  # prompt id -> version when it was started
-        self._waiting: list[RolloutGroup] = []
+        self._waiting: list[_Finished] = []
         self._taken = 0
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
@@ -59,7 +74,7 @@ class Buffer:
 
     def put(self, group: RolloutGroup) -> None:
         del self._running[group.prompt.id]
-        self._waiting.append(group)
+        self._waiting.append(_Finished.of(group))
         self.wake()
 
     def hopeless(self) -> list[str]:
@@ -93,7 +108,7 @@ class Buffer:
                         raise self._error
                     self._drop_stale()
                     count = chunk(
-                        [_num_tokens(group) for group in self._waiting],
+                        [finished.num_tokens for finished in self._waiting],
                         wanted=wanted,
                         groups_per_update=groups_per_update,
                         num_ranks=num_ranks,
@@ -110,7 +125,7 @@ class Buffer:
         taken, self._waiting = self._waiting[:count], self._waiting[count:]
         self._taken += count
         self.wake()
-        return taken
+        return [finished.group for finished in taken]
 
     def learned(self, groups: Sequence[RolloutGroup]) -> None:
         """The optimizer has used them: a resume does not ask these prompts again."""
@@ -133,11 +148,12 @@ class Buffer:
         return freshness(self._bound, version=self.version, oldest_version=version)
 
     def _drop_stale(self) -> None:
-        verdicts = [(group, self._freshness(group.oldest_version)) for group in self._waiting]
-        self._waiting = [group for group, verdict in verdicts if verdict.fresh]
-        for group, verdict in verdicts:
-            if not verdict.fresh:
-                self._drop(group.prompt, verdict)
+        verdicts = {version: self._freshness(version) for version in {each.oldest_version for each in self._waiting}}
+        stale = [each for each in self._waiting if not verdicts[each.oldest_version].fresh]
+        if stale:
+            self._waiting = [each for each in self._waiting if verdicts[each.oldest_version].fresh]
+        for each in stale:
+            self._drop(each.group.prompt, verdicts[each.oldest_version])
 
     def _drop(self, prompt: Prompt, verdict: Freshness) -> None:
         self.num_dropped += 1
@@ -151,7 +167,3 @@ class Buffer:
         """Whoever waits here looks again."""
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-def _num_tokens(group: RolloutGroup) -> int:
-    return sum(len(group.prompt.token_ids) + len(rollout.token_ids) for rollout in group.rollouts)
