@@ -26,6 +26,8 @@ from ductile.wire.messages import (
     Moved,
     OptimStep,
     Prepare,
+    Readiness,
+    Ready,
     Rollback,
     Stepped,
 )
@@ -69,6 +71,8 @@ class TrainEcho:
                 return Stepped(StepReport(self._step, 0.0, 0.0, 0.0, 1))
             case Prepare(change):
                 self._change, self._had_state = change, self._has_state
+            case Ready():
+                return Readiness(True)
             case Freeze(with_gradient=with_gradient):
                 progress = TrainProgress(self._step, self._step, with_gradient) if self._has_state else None
                 return Frozen(b"plan", progress)

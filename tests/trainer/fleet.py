@@ -9,6 +9,7 @@ It is the dumb twin of `ductile.wire.resize`: every step goes to everybody, and 
 """
 
 import pickle
+import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -31,6 +32,7 @@ from ductile.wire.messages import (
     Moved,
     OptimStep,
     Prepare,
+    Ready,
     Rollback,
     Settle,
 )
@@ -162,6 +164,15 @@ class Fleet:
     def step(self, step: str, change: Change, progress: TrainProgress | None = None) -> dict[int, Any]:
         return self.ask(dict.fromkeys(change.slots, self.command(step, change, progress)))
 
+    def until_ready(self, change: Change) -> None:
+        waiting = set(change.before.members)
+        deadline = time.monotonic() + DEADLINE_S
+        while waiting:
+            assert time.monotonic() < deadline
+            said = self.ask(dict.fromkeys(waiting, Ready(change.epoch)))
+            waiting = {slot for slot, answer in said.items() if not answer.ready}
+            time.sleep(0.002)
+
     def total(self, change: Change, frozen: Mapping[int, Frozen]) -> TrainProgress:
         """All made the same plan; their sums are added up."""
         assert len({reply.plan_key for reply in frozen.values()}) == 1
@@ -181,6 +192,7 @@ class Fleet:
         change = self.prepare_change(after)
         self.hold_joining([slot for slot in change.joiners if slot not in self.idle])
         self.step("prepare", change)
+        self.until_ready(change)
         progress = self.total(change, self.step("freeze", change))
         moved: dict[int, Moved] = self.step("move", change, progress)
         for slot, reply in moved.items():

@@ -20,6 +20,7 @@ from ductile.wire.messages import (
     Hold,
     Move,
     Prepare,
+    Ready,
     Rollback,
     Settle,
     Withdraw,
@@ -73,7 +74,7 @@ def test_a_change_in_the_middle_of_a_batch():
         assert result.carrier == "memory, as there is nothing else"
         assert result.slot_seconds == {"transfer": 0.01}
         assert list(result.seconds) == ["hold", "prepare", "freeze", "move", "commit", "settle"]
-        assert result.pause_s == pytest.approx(4 * 0.01), "Prepare's answer, Freeze, Move and Commit"
+        assert result.pause_s == pytest.approx(5 * 0.01), "the answers to Prepare and Ready; Freeze, Move and Commit"
         assert (stage.trainer.formation, stage.mailbox.epoch) == (Formation((1, 2, 3)), 1)
         assert not training.done()
         await training
@@ -82,6 +83,40 @@ def test_a_change_in_the_middle_of_a_batch():
         assert stage.with_role() == [1, 2, 3]
         assert stage.sent(Freeze) == stage.sent(Move) == stage.sent(Commit) == stage.sent(Settle) == [0, 1, 2, 3]
         assert stage.sent(Drop) == [0]
+
+    play(story)
+
+
+def test_training_goes_on_until_all_members_are_ready():
+    async def story():
+        stage = Stage([0, 1])
+        stage.slots.unready = {1: 3}
+        training = asyncio.create_task(stage.train(60))
+        await asyncio.sleep(0.035)
+        result = await stage.resize(0)
+        assert result.outcome == "resized"
+        assert stage.sent(Ready) == [0, 1, 1, 1, 1]
+        asked = [type(command) for slot, command in stage.slots.asked if slot == 1]
+        between = asked[asked.index(Prepare) : asked.index(Freeze)]
+        assert between.count(ForwardBackward) >= 3
+        await training
+        assert stage.slots.trained == [list(range(60))]
+        assert stage.slots.wrong == []
+
+    play(story)
+
+
+def test_a_member_that_is_never_ready_takes_the_change_back():
+    async def story():
+        stage = Stage([0, 1])
+        stage.slots.unready = {1: 10**6}
+        training = asyncio.create_task(stage.train(60))
+        result = await stage.resize(0, 1, 2)
+        assert (result.outcome, result.reason) == ("rolled_back", "slot 1 did not prepare within 5 s")
+        await training
+        assert stage.slots.trained == [list(range(60))]
+        assert stage.with_role() == [0, 1]
+        assert stage.slots.wrong == []
 
     play(story)
 

@@ -27,6 +27,8 @@ from ductile.wire.messages import (
     Prepare,
     Publish,
     Published,
+    Readiness,
+    Ready,
     Reply,
     Rollback,
     Settle,
@@ -69,6 +71,7 @@ class Slot:
     """Between `Commit` and `Settle`."""
     holds: bool = False
     change: Change | None = None
+    asked_whether_ready: int = 0
     frozen: bool = False
     committed: bool = False
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -85,6 +88,8 @@ class TrainSlots:
         """What should not have been asked."""
         self.spoil: dict[int, str] = {}
         """Slot to what it gets wrong: "plan", "bytes", "step"."""
+        self.unready: dict[int, int] = {}
+        """Slot to how often it says that it has not prepared yet."""
         self.asked: list[tuple[int, Command]] = []
         """As they were executed."""
         self.work_s: Callable[[int, Command], float] = lambda number, command: 0.01
@@ -126,8 +131,13 @@ class TrainSlots:
                 assert slot.change is None or slot.committed, "is in another change"
                 slot.old, slot.committed = None, False
                 assert (slot.live is None) == (slot.number not in change.before.members)
-                slot.change = change
+                slot.change, slot.asked_whether_ready = change, 0
+            case Ready(epoch):
+                self._expect(slot, epoch)
+                slot.asked_whether_ready += 1
+                return Readiness(slot.asked_whether_ready > self.unready.get(slot.number, 0))
             case Freeze(epoch):
+                assert slot.live is None or slot.asked_whether_ready > self.unready.get(slot.number, 0), "is not ready"
                 self._expect(slot, epoch)
                 slot.frozen = True
                 return Frozen(b"other" if self.spoil.get(slot.number) == "plan" else b"plan", self._progress(slot))

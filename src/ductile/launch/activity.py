@@ -14,7 +14,7 @@ ACTIVITIES: dict[str, Activity] = {
     "Score": "score",
     **dict.fromkeys(("Publish", "Receive", "Withdraw"), "publish"),
     **dict.fromkeys(("Hold", "Drop", "LoadState", "SaveState", "ExportModel"), "switch"),
-    **dict.fromkeys(("Prepare", "Freeze", "Move", "Commit", "Rollback", "Settle"), "switch"),
+    **dict.fromkeys(("Prepare", "Ready", "Freeze", "Move", "Commit", "Rollback", "Settle"), "switch"),
 }
 
 

@@ -38,6 +38,7 @@ from ductile.wire.messages import (
     Ping,
     Prepare,
     Publish,
+    Ready,
     Receive,
     Reply,
     RoleName,
@@ -51,7 +52,7 @@ from ductile.wire.messages import (
 
 HANDLED_BY: dict[type[Any], RoleName] = {
     **dict.fromkeys((ForwardBackward, OptimStep, Publish, Withdraw, SaveState, LoadState, ExportModel), "train"),
-    **dict.fromkeys((Prepare, Freeze, Move, Commit, Rollback, Settle), "train"),
+    **dict.fromkeys((Prepare, Ready, Freeze, Move, Commit, Rollback, Settle), "train"),
     **dict.fromkeys((Generate, Abort), "generate"),
     Score: "score",
 }

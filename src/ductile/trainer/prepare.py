@@ -91,6 +91,11 @@ class Preparation:
     def start(self) -> None:
         threading.Thread(target=self._run, name=f"prepare {self._change.epoch}", daemon=True).start()
 
+    @property
+    def is_done(self) -> bool:
+        """Raises `ResizeFailed` when it ended without a result."""
+        return self._done.is_set() and bool(self.result(0.0))
+
     def result(self, timeout_s: float) -> Prepared:
         """Raises `ResizeFailed` when there is none in time, or at all."""
         if not self._done.wait(timeout_s):

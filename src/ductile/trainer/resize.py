@@ -47,6 +47,7 @@ class Resize:
         self._preparation = Preparation(change, replace(place, epoch=change.epoch), config, plans, before)
         self._plan: Plan | None = None
         self._is_moved = False
+        self.is_committed = False
 
     def prepare(self) -> None:
         """Begin, beside what the main thread does. A slot without a trainer has nothing else to do: it waits.
@@ -56,6 +57,11 @@ class Resize:
         self._preparation.start()
         if self._before is None:
             self._preparation.result(self._config.resize.timeout_s)
+
+    @property
+    def is_ready(self) -> bool:
+        """Raises `ResizeFailed` when it will never be."""
+        return self._preparation.is_done
 
     def freeze(self, with_gradient: bool) -> Frozen:
         prepared = self._preparation.result(self._config.resize.timeout_s)
@@ -133,6 +139,7 @@ class Resize:
         after = self._ready().after
         if after is not None:
             after.groups.set_timeout(self._config.dist_timeout_seconds)
+        self.is_committed = True
         return after
 
     def rollback(self) -> Standing | None:
@@ -143,7 +150,8 @@ class Resize:
         _give_memory_back()
         return self._before
 
-    def settle(self) -> None:
+    def settle(self) -> Standing | None:
+        """What the slot has from now on, also if it was never told to commit: all had voted."""
         prepared = self._ready()
         prepared.room.clear()
         prepared.transfer_groups.destroy()
@@ -151,6 +159,7 @@ class Resize:
             self._before.destroy()
         self._before = None
         _give_memory_back()
+        return prepared.after
 
     def _ready(self) -> Prepared:
         return self._preparation.result(0.0)

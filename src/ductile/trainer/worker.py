@@ -33,6 +33,8 @@ from ductile.wire.messages import (
     Prepare,
     Publish,
     Published,
+    Readiness,
+    Ready,
     Rollback,
     SaveState,
     Settle,
@@ -91,6 +93,8 @@ class TrainRole:
                 self._export(path)
             case Prepare(change=change):
                 self._prepare(change)
+            case Ready(epoch=epoch):
+                return Readiness(self._change(epoch).is_ready)
             case Freeze(epoch=epoch, with_gradient=with_gradient):
                 return self._change(epoch).freeze(with_gradient)
             case Move(epoch=epoch, progress=progress):
@@ -100,8 +104,7 @@ class TrainRole:
             case Rollback(epoch=epoch):
                 self._roll_back(epoch)
             case Settle(epoch=epoch):
-                self._change(epoch).settle()
-                self._resize = None
+                self._settle(self._change(epoch))
             case _:
                 raise ValueError(f"a train slot does not know the command {type(command).__name__}")
         return Done()
@@ -121,10 +124,16 @@ class TrainRole:
         self._standing = None
 
     def _prepare(self, change: Change) -> None:
+        if self._resize is not None and self._resize.is_committed:
+            self._settle(self._resize)  # nobody takes back what came before the next change
         if self._resize is not None:
             raise ValueError(f"change {self._resize.change.epoch} is neither settled nor rolled back")
         self._resize = Resize(change, self._place, self._config, self._plans, self._standing)
         self._resize.prepare()
+
+    def _settle(self, resize: Resize) -> None:
+        self._standing = resize.settle()
+        self._resize = None
 
     def _roll_back(self, epoch: int) -> None:
         """A slot that has not heard of the change has nothing to take back."""

@@ -104,18 +104,25 @@ class ExportModel(Message):
 #
 #     Prepare  ->  Freeze  ->  Move  ->  Commit  ->  Settle          or, after any of them but Settle, Rollback
 #
-# Each goes to all slots of both formations, and the next one only when all have answered the one before. Until `Settle`
-# every slot still has what it had, so that a change can be taken back.
+# Each goes to all slots of both formations, and the next one only when all have answered the one before; `Freeze` only
+# when all that train are `Ready`, or it would wait for them. Until `Settle` every slot still has what it had, so that a
+# change can be taken back.
 
 
 class Prepare(Message):
     """Get ready for a change while training goes on: groups, skeleton, buffers, plan. Answered by `Done`.
 
-    A slot that trains prepares in the background and answers at once; a joining slot answers when it is ready, which
-    it can only be when all the others are.
+    A slot that trains prepares in the background and answers at once, and then says when it is asked whether it is
+    `Ready`; a joining slot answers when it is.
     """
 
     change: Change
+
+
+class Ready(Message):
+    """Has this slot prepared? May be asked as often as one likes. Answered by `Readiness`, or `Failed` if it cannot."""
+
+    epoch: int
 
 
 class Freeze(Message):
@@ -203,6 +210,10 @@ class Stepped(Message):
     report: StepReport
 
 
+class Readiness(Message):
+    ready: bool
+
+
 class Frozen(Message):
     plan_key: bytes
     """All slots must have made the same plan before the first byte moves."""
@@ -273,10 +284,10 @@ class Died(Message):
 Command = (
     Hold | Drop | Ping | Stop
     | ForwardBackward | OptimStep | Publish | Withdraw | SaveState | LoadState | ExportModel
-    | Prepare | Freeze | Move | Commit | Rollback | Settle
+    | Prepare | Ready | Freeze | Move | Commit | Rollback | Settle
     | Generate | Abort | Receive | Score
 )  # fmt: skip
-Reply = Done | Failed | ForwardBackwardDone | Stepped | Frozen | Moved | Published | Scores
+Reply = Done | Failed | ForwardBackwardDone | Stepped | Readiness | Frozen | Moved | Published | Scores
 Event = Hello | Heartbeat | Finished | EngineStats | Died
 
 

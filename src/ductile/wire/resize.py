@@ -1,7 +1,8 @@
 """A resize of the live trainer: one change, from the first `Hold` to the last `Drop`.
 
     Hold(joining)   joiners build what needs no state          training goes on
-    Prepare         groups, skeleton, buffers, plan            training goes on; old members start at a boundary
+    Prepare         groups, skeleton, buffers, plan            training goes on; old members start at a boundary,
+                                                               and are asked at boundaries whether they are ready
     Freeze          all say their plan's key and progress      ┐
     Move            all say what they sent and received        ├ the pause, at a boundary
     Commit          the new state is the state                 ┘
@@ -43,6 +44,8 @@ from ductile.wire.messages import (
     Move,
     Moved,
     Prepare,
+    Readiness,
+    Ready,
     Reply,
     Rollback,
     Settle,
@@ -52,6 +55,9 @@ from ductile.wire.trainer import RemoteTrainer
 
 GRACE_S = 1.0
 """Slots know the deadline of a step, too. Those that wait in vain for another one have this long to say so."""
+
+READY_S = 0.02
+"""Between two questions whether slots are ready. Each is asked at a boundary, and costs the trainer about 2 ms."""
 
 R = TypeVar("R", bound=Reply)
 
@@ -162,11 +168,27 @@ class Transaction:
                     joining.cancel()
                     raise
             outcomes |= await joining
-        try:
-            self._judge("prepare", outcomes)
-        except _Unfinished:
+            try:
+                self._judge("prepare", outcomes)
+            except _Unfinished:
+                async with self._boundary():
+                    raise
+            await self._until_ready()
+
+    async def _until_ready(self) -> None:
+        """Old members prepare beside training. To freeze them before they have done would be to wait for them then."""
+        waiting = set(self.change.before.members)
+        deadline_s = self._clock() + self._terms.timeout_s
+        while waiting:
             async with self._boundary():
-                raise
+                outcomes = await self._ask(dict.fromkeys(sorted(waiting), Ready(self.change.epoch)))
+                self._judge("prepare", outcomes)
+                waiting = {slot for slot, said in outcomes.items() if not (isinstance(said, Readiness) and said.ready)}
+                if waiting and self._clock() > deadline_s:
+                    first = self._mailbox.describe(min(waiting))
+                    self._complain("prepare", f"{first} did not prepare within {self._terms.timeout_s:g} s")
+            if waiting:
+                await asyncio.sleep(READY_S)
 
     async def _freeze_and_move(self) -> None:
         change = self.change
