@@ -177,6 +177,52 @@ def test_blocks_say_what_no_framework_says() -> None:
     assert run_world(3, blocks_by_hand) == [[0, 0, 1, 0, 2], [0, 3, 4, 0, 5], [0] * 5]
 
 
+def strips_side_by_side(rank: int) -> list[list[float]]:
+    """Parts of columns that lie between each other in one local tensor."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(12.0).reshape(2, 6)
+    source = distribute_tensor(whole, mesh, [_StridedShard(1, split_factor=3)], src_data_rank=None)
+    target = distribute_tensor(torch.zeros(2, 6), mesh, [_StridedShard(1, split_factor=3)], src_data_rank=None)
+    ductile.reshard({"w": source}, {"w": target}, timeout_s=20.0)
+    swapped = [Block((2, 6), (0, 2 * k + 1 - rank), target.to_local()[:, k : k + 1]) for k in range(3)]
+    ductile.reshard({"w": source}, {"w": swapped}, timeout_s=20.0)
+    return target.to_local().tolist()
+
+
+def test_blocks_may_lie_between_each_other() -> None:
+    assert run_world(2, strips_side_by_side) == [[[1, 3, 5], [7, 9, 11]], [[0, 2, 4], [6, 8, 10]]]
+
+
+def tied(rank: int, as_mapping: bool) -> list[bool]:
+    """Two names, one memory: the target is filled under the first, from a source that is tied or not."""
+
+    def model(ranks: tuple[int, ...], tie: bool, fill: float) -> nn.Module | None:
+        mesh = DeviceMesh("cpu", ranks)
+        if mesh.get_coordinate() is None:
+            return None
+        module = nn.Module()
+        module.embed, module.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        nn.init.constant_(module.embed.weight, fill)
+        nn.init.constant_(module.head.weight, fill + 1)
+        if tie:
+            module.head.weight = module.embed.weight
+        return fully_shard(module, mesh=mesh)
+
+    filled: list[bool] = []
+    for before, after, expected in ((True, True, (3.0, 3.0)), (False, True, (3.0, 3.0)), (True, False, (3.0, 3.0))):
+        old, new = model((0, 1), before, 3.0), model((0, 1, 2), after, -1.0)
+        sides = [None if m is None else m.state_dict() if as_mapping else m for m in (old, new)]
+        ductile.reshard(*sides, timeout_s=20.0)
+        weights = [part.weight.to_local() for part in (new.embed, new.head)]
+        filled += [bool(weight.eq(value).all()) for weight, value in zip(weights, expected, strict=True)]
+    return filled
+
+
+@pytest.mark.parametrize("as_mapping", [False, True])
+def test_tied_tensors(as_mapping: bool) -> None:
+    assert run_world(3, tied, as_mapping) == [[True] * 6] * 3
+
+
 def again_and_again(rank: int) -> list[object]:
     resharder = ductile.Resharder(timeout_s=20.0)
     mesh = init_device_mesh("cpu", (2,))

@@ -33,6 +33,8 @@ class Block:
     shape: tuple[int, ...]
     start: tuple[int, ...]
     data: Tensor
+    padded: bool = False
+    """The whole tensor may have another length on the other side; what both sides have moves."""
 
     @cached_property
     def piece(self) -> Piece:

@@ -10,6 +10,7 @@ Values that are no tensors (learning rates, param groups, extra state) do not mo
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -45,6 +46,8 @@ class Inventory:
         self._once = source is not None
         self._owners: dict[int, tuple[str, Tensor]] = {}
         """By the parameter's id: its name, and the memory that its blocks are views of."""
+        self._names: dict[tuple[int, ...], str] = {}
+        """By the place and shape of the memory: its first name."""
         optimizers: list[torch.optim.Optimizer] = []
         for part in state if isinstance(state, list | tuple) else [state]:
             self._add("", part, optimizers)
@@ -54,11 +57,11 @@ class Inventory:
 
     def held(self) -> list[Held]:
         """The description of it all, tensors that lie alike together."""
-        alike: dict[tuple[str, tuple[int, ...], tuple[Piece, ...]], list[str]] = {}
+        alike: dict[tuple[str, tuple[int, ...], tuple[Piece, ...], bool], list[str]] = {}
         for name, blocks in self.tensors.items():
             dtype = str(blocks[0].data.dtype).removeprefix("torch.")
             pieces = tuple(block.piece for block in blocks if block.data.numel())
-            alike.setdefault((dtype, blocks[0].shape, pieces), []).append(name)
+            alike.setdefault((dtype, blocks[0].shape, pieces, blocks[0].padded), []).append(name)
         return [Held(tuple(names), *what) for what, names in alike.items() if 0 not in what[1]]
 
     @cached_property
@@ -84,7 +87,7 @@ class Inventory:
             case Tensor():
                 self._own(name, part, blocks_of(name, part))
             case Block():
-                self._put(name, [Block(part.shape, part.start, plain(name, part.data.detach()))])
+                self._put(name, [replace(part, data=plain(name, part.data.detach()))])
             case ShardedTensorFactory():
                 self._add(name, part.build(), optimizers)
             case ShardedTensor():
@@ -114,7 +117,10 @@ class Inventory:
 
     def _own(self, name: str, tensor: Tensor, blocks: list[Block]) -> None:
         # Tied parameters have several names. Optimizers know them by the first.
-        if self._owners.setdefault(id(tensor), (name, tensor))[0] == name or not self._once:
+        self._owners.setdefault(id(tensor), (name, tensor))
+        first = blocks[0].data
+        memory = (first.data_ptr(), *first.shape, *first.stride())
+        if not (self._once and first.numel()) or self._names.setdefault(memory, name) == name:
             self._put(name, blocks)
 
     def _put(self, name: str, blocks: Iterable[Block]) -> None:

@@ -27,6 +27,8 @@ class ShardedTensor(Protocol):
     global_offset: tuple[int, ...]
     prepend_axis_num: int
     """Leading dims of the whole tensor that the local one lacks, such as the number of the layer or expert."""
+    allow_shape_mismatch: bool
+    """The vocabulary is padded, and may be padded to another length on the other side."""
 
 
 @runtime_checkable
@@ -52,7 +54,7 @@ def sharded_block(tensor: ShardedTensor) -> list[Block]:
         )
     for _ in range(tensor.prepend_axis_num):
         data = data.unsqueeze(0)
-    return [Block(tuple(tensor.global_shape), tuple(tensor.global_offset), data)]
+    return [Block(tuple(tensor.global_shape), tuple(tensor.global_offset), data, tensor.allow_shape_mismatch)]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from typing import Literal, TypeVar
 
@@ -19,7 +20,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from ductile.core.layout.described import Disagreement, Held, assemble
+from ductile.core.layout.described import Disagreement, Held, assemble, trim
+from ductile.core.layout.holdings import Shape
 from ductile.core.layout.layout import Layout
 from ductile.core.transfer.cells import NotReshardable
 from ductile.core.transfer.plan import Plan
@@ -96,6 +98,10 @@ class _Side:
     """Of all ranks."""
     layout: Layout
 
+    @cached_property
+    def padded(self) -> set[str]:
+        return {name for held in self.held if held.padded for name in held.names if name in self.layout.tensors}
+
 
 class Resharder:
     """Reshards again and again between the same ranks; layouts, plans and the carrier are remembered.
@@ -148,7 +154,7 @@ class Resharder:
         with clock.phase("carrier"):
             carrier, reason, device = self._carrier(gpu_before or gpu_after)
         with clock.phase("plan"):
-            plan = self._plan(before.layout, after.layout, carrier.one_sided)
+            plan = self._plan(before, after, carrier.one_sided)
         with clock.phase("agree"):
             self._last = self._prepare(plan, source, target, carrier, device)
         with clock.phase("transfer"):
@@ -188,7 +194,8 @@ class Resharder:
             self._carriers[device] = choose(self._board, str(device), lambda: self._group, self._one_sided)
         return *self._carriers[device], device
 
-    def _plan(self, source: Layout, target: Layout, one_sided: bool) -> Plan:
+    def _plan(self, before: _Side, after: _Side, one_sided: bool) -> Plan:
+        source, target = _data(before, after)
         if one_sided not in self._planners:
             self._planners[one_sided] = Planner(self._topology, relays=not one_sided)
         return self._planners[one_sided].plan(source, target)
@@ -295,6 +302,16 @@ class _Clock:
         start = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - start
+
+
+def _data(before: _Side, after: _Side) -> tuple[Layout, Layout]:
+    """Both layouts without what only one of them pads its tensors with."""
+    shapes: dict[str, Shape] = {}
+    for name in before.padded & after.padded:
+        here, there = before.layout[name].shape, after.layout[name].shape
+        if here != there and len(here) == len(there):
+            shapes[name] = tuple(map(min, here, there))
+    return (trim(before.layout, shapes), trim(after.layout, shapes)) if shapes else (before.layout, after.layout)
 
 
 def _raise_together(problems: Mapping[int, str], failure: Exception | None) -> None:

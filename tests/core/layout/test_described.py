@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ductile.core.layout.described import Disagreement, Held, Piece, assemble, buffer_name
+from ductile.core.layout.described import Disagreement, Held, Piece, assemble, buffer_name, trim
 from ductile.core.layout.holdings import row_major
 from ductile.core.layout.mesh import Mesh
 from ductile.core.layout.sharding import Shard, place
@@ -54,3 +54,17 @@ def test_a_block_that_is_listed_twice_is_refused() -> None:
     twice = Held(("w",), "float32", (4,), (Piece((0,), (3,), (1,)), Piece((2,), (2,), (1,))))
     with pytest.raises(Disagreement, match=r"w: in the target, rank 1 lists the block at \[2\] of size \[2\]"):
         assemble({1: [twice]}, "target")
+
+
+def test_a_padded_tensor_is_cut_down_to_what_is_data() -> None:
+    rows = [Held(("vocab", "other"), "float32", (12,), (Piece((4 * slot,), (4,), (1,)),), True) for slot in range(3)]
+    whole = assemble({slot: [held] for slot, held in enumerate(rows)}, "source")
+    layout = trim(whole, {"vocab": (6,)})
+    assert layout["vocab"].shape == (6,)
+    assert [layout["vocab"].holdings.rows_of(slot) for slot in range(3)] == [
+        [((0,), (4,), 0, (1,), 0)],
+        [((4,), (6,), 0, (1,), 0)],
+        [],
+    ]
+    assert layout.buffer_sizes(2) == {"vocab": ("float32", 4), "other": ("float32", 4)}
+    assert layout["other"].holdings is whole["other"].holdings

@@ -5,7 +5,7 @@ all lists together are the layout. Plain values, so that a list travels as msgpa
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -45,6 +45,8 @@ class Held:
     """Of the whole tensor; a scalar has ()."""
     pieces: tuple[Piece, ...]
     """Piece k lies in the buffer `buffer_name(name, k)`. Empty: the slot only says that there is such a tensor."""
+    padded: bool = False
+    """The whole tensor may be longer on one side than on the other: what both have is data."""
 
 
 def buffer_name(name: str, piece: int) -> str:
@@ -75,6 +77,20 @@ def assemble(described: Mapping[int, Sequence[Held]], side: str) -> Layout:
             buffers = tuple(buffer_name(name, piece) for piece in range(num_buffers))
             tensors.append(Tensor(name, held[0][1].dtype, holdings, buffers))
     return Layout(tensors, described)
+
+
+def trim(layout: Layout, shapes: Mapping[str, Shape]) -> Layout:
+    """The same layout, with tensors of these names cut down to these shapes. The rest of their memory is padding."""
+    tensors: list[Tensor] = []
+    for tensor in layout:
+        shape, held = shapes.get(tensor.name, tensor.shape), tensor.holdings
+        if shape != tensor.shape:
+            stop = np.minimum(held.stop, np.array(shape))
+            kept = np.all(held.start < stop, axis=1)
+            rows = (held.start[kept], stop[kept], held.offset[kept], held.strides[kept], held.buffer[kept])
+            tensor = replace(tensor, holdings=Holdings(shape, held.slots[kept], *rows, held.sizes))
+        tensors.append(tensor)
+    return Layout(tensors, layout.slots)
 
 
 def _check_alike(name: str, held: Sequence[tuple[int, Held]], side: str) -> None:
