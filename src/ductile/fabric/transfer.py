@@ -11,7 +11,6 @@ Whoever calls makes sure that nobody writes to old buffers from before the first
 import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -132,6 +131,9 @@ def _check_apart(old: Memory, new: Memory, handed_on: frozenset[str]) -> None:
         for name in memory
         if (words := memory.words(name)).numel() and not (is_new and name in handed_on)
     )
-    for (_, end, _, first), (start, _, _, second) in pairwise(ranges):
-        if start < end:
-            raise ValueError(f"the buffers {first!r} and {second!r} share memory, and one of them is to be overwritten")
+    reached = {False: (0, ""), True: (0, "")}
+    for start, end, is_new, name in ranges:
+        other_end, other = reached[not is_new]
+        if start < other_end:
+            raise ValueError(f"the buffers {other!r} and {name!r} share memory, and one of them is to be overwritten")
+        reached[is_new] = max(reached[is_new], (end, name))
