@@ -10,10 +10,10 @@ contender   what it does
   dtensor     DTensor.full_tensor() of one tensor after the other, then the slice
   mcore       megatron-core's `reshard_model_weights` over gloo; left out when it is not installed
 
-The rules are the same for all: both layouts are allocated and touched beforehand, plans are made in the first run,
-which does not count, and contenders take turns. A time is that of the slowest rank, from a barrier to a barrier. Every
-contender's result is compared with the expected one, element by element, once. The second table moves the two moments
-of Adam as well; megatron-core moves weights only.
+The rules are the same for all: both layouts are allocated and touched beforehand, on huge pages where the kernel has
+them (`THP_MEM_ALLOC_ENABLE=1`); plans are made in the first run, which does not count; contenders take turns. A time is
+that of the slowest rank, from a barrier to a barrier. Every contender's result is compared with the expected one,
+element by element, once. The second table moves the two moments of Adam as well; megatron-core moves weights only.
 
 Two limits are measured in the same run: what 4 processes copy at once from memory to memory, and what they send to
 each other at once through gloo. A contender's part of the limit is the time that its bytes would take at these speeds,
@@ -24,7 +24,6 @@ over the time that it takes: bytes that stay on a rank are copied, the others ar
 
 import argparse
 import json
-import math
 import multiprocessing
 import os
 import statistics
@@ -94,17 +93,19 @@ def layout(tp: int, kinds: list[str]) -> Layout:
 
 
 def local(tp: int, kinds: list[str], fill: bool) -> dict[str, torch.Tensor]:
-    """This rank's tensors: every element its own number, or zeros."""
+    """This rank's tensors: every element its own number (modulo what fp32 can count exactly), or zeros."""
     found: dict[str, torch.Tensor] = {}
     for index, (name, (shape, dim)) in enumerate(tensors(kinds).items()):
-        size, at = (1, 0) if dim is None else (tp, dist.get_rank() % tp)
-        part = list(shape)
-        part[dim or 0] //= size
+        ranges = [torch.arange(length, dtype=torch.int32) for length in shape]
+        if dim is not None:
+            ranges[dim] = ranges[dim].chunk(tp)[dist.get_rank() % tp]
         if fill:
-            numbers = (torch.arange(math.prod(shape)) + 7919 * index) % (1 << 24)  # exact in fp32
-            found[name] = numbers.view(shape).chunk(size, dim or 0)[at].float().contiguous()
+            numbers = ranges[-1] + 7919 * index
+            if len(shape) == 2:
+                numbers = ranges[0][:, None] * shape[1] + numbers
+            found[name] = (numbers & 0xFFFFFF).float()
         else:
-            found[name] = torch.zeros(part)
+            found[name] = torch.zeros([len(numbers) for numbers in ranges])
     return found
 
 
@@ -285,6 +286,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tables", nargs="+", choices=("weights", "moments"), default=["weights", "moments"])
     options = parser.parse_args()
+    os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # torch reads it when a process allocates for the first time
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "torch.distributed.tensor"])
     store = rendezvous.host_store()

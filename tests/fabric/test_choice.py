@@ -23,7 +23,7 @@ def line(mesh: Mesh, *shards: Shard) -> Layout:
 def choose_apart(groups: Groups, members: tuple[int, ...], spoil: str) -> tuple[str, str]:
     slot = dist.get_rank()
     if slot == 1 and spoil == "host":
-        choice._host = lambda: "another one"
+        choice.host = lambda: "another one"
     if slot == 1 and spoil == "permission":
         choice.read = refuse
     board = StoreBoard(groups._store, "board", slot, members, 20.0)

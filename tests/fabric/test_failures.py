@@ -53,6 +53,7 @@ class Unlucky:
             before = steps.before if self._moment != "before" else staticmethod(lambda index: accident())
             meanwhile = steps.meanwhile if self._moment != "meanwhile" else staticmethod(accident)
             after = steps.after if self._moment != "after" else staticmethod(lambda index: accident())
+            finish = steps.finish
 
         return self._carrier.load(Cargo(cargo.plan, cargo.slot, cargo.old, cargo.new, Steps()))
 

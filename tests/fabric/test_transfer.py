@@ -16,6 +16,7 @@ from ductile.core.transfer.reshard import Planner
 from ductile.fabric.board import StoreBoard
 from ductile.fabric.carrier import Cargo, Carrier, Trip
 from ductile.fabric.choice import choose
+from ductile.fabric.fingerprint import MODULUS
 from ductile.fabric.groups import Groups
 from ductile.fabric.transfer import Transfer, stream
 from tests.core.transfer.twin import Recipe
@@ -31,6 +32,8 @@ class Outcome:
     """What one slot has to say about one pair."""
 
     wrong: list[str]
+    whole: tuple[int, int]
+    """The slot's part of the whole state's fingerprint, before and after."""
     sent: dict[int, int]
     received: dict[int, int]
 
@@ -51,17 +54,17 @@ def move(
     source, target = pair
     old, expected = state(plan.source, slot, source.buffers()), state(plan.target, slot, target.buffers())
     if mode == "shadow":
-        transfer = Transfer(plan, slot, old, padding(plan.target, slot), carrier)
+        transfer = Transfer(plan, slot, old, padding(plan.target, slot), carrier, verify="all")
         moved, new = transfer.run(), transfer.buffers
         all_done()  # nobody frees what others still read
         wrong = differences(old, state(plan.source, slot, source.buffers()))  # the way back is open
     else:
-        new, moved = stream(plan, slot, old, carrier, allocate)
+        new, moved = stream(plan, slot, old, carrier, allocate, verify="all")
         wrong = [f"{name} is still there" for name in old]
-    return Outcome(wrong + differences(new, expected), moved.sent, moved.received)
+    return Outcome(wrong + differences(new, expected), (moved.before, moved.after), moved.sent, moved.received)
 
 
-def move_all(groups: Groups, members: tuple[int, ...], names: list[str], ways: list[tuple[str, str]]) -> dict:
+def move_all(groups: Groups, members: tuple[int, ...], names: list[str], ways: list[tuple[str, str, int]]) -> dict:
     slot, found = dist.get_rank(), {}
 
     def all_done() -> None:
@@ -70,16 +73,23 @@ def move_all(groups: Groups, members: tuple[int, ...], names: list[str], ways: l
     by_name = carriers(groups, members)
     for name in names:
         source, target = (recipe.layout() for recipe in PAIRS[name])
-        for carrier, mode in ways:
-            for round_bytes in (1 << 18 if name == "large" else 512, 16 << 20):
-                planner = Planner(round_bytes=round_bytes, relays=not by_name[carrier].one_sided)
-                plan = planner.plan(source, target)
-                key = f"{name}, {carrier}, {mode}, {round_bytes}"
-                found[key] = move(PAIRS[name], plan, slot, by_name[carrier], mode, all_done)
+        for carrier, mode, round_bytes in ways:
+            if name == "large":
+                round_bytes = max(round_bytes, 1 << 18)
+            plan = Planner(round_bytes=round_bytes, relays=not by_name[carrier].one_sided).plan(source, target)
+            key = f"{name}, {carrier}, {mode}, {round_bytes}"
+            found[key] = move(PAIRS[name], plan, slot, by_name[carrier], mode, all_done)
     return found
 
 
-WAYS = [("p2p", "shadow"), ("p2p", "streaming"), ("peer_memory", "shadow")]
+SMALL, WHOLE = 512, 16 << 20
+WAYS = [
+    ("p2p", "shadow", SMALL),
+    ("p2p", "shadow", WHOLE),
+    ("p2p", "streaming", SMALL),
+    ("peer_memory", "shadow", WHOLE),
+]
+"""(carrier, memory mode, bytes a round): many rounds with a part of a message each, or everything in one."""
 
 
 @pytest.mark.parametrize("third", range(3))
@@ -96,6 +106,8 @@ def test_every_byte_arrives(third: int) -> None:
         sent = {(s, p): value for s, of_slot in enumerate(outcomes) for p, value in of_slot[key].sent.items()}
         got = {(p, s): value for s, of_slot in enumerate(outcomes) for p, value in of_slot[key].received.items()}
         assert sent == got, f"{key}: fingerprints of senders and receivers differ"
+        before, after = (sum(of_slot[key].whole[side] for of_slot in outcomes) % MODULUS for side in (0, 1))
+        assert before == after != 0, f"{key}: fingerprints of the whole state differ"
 
 
 SPECIAL = [0x7FC00001, 0xFFC12345, 0x7F800001, 0x80000000, 0x00000001, 0x807FFFFF, 0x7F800000, 0xFF800000]

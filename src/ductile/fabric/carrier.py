@@ -41,6 +41,10 @@ class Steps(Protocol):
         """The round's messages have left and arrived."""
         ...
 
+    def finish(self) -> None:
+        """Everything has. Not the carrier's to call."""
+        ...
+
 
 @dataclass(frozen=True)
 class Cargo:

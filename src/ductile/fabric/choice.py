@@ -7,28 +7,31 @@ carrier, reason = choose(board, "cpu", lambda: groups.group(members))
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from ductile.fabric.board import Board
 from ductile.fabric.carrier import Carrier
+from ductile.fabric.cuda_ipc import CudaIpc, Share
 from ductile.fabric.p2p import PeerToPeer
-from ductile.fabric.peer_memory import PeerMemory, Process, permit_siblings, read
+from ductile.fabric.peer_memory import PeerMemory, permit_siblings, read
+from ductile.fabric.process import Process, host
 
 
 class _Card(msgspec.Struct, frozen=True):
     """What a slot says of itself."""
 
     host: str
-    pid: int
-    started: int
-    probe: int
-    """Address of eight bytes."""
+    process: Process
     content: int
-    """What is there."""
+    """Of its probe."""
+    address: int = 0
+    """Of the probe, on a CPU: eight bytes."""
+    shares: dict[int, Share] = {}
+    """Of the probe, on a GPU, one for each reader."""
 
 
 def choose(
@@ -40,45 +43,63 @@ def choose(
     are considered: to stream, or to compare. Raises `TransferFailed` when somebody does not answer.
     """
     if not one_sided:
-        reason = "only messages were asked for"
-    elif device != "cpu":
-        reason = "the state is not in the processes' own memory"
-    else:
-        peers, reason = _try_peers(board)
-        if not reason:
-            trial = f"all {len(peers)} slots are processes of this host, and a trial read worked"
-            return PeerMemory(board, peers), f"peer_memory: {trial}"
-    return PeerToPeer(group(), device, board.timeout_s), f"p2p: {reason}"
+        return PeerToPeer(group(), device, board.timeout_s), "p2p: only messages were asked for"
+    peers, reason = _try_memory(board) if device == "cpu" else _try_gpus(board, torch.device(device))
+    if reason:
+        return PeerToPeer(group(), device, board.timeout_s), f"p2p: {reason}"
+    carrier = PeerMemory(board, peers) if device == "cpu" else CudaIpc(board, peers, device)
+    trial = f"all {len(peers)} slots are processes of this host, and a trial read worked"
+    return carrier, f"{carrier.name}: {trial}"
 
 
-def _try_peers(board: Board) -> tuple[dict[int, Process], str]:
-    """Everybody reads eight bytes of everybody else. What kept anybody from it is the reason for all."""
+def _try_memory(board: Board) -> tuple[dict[int, Process], str]:
+    """Everybody reads eight bytes of everybody else's memory."""
     permit_siblings()
-    own = Process.own()
     probe = np.frombuffer(os.urandom(8), dtype="<u8").copy()
-    card = _Card(_host(), own.pid, own.started, probe.ctypes.data, int(probe[0]))
+
+    def look(card: _Card) -> int:
+        found = np.zeros(1, dtype="<u8")
+        here, there = (np.array([[address, 8]], dtype=np.int64) for address in (found.ctypes.data, card.address))
+        read(card.process, here, there)
+        return int(found[0])
+
+    card = _Card(host(), Process.own(), int(probe[0]), address=probe.ctypes.data)
+    return _try_all(board, card, look)
+
+
+def _try_gpus(board: Board, device: torch.device) -> tuple[dict[int, Process], str]:
+    """Everybody reads one number of everybody else's GPU."""
+    content = int.from_bytes(os.urandom(4), "little")
+    probe = torch.full((1,), content, dtype=torch.int64, device=device)
+    torch.cuda.synchronize(device)
+
+    def look(card: _Card) -> int:
+        storage = card.shares[board.slot].open()
+        return int(torch.empty(0, dtype=torch.int64, device=device).set_(storage, 0, (1,), (1,)).item())  # pyright: ignore
+
+    readers = [member for member in board.members if member != board.slot]
+    shares = {reader: Share.of(probe) for reader in readers}
+    return _try_all(board, _Card(host(), Process.own(), content, shares=shares), look)
+
+
+def _try_all(board: Board, card: _Card, look: Callable[[_Card], int]) -> tuple[dict[int, Process], str]:
+    """(everybody's process, what kept anybody from looking at anybody else: the same for all)"""
     notes = board.exchange("cards", msgspec.msgpack.encode(card))
-    cards = {slot: msgspec.msgpack.decode(note, type=_Card) for slot, note in notes.items()}
-    verdict = next(filter(None, (_try(board.slot, card, slot, other) for slot, other in cards.items())), "")
-    verdicts = board.exchange("verdicts", verdict.encode())  # nobody's probe goes before everybody has read it
-    peers = {slot: Process(card.pid, card.started) for slot, card in cards.items()}
+    cards = {slot: msgspec.msgpack.decode(note, type=_Card, strict=False) for slot, note in notes.items()}
+    others = ((slot, other) for slot, other in cards.items() if slot != board.slot)
+    verdict = next(filter(None, (_try(board.slot, card, slot, other, look) for slot, other in others)), "")
+    verdicts = board.exchange("verdicts", verdict.encode())  # nobody's probe goes before everybody has looked
+    peers = {slot: other.process for slot, other in cards.items()}
     return peers, next((verdict.decode() for _, verdict in sorted(verdicts.items()) if verdict), "")
 
 
-def _try(slot: int, card: _Card, peer: int, other: _Card) -> str:
+def _try(slot: int, card: _Card, peer: int, other: _Card, look: Callable[[_Card], int]) -> str:
     """Why `slot` cannot read `peer`, or nothing."""
     if other.host != card.host:
         return f"slots {slot} and {peer} are on different hosts, or in containers that do not see each other"
-    found = np.zeros(1, dtype="<u8")
-    here, there = (np.array([[address, 8]], dtype=np.int64) for address in (found.ctypes.data, other.probe))
     try:
-        read(Process(other.pid, other.started), here, there)
-    except OSError as error:
-        return f"slot {slot} may not read the memory of slot {peer} ({error.strerror})"
-    return "" if int(found[0]) == other.content else f"slot {slot} read something else than slot {peer} has"
-
-
-def _host() -> str:
-    """Equal for processes that see each other under the same numbers."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        found = look(other)
+    except (OSError, RuntimeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
+        return f"slot {slot} may not read the memory of slot {peer} ({cause})"
+    return "" if found == other.content else f"slot {slot} read something else than slot {peer} has"

@@ -26,18 +26,24 @@ class Shadow:
     """Copies what stays on the slot while the first messages travel."""
 
     def __init__(self, plan: Plan, old: Memory, new: Memory, handed_on: Iterable[str]) -> None:
-        self._old, self._new = old, new
         kept = set(handed_on)
-        self._copies = [part for part in plan.local(new.slot) if new.buffer(part.name, part.box) not in kept]
+        self._copies = [
+            (old.box(part.name, part.box), new.box(part.name, part.box))
+            for part in plan.local(new.slot)
+            if new.buffer(part.name, part.box) not in kept
+        ]
 
     def before(self, index: int) -> None:
         pass
 
     def meanwhile(self) -> None:
-        for part in self._copies:
-            self._new.box(part.name, part.box).copy_(self._old.box(part.name, part.box))
+        for source, target in self._copies:
+            target.copy_(source)
 
     def after(self, index: int) -> None:
+        pass
+
+    def finish(self) -> None:
         pass
 
 

@@ -9,7 +9,6 @@ import ctypes
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from ductile.fabric.board import Board
 from ductile.fabric.carrier import Cargo, TransferFailed, Trip
 from ductile.fabric.digest import Digests
 from ductile.fabric.memory import Memory, flat_bytes, num_bytes, pack, slabs
+from ductile.fabric.process import Process
 
 MAX_PIECES = 1024
 """The kernel takes so many pieces a side in one call."""
@@ -36,23 +36,6 @@ _libc.process_vm_readv.restype = ctypes.c_ssize_t
 _libc.process_vm_readv.argtypes = [
     ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong
 ]  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Process:
-    """A process for certain: its number alone may belong to another one tomorrow."""
-
-    pid: int
-    started: int
-    """In clock ticks after boot."""
-
-    @classmethod
-    def own(cls) -> "Process":
-        return cls(os.getpid(), _start_of(os.getpid()))
-
-    @property
-    def alive(self) -> bool:
-        return _start_of(self.pid) == self.started
 
 
 def permit_siblings() -> None:
@@ -147,17 +130,20 @@ class PeerMemory:
             raise ValueError(
                 f"slots {sorted(strangers)} of the plan are not among those that this carrier was tried on"
             )
-        work = cargo.plan.at_once(cargo.slot)
+        source, work = cargo.plan.source, cargo.plan.at_once(cargo.slot)
         pulls = [_pull(cargo, message) for message in work.receives]
         addresses = np.array([cargo.old.words(name).data_ptr() for name in cargo.old.sizes], dtype="<i8").tobytes()
 
+        longest = 8 * max(len(source.buffer_sizes(slot)) for slot in cargo.plan.slots)
+
         def trip(sent: Digests, received: Digests) -> None:
             cargo.steps.before(0)
-            self._num_trips += 1
-            # The names of the peers' buffers follow from their layout; only where they lie has to be told.
-            windows = self._board.exchange(f"windows/{self._num_trips}", addresses, self._watch)
-            for pull in pulls:
-                self._read(pull, np.frombuffer(windows[pull.peer], dtype="<i8"))
+            if cargo.plan.wire_bytes:
+                # The names of the peers' buffers follow from their layout; only where they lie has to be told.
+                self._num_trips += 1
+                windows = self._board.exchange(f"windows/{self._num_trips}", addresses, self._watch, longest)
+                for pull in pulls:
+                    self._read(pull, np.frombuffer(windows[pull.peer], dtype="<i8"))
             cargo.steps.meanwhile()
             if sent.on:
                 _hash_sent(cargo.old, work.sends, sent)
@@ -234,12 +220,3 @@ def _hash_sent(old: Memory, sends: Sequence[Message], sent: Digests) -> None:
             if part not in known:
                 known[part] = _digest(old.box(part.name, part.box), staging)
             sent.update(message.peer, known[part])
-
-
-def _start_of(pid: int) -> int:
-    """When the process started; 0 when there is none, or it is only waiting to be buried."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0
-    return 0 if state in "ZX" else int(fields[18])

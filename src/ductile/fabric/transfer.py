@@ -18,10 +18,12 @@ import torch
 from ductile.core.transfer.plan import Plan
 from ductile.fabric.carrier import Cargo, Carrier, Trip
 from ductile.fabric.digest import Digests
+from ductile.fabric.fingerprint import fingerprint
 from ductile.fabric.memory import Memory
 from ductile.fabric.modes import Allocate, Shadow, Streaming
 
-Verify = Literal["moved", "off"]
+Verify = Literal["off", "moved", "all"]
+"""Which fingerprints are taken: none; of what goes to each peer, on both sides; and of the whole state as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,11 @@ class Moved:
     num_bytes: int
     """Received from peers."""
     seconds: dict[str, float]
-    """By phase."""
+    """By phase: transfer, and verify where the whole state is."""
+    before: int = 0
+    """This slot's part of the whole state's fingerprint in the old layout, with `verify="all"`. The sum over all slots,
+    modulo 2^64, must be the same before and after."""
+    after: int = 0
 
 
 class Transfer:
@@ -68,16 +74,16 @@ class Transfer:
             if name in self.handed_on or name in new
         }
         """The new state, whole after `run`."""
-        self._num_bytes = plan.ingress.get(slot, 0)
-        self._verify: Verify = verify
         new_memory = Memory(plan.target, slot, self.buffers)
         _check_apart(old_memory, new_memory, self.handed_on)
         steps = Shadow(plan, old_memory, new_memory, self.handed_on)
-        self._trip = carrier.load(Cargo(plan, slot, old_memory, new_memory, steps))
+        self._cargo = Cargo(plan, slot, old_memory, new_memory, steps)
+        self._trip = carrier.load(self._cargo)
+        self._verify: Verify = verify
 
     def run(self) -> Moved:
         """Raises `TransferFailed`; then the old buffers are whole, and the new ones are worth nothing."""
-        return _run(self._trip, self._verify, self._num_bytes)
+        return _run(self._trip, self._cargo, self._verify)
 
 
 def stream(
@@ -106,16 +112,24 @@ def stream(
         target[name] = state.pop(name)
         new.add(name, target[name])
     steps = Streaming(plan, old, new, handed_on, state, target, allocate)
-    moved = _run(carrier.load(Cargo(plan, slot, old, new, steps)), verify, plan.ingress.get(slot, 0))
-    steps.finish()
+    cargo = Cargo(plan, slot, old, new, steps)
+    moved = _run(carrier.load(cargo), cargo, verify)
     return target, moved
 
 
-def _run(trip: Trip, verify: Verify, num_bytes: int) -> Moved:
-    start = time.perf_counter()
+def _run(trip: Trip, cargo: Cargo, verify: Verify) -> Moved:
+    times = [time.perf_counter()]
+    before = fingerprint(cargo.old) if verify == "all" else 0
+    times.append(time.perf_counter())
     sent, received = Digests(verify != "off"), Digests(verify != "off")
     trip(sent, received)
-    return Moved(sent.values(), received.values(), num_bytes, {"transfer": time.perf_counter() - start})
+    cargo.steps.finish()
+    times.append(time.perf_counter())
+    after = fingerprint(cargo.new) if verify == "all" else 0
+    times.append(time.perf_counter())
+    seconds = {"transfer": times[2] - times[1], "verify": times[1] - times[0] + times[3] - times[2]}
+    num_bytes = cargo.plan.ingress.get(cargo.slot, 0)
+    return Moved(sent.values(), received.values(), num_bytes, seconds, before, after)
 
 
 def _check(plan: Plan, carrier: Carrier) -> None:
