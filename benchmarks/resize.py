@@ -1,0 +1,235 @@
+"""Seconds that a live trainer stands still when it changes its slots, against checkpoint and restart, in one run.
+
+About 100 M parameters, AdamW, fp32 masters, FSDP2 on processes of this host, driven through the real control plane. The
+trainer goes through
+
+    slots 0,1 -> 0,1,2 -> 0,1,2,3 -> 0 -> 0,1 -> 2,3
+
+once between two batches and once in the middle of one, when the accumulated gradient moves as well. While slots
+prepare, training goes on; the pause is all the time in which the trainer could not work.
+
+The other way to do it, for the same changes: write the state (torch's distributed checkpoint, to `--state`, by default
+in memory), end all workers, start new ones (one process imports torch, which is in the page cache, and forks them),
+build the trainer from the model folder, read the state. What was accumulated is lost. The orchestrator lives on, so its
+own restart does not count.
+
+    python benchmarks/resize.py --json benchmarks/results/resize.json
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ductile.config.cluster import ClusterConfig
+from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
+from ductile.launch.local import LocalCluster
+from ductile.records import Formation, Sample
+from ductile.wire.remote import hold
+from ductile.wire.resize import Terms, Transaction
+from ductile.wire.trainer import RemoteTrainer
+from provenance import provenance
+
+FORMATIONS = [(0, 1), (0, 1, 2), (0, 1, 2, 3), (0,), (0, 1), (2, 3)]
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 32_000,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+SEQ_LEN = 32
+SAMPLES_A_RANK = 2
+"""In half a batch; each is a micro-step."""
+TIMEOUT_S = 120.0
+
+
+def make_model(folder: Path) -> int:
+    """A model folder with random weights; returns the number of parameters."""
+    from ductile.model.checkpoint import random_tensors, read_spec, save_model
+
+    source = folder.with_name("source")
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(MODEL))
+    spec = read_spec(source)
+    save_model(folder, spec, dict(random_tensors(spec, 0)), source)
+    return spec.num_parameters
+
+
+def samples(count: int) -> list[Sample]:
+    """Each fills a micro-batch."""
+    mask = (False,) + (True,) * (SEQ_LEN - 1)
+    return [Sample(tuple((7 * i + 13 * n) % 32_000 for i in range(SEQ_LEN)), mask) for n in range(count)]
+
+
+class Live:
+    """A trainer on real slots."""
+
+    def __init__(self, cluster: LocalCluster, settings: TrainerConfig) -> None:
+        self.cluster, self.settings = cluster, settings.model_dump(mode="json")
+        self.terms = Terms(self.settings, cluster.rendezvous, settings.resize.timeout_s, leave_s=5)
+
+    async def hold(self, members: Sequence[int]) -> None:
+        await hold(self.cluster.mailbox, "train", self.settings, members, TIMEOUT_S, self.cluster.rendezvous)
+        self.trainer = RemoteTrainer(self.cluster.mailbox, Formation(tuple(members)), TIMEOUT_S)
+
+    async def half_a_batch(self) -> float:
+        began_s = time.perf_counter()
+        await self.trainer.forward_backward(samples(SAMPLES_A_RANK * self.trainer.num_ranks), SEQ_LEN)
+        return time.perf_counter() - began_s
+
+    async def optim_step(self) -> float:
+        began_s = time.perf_counter()
+        await self.trainer.optim_step(1000.0)
+        return time.perf_counter() - began_s
+
+    async def step(self) -> float:
+        return await self.half_a_batch() + await self.optim_step()
+
+
+async def resize(live: Live, after: tuple[int, ...], inside: bool) -> dict[str, Any]:
+    """One change while the trainer works, in the middle of a batch or between two; then a step, and one more."""
+    before = live.trainer.formation.members
+    if inside:
+        await live.half_a_batch()
+    transaction = Transaction(
+        live.cluster.mailbox, live.trainer, Formation(after), live.terms, live.cluster.condemn
+    )  # fmt: skip
+    result = await transaction.run()
+    if result.outcome != "resized":
+        raise SystemExit(f"{before} -> {after}: {result.reason}")
+    first_step_s, second_step_s = await live.step(), await live.step()
+    slots = result.slot_seconds
+    return {
+        "before": list(before),
+        "after": list(after),
+        "layouts": f"fsdp {len(before)} -> fsdp {len(after)}",
+        "in_a_batch": inside,
+        "moved_bytes": result.num_bytes,
+        "carrier": result.carrier,
+        "pause_s": result.pause_s,
+        "freeze_s": result.seconds["freeze"],
+        "plan_s": slots["plan"],
+        "groups_s": slots["groups"],
+        "build_s": slots.get("build", 0.0),
+        "transfer_s": slots["transfer"],
+        "rebuild_s": slots["rebuild"],
+        "commit_s": result.seconds["commit"],
+        "settle_s": result.seconds["settle"],
+        "first_step_s": first_step_s,
+        "second_step_s": second_step_s,
+    }
+
+
+async def restart(live: Live, after: tuple[int, ...], state: Path) -> float:
+    """The same change by way of a checkpoint: seconds until the trainer could work again."""
+    began_s = time.perf_counter()
+    await live.trainer.save(str(state))
+    await live.cluster.stop()
+    live.cluster.slots = after
+    await live.cluster.start()
+    live.terms = Terms(live.settings, live.cluster.rendezvous, live.terms.timeout_s, live.terms.leave_s)
+    await live.hold(after)
+    await live.trainer.load(str(state))
+    seconds = time.perf_counter() - began_s
+    shutil.rmtree(state)
+    await live.step()
+    return seconds
+
+
+async def run(settings: TrainerConfig, folder: Path, state: Path) -> tuple[list[dict[str, Any]], list[float]]:
+    cluster = LocalCluster(range(4), ClusterConfig(device="cpu"), folder)
+    await cluster.start()
+    try:
+        live = Live(cluster, settings)
+        rows: list[dict[str, Any]] = []
+        for inside in (False, True):
+            await live.hold(FORMATIONS[0])
+            await live.step()
+            for after in FORMATIONS[1:]:
+                rows.append(await resize(live, after, inside))
+                print(line(rows[-1]), flush=True)
+            await cluster.stop()
+            cluster.slots = (0, 1, 2, 3)
+            await cluster.start()
+            live = Live(cluster, settings)
+        await live.hold(FORMATIONS[0])
+        await live.step()
+        restarts: list[float] = []
+        for after in FORMATIONS[1:]:
+            restarts.append(await restart(live, after, state))
+            print(
+                f"{'':17}-> {','.join(map(str, after)):8} by checkpoint and restart {restarts[-1]:7.2f} s", flush=True
+            )
+    finally:
+        await cluster.stop()
+    return rows, restarts
+
+
+def line(row: dict[str, Any]) -> str:
+    before, after = (",".join(map(str, row[end])) for end in ("before", "after"))
+    where = "in a batch" if row["in_a_batch"] else "between"
+    phases = " ".join(f"{name} {row[name + '_s']:.3f}" for name in ("freeze", "transfer", "rebuild", "commit"))
+    beside = " ".join(f"{name} {row[name + '_s']:.2f}" for name in ("plan", "groups", "build", "settle"))
+    steps = f"first step {row['first_step_s']:.2f}, second {row['second_step_s']:.2f}"
+    moved = f"{row['moved_bytes'] / 2**20:6.0f} MiB"
+    return (
+        f"{before:8} -> {after:8} {where:10} {moved}  pause {row['pause_s']:.3f} ({phases})  beside: {beside}; {steps}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--state", type=Path, default=Path("/dev/shm"), help="where the checkpoint goes")
+    parser.add_argument("--carrier", default="auto", choices=("auto", "peer_memory", "p2p"))
+    parser.add_argument("--memory", default="shadow", choices=("shadow", "streaming"))
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as work, tempfile.TemporaryDirectory(dir=args.state) as state:
+        num_params = make_model(Path(work) / "model")
+        settings = TrainerConfig.model_validate(
+            {
+                "model": {"name": str(Path(work) / "model"), "seq_len": SEQ_LEN},
+                "loss": SFTLoss(),
+                "optim": AdamWConfig(lr=1e-5),
+                "resize": {"carrier": args.carrier, "memory": args.memory, "timeout_s": 60},
+            }
+        )
+        rows, restarts = asyncio.run(run(settings, Path(work), Path(state) / "state"))
+    pauses = [row["pause_s"] for row in rows]
+    figures: dict[str, Any] = {
+        "median_pause_s": statistics.median(pauses),
+        "max_pause_s": max(pauses),
+        "median_restart_s": statistics.median(restarts),
+        "ratio_vs_restart": statistics.median(restarts) / statistics.median(pauses),
+        "num_params": num_params,
+        "state_bytes": 3 * 4 * num_params,
+        "resizes": rows,
+        "restarts_s": restarts,
+        "load_average": os.getloadavg(),
+    }
+    print(
+        f"{num_params / 1e6:.1f} M parameters: median pause {figures['median_pause_s']:.3f} s, longest "
+        f"{figures['max_pause_s']:.3f} s; restart {figures['median_restart_s']:.2f} s: "
+        f"{figures['ratio_vs_restart']:.1f} times as long"
+    )
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(figures | provenance("ductile", "torch"), indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
