@@ -1,4 +1,4 @@
-"""Runs of `ductile rl` in processes of their own, on a tiny model, for tests to watch and to kill."""
+"""Runs of `ductile rl` and `ductile sft` in processes of their own, on a tiny model, for tests to watch and to kill."""
 
 import json
 import os
@@ -34,6 +34,17 @@ num_examples = 8
 sampling = {{ max_tokens = 8 }}
 """
 
+SFT = """
+model.name = "{model}"
+data = {{ path = "{data}", batch_size = 48, seq_len = 64 }}
+max_steps = {max_steps}
+output_dir = "{folder}"
+cluster.device = "cpu"
+cluster.component_placement = {{ actor = {train} }}
+optim.lr = 1e-3
+ckpt.interval = {interval}
+"""
+
 STOPS_WITHIN_S = 10.0
 
 
@@ -46,17 +57,29 @@ def write_config(path: Path, model: Path, **changes: Any) -> Path:
     return file
 
 
+def write_sft(path: Path, model: Path, **changes: Any) -> Path:
+    """1 train slot, 30 steps of 48 samples of different lengths."""
+    path.mkdir(exist_ok=True)
+    data = path / "data.jsonl"
+    rows = [{"prompt": f"{n}+1=", "completion": str(n + 1) * (1 + n % 6)} for n in range(96)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {"max_steps": 30, "interval": 10, "train": 0, "folder": path / "run"}
+    file = path / "sft.toml"
+    file.write_text(SFT.format(model=model, data=data, **values | changes))
+    return file
+
+
 class Run:
     """One life of a run."""
 
-    def __init__(self, config: Path, *flags: str) -> None:
+    def __init__(self, config: Path, *flags: str, command: str = "rl") -> None:
         self.folder = config.parent / "run"
         self.began_s = time.time()
         self.mark = f"DUCTILE_TEST={uuid.uuid4().hex}"
         name, _, value = self.mark.partition("=")
         self.output = (config.parent / f"output_{value}").open("w+")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "ductile", "rl", "@", str(config), *flags],
+            [sys.executable, "-m", "ductile", command, "@", str(config), *flags],
             stdout=self.output,
             stderr=subprocess.STDOUT,
             env={**os.environ, name: value},

@@ -73,6 +73,8 @@ class TrainEcho:
                 self._change, self._had_state = change, self._has_state
             case Ready():
                 return Readiness(True)
+            case Ready():
+                return Readiness(True)
             case Freeze(with_gradient=with_gradient):
                 progress = TrainProgress(self._step, self._step, with_gradient) if self._has_state else None
                 return Frozen(b"plan", progress)

@@ -147,6 +147,8 @@ class Run:
             with socket.create_connection((host, port), timeout=STATUS_S) as connection:
                 connection.sendall(line)
                 answer = msgspec.json.decode(_line(connection, timeout_s), type=Answer)
+        except TimeoutError as error:
+            raise RunFailed(f"the run in {self.folder} did not answer within {timeout_s:g} s") from error
         except (OSError, EOFError) as error:
             raise RunFailed(f"the run in {self.folder} did not answer: {error or 'it ended'}") from error
         except msgspec.DecodeError as error:
@@ -179,7 +181,7 @@ def _line(connection: socket.socket, timeout_s: float) -> bytes:
     while not received.endswith(b"\n"):
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
-            raise TimeoutError(f"no answer within {timeout_s:g} s")
+            raise TimeoutError
         connection.settimeout(left_s)
         chunk = connection.recv(65536)
         if not chunk:

@@ -70,13 +70,17 @@ class Endpoint:
         self._talking.add(task)
         task.add_done_callback(self._talking.discard)
         try:
-            with suppress(OSError, TimeoutError):
-                answer = await self._answer(reader)
-                writer.write(msgspec.json.encode(answer) + b"\n")
-                async with asyncio.timeout(READ_S):
-                    await writer.drain()
-        finally:
+            answer = await self._answer(reader)
+        except asyncio.CancelledError:  # only we cancel this task, when we close
+            answer = Answer(VERSION, error="the run ended before it had an answer")
+        except (OSError, TimeoutError):
             writer.close()
+            return
+        with suppress(OSError, TimeoutError, asyncio.CancelledError):
+            writer.write(msgspec.json.encode(answer) + b"\n")
+            async with asyncio.timeout(READ_S):
+                await writer.drain()
+        writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader) -> Answer:
         if len(self._talking) > MAX_CONNECTIONS:

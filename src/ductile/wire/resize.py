@@ -56,8 +56,9 @@ from ductile.wire.trainer import RemoteTrainer
 GRACE_S = 1.0
 """Slots know the deadline of a step, too. Those that wait in vain for another one have this long to say so."""
 
-READY_S = 0.02
-"""Between two questions whether slots are ready. Each is asked at a boundary, and costs the trainer about 2 ms."""
+READY_S, READY_SHARE = 0.02, 0.1
+"""Between two questions whether slots are ready: seconds at least, and a share of how long it has taken so far. Each is
+asked at a boundary, and costs the trainer about 2 ms."""
 
 R = TypeVar("R", bound=Reply)
 
@@ -177,18 +178,18 @@ class Transaction:
 
     async def _until_ready(self) -> None:
         """Old members prepare beside training. To freeze them before they have done would be to wait for them then."""
-        waiting = set(self.change.before.members)
-        deadline_s = self._clock() + self._terms.timeout_s
+        waiting, began_s = set(self.change.before.members), self._clock()
         while waiting:
             async with self._boundary():
                 outcomes = await self._ask(dict.fromkeys(sorted(waiting), Ready(self.change.epoch)))
                 self._judge("prepare", outcomes)
                 waiting = {slot for slot, said in outcomes.items() if not (isinstance(said, Readiness) and said.ready)}
-                if waiting and self._clock() > deadline_s:
+                waited_s = self._clock() - began_s
+                if waiting and waited_s > self._terms.timeout_s:
                     first = self._mailbox.describe(min(waiting))
                     self._complain("prepare", f"{first} did not prepare within {self._terms.timeout_s:g} s")
             if waiting:
-                await asyncio.sleep(READY_S)
+                await asyncio.sleep(max(READY_S, READY_SHARE * waited_s))
 
     async def _freeze_and_move(self) -> None:
         change = self.change

@@ -1,0 +1,113 @@
+"""Runs that are resized from a shell while they train, and what one sees of it."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ductile.launch.control import Run as LiveRun
+from tests.end_to_end.runs import Run, checkpointed_steps, summary, write_config, write_sft
+
+
+def ductile(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ductile", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=90)
+
+
+def resize(run: Run, train: str, *words: object) -> str:
+    done = ductile("resize", "--run", run.folder, "--train", train, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_sft_learns_the_same_on_whatever_slots(tmp_path: Path, model: Path, start):
+    plain = start(write_sft(tmp_path / "plain", model), command="sft")
+    assert plain.ends(within_s=90) == 0, plain.said()
+    run = start(write_sft(tmp_path / "resized", model), command="sft")
+    for step, train, way in [
+        (3, "0-2", "from slot 0 to slots 0-2"),
+        (8, "3,5", "from slots 0-2 to slots 3,5"),
+        (14, "0,3", "from slots 3,5 to slots 0,3"),
+    ]:
+        run.until_step(step)
+        assert resize(run, train).startswith(f"Trainer resized {way} in ")
+    assert run.ends(within_s=90) == 0, run.said()
+    assert [row["step"] for row in run.metrics()] == list(range(1, 31))
+    for expected, row in zip(plain.metrics(), run.metrics(), strict=True):
+        assert row["tokens"] == expected["tokens"]
+        assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    events = run.events("resized")
+    assert [event["after"] for event in events] == [[0, 1, 2], [3, 5], [0, 3]]
+    assert all(event["pause_s"] > 0 and event["num_bytes"] > 0 and event["carrier"] for event in events)
+    last = run.metrics()[-1]
+    assert (last["train_slots"], last["resizes"]) == (2, 3)
+    assert sum(row["seconds/resize"] for row in run.metrics()) == pytest.approx(sum(e["pause_s"] for e in events))
+
+
+@pytest.mark.slow
+def test_rl_is_resized_in_the_middle_of_its_circle(tmp_path: Path, model: Path, start):
+    config = write_config(tmp_path, model, max_steps=12, interval=6)
+    run = start(config)
+    run.until_step(1)
+    control = tmp_path / "run" / "control.json"
+    assert stat.S_IMODE(control.stat().st_mode) == 0o600
+    assert "from slot 0 to slots 0,4-5" in resize(run, "0,4-5")
+    seen = ductile("status", "--run", run.folder)
+    assert "trainer: slots 0,4-5" in seen.stdout
+    known = json.loads(ductile("status", "--run", run.folder, "--json").stdout)
+    assert (known["command"], known["epoch"], known["max_steps"]) == ("rl", 1, 12)
+    roles = {slot["slot"]: slot["roles"] for slot in known["slots"]}
+    assert roles == {0: ["train"], 1: ["generate"], 2: ["generate"], 3: ["score"], 4: ["train"], 5: ["train"]}
+    assert all(sum(slot["seconds"].values()) > 0 for slot in known["slots"])
+    live = LiveRun(run.folder)
+    assert live.resize(train=[5, 1], timeout_s=60).outcome == "resized", "a slot may train and generate"
+    assert live.status().trainer.slots == (5, 1)
+    assert run.ends(within_s=90) == 0, run.said()
+    assert [row["step"] for row in run.metrics()] == list(range(13))
+    assert checkpointed_steps(run.folder) == [6, 12]
+    assert not control.exists()
+    gone = ductile("status", "--run", run.folder)
+    assert (gone.returncode, "no run is at work" in gone.stderr.lower()) == (2, True)
+
+
+@pytest.mark.slow
+def test_after_a_resize_deaths_count_by_what_a_slot_does_now(tmp_path: Path, model: Path, start):
+    config = write_sft(tmp_path, model, max_steps=100000, interval=1)
+    run = start(config, command="sft")
+    run.until_step(1)
+    resize(run, "1-2")
+    pids = {event["slot"]: event["pid"] for event in run.events("slot_started")}
+    os.kill(pids[0], signal.SIGKILL)  # it has left
+    run.until(lambda: run.events("slot_lost"))
+    step = run.metrics()[-1]["step"]
+    run.until_step(step + 2)
+    assert "from slots 1-2 to slots 0-1" in resize(run, "0-1"), "it starts anew"
+    os.kill(pids[1], signal.SIGKILL)
+    assert run.ends() == 1
+    assert f"slot 1 (train, pid {pids[1]}) was killed by SIGKILL" in run.said().replace("Slot 1", "slot 1")
+    stale = ductile("resize", "--run", run.folder, "--train", "0-1")
+    assert (stale.returncode, "no run is at work" in stale.stderr.lower()) == (2, True)
+    saved = max(checkpointed_steps(run.folder))
+    again = start(config, "--resume", "--max-steps", str(saved + 2), command="sft")
+    assert again.ends(within_s=60) == 0, again.said()
+    assert summary(run.folder)["slots"] == {"train": [0]}, "as the config says"
+    assert [row["step"] for row in again.metrics()] == list(range(1, saved + 3))
+
+
+@pytest.mark.slow
+def test_a_killed_orchestrator_leaves_a_file_that_nobody_trusts(tmp_path: Path, model: Path, start):
+    run = start(write_sft(tmp_path, model, max_steps=100000), command="sft")
+    run.until_step(1)
+    run.process.kill()
+    assert run.ends() == -signal.SIGKILL
+    assert (run.folder / "control.json").exists()
+    stale = ductile("resize", "--run", run.folder, "--train", "0-1")
+    assert stale.returncode == 2
+    assert f"process {run.process.pid}, which wrote its control.json, has ended" in stale.stderr

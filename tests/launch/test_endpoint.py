@@ -1,0 +1,206 @@
+"""The control words over a real socket: who is let in, and what becomes of everybody else."""
+
+import asyncio
+import io
+import json
+import socket
+import stat
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from ductile.launch import control
+from ductile.launch.ask import picture, slot_list
+from ductile.launch.control import (
+    Answer,
+    Resize,
+    Resized,
+    Run,
+    RunFailed,
+    RunStatus,
+    SlotStatus,
+    TrainerSlots,
+    Unfit,
+)
+from ductile.launch.endpoint import Endpoint
+
+STATUS = RunStatus(
+    command="sft",
+    pid=7,
+    step=3,
+    max_steps=9,
+    running_s=1.5,
+    epoch=2,
+    trainer=TrainerSlots((0, 1), 2),
+    changing="move, to slots 0-3",
+    slots=(
+        SlotStatus(0, 11, "cpu", ("train",), "train", {"train": 2.0, "idle": 1.0}),
+        SlotStatus(1, 12, "cpu", (), "lost", {"idle": 3.0}),
+    ),
+    changes=(Resized("resized", "Trainer resized.", 2, TrainerSlots((0,), 1), TrainerSlots((0, 1), 2), step=2),),
+    lost={1: "slot 1 was killed by SIGKILL"},
+)
+
+
+async def respond(ask):
+    if not isinstance(ask, Resize):
+        return STATUS
+    if len(ask.train) == 3:
+        raise Unfit("three is too many")
+    if len(ask.train) == 4:
+        raise RunFailed("it died")
+    slots = TrainerSlots(ask.train, ask.replicas)
+    return Resized("resized", "Done.", 1, slots, slots)
+
+
+def serve(folder: Path, story: Callable[[dict[str, Any]], Any], respond: Callable[[Any], Awaitable[Any]] = respond):
+    """Run `story(what control.json says)` in a thread, beside the endpoint."""
+
+    async def both() -> Any:
+        async with Endpoint(folder, respond):
+            return await asyncio.to_thread(story, json.loads((folder / control.FILE).read_text()))
+
+    return asyncio.run(asyncio.wait_for(both(), 30))
+
+
+def say(known: dict[str, Any], line: bytes) -> Answer:
+    with socket.create_connection((known["host"], known["port"]), timeout=10) as connection:
+        connection.sendall(line)
+        return msgspec.json.decode(connection.makefile("rb").readline(), type=Answer)
+
+
+def test_a_run_is_asked_and_answers(tmp_path: Path):
+    def story(known: dict[str, Any]) -> None:
+        run = Run(tmp_path)
+        assert run.status() == STATUS
+        assert run.resize(train=range(2), replicas=2).after == TrainerSlots((0, 1), 2)
+        with pytest.raises(Unfit, match="three is too many"):
+            run.resize(train=range(3))
+        with pytest.raises(RunFailed, match="it died"):
+            run.resize(train=range(4))
+        assert stat.S_IMODE((tmp_path / control.FILE).stat().st_mode) == 0o600
+        assert known["host"] == "127.0.0.1"
+
+    serve(tmp_path, story)
+    assert not (tmp_path / control.FILE).exists()
+    with pytest.raises(Unfit, match=r"no run is at work in .*, or it is still starting"):
+        Run(tmp_path).status()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"token": "0" * 64}, "does not have the run's token"),
+        ({"version": 2}, "speaks version 1 of the control words"),
+        ({"ask": {"type": "explode"}}, "the request is none: Invalid value 'explode'"),
+        ({"ask": {"type": "resize", "train": ["0"]}}, "the request is none: Expected `int`"),
+        ({"ask": {"type": "status", "also": 1}}, "the request is none: Object contains unknown field `also`"),
+        ({"ask": {"type": "resize", "train": [0] * 600_000}}, "the request is none: Separator is"),
+    ],
+)
+def test_what_is_not_understood_is_refused(tmp_path: Path, change: dict[str, Any], sentence: str):
+    def story(known: dict[str, Any]) -> None:
+        request = {"version": 1, "token": known["token"], "ask": {"type": "status"}} | change
+        answer = say(known, json.dumps(request).encode() + b"\n")
+        assert answer.unfit
+        assert sentence in answer.error
+        assert Run(tmp_path).status() == STATUS, "it answers others as before"
+
+    serve(tmp_path, story)
+
+
+@pytest.mark.parametrize("line", [b"\n", b"{}\n", b"GET / HTTP/1.1\r\n", b"[" * 100_000 + b"\n", b"\xff\xfe\n"])
+def test_noise_is_answered_with_a_sentence(tmp_path: Path, line: bytes):
+    serve(tmp_path, lambda known: say(known, line).error.index("the request is none"))
+
+
+def test_who_says_nothing_is_hung_up_on_and_too_many_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ductile.launch.endpoint.READ_S", 0.5)
+    monkeypatch.setattr("ductile.launch.endpoint.MAX_CONNECTIONS", 3)
+
+    def story(known: dict[str, Any]) -> None:
+        silent = [socket.create_connection((known["host"], known["port"]), timeout=10) for _ in range(3)]
+        with pytest.raises(Unfit, match="talking to too many others"):
+            Run(tmp_path).status()
+        assert [connection.recv(1) for connection in silent] == [b""] * 3
+        assert Run(tmp_path).status() == STATUS
+        for connection in silent:
+            connection.close()
+
+    serve(tmp_path, story)
+
+
+def test_a_run_that_ends_meanwhile_or_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ductile.launch.endpoint.CLOSE_S", 0.1)
+    waiting: list[Any] = []
+    asked = threading.Event()
+
+    async def never(ask):
+        if not isinstance(ask, Resize):
+            asked.set()
+        await asyncio.sleep(60)
+
+    def story(known: dict[str, Any]) -> None:
+        with pytest.raises(RunFailed, match=r"did not answer within 0\.2 s"):
+            Run(tmp_path).resize([0], timeout_s=0.2)
+        # This one is still waiting when the run ends.
+        connection = socket.create_connection((known["host"], known["port"]), timeout=10)
+        request = {"version": 1, "token": known["token"], "ask": {"type": "status"}}
+        connection.sendall(json.dumps(request).encode() + b"\n")
+        assert asked.wait(10)
+        waiting.append(connection)
+
+    serve(tmp_path, story, never)
+    assert b"the run ended before it had an answer" in waiting[0].recv(1000)
+    waiting[0].close()
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{", "cannot be read"),
+        ('{"version": 1}', "cannot be read"),
+        ('{"version":1,"pid":1,"started":-1,"host":"127.0.0.1","port":1,"token":"x"}', "process 1, which wrote its"),
+    ],
+)
+def test_a_stale_or_broken_file(tmp_path: Path, text: str, sentence: str):
+    (tmp_path / control.FILE).write_text(text)
+    with pytest.raises(Unfit, match=sentence):
+        Run(tmp_path).status()
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path):
+    with pytest.raises(Unfit, match="no such folder"):
+        Run(tmp_path / "nowhere").status()
+
+
+@pytest.mark.parametrize(
+    ("text", "slots"), [("0", (0,)), ("0-3", (0, 1, 2, 3)), (" 0 - 1, 5", (0, 1, 5)), ("3,1", (3, 1))]
+)
+def test_slot_lists(text: str, slots: tuple[int, ...]):
+    assert slot_list(text) == slots
+
+
+@pytest.mark.parametrize("text", ["", "x", "3-1", "0,", "-1", "0-99999", "0,1,0-2", "1.5"])
+def test_what_is_no_slot_list(text: str):
+    with pytest.raises(Unfit, match="--train"):
+        slot_list(text)
+
+
+def test_the_picture_shows_who_does_what():
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(picture(STATUS))
+    text = console.export_text()
+    for part in (
+        "sft: step 3/9, epoch 2, pid 7",
+        "trainer: slots 0-1 in 2 copies (changing: move, to slots 0-3)",
+        "train s",
+        "lost: slot 1 was killed by SIGKILL",
+        "step 2: Trainer resized.",
+    ):
+        assert part in text
