@@ -87,7 +87,10 @@ class GroupBoard:
             framed = len(note).to_bytes(4, "little") + note.ljust(longest, b"\0")
             notes = self._gather(torch.frombuffer(bytearray(framed), dtype=torch.uint8))
         except RuntimeError as error:
-            raise TransferFailed(f"nobody heard {topic!r}: {str(error).partition(chr(10))[0]}") from None
+            cause = str(error).partition("\n")[0].partition(" This is typically")[0]  # gloo goes on with advice
+            raise TransferFailed(
+                f"a slot died, or did not answer within {self.timeout_s:g} s ({topic!r}: {cause})"
+            ) from None
         return {member: _unframed(note.numpy().tobytes()) for member, note in zip(self.members, notes, strict=True)}
 
     def _gather(self, value: torch.Tensor) -> list[torch.Tensor]:
