@@ -12,7 +12,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import ductile
 from ductile import Block, NotReshardable
+from ductile.fabric.groups import Groups
 from tests.parallel.world import run_world
+from tests.ranks import run_ranks
 
 Mesh = tuple[tuple[int, ...], tuple[int, ...]]
 """(shape, ranks in row-major order)"""
@@ -256,6 +258,19 @@ def group_of_some(rank: int) -> object:
 
 def test_a_group_of_some_ranks() -> None:
     assert run_world(4, group_of_some) == [None, [2.5] * 3, None, [2.5] * 3]
+
+
+def among_slots(groups: Groups, members: tuple[int, ...]) -> list[float]:
+    place = members.index(dist.get_rank())
+    mesh = groups.mesh(members)
+    source = DTensor.from_local(torch.tensor([2.0 * place, 2.0 * place + 1]), mesh, [Shard(0)])
+    target = torch.zeros(6)
+    ductile.reshard({"w": source}, {"w": target}, group=groups.group(members), timeout_s=20.0)
+    return target.tolist()
+
+
+def test_groups_of_ours_whose_default_group_connects_nobody() -> None:
+    assert run_ranks(3, among_slots, slots=(501, 7, 30)) == [[0, 1, 2, 3, 4, 5]] * 3
 
 
 def refused(rank: int, cases: list[str]) -> list[str]:

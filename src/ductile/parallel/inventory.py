@@ -65,13 +65,18 @@ class Inventory:
         return [Held(tuple(names), *what) for what, names in alike.items() if 0 not in what[1]]
 
     @cached_property
-    def buffers(self) -> dict[str, Tensor]:
-        """The memory of every piece, flat, by the names that an assembled layout gives."""
+    def blocks(self) -> dict[str, Block]:
+        """Every block that is not empty, by the name of its buffer in an assembled layout."""
         return {
-            buffer_name(name, number): block.memory()
+            buffer_name(name, number): block
             for name, blocks in self.tensors.items()
             for number, block in enumerate(block for block in blocks if block.data.numel())
         }
+
+    @cached_property
+    def buffers(self) -> dict[str, Tensor]:
+        """Their memory, flat."""
+        return {name: block.memory() for name, block in self.blocks.items()}
 
     def _add(self, name: str, part: State, optimizers: list[torch.optim.Optimizer]) -> None:
         match part:

@@ -9,8 +9,7 @@ carries out its part, and compares fingerprints with its peers. The bytes arrive
 
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -30,33 +29,15 @@ from ductile.core.transfer.topology import Topology
 from ductile.fabric.board import GroupBoard
 from ductile.fabric.carrier import Carrier, TransferFailed
 from ductile.fabric.choice import choose
-from ductile.fabric.transfer import Moved, Transfer
+from ductile.fabric.transfer import Moved
 from ductile.parallel.inventory import Inventory, State
+from ductile.parallel.move import Move
+from ductile.parallel.report import Clock, Report
 
 _Kind = TypeVar("_Kind")
 
 REMEMBERED = 32
 """Layouts; the oldest goes first."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a `reshard` did. `print` shows the plan as a table."""
-
-    plan: Plan
-    carrier: str
-    """Its name and why it was chosen."""
-    received_bytes: int
-    """By this rank, from others."""
-    seconds: Mapping[str, float]
-    """By phase, on this rank: describe, carrier, plan, agree, transfer."""
-    left_out: tuple[str, ...]
-    """Values of the target that are no tensors, and were not moved."""
-
-    def __str__(self) -> str:
-        phases = ", ".join(f"{name} {spent * 1e3:.1f} ms" for name, spent in self.seconds.items())
-        left_out = f"\nnot moved, since they are no tensors: {', '.join(self.left_out)}" if self.left_out else ""
-        return f"{self.plan}\n  {self.carrier}\n  {phases}{left_out}"
 
 
 def reshard(
@@ -127,7 +108,7 @@ class Resharder:
         self._carriers: dict[torch.device, tuple[Carrier, str]] = {}
         self._planners: dict[bool, Planner] = {}
         self._sides: dict[tuple[bytes, ...], _Side] = {}
-        self._last: _Move | None = None
+        self._last: Move | None = None
         self._topology = Topology()
         self._num_exchanges = 0
 
@@ -137,7 +118,7 @@ class Resharder:
         Raises, on every rank, `NotReshardable` when the states do not fit each other (nothing is touched then), and
         `TransferFailed` when a rank dies or does not answer in time: the source is whole, the target is not.
         """
-        clock = _Clock()
+        clock = Clock()
         try:
             return self._reshard(source_state, target_state, clock)
         except TransferFailed as error:
@@ -147,7 +128,7 @@ class Resharder:
                 error.peer,
             ) from None
 
-    def _reshard(self, source_state: State, target_state: State, clock: "_Clock") -> Report:
+    def _reshard(self, source_state: State, target_state: State, clock: Clock) -> Report:
         with clock.phase("describe"):
             source, before, gpu_before = self._describe("source", lambda: Inventory(source_state))
             target, after, gpu_after = self._describe("target", lambda: Inventory(target_state, before.held))
@@ -163,13 +144,13 @@ class Resharder:
 
     def _describe(self, side: str, take: Callable[[], Inventory]) -> tuple[Inventory, _Side, bool]:
         """This rank's inventory, what all ranks hold, and whether any of it is on a GPU."""
-        inventory, held, failure = None, b"", None
+        inventory, held, on_gpu, failure = None, b"", False, None
         try:
             inventory = take()
             held = msgspec.msgpack.encode(inventory.held())
+            on_gpu = any(memory.is_cuda for memory in inventory.buffers.values())
         except Exception as error:  # whatever it is, the others are waiting for this rank
             failure = error
-        on_gpu = inventory is not None and any(memory.is_cuda for memory in inventory.buffers.values())
         note = _Note(_told(failure), blake2b(held, digest_size=16).digest(), socket.gethostname(), on_gpu)
         notes = self._exchange(side, msgspec.msgpack.encode(note), _Note)
         _raise_together({rank: note.problem for rank, note in notes.items()}, failure)
@@ -202,13 +183,13 @@ class Resharder:
 
     def _prepare(
         self, plan: Plan, source: Inventory, target: Inventory, carrier: Carrier, device: torch.device
-    ) -> "_Move":
+    ) -> Move:
         """All ranks are ready to carry out the same plan, or all raise."""
         prepared, failure = self._last, None
         try:
-            if prepared is None or prepared.key != _Move.key_of(plan, source, target):
+            if prepared is None or prepared.key != Move.key_of(plan, source, target):
                 self._last = None  # frees what only it refers to
-                prepared = _Move(plan, source, target, carrier, self._board.slot, device)
+                prepared = Move(plan, source, target, carrier, self._board.slot, device)
         except Exception as error:
             failure = error
         notes = self._exchange("plan", msgspec.msgpack.encode((_told(failure), plan.key)), tuple[str, bytes])
@@ -219,19 +200,19 @@ class Resharder:
         assert prepared is not None, "its failure would have been told"
         return prepared
 
-    def _run(self, move: "_Move") -> Moved:
+    def _run(self, move: Move) -> Moved:
         """All ranks have what they should, or all raise."""
         moved, failure = None, None
         start = time.monotonic()
         try:
             moved = move.run()
-        except TransferFailed as error:
+        except Exception as error:  # whatever it is, the others are waiting for this rank
             if time.monotonic() - start >= self._board.timeout_s:
                 raise  # nobody is left who would still wait for a verdict
             failure = error
         return self._conclude(moved, failure)
 
-    def _conclude(self, moved: Moved | None, failure: TransferFailed | None) -> Moved:
+    def _conclude(self, moved: Moved | None, failure: Exception | None) -> Moved:
         verdict = _Verdict(_told(failure), moved.sent if moved else {}, moved.received if moved else {})
         try:
             verdicts = self._exchange("verdict", msgspec.msgpack.encode(verdict), _Verdict)
@@ -252,56 +233,6 @@ class Resharder:
         self._num_exchanges += 1
         notes = self._board.exchange(f"{self._num_exchanges}/{topic}", note)
         return {rank: msgspec.msgpack.decode(note, type=kind) for rank, note in notes.items()}
-
-
-class _Move:
-    """This rank's part of the transfer, between the memory of two inventories."""
-
-    def __init__(
-        self, plan: Plan, source: Inventory, target: Inventory, carrier: Carrier, rank: int, device: torch.device
-    ):
-        self._old, self._new = source.buffers, target.buffers
-        self._there = {name: memory.to(device) for name, memory in self._old.items()}
-        self._here = {name: memory.to(device) for name, memory in self._new.items()}
-        try:
-            self._transfer = Transfer(plan, rank, self._there, self._here, carrier)
-        except ValueError as error:
-            raise NotReshardable(f"source and target: {error}") from None
-        self.key = self.key_of(plan, source, target)
-
-    @staticmethod
-    def key_of(plan: Plan, source: Inventory, target: Inventory) -> tuple[object, ...]:
-        """The same plan between the same memory: the move can be made again."""
-        buffers = [*source.buffers.values(), *target.buffers.values()]
-        return (plan.key, *(memory.data_ptr() for memory in buffers))
-
-    def run(self) -> Moved:
-        for name, memory in self._old.items():
-            if self._there[name] is not memory:
-                self._there[name].copy_(memory)
-        _wait_for_gpu()
-        moved = self._transfer.run()
-        for name, memory in self._new.items():
-            if self._here[name] is not memory:
-                memory.copy_(self._here[name])
-        _wait_for_gpu()
-        return moved
-
-
-class _Clock:
-    """Seconds by phase."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.now = ""
-        """The last phase that began."""
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        self.now = name
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = time.perf_counter() - start
 
 
 def _data(before: _Side, after: _Side) -> tuple[Layout, Layout]:
@@ -331,11 +262,6 @@ def _told(failure: Exception | None) -> str:
     if failure is None or isinstance(failure, NotReshardable | TransferFailed):
         return str(failure or "")
     return f"{type(failure).__name__}: {failure}"
-
-
-def _wait_for_gpu() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
 
 
 def _topology(hosts: Mapping[int, str]) -> Topology:
