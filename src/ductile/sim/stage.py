@@ -36,6 +36,7 @@ class Stage:
         self._loop = asyncio.get_running_loop()
         slots = scenario.placement.slots
         self.roles: dict[int, tuple[Role, ...]] = {}
+        self.generators: tuple[int, ...] = ()
         self.since_s = dict.fromkeys(slots, 0.0)
         self.changing: set[int] = set()
         """Slots that are not ready: a decision about them is being carried out."""
@@ -75,15 +76,12 @@ class Stage:
     def now_s(self) -> float:
         return self._loop.time()
 
-    @property
-    def generators(self) -> list[int]:
-        return [slot for slot, roles in self.roles.items() if "generate" in roles]
-
     # -- what slots do
 
     def hold(self, roles: Mapping[int, tuple[Role, ...]]) -> None:
         """The slots have these roles from now on."""
         self.roles.update(roles)
+        self.generators = tuple(slot for slot, held in self.roles.items() if "generate" in held)
         for slot in roles:
             (self._loads.open if "generate" in roles[slot] else self._loads.close)(slot)
         (self._generates.set if self._loads else self._generates.clear)()

@@ -73,18 +73,28 @@ def spread(state: ClusterState, generators: Sequence[int], remaining: Remaining 
         if rollout.slot in here:
             here[rollout.slot].append(rollout)
     load = {slot: sum(remaining[rollout.id] for rollout in rollouts) for slot, rollouts in here.items()}
+    # Entries whose tokens are no longer the slot's are left over from before a handoff.
+    fullest = [(-tokens, slot) for slot, tokens in load.items()]
+    emptiest = [(tokens, slot) for slot, tokens in load.items()]
+    heapq.heapify(fullest)
+    heapq.heapify(emptiest)
     handoffs: list[Handoff] = []
-    for _ in range(len(state.unfinished)):
-        most = max(generators, key=lambda slot: (load[slot], -slot))
-        least = min(generators, key=lambda slot: (load[slot], slot))
+    while load:
+        while -fullest[0][0] != load[fullest[0][1]]:
+            heapq.heappop(fullest)
+        while emptiest[0][0] != load[emptiest[0][1]]:
+            heapq.heappop(emptiest)
+        most, least = fullest[0][1], emptiest[0][1]
         gap = load[most] - load[least]
         # Moving `tokens` leaves a difference of |gap - 2 tokens|: the best one is half the gap.
         best = min(here[most], key=lambda rollout: abs(gap - 2 * remaining[rollout.id]), default=None)
         if best is None or abs(gap - 2 * remaining[best.id]) >= 0.9 * gap:
             break
         here[most].remove(best)
-        load[most] -= remaining[best.id]
-        load[least] += remaining[best.id]
+        for slot, tokens in ((most, -remaining[best.id]), (least, remaining[best.id])):
+            load[slot] += tokens
+            heapq.heappush(fullest, (-load[slot], slot))
+            heapq.heappush(emptiest, (load[slot], slot))
         handoffs.append(_handoff(state, best, least))
     return tuple(handoffs)
 

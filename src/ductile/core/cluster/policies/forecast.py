@@ -41,6 +41,8 @@ class Work:
     """That the trainer could have at once."""
     coming_tokens: float
     """That it will have when everything under way and unstarted is finished."""
+    longest_tokens: float
+    """Of the sample that will be the longest of those to come: one slot has to train it, while others may wait."""
     batch_tokens: float
     """Of a whole step."""
     prompt_tokens: float
@@ -62,6 +64,9 @@ def work(state: ClusterState, lengths: Survival) -> Work:
     prompts = [rollout.prompt_tokens for rollout in state.unfinished]
     prompt = state.lengths.prompt_mean or (sum(prompts) / len(prompts) if prompts else 0.0)
     under_way = float(generated.sum() + lengths.remaining(generated).sum()) + prompt * len(generated)
+    longest = float((generated + lengths.remaining(generated)).max()) if len(generated) else 0.0
+    if batch.to_start:
+        longest = max(longest, float(np.interp(-1 / batch.to_start, -lengths.alive, lengths.edges)))
     groups = len({rollout.group for rollout in state.unfinished}) + batch.to_start / max(1, batch.group_size)
     return Work(
         ages=ages,
@@ -71,6 +76,7 @@ def work(state: ClusterState, lengths: Survival) -> Work:
         members=max(1.0, state.num_to_generate / groups) if groups else 1.0,
         ready_tokens=float(batch.ready_tokens + batch.to_score_tokens),
         coming_tokens=batch.partial_tokens + under_way + batch.to_start * (prompt + lengths.mean()),
+        longest_tokens=prompt + longest,
         batch_tokens=batch.num_rollouts * (prompt + lengths.mean()),
         prompt_tokens=prompt,
     )
@@ -147,9 +153,10 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
         generators = fewer
     rest = np.maximum(0.0, todo.ready_tokens + todo.coming_tokens - trained)
     resized = (generators > 0) & (rest > 0) & (total > 0)
-    all_train = speeds.train.of(num_slots)
+    rest_s = np.maximum(rest / speeds.train.of(num_slots), speeds.train.seconds(todo.longest_tokens, num_slots))
+    rest_s = np.where(rest > 0, rest_s, 0.0)
     waits_s = lag_s * (generators < num_slots) * generators / num_slots
-    finish_s = now_s + busy_s + (costs.resize_s + waits_s) * resized + rest / all_train
+    finish_s = now_s + busy_s + (costs.resize_s + waits_s) * resized + rest_s
     return Forecast(finish_s, now_s)
 
 

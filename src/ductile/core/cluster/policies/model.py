@@ -18,9 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ductile.core.cluster.cost import carriage
-from ductile.core.cluster.handoff import change, length_model, remaining_tokens, spread
+from ductile.core.cluster.handoff import Remaining, change, length_model, remaining_tokens, spread
 from ductile.core.cluster.orders import Decision, Prediction, sentence
 from ductile.core.cluster.placement import Role
+from ductile.core.cluster.policies.arrange import Arrangements
 from ductile.core.cluster.policies.forecast import NEVER, Plans, Work, forecast, work
 from ductile.core.cluster.state import ClusterState
 
@@ -44,59 +45,61 @@ class Model:
             return Decision(hold_training=state.trainer.held)
         if (recalled := _recall_scorers(state)).orders:
             return recalled
-        pool = _pool(state)
+        pool = tuple(slot.slot for slot in state.slots if slot.ready and "score" not in slot.roles)
         todo = work(state, length_model(state))
         if len(pool) < 2:
             return Decision()
         if not todo.to_generate:
             return self._all_train(state, pool, todo)
         remaining = remaining_tokens(state)
-        now = sum("generate" in state.roles(slot) for slot in pool)
-        counts = [count for count in _counts(now, _most(state, pool)) if count != now]
-        options = [_Option(state, pool, remaining, count) for count in counts]
-        best = self._best(state, pool, todo, now, options)
+        arrangements = Arrangements(state, pool, remaining)
+        best = self._best(state, len(pool), todo, arrangements)
         if best is None:
-            return _even_out(state, pool, remaining, self.margin)
-        option, prediction = best
-        return option.decision(prediction)
+            return _even_out(state, remaining, self.margin)
+        count, prediction = best
+        return _decision(state, arrangements, count, prediction, remaining)
 
     def _best(
-        self, state: ClusterState, pool: Sequence[int], todo: Work, now: int, options: "Sequence[_Option]"
-    ) -> "tuple[_Option, Prediction] | None":
+        self, state: ClusterState, num_slots: int, todo: Work, arrangements: Arrangements
+    ) -> tuple[int, Prediction] | None:
         """The change that pays, if one does."""
+        now = arrangements.now
+        most = num_slots if state.limits.may_share else num_slots - max(1, state.limits.min_train)
+        counts = [count for count in _counts(now, most) if count != now]
+        delays_s = {count: arrangements.delays_s(count) for count in counts}
         fills = [NEVER, *(fill for fill in FILLS if fill <= state.limits.max_num_seqs)]
         # Columns as in `Plans`: generators now; rounds until there are fewer, and how many then; fill; delays.
         never = [(now, 0, now, NEVER, 0.0, 0.0)]
         flexible = [(now, 0, now, fill, 0.0, 0.0) for fill in fills[1:]]
-        fewer = [option.count for option in options if option.count < now]
+        fewer = [count for count in counts if count < now]
         later = [(now, wait, count, fill, 0.0, 0.0) for count in fewer for wait in WAITS for fill in (NEVER, 4.0)]
-        go = [(option.count, 0, option.count, fill, *option.delays_s) for option in options for fill in fills]
+        go = [(count, 0, count, fill, *delays_s[count]) for count in counts for fill in fills]
         columns = np.array([*never, *flexible, *later, *go], float).T
         columns[0], columns[2] = np.maximum(columns[0], 1), np.maximum(columns[2], 1)
-        finish_s = forecast(state, todo, Plans(*columns), len(pool)).finish_s
+        finish_s = forecast(state, todo, Plans(*columns), num_slots).finish_s
         num_stays = len(never) + len(flexible) + len(later)
         never_s, later_s = float(finish_s[0]), float(finish_s[:num_stays].min())
         if not now:
             never_s = later_s = float("inf")
-        by_option = finish_s[num_stays:].reshape(len(options), len(fills)).min(1)
-        chosen = int(np.argmin(by_option))
-        option, go_s = options[chosen], float(by_option[chosen])
-        cost_s = sum(option.delays_s)
+        by_count = finish_s[num_stays:].reshape(len(counts), len(fills)).min(1)
+        chosen = int(np.argmin(by_count))
+        count, go_s = counts[chosen], float(by_count[chosen])
+        cost_s = sum(delays_s[count])
         # Generators can always get fewer later: doing so now is compared with never, as long as later is not better.
         # Getting more is compared with the best that can be made of what there is. Both together cannot go in circles.
-        stay_s = never_s if option.count < now else later_s
+        stay_s = never_s if count < now else later_s
         in_time = go_s <= later_s * (1 + self.margin / 2)
         least_s = cost_s + self.margin * min(stay_s, go_s)
-        if _changed_lately(state, pool, self.patience):
+        if _changed_lately(state, self.patience):
             least_s *= 2
         pays = stay_s - go_s > least_s and in_time
-        return (option, Prediction(stay_s, go_s, cost_s)) if pays else None
+        return (count, Prediction(stay_s, go_s, cost_s)) if pays else None
 
     def _all_train(self, state: ClusterState, pool: Sequence[int], todo: Work) -> Decision:
         """Nothing is left to generate: the rest is trained on all slots, when it is worth the way there and back."""
         tokens, speed = todo.ready_tokens + todo.coming_tokens, state.speeds.train
         scorers = [slot for slot in state.of("score") if slot in state.ready and not state.batch.to_score]
-        now = sum("train" in state.roles(slot) for slot in pool)
+        now = len({*state.trainer.formation.members}.intersection(pool))
         after: dict[int, tuple[Role, ...]] = dict.fromkeys((*pool, *scorers), ("train",))
         cost_s = state.costs.resize_s if len(after) > now else 0.0
         stay_s, go_s = tokens / speed.of(now), cost_s + tokens / speed.of(len(after))
@@ -109,80 +112,15 @@ class Model:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Option:
-    """So many generators, and which slots that would be."""
-
-    state: ClusterState
-    pool: Sequence[int]
-    remaining: dict[str, float]
-    count: int
-
-    @property
-    def generators(self) -> frozenset[int]:
-        state = self.state
-        now = [slot for slot in self.pool if "generate" in state.roles(slot)]
-        if self.count <= len(now):
-            left = self._tokens_left()
-            holds = {*state.trainer.formation.members}
-            # Who holds the trainer's state goes back to it first: it costs no transfer.
-            leaving = sorted(now, key=lambda slot: (slot not in holds, left[slot], slot))[: len(now) - self.count]
-            return frozenset(now).difference(leaving)
-        at_home = {*state.home.generate}
-        members = state.trainer.formation.members
-        rank = {slot: place for place, slot in enumerate(members)}
-        others = [slot for slot in self.pool if slot not in now]
-        joining = sorted(others, key=lambda slot: (slot in rank, slot not in at_home, -rank.get(slot, 0)))
-        return frozenset([*now, *joining[: self.count - len(now)]])
-
-    def roles(self) -> dict[int, tuple[Role, ...]]:
-        """The others train. When there are none, the trainer's slots keep its state beside their generator: nothing is
-        moved then, and nothing when they go back."""
-        generators = self.generators
-        trainers = {slot for slot in self.pool if slot not in generators}
-        if not trainers:
-            trainers = {slot for slot in self.state.trainer.formation.members if slot in self.pool}
-        held: tuple[tuple[Role, set[int] | frozenset[int]], ...] = (("train", trainers), ("generate", generators))
-        return {slot: tuple(role for role, slots in held if slot in slots) for slot in self.pool}
-
-    @property
-    def delays_s(self) -> tuple[float, float]:
-        """What the change costs now: seconds of the trainer, and of generation."""
-        state, costs = self.state, self.state.costs
-        now = {slot for slot in self.pool if "generate" in state.roles(slot)}
-        generators = self.generators
-        joining, leaving = generators - now, now - generators
-        context = sum(rollout.context_tokens for rollout in state.unfinished if rollout.slot in leaving)
-        prefill_s = context / state.speeds.prefill_tokens_per_s / max(1, len(generators))
-        trains = {slot for slot, held in self.roles().items() if "train" in held}
-        resize_s = costs.resize_s if trains != {*state.trainer.formation.members} else 0.0
-        return resize_s, prefill_s + costs.grant_s * len(joining) / max(1, len(generators))
-
-    def decision(self, prediction: Prediction) -> Decision:
-        state, roles = self.state, self.roles()
-        orders = change(state, roles)
-        before = {slot for slot in self.pool if "generate" in state.roles(slot)}
-        if self.generators - before and not state.batch.to_start:
-            orders = (*orders, *spread(state, sorted(self.generators), self.remaining))
-        nobody_only_trains = all("generate" in held for held in roles.values() if "train" in held)
-        return Decision(orders, sentence(orders, _figures(prediction)), nobody_only_trains, prediction)
-
-    def _tokens_left(self) -> dict[int, float]:
-        left = dict.fromkeys(self.pool, 0.0)
-        for rollout in self.state.unfinished:
-            if rollout.slot in left:
-                left[rollout.slot] += self.remaining[rollout.id]
-        return left
-
-
-def _pool(state: ClusterState) -> tuple[int, ...]:
-    """The slots that may train or generate as the policy likes: all that are ready and do not score."""
-    return tuple(slot.slot for slot in state.slots if slot.ready and "score" not in slot.roles)
-
-
-def _most(state: ClusterState, pool: Sequence[int]) -> int:
-    """Generators there can be: the trainer's state needs slots of its own, unless it may share them."""
-    return len(pool) if state.limits.may_share else len(pool) - max(1, state.limits.min_train)
+def _decision(
+    state: ClusterState, arrangements: Arrangements, count: int, prediction: Prediction, remaining: Remaining
+) -> Decision:
+    roles = arrangements.roles(count)
+    orders = change(state, roles)
+    if count > arrangements.now and not state.batch.to_start:
+        orders = (*orders, *spread(state, sorted(arrangements.generators(count)), remaining))
+    nobody_only_trains = all("generate" in held for held in roles.values() if "train" in held)
+    return Decision(orders, sentence(orders, _figures(prediction)), nobody_only_trains, prediction)
 
 
 def _counts(now: int, most: int) -> list[int]:
@@ -194,15 +132,12 @@ def _counts(now: int, most: int) -> list[int]:
     return sorted(count for count in near | {most * part // 8 for part in range(1, 9)} | {1} if 1 <= count <= most)
 
 
-def _all_decode(state: ClusterState) -> bool:
-    """Every train slot generates too: a micro-step would stop its sequences, and a decision found it not worth that."""
-    return all("generate" in state.roles(slot) for slot in state.trainer.formation.members)
-
-
-def _even_out(state: ClusterState, pool: Sequence[int], remaining: dict[str, float], margin: float) -> Decision:
+def _even_out(state: ClusterState, remaining: Remaining, margin: float) -> Decision:
     """The same slots, but no generator has much more before it than the others."""
-    hold, decode = _all_decode(state), state.speeds.decode
-    generators = [slot for slot in pool if "generate" in state.roles(slot)]
+    decode = state.speeds.decode
+    generators = [slot.slot for slot in state.slots if slot.ready and "generate" in slot.roles]
+    # Where every train slot generates too, a micro-step would stop its sequences: it was found not to be worth that.
+    hold = {*state.trainer.formation.members} <= {*generators}
     handoffs = spread(state, generators, remaining) if not state.batch.to_start else ()
     if not handoffs:
         return Decision(hold_training=hold)
@@ -228,8 +163,8 @@ def _even_out(state: ClusterState, pool: Sequence[int], remaining: dict[str, flo
     return Decision(handoffs, sentence(handoffs, _figures(prediction)), hold, prediction)
 
 
-def _changed_lately(state: ClusterState, pool: Sequence[int], patience: float) -> bool:
-    since_s = max(slot.since_s for slot in state.slots if slot.slot in pool)
+def _changed_lately(state: ClusterState, patience: float) -> bool:
+    since_s = max(slot.since_s for slot in state.slots)
     return since_s > 0 and state.now_s - since_s < patience * state.costs.resize_s
 
 

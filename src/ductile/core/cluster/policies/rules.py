@@ -99,7 +99,8 @@ def _cheapest_to_free(state: ClusterState, generators: list[int]) -> list[int]:
     for rollout in state.unfinished:
         if rollout.slot in left:
             left[rollout.slot] += remaining[rollout.id]
-    return sorted(generators, key=lambda slot: ("train" not in state.roles(slot), left[slot], slot))
+    trains = {*state.trainer.formation.members}
+    return sorted(generators, key=lambda slot: (slot not in trains, left[slot], slot))
 
 
 def _orders(state: ClusterState, roles: Mapping[int, tuple[Role, ...]]) -> tuple[Order, ...]:
