@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import ductile
-from ductile.cli import COMMANDS, main
+from ductile.cli import COMMANDS, QUESTIONS, main
 from tests.config.stories import furnish
 
 PYTHON = [sys.executable, "-m", "ductile"]
@@ -28,7 +28,8 @@ def ductile_command(*words: str) -> subprocess.CompletedProcess[str]:
     [
         ["--help"],
         ["--version"],
-        *([name, "--help"] for name in COMMANDS),
+        *([name, "--help"] for name in [*COMMANDS, *QUESTIONS]),
+        ["status", "--run", "nowhere"],
         ["check", "rl", "@", "good.toml"],
         ["rl", "@", "good.toml", "--dry-run"],
         ["rl", "--no-such-key"],
@@ -59,7 +60,7 @@ def test_answers_without_torch(words: list[str]) -> None:
 def test_overview_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     said = capsys.readouterr().out
-    assert all(f"\n  {name} " in said for name in [*COMMANDS, "check"])
+    assert all(f"\n  {name} " in said for name in [*COMMANDS, *QUESTIONS, "check"])
 
 
 def test_nothing_said_is_answered_with_the_overview(capsys: pytest.CaptureFixture[str]) -> None:

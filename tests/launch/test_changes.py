@@ -212,7 +212,8 @@ def test_what_cannot_be_is_refused_and_nothing_is_tried(echo: Harness):
             ((), 1, "a formation needs each of its slots once"),
             ((1, 1), 1, "a formation needs each of its slots once"),
             ((0, 1, 2), 2, "3 slots cannot hold 2 equal copies"),
-            ((0, -1), 1, "slots are numbered from 0"),
+            ((0, -1), 1, "slots are numbered from 0 to 4095; there cannot be a slot -1"),
+            ((4096,), 1, "there cannot be a slot 4096"),
         ]:
             with pytest.raises(Unfit, match=sentence):
                 await echo.changes.resize(members, replicas)
@@ -265,5 +266,24 @@ def test_a_death_that_nothing_depends_on_does_not_end_the_run(echo: Harness):
         assert not echo.cluster._death.done()
         assert (await echo.changes.resize([0, 1, 2])).outcome == "resized"
         assert echo.cluster.processes[0].pid != process.pid
+
+    echo.run(story())
+
+
+def test_a_hundred_resizes_leave_nothing_behind(echo: Harness):
+    def held() -> dict[str, int]:
+        pids = [os.getpid(), *(process.pid for process in echo.cluster.processes.values() if process.code is None)]
+        return {f"{what} of {pid}": len(os.listdir(f"/proc/{pid}/{what}")) for pid in pids for what in ("fd", "task")}
+
+    async def story():
+        formations = [(1, 2), (3,), (0, 1, 2, 3), (2, 0)]
+        before = {}
+        for number in range(100):
+            if number == 8:
+                before = held()
+            assert (await echo.changes.resize(formations[number % 4])).outcome == "resized"
+        assert held() == before
+        assert len(asyncio.all_tasks()) < 20
+        await echo.trains_on()
 
     echo.run(story())

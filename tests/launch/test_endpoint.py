@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from ductile.launch import control
-from ductile.launch.ask import picture, slot_list
+from ductile.launch.ask import slot_list
 from ductile.launch.control import (
     Answer,
     Resize,
@@ -28,6 +28,7 @@ from ductile.launch.control import (
     Unfit,
 )
 from ductile.launch.endpoint import Endpoint
+from ductile.launch.picture import picture
 
 STATUS = RunStatus(
     command="sft",

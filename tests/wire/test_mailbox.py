@@ -209,3 +209,18 @@ def test_time_since_a_slot_spoke(slots):
             assert mailbox.silent_for_s(0) == 7.5
 
     run(story())
+
+
+def test_a_slot_that_comes_again_is_a_stranger(slots):
+    async def story():
+        async with slots({0: lambda slot, command: Done()}) as (mailbox, _):
+            await mailbox.ask(0, Hold("train", {}, (0,)), 5)
+            assert mailbox.roles(0) == ("train",)
+            mailbox.lose(0, "slot 0 was killed")
+            mailbox.welcome(0)
+            assert (mailbox.roles(0), mailbox.lost, mailbox.silent_for_s(0)) == ((), {}, 0.0)
+            assert mailbox.describe(0) == "slot 0"
+            assert await mailbox.ask(0, Hold("score", {}, (0,)), 5) == Done()
+            assert mailbox.roles(0) == ("score",)
+
+    run(story())

@@ -11,17 +11,10 @@ import sys
 from collections.abc import Sequence
 
 import msgspec
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
 
-from ductile.core.cluster.membership import describe
-from ductile.launch.control import RESIZE_S, Run, RunFailed, RunStatus, TrainerSlots, Unfit
-from ductile.records import Formation
+from ductile.launch.control import RESIZE_S, Run, RunFailed, Unfit
 
 DONE, NOT_DONE, UNFIT = 0, 1, 2
-
-MAX_SLOT = 4095
-NUM_SHOWN = 5
 
 
 def resize(words: Sequence[str]) -> int:
@@ -60,7 +53,9 @@ def status(words: Sequence[str]) -> int:
     if asked.json:
         print(msgspec.json.encode(known).decode())
     else:
-        Console(soft_wrap=True, highlight=False, markup=False).print(picture(known))
+        from ductile.launch.picture import show  # rich takes a while to import
+
+        show(known)
     return DONE
 
 
@@ -70,38 +65,12 @@ def slot_list(text: str) -> tuple[int, ...]:
     for word in text.split(","):
         found = re.fullmatch(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?", word)
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
-        if not first <= last <= MAX_SLOT:
+        if last < first:
             raise Unfit(f"--train {text}: {word.strip() or 'nothing'!r} is no slot and no range; write 0-3 or 0,2,5")
         slots += range(first, last + 1)
     if len(set(slots)) < len(slots):
         raise Unfit(f"--train {text} names a slot twice")
     return tuple(slots)
-
-
-def picture(known: RunStatus) -> RenderableType:
-    """For a person."""
-    title = f"{known.command}: step {known.step}/{known.max_steps}, epoch {known.epoch}, pid {known.pid}"
-    trainer = f"trainer: {_described(known.trainer)}"
-    if known.changing:
-        trainer += f" (changing: {known.changing})"
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    activities = [name for name in ("train", "generate", "score", "publish", "switch", "idle")]
-    activities = [name for name in activities if any(name in slot.seconds for slot in known.slots)]
-    for name in ("slot", "pid", "device", "roles", "doing"):
-        table.add_column(name)
-    for name in activities:
-        table.add_column(f"{name} s", justify="right")
-    for slot in known.slots:
-        seconds = [f"{slot.seconds.get(name, 0.0):.1f}" for name in activities]
-        table.add_row(str(slot.slot), str(slot.pid), slot.device, ", ".join(slot.roles) or "-", slot.doing, *seconds)
-    parts: list[RenderableType] = [title, trainer, table]
-    parts += [f"step {change.step}: {change.sentence}" for change in known.changes[-NUM_SHOWN:]]
-    parts += [f"lost: {sentence}" for sentence in known.lost.values()]
-    return Group(*parts)
-
-
-def _described(trainer: TrainerSlots) -> str:
-    return describe(Formation(trainer.slots, trainer.replicas))
 
 
 def _sorry(command: str, error: Unfit | RunFailed) -> int:

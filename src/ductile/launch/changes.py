@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from ductile.core.cluster.membership import describe
-from ductile.core.cluster.placement import Placement
+from ductile.core.cluster.placement import MAX_SLOTS, Placement
 from ductile.launch.control import Resized, RunFailed, TrainerSlots, Unfit
 from ductile.launch.local import LocalCluster
 from ductile.launch.processes import StartFailed
@@ -141,8 +141,9 @@ def sentence_of(result: ResizeResult) -> str:
 
 
 def _formation(members: Sequence[int], replicas: int) -> Formation:
-    if any(slot < 0 for slot in members):
-        raise Unfit(f"slots are numbered from 0, got {list(members)}")
+    for slot in members:
+        if not 0 <= slot < MAX_SLOTS:
+            raise Unfit(f"slots are numbered from 0 to {MAX_SLOTS - 1}; there cannot be a slot {slot}")
     try:
         return Formation(tuple(members), replicas)
     except ValueError as error:

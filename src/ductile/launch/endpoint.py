@@ -70,17 +70,13 @@ class Endpoint:
         self._talking.add(task)
         task.add_done_callback(self._talking.discard)
         try:
-            answer = await self._answer(reader)
+            with suppress(OSError, TimeoutError):
+                await _say(writer, await self._answer(reader))
         except asyncio.CancelledError:  # only we cancel this task, when we close
-            answer = Answer(VERSION, error="the run ended before it had an answer")
-        except (OSError, TimeoutError):
+            with suppress(OSError, TimeoutError):
+                await _say(writer, Answer(VERSION, error="the run ended before it had an answer"))
+        finally:
             writer.close()
-            return
-        with suppress(OSError, TimeoutError, asyncio.CancelledError):
-            writer.write(msgspec.json.encode(answer) + b"\n")
-            async with asyncio.timeout(READ_S):
-                await writer.drain()
-        writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader) -> Answer:
         if len(self._talking) > MAX_CONNECTIONS:
@@ -101,6 +97,12 @@ class Endpoint:
             return _refusal(str(error))
         except RunFailed as error:
             return Answer(VERSION, error=str(error))
+
+
+async def _say(writer: asyncio.StreamWriter, answer: Answer) -> None:
+    writer.write(msgspec.json.encode(answer) + b"\n")
+    async with asyncio.timeout(READ_S):
+        await writer.drain()
 
 
 def _refusal(sentence: str) -> Answer:

@@ -1,0 +1,41 @@
+"""What `ductile status` prints."""
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+
+from ductile.core.cluster.membership import describe
+from ductile.launch.control import RunStatus, TrainerSlots
+from ductile.records import Formation
+
+ACTIVITIES = ("train", "generate", "score", "publish", "switch", "idle")
+NUM_CHANGES = 5
+"""The latest ones."""
+
+
+def show(known: RunStatus) -> None:
+    Console(soft_wrap=True, highlight=False, markup=False).print(picture(known))
+
+
+def picture(known: RunStatus) -> RenderableType:
+    """For a person."""
+    title = f"{known.command}: step {known.step}/{known.max_steps}, epoch {known.epoch}, pid {known.pid}"
+    trainer = f"trainer: {_described(known.trainer)}"
+    if known.changing:
+        trainer += f" (changing: {known.changing})"
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    activities = [name for name in ACTIVITIES if any(name in slot.seconds for slot in known.slots)]
+    for name in ("slot", "pid", "device", "roles", "doing"):
+        table.add_column(name)
+    for name in activities:
+        table.add_column(f"{name} s", justify="right")
+    for slot in known.slots:
+        seconds = [f"{slot.seconds.get(name, 0.0):.1f}" for name in activities]
+        table.add_row(str(slot.slot), str(slot.pid), slot.device, ", ".join(slot.roles) or "-", slot.doing, *seconds)
+    parts: list[RenderableType] = [title, trainer, table]
+    parts += [f"step {change.step}: {change.sentence}" for change in known.changes[-NUM_CHANGES:]]
+    parts += [f"lost: {sentence}" for sentence in known.lost.values()]
+    return Group(*parts)
+
+
+def _described(trainer: TrainerSlots) -> str:
+    return describe(Formation(trainer.slots, trainer.replicas))
