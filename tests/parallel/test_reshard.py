@@ -1,6 +1,8 @@
 """Any placements on any ranks, moved on real processes: every tensor is filled with its own global index, bit patterns
 that no arithmetic survives included, and must come out as the same index under the other layout."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -243,6 +245,24 @@ def again_and_again(rank: int) -> list[object]:
 
 def test_a_resharder_plans_once() -> None:
     assert run_world(2, again_and_again) == [[1, False]] * 2
+
+
+def many_times(rank: int, carrier: str) -> tuple[list[int], list[int]]:
+    num_fds, num_threads = [], []
+    for _ in range(30):
+        target = torch.zeros(50_000)
+        ductile.reshard({"w": torch.ones(50_000) if rank else None}, {"w": target}, timeout_s=20.0, carrier=carrier)
+        assert target.eq(1).all()
+        num_fds.append(len(os.listdir("/proc/self/fd")))
+        num_threads.append(len(os.listdir("/proc/self/task")))
+    return num_fds, num_threads
+
+
+@pytest.mark.parametrize("carrier", ["auto", "p2p"])
+def test_calls_leave_nothing_behind(carrier: str) -> None:
+    for num_fds, num_threads in run_world(3, many_times, carrier):
+        assert max(num_fds[5:]) <= num_fds[5] + 1
+        assert max(num_threads[5:]) <= num_threads[5] + 1
 
 
 def group_of_some(rank: int) -> object:

@@ -206,6 +206,32 @@ def test_a_vocabulary_that_is_padded_to_another_length() -> None:
     assert second == [8.0, 9.0, 10.0, 11.0, -1.0, -1.0, -1.0, -1.0]
 
 
+class Factory:
+    """What `ShardedTensorFactory` is documented to have; `build_fn` describes the halves of `data`."""
+
+    def __init__(self, data: Tensor, copies: bool) -> None:
+        self.key, self.data, self.copies = "fused", data, copies
+
+    def build_fn(self, key: str, data: Tensor) -> dict[str, Descriptor]:
+        halves = [half.clone() if self.copies else half for half in data.chunk(2)]
+        return {name: Descriptor(f"{key}.{name}", h, (2,), (2,), (0,)) for name, h in zip("wv", halves, strict=True)}
+
+    def build(self) -> dict[str, Descriptor]:
+        return self.build_fn(self.key, self.data)
+
+
+def factories(rank: int) -> list[float]:
+    source, target = Factory(torch.arange(4.0), copies=False), torch.zeros(4)
+    with pytest.raises(ductile.NotReshardable, match="the factory of fused makes copies"):
+        ductile.reshard(source, Factory(target, copies=True), timeout_s=20.0)
+    ductile.reshard(source if rank else None, Factory(target, copies=False), timeout_s=20.0)
+    return target.tolist()
+
+
+def test_factories_describe_views() -> None:
+    assert run_world(2, factories) == [[0, 1, 2, 3]] * 2
+
+
 @needs_megatron
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (4, 2), (2, 4)])
 def test_descriptors_made_by_megatron_itself(before: int, after: int) -> None:

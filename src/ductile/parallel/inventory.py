@@ -94,7 +94,7 @@ class Inventory:
             case Block():
                 self._put(name, [replace(part, data=plain(name, part.data.detach()))])
             case ShardedTensorFactory():
-                self._add(name, part.build(), optimizers)
+                self._add_parts(part)
             case ShardedTensor():
                 self._put(part.key, sharded_block(part))
             case Mapping():
@@ -119,6 +119,16 @@ class Inventory:
                 self._own(name, value, blocks_of(name, value))
             else:
                 self.left_out.append(name)
+
+    def _add_parts(self, factory: ShardedTensorFactory) -> None:
+        parts, memory = Inventory(factory.build()), factory.data.untyped_storage().data_ptr()
+        for name, blocks in parts.tensors.items():
+            if any(block.data.numel() and block.data.untyped_storage().data_ptr() != memory for block in blocks):
+                raise NotReshardable(
+                    f"{name}: the factory of {factory.key} makes copies; what is moved into them would be lost. "
+                    "Describe its parts as views, with Block"
+                )
+            self._put(name, blocks)
 
     def _own(self, name: str, tensor: Tensor, blocks: list[Block]) -> None:
         # Tied parameters have several names. Optimizers know them by the first.

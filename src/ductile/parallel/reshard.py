@@ -61,6 +61,8 @@ class _Note(msgspec.Struct, frozen=True):
     digest: bytes
     host: str
     on_gpu: bool
+    """Some of it is."""
+    has_gpu: bool
 
 
 class _Verdict(msgspec.Struct, frozen=True):
@@ -105,7 +107,7 @@ class Resharder:
             raise ValueError(f"rank {dist.get_rank()} is not in the group, whose ranks are {members}")
         self._board = GroupBoard(self._group, dist.get_rank(), members, _meeting_device(self._group), timeout_s)
         self._one_sided = carrier == "auto"
-        self._carriers: dict[torch.device, tuple[Carrier, str]] = {}
+        self._carriers: dict[bool, tuple[Carrier, str, torch.device]] = {}
         self._planners: dict[bool, Planner] = {}
         self._sides: dict[tuple[bytes, ...], _Side] = {}
         self._last: Move | None = None
@@ -143,7 +145,7 @@ class Resharder:
         return Report(plan, reason, moved.num_bytes, clock.seconds, tuple(target.left_out))
 
     def _describe(self, side: str, take: Callable[[], Inventory]) -> tuple[Inventory, _Side, bool]:
-        """This rank's inventory, what all ranks hold, and whether any of it is on a GPU."""
+        """This rank's inventory, what all ranks hold, and whether GPUs are what it should travel between."""
         inventory, held, on_gpu, failure = None, b"", False, None
         try:
             inventory = take()
@@ -151,7 +153,8 @@ class Resharder:
             on_gpu = any(memory.is_cuda for memory in inventory.buffers.values())
         except Exception as error:  # whatever it is, the others are waiting for this rank
             failure = error
-        note = _Note(_told(failure), blake2b(held, digest_size=16).digest(), socket.gethostname(), on_gpu)
+        digest = blake2b(held, digest_size=16).digest()
+        note = _Note(_told(failure), digest, socket.gethostname(), on_gpu, torch.cuda.is_available())
         notes = self._exchange(side, msgspec.msgpack.encode(note), _Note)
         _raise_together({rank: note.problem for rank, note in notes.items()}, failure)
         assert inventory is not None, "its failure would have been told"
@@ -166,14 +169,22 @@ class Resharder:
             self._sides[key] = _Side([part for parts in described.values() for part in parts], layout)
             if len(self._sides) > REMEMBERED:
                 del self._sides[next(iter(self._sides))]
-        return inventory, self._sides[key], any(note.on_gpu for note in notes.values())
+        on_gpu = any(note.on_gpu for note in notes.values()) and all(note.has_gpu for note in notes.values())
+        return inventory, self._sides[key], on_gpu
 
     def _carrier(self, on_gpu: bool) -> tuple[Carrier, str, torch.device]:
         """With the device whose memory it carries; memory elsewhere takes a detour over a copy there."""
-        device = _device(self._group) if on_gpu else torch.device("cpu")
-        if device not in self._carriers:
-            self._carriers[device] = choose(self._board, str(device), lambda: self._group, self._one_sided)
-        return *self._carriers[device], device
+        if on_gpu not in self._carriers:
+            device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+            carrier, reason = self._choose(device)
+            if on_gpu and carrier.name == "p2p" and not _carries(self._group, "cuda"):
+                device = torch.device("cpu")
+                carrier, reason = self._choose(device)
+            self._carriers[on_gpu] = carrier, reason, device
+        return self._carriers[on_gpu]
+
+    def _choose(self, device: torch.device) -> tuple[Carrier, str]:
+        return choose(self._board, str(device), lambda: self._group, self._one_sided)
 
     def _plan(self, before: _Side, after: _Side, one_sided: bool) -> Plan:
         source, target = _data(before, after)
@@ -271,13 +282,10 @@ def _topology(hosts: Mapping[int, str]) -> Topology:
     return Topology(tuple(map(tuple, nodes.values()))) if len(nodes) > 1 else Topology()
 
 
-def _device(group: dist.ProcessGroup) -> torch.device:
-    """The GPU where the group can carry GPU memory, else the CPU."""
-    if any(device.type == "cuda" for device in group._device_types):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+def _carries(group: dist.ProcessGroup, kind: str) -> bool:
+    return any(device.type == kind for device in group._device_types)
 
 
 def _meeting_device(group: dist.ProcessGroup) -> str:
     """Where notes can be gathered."""
-    return "cpu" if any(device.type == "cpu" for device in group._device_types) else str(_device(group))
+    return "cpu" if _carries(group, "cpu") else f"cuda:{torch.cuda.current_device()}"
