@@ -16,6 +16,7 @@ from ductile.wire.messages import (
     Done,
     Drop,
     ForwardBackward,
+    ForwardBackwardDone,
     Freeze,
     Hold,
     Move,
@@ -246,6 +247,27 @@ def test_slots_that_do_not_agree_do_not_change(spoilt: dict[int, str], sentence:
         stage.slots.spoil = {}
         await stage.train()
         assert stage.slots.wrong == []
+
+    play(story)
+
+
+@pytest.mark.parametrize(("step", "outcome"), [("freeze", "rolled_back"), ("commit", "resized"), ("settle", "resized")])
+def test_an_answer_of_the_wrong_class_is_a_refusal(step: str, outcome: str):
+    async def story():
+        stage = Stage([0, 1])
+        answer = stage.slots.answer
+
+        async def odd(slot, command):
+            reply = await answer(slot, command)
+            return ForwardBackwardDone(1, 0.0) if isinstance(command, STEPS[step]) else reply
+
+        stage.carrier._slots[0] = odd
+        result = await stage.resize(1, 2)
+        assert result.outcome == outcome
+        if outcome == "rolled_back":
+            assert result.reason == "slot 0 answered Freeze with ForwardBackwardDone"
+        await stage.train()
+        assert stage.slots.trained == [list(range(12))]
 
     play(story)
 

@@ -238,15 +238,12 @@ class Transaction:
         """Ask all slots that are left. Raises _Unfinished unless all that matter have done it."""
         with self._timed(phase):
             outcomes = await self._ask(dict.fromkeys(self.change.slots, command))
+        for slot, outcome in outcomes.items():
+            if not isinstance(outcome, expected | Exception):
+                said = f"{type(command).__name__} with {type(outcome).__name__}"
+                outcomes[slot] = Refused(f"{self._mailbox.describe(slot)} answered {said}")
         self._judge(phase, outcomes)
-        replies = {slot: outcome for slot, outcome in outcomes.items() if isinstance(outcome, expected)}
-        odd = {
-            slot: f"{self._mailbox.describe(slot)} answered {type(command).__name__} with {type(outcome).__name__}"
-            for slot, outcome in outcomes.items()
-            if not isinstance(outcome, expected | Exception)
-        }
-        self._complain(phase, next(iter(odd.values()), ""))
-        return replies
+        return {slot: outcome for slot, outcome in outcomes.items() if isinstance(outcome, expected)}
 
     async def _ask(self, commands: Mapping[int, Command]) -> dict[int, Outcome]:
         alive = {slot: command for slot, command in commands.items() if slot not in self._mailbox.lost}
@@ -262,14 +259,17 @@ class Transaction:
         for slot in overdue(late, silent_s, others_failed=bool(dead or failed)):
             dead[slot] = f"{late.pop(slot)}, and has been killed"
             self._kill(slot, dead[slot])
-        ruling = judge(phase, self.change, dead, failed | late, self._terms.keeps_old)
-        if ruling.verdict != "proceed":
-            raise _Unfinished(ruling)
+        self._rule(phase, dead, failed | late)
 
     def _complain(self, phase: Phase, complaint: str) -> None:
+        """About all of them together."""
         if complaint:
-            everybody = dict.fromkeys(self.change.slots[:1], complaint)
-            raise _Unfinished(judge(phase, self.change, {}, everybody, self._terms.keeps_old))
+            self._rule(phase, {}, dict.fromkeys(self.change.slots, complaint))
+
+    def _rule(self, phase: Phase, dead: Mapping[int, str], failed: Mapping[int, str]) -> None:
+        ruling = judge(phase, self.change, dead, failed, self._terms.keeps_old)
+        if ruling.verdict != "proceed":
+            raise _Unfinished(ruling)
 
     def _lost(self, sentence: str) -> SlotLost:
         lost = SlotLost(sentence)

@@ -146,8 +146,9 @@ def _stop(formation: Formation, slots: Collection[int], dead: Mapping[int, str],
 
 def _told(slots: Collection[int], dead: Mapping[int, str], failed: Mapping[int, str]) -> str:
     """The first sentence, of a death if there is one: the others' failures usually follow from it."""
-    sentences = [dead[slot] for slot in sorted(slots) if slot in dead]
-    sentences += [failed[slot] for slot in sorted(slots) if slot not in dead]
+    told = [dead[slot] for slot in sorted(slots) if slot in dead]
+    told += [failed[slot] for slot in sorted(slots) if slot not in dead]
+    sentences = list(dict.fromkeys(told))
     more = f" (and {len(sentences) - 1} more)" if len(sentences) > 1 else ""
     return sentences[0].rstrip(".") + more
 
