@@ -1,6 +1,8 @@
 """The page about the library is run as it is written."""
 
 import os
+import subprocess
+import sys
 from hashlib import blake2b
 from pathlib import Path
 
@@ -82,3 +84,8 @@ def test_megatron_example() -> None:
     for rank in range(4):
         assert torch.equal(new[rank], torch.cat(old[2 * (rank % 2) : 2 * (rank % 2) + 2], dim=1))
     assert all(rank[1]["1.bias"] == ranks[0][1]["1.bias"] for rank in ranks)
+
+
+def test_the_library_costs_nothing_until_it_is_asked_for() -> None:
+    code = "import sys, ductile, ductile.cli; assert 'torch' not in sys.modules; ductile.Resharder; import torch"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
