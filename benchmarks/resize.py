@@ -8,10 +8,10 @@ trainer goes through
 once between two batches and once in the middle of one, when the accumulated gradient moves as well. While slots
 prepare, training goes on; the pause is all the time in which the trainer could not work.
 
-The other way to do it, for the same changes: write the state (torch's distributed checkpoint, to `--state`, by default
-in memory), end all workers, start new ones (one process imports torch, which is in the page cache, and forks them),
-build the trainer from the model folder, read the state. What was accumulated is lost. The orchestrator lives on, so its
-own restart does not count.
+The other way to do it, for the same changes: write the state (torch's distributed checkpoint), end all workers, start
+new ones (one process imports torch, which is in the page cache, and forks them), build the trainer from the model
+folder, read the state. What was accumulated is lost. The orchestrator lives on, so its own restart does not count. It is
+done with the checkpoint on disk, as a run writes it, and with the checkpoint in memory (/dev/shm).
 
     python benchmarks/resize.py --json benchmarks/results/resize.json
 """
@@ -52,7 +52,7 @@ MODEL = {
     "tie_word_embeddings": True,
 }
 SEQ_LEN = 32
-SAMPLES_A_RANK = 2
+SAMPLES_A_RANK = 1
 """In half a batch; each is a micro-step."""
 TIMEOUT_S = 120.0
 
@@ -134,8 +134,9 @@ async def resize(live: Live, after: tuple[int, ...], inside: bool) -> dict[str, 
     }
 
 
-async def restart(live: Live, after: tuple[int, ...], state: Path) -> float:
+async def restart(live: Live, after: tuple[int, ...], folder: Path) -> float:
     """The same change by way of a checkpoint: seconds until the trainer could work again."""
+    state = folder / "state"
     began_s = time.perf_counter()
     await live.trainer.save(str(state))
     await live.cluster.stop()
@@ -146,11 +147,12 @@ async def restart(live: Live, after: tuple[int, ...], state: Path) -> float:
     await live.trainer.load(str(state))
     seconds = time.perf_counter() - began_s
     shutil.rmtree(state)
-    await live.step()
     return seconds
 
 
-async def run(settings: TrainerConfig, folder: Path, state: Path) -> tuple[list[dict[str, Any]], list[float]]:
+async def run(
+    settings: TrainerConfig, folder: Path, states: dict[str, Path]
+) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
     cluster = LocalCluster(range(4), ClusterConfig(device="cpu"), folder)
     await cluster.start()
     try:
@@ -167,13 +169,13 @@ async def run(settings: TrainerConfig, folder: Path, state: Path) -> tuple[list[
             await cluster.start()
             live = Live(cluster, settings)
         await live.hold(FORMATIONS[0])
-        await live.step()
-        restarts: list[float] = []
+        restarts: dict[str, list[float]] = {where: [] for where in states}
         for after in FORMATIONS[1:]:
-            restarts.append(await restart(live, after, state))
-            print(
-                f"{'':17}-> {','.join(map(str, after)):8} by checkpoint and restart {restarts[-1]:7.2f} s", flush=True
-            )
+            for where, state in states.items():
+                before, seconds = live.trainer.formation.members, await restart(live, after, state)
+                restarts[where].append(seconds)
+                way = f"{','.join(map(str, before)):8} -> {','.join(map(str, after)):8}"
+                print(f"{way} checkpoint {where}, restart {seconds:.2f} s", flush=True)
     finally:
         await cluster.stop()
     return rows, restarts
@@ -194,11 +196,10 @@ def line(row: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--state", type=Path, default=Path("/dev/shm"), help="where the checkpoint goes")
     parser.add_argument("--carrier", default="auto", choices=("auto", "peer_memory", "p2p"))
     parser.add_argument("--memory", default="shadow", choices=("shadow", "streaming"))
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as work, tempfile.TemporaryDirectory(dir=args.state) as state:
+    with tempfile.TemporaryDirectory() as work, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         num_params = make_model(Path(work) / "model")
         settings = TrainerConfig.model_validate(
             {
@@ -208,13 +209,16 @@ def main() -> None:
                 "resize": {"carrier": args.carrier, "memory": args.memory, "timeout_s": 60},
             }
         )
-        rows, restarts = asyncio.run(run(settings, Path(work), Path(state) / "state"))
+        rows, restarts = asyncio.run(run(settings, Path(work), {"on disk": Path(work), "in memory": Path(memory)}))
     pauses = [row["pause_s"] for row in rows]
+    pause_s = statistics.median(pauses)
+    restart_s = {where: statistics.median(seconds) for where, seconds in restarts.items()}
     figures: dict[str, Any] = {
-        "median_pause_s": statistics.median(pauses),
+        "median_pause_s": pause_s,
         "max_pause_s": max(pauses),
-        "median_restart_s": statistics.median(restarts),
-        "ratio_vs_restart": statistics.median(restarts) / statistics.median(pauses),
+        "median_restart_s": restart_s,
+        "ratio_vs_restart": restart_s["on disk"] / pause_s,
+        "ratio_vs_restart_in_memory": restart_s["in memory"] / pause_s,
         "num_params": num_params,
         "state_bytes": 3 * 4 * num_params,
         "resizes": rows,
@@ -222,9 +226,9 @@ def main() -> None:
         "load_average": os.getloadavg(),
     }
     print(
-        f"{num_params / 1e6:.1f} M parameters: median pause {figures['median_pause_s']:.3f} s, longest "
-        f"{figures['max_pause_s']:.3f} s; restart {figures['median_restart_s']:.2f} s: "
-        f"{figures['ratio_vs_restart']:.1f} times as long"
+        f"{num_params / 1e6:.1f} M parameters: median pause {pause_s:.3f} s, longest {max(pauses):.3f} s; checkpoint and "
+        f"restart {restart_s['on disk']:.2f} s, {figures['ratio_vs_restart']:.1f} times as long (in memory "
+        f"{restart_s['in memory']:.2f} s, {figures['ratio_vs_restart_in_memory']:.1f} times)"
     )
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
