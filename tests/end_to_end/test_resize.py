@@ -44,7 +44,7 @@ def test_sft_learns_the_same_on_whatever_slots(tmp_path: Path, model: Path, star
         assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
     events = run.events("resized")
-    assert [event["after"] for event in events] == [[0, 1, 2], [3, 5], [0, 3]]
+    assert [event["after"] for event in events] == [[0, 1, 2], [3, 5], [3, 0]], "slot 3 keeps what it has"
     assert all(event["pause_s"] > 0 and event["num_bytes"] > 0 and event["carrier"] for event in events)
     last = run.metrics()[-1]
     assert (last["train_slots"], last["resizes"]) == (2, 3)
@@ -68,7 +68,7 @@ def test_rl_is_resized_in_the_middle_of_its_circle(tmp_path: Path, model: Path, 
     assert all(sum(slot["seconds"].values()) > 0 for slot in known["slots"])
     live = LiveRun(run.folder)
     assert live.resize(train=[5, 1], timeout_s=60).outcome == "resized", "a slot may train and generate"
-    assert live.status().trainer.slots == (5, 1)
+    assert set(live.status().trainer.slots) == {1, 5}
     assert run.ends(within_s=90) == 0, run.said()
     assert [row["step"] for row in run.metrics()] == list(range(13))
     assert checkpointed_steps(run.folder) == [6, 12]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from ductile.core.cluster.membership import describe
 from ductile.core.cluster.placement import MAX_SLOTS, Placement
+from ductile.core.transfer.order import stays_put
 from ductile.launch.control import Resized, RunFailed, TrainerSlots, Unfit
 from ductile.launch.local import LocalCluster
 from ductile.launch.processes import StartFailed
@@ -40,7 +41,7 @@ class Changes:
         Raises Unfit for a formation that cannot be, and RunFailed when another change is under way, when a slot does
         not start, or when the trainer is lost.
         """
-        before, after = self._trainer.formation, _formation(members, replicas)
+        before, after = self._trainer.formation, formation_of(members, replicas)
         if self._target is not None:
             raise RunFailed(f"the trainer is on its way to {describe(self._target)}: one resize at a time")
         if before == after:
@@ -59,6 +60,12 @@ class Changes:
         finally:
             self._target = self._transaction = None
         return self._note(result)
+
+    async def resize_to(self, slots: Sequence[int], replicas: int = 1) -> Resized:
+        """`resize`, in the order of slots that moves least of the state."""
+        before, after = self._trainer.formation, formation_of(slots, replicas)
+        same = set(before.members) == set(slots) and before.replicas == replicas
+        return await self.resize((before if same else stays_put(before, after.members, replicas)).members, replicas)
 
     @property
     def under_way(self) -> str:
@@ -140,7 +147,8 @@ def sentence_of(result: ResizeResult) -> str:
     return f"Trainer resized {way} in {result.pause_s:.2f} s: {result.num_bytes / 2**20:.1f} MiB moved{how}."
 
 
-def _formation(members: Sequence[int], replicas: int) -> Formation:
+def formation_of(members: Sequence[int], replicas: int) -> Formation:
+    """Raises Unfit for one that cannot be."""
     for slot in members:
         if not 0 <= slot < MAX_SLOTS:
             raise Unfit(f"slots are numbered from 0 to {MAX_SLOTS - 1}; there cannot be a slot {slot}")

@@ -32,7 +32,7 @@ class Words(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Resize(Words, tag="resize"):
-    """Have the trainer go on with these slots, in rank order."""
+    """Have the trainer go on with these slots, in the order that moves least of its state."""
 
     train: tuple[int, ...]
     replicas: int = 1

@@ -30,7 +30,7 @@ class LiveRun:
     async def respond(self, ask: Resize | Status) -> Resized | RunStatus:
         """Raises Unfit or RunFailed."""
         if isinstance(ask, Resize):
-            return await self._changes.resize(ask.train, ask.replicas)
+            return await self._changes.resize_to(ask.train, ask.replicas)
         return self.status()
 
     def status(self) -> RunStatus:

@@ -122,4 +122,4 @@ def test_sums_add_up_over_slots_with_different_names():
 def test_formations_in_words():
     assert describe(Formation((0, 1, 2, 5))) == "slots 0-2,5"
     assert describe(Formation((4,))) == "slot 4"
-    assert describe(Formation((2, 0, 1, 3), 2)) == "slots 2,0,1,3 in 2 copies"
+    assert describe(Formation((2, 0, 1, 3), 2)) == "slots 0-3 in 2 copies"

@@ -10,7 +10,7 @@ on with the state as it was frozen. Hence one rule:
 A ruling comes with its reason, a sentence for a person. Who waits, asks and kills is `ductile.wire.resize`.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -86,7 +86,7 @@ def complaint_about_plans(keys: Mapping[int, bytes]) -> str:
     if len(makers) <= 1:
         return ""
     most, *others = sorted(makers.values(), key=len, reverse=True)
-    differing = sorted(slot for group in others for slot in group)
+    differing = [slot for group in others for slot in group]
     return f"{slots_of(differing)} made another plan than {slots_of(most)}"
 
 
@@ -124,11 +124,9 @@ def total(progress: Mapping[int, TrainProgress]) -> TrainProgress:
     return TrainProgress(first.step, first.num_updates, first.with_gradient, sums)
 
 
-def slots_of(slots: Sequence[int]) -> str:
-    """ "slot 3", "slots 0-2,5"; the order is kept where it is not ascending."""
-    if list(slots) != sorted(slots):
-        return f"slots {','.join(map(str, slots))}"
-    return f"slot{'' if len(slots) == 1 else 's'} {compact(slots)}"
+def slots_of(slots: Collection[int]) -> str:
+    """ "slot 3", "slots 0-2,5", in ascending order."""
+    return f"slot{'' if len(slots) == 1 else 's'} {compact(sorted(slots))}"
 
 
 def describe(formation: Formation) -> str:
@@ -141,7 +139,7 @@ def _stop(formation: Formation, slots: Collection[int], dead: Mapping[int, str],
     parts = len(formation.members) // formation.replicas
     held = "all of the trainer's state" if parts == 1 else f"1 of {parts} parts of the trainer's state"
     each = " each" if len(slots) > 1 else ""
-    return Ruling("stop", f"{_told(slots, dead, failed)}; {slots_of(sorted(slots))} held {held}{each}")
+    return Ruling("stop", f"{_told(slots, dead, failed)}; {slots_of(slots)} held {held}{each}")
 
 
 def _told(slots: Collection[int], dead: Mapping[int, str], failed: Mapping[int, str]) -> str:
