@@ -19,7 +19,7 @@ import numpy as np
 
 from ductile.core.cluster.cost import carriage
 from ductile.core.cluster.handoff import Remaining, change, length_model, remaining_tokens, spread
-from ductile.core.cluster.orders import Decision, Prediction, sentence
+from ductile.core.cluster.orders import Decision, Prediction, complaints, sentence
 from ductile.core.cluster.placement import Role
 from ductile.core.cluster.policies.arrange import Arrangements
 from ductile.core.cluster.policies.forecast import NEVER, Plans, Work, forecast, work
@@ -33,6 +33,10 @@ WAITS = (1, 3, 9)
 """Rounds after which a change might be better than now."""
 
 
+TRAIN: tuple[Role, ...] = ("train",)
+BOTH: tuple[Role, ...] = ("train", "generate")
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     margin: float = 0.01
@@ -41,7 +45,7 @@ class Model:
     """Less than this many resizes after a change, the next one must gain twice as much."""
 
     def decide(self, state: ClusterState) -> Decision:
-        if not state.trainer.at_boundary:
+        if not state.trainer.at_boundary or not state.ready.issuperset(state.trainer.formation.members):
             return Decision(hold_training=state.trainer.held)
         if (recalled := _recall_scorers(state)).orders:
             return recalled
@@ -64,8 +68,9 @@ class Model:
     ) -> tuple[int, Prediction] | None:
         """The change that pays, if one does."""
         now = arrangements.now
-        most = num_slots if state.limits.may_share else num_slots - max(1, state.limits.min_train)
-        counts = [count for count in _counts(now, most) if count != now]
+        counts = [count for count in _counts(now, num_slots) if count != now and _keeps_floors(state, num_slots, count)]
+        if not counts:
+            return None
         delays_s = {count: arrangements.delays_s(count) for count in counts}
         fills = [NEVER, *(fill for fill in FILLS if fill <= state.limits.max_num_seqs)]
         # Columns as in `Plans`: generators now; rounds until there are fewer, and how many then; fill; delays.
@@ -96,20 +101,23 @@ class Model:
         return (count, Prediction(stay_s, go_s, cost_s)) if pays else None
 
     def _all_train(self, state: ClusterState, pool: Sequence[int], todo: Work) -> Decision:
-        """Nothing is left to generate: the rest is trained on all slots, when it is worth the way there and back."""
-        tokens, speed = todo.ready_tokens + todo.coming_tokens, state.speeds.train
+        """Nothing is left to generate: the rest is trained on all slots, when it is worth the way there and back.
+
+        Generators stay where there is memory for both: the next step finds them there."""
+        members = {*state.trainer.formation.members}
         scorers = [slot for slot in state.of("score") if slot in state.ready and not state.batch.to_score]
-        now = len({*state.trainer.formation.members}.intersection(pool))
-        after: dict[int, tuple[Role, ...]] = dict.fromkeys((*pool, *scorers), ("train",))
-        cost_s = state.costs.resize_s if len(after) > now else 0.0
-        stay_s, go_s = tokens / speed.of(now), cost_s + tokens / speed.of(len(after))
-        orders = change(state, after)
-        if not tokens or not orders or (cost_s and stay_s - go_s <= cost_s + self.margin * stay_s):
+        idle = [slot for slot in (*pool, *scorers) if slot not in members]
+        tokens, speed = todo.ready_tokens + todo.coming_tokens, state.speeds.train
+        cost_s = state.costs.resize_s
+        stay_s = tokens / speed.of(len(members))
+        go_s = cost_s + tokens / speed.of(len(members) + len(idle))
+        if not idle or stay_s - go_s <= cost_s + self.margin * stay_s:
             return Decision()
-        prediction = Prediction(stay_s, go_s, cost_s)
-        return Decision(
-            orders, sentence(orders, "nothing is left to generate", _figures(prediction)), False, prediction
-        )
+        generators = state.of("generate") if state.limits.may_share else ()
+        after: dict[int, tuple[Role, ...]] = {slot: BOTH if slot in generators else TRAIN for slot in idle}
+        orders, prediction = change(state, after), Prediction(stay_s, go_s, cost_s)
+        why = sentence(orders, "nothing is left to generate", _figures(prediction))
+        return Decision(orders, why, prediction=prediction)
 
 
 def _decision(
@@ -121,6 +129,12 @@ def _decision(
         orders = (*orders, *spread(state, sorted(arrangements.generators(count)), remaining))
     nobody_only_trains = all("generate" in held for held in roles.values() if "train" in held)
     return Decision(orders, sentence(orders, _figures(prediction)), nobody_only_trains, prediction)
+
+
+def _keeps_floors(state: ClusterState, num_slots: int, count: int) -> bool:
+    """With `count` generators, enough slots train, or all of the trainer's may share theirs."""
+    enough_train = num_slots - count >= max(1, state.limits.min_train)
+    return count >= state.limits.min_generate and (enough_train or (count == num_slots and state.limits.may_share))
 
 
 def _counts(now: int, most: int) -> list[int]:
@@ -174,7 +188,9 @@ def _recall_scorers(state: ClusterState) -> Decision:
         return Decision()
     away = [slot for slot in state.home.score if slot in state.ready and "score" not in state.roles(slot)]
     orders = change(state, {slot: state.home.roles(slot) for slot in away})
-    return Decision(orders, sentence(orders, "a new batch begins") if orders else "")
+    if not orders or complaints(state, Decision(orders)):
+        return Decision()
+    return Decision(orders, sentence(orders, "a new batch begins"))
 
 
 def _figures(prediction: Prediction) -> str:

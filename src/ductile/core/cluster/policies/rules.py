@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from ductile.core.cluster.handoff import change, remaining_tokens
-from ductile.core.cluster.orders import Decision, Order, sentence
+from ductile.core.cluster.orders import Decision, Order, complaints, sentence
 from ductile.core.cluster.placement import Role
 from ductile.core.cluster.state import ClusterState
 
@@ -104,5 +104,11 @@ def _cheapest_to_free(state: ClusterState, generators: list[int]) -> list[int]:
 
 
 def _orders(state: ClusterState, roles: Mapping[int, tuple[Role, ...]]) -> tuple[Order, ...]:
-    """The change to `roles`, of those slots that may be ordered about."""
-    return change(state, {slot: after for slot, after in roles.items() if slot in state.ready})
+    """The change to `roles`, of those slots that may be ordered about; none while others are still needed where they
+    are, because who should take their place is not ready."""
+    ready = {slot: after for slot, after in roles.items() if slot in state.ready}
+    after = {slot.slot: ready.get(slot.slot, slot.roles) for slot in state.slots}
+    if state.unfinished and not any("generate" in held for held in after.values()):
+        return ()
+    orders = change(state, ready)
+    return () if complaints(state, Decision(orders)) else orders
