@@ -10,8 +10,8 @@ prepare, training goes on; the pause is all the time in which the trainer could 
 
 The other way to do it, for the same changes: write the state (torch's distributed checkpoint), end all workers, start
 new ones (one process imports torch, which is in the page cache, and forks them), build the trainer from the model
-folder, read the state. What was accumulated is lost. The orchestrator lives on, so its own restart does not count. It is
-done with the checkpoint on disk, as a run writes it, and with the checkpoint in memory (/dev/shm).
+folder, read the state. What was accumulated is lost. The orchestrator lives on, so its own restart does not count. The
+checkpoint is once on disk, as a run writes it, and once in memory (/dev/shm).
 
     python benchmarks/resize.py --json benchmarks/results/resize.json
 """
@@ -226,8 +226,8 @@ def main() -> None:
         "load_average": os.getloadavg(),
     }
     print(
-        f"{num_params / 1e6:.1f} M parameters: median pause {pause_s:.3f} s, longest {max(pauses):.3f} s; checkpoint and "
-        f"restart {restart_s['on disk']:.2f} s, {figures['ratio_vs_restart']:.1f} times as long (in memory "
+        f"{num_params / 1e6:.1f} M parameters: median pause {pause_s:.3f} s, longest {max(pauses):.3f} s; checkpoint "
+        f"and restart {restart_s['on disk']:.2f} s, {figures['ratio_vs_restart']:.1f} times as long (in memory "
         f"{restart_s['in memory']:.2f} s, {figures['ratio_vs_restart_in_memory']:.1f} times)"
     )
     if args.json:

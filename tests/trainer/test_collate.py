@@ -11,10 +11,8 @@ def test_trained_tokens_of_all_samples_in_order() -> None:
     other = Sample((8, 4), (False, True), weights=(0.25, 0.25), old_logprobs=(0.0, -3.0), temperature=0.5)
     batch = collate(MicroBatch((one, nothing, other)))
     assert batch.num_trained == 2
-    assert batch.packed.token_ids.tolist() == [5, 6, 7, 8, 4]  # what trains nothing is not run
-    assert batch.packed.positions.tolist() == [0, 1, 2, 0, 1]
-    assert batch.packed.lengths == (3, 2)
-    assert batch.packed.scored.tolist() == [1, 4]
+    assert batch.packed.token_ids.tolist() == [5, 8]  # what no trained token sees is not run
+    assert batch.packed.targets.tolist() == [6, 4]
     assert batch.packed.temperatures is not None
     assert batch.packed.temperatures.tolist() == [1.0, 0.5]
     assert batch.weights.tolist() == [1.0, 0.25]
@@ -29,7 +27,7 @@ def test_trained_tokens_of_all_samples_in_order() -> None:
 def test_an_empty_turn_has_one_made_up_token(micro_batch: MicroBatch) -> None:
     batch = collate(micro_batch, required=("logprobs",))
     assert batch.num_trained == 0
-    assert len(batch.packed.scored) == len(batch.weights) == len(batch.sequences) == 1
+    assert len(batch.packed.targets) == len(batch.weights) == len(batch.sequences) == 1
 
 
 def test_temperatures_are_left_out_where_they_do_nothing() -> None:

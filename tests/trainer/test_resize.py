@@ -1,8 +1,11 @@
 """A live trainer changes its formation: what it has afterwards is, bit for bit, what it had."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
 from ductile.records import Formation
@@ -76,3 +79,46 @@ def test_everything_arrives(
             assert [name for name in expected if have[slot][name] != expected[name]] == []
         fleet.forward_backward(make_samples((4, 15)))
         assert fleet.optim_step(20.0).step == 2
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def watch_memory(role: TrainRole) -> None:
+    """From now on, remember the most that this process has when memory is taken for a buffer."""
+    peaks = role.__dict__.setdefault("peaks", [resident_bytes()])
+    original = torch.zeros
+
+    def zeros(*arguments: Any, **options: Any) -> torch.Tensor:
+        made = original(*arguments, **options)
+        peaks.append(resident_bytes())
+        return made
+
+    torch.zeros = zeros
+
+
+def growth_bytes(role: TrainRole) -> int:
+    return max(role.__dict__["peaks"]) - role.__dict__["peaks"][0]
+
+
+def num_parameters_of(role: TrainRole) -> int:
+    return role._standing.trainer.spec.num_parameters
+
+
+def test_streaming_needs_room_for_little_more_than_one_state(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 16, "head_dim": 32}
+    folder = make_model_folder(tmp_path / "model", "qwen3", **sizes)
+    growth: dict[str, int] = {}
+    for memory in ("shadow", "streaming"):
+        sections = {"model": {"name": str(folder)}, "loss": SFTLoss(), "resize": {"memory": memory}}
+        with Fleet(TrainerConfig.model_validate(sections).model_dump(), range(2)) as fleet:
+            fleet.hold((0, 1))
+            fleet.forward_backward(make_samples((9, 14)))
+            fleet.call((0, 1), watch_memory)
+            fleet.resize(Formation((1, 0)))
+            growth[memory] = max(fleet.call((0, 1), growth_bytes).values())
+            num_parameters = fleet.call((0,), num_parameters_of)[0]
+    state_bytes = 4 * 4 * num_parameters // 2  # parameters, two moments and a gradient, on two slots
+    assert growth["shadow"] > 0.9 * state_bytes
+    assert growth["streaming"] < 0.7 * state_bytes

@@ -96,6 +96,24 @@ def test_a_joiner_fails_and_the_others_go_on(settings: dict[str, Any], point: st
         assert fleet.optim_step(20.0).step == 1
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_messages_that_do_not_come_harm_nobody(settings: dict[str, Any], number: int) -> None:  # noqa: F811
+    """A group of the change's own breaks in the middle; the groups that train are others."""
+    settings = settings | {"resize": settings["resize"] | {"timeout_s": TIMEOUT_S, "carrier": "p2p"}}
+    with Fleet(settings, range(3)) as fleet:
+        fleet.hold((0, 1))
+        fleet.forward_backward(make_samples((9, 14)))
+        had = fleet.call((0, 1), whole)
+        fleet.hold_joining((2,))
+        fleet.call((2,), strike_at, "move: in the middle", number)
+        change, step = until_it_fails(fleet, Formation((2, 1, 0)), victim=2)
+        assert step == "move"
+        fleet.roll_back(change, (0, 1))
+        assert fleet.call((0, 1), whole) == had
+        fleet.forward_backward(make_samples((7, 12)))
+        assert fleet.optim_step(20.0).step == 1
+
+
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_member_fails_and_nobody_waits_for_it(settings: dict[str, Any], point: str, number: int) -> None:  # noqa: F811
