@@ -23,6 +23,7 @@ from ductile.fabric.memory import Memory
 MODULUS = 1 << 64
 BLOCK_ITEMS = 1 << 17
 """Contracted at once: as 64-bit integers they stay in a core's second cache."""
+GPU_BLOCK_ITEMS = 1 << 24
 _GOLDEN, _FIRST, _SECOND = (value - MODULUS for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
@@ -47,9 +48,10 @@ def _box(box: torch.Tensor, start: tuple[int, ...]) -> int:
     """The sum over a block that begins at index `start` of its tensor."""
     if box.element_size() == 8:
         return _box(box.contiguous().view(torch.int32).view(*box.shape, 2), (*start, 0))
-    if box.numel() <= BLOCK_ITEMS:
+    most = BLOCK_ITEMS if box.device.type == "cpu" else GPU_BLOCK_ITEMS
+    if box.numel() <= most:
         return _block(box, start)
-    num_rows = BLOCK_ITEMS // box[0].numel()
+    num_rows = most // box[0].numel()
     if num_rows:
         pieces = enumerate(box.split(num_rows))
         return sum(_block(piece, (start[0] + index * num_rows, *start[1:])) for index, piece in pieces)
