@@ -79,8 +79,9 @@ class Batch:
 
     @property
     def missing(self) -> int:
-        """Of what the step trains on: not yet at the trainer's door."""
-        return max(0, self.left - self.ready)
+        """Of what the step trains on: not yet generated, or waiting for siblings. What only has to be scored is not
+        missing: it is scored as the trainer asks for it, so a trainer that waited for it would wait for ever."""
+        return max(0, self.left - self.ready - self.to_score)
 
     @property
     def last_update(self) -> bool:

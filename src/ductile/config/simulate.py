@@ -1,0 +1,96 @@
+"""`ductile simulate`: a cluster that need not exist, its work and its speeds."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ductile.config.section import Section
+
+
+class SimulatedCluster(Section):
+    component_placement: dict[str, str | int | list[str | int]] = {"actor": "0-3", "rollout": "4-7"}
+    """Roles to slots, as in `ductile rl`. A slot is what holds one generator: one device, or several that hold a model
+    together; all speeds are of one slot."""
+    max_num_seqs: int = Field(default=64, ge=1)
+    """Sequences that a generator runs at once."""
+    min_train: int = Field(default=1, ge=1)
+    """Slots that the trainer's state needs at the least."""
+    may_share: bool = True
+    """A slot has memory for the trainer's state and a generator."""
+    coalesce_s: float = Field(default=0.5, ge=0)
+    """Events within this time are looked at together."""
+
+
+class LognormalLengths(Section):
+    type: Literal["lognormal"] = "lognormal"
+    median: float = Field(default=200.0, gt=0)
+    sigma: float = Field(default=1.0, ge=0)
+
+
+class RecordedLengths(Section):
+    type: Literal["file"] = "file"
+    path: str
+    """Lengths in tokens, one a line."""
+
+
+LengthsConfig = Annotated[LognormalLengths | RecordedLengths, Field(discriminator="type")]
+
+
+class SimulatedWork(Section):
+    steps: int = Field(default=5, ge=1)
+    prompts_per_step: int = Field(default=16, ge=1)
+    group_size: int = Field(default=8, ge=1)
+    prompt_tokens: int = Field(default=64, ge=1)
+    max_tokens: int = Field(default=2048, ge=1)
+    """The most of one answer."""
+    lengths: LengthsConfig = LognormalLengths()
+    alike: float = Field(default=0.3, ge=0, le=1)
+    """Share of a group's answers that are about equally long."""
+    seq_len: int | None = Field(default=None, ge=1)
+    """Tokens of a slot's micro-batch. Default: one prompt and the longest answer."""
+    n_minibatches: int = Field(default=1, ge=1)
+    max_async_level: int = Field(default=0, ge=0)
+    max_off_policy_steps: int = Field(default=8, ge=0)
+
+
+class SimulatedSpeeds(Section):
+    """Of one slot."""
+
+    decode_step_s: float = Field(default=0.01, gt=0)
+    """One decode step, besides what its sequences and their context cost."""
+    decode_per_sequence_s: float = Field(default=0.0005, ge=0)
+    decode_per_context_s: float = Field(default=0.0, ge=0)
+    """For each token that some sequence has in the cache."""
+    prefill_tokens_per_s: float = Field(default=10_000.0, gt=0)
+    train_tokens_per_s: float = Field(default=1_000.0, gt=0)
+    train_overhead: float = Field(default=0.02, ge=0)
+    """What each further slot costs all others: `n` slots are `n / (1 + overhead (n - 1))` times as fast as one."""
+    micro_step_s: float = Field(default=0.01, ge=0)
+    score_tokens_per_s: float = Field(default=5_000.0, gt=0)
+    optim_s: float = Field(default=0.1, ge=0)
+    publish_s: float = Field(default=0.1, ge=0)
+    receive_s: float = Field(default=0.1, ge=0)
+
+
+class SimulatedCosts(Section):
+    resize_s: float = Field(default=0.5, ge=0)
+    grant_s: float = Field(default=0.5, ge=0)
+    release_s: float = Field(default=0.1, ge=0)
+    handoff_s: float = Field(default=0.01, ge=0)
+    cache_bytes_per_token: float = Field(default=0.0, ge=0)
+    cache_bytes_per_s: float = Field(default=0.0, ge=0)
+    """0: the cache stays, and what is handed off is prefilled again."""
+
+
+class SimulateConfig(Section):
+    """`ductile simulate`: who would do what when, and how long would it take?"""
+
+    output_dir: str = "runs/simulated"
+    seed: int = 0
+    arms: list[str] = ["best_static", "collocated", "rules", "rules_policies", "model"]
+    """What to compare: static (the placement as it is), best_static (the best split into train and generate slots),
+    collocated, rules, rules_policies (with both optional policies), model, or `package.module.Class` of your own."""
+    cluster: SimulatedCluster = SimulatedCluster()
+    work: SimulatedWork = SimulatedWork()
+    speeds: SimulatedSpeeds = SimulatedSpeeds()
+    costs: SimulatedCosts = SimulatedCosts()

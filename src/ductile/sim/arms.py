@@ -1,0 +1,89 @@
+"""The same work done in different ways, to compare."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ductile.config.imports import import_object
+from ductile.core.cluster.orders import Policy
+from ductile.core.cluster.placement import Placement, compact
+from ductile.core.cluster.policies.model import Model
+from ductile.core.cluster.policies.rules import Rules
+from ductile.core.cluster.policies.static import InTurns, Static
+from ductile.sim.run import Simulated, simulate
+from ductile.sim.scenario import Scenario
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    name: str
+    placement: Placement
+    """That it began with."""
+    result: Simulated
+
+    def as_json(self) -> dict[str, Any]:
+        result = self.result
+        return {
+            "arm": self.name,
+            "train": compact(self.placement.train),
+            "generate": compact(self.placement.generate),
+            "score": compact(self.placement.score),
+            "wall_s": result.wall_s,
+            "step_s": list(result.step_s),
+            "tokens_per_s": result.tokens_per_s,
+            "slot_seconds": dict(result.totals),
+            "idle_share": result.idle_share,
+            "idle_by_cause": {
+                cause: spent_s / (result.wall_s * result.num_slots) for cause, spent_s in result.idle.items()
+            },
+            "num_switches": len(result.changes),
+            "switch_share": result.totals.get("switch", 0.0) / (result.wall_s * result.num_slots),
+            "decisions": [{"at_s": each.at_s, "reason": each.decision.reason} for each in result.changes],
+        }
+
+
+def run_arms(scenario: Scenario, names: Sequence[str]) -> Iterator[Outcome]:
+    """The outcome of each arm, as soon as it is there. Dynamic arms begin where the best static one does, if that is
+    among the arms before them.
+
+    Raises ImportPathError for a policy that cannot be imported.
+    """
+    for name in names:
+        if name == "best_static":
+            outcomes = [_run(name, replace(scenario, placement=split), Static()) for split in splits(scenario)]
+            best = min(outcomes, key=lambda outcome: outcome.result.wall_s)
+            scenario = replace(scenario, placement=best.placement)
+            yield best
+        elif name == "collocated":
+            yield _run(name, replace(scenario, placement=together(scenario.placement)), InTurns())
+        else:
+            yield _run(name, scenario, named(name))
+
+
+def named(name: str) -> Policy:
+    """The policy of an arm."""
+    built_in = {"static": Static(), "rules": Rules(), "rules_policies": Rules(True, True), "model": Model()}
+    return built_in[name] if name in built_in else import_object(name)()
+
+
+def splits(scenario: Scenario) -> list[Placement]:
+    """The ways to divide the slots between training and generating: all of few slots, eighths of many."""
+    score = scenario.placement.score
+    slots = [slot for slot in scenario.placement.slots if slot not in score]
+    counts = range(1, len(slots)) if len(slots) <= 8 else sorted({len(slots) * part // 16 for part in range(1, 16)})
+    least = scenario.limits.min_train
+    return [
+        Placement(tuple(slots[:count]), tuple(slots[count:]), score, f"{count} of {len(slots)} slots train")
+        for count in counts
+        if least <= count < len(slots)
+    ]
+
+
+def together(placement: Placement) -> Placement:
+    """All slots train and generate."""
+    slots = tuple(slot for slot in placement.slots if slot not in placement.score)
+    return Placement(slots, slots, placement.score, "all slots hold both roles")
+
+
+def _run(name: str, scenario: Scenario, policy: Policy) -> Outcome:
+    return Outcome(name, scenario.placement, simulate(scenario, policy))

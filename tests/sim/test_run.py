@@ -1,0 +1,121 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from ductile.core.cluster.orders import Decision, Move
+from ductile.core.cluster.policies.model import Model
+from ductile.core.cluster.policies.rules import Rules
+from ductile.core.cluster.policies.static import InTurns, Static
+from ductile.observe import read_jsonl
+from ductile.sim.arms import run_arms
+from ductile.sim.command import main
+from ductile.sim.conductor import BadDecision
+from ductile.sim.run import simulate
+from ductile.sim.timeline import gantt, svg
+from tests.sim.scenarios import scenario
+
+POLICIES = [Static(), InTurns(), Rules(), Rules(True, True), Model()]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"max_async_level": 1},
+        {"n_minibatches": 3},
+        {"placement": {"actor,rollout": "0-3"}},
+        {"placement": {"actor": "0-1", "rollout": "2-4", "inference": 5}, "score": True},
+    ],
+    ids=["on-policy", "ahead", "minibatches", "shared", "scorer"],
+)
+def test_every_rollout_is_trained_once_and_every_second_is_accounted_for(policy, changed):
+    result = simulate(scenario(**changed), policy)
+    assert len(result.step_s) == 2
+    assert sum(result.step_s) == pytest.approx(result.wall_s, rel=0.05)
+    assert sum(result.totals.values()) == pytest.approx(result.wall_s * result.num_slots)
+    assert sum(result.idle.values()) == pytest.approx(result.totals.get("idle", 0.0))
+    assert sum(span.seconds for span in result.spans) == pytest.approx(result.wall_s * result.num_slots)
+
+
+def test_the_work_is_the_same_whatever_the_slots_do():
+    tokens = {simulate(scenario(), policy).num_tokens for policy in POLICIES}
+    assert len(tokens) == 1
+
+
+def test_the_same_scenario_gives_the_same_run():
+    first, second = simulate(scenario(), Model()), simulate(scenario(), Model())
+    assert first.spans == second.spans
+    assert [each.decision for each in first.changes] == [each.decision for each in second.changes]
+
+
+def test_nobody_is_left_idle_for_want_of_a_decision():
+    """On-policy and long-tailed, slots that follow the work beat every fixed split, and generating in turns."""
+    big = scenario(groups_per_step=32, group_size=8, num_steps=3)
+    walls = {outcome.name: outcome.result.wall_s for outcome in run_arms(big, ["best_static", "collocated", "model"])}
+    assert walls["model"] < 0.85 * walls["best_static"]
+    assert walls["model"] < 0.95 * walls["collocated"]
+
+
+def test_decisions_are_sentences_in_the_events(tmp_path):
+    simulate(scenario(), Model(), tmp_path)
+    said = [row["sentence"] for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == "decided"]
+    assert any("generate → train" in sentence and "expected gain" in sentence for sentence in said)
+
+
+def test_a_policy_that_orders_what_cannot_be_ends_the_run_with_a_sentence():
+    class Bad:
+        def decide(self, state):
+            return Decision((Move(0, ("generate",), ("train",)),))
+
+    with pytest.raises(BadDecision, match="slot 0 holds train, not generate"):
+        simulate(scenario(), Bad())
+
+
+def test_switches_that_cost_too_much_are_not_made():
+    dear = scenario()
+    result = simulate(replace(dear, costs=replace(dear.costs, resize_s=500.0, grant_s=500.0)), Model())
+    assert not any(each.decision.moves for each in result.changes)
+
+
+def test_pictures_show_every_slot():
+    result = simulate(scenario(), Model())
+    lines = gantt(result.spans, width=60).split("\n")
+    assert [line[0] for line in lines[:6]] == ["0", "1", "2", "3", "4", "5"]
+    assert all(len(line) == 62 for line in lines[:6])
+    image = svg(result.spans, "a < b")
+    assert image.startswith("<svg")
+    assert "a &lt; b" in image
+    assert image.count("<rect") > 20
+
+
+def test_the_command_compares_and_writes_what_it_found(tmp_path, capsys):
+    (tmp_path / "lengths.txt").write_text("50\n90\n800\n40\n")
+    config = tmp_path / "sim.toml"
+    config.write_text(
+        f"""
+        output_dir = "{tmp_path}/out"
+        arms = ["static", "collocated", "model"]
+        [work]
+        steps = 1
+        prompts_per_step = 4
+        lengths = {{ type = "file", path = "{tmp_path}/lengths.txt" }}
+        """
+    )
+    assert main(["@", str(config)]) == 0
+    said = capsys.readouterr().out
+    assert "collocated" in said
+    assert "G generate" in said
+    arms = json.loads((tmp_path / "out/simulated.json").read_text())["arms"]
+    assert [arm["arm"] for arm in arms] == ["static", "collocated", "model"]
+    for arm in arms:
+        assert sum(arm["slot_seconds"].values()) == pytest.approx(8 * arm["wall_s"])
+        assert (tmp_path / f"out/{arm['arm']}.svg").exists()
+
+
+def test_the_command_says_what_is_wrong(tmp_path, capsys):
+    config = tmp_path / "sim.toml"
+    config.write_text("[cluster]\ncomponent_placement = { actor = 0, rolout = 1 }\n")
+    assert main(["@", str(config)]) == 2
+    assert "rolout" in capsys.readouterr().err
