@@ -6,8 +6,9 @@ that has died is noticed at once. What is read must be frozen.
 """
 
 import ctypes
+import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +29,7 @@ MAX_PIECES = 1024
 MAX_BYTES = 1 << 30
 """And somewhat less than 2 GiB."""
 HASHED_BYTES = MIB // 2
-"""When bytes are hashed, they are read in pieces of this size, which are still in the cache then."""
+"""Strided boxes are gathered for hashing in pieces of this size, which stay in the cache."""
 _PR_SET_PTRACER = 0x59616D61
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -49,15 +50,13 @@ def read(process: Process, local: Ints, remote: Ints) -> None:
     Raises `OSError`: ESRCH when the process is gone, EPERM when it may not be read, EFAULT for addresses it lacks.
     """
     for ours, theirs, size in _calls(local, remote):
-        done = _libc.process_vm_readv(
-            process.pid, ours.ctypes.data, len(ours), theirs.ctypes.data, len(theirs), 0
-        )  # fmt: skip
+        done = _libc.process_vm_readv(process.pid, ours.ctypes.data, len(ours), theirs.ctypes.data, len(theirs), 0)
         if done != size:
-            code = ctypes.get_errno() if done < 0 else 14  # EFAULT: only the beginning could be read
+            code = ctypes.get_errno() if done < 0 else errno.EFAULT  # only the beginning could be read
             raise OSError(code, os.strerror(code))
 
 
-def _calls(local: Ints, remote: Ints):
+def _calls(local: Ints, remote: Ints) -> Iterator[tuple[Ints, Ints, int]]:
     """Cut two lists of pieces into calls: at most so many pieces a side, and the same bytes on both."""
     ends = [np.cumsum(pieces[:, 1]) for pieces in (local, remote)]
     total = int(ends[0][-1]) if len(local) else 0
@@ -133,7 +132,6 @@ class PeerMemory:
         source, work = cargo.plan.source, cargo.plan.at_once(cargo.slot)
         pulls = [_pull(cargo, message) for message in work.receives]
         addresses = np.array([cargo.old.words(name).data_ptr() for name in cargo.old.sizes], dtype="<i8").tobytes()
-
         longest = 8 * max(len(source.buffer_sizes(slot)) for slot in cargo.plan.slots)
 
         def trip(sent: Digests, received: Digests) -> None:
@@ -159,10 +157,10 @@ class PeerMemory:
         remote[:, 0] += addresses[pull.buffers]
         try:
             if not process.alive:
-                raise ProcessLookupError(3, "No such process")
+                raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
             read(process, pull.local, remote)
             if not process.alive:  # another process could have got its number in between
-                raise ProcessLookupError(3, "No such process")
+                raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
         except OSError as error:
             raise TransferFailed(
                 f"slot {pull.peer} (process {process.pid}) cannot be read: {error.strerror}", pull.peer
