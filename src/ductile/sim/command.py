@@ -1,129 +1,36 @@
-"""`ductile simulate @ sim.toml`: compare ways to use the slots, in virtual time.
-
-Prints a table and a picture of the last arm; writes `simulated.json` and a timeline of each arm (SVG) to `output_dir`.
-"""
+"""`ductile simulate @ sim.toml`: compare ways to use the slots, in virtual time."""
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from ductile.config.errors import ConfigError
-from ductile.config.imports import ImportPathError
+from ductile.config.help import help_text
 from ductile.config.parse import parse
-from ductile.config.simulate import LognormalLengths, SimulateConfig
-from ductile.core.cluster.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
-from ductile.core.cluster.placement import PlacementError, place
-from ductile.core.cluster.state import Limits
-from ductile.observe import write_json, write_text
-from ductile.sim.arms import Outcome, run_arms
-from ductile.sim.conductor import BadDecision
-from ductile.sim.scenario import DrawLength, Scenario, WorkLoad, lognormal, recorded
-from ductile.sim.timeline import causes, gantt, svg
+from ductile.config.simulate import SimulateConfig
 
 BAD_CONFIG = 2
 
 
 def main(words: Sequence[str]) -> int:
     """Returns the exit status."""
-    if any(word in ("-h", "--help") for word in words):
-        from ductile.config.help import help_text
-
-        print(help_text("simulate", "who would do what when, and how long would it take?", SimulateConfig, ""))
+    at = next((index for index, word in enumerate(words) if word in ("-h", "--help")), None)
+    if at is not None:
+        about = "which way to use the slots is the fastest? in virtual time"
+        print(help_text("simulate", about, SimulateConfig, words[at + 1] if at + 1 < len(words) else ""))
         return 0
     try:
         config = parse(SimulateConfig, words).config
-        scenario = scenario_of(config)
-        outcomes = _compare(scenario, config)
-    except (ConfigError, PlacementError, ImportPathError, BadDecision, OSError, ValueError) as error:
+    except ConfigError as error:
         print(f"ductile simulate: {error}", file=sys.stderr)
         return BAD_CONFIG
-    _write(Path(config.output_dir), outcomes)
-    last = outcomes[-1]
-    print(f"\n{last.name}:\n{gantt(last.result.spans)}\n\nWritten: {config.output_dir}/")
+    # Help and refusals answer at once: what simulates is loaded when there is something to simulate.
+    from ductile.config.imports import ImportPathError
+    from ductile.sim.compare import compare
+    from ductile.sim.conductor import BadDecision
+
+    try:
+        compare(config)
+    except (ImportPathError, BadDecision, OSError, ValueError) as error:
+        print(f"ductile simulate: {error}", file=sys.stderr)
+        return BAD_CONFIG
     return 0
-
-
-def scenario_of(config: SimulateConfig) -> Scenario:
-    """Raises PlacementError, OSError or ValueError when the placement or the file of lengths is no good."""
-    cluster, work, speeds, costs = config.cluster, config.work, config.speeds, config.costs
-    placement = place(cluster.component_placement)
-    return Scenario(
-        placement=placement,
-        work=WorkLoad(
-            num_steps=work.steps,
-            groups_per_step=work.prompts_per_step,
-            group_size=work.group_size,
-            prompt_tokens=work.prompt_tokens,
-            max_tokens=work.max_tokens,
-            draw=_draw(config),
-            alike=work.alike,
-            n_minibatches=work.n_minibatches,
-            max_async_level=work.max_async_level,
-            max_off_policy_steps=work.max_off_policy_steps,
-            seq_len=work.seq_len or work.prompt_tokens + work.max_tokens,
-            seed=config.seed,
-        ),
-        speeds=Speeds(
-            decode=DecodeSpeed(speeds.decode_step_s, speeds.decode_per_sequence_s, speeds.decode_per_context_s),
-            prefill_tokens_per_s=speeds.prefill_tokens_per_s,
-            train=TrainSpeed(speeds.train_tokens_per_s, speeds.train_overhead, speeds.micro_step_s),
-            score_tokens_per_s=speeds.score_tokens_per_s,
-            optim_s=speeds.optim_s,
-            publish_s=speeds.publish_s,
-            receive_s=speeds.receive_s,
-        ),
-        costs=SwitchCosts(
-            resize_s=costs.resize_s,
-            grant_s=costs.grant_s,
-            release_s=costs.release_s,
-            handoff_s=costs.handoff_s,
-            cache_bytes_per_token=costs.cache_bytes_per_token,
-            cache_bytes_per_s=costs.cache_bytes_per_s,
-        ),
-        limits=Limits(
-            min_train=cluster.min_train,
-            min_score=1 if placement.score else 0,
-            max_num_seqs=cluster.max_num_seqs,
-            may_share=cluster.may_share,
-        ),
-        coalesce_s=cluster.coalesce_s,
-        score=bool(placement.score),
-    )
-
-
-def _draw(config: SimulateConfig) -> DrawLength:
-    lengths = config.work.lengths
-    if isinstance(lengths, LognormalLengths):
-        return lognormal(lengths.median, lengths.sigma)
-    words = Path(lengths.path).read_text(encoding="utf-8").split()
-    if not words or not all(word.isdecimal() for word in words):
-        raise ValueError(f"work.lengths.path: {lengths.path} must hold whole numbers of tokens, one a line")
-    return recorded([int(word) for word in words])
-
-
-def _compare(scenario: Scenario, config: SimulateConfig) -> list[Outcome]:
-    work = scenario.work
-    print(
-        f"{work.num_steps} steps of {work.groups_per_step} x {work.group_size} rollouts on "
-        f"{scenario.placement.num_slots} slots\n\n"
-        f"{'arm':16}{'train':>9}{'generate':>10}{'wall':>11}{'':>8}{'idle':>8}{'switches':>10}  idle by cause"
-    )
-    outcomes: list[Outcome] = []
-    for outcome in run_arms(scenario, config.arms):
-        outcomes.append(outcome)
-        result, first = outcome.result, outcomes[0].result
-        print(
-            f"{outcome.name:16}{len(outcome.placement.train):>9}{len(outcome.placement.generate):>10}"
-            f"{result.wall_s:>9.1f} s{f'{first.wall_s / result.wall_s:.2f}x':>8}{result.idle_share:>8.1%}"
-            f"{len(result.changes):>10}  {causes(result.idle, result.wall_s * result.num_slots)}",
-            flush=True,
-        )
-    return outcomes
-
-
-def _write(folder: Path, outcomes: Sequence[Outcome]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "simulated.json", {"arms": [outcome.as_json() for outcome in outcomes]})
-    for outcome in outcomes:
-        title = f"{outcome.name}: {outcome.result.wall_s:.1f} s, {outcome.result.idle_share:.1%} idle"
-        write_text(folder / f"{outcome.name}.svg", svg(outcome.result.spans, title))
