@@ -88,8 +88,14 @@ def _status(words: Sequence[str]) -> int:
     return status(words)
 
 
-QUESTIONS: dict[str, Callable[[Sequence[str]], int]] = {"resize": _resize, "status": _status}
-"""Commands that ask a run which is at work."""
+def _simulate(words: Sequence[str]) -> int:
+    from ductile.sim.command import main
+
+    return main(words)
+
+
+QUESTIONS: dict[str, Callable[[Sequence[str]], int]] = {"resize": _resize, "status": _status, "simulate": _simulate}
+"""Commands that start no slots: they ask a run which is at work, or reckon."""
 
 OVERVIEW = f"""ductile {__version__}: elastic RL post-training
 
@@ -99,6 +105,7 @@ OVERVIEW = f"""ductile {__version__}: elastic RL post-training
   check         is a config good? says what it would do: ductile check [rl] @ run.toml
   resize        change the slots that a live run trains on: ductile resize --run runs/x --train 0-3
   status        what a live run does, slot by slot: ductile status --run runs/x
+  simulate      which way to use the slots is the fastest? in virtual time: ductile simulate @ sim.toml
 
   ductile <command> --help          all keys of a command
   ductile <command> --help optim    those with "optim" in their name
