@@ -4,9 +4,6 @@ Each takes tensors of the old layout and preallocated ones of the new layout, pr
 runs, and returns a function that moves the state once. Everything it allocates in that function is its own affair.
 """
 
-import os
-import shutil
-import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,35 +29,22 @@ class Job:
     """The dim that tp cuts, by tensor."""
     before: tuple[int, int]
     after: tuple[int, int]
+    folder: str
+    """On tmpfs, the same for all ranks, and this job's own."""
 
 
 def checkpoint(job: Job) -> Run:
     """DCP through tmpfs: save, load into the new tensors. No fsync, plans cached, one file a rank."""
-    folder = [tempfile.mkdtemp(dir="/dev/shm") if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folder, src=0)
     saved, loaded = _dtensors(job.old, job, job.before), _dtensors(job.new, job, job.after)
     planner = DefaultSavePlanner(enable_plan_caching=True)
     warnings.filterwarnings("ignore", "Detected an existing checkpoint")
 
     def run() -> None:
-        writer = dcp.FileSystemWriter(folder[0], single_file_per_rank=True, sync_files=False, overwrite=True)
+        writer = dcp.FileSystemWriter(job.folder, single_file_per_rank=True, sync_files=False, overwrite=True)
         dcp.save(saved, storage_writer=writer, planner=planner)
-        dcp.load(loaded, storage_reader=dcp.FileSystemReader(folder[0]))
-        dist.barrier()
-        if dist.get_rank() == 0:  # the room in memory is needed by the next contender
-            for name in os.listdir(folder[0]):
-                os.truncate(os.path.join(folder[0], name), 0)
+        dcp.load(loaded, storage_reader=dcp.FileSystemReader(job.folder))
 
-    _folders.append(folder[0])
     return run
-
-
-_folders: list[str] = []
-
-
-def clean_up() -> None:
-    for folder in _folders:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def gather(job: Job) -> Run:
