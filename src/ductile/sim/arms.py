@@ -70,7 +70,7 @@ def splits(scenario: Scenario) -> list[Placement]:
     """The ways to divide the slots between training and generating: all of few slots, eighths of many."""
     score = scenario.placement.score
     slots = [slot for slot in scenario.placement.slots if slot not in score]
-    counts = range(1, len(slots)) if len(slots) <= 8 else sorted({len(slots) * part // 16 for part in range(1, 16)})
+    counts = range(1, len(slots)) if len(slots) <= 8 else sorted({len(slots) * part // 8 for part in range(1, 8)})
     least = scenario.limits.min_train
     return [
         Placement(tuple(slots[:count]), tuple(slots[count:]), score, f"{count} of {len(slots)} slots train")
