@@ -69,7 +69,7 @@ class Batch:
     num_updates: int = 1
     """Optimizer steps of the batch; `update` are done."""
     steps_left: int = 1
-    """This one included."""
+    """This one included; 0 after the last."""
     steps_ahead: int = 0
     """Steps that generation may run ahead of this one."""
 

@@ -45,6 +45,8 @@ class Model:
     """Less than this many resizes after a change, the next one must gain twice as much."""
 
     def decide(self, state: ClusterState) -> Decision:
+        if not state.batch.steps_left:
+            return Decision()
         if not state.trainer.at_boundary or not state.ready.issuperset(state.trainer.formation.members):
             return Decision(hold_training=state.trainer.held)
         if (recalled := _recall_scorers(state)).orders:

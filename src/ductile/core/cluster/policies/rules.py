@@ -34,6 +34,8 @@ class Rules:
     wait_before_last_iter: bool = False
 
     def decide(self, state: ClusterState) -> Decision:
+        if not state.batch.steps_left:
+            return Decision()
         begun = state.batch.trained > 0
         if not state.trainer.at_boundary:
             return Decision(hold_training=state.trainer.held)
