@@ -1,7 +1,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ductile.core.cluster.ledger import Ledger, SlotLedger, idle_cause
@@ -10,6 +10,7 @@ ACTIVITIES = ["train", "generate", "score", "publish", "switch", "idle"]
 CAUSES = ["tail", "queue_full", "queue_empty", "waiting_for_batch", "held", "no_role", "other"]
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(ACTIVITIES), st.floats(0, 100))))
 def test_every_second_belongs_to_exactly_one_activity(moves):
     now = 10.0
@@ -36,6 +37,7 @@ MOVES = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(MOVES)
 def test_all_slots_together_add_up_to_what_there_was_to_spend(moves):
     """Slots come, leave and come back; the twin keeps a list of who was there when."""

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ductile.core.cluster.lengths import survival
@@ -8,6 +8,7 @@ from ductile.core.cluster.lengths import survival
 LENGTHS = st.lists(st.integers(0, 1000), max_size=60)
 
 
+@settings(deadline=None)
 @given(LENGTHS, LENGTHS, LENGTHS)
 def test_chances_fall_from_one_to_zero_and_the_rest_fits_the_limit(ended, cut, unfinished):
     lengths = survival(1000, ended, cut, unfinished)

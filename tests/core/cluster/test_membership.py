@@ -11,7 +11,6 @@ from ductile.core.cluster.membership import (
     complaint_about_progress,
     describe,
     judge,
-    overdue,
     total,
 )
 from ductile.records import Change, Formation, TrainProgress
@@ -82,20 +81,6 @@ def test_a_formation_goes_on_only_when_all_its_slots_can(phase: Phase, before, a
         assert verdict == ("proceed" if new_is_whole else "rollback" if old_is_whole else "stop")
     else:
         assert verdict == ("proceed" if not dead | failed else "rollback" if old_is_whole else "stop")
-
-
-@pytest.mark.parametrize(
-    ("silent_s", "others_failed", "killed"),
-    [
-        ({1: 0.3, 2: 5.0}, False, (2,)),
-        ({1: 0.3, 2: 5.0}, True, (2,)),
-        ({1: 0.3, 2: 0.4}, False, (1, 2)),
-        ({1: 0.3, 2: 0.4}, True, ()),
-        ({}, True, ()),
-    ],
-)
-def test_who_is_killed_for_being_late(silent_s: dict[int, float], others_failed: bool, killed: tuple[int, ...]):
-    assert overdue(list(silent_s), silent_s, others_failed) == killed
 
 
 def test_complaints():

@@ -1,4 +1,4 @@
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ductile.core.cluster.priority import Waiting, ordered, priority
@@ -18,12 +18,14 @@ def test_among_equals_the_group_that_is_nearly_whole_and_then_who_waits_longest(
     assert [each.id for each in ordered(requests)] == ["c", "a", "b"]
 
 
+@settings(deadline=None)
 @given(REQUESTS)
 def test_the_number_says_the_same_as_the_order(requests):
     numbers = [priority(each.num_turns, each.siblings_finished, group_size=4) for each in ordered(requests)]
     assert numbers == sorted(numbers, reverse=True)
 
 
+@settings(deadline=None)
 @given(REQUESTS)
 def test_the_order_does_not_depend_on_who_is_asked_first(requests):
     assert ordered(requests) == ordered(list(reversed(requests)))
