@@ -16,7 +16,7 @@ them (`THP_MEM_ALLOC_ENABLE=1`); plans are made in the first run, which does not
 that of the slowest rank, from a barrier to a barrier. Every contender's result is compared with the expected one,
 element by element, once. The second table moves the two moments of Adam as well, which DCP can do too.
 
-Two limits are measured in the same run: what 4 processes copy at once from memory to memory, and what they send to
+Two limits are measured beside each pair: what 4 processes copy at once from memory to memory, and what they send to
 each other at once through gloo. A contender's part of the limit is the time that its bytes would take at these speeds,
 over the time that it takes: bytes that stay on a rank are copied, the others are copied (shm) or sent (gloo).
 
@@ -144,6 +144,7 @@ def measure_pair(
         if wrong:
             raise AssertionError(f"{name}: {len(wrong)} tensors are wrong, {wrong[0]} among them")
     del expected
+    limit = limits(repeats)
     times: Times = {name: [] for name in runs}
     for _ in range(repeats):
         for name, run in runs.items():
@@ -151,6 +152,7 @@ def measure_pair(
     planned = next(iter(plans.values()))
     found: dict[str, Any] = {
         "times": times,
+        "limits": limit,
         "wire_bytes": planned.wire_bytes,
         "kept_bytes": sum(planned.kept.values()),
         "plans": {
@@ -212,7 +214,7 @@ def limits(repeats: int) -> Times:
     return {"memory": copied[1:], "loopback": sent[1:]}
 
 
-def rank_main(connection: Connection, rank: int, address: str, tables: list[str], repeats: int, tmpfs: str) -> None:
+def rank_main(connection: Connection, rank: int, address: str, options: argparse.Namespace, tmpfs: str) -> None:
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -221,28 +223,29 @@ def rank_main(connection: Connection, rank: int, address: str, tables: list[str]
     if find_spec("megatron"):
         contenders["weights"].append("mcore")
     kinds = {"weights": [""], "moments": ["", "exp_avg.", "exp_avg_sq."]}
-    found: dict[str, Any] = {"limits": limits(repeats)}
-    for table in tables:
+    found: dict[str, Any] = {}
+    for table in options.tables:
         found[table] = {}
-        for name, pair in PAIRS.items():
-            found[table][name] = measure_pair(pair, kinds[table], contenders[table], repeats, f"{tmpfs}/{table}-{name}")
+        for name in options.pairs:
+            folder = f"{tmpfs}/{table}-{name}"
+            found[table][name] = measure_pair(PAIRS[name], kinds[table], contenders[table], options.repeats, folder)
             dist.barrier()
             if rank == 0:
-                shutil.rmtree(f"{tmpfs}/{table}-{name}", ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
                 print(f"{table} {name} measured", file=sys.stderr, flush=True)
     connection.send(found)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def run_ranks(context: ForkServerContext, tables: list[str], repeats: int) -> list[dict[str, Any]]:
+def run_ranks(context: ForkServerContext, options: argparse.Namespace) -> list[dict[str, Any]]:
     """What every rank measured."""
     store = rendezvous.host_store()
     started = []
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="reshard-") as tmpfs:
         for rank in range(RANKS):
             mine, theirs = context.Pipe()
-            arguments = (theirs, rank, f"127.0.0.1:{store.port}", tables, repeats, tmpfs)
+            arguments = (theirs, rank, f"127.0.0.1:{store.port}", options, tmpfs)
             process = context.Process(target=rank_main, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -253,12 +256,13 @@ def run_ranks(context: ForkServerContext, tables: list[str], repeats: int) -> li
     return found
 
 
-def summarise(ranks: list[dict[str, Any]], table: str, limit: dict[str, float]) -> list[dict[str, Any]]:
+def summarise(ranks: list[dict[str, Any]], table: str) -> list[dict[str, Any]]:
     """One row a pair: medians of the slowest rank's times."""
     rows: list[dict[str, Any]] = []
-    for pair in PAIRS:
+    for pair in ranks[0][table]:
         of_ranks = [rank[table][pair] for rank in ranks]
         first = of_ranks[0]
+        limit = {name: statistics.median(values) for name, values in first["limits"].items()}
         times = {
             name: [max(values) for values in zip(*(rank["times"][name] for rank in of_ranks), strict=True)]
             for name in first["times"]
@@ -280,6 +284,7 @@ def summarise(ranks: list[dict[str, Any]], table: str, limit: dict[str, float]) 
             "gloo_ratio_vs_best_peer": min(peer_times) / median["gloo"],
             "fraction_of_limit": by_memory / median["shm"],
             "gloo_fraction_of_limit": by_loopback / median["gloo"],
+            "limits_bytes_s": limit,
             "wire_bytes": wire,
             "kept_bytes": kept,
             "min_s": {name: min(values) for name, values in times.items()},
@@ -292,6 +297,11 @@ def summarise(ranks: list[dict[str, Any]], table: str, limit: dict[str, float]) 
     return rows
 
 
+def updated(known: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    by_pair = {row["pair"]: row for row in (*known, *rows)}
+    return [by_pair[pair] for pair in PAIRS if pair in by_pair]
+
+
 def show(title: str, rows: list[dict[str, Any]]) -> None:
     print(f"\n{title}; seconds, medians")
     columns = ("ours_shm", "ours_gloo", "dcp", "dtensor", "mcore", "ours_shm_verified", "ours_gloo_verified")
@@ -302,7 +312,10 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
     for row in rows:
         cells = "".join(f"{'-':>10}" if row[f"{c}_s"] is None else f"{row[f'{c}_s']:10.3f}" for c in columns)
         fractions = f"{row['fraction_of_limit']:7.2f}{row['gloo_fraction_of_limit']:7.2f}"
-        print(f"{row['pair']:8}{cells}{row['ratio_vs_best_peer']:8.1f}{fractions}{row['wire_bytes'] / MIB:7.0f}")
+        print(
+            f"{row['pair']:8}{cells}{row['ratio_vs_best_peer']:8.1f}{fractions}{row['wire_bytes'] / MIB:7.0f}"
+            f"{row['limits_bytes_s']['memory'] / 1e9:12.1f} and {row['limits_bytes_s']['loopback'] / 1e9:.1f} GB/s"
+        )
 
 
 def main() -> None:
@@ -310,26 +323,24 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tables", nargs="+", choices=("weights", "moments"), default=["weights", "moments"])
+    parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=list(PAIRS))
     options = parser.parse_args()
     os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # torch reads it when a process allocates for the first time
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "torch.distributed.tensor"])
-    ranks = run_ranks(context, options.tables, options.repeats)
-    limit = {
-        name: statistics.median(max(values) for values in zip(*(rank["limits"][name] for rank in ranks), strict=True))
-        for name in ranks[0]["limits"]
-    }
-    print(f"limits: memory {limit['memory'] / 1e9:.1f} GB/s, gloo {limit['loopback'] / 1e9:.1f} GB/s, all 4 at once")
+    ranks = run_ranks(context, options)
     packages = ("torch", "numpy", *(("megatron-core",) if find_spec("megatron") else ()))
-    origin = {**provenance(*packages), "limits_bytes_s": limit, "repeats": options.repeats}
-    # A table that was not measured now stays as it is.
+    origin = {**provenance(*packages), "repeats": options.repeats}
+    # What was not measured now stays as it is.
     results: dict[str, Any] = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     if "weights" in options.tables:
-        results |= {**origin, "pairs": summarise(ranks, "weights", limit)}
-        show("weights, 790 MiB", results["pairs"])
+        rows = summarise(ranks, "weights")
+        results |= {**origin, "pairs": updated(results.get("pairs", []), rows)}
+        show("weights, 790 MiB", rows)
     if "moments" in options.tables:
-        results["with_moments"] = {**origin, "pairs": summarise(ranks, "moments", limit)}
-        show("weights and moments, 2370 MiB", results["with_moments"]["pairs"])
+        rows, known = summarise(ranks, "moments"), results.get("with_moments", {})
+        results["with_moments"] = {**origin, "pairs": updated(known.get("pairs", []), rows)}
+        show("weights and moments, 2370 MiB", rows)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(results, indent=1) + "\n")
