@@ -165,7 +165,7 @@ class Fleet:
         return self.ask(dict.fromkeys(change.slots, self.command(step, change, progress)))
 
     def until_ready(self, change: Change) -> None:
-        waiting = set(change.before.members)
+        waiting = set(change.slots)
         deadline = time.monotonic() + DEADLINE_S
         while waiting:
             assert time.monotonic() < deadline

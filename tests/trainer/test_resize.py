@@ -11,8 +11,9 @@ from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
 from ductile.records import Formation
 from ductile.trainer.state import named_gradient, named_state
 from ductile.trainer.worker import TrainRole
+from ductile.wire.messages import Commit, ForwardBackward, Freeze, Prepare, Publish, Withdraw
 from tests.tiny import make_model_folder
-from tests.trainer.fleet import Fleet
+from tests.trainer.fleet import Fleet, SlotFailed
 from tests.trainer.naive import make_samples
 
 
@@ -79,6 +80,42 @@ def test_everything_arrives(
             assert [name for name in expected if have[slot][name] != expected[name]] == []
         fleet.forward_backward(make_samples((4, 15)))
         assert fleet.optim_step(20.0).step == 2
+
+
+def test_the_first_of_the_new_formation_publishes(settings: dict[str, Any]) -> None:
+    with Fleet(settings, range(3)) as fleet:
+        fleet.hold((0, 1))
+        published = fleet.ask(dict.fromkeys((0, 1), Publish(1)))
+        assert (published[0].manifest is None, published[1].manifest is None) == (False, True)
+        fleet.resize(Formation((2, 1)), drop=False)
+        again = fleet.ask(dict.fromkeys((2, 1), Publish(2)))
+        assert (again[2].manifest is None, again[1].manifest is None) == (False, True)
+        # The same weights; and what the former first slot published is there until it is withdrawn.
+        assert again[2].manifest.fingerprint == published[0].manifest.fingerprint
+        assert Path(published[0].manifest.location).stat().st_size == published[0].manifest.num_bytes
+        fleet.ask({0: Withdraw(1), 2: Withdraw(2)})
+        assert not Path(published[0].manifest.location).exists()
+
+
+def test_commands_that_do_not_fit_are_refused(settings: dict[str, Any]) -> None:
+    with Fleet(settings, range(3)) as fleet:
+        fleet.hold((0, 1))
+        with pytest.raises(SlotFailed, match="has not prepared change 7"):
+            fleet.ask({0: Freeze(7, False)})
+        change = fleet.prepare_change(Formation((0, 2)))
+        fleet.hold_joining((2,))
+        fleet.step("prepare", change)
+        with pytest.raises(SlotFailed, match="neither settled nor rolled back"):
+            fleet.ask({0: Prepare(fleet.prepare_change(Formation((1,))))})
+        with pytest.raises(SlotFailed, match="has not moved its part"):
+            fleet.ask({2: Commit(change.epoch)})
+        with pytest.raises(SlotFailed, match="it is joining, or has left"):
+            fleet.ask({2: ForwardBackward(())})
+        with pytest.raises(SlotFailed, match="has not accumulated a gradient, contrary to what it was told"):
+            fleet.ask({0: Freeze(change.epoch, True)})
+        fleet.roll_back(change)
+        fleet.roll_back(change)
+        fleet.resize(Formation((1,)))
 
 
 def resident_bytes() -> int:

@@ -5,8 +5,8 @@ go where. All of it runs in a thread of its own, with its own connections, and l
 """
 
 import threading
-from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -19,7 +19,7 @@ from ductile.fabric import rendezvous
 from ductile.fabric.board import StoreBoard
 from ductile.fabric.carrier import Carrier
 from ductile.fabric.choice import choose
-from ductile.fabric.groups import Groups
+from ductile.fabric.groups import Groups, names_of
 from ductile.parallel.apply import Precision
 from ductile.parallel.ranks import Ranks
 from ductile.records import Change
@@ -94,7 +94,10 @@ class Preparation:
     @property
     def is_done(self) -> bool:
         """Raises `ResizeFailed` when it ended without a result."""
-        return self._done.is_set() and bool(self.result(0.0))
+        if not self._done.is_set():
+            return False
+        self.result(0.0)
+        return True
 
     def result(self, timeout_s: float) -> Prepared:
         """Raises `ResizeFailed` when there is none in time, or at all."""
@@ -110,9 +113,13 @@ class Preparation:
         """Destroy what there is, now or as soon as the thread is done with it."""
         with self._lock:
             self._unwanted = True
+            self._old = {}
             prepared, self._prepared = self._prepared, None
+            is_done = self._done.is_set()
         if prepared is not None:
             prepared.destroy()
+        if is_done:
+            self._forget()
 
     def _run(self) -> None:
         prepared: Prepared | None = None
@@ -122,11 +129,27 @@ class Preparation:
             self._error = error
         self._old = {}
         with self._lock:
-            if not self._unwanted:
+            unwanted = self._unwanted
+            if not unwanted:
                 self._prepared, prepared = prepared, None
-        self._done.set()
+            self._done.set()
         if prepared is not None:
             prepared.destroy()
+        if unwanted:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Take what is left of a change that was taken back out of the store. Every slot does: the last one must."""
+        epoch = self._change.epoch
+        with suppress(RuntimeError):  # the store ends with the run
+            store = rendezvous.connect(self._place.rendezvous, self._config.resize.timeout_s)
+            for prefix in (notes_of(epoch), names_of(epoch)):
+                rendezvous.forget(store, prefix)
+
+    def _go_on(self, awaited: Sequence[int] = ()) -> None:
+        """Raises `ResizeFailed` once nobody wants the result, whoever else is still awaited."""
+        if self._unwanted:
+            raise ResizeFailed("this change has been taken back")
 
     def _prepare(self) -> Prepared:
         change, slot, timeout_s = self._change, self._place.slot, self._config.resize.timeout_s
@@ -137,6 +160,7 @@ class Preparation:
             with timed(seconds, "groups"):
                 carrier, reason = self._choose(transfer_groups)
                 ranks = Ranks(groups, change.after) if slot in change.after.members else None
+            self._go_on()
             with timed(seconds, "plan"):
                 relays = not carrier.one_sided
                 plans = {
@@ -160,11 +184,11 @@ class Preparation:
         terms, change = self._config.resize, self._change
         timeout_s = terms.timeout_s
         store = rendezvous.connect(self._place.rendezvous, timeout_s)
-        board = StoreBoard(store, f"resize/{change.epoch}", self._place.slot, change.slots, timeout_s)
+        board = StoreBoard(store, notes_of(change.epoch), self._place.slot, change.slots, timeout_s)
         device = torch.device(self._place.device).type
         # Whoever frees memory while it moves must know that it has been read.
         one_sided = terms.carrier != "p2p" and terms.memory == "shadow"
-        carrier, reason = choose(board, device, lambda: transfer_groups.group(change.slots), one_sided)
+        carrier, reason = choose(board, device, lambda: transfer_groups.group(change.slots), one_sided, self._go_on)
         if terms.carrier == "peer_memory" and carrier.name != terms.carrier:
             raise ResizeFailed(f'trainer.resize.carrier is "peer_memory", which does not work here: {reason}')
         return carrier, reason
@@ -185,6 +209,11 @@ class Preparation:
             else:
                 room[name] = part
         return trainer
+
+
+def notes_of(epoch: int) -> str:
+    """Where the slots of a change leave each other notes in the store."""
+    return f"resize/{epoch}/"
 
 
 @contextmanager

@@ -50,13 +50,8 @@ class Resize:
         self.is_committed = False
 
     def prepare(self) -> None:
-        """Begin, beside what the main thread does. A slot without a trainer has nothing else to do: it waits.
-
-        Raises `ResizeFailed`, as `freeze` does where nobody waited.
-        """
+        """Begin, beside what the main thread does, which may be another role's work."""
         self._preparation.start()
-        if self._before is None:
-            self._preparation.result(self._config.resize.timeout_s)
 
     @property
     def is_ready(self) -> bool:
@@ -92,10 +87,11 @@ class Resize:
     def _shadow(self, prepared: Prepared, plan: Plan, progress: TrainProgress) -> transfer.Moved:
         """Old and new state exist side by side."""
         verify, seconds = self._config.resize.verify, prepared.seconds
-        with timed(seconds, "transfer"):
+        with timed(seconds, "load"):
             old = self._old_parts(progress.with_gradient)
             room = {name: part for name, part in prepared.room.items() if name in plan.target.tensors}
             moving = transfer.Transfer(plan, self._slot, old, room, prepared.carrier, self._fingerprints)
+        with timed(seconds, "transfer"):
             moved = moving.run()
         if verify == "all":
             with timed(seconds, "verify"):

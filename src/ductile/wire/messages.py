@@ -105,16 +105,13 @@ class ExportModel(Message):
 #     Prepare  ->  Freeze  ->  Move  ->  Commit  ->  Settle          or, after any of them but Settle, Rollback
 #
 # Each goes to all slots of both formations, and the next one only when all have answered the one before; `Freeze` only
-# when all that train are `Ready`, or it would wait for them. Until `Settle` every slot still has what it had, so that a
+# when all are `Ready`, or it would wait for them. Until `Settle` every slot still has what it had, so that a
 # change can be taken back.
 
 
 class Prepare(Message):
-    """Get ready for a change while training goes on: groups, skeleton, buffers, plan. Answered by `Done`.
-
-    A slot that trains prepares in the background and answers at once, and then says when it is asked whether it is
-    `Ready`; a joining slot answers when it is.
-    """
+    """Get ready for a change while training goes on: groups, skeleton, buffers, plan. Answered by `Done` at once: the
+    slot prepares in the background, and says when it is asked whether it is `Ready`."""
 
     change: Change
 
@@ -228,7 +225,7 @@ class Moved(Message):
     num_bytes: int
     """Received by this slot."""
     seconds: dict[str, float]
-    """By phase of the work on this slot: plan, groups, transfer, verify, rebuild."""
+    """By phase of the work on this slot: groups, plan, build while it trained; then load, transfer, verify, rebuild."""
     carrier: str
     """What moved the bytes, and why it was chosen: a sentence."""
 
