@@ -51,12 +51,3 @@ def test_scores_depend_on_distance_only() -> None:
     assert score(7, 3) == pytest.approx(score(1007, 1003), abs=1e-3)
     assert score(7, 3) != pytest.approx(score(3, 7), abs=1e-2)
     assert score(5, 5) == pytest.approx(float((q * k).sum()), abs=1e-4)
-
-
-def test_bfloat16_stays_bfloat16_but_turns_in_float32() -> None:
-    rope = Rope(spec_from_hf(config(LLAMA31).to_dict() | {"architectures": None}))
-    x = torch.randn(3, 2, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
-    angles = rope(torch.tensor([0, 1000, 8000]))
-    turned = rotate(x, *angles)
-    assert turned.dtype == torch.bfloat16
-    assert torch.equal(turned, rotate(x.float(), *angles).bfloat16())

@@ -4,11 +4,16 @@ T tokens, H query heads, K key/value heads, D head size.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
+
+from ductile.model import cpu_attention
 
 
 class Attend(Protocol):
@@ -19,19 +24,71 @@ class Attend(Protocol):
         ...
 
 
-class PackedAttention:
-    """Causal attention inside each document of `lengths`, which add up to T."""
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Where documents that begin alike lie: rows `start` to `stem`, then up to each of `ends` a branch."""
 
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self.lengths = [length for length in lengths if length > 0]
+    start: int
+    stem: int
+    ends: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> int:
+        return self.ends[-1] if self.ends else self.stem
+
+    @property
+    def branches(self) -> list[tuple[int, int]]:
+        """First row and end of each."""
+        return list(pairwise((self.stem, *self.ends)))
+
+
+class PackedAttention:
+    """Causal attention inside each document of `lengths`.
+
+    Where documents begin alike, what they share may be there once: its length is in `lengths` then, and `branches`
+    has, at the same index, the lengths of what follows in each of them. In the tokens the branches come after their
+    stem; a branch sees the stem and itself.
+    """
+
+    def __init__(self, lengths: Sequence[int], branches: Sequence[Sequence[int]] | None = None) -> None:
+        self.trees: list[Tree] = []
+        start = 0
+        for length, in_tree in zip(lengths, branches or [()] * len(lengths), strict=True):
+            stem = start + length
+            ends: list[int] = []
+            for of_branch in in_tree:
+                ends.append((ends[-1] if ends else stem) + of_branch)
+            tree = Tree(start, stem, tuple(ends))
+            start = tree.end
+            if tree.end > tree.start:
+                self.trees.append(tree)
+        self._tiles: list[cpu_attention.Tile] | None = None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if not self.lengths:
+        if not self.trees:
             # Nothing to attend to, but all three stay in the graph: a rank without work still runs its collectives.
             return torch.cat((q, k, v), dim=1)[:, : q.shape[1]]
-        # One call a document. Padding them into a batch costs two copies each way and arithmetic on nothing: up to four
-        # times slower where lengths differ much. Only documents of 30 tokens or fewer would gain, a tenth of the time.
-        grouped = q.shape[1] != k.shape[1]
-        documents = zip(*(x.transpose(0, 1)[None].split(self.lengths, dim=2) for x in (q, k, v)), strict=True)
-        outputs = [scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=grouped) for qkv in documents]
-        return torch.cat([output.transpose(1, 2) for output in outputs], dim=1)[0]
+        if q.device.type == "cpu":
+            if self._tiles is None:
+                self._tiles = list(cpu_attention.tiles(self.trees, q.shape[1]))
+            return cpu_attention.attend(q, k, v, self._tiles)
+        return torch.cat([part for tree in self.trees for part in by_document(tree, q, k, v)])
+
+
+def by_document(tree: Tree, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """torch's kernel, one call for the stem and one for each branch, which finds the stem's keys before its own."""
+    grouped = q.shape[1] != k.shape[1]
+    stem = slice(tree.start, tree.stem)
+    outputs = [
+        scaled_dot_product_attention(*_heads_first(q[stem], k[stem], v[stem]), is_causal=True, enable_gqa=grouped)
+    ]
+    for start, end in tree.branches:
+        keys, values = (torch.cat((x[stem], x[start:end])) for x in (k, v))
+        mask = causal_lower_right(end - start, len(keys))
+        qkv = _heads_first(q[start:end], keys, values)
+        outputs.append(scaled_dot_product_attention(*qkv, attn_mask=mask, enable_gqa=grouped))
+    return [output[0].transpose(0, 1) for output in outputs]
+
+
+def _heads_first(*tensors: Tensor) -> list[Tensor]:
+    return [x.transpose(0, 1)[None] for x in tensors]

@@ -30,14 +30,15 @@ class LogprobHead:
     """[N] fp32, by which logits are divided; None is 1."""
 
     def __call__(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return _ChosenLogprobs.apply(hidden[self.rows], weight, self.targets, self.temperatures)  # pyright: ignore
+        return _ChosenLogprobs.apply(hidden, weight, self.rows, self.targets, self.temperatures)  # pyright: ignore
 
 
 class _ChosenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor | None
+        ctx: Any, all_hidden: Tensor, weight: Tensor, chosen: Tensor, targets: Tensor, temperatures: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        hidden = all_hidden[chosen]
         logprobs, entropies = (torch.empty(len(hidden), device=hidden.device) for _ in range(2))
         chunks = _chunks(len(hidden), len(weight))
         kept = None
@@ -48,14 +49,15 @@ class _ChosenLogprobs(torch.autograd.Function):
             probabilities = (logits - log_total).exp_()
             entropies[rows] = log_total[:, 0] - logits.mul_(probabilities).sum(-1)
             kept = probabilities
-        ctx.save_for_backward(hidden, weight, targets, temperatures, kept if len(chunks) == 1 else None)
+        ctx.save_for_backward(hidden, weight, chosen, targets, temperatures, kept if len(chunks) == 1 else None)
+        ctx.num_hidden = len(all_hidden)
         ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        hidden, weight, targets, temperatures, kept = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        hidden, weight, chosen, targets, temperatures, kept = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         if temperatures is not None:
@@ -68,7 +70,9 @@ class _ChosenLogprobs(torch.autograd.Function):
             grad_logits = grad_logits.to(weight.dtype)
             grad_hidden[rows] = grad_logits @ weight
             grad_weight += grad_logits.t() @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+        # A row may speak about several tokens: the first ones of all answers to a prompt.
+        grad_all = hidden.new_zeros((ctx.num_hidden, hidden.shape[1])).index_add_(0, chosen, grad_hidden)
+        return grad_all, grad_weight.to(weight.dtype), None, None, None
 
 
 def _chunks(num_rows: int, vocab_size: int) -> list[slice]:

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation. N rows, D the last dim."""
+"""Root-mean-square normalisation, alone and after an addition to the residual stream. N rows, D the last dim."""
 
 from typing import Any
 
@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from ductile.model.blocks import blocks
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., D], weight [D] -> weight * x / sqrt(mean(x^2) + eps), the mean over D. In fp32 or more, then as x is.
@@ -14,34 +16,67 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     torch has a kernel for its gradient on CUDA. On a CPU it has none, and autograd walks a chain of small steps, each
     through memory: the same by hand takes a third of the time.
     """
+    return add_norm(x, None, weight, eps)[1]
+
+
+def add_norm(x: Tensor, change: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x and `change` [..., D] -> x + change, and its `rms_norm`. Without a change x itself, and its norm.
+
+    In one piece: on the way back, what comes through the norm and what comes past it are added in the same block.
+    """
     if x.device.type == "cpu" and x.requires_grad:
-        return _RMSNorm.apply(x, weight, eps)  # pyright: ignore
-    return F.rms_norm(x, weight.shape, weight, eps)
+        return _AddNorm.apply(x, change, weight, eps)  # pyright: ignore
+    total = x if change is None else x + change
+    return total, F.rms_norm(total, weight.shape, weight, eps)
 
 
-class _RMSNorm(torch.autograd.Function):
+class _AddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = _wide(x)
-        # The order of torch's own, so that a scorer, which wants no gradient, gets the same bits.
-        scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(weight).to(x.dtype)
+    def forward(ctx: Any, x: Tensor, change: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        total = x if change is None else torch.empty_like(out)
+        scale = x.new_empty((*x.shape[:-1], 1), dtype=wide_type(x))
+        for x_block, total_block, out_block, scale_block, *changes in blocks(x, total, out, scale, *_there(change)):
+            for change_block in changes:
+                torch.add(x_block, change_block, out=total_block)
+            # The order of torch's own, so that a scorer, which wants no gradient, gets the same bits.
+            wide = total_block.to(scale.dtype)
+            torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps), out=scale_block)
+            torch.mul(wide * scale_block, weight, out=out_block)
+        ctx.save_for_backward(total, weight, scale)
+        ctx.set_materialize_grads(False)
+        ctx.with_change = change is not None
+        return total, out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(
+        ctx: Any, grad_total: Tensor | None, grad: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
-        wide, wide_weight = _wide(x), _wide(weight)
-        product = torch.mul(grad, wide, out=wide.new_empty(wide.shape))
-        rows = product.view(-1, x.shape[-1])
-        grad_weight = scale.reshape(-1) @ rows
-        # scale depends on every x of its row: d scale / d x = -scale^3 x / D
-        pull = (rows @ wide_weight).view(scale.shape).mul_(scale**3).div_(-x.shape[-1])
-        grad_x = torch.mul(grad, wide_weight, out=product).mul_(scale).addcmul_(wide, pull)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+        if grad is None:
+            return grad_total, grad_total if ctx.with_change else None, None, None
+        wide_weight = weight.to(scale.dtype)
+        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+        grad_weight = torch.zeros_like(wide_weight)
+        in_rows = (x, grad, scale, grad_x, *_there(grad_total))
+        for x_block, grad_block, scale_block, out_block, *past in blocks(*in_rows):
+            wide = x_block.to(scale.dtype)
+            product = (grad_block * wide).reshape(-1, len(weight))
+            grad_weight += scale_block.reshape(-1) @ product
+            # scale depends on every x of its row: d scale / d x = -scale^3 x / D
+            pull = (product @ wide_weight).view(scale_block.shape).mul_(scale_block**3).div_(-len(weight))
+            through = (grad_block * wide_weight).mul_(scale_block)
+            for past_block in past:
+                through += past_block
+            torch.addcmul(through, wide, pull, out=out_block)
+        return grad_x, grad_x if ctx.with_change else None, grad_weight.to(weight.dtype), None
 
 
-def _wide(x: Tensor) -> Tensor:
+def _there(tensor: Tensor | None) -> tuple[Tensor, ...]:
+    return () if tensor is None else (tensor,)
+
+
+def wide_type(x: Tensor) -> torch.dtype:
     """The type to add up in."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return torch.promote_types(x.dtype, torch.float32)

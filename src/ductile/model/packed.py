@@ -1,4 +1,12 @@
-"""Samples laid out for one forward pass: documents one after the other, and which tokens are scored."""
+"""Samples laid out for one forward pass: documents one after the other, and which tokens are scored.
+
+Only what a scored token can see is run: nothing after the last one, and not that one itself. Samples that begin alike,
+such as the answers to one prompt, share their beginning: it is run once, and what differs branches off.
+
+    samples   a b C D     a b E F G     h I          (scored tokens are capitals)
+    tokens    a b | C | E F | h                      stem `a b` with branches `C` and `E F`; stem `h`
+    rows      1 2 1 3 4 5                            whose hidden states say C D, E F G, I
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,36 +23,79 @@ from ductile.records import Sample
 
 @dataclass(frozen=True, slots=True)
 class PackedSamples:
-    """T tokens of all samples; N of them, those with mask true, are scored, in order."""
+    """T tokens to run; N tokens to score, sample by sample, in order."""
 
     token_ids: Tensor
     """[T] int64"""
     positions: Tensor
     """[T] int64, from 0 in each sample"""
-    lengths: tuple[int, ...]
-    """Tokens of each sample, together T."""
-    scored: Tensor
-    """[N] int64: where in the T tokens the scored ones are."""
+    stems: tuple[int, ...]
+    """Tokens of each document, or of what several of them share."""
+    branches: tuple[tuple[int, ...], ...]
+    """What goes on from each stem, in tokens; together with the stems T."""
+    rows: Tensor
+    """[N] int64: which of the T tokens comes before the scored one."""
+    targets: Tensor
+    """[N] int64: the scored tokens."""
     temperatures: Tensor | None
     """[N] fp32; None when all are 1."""
 
     @classmethod
     def of(cls, samples: Sequence[Sample], device: str | torch.device = "cpu") -> "PackedSamples":
-        mask = torch.tensor([trained for sample in samples for trained in sample.mask], dtype=torch.bool)
-        scored = mask.nonzero()[:, 0]
+        token_ids: list[int] = []
+        positions: list[int] = []
+        stems: list[int] = []
+        branches: list[tuple[int, ...]] = []
+        rows: list[list[int]] = [[] for _ in samples]
+
+        def lay(sample: Sample, start: int, end: int) -> None:
+            token_ids.extend(sample.token_ids[start:end])
+            positions.extend(range(start, end))
+
+        for prompt, members in _by_prompt(samples).items():
+            ends = [_num_seen(samples[index]) for index in members]
+            stem = len(prompt) if len(members) > 1 else ends[0]
+            stem_at = len(token_ids)
+            lay(samples[members[0]], 0, stem)
+            for index, end in zip(members, ends, strict=True):
+                # Where token 0 of the sample would be, if its branch did not begin later.
+                branch_at = len(token_ids) - stem
+                lay(samples[index], stem, end)
+                before = (token - 1 for token, scored in enumerate(samples[index].mask) if scored)
+                rows[index] = [(stem_at if token < stem else branch_at) + token for token in before]
+            stems.append(stem)
+            branches.append(tuple(end - stem for end in ends if end > stem))
         temperatures = None
         if any(sample.temperature != 1.0 for sample in samples):
-            a_token = [torch.full((len(sample),), sample.temperature) for sample in samples]
-            temperatures = torch.cat(a_token)[scored].to(device)
-        return cls(
-            token_ids=torch.tensor(list(chain.from_iterable(sample.token_ids for sample in samples)), device=device),
-            positions=torch.cat([torch.arange(len(sample)) for sample in samples]).to(device),
-            lengths=tuple(len(sample) for sample in samples),
-            scored=scored.to(device),
-            temperatures=temperatures,
+            each = [torch.full((sum(sample.mask),), sample.temperature) for sample in samples]
+            temperatures = torch.cat(each).to(device)
+        scored = (
+            token
+            for sample in samples
+            for token, is_scored in zip(sample.token_ids, sample.mask, strict=True)
+            if is_scored
         )
+        as_tensor = [
+            torch.tensor(values, dtype=torch.int64, device=device)
+            for values in (token_ids, positions, list(chain.from_iterable(rows)), list(scored))
+        ]
+        return cls(as_tensor[0], as_tensor[1], tuple(stems), tuple(branches), as_tensor[2], as_tensor[3], temperatures)
 
     def score(self, model: Transformer) -> tuple[Tensor, Tensor]:
         """Log-probs [N] (with gradient, if enabled) and entropies [N] of the scored tokens."""
-        head = LogprobHead(self.scored - 1, self.token_ids[self.scored], self.temperatures)
-        return model(self.token_ids, self.positions, PackedAttention(self.lengths), head)
+        head = LogprobHead(self.rows, self.targets, self.temperatures)
+        return model(self.token_ids, self.positions, PackedAttention(self.stems, self.branches), head)
+
+
+def _by_prompt(samples: Sequence[Sample]) -> dict[tuple[int, ...], list[int]]:
+    """What comes before the first scored token, and the indices of the samples that begin so."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for index, sample in enumerate(samples):
+        if any(sample.mask):
+            found.setdefault(sample.token_ids[: sample.mask.index(True)], []).append(index)
+    return found
+
+
+def _num_seen(sample: Sample) -> int:
+    """Tokens before the last scored one."""
+    return len(sample) - 1 - sample.mask[::-1].index(True)

@@ -27,10 +27,10 @@ class Rope:
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, H, D] -> the same, turned. The arithmetic is fp32, whatever x is."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
+    """x [T, H, D], fp32 -> the same, turned; into `out`, of any type, where there is one."""
     partner = x.roll(x.shape[-1] // 2, dims=-1)
-    return torch.addcmul(x * cos, partner, sin).to(x.dtype)
+    return torch.addcmul(x * cos, partner, sin, out=out)
 
 
 def frequencies(spec: ModelSpec) -> Tensor:

@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
+from ductile.model.blocks import blocks
+
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """gate_up [T, 2 I] -> silu(gate) * up [T, I], where gate, up = gate_up.chunk(2, dim=-1).
@@ -26,15 +28,19 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
-        return _formula(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+        for gate_block, up_block, out_block in blocks(gate, up, out):
+            torch.ops.aten.silu.out(gate_block, out=out_block).mul_(up_block)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
         grad_gate_up = torch.empty_like(gate_up)
-        grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
-        torch.mul(grad, silu(gate), out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        halves = (*gate_up.chunk(2, dim=-1), *grad_gate_up.chunk(2, dim=-1))
+        for gate, up, grad_gate, grad_up, grad_block in blocks(*halves, grad):
+            torch.mul(grad_block, silu(gate), out=grad_up)
+            torch.ops.aten.silu_backward.grad_input(grad_block * up, gate, grad_input=grad_gate)
         return grad_gate_up

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 from ductile.core.layout.spec import ModelSpec
 from ductile.model.attention import Attend
-from ductile.model.norm import rms_norm
-from ductile.model.rope import Rope, rotate
+from ductile.model.heads import split_heads
+from ductile.model.norm import add_norm, rms_norm
+from ductile.model.rope import Rope
 from ductile.model.swiglu import swiglu
 
 Head = Callable[[Tensor, Tensor], Tensor]
@@ -38,21 +39,31 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
+    def after(self, x: Tensor, change: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x + change, and that normalised."""
+        return add_norm(x, change, self.weight, self.eps)
+
 
 class Attention(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-        self.head_dim = spec.head_dim
+        self.eps = spec.rms_norm_eps
         self.qkv_proj = nn.Linear(spec.hidden_size, sum(self.heads) * spec.head_dim, bias=spec.attention_bias)
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
         self.o_proj = nn.Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=spec.output_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
-        q, k, v = self.qkv_proj(x).view(-1, sum(self.heads), self.head_dim).split(self.heads, dim=1)
-        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        q, k, v = split_heads(self.qkv_proj(x), self.heads, self._norm_weight(), self.eps, cos, sin)
         return self.o_proj(attend(layer, q, k, v).flatten(1))
+
+    def _norm_weight(self) -> Tensor | None:
+        """[H + K, D], for every head that is normalised."""
+        if isinstance(self.q_norm, nn.Identity):
+            return None
+        norms = zip((self.q_norm, self.k_norm), self.heads, strict=False)
+        return torch.cat([norm.weight.expand(num, -1) for norm, num in norms])
 
 
 class MLP(nn.Module):
@@ -74,8 +85,9 @@ class Layer(nn.Module):
         self.mlp = MLP(spec)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, layer, attend)
-        return x + self.mlp(self.mlp_norm(x))
+        x, normed = self.attention_norm.after(x)
+        x, normed = self.mlp_norm.after(x, self.attention(normed, cos, sin, layer, attend))
+        return x + self.mlp(normed)
 
 
 class Transformer(nn.Module):

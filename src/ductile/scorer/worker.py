@@ -74,10 +74,12 @@ class ScoreRole:
     @torch.no_grad()
     def _score(self, micro_batch: MicroBatch, model: Transformer) -> dict[Sample, tuple[float, ...]]:
         packed = PackedSamples.of(micro_batch.samples, self._device)
-        by_token = torch.zeros(len(packed.token_ids), device=self._device)
-        by_token[packed.scored], _ = packed.score(model)
-        parts = by_token.cpu().split(packed.lengths)
-        return {s: tuple(part.tolist()) for s, part in zip(micro_batch.samples, parts, strict=True)}
+        logprobs, _ = packed.score(model)
+        in_order = iter(logprobs.tolist())
+        return {
+            sample: tuple(next(in_order) if is_scored else 0.0 for is_scored in sample.mask)
+            for sample in micro_batch.samples
+        }
 
     def _load_reference(self) -> Transformer:
         if self._reference is None:

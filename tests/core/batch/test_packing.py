@@ -102,3 +102,47 @@ def test_nothing_to_pack() -> None:
 def test_a_sample_that_never_fits_is_named() -> None:
     with pytest.raises(SampleTooLong, match=r"sample 1 has 65 tokens and seq_len is 64"):
         pack(samples_of([3, 65]), 2, 64)
+
+
+def answers(prompt: int, lengths: list[int]) -> list[Sample]:
+    """Samples of a prompt of 4 tokens, and that many in all."""
+    return [
+        Sample((prompt,) * 4 + (index,) * (n - 4), (False,) * 4 + (True,) * (n - 4)) for index, n in enumerate(lengths)
+    ]
+
+
+def prompts_in(micro_batch: MicroBatch) -> set[int]:
+    return {sample.token_ids[0] for sample in micro_batch.samples}
+
+
+def test_answers_to_one_prompt_stay_together_where_that_costs_no_balance() -> None:
+    samples = [sample for prompt in range(4) for sample in answers(prompt, [8, 8, 8, 8])]
+    for num_ranks in (1, 2, 4):
+        ranks = pack(samples[::2] + samples[1::2], num_ranks, 32)
+        in_each = [prompts_in(micro_batch) for rank in ranks for micro_batch in rank]
+        assert sorted(map(len, in_each)) == [1, 1, 1, 1]
+
+
+def test_balance_goes_before_keeping_together() -> None:
+    ranks = pack(answers(0, [8] * 6), 3, 64)
+    assert [micro_batch.num_tokens for rank in ranks for micro_batch in rank] == [16, 16, 16]
+
+
+def test_a_family_larger_than_a_micro_batch_is_cut() -> None:
+    (rank,) = pack(answers(0, [20, 20, 20, 4 + 1]), 1, 41)
+    assert sorted(micro_batch.num_tokens for micro_batch in rank) == [25, 40]
+
+
+@given(
+    families=st.lists(st.lists(st.integers(5, SEQ_LEN), min_size=1, max_size=8), max_size=12),
+    num_ranks=st.integers(1, 5),
+)
+@settings(deadline=None)
+def test_families_keep_to_the_budget_and_to_the_balance(families: list[list[int]], num_ranks: int) -> None:
+    samples = [sample for prompt, lengths in enumerate(families) for sample in answers(prompt, lengths)]
+    ranks = pack(samples, num_ranks, SEQ_LEN)
+    bins = [micro_batch for rank in ranks for micro_batch in rank]
+    assert Counter(sample for micro_batch in bins for sample in micro_batch.samples) == Counter(samples)
+    assert all(micro_batch.num_tokens <= SEQ_LEN for micro_batch in bins)
+    apart = [Sample((index, *sample.token_ids[1:]), sample.mask) for index, sample in enumerate(samples)]
+    assert len(bins) == sum(map(len, pack(apart, num_ranks, SEQ_LEN)))  # no micro-batch more for keeping together

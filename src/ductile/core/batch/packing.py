@@ -4,7 +4,9 @@ Samples have very different lengths, and all ranks meet at every micro-batch, so
 
 1. A sample costs its tokens plus a quadratic term for attention (`Cost`).
 2. First-fit decreasing says how few micro-batches hold everything; rounded up to equally many a rank.
-3. Samples, dearest first, go to the cheapest micro-batch that has room.
+3. Answers to one prompt stay together, as a micro-batch runs what its samples share once. Such families, dearest first,
+   go to the cheapest micro-batch that has room; then single samples move from the dearest to the cheapest as long as
+   that helps. Where families do not fit, samples go one by one.
 4. Micro-batches, dearest first, are dealt out in rows of one a rank: those that run at the same time cost alike, and
    the largest come first, so that a job that runs out of memory does so at once.
 
@@ -45,6 +47,11 @@ class _Bin:
         self.room -= len(sample)
         self.cost += cost
 
+    def take(self, sample: Sample, cost: float) -> None:
+        self.samples.remove(sample)
+        self.room += len(sample)
+        self.cost -= cost
+
 
 def pack(samples: Sequence[Sample], num_ranks: int, seq_len: int, cost: Cost | None = None) -> list[list[MicroBatch]]:
     """Micro-batches of at most `seq_len` tokens for each rank, equally many on every rank (none without samples).
@@ -59,10 +66,15 @@ def pack(samples: Sequence[Sample], num_ranks: int, seq_len: int, cost: Cost | N
                 f"sampling's max_tokens"
             )
     dearest_first = sorted(samples, key=len, reverse=True)
+    together, apart = _families(dearest_first, seq_len), [[sample] for sample in dearest_first]
     rows = -(-_num_bins_needed(dearest_first, seq_len) // num_ranks)
-    while (bins := _fill(dearest_first, rows * num_ranks, seq_len, cost)) is None:
+    while True:
+        for families in (together, apart):
+            bins = _fill(families, rows * num_ranks, seq_len, cost)
+            if bins is not None:
+                _even_out(bins, cost)
+                return _deal(bins, num_ranks)
         rows += 1  # ends at the latest with one sample a micro-batch
-    return _deal(bins, num_ranks)
 
 
 def _num_bins_needed(dearest_first: Sequence[Sample], seq_len: int) -> int:
@@ -78,15 +90,46 @@ def _num_bins_needed(dearest_first: Sequence[Sample], seq_len: int) -> int:
     return len(rooms)
 
 
-def _fill(dearest_first: Sequence[Sample], num_bins: int, seq_len: int, cost: Cost) -> list[_Bin] | None:
-    """Balanced bins, or None when the balancing order left no room for a sample."""
-    bins = [_Bin(room=seq_len) for _ in range(num_bins)]
+def _families(dearest_first: Sequence[Sample], seq_len: int) -> list[list[Sample]]:
+    """Samples with equal tokens before the first trained one, as many of them as a micro-batch holds."""
+    families: list[list[Sample]] = []
+    open_by_prompt: dict[tuple[int, ...], list[Sample]] = {}
     for sample in dearest_first:
-        with_room = [b for b in bins if len(sample) <= b.room]
+        prompt = sample.token_ids[: sample.mask.index(True)] if True in sample.mask else None
+        family = open_by_prompt.get(prompt) if prompt is not None else None
+        if family is None or sum(map(len, family)) + len(sample) > seq_len:
+            family = []
+            families.append(family)
+            if prompt is not None:
+                open_by_prompt[prompt] = family
+        family.append(sample)
+    return families
+
+
+def _fill(families: Sequence[list[Sample]], num_bins: int, seq_len: int, cost: Cost) -> list[_Bin] | None:
+    """Balanced bins, or None when the balancing order left no room for a family."""
+    bins = [_Bin(room=seq_len) for _ in range(num_bins)]
+    costs = [sum(cost(len(sample)) for sample in family) for family in families]
+    for index in sorted(range(len(families)), key=costs.__getitem__, reverse=True):
+        num_tokens = sum(map(len, families[index]))
+        with_room = [b for b in bins if num_tokens <= b.room]
         if not with_room:
             return None
-        min(with_room, key=lambda b: b.cost).put(sample, cost(len(sample)))
+        cheapest = min(with_room, key=lambda b: b.cost)
+        for sample in families[index]:
+            cheapest.put(sample, cost(len(sample)))
     return bins
+
+
+def _even_out(bins: Sequence[_Bin], cost: Cost) -> None:
+    """Move the smallest sample of the dearest bin to the cheapest one, as long as both stay below what it cost."""
+    while bins:
+        dearest, cheapest = max(bins, key=lambda b: b.cost), min(bins, key=lambda b: b.cost)
+        sample = min(dearest.samples, key=len, default=None)
+        if sample is None or len(sample) > cheapest.room or cheapest.cost + cost(len(sample)) >= dearest.cost - 1e-9:
+            return
+        dearest.take(sample, cost(len(sample)))
+        cheapest.put(sample, cost(len(sample)))
 
 
 def _deal(bins: list[_Bin], num_ranks: int) -> list[list[MicroBatch]]:

@@ -1,0 +1,21 @@
+"""Blocks of rows that stay in a core's cache.
+
+A chain of elementwise steps over a large tensor goes through memory at every step. Taken a block of rows at a time,
+only its first step reads memory and only its last one writes it: on a CPU that is most of the time of such a chain.
+"""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+BLOCK_BYTES = 1 << 18
+"""Of the widest tensor. A few of them together fit in the 1 or 2 MiB that a core has for itself."""
+
+
+def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same rows of each tensor, all of which have equally many; all rows at once on a GPU. Views, not copies."""
+    num_rows = len(tensors[0])
+    if tensors[0].device.type == "cpu":
+        widest = max(x[:1].numel() * x.element_size() for x in tensors)
+        num_rows = max(1, BLOCK_BYTES // max(1, widest))
+    return zip(*(x.split(num_rows) for x in tensors), strict=True)
