@@ -224,6 +224,19 @@ def test_what_cannot_be_is_refused_and_nothing_is_tried(echo: Harness):
     echo.run(story())
 
 
+def test_slots_from_outside_are_a_set(echo: Harness):
+    async def story():
+        await echo.changes.resize((1, 0))
+        assert (await echo.changes.resize_to((0, 1))).outcome == "unchanged"
+        grown = await echo.changes.resize_to((0, 1, 2))
+        assert grown.after.slots == (1, 2, 0), "what moves least"
+        assert "from slots 0-1 to slots 0-2 in" in grown.sentence
+        with pytest.raises(Unfit, match="3 slots cannot hold 2 equal copies"):
+            await echo.changes.resize_to((0, 1, 2), 2)
+
+    echo.run(story())
+
+
 def test_one_change_at_a_time(echo: Harness):
     async def story():
         arm(echo.points, STAYER, "Freeze", "before")
