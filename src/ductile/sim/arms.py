@@ -7,8 +7,7 @@ from typing import Any
 from ductile.config.imports import import_object
 from ductile.core.cluster.orders import Policy
 from ductile.core.cluster.placement import Placement, compact
-from ductile.core.cluster.policies.model import Model
-from ductile.core.cluster.policies.rules import Rules
+from ductile.core.cluster.policies.named import NAMES, policy
 from ductile.core.cluster.policies.static import InTurns, Static
 from ductile.sim.run import Simulated, simulate
 from ductile.sim.scenario import Scenario
@@ -62,8 +61,9 @@ def run_arms(scenario: Scenario, names: Sequence[str]) -> Iterator[Outcome]:
 
 def named(name: str) -> Policy:
     """The policy of an arm."""
-    built_in = {"static": Static(), "rules": Rules(), "rules_policies": Rules(True, True), "model": Model()}
-    return built_in[name] if name in built_in else import_object(name)()
+    if name == "rules_policies":
+        return policy("rules", pre_process=True, wait_before_last_iter=True)
+    return policy(name) if name in NAMES else import_object(name)()
 
 
 def splits(scenario: Scenario) -> list[Placement]:
