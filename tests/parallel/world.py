@@ -30,6 +30,7 @@ def _in_world(rank: int, size: int, port: int, function: Callable[..., Any], arg
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = rendezvous.connect(f"{rendezvous.LOOPBACK}:{port}", 30.0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+    dist.barrier()  # who leaves before all have connected breaks the others' start
     try:
         return function(rank, *arguments)
     finally:
