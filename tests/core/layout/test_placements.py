@@ -2,11 +2,14 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from ductile.core.layout.placements import Cut, held_runs
+
+
+unhurried = settings(deadline=None, derandomize=True)
 
 
 def chunks(rows: Tensor, size: int) -> list[Tensor]:
@@ -29,6 +32,7 @@ def held(length: int, cuts: list[Cut], local_length: int) -> tuple[list[int], li
     return globally, locally
 
 
+@unhurried
 @given(st.integers(1, 60), st.lists(st.integers(1, 5), min_size=1, max_size=3), st.data())
 def test_chunks_of_chunks(length: int, sizes: list[int], data: st.DataObject) -> None:
     coordinates = [data.draw(st.integers(0, size - 1)) for size in sizes]
@@ -39,6 +43,7 @@ def test_chunks_of_chunks(length: int, sizes: list[int], data: st.DataObject) ->
     assert held(length, cuts, len(rows)) == (rows.tolist(), list(range(len(rows))))
 
 
+@unhurried
 @given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 6))
 def test_fsdp_on_tensor_parallelism_is_chunks_of_what_tp_left(length: int, tp: int, fsdp: int) -> None:
     """Sizes that do not divide included: there the written order of placements would give other rows."""
@@ -49,6 +54,7 @@ def test_fsdp_on_tensor_parallelism_is_chunks_of_what_tp_left(length: int, tp: i
             assert held(length, cuts, len(rows)) == (rows.tolist(), list(range(len(rows))))
 
 
+@unhurried
 @given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 6))
 def test_a_strided_shard_that_was_distributed_as_it_is_written(length: int, tp: int, fsdp: int) -> None:
     for f in range(fsdp):
@@ -58,6 +64,7 @@ def test_a_strided_shard_that_was_distributed_as_it_is_written(length: int, tp: 
             assert held(length, cuts, len(rows)) == (rows.tolist(), list(range(len(rows))))
 
 
+@unhurried
 @given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 5))
 def test_a_strided_shard_alone_holds_a_part_of_every_strip(length: int, size: int, strips: int) -> None:
     for coordinate, rows in enumerate(strided(torch.arange(length), size, strips)):
