@@ -4,8 +4,9 @@
     _StridedShard(dim, split_factor=f)   f strips first, then chunks of each strip: a rank has its chunk of every strip
 
 FSDP2 on tensor parallelism cuts along tp first and along its own axis after that, and writes it down the other way
-round: `[_StridedShard(0, split_factor=tp), Shard(0)]`. With sizes that do not divide, the two orders differ on some
-ranks. Which one made a local tensor shows in its shape.
+round: `[_StridedShard(0, split_factor=tp), Shard(0)]`. With sizes that do not divide, splitting a tensor in the written
+order gives other rows. Rows lie as FSDP2 makes them, or the tensor is refused: where the two orders differ, at least
+one rank sees it in its local shape.
 """
 
 from collections.abc import Sequence
@@ -32,14 +33,14 @@ def held_runs(shape: Shape, cuts: Sequence[Cut], local_shape: Shape) -> list[lis
 
     Raises `ValueError` when the local tensor has another shape than the cuts leave.
     """
-    orders = [order for order in (_as_made(cuts), list(cuts)) if order is not None]
-    found: list[Shape] = []
-    for order in orders:
-        extents, runs = _apply(shape, order)
-        if extents == local_shape or not prod(extents) + prod(local_shape):
-            return runs
-        found.append(extents)
-    raise ValueError(f"its local tensor has shape {list(local_shape)}; its placements leave {list(found[-1])} here")
+    made = _as_made(cuts)
+    extents, runs = _apply(shape, cuts if made is None else made)
+    if extents == local_shape or not prod(extents) + prod(local_shape):
+        return runs
+    text = f"its local tensor has shape {list(local_shape)}; its placements leave {list(extents)} here"
+    if made is not None and any(cut.strips > 1 for cut in cuts):
+        text += " when they are cut as FSDP2 does it. Redistribute it to plain shards first"
+    raise ValueError(text)
 
 
 def _as_made(cuts: Sequence[Cut]) -> list[Cut] | None:
