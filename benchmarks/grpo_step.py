@@ -4,10 +4,10 @@ Both train the same model (Qwen3 shape, 4 layers of 256, fp32) with the same pro
 answer is exactly `--tokens` long), learning rate and number of completions a step. A step is everything: generate,
 reward, advantage, loss, backward, AdamW, and the new weights back in the generator.
 
-TRL runs as one process with a thread a core, and as a process a core, each also with the settings of glibc's memory
-that ductile gives its own processes; ductile as a slot a core with one thread each: roles apart (a train slot and a
-generate slot, generation at most one version ahead) and roles together (every slot does both), one version ahead and
-strictly on-policy, as TRL is. Each side's best set-up counts; all are in the JSON. Set-ups alternate over `--rounds`.
+TRL runs as one process with a thread a core, and as a process a core; ductile as a slot a core with one thread
+each: roles apart (a train slot and a generate slot, generation at most one version ahead) and roles together
+(every slot does both), one version ahead and strictly on-policy, as TRL is. Each side's best set-up counts; all
+are in the JSON. Set-ups alternate over `--rounds`.
 
     python benchmarks/grpo_step.py --json benchmarks/results/grpo_step.json      (needs `pip install -e .[bench]`)
 """
@@ -19,17 +19,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 import tomli_w
 
-from ductile.launch.local import FREED_MEMORY_STAYS
 from provenance import provenance
 
 HERE = Path(__file__).parent
-NOTHING: Mapping[str, str] = MappingProxyType({})
 REWARD = "def reward(row, answer):\n    return float(len(set(answer)) % 7)\n"
 
 
@@ -64,9 +60,7 @@ def make_model(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def run_trl(
-    args: argparse.Namespace, work: Path, processes: int, threads: int, environment: Mapping[str, str] = NOTHING
-) -> list[float]:
+def run_trl(args: argparse.Namespace, work: Path, processes: int, threads: int) -> list[float]:
     launcher = [sys.executable]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
@@ -76,7 +70,7 @@ def run_trl(
         f"--steps={args.steps}", f"--warmup={args.warmup}", f"--batch={args.batch}", f"--group={args.group}",
         f"--tokens={args.tokens}", f"--lr={args.lr}", f"--threads={threads}",
     ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), **environment}
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"step_s"')]
     if done.returncode or not lines:
@@ -141,10 +135,6 @@ def main() -> None:
     setups = {
         "trl, one process, a thread a core": lambda work: run_trl(args, work, 1, cores),
         "trl, a process a core": lambda work: run_trl(args, work, cores, 1),
-        "trl, one process, ductile's memory settings": lambda work: run_trl(args, work, 1, cores, FREED_MEMORY_STAYS),
-        "trl, a process a core, ductile's memory settings": lambda work: run_trl(
-            args, work, cores, 1, FREED_MEMORY_STAYS
-        ),
         "ductile, roles apart, one version ahead": lambda work: run_ductile(
             args, work, {"actor": "0", "rollout": f"1-{cores - 1}"}, 1
         ),
@@ -163,7 +153,7 @@ def main() -> None:
             for name, run in setups.items():
                 steps = run(work)
                 seconds[name] += steps
-                print(f"round {number}  {name:50s} {statistics.median(steps):.3f} s a step", flush=True)
+                print(f"round {number}  {name:45s} {statistics.median(steps):.3f} s a step", flush=True)
 
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     trl_s = min(value for name, value in medians.items() if name.startswith("trl"))

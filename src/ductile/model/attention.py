@@ -90,5 +90,5 @@ def by_document(tree: Tree, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     return [output[0].transpose(0, 1) for output in outputs]
 
 
-def _heads_first(*tensors: Tensor) -> list[Tensor]:
-    return [x.transpose(0, 1)[None] for x in tensors]
+def _heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]

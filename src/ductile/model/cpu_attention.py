@@ -123,7 +123,7 @@ class _TileAttention(torch.autograd.Function):
             keys, values = tile.keys(k), tile.keys(v)
             probabilities = next(in_order) if tile.is_whole else _probabilities(tile, queries, keys)
             grad_probabilities = torch.bmm(grad_out, values.transpose(1, 2))
-            grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, q.dtype)
+            grad_scores = torch.ops.aten._softmax_backward_data(grad_probabilities, probabilities, -1, q.dtype)
             grad_scores.mul_(q.shape[-1] ** -0.5)
             heads_q = tile.queries(grad_q, k.shape[1])
             heads_q.copy_(torch.bmm(grad_scores, keys).view(heads_q.shape))

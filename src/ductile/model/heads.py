@@ -81,4 +81,4 @@ class _SplitHeads(torch.autograd.Function):
             # scale depends on every coordinate of its head: d scale / d x = -scale^2 normed / D
             pull = product.mul_(weight).mean(-1, keepdim=True)
             torch.mul(straight.mul_(weight).addcmul_(normed, pull, value=-1), scale_block, out=to_turned)
-        return grad, None, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+        return grad, None, None if grad_weight is None else grad_weight.to(x.dtype), None, None, None

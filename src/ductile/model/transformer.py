@@ -60,10 +60,10 @@ class Attention(nn.Module):
 
     def _norm_weight(self) -> Tensor | None:
         """[H + K, D], for every head that is normalised."""
-        if isinstance(self.q_norm, nn.Identity):
+        if not (isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm)):
             return None
-        norms = zip((self.q_norm, self.k_norm), self.heads, strict=False)
-        return torch.cat([norm.weight.expand(num, -1) for norm, num in norms])
+        num_q, num_k, _ = self.heads
+        return torch.cat((self.q_norm.weight.expand(num_q, -1), self.k_norm.weight.expand(num_k, -1)))
 
 
 class MLP(nn.Module):

@@ -98,7 +98,7 @@ def _families(dearest_first: Sequence[Sample], seq_len: int) -> list[list[Sample
         prompt = sample.token_ids[: sample.mask.index(True)] if True in sample.mask else None
         family = open_by_prompt.get(prompt) if prompt is not None else None
         if family is None or sum(map(len, family)) + len(sample) > seq_len:
-            family = []
+            family = list[Sample]()
             families.append(family)
             if prompt is not None:
                 open_by_prompt[prompt] = family
