@@ -8,8 +8,8 @@ trainer goes through
 once between two batches and once in the middle of one, when the accumulated gradient moves as well. While slots
 prepare, training goes on; the pause is all the time in which the trainer could not work.
 
-The other way to do it, for the same changes: write the state (torch's distributed checkpoint), end all workers, start
-new ones (one process imports torch, which is in the page cache, and forks them), build the trainer from the model
+The other way to do it, for the first three changes: write the state (torch's distributed checkpoint), end all workers,
+start new ones (one process imports torch, which is in the page cache, and forks them), build the trainer from the model
 folder, read the state. What was accumulated is lost. The orchestrator lives on, so its own restart does not count. The
 checkpoint is once on disk, as a run writes it, and once in memory (/dev/shm).
 
@@ -101,7 +101,7 @@ class Live:
 
 
 async def resize(live: Live, after: tuple[int, ...], inside: bool) -> dict[str, Any]:
-    """One change while the trainer works, in the middle of a batch or between two; then a step, and one more."""
+    """One change while the trainer works, in the middle of a batch or between two; then a step."""
     before = live.trainer.formation.members
     if inside:
         await live.half_a_batch()
@@ -111,7 +111,7 @@ async def resize(live: Live, after: tuple[int, ...], inside: bool) -> dict[str, 
     result = await transaction.run()
     if result.outcome != "resized":
         raise SystemExit(f"{before} -> {after}: {result.reason}")
-    first_step_s, second_step_s = await live.step(), await live.step()
+    first_step_s = await live.step()
     slots = result.slot_seconds
     return {
         "before": list(before),
@@ -125,12 +125,12 @@ async def resize(live: Live, after: tuple[int, ...], inside: bool) -> dict[str, 
         "plan_s": slots["plan"],
         "groups_s": slots["groups"],
         "build_s": slots.get("build", 0.0),
+        "load_s": slots.get("load", 0.0),
         "transfer_s": slots["transfer"],
         "rebuild_s": slots["rebuild"],
         "commit_s": result.seconds["commit"],
         "settle_s": result.seconds["settle"],
         "first_step_s": first_step_s,
-        "second_step_s": second_step_s,
     }
 
 
@@ -170,7 +170,7 @@ async def run(
             live = Live(cluster, settings)
         await live.hold(FORMATIONS[0])
         restarts: dict[str, list[float]] = {where: [] for where in states}
-        for after in FORMATIONS[1:]:
+        for after in FORMATIONS[1:4]:
             for where, state in states.items():
                 before, seconds = live.trainer.formation.members, await restart(live, after, state)
                 restarts[where].append(seconds)
@@ -184,9 +184,9 @@ async def run(
 def line(row: dict[str, Any]) -> str:
     before, after = (",".join(map(str, row[end])) for end in ("before", "after"))
     where = "in a batch" if row["in_a_batch"] else "between"
-    phases = " ".join(f"{name} {row[name + '_s']:.3f}" for name in ("freeze", "transfer", "rebuild", "commit"))
+    phases = " ".join(f"{name} {row[name + '_s']:.3f}" for name in ("freeze", "load", "transfer", "rebuild", "commit"))
     beside = " ".join(f"{name} {row[name + '_s']:.2f}" for name in ("plan", "groups", "build", "settle"))
-    steps = f"first step {row['first_step_s']:.2f}, second {row['second_step_s']:.2f}"
+    steps = f"first step {row['first_step_s']:.2f}"
     moved = f"{row['moved_bytes'] / 2**20:6.0f} MiB"
     return (
         f"{before:8} -> {after:8} {where:10} {moved}  pause {row['pause_s']:.3f} ({phases})  beside: {beside}; {steps}"
