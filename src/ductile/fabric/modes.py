@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, MutableMapping
 import torch
 
 from ductile.core.transfer.plan import Part, Plan
-from ductile.fabric.memory import Memory
+from ductile.fabric.memory import Memory, copy
 
 Allocate = Callable[[str, str, int], torch.Tensor]
 """(buffer, dtype, elements) -> a contiguous tensor."""
@@ -38,7 +38,7 @@ class Shadow:
 
     def meanwhile(self) -> None:
         for source, target in self._copies:
-            target.copy_(source)
+            copy(source, target)
 
     def after(self, index: int) -> None:
         pass
@@ -100,7 +100,7 @@ class Streaming:
         for name in self._leaving.pop(index, ()):
             for part in self._copies.pop(name, ()):
                 self._ensure(self._new.buffer(part.name, part.box))
-                self._new.box(part.name, part.box).copy_(self._old.box(part.name, part.box))
+                copy(self._old.box(part.name, part.box), self._new.box(part.name, part.box))
             self._freed_bytes += self._old.words(name).nbytes
             self._old.drop(name)
             del self._source[name]
