@@ -21,7 +21,7 @@ class Asks:
             self.asked_at_s = state.now_s
             num_slots = len(state.slots)
             plan = Plans(*np.array([[num_slots, 0, num_slots, NEVER, 0, 0]], float).T)
-            self.expected_s = float(forecast(state, work(state, length_model(state)), plan, num_slots).finish_s[0])
+            self.expected_s = float(forecast(state, work(state, length_model(state)), plan, num_slots)[0])
         return InTurns().decide(state)
 
 

@@ -100,16 +100,8 @@ class Plans:
     """Added to generation: prefill of what is handed off, and new generators that are not there yet."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Forecast:
-    finish_s: Floats
-    """By plan: seconds from now until all is generated and trained."""
-    generated_s: Floats
-    """By plan: until all is generated."""
-
-
-def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> Forecast:
-    """Follow every plan to its end, with `num_slots` slots that either train or generate."""
+def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> Floats:
+    """By plan: seconds from now until all is generated and trained, on `num_slots` slots that do one or the other."""
     speeds, costs, full = state.speeds, state.costs, float(state.limits.max_num_seqs)
     num_plans = len(plans.generators)
     generators = plans.generators.copy()
@@ -156,8 +148,7 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
     rest_s = np.maximum(rest / speeds.train.of(num_slots), speeds.train.seconds(todo.longest_tokens, num_slots))
     rest_s = np.where(rest > 0, rest_s, 0.0)
     waits_s = lag_s * (generators < num_slots) * generators / num_slots
-    finish_s = now_s + busy_s + (costs.resize_s + waits_s) * resized + rest_s
-    return Forecast(finish_s, now_s)
+    return now_s + busy_s + (costs.resize_s + waits_s) * resized + rest_s
 
 
 def _trained(

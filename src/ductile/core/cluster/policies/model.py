@@ -5,7 +5,7 @@
 2. Candidates are numbers of generators, more or fewer than now, each followed by the same sensible future: as the
    rollouts end, generators get fewer. Slots go both ways: at the start of a step train slots generate.
 3. A candidate is taken when it ends the work earlier than leaving the roles as they are does, by more than its own cost
-   and a margin, and when doing it now is as good as doing it later. Soon after a change, it has to be worth much more.
+   and a margin, and when doing it now is as good as doing it later. Soon after a change, it has to be worth twice that.
 4. The slots that move are those with the fewest predicted tokens to hand off; these go to whoever has the least left.
 
 It is asked after events (a micro-step, a rollout that ended, new weights) and never polls. It keeps no state: the same
@@ -27,12 +27,8 @@ from ductile.core.cluster.state import ClusterState
 
 FILLS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Sequences a generator should have at least, in the futures that are compared."""
-
-
 WAITS = (1, 3, 9)
 """Rounds after which a change might be better than now."""
-
-
 TRAIN: tuple[Role, ...] = ("train",)
 BOTH: tuple[Role, ...] = ("train", "generate")
 
@@ -83,7 +79,7 @@ class Model:
         go = [(count, 0, count, fill, *delays_s[count]) for count in counts for fill in fills]
         columns = np.array([*never, *flexible, *later, *go], float).T
         columns[0], columns[2] = np.maximum(columns[0], 1), np.maximum(columns[2], 1)
-        finish_s = forecast(state, todo, Plans(*columns), num_slots).finish_s
+        finish_s = forecast(state, todo, Plans(*columns), num_slots)
         num_stays = len(never) + len(flexible) + len(later)
         never_s, later_s = float(finish_s[0]), float(finish_s[:num_stays].min())
         if not now:
