@@ -1,6 +1,8 @@
 """A run that resizes all the time does not grow: memory, files, threads, shared memory."""
 
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,13 @@ import pytest
 from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
 from ductile.records import Formation
 from ductile.trainer.worker import TrainRole
+from ductile.wire.messages import Prepare
 from tests.tiny import make_model_folder
 from tests.trainer.fleet import Fleet
 from tests.trainer.naive import make_samples
 
 CYCLE = [(0, 1), (0, 1, 2), (1, 2), (2,), (0, 2), (2, 1, 0)]
+DEADLINE_S = 10.0
 WARM = 5
 """Cycles until allocators and caches have what they need."""
 KIB_A_RESIZE = 40
@@ -52,3 +56,37 @@ def test_resizes_leave_nothing_behind(tmp_path: Path, num_cycles: int) -> None:
         assert last["threads"] == warm["threads"]
         assert last["segments"] <= warm["segments"]
         assert last["KiB"] - warm["KiB"] < KIB_A_RESIZE * len(CYCLE) * (num_cycles - WARM), [s[slot] for s in seen]
+
+
+def threads(role: TrainRole) -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("prepare")]
+
+
+@pytest.mark.parametrize("num_silent", [0, 1], ids=["all prepare", "one never does"])
+def test_changes_that_are_taken_back_leave_nothing_behind(tmp_path: Path, num_silent: int) -> None:
+    """Right away, when all are ready, and when somebody never comes: that one is not waited for."""
+    folder = make_model_folder(tmp_path / "model", "qwen3")
+    sections: dict[str, Any] = {"model": {"name": str(folder)}, "loss": SFTLoss(), "optim": AdamWConfig(lr=1e-4)}
+    settings = TrainerConfig.model_validate(sections).model_dump()
+    assert settings["resize"]["timeout_s"] > DEADLINE_S
+    seen: list[dict[int, dict[str, int]]] = []
+    with Fleet(settings, range(4)) as fleet:
+        fleet.hold((0, 1))
+        fleet.hold_joining((2, 3))
+        for number in range(12):
+            change = fleet.prepare_change(Formation((0, 2, 3)))
+            told = change.slots[: len(change.slots) - num_silent]
+            fleet.ask(dict.fromkeys(told, Prepare(change)))
+            if number % 2 and not num_silent:
+                fleet.until_ready(change)
+            fleet.roll_back(change)
+            until_s = time.monotonic() + DEADLINE_S
+            while any(fleet.call(range(4), threads).values()):
+                assert time.monotonic() < until_s, "somebody still waits"
+                time.sleep(0.01)
+            left = [key for key in fleet._store.list_keys() if f"/{change.epoch}/" in key]
+            assert left == []
+            seen.append(fleet.call(range(4), footprint))
+    for slot in range(4):
+        warm, last = seen[WARM][slot], seen[-1][slot]
+        assert (last["files"], last["threads"]) == (warm["files"], warm["threads"])

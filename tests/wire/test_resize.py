@@ -1,6 +1,7 @@
 """The transaction against slots in memory, in virtual time: what each fault comes to, and that no sample is lost."""
 
 import asyncio
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -18,6 +19,7 @@ from ductile.wire.messages import (
     ForwardBackward,
     ForwardBackwardDone,
     Freeze,
+    Heartbeat,
     Hold,
     Move,
     Prepare,
@@ -45,10 +47,21 @@ class Stage:
         self.trainer = RemoteTrainer(self.mailbox, Formation(tuple(members)), timeout_s=100)
         self.terms = Terms({}, "127.0.0.1:1", timeout_s=5, leave_s=50, keeps_old=keeps_old)
         self.killed: list[int] = []
+        self._beating: list[asyncio.Task[None]] = []
 
     async def resize(self, *members: int, replicas: int = 1) -> ResizeResult:
         after = Formation(members, replicas)
         return await Transaction(self.mailbox, self.trainer, after, self.terms, self.kill, clock).run()
+
+    def beat(self, slot: int) -> None:
+        """Have the slot send heartbeats for a quarter of an hour."""
+
+        async def beating() -> None:
+            for _ in range(900):
+                self.carrier.emit(slot, Heartbeat("something else", 1.0))
+                await asyncio.sleep(1)
+
+        self._beating.append(asyncio.create_task(beating()))
 
     def kill(self, slot: int, sentence: str) -> None:
         self.killed.append(slot)
@@ -228,6 +241,139 @@ def test_an_old_member_that_refuses_or_is_slow_goes_on_as_before(step: str, kind
     play(story)
 
 
+@pytest.mark.parametrize("slow", [1, 2], ids=["member", "joiner"])
+@pytest.mark.parametrize("step", ["hold", "prepare", "freeze", "move", "commit"])
+def test_a_slot_that_is_only_slow_is_waited_for_and_nobody_is_killed(step: str, slow: int):
+    async def story():
+        stage = Stage([0, 1])
+        training = asyncio.create_task(stage.train(40))
+        stage.beat(slow)
+        stage.carrier.fail(slow, "delay", on=STEPS[step], delay_s=40)
+        # Slots execute commands in order: what comes next waits for the slow one.
+        stage.slots.work_s = lambda number, command: 40 if (number, type(command)) == (slow, STEPS[step]) else 0.01
+        result = await stage.resize(0, 1, 2)
+        if step == "hold" and slow == 1:
+            assert result.outcome == "resized", "an old member is not asked to hold anything"
+        else:
+            assert result.outcome == "rolled_back"
+            assert re.match(rf"slot {slow} .*did not answer {STEPS[step].__name__} within 6 s", result.reason)
+        assert (stage.killed, stage.mailbox.lost) == ([], {})
+        await training
+        assert stage.slots.trained == [list(range(40))]
+
+    play(story)
+
+
+def test_a_slot_that_does_not_even_take_back_ends_the_trainer():
+    async def story():
+        stage = Stage([0, 1])
+        stage.beat(1)
+        stage.carrier.fail(1, "drop", on=Freeze)
+        stage.carrier.fail(1, "drop", on=Rollback)
+        with pytest.raises(SlotLost, match=r"Freeze within 6 s;.*Rollback within 600 s;.*; slot 1 held 1 of 2 parts"):
+            await stage.resize(0, 2)
+
+    play(story)
+
+
+def test_an_orchestrator_that_was_suspended_kills_nobody():
+    async def story():
+        stage = Stage([0, 1])
+        for slot in (0, 1, 2):
+            stage.carrier.fail(slot, "drop", on=Freeze)
+        resizing = asyncio.create_task(stage.resize(0, 1, 2))
+        await asyncio.sleep(6.9)  # the deadline is over, nobody has been heard for long; now what waited unread comes
+        for slot in (0, 1, 2):
+            stage.carrier.emit(slot, Heartbeat("", 0.0))
+        assert (await resizing).outcome == "rolled_back"
+        assert stage.killed == []
+        await stage.train()
+        assert stage.slots.trained == [list(range(12))]
+
+    play(story)
+
+
+@pytest.mark.parametrize("late", [Ready, Rollback, Drop])
+def test_joiners_do_not_hold_up_training(late: type):
+    async def story():
+        stage = Stage([0, 1])
+        stage.beat(3)
+        stage.slots.work_s = lambda number, command: 4.0 if (number, type(command)) == (3, late) else 0.01
+        stage.carrier.fail(2, "death", on=Prepare)
+        training = asyncio.create_task(stage.train(60))
+        result = await stage.resize(0, 1, 2, 3)
+        assert (result.outcome, result.reason) == ("rolled_back", "slot 2 died, as asked")
+        assert result.pause_s < 0.1
+        assert stage.killed == []
+        await training
+        assert set(stage.with_role()) == {0, 1, 2}, "2 died with it"
+        assert stage.slots.wrong == []
+
+    play(story)
+
+
+def test_a_joiner_that_dies_after_it_was_ready_is_not_waited_for():
+    async def story():
+        stage = Stage([0, 1])
+        stage.slots.unready = {0: 10**6}
+        resizing = asyncio.create_task(stage.resize(0, 1, 2))
+        await asyncio.sleep(1)
+        stage.mailbox.lose(2, "slot 2 died, as asked")
+        result = await resizing
+        assert (result.outcome, result.reason) == ("rolled_back", "slot 2 died, as asked")
+        assert sum(result.seconds.values()) < 2
+
+    play(story)
+
+
+@pytest.mark.parametrize("step", ["hold", "prepare", "freeze", "move", "commit"])
+@pytest.mark.parametrize("how", ["cancelled", "bug"])
+def test_whatever_ends_a_change_it_is_taken_back(step: str, how: str, monkeypatch: pytest.MonkeyPatch):
+    async def story():
+        stage = Stage([0, 1])
+        transaction = Transaction(
+            stage.mailbox, stage.trainer, Formation((1, 2)), stage.terms, stage.kill, clock
+        )  # fmt: skip
+        ask_all, reached = stage.mailbox.ask_all, asyncio.Event()
+
+        async def odd(commands, *limits):
+            if any(isinstance(command, STEPS[step]) for command in commands.values()):
+                reached.set()
+                if how == "bug":
+                    raise KeyError("a bug")
+            return await ask_all(commands, *limits)
+
+        monkeypatch.setattr(stage.mailbox, "ask_all", odd)
+        changing = asyncio.create_task(transaction.run())
+        await reached.wait()
+        if how == "cancelled":
+            changing.cancel()
+        with pytest.raises(KeyError if how == "bug" else asyncio.CancelledError):
+            await changing
+        monkeypatch.undo()
+        assert stage.with_role() == [0, 1]
+        assert (await stage.resize(1, 2)).outcome == "resized"
+        await stage.train()
+        assert stage.slots.trained == [list(range(12))]
+        assert stage.slots.wrong == []
+
+    play(story)
+
+
+def test_a_slot_that_cannot_give_the_role_up_is_not_kept():
+    async def story():
+        stage = Stage([0, 1])
+        stage.carrier.fail(0, "error", on=Drop)
+        assert (await stage.resize(1, 2)).outcome == "resized"
+        assert stage.killed == [0]
+        # What does not hold the role has nothing to give up.
+        stage.carrier.fail(3, "error", on=Hold)
+        assert (await stage.resize(1, 2, 3)).outcome == "rolled_back"
+        assert stage.killed == [0]
+
+    play(story)
+
+
 @pytest.mark.parametrize(
     ("spoilt", "sentence"),
     [
@@ -242,7 +388,7 @@ def test_slots_that_do_not_agree_do_not_change(spoilt: dict[int, str], sentence:
         stage.slots.spoil = spoilt
         result = await stage.resize(0, 1, 2, 3)
         assert (result.outcome, result.reason[: len(sentence)]) == ("rolled_back", sentence)
-        assert stage.sent(Rollback) == [0, 1, 2, 3]
+        assert (stage.sent(Rollback), stage.sent(Drop)) == ([0, 1, 2, 3], [2, 3])
         assert stage.sent(Commit) == []
         stage.slots.spoil = {}
         await stage.train()

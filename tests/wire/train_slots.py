@@ -137,7 +137,7 @@ class TrainSlots:
                 slot.asked_whether_ready += 1
                 return Readiness(slot.asked_whether_ready > self.unready.get(slot.number, 0))
             case Freeze(epoch):
-                assert slot.live is None or slot.asked_whether_ready > self.unready.get(slot.number, 0), "is not ready"
+                assert slot.asked_whether_ready > self.unready.get(slot.number, 0), "is not ready"
                 self._expect(slot, epoch)
                 slot.frozen = True
                 return Frozen(b"other" if self.spoil.get(slot.number) == "plan" else b"plan", self._progress(slot))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ductile.fabric.board import Board
+from ductile.fabric.board import Board, Missing
 from ductile.fabric.carrier import Carrier
 from ductile.fabric.cuda_ipc import CudaIpc, Share
 from ductile.fabric.p2p import PeerToPeer
@@ -35,16 +35,21 @@ class _Card(msgspec.Struct, frozen=True):
 
 
 def choose(
-    board: Board, device: str, group: Callable[[], dist.ProcessGroup], one_sided: bool = True
+    board: Board,
+    device: str,
+    group: Callable[[], dist.ProcessGroup],
+    one_sided: bool = True,
+    missing: Missing | None = None,
 ) -> tuple[Carrier, str]:
     """The fastest carrier that works among all members of `board`, and why: a sentence. Collective.
 
     `group` makes the process group of all members, in case that messages are needed. Without `one_sided` only messages
-    are considered: to stream, or to compare. Raises `TransferFailed` when somebody does not answer.
+    are considered: to stream, or to compare. Raises `TransferFailed` when somebody does not answer, or what `missing`
+    raises.
     """
     if not one_sided:
         return PeerToPeer(group(), device, board.timeout_s), "p2p: only messages were asked for"
-    peers, reason = _try_memory(board) if device == "cpu" else _try_gpus(board, torch.device(device))
+    peers, reason = _try_memory(board, missing) if device == "cpu" else _try_gpus(board, torch.device(device), missing)
     if reason:
         return PeerToPeer(group(), device, board.timeout_s), f"p2p: {reason}"
     carrier = PeerMemory(board, peers) if device == "cpu" else CudaIpc(board, peers, device)
@@ -52,7 +57,7 @@ def choose(
     return carrier, f"{carrier.name}: {trial}"
 
 
-def _try_memory(board: Board) -> tuple[dict[int, Process], str]:
+def _try_memory(board: Board, missing: Missing | None) -> tuple[dict[int, Process], str]:
     """Everybody reads eight bytes of everybody else's memory."""
     permit_siblings()
     probe = np.frombuffer(os.urandom(8), dtype="<u8").copy()
@@ -64,10 +69,10 @@ def _try_memory(board: Board) -> tuple[dict[int, Process], str]:
         return int(found[0])
 
     card = _Card(host(), Process.own(), int(probe[0]), address=probe.ctypes.data)
-    return _try_all(board, card, look)
+    return _try_all(board, card, look, missing)
 
 
-def _try_gpus(board: Board, device: torch.device) -> tuple[dict[int, Process], str]:
+def _try_gpus(board: Board, device: torch.device, missing: Missing | None) -> tuple[dict[int, Process], str]:
     """Everybody reads one number of everybody else's GPU."""
     content = int.from_bytes(os.urandom(4), "little")
     probe = torch.full((1,), content, dtype=torch.int64, device=device)
@@ -79,16 +84,18 @@ def _try_gpus(board: Board, device: torch.device) -> tuple[dict[int, Process], s
 
     readers = [member for member in board.members if member != board.slot]
     shares = {reader: Share.of(probe) for reader in readers}
-    return _try_all(board, _Card(host(), Process.own(), content, shares=shares), look)
+    return _try_all(board, _Card(host(), Process.own(), content, shares=shares), look, missing)
 
 
-def _try_all(board: Board, card: _Card, look: Callable[[_Card], int]) -> tuple[dict[int, Process], str]:
+def _try_all(
+    board: Board, card: _Card, look: Callable[[_Card], int], missing: Missing | None
+) -> tuple[dict[int, Process], str]:
     """(everybody's process, what kept anybody from looking at anybody else: the same for all)"""
-    notes = board.exchange("cards", msgspec.msgpack.encode(card))
+    notes = board.exchange("cards", msgspec.msgpack.encode(card), missing)
     cards = {slot: msgspec.msgpack.decode(note, type=_Card, strict=False) for slot, note in notes.items()}
     others = ((slot, other) for slot, other in cards.items() if slot != board.slot)
     verdict = next(filter(None, (_try(board.slot, card, slot, other, look) for slot, other in others)), "")
-    verdicts = board.exchange("verdicts", verdict.encode())  # nobody's probe goes before everybody has looked
+    verdicts = board.exchange("verdicts", verdict.encode(), missing)  # nobody's probe goes before everybody has looked
     peers = {slot: other.process for slot, other in cards.items()}
     return peers, next((verdict.decode() for _, verdict in sorted(verdicts.items()) if verdict), "")
 

@@ -114,7 +114,7 @@ class Groups:
     def _create(self, members: tuple[int, ...]) -> dist.ProcessGroup:
         if self._device.type == "cpu":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it listens wherever the host's name points
-        name = f"epoch/{self._epoch}/{self._purpose}{'.'.join(map(str, members))}"
+        name = f"{names_of(self._epoch)}{self._purpose}{'.'.join(map(str, members))}"
         group, _ = c10d._new_process_group_helper(
             group_size=len(members),
             group_rank=members.index(self._slot),
@@ -132,14 +132,17 @@ class Groups:
         try:
             dist.barrier(group=group)
             if members[0] == self._slot:
-                for key in self._store.list_keys():
-                    if key.startswith(f"{name}/"):
-                        self._store.delete_key(key)
+                rendezvous.forget(self._store, f"{name}/")
             dist.barrier(group=group)
         except Exception:
             dist.destroy_process_group(group)
             raise
         return group
+
+
+def names_of(epoch: int) -> str:
+    """What the names of an epoch's groups, and their keys in the store, begin with."""
+    return f"epoch/{epoch}/"
 
 
 def _backend(device: torch.device) -> str:

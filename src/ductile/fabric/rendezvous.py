@@ -31,3 +31,10 @@ def connect(address: str, timeout_s: float) -> Store:
     if not host or not port.isdigit():
         raise ValueError(f"the rendezvous address is {address!r}; it must be host:port")
     return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+def forget(store: Store, prefix: str) -> None:
+    """Delete all keys that begin with `prefix`."""
+    for key in store.list_keys():
+        if key.startswith(prefix):
+            store.delete_key(key)

@@ -1,5 +1,6 @@
 """Who trains: what may be changed about it, one change at a time, and what became of the changes so far."""
 
+import traceback
 from collections import deque
 from collections.abc import Sequence
 
@@ -39,7 +40,7 @@ class Changes:
         """Have the trainer go on as this formation, and wait for what comes of it.
 
         Raises Unfit for a formation that cannot be, and RunFailed when another change is under way, when a slot does
-        not start, or when the trainer is lost.
+        not start, when the trainer is lost, or when the change fails in a way that nobody thought of.
         """
         before, after = self._trainer.formation, formation_of(members, replicas)
         if self._target is not None:
@@ -57,6 +58,10 @@ class Changes:
         except SlotLost as error:
             self._cluster.fail(str(error))
             raise RunFailed(str(error)) from error
+        except (Unfit, RunFailed):
+            raise
+        except Exception as error:
+            raise RunFailed(self._note_failure(before, after, error)) from error
         finally:
             self._target = self._transaction = None
         return self._note(result)
@@ -101,6 +106,24 @@ class Changes:
             device, pid = self._cluster.devices[slot], self._cluster.processes[slot].pid
             sentence = f"Slot {slot} runs on {device}, pid {pid}: it is to join the trainer."
             self._record.event("slot_started", sentence, slot=slot, roles=[], device=device, pid=pid)
+
+    def _note_failure(self, before: Formation, after: Formation, error: Exception) -> str:
+        """The sentence, without its full stop."""
+        now = self._trainer.formation
+        sentence = (
+            f"Trainer is on {describe(now)}; its resize to {describe(after)} failed: {type(error).__name__}: {error}"
+        )
+        self._record.event(
+            "resize_rolled_back" if now == before else "resized",
+            f"{sentence}.",
+            epoch=self._cluster.mailbox.epoch,
+            before=before.members,
+            before_replicas=before.replicas,
+            after=after.members,
+            after_replicas=after.replicas,
+            traceback="".join(traceback.format_exception(error)),
+        )
+        return sentence
 
     def _note(self, result: ResizeResult) -> Resized:
         resized = Resized(

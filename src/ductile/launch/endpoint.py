@@ -62,7 +62,8 @@ class Endpoint:
             await asyncio.wait(self._talking, timeout=CLOSE_S)
         for task in self._talking:
             task.cancel()
-        await asyncio.gather(*self._talking, return_exceptions=True)
+        if self._talking:  # a resize is being taken back, which nothing depends on any more
+            await asyncio.wait(self._talking, timeout=CLOSE_S)
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

@@ -174,6 +174,7 @@ async def _live(
         timeout_s=trainer.resize.timeout_s,
         leave_s=limits.command_timeout_s,
         keeps_old=trainer.resize.memory == "shadow",
+        patience_s=limits.command_timeout_s,
     )
     changes = Changes(slots.cluster, slots.trainer, terms, slots.placement, session.record)
     live = LiveRun(command, max_steps, session, slots.cluster, slots.trainer, slots.activity, changes)

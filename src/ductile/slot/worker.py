@@ -135,8 +135,11 @@ class Worker:
             case Hold():
                 return self._hold(epoch, command)
             case Drop():
-                self._role(command.role).close()
-                del self._roles[command.role]
+                role = self._role(command.role)
+                try:
+                    role.close()
+                finally:  # or the slot could never hold it again
+                    del self._roles[command.role]
                 return Done()
             case Receive():
                 return self._role(command.role).handle(command)

@@ -143,7 +143,7 @@ class Preparation:
         epoch = self._change.epoch
         with suppress(RuntimeError):  # the store ends with the run
             store = rendezvous.connect(self._place.rendezvous, self._config.resize.timeout_s)
-            for prefix in (notes_of(epoch), names_of(epoch)):
+            for prefix in (f"{notes_of(epoch)}/", names_of(epoch)):
                 rendezvous.forget(store, prefix)
 
     def _go_on(self, awaited: Sequence[int] = ()) -> None:
@@ -213,7 +213,7 @@ class Preparation:
 
 def notes_of(epoch: int) -> str:
     """Where the slots of a change leave each other notes in the store."""
-    return f"resize/{epoch}/"
+    return f"resize/{epoch}"
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """A resize of the live trainer: one change, from the first `Hold` to the last `Drop`.
 
     Hold(joining)   joiners build what needs no state          training goes on
-    Prepare         groups, skeleton, buffers, plan            training goes on; old members start at a boundary,
-                                                               and are asked at boundaries whether they are ready
+    Prepare         groups, skeleton, buffers, plan            training goes on; all prepare beside what they do, and
+                                                               are asked whether they are ready: members at boundaries
     Freeze          all say their plan's key and progress      ┐
     Move            all say what they sent and received        ├ the pause, at a boundary
     Commit          the new state is the state                 ┘
@@ -10,12 +10,13 @@
     Drop            slots that left give the role up           training goes on
 
 Each is a fan-out with a deadline and one outcome a slot. `ductile.core.cluster.membership` says what becomes of a bad
-one: `Rollback`, and the old formation goes on, or the end of the trainer. Whoever does not answer in time is killed.
+one: `Rollback`, and the old formation goes on, or the end of the trainer. A slot that is late and silent, too, is
+killed; one that is only slow is not.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
@@ -27,7 +28,6 @@ from ductile.core.cluster.membership import (
     complaint_about_plans,
     complaint_about_progress,
     judge,
-    overdue,
     total,
 )
 from ductile.records import Change, Formation
@@ -60,6 +60,11 @@ READY_S, READY_SHARE = 0.02, 0.1
 """Between two questions whether slots are ready: seconds at least, and a share of how long it has taken so far. Each is
 asked at a boundary, and costs the trainer about 2 ms."""
 
+LOOK_S, NUM_LOOKS = 0.1, 25
+"""For signs of life from slots that are late: for 2.5 s, while heartbeats come every second, also from a slot whose
+main thread is busy or waits for another. Looks are counted, and not seconds: had this process itself been suspended,
+the heartbeats of that time would wait unread."""
+
 R = TypeVar("R", bound=Reply)
 
 
@@ -76,6 +81,8 @@ class Terms:
     """How long a slot that left keeps a published version for those that still fetch it."""
     keeps_old: bool = True
     """The old state stays whole until `Settle`; see `ductile.core.cluster.membership.judge`."""
+    patience_s: float = 600.0
+    """For what has to be done in any case, behind whatever the slot is busy with: take back, give the role up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,19 +135,32 @@ class Transaction:
         self._seconds: dict[str, float] = {}
         self._pause_s = 0.0
         self._moved: dict[int, Moved] = {}
+        self._holding = set(self.change.before.members)
+        """Slots that are known to hold the role."""
 
     async def run(self) -> ResizeResult:
-        """Raises SlotLost when there is no trainer any more; its sentence says what was lost."""
+        """Raises SlotLost when there is no trainer any more; its sentence says what was lost.
+
+        Whatever else comes out of it, being cancelled included, the trainer is as it was.
+        """
         try:
             await self._hold()
-            await self._prepare()
-            async with self._boundary():
+            async with self._as_before_unless_done():
+                await self._prepare()
+            async with self._boundary(), self._as_before_unless_done():
                 await self._freeze_and_move()
                 await self._step("commit", Commit(self.change.epoch), Done)
                 self._trainer.formation = self.change.after
-        except _Unfinished as unfinished:
-            await self._drop(self.change.joiners, leave_s=0.0)
-            return self._result("rolled_back", str(unfinished))
+        except SlotLost:
+            raise
+        except BaseException as error:
+            await asyncio.shield(self._dismiss_joiners())
+            if not isinstance(error, _Unfinished):
+                raise
+            return self._result("rolled_back", str(error))
+        return await asyncio.shield(self._finish())
+
+    async def _finish(self) -> ResizeResult:
         try:
             await self._step("settle", Settle(self.change.epoch), Done)
         except _Unfinished as unfinished:
@@ -154,42 +174,42 @@ class Transaction:
         hold = Hold("train", dict(terms.settings), members, terms.rendezvous, joining=True)
         with self._timed("hold"):
             outcomes = await self._ask(dict.fromkeys(self.change.joiners, hold))
-        self._judge("hold", outcomes)
+        self._holding |= {slot for slot, outcome in outcomes.items() if isinstance(outcome, Done)}
+        await self._judge("hold", outcomes)
 
     async def _prepare(self) -> None:
-        """Joiners are ready when everybody is. Old members answer at once, from a boundary: they must not be asked in
-        the middle of a micro-step, which may take longer than any deadline of a change."""
+        """All answer at once and prepare beside what they do. Old members are asked at boundaries: in the middle of a
+        micro-step, which may take longer than any deadline of a change, they would not answer."""
         prepare = Prepare(self.change)
         with self._timed("prepare"):
             async with self._boundary():
-                joining = asyncio.create_task(self._ask(dict.fromkeys(self.change.joiners, prepare)))
-                try:
-                    outcomes = await self._ask(dict.fromkeys(self.change.before.members, prepare))
-                except BaseException:
-                    joining.cancel()
-                    raise
-            outcomes |= await joining
-            try:
-                self._judge("prepare", outcomes)
-            except _Unfinished:
-                async with self._boundary():
-                    raise
+                outcomes = await self._ask(dict.fromkeys(self.change.before.members, prepare))
+                await self._judge("prepare", outcomes)
+            await self._judge("prepare", await self._ask(dict.fromkeys(self.change.joiners, prepare)))
             await self._until_ready()
 
     async def _until_ready(self) -> None:
-        """Old members prepare beside training. To freeze them before they have done would be to wait for them then."""
-        waiting, began_s = set(self.change.before.members), self._clock()
-        while waiting:
-            async with self._boundary():
-                outcomes = await self._ask(dict.fromkeys(sorted(waiting), Ready(self.change.epoch)))
-                self._judge("prepare", outcomes)
-                waiting = {slot for slot, said in outcomes.items() if not (isinstance(said, Readiness) and said.ready)}
-                waited_s = self._clock() - began_s
-                if waiting and waited_s > self._terms.timeout_s:
-                    first = self._mailbox.describe(min(waiting))
-                    self._complain("prepare", f"{first} did not prepare within {self._terms.timeout_s:g} s")
-            if waiting:
-                await asyncio.sleep(max(READY_S, READY_SHARE * waited_s))
+        """To freeze slots before they have prepared would be to wait for them then."""
+        joining, training, began_s = set(self.change.joiners), set(self.change.before.members), self._clock()
+        while True:
+            joining = await self._unready(joining)
+            if training:
+                async with self._boundary():
+                    training = await self._unready(training)
+            waited_s = self._clock() - began_s
+            if not joining | training:
+                return
+            if waited_s > self._terms.timeout_s:
+                first = self._mailbox.describe(min(joining | training))
+                self._complain("prepare", f"{first} did not prepare within {self._terms.timeout_s:g} s")
+            await asyncio.sleep(max(READY_S, READY_SHARE * waited_s))
+
+    async def _unready(self, slots: Collection[int]) -> set[int]:
+        """Those that have not prepared yet. Whoever has died, also of the others, will not be waited for."""
+        gone = [slot for slot in self.change.slots if slot in self._mailbox.lost]
+        outcomes = await self._ask(dict.fromkeys([*sorted(slots), *gone], Ready(self.change.epoch)))
+        await self._judge("prepare", outcomes)
+        return {slot for slot in slots if not (isinstance(said := outcomes[slot], Readiness) and said.ready)}
 
     async def _freeze_and_move(self) -> None:
         change = self.change
@@ -206,32 +226,58 @@ class Transaction:
 
     @asynccontextmanager
     async def _boundary(self) -> AsyncIterator[None]:
-        """The trainer stands still. What is left unfinished is taken back before it goes on."""
+        """The trainer stands still."""
         async with self._trainer.boundary():
             began_s = self._clock()
             try:
                 yield
-            except _Unfinished as unfinished:
-                await self._take_back(unfinished.ruling)
-                raise
             finally:
                 self._pause_s += self._clock() - began_s
 
+    @asynccontextmanager
+    async def _as_before_unless_done(self) -> AsyncIterator[None]:
+        """What is left unfinished, for whatever reason, is taken back."""
+        try:
+            yield
+        except BaseException as error:
+            await asyncio.shield(self._take_back(self._ruling_of(error)))
+            raise
+
+    def _ruling_of(self, error: BaseException) -> Ruling:
+        if isinstance(error, _Unfinished):
+            return error.ruling
+        said = f"the change was given up in {self.phase}: {type(error).__name__}: {error}"
+        return judge(self.phase, self.change, {}, dict.fromkeys(self.change.slots, said), self._terms.keeps_old)
+
     async def _take_back(self, ruling: Ruling) -> None:
+        """Only those that train are waited for: nobody else's part is needed."""
         if ruling.verdict == "stop":
             raise self._lost(ruling.reason)
+        rollback = dict.fromkeys(self.change.before.members, Rollback(self.change.epoch))
+        with self._timed("rollback"):
+            outcomes = await self._ask(rollback, self._terms.patience_s)
+        dead = {slot: str(outcome) for slot, outcome in outcomes.items() if isinstance(outcome, SlotLost)}
+        failed = {slot: str(outcome) for slot, outcome in outcomes.items() if isinstance(outcome, Refused | Late)}
         try:
-            await self._step("rollback", Rollback(self.change.epoch), Done)
+            self._rule("rollback", dead, failed)
         except _Unfinished as unfinished:
             raise self._lost(f"{ruling.reason}; {unfinished}") from None
 
+    async def _dismiss_joiners(self) -> None:
+        await self._insist(self.change.joiners, Rollback(self.change.epoch))
+        await self._drop(self.change.joiners, leave_s=0.0)
+
     async def _drop(self, slots: Sequence[int], leave_s: float) -> None:
-        """Have slots give the role up that are not in the trainer. One that cannot is not worth keeping."""
+        """Have slots give the role up that are not in the trainer."""
         for slot in slots:
             await self._trainer.has_withdrawn(slot, leave_s)
-        outcomes = await self._ask(dict.fromkeys(slots, Drop("train")))
+        await self._insist(slots, Drop("train"))
+
+    async def _insist(self, slots: Sequence[int], command: Command) -> None:
+        """A slot that holds the role and cannot do this is not worth keeping."""
+        outcomes = await self._ask(dict.fromkeys(slots, command), self._terms.patience_s, after_failure_s=None)
         for slot, outcome in outcomes.items():
-            if isinstance(outcome, Late):
+            if isinstance(outcome, Late) or (isinstance(outcome, Refused) and slot in self._holding):
                 self._kill(slot, f"{outcome}; it has been killed")
 
     async def _step(self, phase: Phase, command: Command, expected: type[R]) -> dict[int, R]:
@@ -242,24 +288,41 @@ class Transaction:
             if not isinstance(outcome, expected | Exception):
                 said = f"{type(command).__name__} with {type(outcome).__name__}"
                 outcomes[slot] = Refused(f"{self._mailbox.describe(slot)} answered {said}")
-        self._judge(phase, outcomes)
+        await self._judge(phase, outcomes)
         return {slot: outcome for slot, outcome in outcomes.items() if isinstance(outcome, expected)}
 
-    async def _ask(self, commands: Mapping[int, Command]) -> dict[int, Outcome]:
+    async def _ask(
+        self,
+        commands: Mapping[int, Command],
+        deadline_s: float | None = None,
+        after_failure_s: float | None = AFTER_FAILURE_S,
+    ) -> dict[int, Outcome]:
+        """Within the time of a step, unless told otherwise."""
         alive = {slot: command for slot, command in commands.items() if slot not in self._mailbox.lost}
-        outcomes = await self._mailbox.ask_all(alive, self._terms.timeout_s + GRACE_S, AFTER_FAILURE_S)
+        deadline_s = self._terms.timeout_s + GRACE_S if deadline_s is None else deadline_s
+        outcomes = await self._mailbox.ask_all(alive, deadline_s, after_failure_s)
         gone = {slot: SlotLost(self._mailbox.lost[slot]) for slot in commands if slot not in alive}
         return outcomes | gone
 
-    def _judge(self, phase: Phase, outcomes: Mapping[int, Outcome]) -> None:
+    async def _judge(self, phase: Phase, outcomes: Mapping[int, Outcome]) -> None:
         dead = {slot: str(outcome) for slot, outcome in outcomes.items() if isinstance(outcome, SlotLost)}
         failed = {slot: str(outcome) for slot, outcome in outcomes.items() if isinstance(outcome, Refused)}
         late = {slot: str(outcome) for slot, outcome in outcomes.items() if isinstance(outcome, Late)}
-        silent_s = {slot: self._mailbox.silent_for_s(slot) for slot in late}
-        for slot in overdue(late, silent_s, others_failed=bool(dead or failed)):
-            dead[slot] = f"{late.pop(slot)}, and has been killed"
-            self._kill(slot, dead[slot])
+        for slot in await self._silent(late):
+            self._kill(slot, f"{late.pop(slot)}, and has been killed")
+            dead[slot] = self._mailbox.lost[slot]
         self._rule(phase, dead, failed | late)
+
+    async def _silent(self, late: Collection[int]) -> list[int]:
+        """Those that give no sign of life from now on. The others may wait for these, or be slow."""
+        heard_at_s = {slot: self._mailbox.heard_at_s.get(slot) for slot in late}
+        silent = sorted(late)
+        for _ in range(NUM_LOOKS):
+            if not silent:
+                break
+            await asyncio.sleep(LOOK_S)
+            silent = [slot for slot in silent if self._mailbox.heard_at_s.get(slot) == heard_at_s[slot]]
+        return silent
 
     def _complain(self, phase: Phase, complaint: str) -> None:
         """About all of them together."""

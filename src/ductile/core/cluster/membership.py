@@ -22,9 +22,6 @@ Phase = Literal["hold", "prepare", "freeze", "move", "commit", "settle", "rollba
 
 Verdict = Literal["proceed", "rollback", "stop"]
 
-SILENT_S = 2.5
-"""Heartbeats come every second, also from a slot whose main thread is busy or waits for another."""
-
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
@@ -66,16 +63,6 @@ def judge(
     if not keeps_old and phase in ("move", "commit"):
         return Ruling("stop", f"{_told(going_on, dead, failed)}; the old state was given up while it moved")
     return Ruling("rollback", _told(going_on, dead, failed))
-
-
-def overdue(late: Collection[int], silent_s: Mapping[int, float], others_failed: bool) -> tuple[int, ...]:
-    """Which of the slots that did not answer in time are to be killed.
-
-    One that is stopped holds up those that wait for it: if any is silent it is the cause, and the others may yet
-    answer. Where others failed, those that are not silent had no time left, and are asked again.
-    """
-    silent = tuple(sorted(slot for slot in late if silent_s[slot] > SILENT_S))
-    return silent if silent or others_failed else tuple(sorted(late))
 
 
 def complaint_about_plans(keys: Mapping[int, bytes]) -> str:
