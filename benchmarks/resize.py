@@ -194,8 +194,8 @@ def line(row: dict[str, Any]) -> str:
 
 
 def figures_of(rows: list[dict[str, Any]], restarts: dict[str, list[float]], num_params: int) -> dict[str, Any]:
-    """`ratio_vs_restart` counts every change, also those that carry a gradient, which a restart loses; the ratios between
-    batches compare what both can do."""
+    """`ratio_vs_restart` counts every change, also those that carry a gradient, which a restart loses; the ratios
+    between batches compare what both can do."""
     pauses = [row["pause_s"] for row in rows]
     between_s = statistics.median(row["pause_s"] for row in rows if not row["in_a_batch"])
     restart_s = {where: statistics.median(seconds) for where, seconds in restarts.items()}
@@ -237,8 +237,8 @@ def main() -> None:
     print(
         f"{num_params / 1e6:.1f} M parameters: median pause {figures['median_pause_s']:.3f} s (between batches "
         f"{figures['median_pause_between_batches_s']:.3f} s), longest {figures['max_pause_s']:.3f} s; checkpoint and "
-        f"restart takes {figures['ratio_vs_restart']:.1f} times as long ({figures['ratio_between_batches']:.1f} between "
-        f"batches), with the checkpoint in memory {figures['ratio_vs_restart_in_memory']:.1f} times"
+        f"restart takes {figures['ratio_vs_restart']:.1f} times as long (between batches "
+        f"{figures['ratio_between_batches']:.1f}), with the checkpoint in memory {figures['ratio_vs_restart_in_memory']:.1f} times"
     )
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
