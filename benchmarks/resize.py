@@ -238,7 +238,8 @@ def main() -> None:
         f"{num_params / 1e6:.1f} M parameters: median pause {figures['median_pause_s']:.3f} s (between batches "
         f"{figures['median_pause_between_batches_s']:.3f} s), longest {figures['max_pause_s']:.3f} s; checkpoint and "
         f"restart takes {figures['ratio_vs_restart']:.1f} times as long (between batches "
-        f"{figures['ratio_between_batches']:.1f}), with the checkpoint in memory {figures['ratio_vs_restart_in_memory']:.1f} times"
+        f"{figures['ratio_between_batches']:.1f}), with the checkpoint in memory "
+        f"{figures['ratio_vs_restart_in_memory']:.1f} times"
     )
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
