@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ductile.config.cluster import ClusterConfig
-from ductile.launch.local import LocalCluster
+from ductile.launch.local import FREED_MEMORY_STAYS, LocalCluster
 from ductile.launch.processes import StartFailed
 from ductile.records import GenerateRequest, Sampling
 from ductile.roles import SlotLost
@@ -148,5 +148,23 @@ def test_a_start_that_takes_too_long_is_given_up(tmp_path: Path):
         with pytest.raises(StartFailed, match=r"within 0.05 s"):
             async with LocalCluster([0], config, tmp_path, ECHO):
                 pass
+
+    run(story())
+
+
+@pytest.mark.parametrize("users", [None, "glibc.malloc.arena_max=2"])
+def test_what_the_user_says_about_memory_goes_before_our_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, users: str | None
+):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if users:
+        monkeypatch.setenv("GLIBC_TUNABLES", users)
+
+    async def story():
+        async with LocalCluster([0], CPU, tmp_path, ECHO) as cluster:
+            path = Path(f"/proc/{cluster.processes[0].pid}/environ")
+            environment = (await asyncio.to_thread(path.read_text)).split("\0")
+        expected = users or FREED_MEMORY_STAYS["GLIBC_TUNABLES"]
+        assert f"GLIBC_TUNABLES={expected}" in environment
 
     run(story())
