@@ -253,6 +253,53 @@ def test_one_change_at_a_time(echo: Harness):
     echo.run(story())
 
 
+def test_a_failure_that_nobody_thought_of_is_told_and_taken_back(echo: Harness, monkeypatch: pytest.MonkeyPatch):
+    async def story():
+        def broken(keys: object) -> str:
+            raise KeyError("a bug")
+
+        monkeypatch.setattr("ductile.wire.resize.complaint_about_plans", broken)
+        sentence = "Trainer is on slots 0-1; its resize to slots 1-2 failed: KeyError: 'a bug'"
+        with pytest.raises(RunFailed, match=sentence):
+            await echo.changes.resize([1, 2])
+        monkeypatch.undo()
+        event = echo.events("resize_rolled_back")[-1]
+        assert event["sentence"] == f"{sentence}."
+        assert "complaint_about_plans" in event["traceback"]
+        await echo.trains_on()
+        assert (await echo.changes.resize([1, 2])).outcome == "resized"
+
+    echo.run(story())
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=lambda signum: signum.name)
+def test_nobody_waits_for_a_joiner_that_dies_while_it_prepares(
+    trainer: Harness, signum: signal.Signals, monkeypatch: pytest.MonkeyPatch
+):
+    """The other joiner and the members have much longer than this test may take."""
+    patient = trainer.settings | {"resize": trainer.settings["resize"] | {"timeout_s": 500.0}}
+    monkeypatch.setattr(trainer, "settings", patient)
+    monkeypatch.setattr(trainer, "timeout_s", 500.0 if signum == signal.SIGKILL else 1.0)
+
+    async def story():
+        await trainer.cluster.add([JOINER, 3])
+        arm(trainer.points, JOINER, "Prepare", "before")
+        resizing = asyncio.create_task(trainer.changes.resize([0, JOINER, 3]))
+        await eventually(lambda: reached(trainer.points, JOINER, "Prepare", "before"))
+        await trainer.trains_on()
+        trainer.cluster.processes[JOINER].signal(signum)
+        async with asyncio.timeout(DEADLINE_S):
+            result = await resizing
+        assert result.outcome == "rolled_back"
+        assert "slot 2" in result.sentence
+        assert result.pause_s < 2.0
+        assert list(trainer.mailbox.lost) == [JOINER]
+        await trainer.trains_on()
+        assert (await trainer.changes.resize([0, 3])).outcome == "resized"
+
+    trainer.run(story())
+
+
 def test_a_slot_that_does_not_start_changes_nothing(echo: Harness, monkeypatch: pytest.MonkeyPatch):
     async def story():
         hasty = echo.cluster._config.model_copy(update={"start_timeout_s": 0.0})

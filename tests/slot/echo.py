@@ -53,4 +53,6 @@ class EchoRole:
         return [Finished((Generation(self._waiting.pop(0), (1,), (0.0,), (0,), "stop"),))]
 
     def close(self) -> None:
+        if self._settings.get("fail_on") == "close":
+            raise RuntimeError("as the settings ask")
         print("echo is closed")

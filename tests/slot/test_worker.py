@@ -100,6 +100,14 @@ def test_a_failing_handler_keeps_its_role(slot: Harness, hold):
     assert isinstance(slot.ask(Publish(0)), Scores)
 
 
+def test_a_role_that_cannot_be_closed_can_be_held_again(slot: Harness, hold):
+    slot.ask(Hold("train", {"fail_on": "close"}, (0,)))
+    with pytest.raises(Refused, match="Drop failed: RuntimeError: as the settings ask"):
+        slot.ask(Drop("train"))
+    hold("train")
+    assert slot.ask(OptimStep(1.0)) == Done()
+
+
 def test_commands_run_in_order_and_late_ones_still_run(slot: Harness, hold):
     hold("train", sleep_s=0.3)
     with pytest.raises(Late, match=r"did not answer OptimStep within 0.05 s"):
