@@ -3,11 +3,9 @@
 It guards against accidents, not against somebody who wants two inputs to collide.
 """
 
-import numpy as np
-import numpy.typing as npt
 import xxhash
 
 
-def fingerprint(data: bytes | bytearray | memoryview | npt.NDArray[np.uint8]) -> int:
+def fingerprint(data: bytes | bytearray | memoryview) -> int:
     """The fingerprint of `data` (contiguous bytes), an int of 64 bits: xxh3, at about the speed of memory."""
     return xxhash.xxh3_64_intdigest(memoryview(data))

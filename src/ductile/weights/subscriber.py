@@ -28,7 +28,7 @@ def receive(manifest: Manifest) -> dict[str, torch.Tensor]:
     else:
         mapped = _map(manifest)
         content = torch.frombuffer(mapped, dtype=torch.uint8)
-    found = fingerprint(content.numpy())
+    found = fingerprint(content.numpy().data)
     if found != manifest.fingerprint:
         raise WeightsUnavailable(
             f"version {manifest.version} at {manifest.location} is damaged: its fingerprint is {found:016x}, "
