@@ -237,6 +237,18 @@ def test_slots_from_outside_are_a_set(echo: Harness):
     echo.run(story())
 
 
+def test_the_state_keeps_as_many_copies_as_it_has(echo: Harness):
+    async def story():
+        await echo.changes.resize((0, 1), 2)
+        assert (await echo.changes.resize_to((0, 1))).outcome == "unchanged"
+        assert (await echo.changes.resize_to((0, 1, 2, 3))).after.replicas == 2
+        with pytest.raises(Unfit, match="3 slots cannot hold 2 equal copies"):
+            await echo.changes.resize_to((0, 1, 2))
+        assert (await echo.changes.resize_to((0, 1, 2), 1)).after.replicas == 1
+
+    echo.run(story())
+
+
 def test_one_change_at_a_time(echo: Harness):
     async def story():
         arm(echo.points, STAYER, "Freeze", "before")

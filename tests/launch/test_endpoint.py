@@ -55,7 +55,7 @@ async def respond(ask):
         raise Unfit("three is too many")
     if len(ask.train) == 4:
         raise RunFailed("it died")
-    slots = TrainerSlots(ask.train, ask.replicas)
+    slots = TrainerSlots(ask.train, ask.replicas or 1)
     return Resized("resized", "Done.", 1, slots, slots)
 
 
@@ -113,6 +113,12 @@ def test_what_is_not_understood_is_refused(tmp_path: Path, change: dict[str, Any
         assert Run(tmp_path).status() == STATUS, "it answers others as before"
 
     serve(tmp_path, story)
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), 0.0, -1.0])
+def test_a_wait_has_an_end_or_nothing_is_asked(tmp_path: Path, timeout_s: float):
+    with pytest.raises(Unfit, match=r"the timeout is .* s; it must be above 0, and finite"):
+        Run(tmp_path).resize([0], timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize("line", [b"\n", b"{}\n", b"GET / HTTP/1.1\r\n", b"[" * 100_000 + b"\n", b"\xff\xfe\n"])

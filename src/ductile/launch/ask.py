@@ -3,6 +3,7 @@
 0     done
 1     the run did not do it: it was rolled back, the run ended, or another resize is under way
 2     nothing was tried: no live run, or something that cannot be
+130   stopped waiting, with Ctrl-C; the run does it all the same
 """
 
 import argparse
@@ -14,7 +15,7 @@ import msgspec
 
 from ductile.launch.control import RESIZE_S, Run, RunFailed, Unfit
 
-DONE, NOT_DONE, UNFIT = 0, 1, 2
+DONE, NOT_DONE, UNFIT, INTERRUPTED = 0, 1, 2, 130
 
 
 def resize(words: Sequence[str]) -> int:
@@ -23,7 +24,7 @@ def resize(words: Sequence[str]) -> int:
     )
     parser.add_argument("--run", required=True, metavar="FOLDER", help="the run's output_dir")
     parser.add_argument("--train", required=True, metavar="SLOTS", help="for example 0-3, or 0,2,5")
-    parser.add_argument("--replicas", type=int, default=1, metavar="N", help="whole copies of the state (default: 1)")
+    parser.add_argument("--replicas", type=int, metavar="N", help="whole copies of the state (default: as many as now)")
     parser.add_argument("--timeout", type=float, default=RESIZE_S, metavar="S", help="how long to wait for it")
     parser.add_argument("--json", action="store_true", help="print what happened as JSON")
     asked = parser.parse_args(list(words))
@@ -31,6 +32,12 @@ def resize(words: Sequence[str]) -> int:
         result = Run(asked.run).resize(slot_list(asked.train), asked.replicas, asked.timeout)
     except (Unfit, RunFailed) as error:
         return _sorry("resize", error)
+    except KeyboardInterrupt:
+        print(
+            f"ductile resize: Stopped waiting; the resize goes on. See: ductile status --run {asked.run}",
+            file=sys.stderr,
+        )
+        return INTERRUPTED
     if asked.json:
         print(msgspec.json.encode(result).decode())
     else:

@@ -66,9 +66,11 @@ class Changes:
             self._target = self._transaction = None
         return self._note(result)
 
-    async def resize_to(self, slots: Sequence[int], replicas: int = 1) -> Resized:
-        """`resize`, in the order of slots that moves least of the state."""
-        before, after = self._trainer.formation, formation_of(slots, replicas)
+    async def resize_to(self, slots: Sequence[int], replicas: int | None = None) -> Resized:
+        """`resize`, in the order of slots that moves least of the state. Without `replicas` it keeps its copies."""
+        before = self._trainer.formation
+        replicas = before.replicas if replicas is None else replicas
+        after = formation_of(slots, replicas)
         same = set(before.members) == set(slots) and before.replicas == replicas
         return await self.resize((before if same else stays_put(before, after.members, replicas)).members, replicas)
 

@@ -13,6 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Iterable
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -35,8 +36,8 @@ class Resize(Words, tag="resize"):
     """Have the trainer go on with these slots, in the order that moves least of its state."""
 
     train: tuple[int, ...]
-    replicas: int = 1
-    """Whole copies of the state, each sharded over its part of the slots."""
+    replicas: int | None = None
+    """Whole copies of the state, each sharded over its part of the slots. None: as many as there are."""
 
 
 class Status(Words, tag="status"):
@@ -130,8 +131,10 @@ class Run:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
 
-    def resize(self, train: Iterable[int], replicas: int = 1, timeout_s: float = RESIZE_S) -> Resized:
+    def resize(self, train: Iterable[int], replicas: int | None = None, timeout_s: float = RESIZE_S) -> Resized:
         """Change the trainer's slots and wait for what comes of it; a rollback is a result, too.
+
+        Without `replicas` the state keeps as many copies as it has.
 
         Raises Unfit, or RunFailed when the run ended meanwhile, is in another resize, or does not answer in time.
         """
@@ -141,6 +144,8 @@ class Run:
         return self._ask(Status(), RunStatus, timeout_s)
 
     def _ask(self, ask: Resize | Status, expected: type[R], timeout_s: float) -> R:
+        if not (isfinite(timeout_s) and timeout_s > 0):
+            raise Unfit(f"the timeout is {timeout_s:g} s; it must be above 0, and finite")
         host, port, token = self._where()
         line = msgspec.json.encode(Request(VERSION, token, ask)) + b"\n"
         try:
@@ -148,7 +153,9 @@ class Run:
                 connection.sendall(line)
                 answer = msgspec.json.decode(_line(connection, timeout_s), type=Answer)
         except TimeoutError as error:
-            raise RunFailed(f"the run in {self.folder} did not answer within {timeout_s:g} s") from error
+            raise RunFailed(
+                f"the run in {self.folder} did not answer within {timeout_s:g} s; it may do it yet (ductile status)"
+            ) from error
         except (OSError, EOFError) as error:
             raise RunFailed(f"the run in {self.folder} did not answer: {error or 'it ended'}") from error
         except msgspec.DecodeError as error:
