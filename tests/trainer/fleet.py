@@ -88,7 +88,8 @@ class Fleet:
         try:
             ok, result = pickle.loads(self._pipes[slot].recv_bytes())  # noqa: S301 (our own child)
         except (EOFError, ConnectionResetError):
-            raise SlotGone(f"slot {slot}") from None
+            self.processes[slot].join(5.0)
+            raise SlotGone(f"slot {slot} ended with {self.processes[slot].exitcode}") from None
         if not ok:
             failed = SlotFailed(f"slot {slot}: {result.strip().splitlines()[-1]}")
             failed.add_note(result)
