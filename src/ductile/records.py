@@ -197,6 +197,21 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheNote:
+    """Where a generator keeps the keys and values of a request that it has handed off."""
+
+    location: str
+    """A path that the receiver opens."""
+    num_tokens: int
+    """Leading tokens of prompt and answer that are in it."""
+    num_bytes: int
+    version: int
+    """The weights it was computed under."""
+    fingerprint: int
+    """64-bit, over all bytes."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """What the trainer says of one optimizer step. All ranks compute the same one."""
 

@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from ductile.records import (
+    CacheNote,
     Change,
     GenerateRequest,
     Generation,
@@ -40,7 +41,8 @@ class Hold(Message):
     rendezvous: str = ""
     """host:port of the run's store; empty when no groups are needed."""
     joining: bool = False
-    """Build what needs no state and wait for `Prepare`: the state will come from the slots that hold the role now."""
+    """Build what needs no state, and read no weights from disk: they come from the slots that have them, by `Prepare`
+    (train) or by `Receive` (generate, score). Until then the role can do nothing else."""
 
 
 class Drop(Message):
@@ -162,12 +164,42 @@ class Generate(Message):
     """Take these requests. Answered by `Done` at once; results come later in `Finished` events, each request in one."""
 
     requests: tuple[GenerateRequest, ...]
+    caches: dict[str, CacheNote] = {}
+    """By request: what another generator has computed of its context. One that cannot be read any more, or was computed
+    under other weights, is computed again."""
 
 
 class Abort(Message):
     """Finish these requests now with what they have (`finish_reason="abort"`). None means all. Answered by `Done`."""
 
     ids: tuple[str, ...] | None = None
+
+
+class HandOff(Message):
+    """Give these requests away: this generator forgets them. Answered by `HandedOff`."""
+
+    ids: tuple[str, ...]
+    with_cache: tuple[str, ...] = ()
+    """Of `ids`: those whose cache goes along. It is kept for the receivers until `Forget`."""
+
+
+class Forget(Message):
+    """Free the caches that `HandOff` kept for others. Answered by `Done`."""
+
+    ids: tuple[str, ...]
+
+
+class Lend(Message):
+    """Offer the live weights to a slot that joins the role, or another one. Answered by `Published`, whose manifest is
+    good until `TakeBack`."""
+
+    role: RoleName
+
+
+class TakeBack(Message):
+    """Free what `Lend` offers. Answered by `Done`."""
+
+    role: RoleName
 
 
 class Receive(Message):
@@ -239,6 +271,13 @@ class Scores(Message):
     """One list a sample, as long as its tokens; entry 0 is 0."""
 
 
+class HandedOff(Message):
+    requests: tuple[GenerateRequest, ...]
+    """With what they have so far, ready to be sent to another generator under the same id. Those that ended before are
+    missing: their `Finished` was sent before this."""
+    caches: dict[str, CacheNote] = {}
+
+
 # -- Events (slot to orchestrator) -----------------------------------------------------------------------------------
 
 
@@ -270,6 +309,13 @@ class EngineStats(Message):
     cache_used: float
     """Share of the KV blocks in use, 0 to 1."""
     version: int
+    generated: dict[str, int] = {}
+    """Tokens so far, of every request in flight."""
+    decoded: tuple[tuple[float, float, float], ...] = ()
+    """Steps since the last statistics that only decoded: (sequences, tokens in their contexts, seconds), each the mean
+    of some steps of about the same size."""
+    prefilled: tuple[int, float] = (0, 0.0)
+    """Since the last statistics: (tokens, seconds) of steps that computed prompts or handed-over contexts."""
 
 
 class Died(Message):
@@ -282,9 +328,9 @@ Command = (
     Hold | Drop | Ping | Stop
     | ForwardBackward | OptimStep | Publish | Withdraw | SaveState | LoadState | ExportModel
     | Prepare | Ready | Freeze | Move | Commit | Rollback | Settle
-    | Generate | Abort | Receive | Score
+    | Generate | Abort | HandOff | Forget | Lend | TakeBack | Receive | Score
 )  # fmt: skip
-Reply = Done | Failed | ForwardBackwardDone | Stepped | Readiness | Frozen | Moved | Published | Scores
+Reply = Done | Failed | ForwardBackwardDone | Stepped | Readiness | Frozen | Moved | Published | Scores | HandedOff
 Event = Hello | Heartbeat | Finished | EngineStats | Died
 
 

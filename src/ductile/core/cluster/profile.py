@@ -1,0 +1,95 @@
+"""What a run writes down of itself so that `ductile plan`, `ductile report` and the simulator can tell its story.
+
+`events.jsonl` has them as fields of two kinds of events: one `Setting` ("setting") when the slots have their roles, and
+one `StepProfile` ("profile") a step. Both are plain values; `as_fields` and `from_fields` are each other's inverse.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ductile.core.cluster.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
+from ductile.core.cluster.ledger import Span
+from ductile.core.cluster.placement import Placement
+from ductile.core.cluster.state import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the run has to do, and what it began with."""
+
+    home: Placement
+    limits: Limits
+    policy: str
+    """"static", "rules", "model", or an import path."""
+    num_steps: int
+    groups_per_step: int
+    group_size: int
+    max_tokens: int
+    """The most of one answer."""
+    seq_len: int
+    n_minibatches: int = 1
+    max_async_level: int = 0
+    max_off_policy_steps: int = 8
+    use_pre_process_policy: bool = False
+    use_wait_before_last_iter_policy: bool = False
+
+    def as_fields(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_fields(fields: Mapping[str, Any]) -> "Setting":
+        """Raises KeyError or TypeError when something is missing."""
+        own = _only(Setting, fields)
+        home: dict[str, Any] = own["home"]
+        slots = {role: tuple(home[role]) for role in ("train", "generate", "score")}
+        return Setting(**{**own, "home": Placement(**{**home, **slots}), "limits": Limits(**own["limits"])})
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """A step as it was. Times are seconds since the run's slots had their roles; the first step begins at 0."""
+
+    step: int
+    """That was finished: 1 is the first."""
+    start_s: float
+    end_s: float
+    spans: tuple[Span, ...]
+    """Of all slots, those that ended in this step; the run's spans, all steps together, cover slots x time."""
+    lengths: tuple[int, ...]
+    """Of the answers that ended in this step, in tokens."""
+    prompt_tokens: float
+    """Of a prompt, on average."""
+    speeds: Speeds
+    """As measured up to here."""
+    costs: SwitchCosts
+    num_switches: int = 0
+    """Decisions carried out."""
+
+    def as_fields(self) -> dict[str, Any]:
+        spans = [(s.slot, round(s.start_s, 4), round(s.end_s, 4), s.activity, s.cause) for s in self.spans]
+        return {**asdict(self), "spans": spans}
+
+    @staticmethod
+    def from_fields(fields: Mapping[str, Any]) -> "StepProfile":
+        """Raises KeyError or TypeError when something is missing."""
+        own = _only(StepProfile, fields)
+        speeds: dict[str, Any] = dict(own["speeds"])
+        speeds |= {"decode": DecodeSpeed(**speeds["decode"]), "train": TrainSpeed(**speeds["train"])}
+        # JSON has no infinity: a run without a scorer has no speed of scoring.
+        if speeds.get("score_tokens_per_s") is None:
+            speeds["score_tokens_per_s"] = float("inf")
+        return StepProfile(
+            **{
+                **own,
+                "spans": tuple(Span(*span) for span in own["spans"]),
+                "lengths": tuple(own["lengths"]),
+                "speeds": Speeds(**speeds),
+                "costs": SwitchCosts(**own["costs"]),
+            }
+        )
+
+
+def _only(kind: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """An event's line also has its time, kind and sentence."""
+    return {name: fields[name] for name in kind.__dataclass_fields__ if name in fields}
