@@ -66,7 +66,7 @@ def clock() -> float:
 class Letters:
     """A tokenizer: a token a character, 0 ends a turn. No chat template."""
 
-    has_chat_template = False
+    chat_template = None
     eos_token_ids = (0,)
 
     def encode(self, text, add_special_tokens=True):
@@ -74,9 +74,6 @@ class Letters:
 
     def decode(self, token_ids, skip_special_tokens=True):
         return "".join(chr(token) for token in token_ids if token)
-
-    def apply_chat_template(self, messages, add_generation_prompt=True):
-        raise AssertionError("there is none")
 
 
 class Count(Task):

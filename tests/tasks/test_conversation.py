@@ -71,7 +71,7 @@ def test_without_a_chat_template_texts_are_lines(tmp_path):
     del values["chat_template"]
     (folder / "tokenizer_config.json").write_text(json.dumps(values))
     base = Tokenizer.from_folder(folder)
-    assert not base.has_chat_template
+    assert base.chat_template is None
     assert show(base, first_turn(base, [{"role": "system", "content": "Add."}, USER])) == "Add.\nhi"
     assert show(base, next_turn(base, [USER], base.encode("yo"), REPLY)) == "\nmore\n"
     assert end_of_turn(base, [USER]) == IM_END

@@ -176,7 +176,7 @@ def test_template_inside_tokenizer_config(tmp_path: Path, settings: object, expe
     make_tokenizer_files(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": settings}))
     tokenizer = Tokenizer.from_folder(tmp_path)
-    assert tokenizer.has_chat_template
+    assert tokenizer.chat_template is not None
     assert tokenizer.render_chat([{"role": "user", "content": "one"}]) == expected
 
 
@@ -234,6 +234,6 @@ def test_folder_without_template_says_so(tmp_path: Path) -> None:
     make_tokenizer_files(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     tokenizer = Tokenizer.from_folder(tmp_path)
-    assert not tokenizer.has_chat_template
+    assert tokenizer.chat_template is None
     with pytest.raises(TokenizerError, match="has no chat template; add chat_template"):
         tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])

@@ -23,7 +23,8 @@ def toml_lines(text: str) -> dict[Path, int]:
     counts: dict[Path, int] = {}
     while not scan.done():
         if scan.take("[["):
-            name = scan.key()
+            *above, last = scan.key()
+            name = (*_inside_lists(tuple(above), counts), last)
             index = counts.get(name, 0)
             counts[name] = index + 1
             table = (*name, index)
@@ -47,7 +48,7 @@ def json_lines(text: str) -> dict[Path, int]:
 
 
 def _inside_lists(name: Path, counts: dict[Path, int]) -> Path:
-    """`[a.b]` below `[[a]]` belongs to the last item of `a`."""
+    """`[a.b]` and `[[a.b]]` below `[[a]]` belong to the last item of `a`."""
     path: Path = ()
     for part in name:
         path = (*path, part)

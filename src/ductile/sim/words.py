@@ -10,7 +10,7 @@ from ductile.tasks.grader import Graders, Reply, Verdict
 class Blocks:
     """A tokenizer of one token: a letter of a prompt is a block of tokens, and answers say nothing."""
 
-    has_chat_template = False
+    chat_template = None
     eos_token_ids: tuple[int, ...] = (0,)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -18,9 +18,6 @@ class Blocks:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return ""
-
-    def apply_chat_template(self, messages: Messages, add_generation_prompt: bool = True) -> list[int]:
-        raise NotImplementedError("simulated prompts have no template")
 
 
 class Questions(Task):

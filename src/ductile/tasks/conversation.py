@@ -13,11 +13,17 @@ from typing import Any, Protocol
 Messages = Sequence[Mapping[str, Any]]
 
 
+class ApplyTemplate(Protocol):
+    def __call__(self, messages: Messages, add_generation_prompt: bool = True) -> list[int]: ...
+
+
 class ChatTokenizer(Protocol):
     """What is used of `ductile.tasks.tokenizer.Tokenizer`."""
 
     @property
-    def has_chat_template(self) -> bool: ...
+    def chat_template(self) -> ApplyTemplate | None:
+        """From messages to tokens; None for a base model's, which reads plain text."""
+        ...
 
     eos_token_ids: tuple[int, ...]
 
@@ -25,13 +31,11 @@ class ChatTokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
-    def apply_chat_template(self, messages: Messages, add_generation_prompt: bool = True) -> list[int]: ...
-
 
 def first_turn(tokenizer: ChatTokenizer, messages: Messages) -> list[int]:
     """The prompt. Without a chat template: the messages' texts, a line each, as a base model reads them."""
-    if tokenizer.has_chat_template:
-        return tokenizer.apply_chat_template(messages)
+    if tokenizer.chat_template is not None:
+        return tokenizer.chat_template(messages)
     return tokenizer.encode("\n".join(message["content"] for message in messages))
 
 
@@ -41,29 +45,27 @@ def next_turn(tokenizer: ChatTokenizer, first: Messages, answer: Sequence[int], 
 
     first: the conversation's first messages, of which some templates make a preamble.
     """
-    if not tokenizer.has_chat_template:
+    if tokenizer.chat_template is None:
         text = "".join(f"\n{message['content']}" for message in reply) + "\n"
         return tokenizer.encode(text, add_special_tokens=False)
-    between = _after_answer(tokenizer, first, reply, add_generation_prompt=True)
+    between = _after_answer(tokenizer.chat_template, first, reply, add_generation_prompt=True)
     ended = bool(answer) and answer[-1] == between[0] and answer[-1] in tokenizer.eos_token_ids
     return between[1:] if ended else between
 
 
 def end_of_turn(tokenizer: ChatTokenizer, first: Messages) -> int | None:
     """The token that ends the assistant's turn: what SFT teaches to say last."""
-    if tokenizer.has_chat_template:
-        for token in _after_answer(tokenizer, first, [], add_generation_prompt=False):
+    if tokenizer.chat_template is not None:
+        for token in _after_answer(tokenizer.chat_template, first, [], add_generation_prompt=False):
             if token in tokenizer.eos_token_ids:
                 return token
     return tokenizer.eos_token_ids[0] if tokenizer.eos_token_ids else None
 
 
-def _after_answer(tokenizer: ChatTokenizer, first: Messages, reply: Messages, add_generation_prompt: bool) -> list[int]:
+def _after_answer(template: ApplyTemplate, first: Messages, reply: Messages, add_generation_prompt: bool) -> list[int]:
     """The tokens behind an assistant's answer that stands between `first` and `reply`."""
     a, b = (
-        tokenizer.apply_chat_template(
-            [*first, {"role": "assistant", "content": answer}, *reply], add_generation_prompt=add_generation_prompt
-        )
+        template([*first, {"role": "assistant", "content": answer}, *reply], add_generation_prompt)
         for answer in ("0", "1")
     )
     num_common = 0

@@ -12,6 +12,7 @@ from typing import Any
 import tokenizers
 
 from ductile.tasks.chat_template import ChatTemplate, ChatTemplateError
+from ductile.tasks.conversation import ApplyTemplate
 
 Message = Mapping[str, Any]
 
@@ -86,8 +87,9 @@ class Tokenizer:
         return self.encode(self.render_chat(messages, add_generation_prompt, **variables), add_special_tokens=False)
 
     @property
-    def has_chat_template(self) -> bool:
-        return self._chat_template is not None
+    def chat_template(self) -> ApplyTemplate | None:
+        """`apply_chat_template`, where the folder has a template."""
+        return None if self._chat_template is None else self.apply_chat_template
 
     @property
     def vocab_size(self) -> int:

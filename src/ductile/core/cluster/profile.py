@@ -43,7 +43,8 @@ class Setting:
         own = _only(Setting, fields)
         home: dict[str, Any] = own["home"]
         slots = {role: tuple(home[role]) for role in ("train", "generate", "score")}
-        return Setting(**{**own, "home": Placement(**{**home, **slots}), "limits": Limits(**own["limits"])})
+        own |= {"home": Placement(**{**home, **slots}), "limits": Limits(**own["limits"])}
+        return Setting(**own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +80,13 @@ class StepProfile:
         # JSON has no infinity: a run without a scorer has no speed of scoring.
         if speeds.get("score_tokens_per_s") is None:
             speeds["score_tokens_per_s"] = float("inf")
-        return StepProfile(
-            **{
-                **own,
-                "spans": tuple(Span(*span) for span in own["spans"]),
-                "lengths": tuple(own["lengths"]),
-                "speeds": Speeds(**speeds),
-                "costs": SwitchCosts(**own["costs"]),
-            }
-        )
+        own |= {
+            "spans": tuple(Span(*span) for span in own["spans"]),
+            "lengths": tuple(own["lengths"]),
+            "speeds": Speeds(**speeds),
+            "costs": SwitchCosts(**own["costs"]),
+        }
+        return StepProfile(**own)
 
 
 def _only(kind: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
