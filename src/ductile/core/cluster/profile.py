@@ -41,9 +41,9 @@ class Setting:
     def from_fields(fields: Mapping[str, Any]) -> "Setting":
         """Raises KeyError or TypeError when something is missing."""
         own = _only(Setting, fields)
-        home: dict[str, Any] = own["home"]
-        slots = {role: tuple(home[role]) for role in ("train", "generate", "score")}
-        own |= {"home": Placement(**{**home, **slots}), "limits": Limits(**own["limits"])}
+        home: dict[str, Any] = dict(own["home"])
+        home |= {role: tuple(home[role]) for role in ("train", "generate", "score")}
+        own |= {"home": Placement(**home), "limits": Limits(**own["limits"])}
         return Setting(**own)
 
 
