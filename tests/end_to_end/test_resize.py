@@ -48,6 +48,7 @@ def test_sft_learns_the_same_on_whatever_slots(tmp_path: Path, model: Path, star
     assert all(event["pause_s"] > 0 and event["num_bytes"] > 0 and event["carrier"] for event in events)
     last = run.metrics()[-1]
     assert (last["train_slots"], last["resizes"]) == (2, 3)
+    assert summary(run.folder)["slots"] == {"train": [3, 0]}, "those of the end"
     assert sum(row["seconds/resize"] for row in run.metrics()) == pytest.approx(sum(e["pause_s"] for e in events))
 
 

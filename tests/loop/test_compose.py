@@ -55,6 +55,7 @@ class Learns:
 
     def __init__(self, folder):
         self.tokenizer, self.step, self.version, self.calls, self.samples = Tokenizer.from_folder(folder), 0, 0, [], 0
+        self.slots = {"train": (0,), "generate": (1,)}
 
     async def forward_backward(self, samples, seq_len):
         self.samples += len(samples)
@@ -70,6 +71,7 @@ class Learns:
         pass
 
     async def save(self, path):
+        self.slots = {"train": (0, 2), "generate": (1,)}  # it has grown by then
         write(path, str(self.step))
 
     async def load(self, path):
@@ -97,10 +99,8 @@ def circle(config, folder, stop=None):
         prepared = prepare(config)
         record, roles = Recorder(prepared.folder), Learns(folder)
         try:
-            slots = {"train": (0,), "generate": (1,)}
-            return roles, await run_circle(
-                prepared, roles, roles, None, record, stop or asyncio.Event(), slots, began_s=None
-            )
+            stop_asked = stop or asyncio.Event()
+            return roles, await run_circle(prepared, roles, roles, None, record, stop_asked, lambda: roles.slots)
         finally:
             record.close()
 
@@ -124,7 +124,7 @@ def test_a_whole_run(tmp_path, folder):
         "tokens_per_s_train",
         "slots",
     } <= summary.keys()
-    assert summary["slots"] == {"train": [0], "generate": [1]}
+    assert summary["slots"] == {"train": [0, 2], "generate": [1]}, "those of the end"
     assert summary["steps"] == 3
     assert result.first is not None
     assert result.last is not None

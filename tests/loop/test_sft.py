@@ -100,7 +100,7 @@ class Memory:
     num_ranks = 2
 
     def __init__(self):
-        self.seen, self.divisors, self.step = [[]], [], 0
+        self.seen, self.divisors, self.step, self.slots = [[]], [], 0, [0]
 
     async def forward_backward(self, samples, seq_len):
         self.seen[-1] += [sample.token_ids for sample in samples]
@@ -109,6 +109,7 @@ class Memory:
         self.step += 1
         self.divisors.append(divisor)
         self.seen.append([])
+        self.slots = [0, 1]  # it has grown
         return StepReport(self.step, 1 / self.step, 0.1, 1e-3, int(divisor), {"skipped": 0.0})
 
     async def save(self, path):
@@ -141,7 +142,7 @@ def train(prepared, tmp_path, stop_after=None):
                 return await optim_step(divisor)
 
             trainer.optim_step = then_stop
-        summary = await run_batches(prepared, trainer, record, stop, {"train": [0, 1]})
+        summary = await run_batches(prepared, trainer, record, stop, lambda: {"train": trainer.slots})
         record.close()
         return trainer, summary
 

@@ -87,7 +87,7 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
                 scorer,
                 session.record,
                 session.interrupt.asked,
-                _members(placement),
+                lambda: _members(placement, trainer),
                 session.began_s,
                 changes.metrics,
             )
@@ -117,7 +117,7 @@ async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatch
                 trainer,
                 session.record,
                 session.interrupt.asked,
-                _members(placement),
+                lambda: _members(placement, trainer),
                 session.began_s,
                 changes.metrics,
             )
@@ -204,8 +204,10 @@ async def _take_roles(
     )
 
 
-def _members(placement: Placement) -> Mapping[str, tuple[int, ...]]:
-    return {role: placement.of(role) for role in SPELLED if placement.of(role)}
+def _members(placement: Placement, trainer: RemoteTrainer) -> Mapping[str, tuple[int, ...]]:
+    """By role, as things are now."""
+    now = {role: placement.of(role) for role in SPELLED if placement.of(role)}
+    return now | {"train": trainer.formation.members}
 
 
 def _bench(config: BenchConfig | None, cluster: LocalCluster | None, session: Session) -> Bench | None:

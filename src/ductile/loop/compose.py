@@ -127,13 +127,14 @@ async def run_circle(
     scorer: Scorer | None,
     record: Recorder,
     stop: asyncio.Event,
-    slots: Mapping[str, Sequence[int]],
+    slots: Callable[[], Mapping[str, Sequence[int]]],
     began_s: float | None = None,
     counts: Callable[[], Mapping[str, float]] = dict,
 ) -> RunResult:
     """Run until `max_steps` or `stop`; writes metrics, checkpoints, `model/` and `summary.json`.
 
-    stop: set by the first Ctrl-C; the running step is finished and saved. slots: by role, for the summary.
+    stop: set by the first Ctrl-C; the running step is finished and saved. slots: by role, asked for at the end, for the
+    summary.
     began_s: `time.perf_counter()` of the command's start, for `wall_s`; default: now. counts: further metrics.
     Raises what a role raises (SlotLost, Late, Refused), and TaskError when a task cannot be made in a grader.
     """
@@ -190,7 +191,7 @@ async def run_circle(
         )
         step = await loop.run()
     wall_s = earlier_s + time.perf_counter() - began_s
-    summary = summarise_rl(read_jsonl(record.folder / "metrics.jsonl"), slots, wall_s)
+    summary = summarise_rl(read_jsonl(record.folder / "metrics.jsonl"), slots(), wall_s)
     record.summary(summary)
     return RunResult(
         step=step,

@@ -133,7 +133,7 @@ async def run_batches(
     trainer: Trainer,
     record: Recorder,
     stop: asyncio.Event,
-    slots: Mapping[str, Sequence[int]],
+    slots: Callable[[], Mapping[str, Sequence[int]]],
     began_s: float | None = None,
     counts: Callable[[], Mapping[str, float]] = dict,
 ) -> dict[str, Any]:
@@ -174,7 +174,7 @@ async def run_batches(
         "wall_s": earlier_s + time.perf_counter() - began_s,
         "tokens_per_s_train": per_second(rows, "tokens", ["seconds/forward_backward", "seconds/optim_step"]),
         **prepared.facts,
-        "slots": {role: list(members) for role, members in slots.items()},
+        "slots": {role: list(members) for role, members in slots().items()},
     }
     record.summary(summary)
     return summary
