@@ -9,7 +9,8 @@ Row = Mapping[str, Any]
 def summarise_rl(rows: Sequence[Row], slots: Mapping[str, Sequence[int]], wall_s: float) -> dict[str, Any]:
     """`summary.json` of `ductile rl`.
 
-    slots: by role, at the end. wall_s: of this life of the run, and what the steps took that earlier lives left in the rows.
+    slots: by role, at the end. wall_s: of this life of the run, and what the steps took that earlier lives left in the
+    rows.
     """
     steps = [row for row in rows if row["step"] > 0]
     evaluated = [row["eval_reward"] for row in rows if row.get("eval_reward") is not None]
