@@ -142,6 +142,19 @@ def test_who_says_nothing_is_hung_up_on_and_too_many_are_refused(tmp_path: Path,
     serve(tmp_path, story)
 
 
+def test_what_a_large_run_says_of_itself_is_read(tmp_path: Path):
+    lost = {slot: "it was killed by SIGKILL while running Move; " * 50 for slot in range(1000)}
+    large = msgspec.structs.replace(STATUS, lost=lost)
+
+    async def much(ask):
+        return large
+
+    def story(known: dict[str, Any]) -> None:
+        assert Run(tmp_path).status() == large
+
+    serve(tmp_path, story, much)
+
+
 def test_a_run_that_ends_meanwhile_or_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("ductile.launch.endpoint.CLOSE_S", 0.1)
     waiting: list[Any] = []

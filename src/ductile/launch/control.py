@@ -23,7 +23,8 @@ from ductile.launch.alive import start_time
 
 VERSION = 1
 FILE = "control.json"
-MAX_LINE_BYTES = 1 << 20
+MAX_REQUEST_BYTES = 1 << 20
+MAX_ANSWER_BYTES = 64 << 20
 STATUS_S = 10.0
 RESIZE_S = 600.0
 
@@ -194,6 +195,6 @@ def _line(connection: socket.socket, timeout_s: float) -> bytes:
         if not chunk:
             raise EOFError("it closed the connection")
         received += chunk
-        if len(received) > MAX_LINE_BYTES:
-            raise OSError(f"its answer is longer than {MAX_LINE_BYTES} bytes")
+        if len(received) > MAX_ANSWER_BYTES:
+            raise OSError(f"its answer is longer than {MAX_ANSWER_BYTES} bytes")
     return received

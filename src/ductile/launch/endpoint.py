@@ -17,7 +17,7 @@ import msgspec
 from ductile.launch.alive import start_time
 from ductile.launch.control import (
     FILE,
-    MAX_LINE_BYTES,
+    MAX_REQUEST_BYTES,
     VERSION,
     Answer,
     Request,
@@ -47,7 +47,7 @@ class Endpoint:
         self._talking: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "Endpoint":
-        self._server = await asyncio.start_server(self._talk, "127.0.0.1", 0, limit=MAX_LINE_BYTES)
+        self._server = await asyncio.start_server(self._talk, "127.0.0.1", 0, limit=MAX_REQUEST_BYTES)
         host, port = self._server.sockets[0].getsockname()
         pid = os.getpid()
         known = {"version": VERSION, "host": host, "port": port, "pid": pid, "started": start_time(pid)}
