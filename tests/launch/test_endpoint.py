@@ -126,16 +126,29 @@ def test_noise_is_answered_with_a_sentence(tmp_path: Path, line: bytes):
     serve(tmp_path, lambda known: say(known, line).error.index("the request is none"))
 
 
-def test_who_says_nothing_is_hung_up_on_and_too_many_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_who_says_nothing_is_hung_up_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("ductile.launch.endpoint.READ_S", 0.5)
-    monkeypatch.setattr("ductile.launch.endpoint.MAX_CONNECTIONS", 3)
 
     def story(known: dict[str, Any]) -> None:
         silent = [socket.create_connection((known["host"], known["port"]), timeout=10) for _ in range(3)]
-        with pytest.raises(Unfit, match="talking to too many others"):
-            Run(tmp_path).status()
         assert [connection.recv(1) for connection in silent] == [b""] * 3
         assert Run(tmp_path).status() == STATUS
+        for connection in silent:
+            connection.close()
+
+    serve(tmp_path, story)
+
+
+def test_who_says_nothing_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ductile.launch.endpoint.READ_S", 3600)
+    monkeypatch.setattr("ductile.launch.endpoint.MAX_SILENT", 2)
+
+    def story(known: dict[str, Any]) -> None:
+        silent = [socket.create_connection((known["host"], known["port"]), timeout=10) for _ in range(4)]
+        assert Run(tmp_path).status() == STATUS
+        assert [connection.recv(1) for connection in silent[:3]] == [b""] * 3, "the longest silent ones made room"
+        silent[3].sendall(b"{}\n")
+        assert b"the request is none" in silent[3].recv(1000)
         for connection in silent:
             connection.close()
 

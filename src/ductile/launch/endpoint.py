@@ -8,6 +8,7 @@ import hmac
 import json
 import os
 import secrets
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -33,7 +34,9 @@ READ_S = 5.0
 """To send the request, and to take the answer."""
 CLOSE_S = 1.0
 """What is being answered when the run ends has this long."""
-MAX_CONNECTIONS = 16
+MAX_SILENT = 16
+"""Connections whose request has not come yet. For one more, the one that has been silent for longest is hung up on:
+whoever connects and says nothing keeps nobody else out."""
 
 Respond = Callable[[Resize | Status], Awaitable[Resized | RunStatus]]
 
@@ -45,6 +48,8 @@ class Endpoint:
         self._file, self._respond = folder / FILE, respond
         self._token = secrets.token_hex(32)
         self._talking: set[asyncio.Task[None]] = set()
+        self._silent: deque[asyncio.StreamWriter] = deque()
+        """Longest first."""
 
     async def __aenter__(self) -> "Endpoint":
         self._server = await asyncio.start_server(self._talk, "127.0.0.1", 0, limit=MAX_REQUEST_BYTES)
@@ -72,19 +77,27 @@ class Endpoint:
         task.add_done_callback(self._talking.discard)
         try:
             with suppress(OSError, TimeoutError):
-                await _say(writer, await self._answer(reader))
+                await _say(writer, await self._answer(reader, writer))
         except asyncio.CancelledError:  # only we cancel this task, when we close
             with suppress(OSError, TimeoutError):
                 await _say(writer, Answer(VERSION, error="the run ended before it had an answer"))
         finally:
             writer.close()
 
-    async def _answer(self, reader: asyncio.StreamReader) -> Answer:
-        if len(self._talking) > MAX_CONNECTIONS:
-            return _refusal("the run is talking to too many others")
+    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        if len(self._silent) >= MAX_SILENT:
+            self._silent.popleft().close()
+        self._silent.append(writer)
         try:
             async with asyncio.timeout(READ_S):
-                line = await reader.readline()
+                return await reader.readline()
+        finally:
+            with suppress(ValueError):  # we have hung up
+                self._silent.remove(writer)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Answer:
+        try:
+            line = await self._read(reader, writer)
             request = msgspec.json.decode(line, type=Request)
         except (ValueError, RecursionError) as error:  # of msgspec, or of a line that is too long
             return _refusal(f"the request is none: {error}")
