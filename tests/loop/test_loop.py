@@ -68,6 +68,39 @@ def test_the_scorer_has_the_weights_that_are_trained(tmp_path):
     assert all(step == version for step, version in scored_with)
 
 
+def test_the_trainer_goes_on_while_new_weights_travel(tmp_path):
+    slow = partial(FakeGenerators, receive_s=5.0, capacity=64, delay=lambda request: 0.01)
+    stage = Stage(tmp_path, max_steps=3, max_async_level=2, generators=slow, trainer=partial(FakeTrainer, chunk_s=1.0))
+    run(stage.go())
+    live_1 = next(at for at, what in stage.diary.lines if what == "live 1")
+    second_step = [at for at, what in stage.diary.lines if what == "publish 2"]
+    assert second_step[0] < live_1, "what was there to train on did not have to wait"
+    assert stage.diary.what("live", "withdraw") == [
+        f"{verb} {version}" for version in range(4) for verb in ("live", "withdraw")
+    ], "no version is withdrawn before it is live, none overtakes another"
+
+
+def test_nothing_is_started_with_weights_that_are_about_to_be_replaced(tmp_path):
+    stage = Stage(tmp_path, max_steps=4, max_async_level=1, generators=partial(FakeGenerators, receive_s=5.0))
+    run(stage.go())
+    publishing = False
+    for _, what in stage.diary.lines:
+        publishing = what.startswith("publish") or (publishing and not what.startswith("live"))
+        assert not (publishing and what.startswith("start"))
+
+
+def test_weights_that_do_not_arrive_end_the_run(tmp_path):
+    class Refusing(FakeGenerators):
+        async def receive(self, manifest):
+            if manifest.version == 1:
+                raise RuntimeError("slot 1 (generate) refused Receive")
+            await super().receive(manifest)
+
+    stage = Stage(tmp_path, max_steps=3, generators=Refusing)
+    with pytest.raises(RuntimeError, match="refused Receive"):
+        run(stage.go())
+
+
 def test_strictly_on_policy_without_async(tmp_path):
     stage = Stage(tmp_path, max_steps=5, max_async_level=0, generators=partial(FakeGenerators, delay=random_delays(3)))
     run(stage.go())

@@ -45,7 +45,9 @@ class Buffer:
     ) -> None:
         """timeout_s: the longest that `take` waits. stop: once set, nothing is started beyond the current step."""
         self.version = version
-        """What the generators sample from, and what the trainer trains: the step."""
+        """That the trainer trains: the step."""
+        self.live_version = version
+        """That every generator samples from; one less while new weights are on their way."""
         self.num_dropped = 0
         """Groups that were too old to train on; their prompts are asked again."""
         self._prompts, self._bound, self._record = prompts, bound, record
@@ -60,6 +62,8 @@ class Buffer:
 
     def ask(self) -> Prompt | None:
         """The next prompt to work on; None while nothing more may be started."""
+        if self.live_version < self.version:
+            return None  # its first tokens would be older than they need to be
         allowed = admission(
             self._bound,
             outstanding=len(self._running) + len(self._waiting),
@@ -93,6 +97,11 @@ class Buffer:
     async def changed(self) -> None:
         """Returns after the next change, or `wake`. Whoever waits here is cancelled when the run ends."""
         await self._changed.wait()
+
+    def now_live(self, version: int) -> None:
+        """Every generator samples from this version."""
+        self.live_version = version
+        self.wake()
 
     # -- the trainer's side
 
@@ -133,7 +142,7 @@ class Buffer:
             self._prompts.learned(group.prompt)
 
     def next_version(self, version: int) -> None:
-        """The step is trained and `version` is live on every generator."""
+        """The step is trained; the next one, of this version, begins."""
         self.version, self._taken = version, 0
         self.wake()
 

@@ -25,7 +25,7 @@ from ductile.loop.overlap import OneBehind, together, unless
 from ductile.loop.rollouts import Rollouts
 from ductile.loop.tally import Tally
 from ductile.observe import Recorder, Stopwatch
-from ductile.records import RolloutGroup, Sample, StepReport
+from ductile.records import Manifest, RolloutGroup, Sample, StepReport
 from ductile.roles import Generators, Scorer, Trainer
 
 
@@ -66,31 +66,39 @@ class Loop:
         self.plan, self.trainer, self.generators, self.scorer = plan, trainer, generators, scorer
         self.rollouts, self.buffer, self.lessons, self.evaluation = rollouts, buffer, lessons, evaluation
         self.save, self.counts, self.record, self.stop, self.step = save, counts, record, stop, step
+        self.saved = step
         self.watch = Stopwatch()
 
     async def run(self) -> int:
         """Train until `max_steps` or `stop`, then save. Returns the step. What a role raises ends it, unsaved."""
-        plan, saved = self.plan, self.step
-        await self.make_live(self.step)
-        async with self.rollouts:
-            if self.step == 0:
-                self.record.metrics(0, await self.evaluate())
-            self.watch.lap()
-            while self.step < plan.max_steps and not self.stop.is_set():
-                tally = Tally(version=self.step)
-                for num_groups in shares(plan.groups_per_step, plan.n_minibatches):
-                    groups, report = await self.train(num_groups)
-                    tally.add(groups, report)
-                self.step += 1
-                await self.make_live(self.step)
-                evaluated = await self.evaluate() if plan.due(plan.eval_interval, self.step) else {}
-                self.record.metrics(self.step, {**tally.metrics(*self.watch.lap()), **evaluated, **self.counts()})
-                if plan.due(plan.save_interval, self.step):
-                    await self.save(self.step)
-                    saved = self.step
-        if saved < self.step:
+        async with OneBehind(on_error=self.buffer.fail) as arrival:
+            await self.make_live(self.step, arrival)
+            await arrival.finish()
+            async with self.rollouts:
+                if self.step == 0:
+                    self.record.metrics(0, await self.evaluate())
+                self.watch.lap()
+                while self.step < self.plan.max_steps and not self.stop.is_set():
+                    await self.turn(arrival)
+        if self.saved < self.step:
             await self.save(self.step)
         return self.step
+
+    async def turn(self, arrival: OneBehind) -> None:
+        """A step: once round the circle."""
+        plan, tally, evaluated = self.plan, Tally(version=self.step), dict[str, float]()
+        for num_groups in shares(plan.groups_per_step, plan.n_minibatches):
+            groups, report = await self.train(num_groups)
+            tally.add(groups, report)
+        self.step += 1
+        await self.make_live(self.step, arrival)
+        if plan.due(plan.eval_interval, self.step):
+            await arrival.finish()
+            evaluated = await self.evaluate()
+        self.record.metrics(self.step, {**tally.metrics(*self.watch.lap()), **evaluated, **self.counts()})
+        if plan.due(plan.save_interval, self.step):
+            await self.save(self.step)
+            self.saved = self.step
 
     async def train(self, num_groups: int) -> tuple[list[RolloutGroup], StepReport | None]:
         """One optimizer step. While the trainer works on a chunk, the next one is generated, taken and scored."""
@@ -126,15 +134,21 @@ class Loop:
         with self.watch("forward_backward"):
             await self.trainer.forward_backward(samples, self.plan.seq_len)
 
-    async def make_live(self, version: int) -> None:
-        """The trainer's weights become the generators' and the scorer's."""
+    async def make_live(self, version: int, arrival: OneBehind) -> None:
+        """The trainer's weights become the generators', while the trainer goes on with what is there to train on."""
         with self.watch("publish"):
             manifest = await self.trainer.publish(version)
+        self.buffer.next_version(version)
+        await arrival.start(self.receive(manifest))
+        if self.scorer:
+            await arrival.finish()  # what is trained next is scored by the same weights
+
+    async def receive(self, manifest: Manifest) -> None:
         with self.watch("receive"):
             receivers = [self.generators, self.scorer] if self.scorer else [self.generators]
             await together(*(receiver.receive(manifest) for receiver in receivers))
-            await self.trainer.withdraw(version)
-        self.rollouts.next_version(version)
+        self.rollouts.now_live(manifest.version)
+        await self.trainer.withdraw(manifest.version)
 
     async def evaluate(self) -> dict[str, float]:
         """Held-out rewards of the current weights, as metrics. Nothing is published meanwhile. `stop` cuts it short."""

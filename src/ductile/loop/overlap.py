@@ -44,7 +44,7 @@ class OneBehind:
 
     async def start(self, work: Coroutine[Any, Any, Any]) -> None:
         try:
-            await self._finish()
+            await self.finish()
         except BaseException:
             work.close()
             raise
@@ -56,12 +56,13 @@ class OneBehind:
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            await self._finish()
+            await self.finish()
         elif self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _finish(self) -> None:
+    async def finish(self) -> None:
+        """Wait for what runs; a failure of it is raised."""
         if self._task is not None:
             task, self._task = self._task, None
             try:

@@ -37,9 +37,9 @@ class Rollouts:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def next_version(self, version: int) -> None:
+    def now_live(self, version: int) -> None:
         """The generators sample from `version` now. What can only become too old is stopped and asked again."""
-        self._buffer.next_version(version)
+        self._buffer.now_live(version)
         for prompt in self._buffer.hopeless():
             self._groups[prompt].cancel()
 
