@@ -193,12 +193,18 @@ def test_a_run_that_ends_meanwhile_or_does_not_answer(tmp_path: Path, monkeypatc
     waiting[0].close()
 
 
+def left_by(machine: str) -> str:
+    address = {"host": "127.0.0.1", "port": 1, "token": "x"}
+    return json.dumps({"version": 1, "machine": machine, "pid": 1, "started": -1, **address})
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
         ("{", "cannot be read"),
         ('{"version": 1}', "cannot be read"),
-        ('{"version":1,"pid":1,"started":-1,"host":"127.0.0.1","port":1,"token":"x"}', "process 1, which wrote its"),
+        (left_by(socket.gethostname()), "process 1, which wrote its control.json, has ended"),
+        (left_by("elsewhere"), "is, or was, on the machine elsewhere: ask it from there"),
     ],
 )
 def test_a_stale_or_broken_file(tmp_path: Path, text: str, sentence: str):

@@ -171,12 +171,15 @@ class Run:
         try:
             known: dict[str, Any] = json.loads((self.folder / FILE).read_text())
             version, pid, started = known["version"], known["pid"], known["started"]
+            machine = str(known["machine"])
             host, port, token = str(known["host"]), int(known["port"]), str(known["token"])
         except FileNotFoundError:
             raise Unfit(f"no run is at work in {self.folder}, or it is still starting: it has no {FILE}") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise Unfit(f"{self.folder / FILE} cannot be read: {error}") from None
         if start_time(pid) != started:
+            if machine != socket.gethostname():  # the folder is on a file system that several share
+                raise Unfit(f"the run in {self.folder} is, or was, on the machine {machine}: ask it from there")
             raise Unfit(f"no run is at work in {self.folder}: process {pid}, which wrote its {FILE}, has ended")
         if version != VERSION:
             raise Unfit(f"the run in {self.folder} speaks version {version} of the control words, this is {VERSION}")

@@ -8,6 +8,7 @@ import hmac
 import json
 import os
 import secrets
+import socket
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -55,8 +56,9 @@ class Endpoint:
         self._server = await asyncio.start_server(self._talk, "127.0.0.1", 0, limit=MAX_REQUEST_BYTES)
         host, port = self._server.sockets[0].getsockname()
         pid = os.getpid()
-        known = {"version": VERSION, "host": host, "port": port, "pid": pid, "started": start_time(pid)}
-        _write_private(self._file, json.dumps({**known, "token": self._token}))
+        machine = socket.gethostname()
+        known = {"version": VERSION, "machine": machine, "pid": pid, "started": start_time(pid)}
+        _write_private(self._file, json.dumps({**known, "host": host, "port": port, "token": self._token}))
         return self
 
     async def __aexit__(self, *_: object) -> None:
