@@ -192,7 +192,7 @@ class Manifest:
     """`shared_memory`: a path that the receiver opens; `disk`: an HF folder."""
     num_bytes: int
     fingerprint: int
-    """64-bit, over all bytes in order (`ductile.weights.fingerprint`)."""
+    """64-bit, over all bytes in order (`ductile.fabric.segment`)."""
     tensors: tuple[TensorEntry, ...]
 
 

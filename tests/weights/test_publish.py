@@ -1,15 +1,10 @@
 import os
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 
-import msgspec
 import pytest
 import torch
 
-from ductile.records import Manifest
-from ductile.weights.publisher import ALIGNMENT_BYTES, Publisher
+from ductile.weights.publisher import Publisher
 from ductile.weights.subscriber import WeightsUnavailable, receive
 
 TENSORS = {
@@ -36,7 +31,6 @@ def test_receives_what_was_published(publisher: Publisher):
         assert received[name].dtype == tensor.dtype
         assert torch.equal(received[name], tensor)
     assert manifest.version == 3
-    assert all(entry.offset_bytes % ALIGNMENT_BYTES == 0 for entry in manifest.tensors)
 
 
 def test_a_version_may_be_empty(publisher: Publisher):
@@ -49,14 +43,6 @@ def test_receivers_do_not_disturb_each_other(publisher: Publisher):
     first["embed"].zero_()
     assert torch.equal(second["embed"], TENSORS["embed"])
     assert torch.equal(receive(manifest)["embed"], TENSORS["embed"])
-
-
-def test_a_published_segment_is_sealed(publisher: Publisher):
-    manifest = publisher.publish(0, TENSORS.items())
-    fd = os.open(manifest.location, os.O_RDWR)
-    with pytest.raises(PermissionError):
-        os.pwrite(fd, b"x", 0)
-    os.close(fd)
 
 
 def test_withdrawn_versions_are_freed_and_keep_serving_who_has_them(publisher: Publisher):
@@ -119,26 +105,9 @@ def test_a_manifest_that_does_not_fit_is_refused(publisher: Publisher, change: d
         receive(wrong)
 
 
-def test_a_dead_publisher_is_a_clear_error():
-    program = (
-        "import sys, msgspec, torch, signal\n"
-        "from ductile.weights.publisher import Publisher\n"
-        "manifest = Publisher().publish(5, [('w', torch.arange(4.0))])\n"
-        "sys.stdout.buffer.write(msgspec.json.encode(manifest) + b'\\n'); sys.stdout.flush()\n"
-        "signal.pause()\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        manifest = msgspec.json.decode(process.stdout.readline(), type=Manifest)
-        held = receive(manifest)
-        process.send_signal(signal.SIGKILL)
-        process.wait(10)
-        assert torch.equal(held["w"], torch.arange(4.0))
-        with pytest.raises(WeightsUnavailable, match="version 5 is gone"):
-            receive(manifest)
-    finally:
-        process.kill()
-        process.wait(10)
-        assert process.stdout is not None
-        process.stdout.close()
+def test_who_asks_for_the_same_version_is_lent_the_same_copy(publisher: Publisher):
+    first = publisher.lend(4, TENSORS.items())
+    assert publisher.lend(4, [("never", torch.ones(1))]) == first
+    newer = publisher.lend(5, TENSORS.items())
+    assert publisher.versions == (4, 5)
+    assert torch.equal(receive(first)["embed"], receive(newer)["embed"])

@@ -1,12 +1,9 @@
 """The receiver's side of a publish: map the segment, check it, hand out its tensors. No weight is touched before."""
 
-import mmap
-import os
-
 import torch
 
+from ductile.fabric.segment import SegmentUnavailable, map_segment
 from ductile.records import Manifest, TensorEntry
-from ductile.weights.fingerprint import fingerprint
 
 
 class WeightsUnavailable(Exception):
@@ -14,48 +11,17 @@ class WeightsUnavailable(Exception):
 
 
 def receive(manifest: Manifest) -> dict[str, torch.Tensor]:
-    """The version's tensors, by name, on the CPU. They are views of the publisher's memory, which is not copied.
-
-    The mapping is private: the tensors may be written to, which changes nobody else's. It lives as long as any of
-    the tensors does, also after the version is withdrawn or its publisher dies.
-    """
+    """The version's tensors, by name, on the CPU. They are views of the publisher's memory, which is not copied; they
+    may be written to, which changes nobody else's, and live on after the version is withdrawn."""
     if manifest.carrier != "shared_memory":
         raise WeightsUnavailable(
             f"version {manifest.version} is offered by {manifest.carrier}; only shared_memory is read"
         )
-    if manifest.num_bytes == 0:
-        content = torch.empty(0, dtype=torch.uint8)
-    else:
-        mapped = _map(manifest)
-        content = torch.frombuffer(mapped, dtype=torch.uint8)
-    found = fingerprint(content.numpy().data)
-    if found != manifest.fingerprint:
-        raise WeightsUnavailable(
-            f"version {manifest.version} at {manifest.location} is damaged: its fingerprint is {found:016x}, "
-            f"the manifest says {manifest.fingerprint:016x}"
-        )
+    try:
+        content = map_segment(manifest.location, manifest.num_bytes, manifest.fingerprint)
+    except SegmentUnavailable as error:
+        raise WeightsUnavailable(f"version {manifest.version} {error}") from error
     return {entry.name: _view(content, entry, manifest) for entry in manifest.tensors}
-
-
-def _map(manifest: Manifest) -> mmap.mmap:
-    try:
-        fd = os.open(manifest.location, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise WeightsUnavailable(
-            f"version {manifest.version} is gone: {manifest.location} cannot be opened ({error.strerror}); "
-            "its publisher ended or withdrew it"
-        ) from error
-    try:
-        # The descriptor's number may serve another file by now; a file of another size never gets mapped.
-        size_bytes = os.fstat(fd).st_size
-        if size_bytes != manifest.num_bytes:
-            raise WeightsUnavailable(
-                f"version {manifest.version} at {manifest.location} has {size_bytes} bytes, the manifest says "
-                f"{manifest.num_bytes}; its publisher withdrew it"
-            )
-        return mmap.mmap(fd, size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    finally:
-        os.close(fd)
 
 
 def _view(content: torch.Tensor, entry: TensorEntry, manifest: Manifest) -> torch.Tensor:

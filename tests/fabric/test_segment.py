@@ -1,0 +1,130 @@
+"""What one process lets others read: it arrives whole or not at all, and nothing of it stays behind."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ductile.fabric.segment import ALIGNMENT_BYTES, Segment, SegmentUnavailable, map_segment
+
+TENSORS = [torch.arange(5.0), torch.tensor(7), torch.empty(0), torch.arange(6.0).reshape(2, 3).T.bfloat16()]
+
+
+def sealed(*tensors: torch.Tensor) -> Segment:
+    segment = Segment("ductile-test")
+    for tensor in tensors:
+        segment.append(tensor)
+    segment.seal()
+    return segment
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    made = sealed(*TENSORS)
+    yield made
+    made.close()
+
+
+def read(segment: Segment) -> torch.Tensor:
+    return map_segment(segment.location, segment.num_bytes, segment.fingerprint)
+
+
+def test_tensors_lie_where_append_said() -> None:
+    segment = Segment("ductile-test")
+    offsets = [segment.append(tensor) for tensor in TENSORS]
+    segment.seal()
+    content = read(segment)
+    for offset, tensor in zip(offsets, TENSORS, strict=True):
+        assert offset % ALIGNMENT_BYTES == 0
+        found = content[offset : offset + tensor.numel() * tensor.element_size()].view(tensor.dtype)
+        assert torch.equal(found.view(tensor.shape), tensor)
+    segment.close()
+
+
+def test_nobody_can_change_it(segment: Segment) -> None:
+    fd = os.open(segment.location, os.O_RDWR)
+    with pytest.raises(PermissionError):
+        os.pwrite(fd, b"x", 0)
+    os.close(fd)
+    with pytest.raises(PermissionError):
+        segment.append(torch.ones(1))
+
+
+def test_readers_do_not_disturb_each_other(segment: Segment) -> None:
+    first, second = read(segment), read(segment)
+    first.zero_()
+    assert second.any()
+    assert torch.equal(read(segment), second)
+
+
+def test_closing_frees_it_and_leaves_it_to_who_has_it(segment: Segment) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    held = read(segment)
+    told = segment.location, segment.num_bytes, segment.fingerprint
+    segment.close()
+    segment.close()
+    with pytest.raises(SegmentUnavailable, match=r"^is gone: /proc/\d+/fd/\d+ cannot be opened"):
+        map_segment(*told)
+    assert torch.equal(held[:20].view(torch.float32), torch.arange(5.0))
+    del held
+    assert len(os.listdir("/proc/self/fd")) == before - 1
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [(torch.arange(4.0), "is gone: .* has 16 bytes, and 20 were announced"), (torch.ones(5), "is damaged: the finger")],
+)
+def test_a_descriptor_that_became_another_file_is_not_taken_for_it(other: torch.Tensor, message: str) -> None:
+    old = sealed(torch.arange(5.0))
+    told = old.location, old.num_bytes, old.fingerprint
+    old.close()
+    new = sealed(other)
+    assert new.location == told[0]
+    with pytest.raises(SegmentUnavailable, match=message):
+        map_segment(*told)
+    new.close()
+
+
+@given(st.binary(min_size=1, max_size=200), st.data())
+def test_any_changed_bit_shows(content: bytes, draw: st.DataObject) -> None:
+    bit = draw.draw(st.integers(0, 8 * len(content) - 1))
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    segments = [sealed(torch.frombuffer(bytearray(data), dtype=torch.uint8)) for data in (content, changed)]
+    with pytest.raises(SegmentUnavailable, match="damaged"):
+        map_segment(segments[1].location, len(content), segments[0].fingerprint)
+    for segment in segments:
+        segment.close()
+
+
+def test_it_dies_with_its_owner_however_that_ends() -> None:
+    program = (
+        "import sys, msgspec, torch, signal\n"
+        "from tests.fabric.test_segment import sealed\n"
+        "segment = sealed(torch.arange(4.0))\n"
+        "told = segment.location, segment.num_bytes, segment.fingerprint\n"
+        "sys.stdout.buffer.write(msgspec.json.encode(told) + b'\\n'); sys.stdout.flush()\n"
+        "signal.pause()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        told = msgspec.json.decode(process.stdout.readline(), type=tuple[str, int, int])
+        held = map_segment(*told)
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        assert torch.equal(held.view(torch.float32), torch.arange(4.0))
+        with pytest.raises(SegmentUnavailable, match="is gone"):
+            map_segment(*told)
+    finally:
+        process.kill()
+        process.wait(10)
+        assert process.stdout is not None
+        process.stdout.close()
