@@ -115,6 +115,12 @@ def test_what_is_not_understood_is_refused(tmp_path: Path, change: dict[str, Any
     serve(tmp_path, story)
 
 
+@pytest.mark.parametrize(("train", "replicas"), [("0-1", None), (None, None), (3, None), ([0.5], None), ([0], "1")])
+def test_what_is_no_formation_is_not_asked_for(tmp_path: Path, train: Any, replicas: Any):
+    with pytest.raises(Unfit, match=r"write slots as numbers, such as range\(4\) or \[0, 2, 5\]"):
+        Run(tmp_path).resize(train, replicas)
+
+
 @pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), 0.0, -1.0])
 def test_a_wait_has_an_end_or_nothing_is_asked(tmp_path: Path, timeout_s: float):
     with pytest.raises(Unfit, match=r"the timeout is .* s; it must be above 0, and finite"):

@@ -139,7 +139,14 @@ class Run:
 
         Raises Unfit, or RunFailed when the run ended meanwhile, is in another resize, or does not answer in time.
         """
-        return self._ask(Resize(tuple(train), replicas), Resized, timeout_s)
+        try:
+            ask = msgspec.convert({"type": "resize", "train": list(train), "replicas": replicas}, Resize)
+        except (TypeError, msgspec.ValidationError) as error:
+            raise Unfit(
+                f"train is {train!r} and replicas {replicas!r}; write slots as numbers, such as range(4) or [0, 2, 5], "
+                "and replicas as a number or None"
+            ) from error
+        return self._ask(ask, Resized, timeout_s)
 
     def status(self, timeout_s: float = STATUS_S) -> RunStatus:
         return self._ask(Status(), RunStatus, timeout_s)
