@@ -8,7 +8,7 @@ import pytest
 
 import ductile
 from ductile.config.docs import ROOTS, fill_in
-from ductile.config.errors import ConfigError, dotted, flag
+from ductile.config.errors import dotted, flag
 from ductile.config.help import help_text, lines
 from ductile.config.parse import parse
 from ductile.config.run import InferenceRunConfig, RLConfig, SFTConfig, TrainerRunConfig
@@ -28,6 +28,10 @@ CONSUMED_BY_CONFIG = {
     "num_infer_gpus": "placement",
     "num_gpus": "placement",
     "gpus_per_node": "bounds the placement",
+    "auto_scheduler": "config.policy_of",
+    "policy": "config.policy_of",
+    "use_pre_process_policy": "config.policy_of",
+    "use_wait_before_last_iter_policy": "config.policy_of",
     "dp": "checked against the placement",
     "impl": "both values that are built mean the same",
     "attn": "both values that are built mean the same",
@@ -128,49 +132,11 @@ def test_every_knob_of_the_seeds_is_there(root: type[Section], name: str) -> Non
     assert tuple(name.split(".")) in {path for path, _ in walk(root)}
 
 
-DISAGGREGATED = """\
-cluster:
-  num_nodes: 1
-  component_placement:
-    rollout: 0-3
-    inference: 4-5
-    actor: 6-7
-"""
-
-SCHEDULED = """\
-cluster:
-  num_nodes: 1
-  auto_scheduler: True
-  use_pre_process_policy: True
-  use_wait_before_last_iter_policy: False
-  component_placement:
-    actor: 0-1
-    rollout: 2-5
-    inference: 6-7
-"""
-
-
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     furnish(tmp_path)
     return tmp_path
-
-
-def test_the_seed_s_placement_is_accepted(here: Path) -> None:
-    (here / "cluster.yaml").write_text(DISAGGREGATED)
-    config = parse(RLConfig, ["@", "good.toml", "@", "cluster.yaml"]).config
-    assert (config.deployment.num_train_gpus, config.deployment.num_infer_gpus) == (2, 4)
-
-
-def test_the_seed_s_scheduler_is_not_built_and_its_placement_is_fine(here: Path) -> None:
-    (here / "cluster.yaml").write_text(SCHEDULED)
-    with pytest.raises(ConfigError) as error:
-        parse(RLConfig, ["@", "good.toml", "@", "cluster.yaml"])
-    assert [str(problem).partition("\n")[0] for problem in error.value.problems] == [
-        "--cluster.auto-scheduler = true (cluster.yaml:3)",
-        "--cluster.use-pre-process-policy = true (cluster.yaml:4)",
-    ]
 
 
 def test_the_seed_s_two_runs_side_by_side(here: Path) -> None:

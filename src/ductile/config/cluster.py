@@ -13,10 +13,16 @@ class ClusterConfig(Section):
     """Roles to slots: `{actor: 0, rollout: 1-2, inference: 3}`. Lists, ranges, `all`, comma-joined roles. The roles'
     names are `actor` (train), `rollout` (generate), `inference` (score)."""
     node_groups: Annotated[list[dict[str, object]] | None, NotBuilt("several nodes")] = None
-    auto_scheduler: Annotated[bool, NotBuilt("dynamic scheduling")] = False
-    use_pre_process_policy: Annotated[bool, NotBuilt("dynamic scheduling")] = False
-    use_wait_before_last_iter_policy: Annotated[bool, NotBuilt("dynamic scheduling")] = False
-    policy: Annotated[str, NotBuilt("dynamic scheduling")] = "static"
+    auto_scheduler: bool = False
+    """Slots change roles while the run is at work, as `policy` decides."""
+    use_pre_process_policy: bool = False
+    """Of `rules`: train slots generate too until half of a step's rollouts are finished."""
+    use_wait_before_last_iter_policy: bool = False
+    """Of `rules`: the last optimizer step of a batch waits for generation, and is taken on all slots."""
+    policy: str | None = None
+    """Who decides: "static" (nobody moves), "rules" (the default with `auto_scheduler`), "model" (moves what pays, by
+    what was measured), "in_turns" (all generate, then all train: for `actor,rollout: all`), or your own class as
+    `package.module.Class` or `file.py:Class`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     cpu_slot_fraction: float | None = Field(default=None, gt=0, le=1)
     """Cap each slot's process to this share of one core (cgroup v1 or v2 `cpu` controller; needs permission)."""

@@ -20,6 +20,7 @@ from ductile.config.on_disk import (
 )
 from ductile.config.orchestrator import BuiltinTask, ClientConfig, OrchestratorConfig, ReasoningGymTask, TaskConfig
 from ductile.config.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
+from ductile.config.scheduling import scheduling_findings, unscheduled_findings
 from ductile.config.section import Section
 from ductile.config.slots import placement_of
 from ductile.config.trainer import LinearSchedule, SchedulerConfig
@@ -37,15 +38,15 @@ SCORELESS = frozenset({"default", "ipo"})
 def preflight(config: Section) -> list[Finding]:
     """Everything between the lines of a config that cannot work."""
     if isinstance(config, RLConfig):
-        return [*_rl(config), *_placement(config)]
+        return [*_rl(config), *_placement(config), *scheduling_findings(config.cluster)]
     if isinstance(config, SFTConfig):
-        return [*_sft(config), *_placement(config)]
+        return [*_sft(config), *_placement(config), *unscheduled_findings(config.cluster, "sft")]
     if isinstance(config, TrainerRunConfig):
-        return [*_trainer(config), *_placement(config)]
+        return [*_trainer(config), *_placement(config), *unscheduled_findings(config.cluster, "trainer")]
     if isinstance(config, OrchestratorRunConfig):
         return list(_orchestrator_alone(config))
     if isinstance(config, InferenceRunConfig):
-        return [*_inference_alone(config), *_placement(config)]
+        return [*_inference_alone(config), *_placement(config), *unscheduled_findings(config.cluster, "inference")]
     return []
 
 

@@ -6,6 +6,7 @@ from ductile.config.on_disk import read_spec
 from ductile.config.orchestrator import OrchestratorConfig
 from ductile.config.parse import Parsed
 from ductile.config.run import OrchestratorRunConfig, RLConfig, RunConfig, SFTConfig, TrainerRunConfig
+from ductile.config.scheduling import policy_name
 from ductile.config.slots import placement_of
 from ductile.core.cluster.placement import Placement
 
@@ -21,6 +22,7 @@ def summary(parsed: Parsed[RunConfig], command: str) -> str:
         ("output", config.output_dir),
         *_work(config),
         *_slots(placement_of(config)),
+        *_scheduling(config),
         *_column("derived", list(parsed.derived)),
     ]
     lines = (f"  {name:<10}{text}" for name, text in rows)
@@ -93,3 +95,18 @@ def _slots(placement: Placement) -> list[Row]:
         return []
     table = [f"{slot:>3}  {' and '.join(placement.roles(slot))}" for slot in placement.slots]
     return _column("slots", [f"{placement.num_slots}, {placement.reason}", *table])
+
+
+def _scheduling(config: RunConfig) -> Iterator[Row]:
+    if not isinstance(config, RLConfig) or not config.cluster.auto_scheduler:
+        return
+    cluster = config.cluster
+    rules = {
+        "pre-process": cluster.use_pre_process_policy,
+        "wait before the last iteration": cluster.use_wait_before_last_iter_policy,
+    }
+    further = " and ".join(name for name, asked in rules.items() if asked)
+    yield (
+        "policy",
+        policy_name(cluster) + (f", with {further}" if further else "") + ": slots change roles as it decides",
+    )

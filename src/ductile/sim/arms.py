@@ -4,10 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ductile.config.imports import import_object
+from ductile.config.policy import named_policy
 from ductile.core.cluster.orders import Policy
 from ductile.core.cluster.placement import Placement, compact
-from ductile.core.cluster.policies.named import NAMES, policy
 from ductile.core.cluster.policies.static import InTurns, Static
 from ductile.sim.run import Simulated, simulate
 from ductile.sim.scenario import Scenario
@@ -62,8 +61,8 @@ def run_arms(scenario: Scenario, names: Sequence[str]) -> Iterator[Outcome]:
 def named(name: str) -> Policy:
     """The policy of an arm."""
     if name == "rules_policies":
-        return policy("rules", pre_process=True, wait_before_last_iter=True)
-    return policy(name) if name in NAMES else import_object(name)()
+        return named_policy("rules", pre_process=True, wait_before_last_iter=True)
+    return named_policy(name)
 
 
 def splits(scenario: Scenario) -> list[Placement]:

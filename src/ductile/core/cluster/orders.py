@@ -8,7 +8,7 @@ carries decisions out asks it first, so that a policy with a bug is refused and 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ductile.core.cluster.placement import Role, compact
 from ductile.core.cluster.state import ClusterState, Limits
@@ -72,6 +72,7 @@ class Decision:
         return tuple(order for order in self.orders if isinstance(order, Handoff))
 
 
+@runtime_checkable
 class Policy(Protocol):
     def decide(self, state: ClusterState) -> Decision:
         """What should change now. Asked after every event that may matter; the same state gives the same answer."""

@@ -1,7 +1,8 @@
 import pytest
 
 from ductile.core.cluster.policies.model import Model
-from ductile.core.cluster.policies.named import NAMES, policy
+from ductile.core.cluster.policies.named import policy
+from ductile.core.cluster.policies.names import NAMES
 from ductile.core.cluster.policies.rules import Rules
 
 

@@ -7,8 +7,6 @@ from ductile.core.cluster.policies.model import Model
 from ductile.core.cluster.policies.rules import Rules
 from ductile.core.cluster.policies.static import InTurns, Static
 
-NAMES = ("static", "rules", "model", "in_turns")
-
 
 def policy(name: str, *, pre_process: bool = False, wait_before_last_iter: bool = False) -> Policy:
     """The built-in policy of that name; the two flags are of `rules`. Raises ValueError for another name."""

@@ -1,0 +1,157 @@
+"""The keys of dynamic scheduling: the seeds' two examples as they are, and who decides."""
+
+from pathlib import Path
+
+import pytest
+
+from ductile.cli import main
+from ductile.config.cluster import ClusterConfig
+from ductile.config.errors import ConfigError
+from ductile.config.imports import ImportPathError
+from ductile.config.parse import parse
+from ductile.config.policy import policy_of
+from ductile.config.run import InferenceRunConfig, RLConfig, SFTConfig
+from ductile.config.slots import placement_of
+from ductile.core.cluster.policies.model import Model
+from ductile.core.cluster.policies.rules import Rules
+from ductile.core.cluster.policies.static import InTurns, Static
+from tests.config.stories import furnish
+
+EXAMPLES = Path(__file__).parents[2] / "examples/scheduling"
+SEED_DISAGGREGATED = """\
+cluster:
+  num_nodes: 1
+  component_placement:
+    rollout: 0-3
+    inference: 4-5
+    actor: 6-7
+"""
+SEED_DYNAMIC = """\
+cluster:
+  num_nodes: 1
+  auto_scheduler: True
+  use_pre_process_policy: True
+  use_wait_before_last_iter_policy: False
+  component_placement:
+    actor: 0-1
+    rollout: 2-5
+    inference: 6-7
+"""
+MINE = """\
+from ductile.core.cluster.orders import Decision
+
+class Mine:
+    def decide(self, state):
+        return Decision()
+
+class Deaf:
+    pass
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    furnish(tmp_path)
+    (tmp_path / "mine.py").write_text(MINE)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("file", "seed", "train", "generate", "score", "policy"),
+    [
+        ("disaggregated.yaml", SEED_DISAGGREGATED, (6, 7), (0, 1, 2, 3), (4, 5), Static()),
+        ("dynamic.yaml", SEED_DYNAMIC, (0, 1), (2, 3, 4, 5), (6, 7), Rules(pre_process=True)),
+    ],
+)
+def test_the_seed_s_examples_run_unchanged(here, capsys, file, seed, train, generate, score, policy) -> None:
+    text = "".join(line for line in (EXAMPLES / file).read_text().splitlines(True) if not line.startswith("#"))
+    assert text == seed
+    assert main(["check", "rl", "@", "good.toml", "@", str(EXAMPLES / file)]) == 0
+    assert ("policy    rules, with pre-process" in capsys.readouterr().out) == (policy != Static())
+    config = parse(RLConfig, ["@", "good.toml", "@", str(EXAMPLES / file)]).config
+    placement = placement_of(config)
+    assert (placement.train, placement.generate, placement.score) == (train, generate, score)
+    assert policy_of(config.cluster) == policy
+
+
+@pytest.mark.parametrize(
+    "placement", [{"rollout": "0-3", "actor": "4-5"}, {"inference": 0, "actor": 3, "rollout": "1-2"}]
+)
+def test_any_order_of_roles_is_scheduled_and_a_scorer_is_optional(here, placement) -> None:
+    words = [
+        word for role, slots in placement.items() for word in (f"--cluster.component-placement.{role}", str(slots))
+    ]
+    config = parse(RLConfig, ["@", "good.toml", "--cluster.auto-scheduler", *words]).config
+    assert policy_of(config.cluster) == Rules()
+
+
+@pytest.mark.parametrize(
+    ("keys", "policy"),
+    [
+        ({}, Static()),
+        ({"policy": "static"}, Static()),
+        ({"auto_scheduler": True}, Rules()),
+        ({"auto_scheduler": True, "use_wait_before_last_iter_policy": True}, Rules(False, True)),
+        ({"auto_scheduler": True, "policy": "rules", "use_pre_process_policy": True}, Rules(True, False)),
+        ({"auto_scheduler": True, "policy": "model"}, Model()),
+        ({"auto_scheduler": True, "policy": "static"}, Static()),
+        ({"auto_scheduler": True, "policy": "in_turns"}, InTurns()),
+    ],
+)
+def test_who_decides(keys, policy) -> None:
+    assert policy_of(ClusterConfig(**keys)) == policy
+
+
+@pytest.mark.parametrize("path", ["mine.Mine", "mine.py:Mine"])
+def test_one_s_own_policy_is_imported(here, monkeypatch, path) -> None:
+    monkeypatch.syspath_prepend(here)
+    config = parse(RLConfig, ["@", "good.toml", "--cluster.auto-scheduler", "--cluster.policy", path]).config
+    assert type(policy_of(config.cluster)).__name__ == "Mine"
+
+
+def test_a_file_that_changed_since_the_check_is_said(here) -> None:
+    with pytest.raises(ImportPathError, match="no method decide"):
+        policy_of(ClusterConfig(auto_scheduler=True, policy="mine.py:Deaf"))
+
+
+SCHEDULED = ["--cluster.auto-scheduler"]
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "said"),
+    [
+        (["--cluster.policy", "modle", *SCHEDULED], "policy", 'write "static", "rules", "model" or the import path'),
+        (["--cluster.policy", "modle", *SCHEDULED], "policy", "Did you mean model?"),
+        (["--cluster.policy", "model"], "policy", "write auto_scheduler = true too"),
+        (["--cluster.policy", "mine.py:Mine"], "policy", "write auto_scheduler = true too"),
+        (["--cluster.use-pre-process-policy"], "use-pre-process-policy", "write auto_scheduler = true too"),
+        (
+            [*SCHEDULED, "--cluster.policy", "model", "--cluster.use-wait-before-last-iter-policy"],
+            "use-wait-before-last-iter-policy",
+            'the policy is "model": write policy = "rules"',
+        ),
+        ([*SCHEDULED, "--cluster.policy", "nowhere.at.All"], "policy", "cannot import nowhere.at"),
+        ([*SCHEDULED, "--cluster.policy", "mine.py:Yours"], "policy", "mine.py has no 'Yours'"),
+        ([*SCHEDULED, "--cluster.policy", "mine.py:Deaf"], "policy", "has no method decide(state)"),
+        ([*SCHEDULED, "--cluster.policy", "json.dumps"], "policy", "cannot be called without arguments"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_said(here, words, key, said) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse(RLConfig, ["@", "good.toml", *words])
+    (problem,) = error.value.problems
+    assert problem.key == f"--cluster.{key}"
+    assert said in problem.what
+
+
+@pytest.mark.parametrize(
+    ("root", "words", "command"),
+    [(SFTConfig, ["@", "sft.toml"], "sft"), (InferenceRunConfig, ["--model.name", "model"], "inference")],
+)
+@pytest.mark.parametrize("asked", [SCHEDULED, ["--cluster.policy", "rules"], ["--cluster.use-pre-process-policy"]])
+def test_slots_with_one_role_are_not_scheduled(here, root, words, command, asked) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse(root, [*words, *asked])
+    (problem,) = error.value.problems
+    assert f"the slots of `ductile {command}` have one role" in problem.what
