@@ -31,6 +31,7 @@ from tests.wire.train_slots import sample
 FORMATION = Formation((0, 1))
 LEAVER, STAYER, JOINER = 0, 1, 2
 SEQ_LEN = 16
+NUM_SLOTS = 8
 DEADLINE_S = 20.0
 
 
@@ -65,7 +66,7 @@ class Harness:
         self.record = Recorder(self.folder)
         self.trainer = RemoteTrainer(self.mailbox, FORMATION, 30)
         terms = Terms(self.settings, self.cluster.rendezvous, self.timeout_s, leave_s=5)
-        self.changes = Changes(self.cluster, self.trainer, terms, Placement((0, 1), (), (), ""), self.record)
+        self.changes = Changes(self.cluster, self.trainer, terms, Placement((0, 1), (), (), ""), self.record, NUM_SLOTS)
         self.num_steps = 0
         training = asyncio.create_task(self._train())
         try:
@@ -212,8 +213,8 @@ def test_what_cannot_be_is_refused_and_nothing_is_tried(echo: Harness):
             ((), 1, "a formation needs each of its slots once"),
             ((1, 1), 1, "a formation needs each of its slots once"),
             ((0, 1, 2), 2, "3 slots cannot hold 2 equal copies"),
-            ((0, -1), 1, "slots are numbered from 0 to 4095; there cannot be a slot -1"),
-            ((4096,), 1, "there cannot be a slot 4096"),
+            ((0, -1), 1, "there cannot be a slot -1"),
+            ((0, 8), 1, "there cannot be a slot 8: this machine has slots 0 to 7, as deployment.gpus_per_node says"),
         ]:
             with pytest.raises(Unfit, match=sentence):
                 await echo.changes.resize(members, replicas)

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from ductile.core.cluster.membership import describe
-from ductile.core.cluster.placement import MAX_SLOTS, Placement
+from ductile.core.cluster.placement import Placement
 from ductile.core.transfer.order import stays_put
 from ductile.launch.control import Resized, RunFailed, TrainerSlots, Unfit
 from ductile.launch.local import LocalCluster
@@ -23,12 +23,19 @@ class Changes:
     """Slots that a change needs and that do not run are started for it; those that leave stay, without the role."""
 
     def __init__(
-        self, cluster: LocalCluster, trainer: RemoteTrainer, terms: Terms, placement: Placement, record: Recorder
+        self,
+        cluster: LocalCluster,
+        trainer: RemoteTrainer,
+        terms: Terms,
+        placement: Placement,
+        record: Recorder,
+        num_slots: int,
     ) -> None:
-        """placement: where the other roles are, which no change touches."""
+        """placement: where the other roles are, which no change touches. num_slots: those that this machine has."""
         self.history: deque[Resized] = deque(maxlen=NUM_KEPT)
         self.num_resized = 0
         self._cluster, self._trainer, self._terms, self._record = cluster, trainer, terms, record
+        self._num_slots = num_slots
         self._others = {*placement.generate, *placement.score}
         self._target: Formation | None = None
         """Of the change that is under way."""
@@ -42,7 +49,7 @@ class Changes:
         Raises Unfit for a formation that cannot be, and RunFailed when another change is under way, when a slot does
         not start, when the trainer is lost, or when the change fails in a way that nobody thought of.
         """
-        before, after = self._trainer.formation, formation_of(members, replicas)
+        before, after = self._trainer.formation, formation_of(members, replicas, self._num_slots)
         if self._target is not None:
             raise RunFailed(f"the trainer is on its way to {describe(self._target)}: one resize at a time")
         if before == after:
@@ -70,7 +77,7 @@ class Changes:
         """`resize`, in the order of slots that moves least of the state. Without `replicas` it keeps its copies."""
         before = self._trainer.formation
         replicas = before.replicas if replicas is None else replicas
-        after = formation_of(slots, replicas)
+        after = formation_of(slots, replicas, self._num_slots)
         same = set(before.members) == set(slots) and before.replicas == replicas
         return await self.resize((before if same else stays_put(before, after.members, replicas)).members, replicas)
 
@@ -172,11 +179,14 @@ def sentence_of(result: ResizeResult) -> str:
     return f"Trainer resized {way} in {result.pause_s:.2f} s: {result.num_bytes / 2**20:.1f} MiB moved{how}."
 
 
-def formation_of(members: Sequence[int], replicas: int) -> Formation:
+def formation_of(members: Sequence[int], replicas: int, num_slots: int) -> Formation:
     """Raises Unfit for one that cannot be."""
     for slot in members:
-        if not 0 <= slot < MAX_SLOTS:
-            raise Unfit(f"slots are numbered from 0 to {MAX_SLOTS - 1}; there cannot be a slot {slot}")
+        if not 0 <= slot < num_slots:
+            raise Unfit(
+                f"there cannot be a slot {slot}: this machine has slots 0 to {num_slots - 1}, as "
+                "deployment.gpus_per_node says; use these, or start the run with another number there"
+            )
     try:
         return Formation(tuple(members), replicas)
     except ValueError as error:

@@ -79,7 +79,7 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
             _take_roles(config, prepared, placement, cluster), session.interrupt.asked, cluster.death()
         )
         slots = Slots(cluster, placement, trainer, activity)
-        async with _live("rl", prepared.plan.max_steps, prepared.trainer, config.cluster, slots, session) as changes:
+        async with _live("rl", prepared.plan.max_steps, prepared.trainer, config, slots, session) as changes:
             circle = run_circle(
                 prepared,
                 trainer,
@@ -111,7 +111,7 @@ async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatch
         trainer = RemoteTrainer(cluster.mailbox, _formation(placement, prepared.trainer), timeout_s)
         slots = Slots(cluster, placement, trainer, activity)
         command = "sft" if isinstance(config, SFTConfig) else "trainer"
-        async with _live(command, prepared.max_steps, prepared.trainer, config.cluster, slots, session) as changes:
+        async with _live(command, prepared.max_steps, prepared.trainer, config, slots, session) as changes:
             batches = run_batches(
                 prepared,
                 trainer,
@@ -165,18 +165,24 @@ class Slots:
 
 @asynccontextmanager
 async def _live(
-    command: str, max_steps: int, trainer: TrainerConfig, limits: ClusterConfig, slots: Slots, session: Session
+    command: str,
+    max_steps: int,
+    trainer: TrainerConfig,
+    config: RLConfig | SFTConfig | TrainerRunConfig,
+    slots: Slots,
+    session: Session,
 ) -> AsyncIterator[Changes]:
-    """Meanwhile the run answers `ductile status` and `ductile resize`."""
+    """Meanwhile the run answers `ductile status` and `ductile resize`. `trainer`: as the slots have it."""
     terms = Terms(
         settings=trainer.model_dump(mode="json"),
         rendezvous=slots.cluster.rendezvous,
         timeout_s=trainer.resize.timeout_s,
-        leave_s=limits.command_timeout_s,
+        leave_s=config.cluster.command_timeout_s,
         keeps_old=trainer.resize.memory == "shadow",
-        patience_s=limits.command_timeout_s,
+        patience_s=config.cluster.command_timeout_s,
     )
-    changes = Changes(slots.cluster, slots.trainer, terms, slots.placement, session.record)
+    num_slots = config.deployment.gpus_per_node
+    changes = Changes(slots.cluster, slots.trainer, terms, slots.placement, session.record, num_slots)
     live = LiveRun(command, max_steps, session, slots.cluster, slots.trainer, slots.activity, changes)
     async with Endpoint(session.folder, live.respond):
         yield changes
