@@ -1,0 +1,227 @@
+"""Wall time of a GRPO run with long-tailed answers: slots that stay what they are, against slots that change roles.
+
+Six slots, each a process capped to a fixed share of a core, so that every one is a device of fixed speed. The same
+model, prompts, seeds and optimizer steps in every arm, strictly on-policy:
+
+    static           so many slots train, the others generate; the best of `--splits`, found in the first round
+    collocated       all slots generate, then all train
+    rules            cluster.policy = "rules", from the best static split
+    rules_policies   the same with both optional policies
+    model            cluster.policy = "model", from the best static split
+
+Arms alternate over `--rounds`; figures are medians of the rounds. `wall_s` is from the first step's start to the last
+one's end; starting and stopping the processes is not in it. `cpu_s` is of all processes, from start to stop.
+
+    python benchmarks/elastic.py --json benchmarks/results/elastic.json
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from peers.long_tail import make
+from provenance import provenance
+
+DYNAMIC: dict[str, dict[str, object]] = {
+    "rules": {"auto_scheduler": True, "policy": "rules"},
+    "rules_policies": {
+        "auto_scheduler": True,
+        "policy": "rules",
+        "use_pre_process_policy": True,
+        "use_wait_before_last_iter_policy": True,
+    },
+    "model": {"auto_scheduler": True, "policy": "model"},
+}
+IN_TURNS = {"auto_scheduler": True, "policy": "ductile.core.cluster.policies.static.InTurns"}
+
+
+@dataclass(frozen=True)
+class Arm:
+    name: str
+    cluster: dict[str, Any]
+    """The config's section, without the slots' share of a core."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    wall_s: float
+    step_s: list[float]
+    cpu_s: float
+    tokens: int
+    reward: float
+    """Mean of the last three steps."""
+    longest_by_median: float
+    idle_by_cause: dict[str, float]
+    """Share of all slots' time."""
+    switch_share: float
+    num_switches: int
+
+
+def split(num_train: int, num_slots: int) -> Arm:
+    train, generate = _range(0, num_train), _range(num_train, num_slots)
+    return Arm(f"static, {num_train} train", {"component_placement": {"actor": train, "rollout": generate}})
+
+
+def together(num_slots: int) -> Arm:
+    return Arm("collocated", {"component_placement": {"actor,rollout": _range(0, num_slots)}, **IN_TURNS})
+
+
+def _range(first: int, end: int) -> str:
+    return f"{first}-{end - 1}" if end - first > 1 else str(first)
+
+
+def run(arm: Arm, args: argparse.Namespace, work: Path) -> Outcome:
+    folder = Path(args.keep or work) / arm.name.replace(", ", "_").replace(" ", "_")
+    config = {
+        "output_dir": str(folder),
+        "clean": True,
+        "max_steps": args.steps,
+        "model": {"name": str(work / "model")},
+        "cluster": {"cpu_slot_fraction": args.fraction, **arm.cluster},
+        "trainer": {
+            "model": {"seq_len": args.seq_len, "reshard_after_forward": False},
+            "optim": {"lr": args.lr},
+            "loss": {"type": "grpo"},
+        },
+        "inference": {"max_num_seqs": args.max_num_seqs, "model": {"max_model_len": args.max_tokens + 32}},
+        "orchestrator": {
+            "batch_size": args.batch,
+            "rollouts_per_example": args.group,
+            "max_async_level": 0,
+            "drop_zero_advantage": False,
+            "sampling": {"max_tokens": args.max_tokens, "seed": 1},
+            "eval": {"enabled": False},
+            "task": {"type": "jsonl", "path": str(work / "prompts.jsonl"), "reward": f"{work / 'reward.py'}:reward"},
+        },
+        "ckpt": {"export_model": False},
+    }
+    path = work / "rl.toml"
+    path.write_text(tomli_w.dumps(config))
+    with (work / "output.log").open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ductile", "rl", "@", str(path)], stdout=output, stderr=output
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"arm {arm.name} ended with {status}:\n{(work / 'output.log').read_text()[-3000:]}")
+    return outcome(folder, usage.ru_utime + usage.ru_stime, args.steps)
+
+
+def outcome(folder: Path, cpu_s: float, num_steps: int) -> Outcome:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["step"] > 0]
+    if len(steps) != num_steps:
+        raise SystemExit(f"{folder} has {len(steps)} steps, not {num_steps}")
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    lengths = [length for event in events if event["kind"] == "profile" for length in event["lengths"]]
+    summary = json.loads((folder / "summary.json").read_text())
+    return Outcome(
+        wall_s=sum(row["step_s"] for row in steps),
+        step_s=[row["step_s"] for row in steps],
+        cpu_s=cpu_s,
+        tokens=round(sum(row["sampled_tokens"] for row in steps)),
+        reward=statistics.mean(row["reward_mean"] for row in steps[-3:]),
+        longest_by_median=max(lengths) / statistics.median(lengths),
+        idle_by_cause=summary["idle_by_cause"],
+        switch_share=summary["switch_share"],
+        num_switches=summary["num_switches"],
+    )
+
+
+def summarised(outcomes: list[Outcome]) -> dict[str, Any]:
+    causes = sorted({cause for each in outcomes for cause in each.idle_by_cause})
+    return {
+        "wall_s": statistics.median(each.wall_s for each in outcomes),
+        "wall_s_rounds": [each.wall_s for each in outcomes],
+        "step_s": statistics.median(step_s for each in outcomes for step_s in each.step_s),
+        "cpu_s": statistics.median(each.cpu_s for each in outcomes),
+        "tokens_per_s": statistics.median(each.tokens / each.wall_s for each in outcomes),
+        "tokens": [each.tokens for each in outcomes],
+        "idle_by_cause": {
+            cause: statistics.median(each.idle_by_cause.get(cause, 0.0) for each in outcomes) for cause in causes
+        },
+        "num_switches": statistics.median(each.num_switches for each in outcomes),
+        "switch_share": statistics.median(each.switch_share for each in outcomes),
+        "reward_last": [each.reward for each in outcomes],
+        "longest_by_median": statistics.median(each.longest_by_median for each in outcomes),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json")
+    parser.add_argument("--keep", help="folder in which the runs of the last round stay")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--slots", type=int, default=6)
+    parser.add_argument("--fraction", type=float, default=0.3, help="of a core, for each slot")
+    parser.add_argument("--splits", type=int, nargs="+", default=[2, 3, 4], help="train slots of the static arms")
+    parser.add_argument("--arms", nargs="+", default=["static", "collocated", *DYNAMIC])
+    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=640)
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--lr", type=float, default=1e-4)
+    args = parser.parse_args()
+
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        make(work, hidden=args.hidden, num_layers=args.layers, max_tokens=args.max_tokens)
+        tried = {count: _told(split(count, args.slots), 0, args, work) for count in args.splits}
+        best = min(tried, key=lambda count: tried[count].wall_s)
+        home = split(best, args.slots)
+        arms = {
+            "static": home,
+            "collocated": together(args.slots),
+            **{name: Arm(name, {**home.cluster, **cluster}) for name, cluster in DYNAMIC.items()},
+        }
+        outcomes: dict[str, list[Outcome]] = {name: [] for name in arms if name in args.arms}
+        for number in range(args.rounds):
+            for name in outcomes:
+                first = name == "static" and number == 0
+                outcomes[name].append(tried[best] if first else _told(arms[name], number, args, work))
+
+    figures = {name: summarised(found) for name, found in outcomes.items()}
+    result = {
+        "arms": figures,
+        "switch_share": figures["model"]["switch_share"] if "model" in figures else None,
+        "best_static": {"train_slots": best, "wall_s_tried": {count: each.wall_s for count, each in tried.items()}},
+        "model_against": {
+            name: figures["model"]["wall_s"] / figure["wall_s"] - 1
+            for name, figure in figures.items()
+            if "model" in figures and name != "model"
+        },
+        "settings": {key: value for key, value in vars(args).items() if key not in ("json", "keep")},
+        **provenance(),
+    }
+    for name, figure in figures.items():
+        print(f"{name:16s} {figure['wall_s']:7.1f} s  {figure['tokens_per_s']:6.0f} tokens/s", end="  ")
+        print(f"switches {figure['num_switches']:.0f} ({figure['switch_share']:.1%})")
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _told(arm: Arm, number: int, args: argparse.Namespace, work: Path) -> Outcome:
+    found = run(arm, args, work)
+    print(
+        f"round {number}  {arm.name:16s} {found.wall_s:6.1f} s  {found.num_switches} switches "
+        f"({found.switch_share:.1%})  reward {found.reward:.3f}",
+        flush=True,
+    )
+    return found
+
+
+if __name__ == "__main__":
+    main()

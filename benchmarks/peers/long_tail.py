@@ -1,0 +1,87 @@
+"""A small model whose answers have a long tail: most are short, some are ten times as long.
+
+An answer is a topic (x or y), a pace (one of `PACES`), and then the pace's letter again and again until it ends; a slow
+pace ends seldom. That is a Markov chain, which a tiny model learns from samples within a minute; it then draws lengths
+like those of reasoning models, and reinforcement learning can shift its topics without changing its lengths.
+"""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import tomli_w
+
+PACES = {"a": (0.8, 45), "b": (0.2, 90)}
+"""By letter: how often, and how long on average (geometric)."""
+REWARD = "def reward(row, answer):\n    return float(answer.startswith('x'))\n"
+
+
+def make(folder: Path, *, hidden: int, num_layers: int, max_tokens: int, steps: int = 150) -> None:
+    """Writes `model/` (Hugging Face), `prompts.jsonl` and `reward.py` to `folder`."""
+    blank = folder / "blank"
+    _blank(blank, hidden, num_layers, max_tokens + 64)
+    draw = random.Random(0)
+    rows = [{"prompt": question(draw.randrange(1000)), "completion": _answer(draw, max_tokens)} for _ in range(4000)]
+    (folder / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "output_dir": str(folder / "sft"),
+        "clean": True,
+        "max_steps": steps,
+        "model": {"name": str(blank), "debug": {"random_init": True}},
+        "data": {"path": str(folder / "sft.jsonl"), "batch_size": 64, "seq_len": 4096},
+        "deployment": {"num_gpus": 2},
+        "optim": {"lr": 3e-3},
+        "scheduler": {"type": "linear", "warmup_steps": 10, "decay_steps": steps - 20},
+    }
+    (folder / "sft.toml").write_text(tomli_w.dumps(config))
+    command = [sys.executable, "-m", "ductile", "sft", "@", str(folder / "sft.toml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    if done.returncode:
+        raise SystemExit(f"ductile sft ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    (folder / "sft" / "model").rename(folder / "model")
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": question(number)}) + "\n" for number in range(1000))
+    )
+    (folder / "reward.py").write_text(REWARD)
+
+
+def question(number: int) -> str:
+    return f"question {number:03d}:"
+
+
+def _answer(draw: random.Random, max_tokens: int) -> str:
+    (letter,) = draw.choices(list(PACES), [share for share, _ in PACES.values()])
+    length = 1
+    while draw.random() > 1 / PACES[letter][1] and length < max_tokens:
+        length += 1
+    return draw.choice("xy") + letter * length
+
+
+def _blank(folder: Path, hidden: int, num_layers: int, max_len: int) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config
+
+    letters = [chr(code) for code in range(32, 127)]
+    vocab = {token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", *letters])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    Qwen3Config(
+        vocab_size=len(vocab),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden // 4,
+        max_position_embeddings=max_len,
+        tie_word_embeddings=True,
+        eos_token_id=vocab["<eos>"],
+        pad_token_id=vocab["<pad>"],
+        architectures=["Qwen3ForCausalLM"],
+    ).save_pretrained(folder)
