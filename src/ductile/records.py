@@ -60,6 +60,8 @@ class GenerateRequest:
     versions: tuple[int, ...] = ()
     priority: int = 0
     """Higher runs first."""
+    num_turns: int = 0
+    """Turns of its rollout that are finished; they are part of `prompt`."""
 
     def __post_init__(self) -> None:
         if not len(self.generated) == len(self.logprobs) == len(self.versions):

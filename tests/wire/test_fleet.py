@@ -1,6 +1,7 @@
 """Generators over the memory carrier: where sequences go, what cancelling, silence and death do."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -27,10 +28,10 @@ def stats(num_tokens: int) -> EngineStats:
 class Fleet:
     """Two generators that answer nothing by themselves."""
 
-    def __init__(self, timeout_s: float = 5.0) -> None:
+    def __init__(self, timeout_s: float = 5.0, clock=time.monotonic) -> None:
         self.carrier = MemoryCarrier({0: self._answer, 1: self._answer})
         self.mailbox = Mailbox(self.carrier)
-        self.generators = RemoteGenerators(self.mailbox, (0, 1), 8, timeout_s)
+        self.generators = RemoteGenerators(self.mailbox, (0, 1), 8, timeout_s, clock)
 
     def _answer(self, slot: int, command: Command) -> Reply:
         return Done()
@@ -157,9 +158,8 @@ def test_a_refusal_reaches_everybody_in_the_message():
 
 def test_late_only_without_any_progress():
     async def story():
-        fleet = Fleet(timeout_s=0.2)
         now = 100.0
-        fleet.generators._clock = lambda: now
+        fleet = Fleet(timeout_s=0.2, clock=lambda: now)
         task = fleet.ask("a")
         await settle()
         for tokens in (5, 9):

@@ -68,7 +68,7 @@ def test_only_the_first_rank_has_a_manifest(carrier: MemoryCarrier):
 def test_the_cause_is_raised_and_what_followed_is_noted(
     carrier: MemoryCarrier, faults: dict, error: type, note: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("ductile.wire.remote.AFTER_FAILURE_S", 0.02)
+    monkeypatch.setattr("ductile.wire.fanout.AFTER_FAILURE_S", 0.02)
 
     async def story():
         for slot, kind in faults.items():

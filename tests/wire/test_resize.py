@@ -88,7 +88,7 @@ def test_a_change_in_the_middle_of_a_batch():
         assert result.carrier == "memory, as there is nothing else"
         assert result.slot_seconds == {"transfer": 0.01}
         assert list(result.seconds) == ["hold", "prepare", "freeze", "move", "commit", "settle"]
-        assert result.pause_s == pytest.approx(5 * 0.01), "the answers to Prepare and Ready; Freeze, Move and Commit"
+        assert result.pause_s == pytest.approx(4 * 0.01), "the answer to Prepare; Freeze, Move and Commit"
         assert (stage.trainer.formation, stage.mailbox.epoch) == (Formation((1, 2, 3)), 1)
         assert not training.done()
         await training
@@ -113,8 +113,29 @@ def test_training_goes_on_until_all_members_are_ready():
         asked = [type(command) for slot, command in stage.slots.asked if slot == 1]
         between = asked[asked.index(Prepare) : asked.index(Freeze)]
         assert between.count(ForwardBackward) >= 3
+        assert result.pause_s == pytest.approx(4 * 0.01), "nobody stands still to say that it is not ready"
         await training
         assert stage.slots.trained == [list(range(60))]
+        assert stage.slots.wrong == []
+
+    play(story)
+
+
+def test_a_micro_step_may_take_longer_than_any_deadline_of_a_change():
+    async def story():
+        stage = Stage([0, 1])
+        stage.beat(0)
+        stage.slots.work_s = lambda number, command: (
+            30.0 if number == 0 and isinstance(command, ForwardBackward) else 0.01
+        )
+        training = asyncio.create_task(stage.train(8))
+        await asyncio.sleep(1)
+        result = await stage.resize(0, 1, 2)
+        assert (result.outcome, result.reason) == ("resized", "")
+        assert stage.sent(Ready).count(0) > 1, "it was asked in the middle of one"
+        await training
+        assert stage.killed == []
+        assert stage.slots.trained == [list(range(8))]
         assert stage.slots.wrong == []
 
     play(story)

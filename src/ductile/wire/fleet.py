@@ -1,34 +1,27 @@
 """The generators behind one call: `generate` sends a sequence where there is room and waits until it comes back.
 
-What is sent in one turn of the event loop goes to a slot in one message, aborts before new requests. A second attempt
-after an abort has a name of its own on the wire, so that the first one's late answer is never taken for its.
+roster     which slots generate, who joins, who leaves, which version is live
+flights    which sequence is where, how far it is
+dispatch   requests and aborts on their way
+handover   sequences that change generators
 """
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
-from ductile.core.cluster.routing import GeneratorLoad, predicted_tokens, route
+from ductile.core.cluster.orders import Handoff
+from ductile.core.cluster.routing import GeneratorLoad, route
+from ductile.core.cluster.state import Lengths, Unfinished
 from ductile.records import GenerateRequest, Generation, Manifest
-from ductile.roles import Late, Refused, SlotLost
+from ductile.roles import Late, SlotLost
+from ductile.wire.dispatch import Dispatch
+from ductile.wire.flights import Flight, Flights
+from ductile.wire.handover import HandoffResult, Handover
+from ductile.wire.lending import Lender
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.messages import Abort, Died, EngineStats, Event, Finished, Generate
-from ductile.wire.remote import receive
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Flight:
-    """One sequence under way."""
-
-    name: str
-    slot: int
-    request: GenerateRequest
-    predicted_tokens: float
-    arrival: "asyncio.Future[Generation]"
+from ductile.wire.messages import Died, EngineStats, Event, Finished
+from ductile.wire.roster import Roster, whatever_slot
 
 
 class RemoteGenerators:
@@ -41,74 +34,114 @@ class RemoteGenerators:
         max_num_seqs: int,
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
+        lender: Lender | None = None,
+        depends_on: Callable[[int], bool] = whatever_slot,
     ) -> None:
-        """max_num_seqs: of one generator. timeout_s: without any progress of a slot, its sequences are `Late`."""
-        self._mailbox, self._slots, self._timeout_s, self._clock = mailbox, tuple(slots), timeout_s, clock
-        self._max_num_seqs = max_num_seqs
-        self._flights: dict[str, _Flight] = {}
-        self._num_aborted: Counter[str] = Counter()
-        """By request."""
-        self._outgoing: list[_Flight] = []
-        self._aborting: list[_Flight] = []
-        self._sending: set[asyncio.Task[None]] = set()
-        self._num_tokens = dict.fromkeys(self._slots, 0)
-        """Sampled by each slot, as it said last."""
-        self._progress_at_s = dict.fromkeys(self._slots, clock())
-        self._num_finished = self._finished_tokens = 0
+        """max_num_seqs: of one generator. timeout_s: without any progress of a slot, its sequences are `Late`.
+        lender: None where no slot ever joins. depends_on: whether the run ends when this slot is lost."""
+        self.on_finished: Callable[[Generation], None] = lambda generation: None
+        """Called with every answer, as it comes."""
+        self.on_restarted: Callable[[str], None] = lambda sentence: None
+        """Called with a sentence when a sequence begins again, because its slot was lost."""
+        self._mailbox, self._max_num_seqs, self._timeout_s = mailbox, max_num_seqs, timeout_s
+        self._depends_on = depends_on
+        self._roster = Roster(mailbox, "generate", slots, timeout_s, lender, depends_on)
+        self._flights = Flights(clock)
+        self._dispatch = Dispatch(mailbox, timeout_s)
         mailbox.subscribe(self._on_event)
 
     @property
+    def slots(self) -> tuple[int, ...]:
+        """Those that take requests."""
+        return self._roster.slots
+
+    @property
     def capacity(self) -> int:
-        return self._max_num_seqs * len(self._slots)
+        return self._max_num_seqs * len(self.slots)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a generator, as there is none."""
+        return self._roster.num_waiting
+
+    def on_capacity(self, callback: Callable[[], None]) -> None:
+        """Have `callback()` called whenever `slots` have changed."""
+        self._roster.on_change = callback
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        flight = self._take_off(request)
+        """Waits for a generator while there is none. Raises SlotLost, Late or Refused.
+
+        What was under way at a slot that is lost begins again at another one, once, unless the run ends with that slot.
+        """
+        flight, aborted = self._flights.open(request), False
         try:
-            generation = await self._landing(flight)
-        except asyncio.CancelledError:
-            self._abort(flight)
+            while True:
+                try:
+                    await self._take_off(flight)
+                    return await self._landing(flight)
+                except SlotLost as error:
+                    self._begin_again(flight, error)
+        except (asyncio.CancelledError, Late):
+            aborted = True
+            self._dispatch.abort(flight)
             raise
         finally:
-            del self._flights[flight.name]
-        self._num_finished += 1
-        self._finished_tokens += len(generation.token_ids)
-        return replace(generation, id=request.id)
+            self._flights.close(flight, aborted)
 
     async def receive(self, manifest: Manifest) -> None:
-        await receive(self._mailbox, self._slots, "generate", manifest, self._timeout_s)
+        await self._roster.receive(manifest)
+
+    async def admit(self, slot: int, settings: Mapping[str, object]) -> bool:
+        """`Roster.admit`: True when it takes requests now, False when it does so from the next version on."""
+        return await self._roster.admit(slot, settings)
+
+    def hold(self, slot: int) -> None:
+        """Send it nothing new: it is about to leave."""
+        self._roster.hold(slot)
+
+    def resume(self, slot: int) -> None:
+        """A held slot stays, and gets requests again."""
+        self._roster.resume(slot)
+
+    async def dismiss(self, slot: int) -> None:
+        """Have the slot generate no more, once what it has has left or ended. Raises Late, Refused or SlotLost."""
+        self._roster.hold(slot)
+        try:
+            await self._flights.gone_from(slot, self._timeout_s)
+        except TimeoutError:
+            left = len(self._flights.at(slot))
+            described = self._mailbox.describe(slot)
+            raise Late(f"{described} still had {left} requests after {self._timeout_s:g} s, and cannot leave") from None
+        await self._roster.drop(slot)
+
+    async def hand_off(self, handoffs: Sequence[Handoff]) -> tuple[HandoffResult, ...]:
+        """One result a handoff, in their order. It goes on to its end when the caller is cancelled.
+
+        Raises Late when it could not begin, as a version was going live.
+        """
+        return await asyncio.shield(self._dispatch.start(self._hand_off(handoffs)))
+
+    def unfinished(self) -> tuple[Unfinished, ...]:
+        """What is under way, as policies see it; `Unfinished.id` is what `hand_off` understands."""
+        return self._flights.unfinished()
+
+    def lengths(self) -> Lengths:
+        """Of answers seen of late."""
+        return self._flights.answers.lengths()
 
     def loads(self) -> list[GeneratorLoad]:
         """What each slot still has to do, as far as one can know."""
-        remaining = dict.fromkeys(self._slots, 0.0)
-        groups: dict[int, set[str]] = {slot: set() for slot in self._slots}
-        for flight in self._flights.values():
-            remaining[flight.slot] += flight.predicted_tokens
-            if flight.request.group:
-                groups[flight.slot].add(flight.request.group)
-        return [GeneratorLoad(slot, remaining[slot], frozenset(groups[slot])) for slot in self._slots]
+        return self._flights.loads(self.slots)
 
-    def _take_off(self, request: GenerateRequest) -> _Flight:
-        slot = route(request.group, self.loads()).slot
-        if not any(flight.slot == slot for flight in self._flights.values()):
-            self._progress_at_s[slot] = self._clock()  # it was idle: no progress was due
-        mean_length = self._finished_tokens / self._num_finished if self._num_finished else None
-        flight = _Flight(
-            # A first attempt keeps its name: a generator's random stream may follow from it.
-            name=f"{request.id}~{aborted}" if (aborted := self._num_aborted[request.id]) else request.id,
-            slot=slot,
-            request=request,
-            predicted_tokens=predicted_tokens(request.sampling.max_tokens, len(request.generated), mean_length),
-            arrival=asyncio.get_running_loop().create_future(),
-        )
-        self._flights[flight.name] = flight
-        self._outgoing.append(flight)
-        self._send_soon()
-        return flight
+    async def _take_off(self, flight: Flight) -> None:
+        slots = await self._roster.some(f"request {flight.name}")
+        self._flights.board(flight, route(flight.request.group, self._flights.loads(slots)).slot)
+        self._dispatch.send(flight)
 
-    async def _landing(self, flight: _Flight) -> Generation:
+    async def _landing(self, flight: Flight) -> Generation:
         while not flight.arrival.done():
-            patience_s = self._progress_at_s[flight.slot] + self._timeout_s - self._clock()
-            if patience_s <= 0:
+            patience_s = self._flights.patience_s(flight, self._timeout_s)
+            if patience_s <= 0 and flight.slot is not None:
                 raise Late(
                     f"{self._mailbox.describe(flight.slot)} made no progress for {self._timeout_s:g} s while it had "
                     f"to generate {flight.request.id}"
@@ -116,60 +149,29 @@ class RemoteGenerators:
             await asyncio.wait([flight.arrival], timeout=patience_s)
         return flight.arrival.result()
 
-    def _abort(self, flight: _Flight) -> None:
-        self._num_aborted[flight.request.id] += 1
-        self._aborting.append(flight)
-        self._send_soon()
+    def _begin_again(self, flight: Flight, error: SlotLost) -> None:
+        """Raises `error` if it must not."""
+        slot = flight.slot
+        if flight.num_lost or slot is None or self._depends_on(slot):
+            raise error
+        self._flights.reopen(flight)
+        self.on_restarted(f"Request {flight.request.id} begins again: {error}.")
 
-    def _send_soon(self) -> None:
-        if len(self._outgoing) + len(self._aborting) == 1:
-            asyncio.get_running_loop().call_soon(self._send)
-
-    def _send(self) -> None:
-        for slot in self._slots:
-            aborts = [flight.name for flight in self._aborting if flight.slot == slot]
-            flights = [flight for flight in self._outgoing if flight.slot == slot]
-            if aborts:
-                self._start(self._tell_abort(slot, aborts))
-            if flights:
-                self._start(self._tell_generate(slot, flights))
-        self._outgoing.clear()
-        self._aborting.clear()
-
-    def _start(self, telling: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(telling)
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
-
-    async def _tell_abort(self, slot: int, names: list[str]) -> None:
-        with suppress(SlotLost, Late, Refused):  # nobody waits for these sequences any more
-            await self._mailbox.ask(slot, Abort(tuple(names)), self._timeout_s)
-
-    async def _tell_generate(self, slot: int, flights: list[_Flight]) -> None:
-        try:
-            requests = tuple(replace(flight.request, id=flight.name) for flight in flights)
-            await self._mailbox.ask(slot, Generate(requests), self._timeout_s)
-        except (SlotLost, Late, Refused) as error:
-            _fail(flights, error)
+    async def _hand_off(self, handoffs: Sequence[Handoff]) -> tuple[HandoffResult, ...]:
+        async with self._roster.turns.together(f"{len(handoffs)} requests change generators"):
+            handover = Handover(self._mailbox, self._roster, self._flights, self._dispatch, self._timeout_s)
+            return await handover.run(handoffs)
 
     def _on_event(self, slot: int, event: Event) -> None:
         match event:
             case Finished(generations):
-                self._progress_at_s[slot] = self._clock()
-                for generation in generations:
-                    flight = self._flights.get(generation.id)
-                    if flight and not flight.arrival.done():
-                        flight.arrival.set_result(generation)
-            case EngineStats(num_tokens=num_tokens) if num_tokens != self._num_tokens.get(slot):
-                self._progress_at_s[slot] = self._clock()
-                self._num_tokens[slot] = num_tokens
+                for generation in self._flights.note_answers(slot, generations):
+                    self.on_finished(generation)
+            case EngineStats():
+                self._flights.note_stats(slot, event)
             case Died(reason):
-                _fail([flight for flight in self._flights.values() if flight.slot == slot], SlotLost(reason))
+                for flight in self._flights.at(slot):
+                    if not flight.landing:
+                        flight.fail(SlotLost(reason))
             case _:
                 pass
-
-
-def _fail(flights: Sequence[_Flight], error: Exception) -> None:
-    for flight in flights:
-        if not flight.arrival.done():
-            flight.arrival.set_exception(error)

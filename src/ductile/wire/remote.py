@@ -1,56 +1,83 @@
 """The Protocols of `ductile.roles` over a mailbox: what the loop calls here happens in the slots.
 
 The trainer is in `ductile.wire.trainer`, the generators are in `ductile.wire.fleet`.
-
-A fan-out asks every slot of the role and waits for one outcome each. If any is bad the call raises the worst of them:
-a lost slot before a refusal before lateness, as the later ones usually follow from it; they are in its notes.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Literal, TypeVar
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 from ductile.records import Manifest, Sample
-from ductile.roles import Late, Refused, SlotLost
-from ductile.wire.mailbox import Mailbox, Outcome
-from ductile.wire.messages import (
-    Command,
-    Done,
-    Hold,
-    Receive,
-    Reply,
-    RoleName,
-    Score,
-    Scores,
-)
-
-AFTER_FAILURE_S = 2.0
-"""Once one slot failed, the others of a collective cannot succeed; they get this long to say why."""
-
-R = TypeVar("R", bound=Reply)
+from ductile.roles import Late
+from ductile.wire.fanout import ask_each
+from ductile.wire.lending import Lender
+from ductile.wire.mailbox import Mailbox
+from ductile.wire.messages import Done, Hold, RoleName, Score, Scores
+from ductile.wire.news import News
+from ductile.wire.roster import Roster, whatever_slot
 
 
 class RemoteScorer:
     """Follows `ductile.roles.Scorer`. Each score slot holds a whole model; samples are split by their tokens."""
 
-    def __init__(self, mailbox: Mailbox, slots: Sequence[int], timeout_s: float) -> None:
-        self._mailbox, self._slots, self._timeout_s = mailbox, tuple(slots), timeout_s
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        slots: Sequence[int],
+        timeout_s: float,
+        lender: Lender | None = None,
+        depends_on: Callable[[int], bool] = whatever_slot,
+    ) -> None:
+        """lender: None where no slot ever joins. depends_on: whether the run ends when this slot is lost."""
+        self._mailbox, self._timeout_s = mailbox, timeout_s
+        self._roster = Roster(mailbox, "score", slots, timeout_s, lender, depends_on)
+        self._num_scoring: Counter[int] = Counter()
+        """Calls of `score` that need the slot."""
+        self._news = News()
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Those that score."""
+        return self._roster.slots
+
+    @property
+    def num_waiting(self) -> int:
+        """Calls of `score` that wait for a scorer."""
+        return self._roster.num_waiting
 
     async def score(self, samples: Sequence[Sample], model: Literal["policy", "reference"]) -> list[tuple[float, ...]]:
-        shares = _split(samples, len(self._slots))
+        """Waits for a scorer while there is none. Those that it begins with stay until it has ended."""
+        slots = await self._roster.some(f"{len(samples)} samples")
+        shares = dict(zip(slots, _split(samples, len(slots)), strict=True))
         commands = {
-            slot: Score(tuple(samples[index] for index in share), model)
-            for slot, share in zip(self._slots, shares, strict=True)
-            if share
+            slot: Score(tuple(samples[index] for index in share), model) for slot, share in shares.items() if share
         }
-        replies = await ask_each(self._mailbox, commands, self._timeout_s, Scores)
+        self._num_scoring.update(commands.keys())
+        try:
+            replies = await ask_each(self._mailbox, commands, self._timeout_s, Scores)
+        finally:
+            self._num_scoring.subtract(commands.keys())
+            self._news.tell()
         scores: dict[int, tuple[float, ...]] = {}
-        for slot, share in zip(self._slots, shares, strict=True):
-            if share:
-                scores.update(zip(share, replies[slot].logprobs, strict=True))
+        for slot, reply in replies.items():
+            scores.update(zip(shares[slot], reply.logprobs, strict=True))
         return [scores[index] for index in range(len(samples))]
 
     async def receive(self, manifest: Manifest) -> None:
-        await receive(self._mailbox, self._slots, "score", manifest, self._timeout_s)
+        await self._roster.receive(manifest)
+
+    async def admit(self, slot: int, settings: Mapping[str, object]) -> bool:
+        """`Roster.admit`: True when it scores now, False when it does so from the next version on."""
+        return await self._roster.admit(slot, settings)
+
+    async def dismiss(self, slot: int) -> None:
+        """Have the slot score no more, once it has done what it is doing. Raises Late, Refused or SlotLost."""
+        self._roster.hold(slot)
+        try:
+            await self._news.until(lambda: not self._num_scoring[slot], self._timeout_s)
+        except TimeoutError:
+            raise Late(f"{self._mailbox.describe(slot)} was still scoring after {self._timeout_s:g} s") from None
+        await self._roster.drop(slot)
 
 
 async def hold(
@@ -64,38 +91,6 @@ async def hold(
     """Give the slots their role. With `rendezvous` they hold it together, in this order; else each by itself."""
     commands = {slot: Hold(role, dict(settings), tuple(slots) if rendezvous else (slot,), rendezvous) for slot in slots}
     await ask_each(mailbox, commands, timeout_s, Done)
-
-
-async def receive(
-    mailbox: Mailbox, slots: Sequence[int], role: Literal["generate", "score"], manifest: Manifest, timeout_s: float
-) -> None:
-    """Have every slot of the role make the version live."""
-    await ask_each(mailbox, dict.fromkeys(slots, Receive(role, manifest)), timeout_s, Done)
-
-
-async def ask_each(
-    mailbox: Mailbox, commands: Mapping[int, Command], timeout_s: float, expected: type[R]
-) -> dict[int, R]:
-    """All slots' answers, which are of the class `expected`. Raises SlotLost, Refused or Late: the worst outcome."""
-    outcomes = await mailbox.ask_all(commands, timeout_s, AFTER_FAILURE_S)
-    _raise_worst(outcomes)
-    replies: dict[int, R] = {}
-    for slot, outcome in outcomes.items():
-        if not isinstance(outcome, expected):
-            command = type(commands[slot]).__name__
-            raise Refused(f"{mailbox.describe(slot)} answered {command} with {type(outcome).__name__}")
-        replies[slot] = outcome
-    return replies
-
-
-def _raise_worst(outcomes: Mapping[int, Outcome]) -> None:
-    for kind in (SlotLost, Refused, Late):
-        for worst in outcomes.values():
-            if isinstance(worst, kind):
-                for other in outcomes.values():
-                    if isinstance(other, Exception) and other is not worst:
-                        worst.add_note(str(other))
-                raise worst
 
 
 def _split(samples: Sequence[Sample], num_parts: int) -> list[list[int]]:

@@ -1,8 +1,9 @@
 """A resize of the live trainer: one change, from the first `Hold` to the last `Drop`.
 
     Hold(joining)   joiners build what needs no state          training goes on
-    Prepare         groups, skeleton, buffers, plan            training goes on; all prepare beside what they do, and
-                                                               are asked whether they are ready: members at boundaries
+    Prepare         groups, skeleton, buffers, plan            training goes on; members are told at a boundary; all
+                                                               prepare beside what they do, and are asked meanwhile
+                                                               whether they are ready
     Freeze          all say their plan's key and progress      ┐
     Move            all say what they sent and received        ├ the pause, at a boundary
     Commit          the new state is the state                 ┘
@@ -32,6 +33,7 @@ from ductile.core.cluster.membership import (
 )
 from ductile.records import Change, Formation
 from ductile.roles import Late, Refused, SlotLost
+from ductile.wire.fanout import AFTER_FAILURE_S
 from ductile.wire.mailbox import Mailbox, Outcome
 from ductile.wire.messages import (
     Command,
@@ -50,7 +52,6 @@ from ductile.wire.messages import (
     Rollback,
     Settle,
 )
-from ductile.wire.remote import AFTER_FAILURE_S
 from ductile.wire.trainer import RemoteTrainer
 
 GRACE_S = 1.0
@@ -58,7 +59,7 @@ GRACE_S = 1.0
 
 READY_S, READY_SHARE = 0.02, 0.1
 """Between two questions whether slots are ready: seconds at least, and a share of how long it has taken so far. Each is
-asked at a boundary, and costs the trainer about 2 ms."""
+answered between two micro-steps, for which nobody waits."""
 
 LOOK_S, NUM_LOOKS = 0.1, 25
 """For signs of life from slots that are late: for 2.5 s, while heartbeats come every second, also from a slot whose
@@ -178,8 +179,9 @@ class Transaction:
         await self._judge("hold", outcomes)
 
     async def _prepare(self) -> None:
-        """All answer at once and prepare beside what they do. Old members are asked at boundaries: in the middle of a
-        micro-step, which may take longer than any deadline of a change, they would not answer."""
+        """All answer at once and prepare beside what they do. Old members are told at a boundary: in the middle of a
+        micro-step, which may take longer than any deadline of a change, they would not answer, and joiners wait for
+        them as soon as they have begun."""
         prepare = Prepare(self.change)
         with self._timed("prepare"):
             async with self._boundary():
@@ -190,26 +192,28 @@ class Transaction:
 
     async def _until_ready(self) -> None:
         """To freeze slots before they have prepared would be to wait for them then."""
-        joining, training, began_s = set(self.change.joiners), set(self.change.before.members), self._clock()
-        while True:
-            joining = await self._unready(joining)
-            if training:
-                async with self._boundary():
-                    training = await self._unready(training)
+        unready, began_s = set(self.change.slots), self._clock()
+        while unready:
+            unready, late = await self._unready(unready)
             waited_s = self._clock() - began_s
-            if not joining | training:
-                return
-            if waited_s > self._terms.timeout_s:
-                first = self._mailbox.describe(min(joining | training))
-                self._complain("prepare", f"{first} did not prepare within {self._terms.timeout_s:g} s")
-            await asyncio.sleep(max(READY_S, READY_SHARE * waited_s))
+            for slots, patience_s in ((unready - late, self._terms.timeout_s), (late, self._terms.patience_s)):
+                if slots and waited_s > patience_s:
+                    first = self._mailbox.describe(min(slots))
+                    self._complain("prepare", f"{first} did not prepare within {patience_s:g} s")
+            if unready:
+                await asyncio.sleep(max(READY_S, READY_SHARE * waited_s))
 
-    async def _unready(self, slots: Collection[int]) -> set[int]:
-        """Those that have not prepared yet. Whoever has died, also of the others, will not be waited for."""
+    async def _unready(self, slots: Collection[int]) -> tuple[set[int], set[int]]:
+        """Those that have not prepared yet, and members among them that are in the middle of a micro-step and have not
+        answered. Whoever has died, also of the others, will not be waited for."""
         gone = [slot for slot in self.change.slots if slot in self._mailbox.lost]
         outcomes = await self._ask(dict.fromkeys([*sorted(slots), *gone], Ready(self.change.epoch)))
-        await self._judge("prepare", outcomes)
-        return {slot for slot in slots if not (isinstance(said := outcomes[slot], Readiness) and said.ready)}
+        late = {slot for slot in self.change.before.members if isinstance(outcomes.get(slot), Late)}
+        silent = await self._kill_silent({slot: str(outcomes[slot]) for slot in late})
+        late -= silent.keys()
+        heard = {slot: said for slot, said in outcomes.items() if slot not in late}
+        await self._judge("prepare", heard | silent)
+        return {slot for slot in slots if not (isinstance(said := outcomes[slot], Readiness) and said.ready)}, late
 
     async def _freeze_and_move(self) -> None:
         change = self.change
@@ -305,13 +309,16 @@ class Transaction:
         return outcomes | gone
 
     async def _judge(self, phase: Phase, outcomes: Mapping[int, Outcome]) -> None:
-        dead = {slot: str(outcome) for slot, outcome in outcomes.items() if isinstance(outcome, SlotLost)}
-        failed = {slot: str(outcome) for slot, outcome in outcomes.items() if isinstance(outcome, Refused)}
         late = {slot: str(outcome) for slot, outcome in outcomes.items() if isinstance(outcome, Late)}
-        for slot in await self._silent(late):
-            self._kill(slot, f"{late.pop(slot)}, and has been killed")
-            dead[slot] = self._mailbox.lost[slot]
-        self._rule(phase, dead, failed | late)
+        outcomes = {**outcomes, **await self._kill_silent(late)}
+        dead = {slot: str(outcome) for slot, outcome in outcomes.items() if isinstance(outcome, SlotLost)}
+        failed = {slot: str(outcome) for slot, outcome in outcomes.items() if isinstance(outcome, Refused | Late)}
+        self._rule(phase, dead, failed)
+
+    async def _kill_silent(self, late: Mapping[int, str]) -> dict[int, SlotLost]:
+        for slot in (silent := await self._silent(late)):
+            self._kill(slot, f"{late[slot]}, and has been killed")
+        return {slot: SlotLost(self._mailbox.lost[slot]) for slot in silent}
 
     async def _silent(self, late: Collection[int]) -> list[int]:
         """Those that give no sign of life from now on. The others may wait for these, or be slow."""

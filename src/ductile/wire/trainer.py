@@ -2,17 +2,19 @@
 
 Samples go out in micro-steps: one micro-batch a rank, the next one already waiting in the slot, so that no slot waits
 for the orchestrator. Between two of them the trainer may change its formation (`ductile.wire.resize`): what has not
-gone out by then is packed anew, for the ranks that there are then.
+gone out by then is packed anew, for the ranks that there are then. All other commands come between two, as well.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 
 from ductile.core.batch.packing import pack
 from ductile.records import Formation, Manifest, MicroBatch, Sample, StepReport
-from ductile.roles import Refused, SlotLost
+from ductile.roles import Late, Refused, SlotLost
+from ductile.wire.fanout import R, ask_each
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import (
     Command,
@@ -28,13 +30,39 @@ from ductile.wire.messages import (
     Stepped,
     Withdraw,
 )
-from ductile.wire.remote import R, ask_each
+from ductile.wire.news import News
 
 IN_FLIGHT = 2
 """Micro-steps: one that runs and one that waits in the slots. More would only make a change wait for longer."""
 
 Row = tuple[MicroBatch, ...]
 """A micro-step: each rank's micro-batch."""
+
+OnMicroStep = Callable[[int, int, float, int], None]
+"""Told of a micro-step that is done: tokens of its busiest slot, slots, seconds that the slowest of them worked (how
+long the command waited in the slot is not counted), tokens of all slots."""
+
+
+@dataclass(slots=True)
+class _Given:
+    """What one `forward_backward` has yet to do."""
+
+    num_samples: int
+    num_tokens: int
+
+    def did(self, row: Row) -> None:
+        self.num_samples -= sum(len(part.samples) for part in row)
+        self.num_tokens -= sum(part.num_tokens for part in row)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A version that is published, and by which slot."""
+
+    slot: int
+    manifest: Manifest
+    num_users: int = 0
+    """Whoever published it, and whoever had it lent: each withdraws it once."""
 
 
 class RemoteTrainer:
@@ -45,57 +73,95 @@ class RemoteTrainer:
         """Set by a change, within `boundary`."""
         self.with_gradient = False
         """Something has been accumulated since the last optimizer step."""
+        self.version: int | None = None
+        """That the weights are, as it was published; None from the first optimizer step after it."""
         self._mailbox, self._timeout_s = mailbox, timeout_s
         self._turn = asyncio.Lock()
         self._num_waiting = 0
-        """Changes that wait for the next boundary."""
-        self._publishers: dict[int, int] = {}
-        """Version to the slot that keeps it, until it is withdrawn."""
-        self._withdrawn = asyncio.Condition()
+        """Changes and commands that wait for the next boundary."""
+        self._held = False
+        self._given: list[_Given] = []
+        self._on_micro_step: list[OnMicroStep] = []
+        self._kept: dict[int, _Kept] = {}
+        """By version, until it is withdrawn."""
+        self._news = News()
         self._end: SlotLost | None = None
 
     @property
     def num_ranks(self) -> int:
         return len(self.formation.members)
 
+    @property
+    def pending_samples(self) -> int:
+        """Given to `forward_backward`, and not yet done."""
+        return sum(given.num_samples for given in self._given)
+
+    @property
+    def pending_tokens(self) -> int:
+        """Of `pending_samples`."""
+        return sum(given.num_tokens for given in self._given)
+
+    def on_micro_step(self, callback: OnMicroStep) -> None:
+        """Have `callback` called after every micro-step."""
+        self._on_micro_step.append(callback)
+
+    def hold_training(self, held: bool) -> None:
+        """While held no micro-step begins; those in flight end, and everything else goes on."""
+        self._held = held
+        self._news.tell()
+
     async def forward_backward(self, samples: Sequence[Sample], seq_len: int) -> None:
+        """Raises Late when it is held for too long."""
         packed_for: Formation | None = None
         left: Sequence[Sample] = samples
         rows: deque[Row] = deque()
-        while packed_for is None or rows:
-            async with self._own_turn():
-                if packed_for != self.formation:
-                    packed_for = self.formation
-                    rows = deque(zip(*pack(left, self.num_ranks, seq_len), strict=True))
-                await self._micro_steps(rows)
-            left = [sample for row in rows for micro_batch in row for sample in micro_batch.samples]
+        given = _Given(len(samples), sum(map(len, samples)))
+        self._given.append(given)
+        try:
+            while packed_for is None or rows:
+                await self._released(given)
+                async with self._turn:
+                    self._check()
+                    if packed_for != self.formation:
+                        packed_for = self.formation
+                        rows = deque(zip(*pack(left, self.num_ranks, seq_len), strict=True))
+                    await self._micro_steps(rows, given)
+                left = [sample for row in rows for micro_batch in row for sample in micro_batch.samples]
+        finally:
+            self._given.remove(given)
 
     async def optim_step(self, divisor: float) -> StepReport:
         async with self._own_turn():
+            self.version = None
             replies = await self._all(OptimStep(divisor), Stepped)
             self.with_gradient = False
             return replies[self.formation.members[0]].report
 
     async def publish(self, version: int) -> Manifest:
         async with self._own_turn():
-            first = self.formation.members[0]
-            replies = await self._all(Publish(version), Published)
-        manifest = replies[first].manifest
-        if manifest is None:
-            raise Refused(f"{self._mailbox.describe(first)} published version {version} without a manifest")
-        self._publishers[version] = first
-        return manifest
+            self.version = version
+            return await self._keep(version)
+
+    async def lend(self, version: int) -> Manifest:
+        """`publish`, for slots that join: the version that the weights still are. Raises Refused when they are not."""
+        async with self._own_turn():
+            if self.version != version:
+                raise Refused(f"the trainer has gone on from version {version}, and cannot lend it")
+            return await self._keep(version)
 
     async def withdraw(self, version: int) -> None:
-        kept = {kept: slot for kept, slot in self._publishers.items() if kept <= version}
         async with self._own_turn():
+            if version in self._kept:
+                self._kept[version].num_users -= 1
+                if self._kept[version].num_users:
+                    return
+            kept = {old: keeper.slot for old, keeper in self._kept.items() if old <= version}
             # A slot that has left the trainer may be gone by now, and with it what it kept.
             asked = set(kept.values()).difference(set(self._mailbox.lost).difference(self.formation.members))
             await ask_each(self._mailbox, dict.fromkeys(asked, Withdraw(version)), self._timeout_s, Done)
-        async with self._withdrawn:
             for old in kept:
-                del self._publishers[old]
-            self._withdrawn.notify_all()
+                del self._kept[old]
+            self._news.tell()
 
     async def save(self, path: str) -> None:
         async with self._own_turn():
@@ -103,6 +169,7 @@ class RemoteTrainer:
 
     async def load(self, path: str) -> None:
         async with self._own_turn():
+            self.version = None
             await self._all(LoadState(path), Done)
             self.with_gradient = False
 
@@ -126,39 +193,74 @@ class RemoteTrainer:
     def lose(self, error: SlotLost) -> None:
         """There is no trainer any more: whatever is asked of it raises `error`."""
         self._end = error
+        self._news.tell()
 
     @property
     def publishers(self) -> frozenset[int]:
         """Slots that keep a version which is not withdrawn yet. One that leaves the trainer may be among them."""
-        return frozenset(self._publishers.values())
+        return frozenset(keeper.slot for keeper in self._kept.values())
 
     async def has_withdrawn(self, slot: int, deadline_s: float) -> None:
         """Returns when no version is left that `slot` keeps for others, or at the deadline."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(deadline_s), self._withdrawn:
-                await self._withdrawn.wait_for(lambda: slot not in self.publishers)
+            await self._news.until(lambda: slot not in self.publishers, deadline_s)
 
     @asynccontextmanager
     async def _own_turn(self) -> AsyncIterator[None]:
-        async with self._turn:
-            if self._end is not None:
-                raise self._end
+        async with self.boundary():
+            self._check()
             yield
 
-    async def _micro_steps(self, rows: deque[Row]) -> None:
-        """Run `rows` from the left, and take them out, until none is left or a change is due."""
-        flying: deque[asyncio.Task[Mapping[int, ForwardBackwardDone]]] = deque()
+    def _check(self) -> None:
+        if self._end is not None:
+            raise self._end
+
+    async def _released(self, given: _Given) -> None:
         try:
-            while flying or (rows and not self._num_waiting):
-                while rows and len(flying) < IN_FLIGHT and not self._num_waiting:
-                    flying.append(asyncio.create_task(self._micro_step(rows.popleft())))
+            await self._news.until(lambda: not self._held or self._end is not None, self._timeout_s)
+        except TimeoutError:
+            raise Late(
+                f"the scheduling policy held training back for {self._timeout_s:g} s "
+                f"(cluster.command_timeout_s), with {given.num_samples} samples waiting"
+            ) from None
+
+    async def _keep(self, version: int) -> Manifest:
+        kept = self._kept.get(version)
+        if kept is None or kept.slot in self._mailbox.lost:
+            first = self.formation.members[0]
+            manifest = (await self._all(Publish(version), Published))[first].manifest
+            if manifest is None:
+                raise Refused(f"{self._mailbox.describe(first)} published version {version} without a manifest")
+            kept = self._kept[version] = _Kept(first, manifest)
+        kept.num_users += 1
+        return kept.manifest
+
+    async def _micro_steps(self, rows: deque[Row], given: _Given) -> None:
+        """Run `rows` from the left, and take them out, until none is left, a change is due or training is held."""
+        flying: deque[tuple[Row, asyncio.Task[Mapping[int, ForwardBackwardDone]]]] = deque()
+        try:
+            while True:
+                while rows and len(flying) < IN_FLIGHT and not self._num_waiting and not self._held:
+                    row = rows.popleft()
+                    flying.append((row, asyncio.create_task(self._micro_step(row))))
                     self.with_gradient = True
-                await flying[0]
+                if not flying:
+                    return
+                row, task = flying[0]
+                done = await task
                 flying.popleft()
+                given.did(row)
+                self._tell(row, done)
         finally:
-            for task in flying:
+            for _, task in flying:
                 task.cancel()
-            await asyncio.gather(*flying, return_exceptions=True)
+            await asyncio.gather(*(task for _, task in flying), return_exceptions=True)
+
+    def _tell(self, row: Row, done: Mapping[int, ForwardBackwardDone]) -> None:
+        tokens = [part.num_tokens for part in row]
+        busy_s = max(reply.busy_s for reply in done.values())
+        for callback in self._on_micro_step:
+            callback(max(tokens), len(row), busy_s, sum(tokens))
 
     async def _micro_step(self, row: Row) -> Mapping[int, ForwardBackwardDone]:
         members = self.formation.members

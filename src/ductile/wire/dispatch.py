@@ -1,0 +1,68 @@
+"""Requests and aborts on their way to the slots: what is sent in one turn of the event loop goes in one message a slot.
+
+Aborts go before requests. Whoever asks a slot from a task that is made later is heard after what is sent here.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from ductile.roles import Late, Refused, SlotLost
+from ductile.wire.flights import Flight
+from ductile.wire.mailbox import Mailbox
+from ductile.wire.messages import Abort, Generate
+
+T = TypeVar("T")
+
+
+class Dispatch:
+    def __init__(self, mailbox: Mailbox, timeout_s: float) -> None:
+        self._mailbox, self._timeout_s = mailbox, timeout_s
+        self._outgoing: list[Flight] = []
+        self._aborting: list[tuple[int, str]] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def send(self, flight: Flight) -> None:
+        """To the slot that it is at when the event loop turns. A failure of this is the flight's."""
+        self._outgoing.append(flight)
+        self._send_soon()
+
+    def abort(self, flight: Flight) -> None:
+        """Nobody waits for it any more."""
+        if flight in self._outgoing:
+            self._outgoing.remove(flight)
+        elif flight.slot is not None:
+            self._aborting.append((flight.slot, flight.name))
+            self._send_soon()
+
+    def start(self, telling: "Coroutine[Any, Any, T]") -> "asyncio.Task[T]":
+        """A task that goes on whoever is cancelled."""
+        task = asyncio.create_task(telling)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _send_soon(self) -> None:
+        if len(self._outgoing) + len(self._aborting) == 1:
+            asyncio.get_running_loop().call_soon(self._send)
+
+    def _send(self) -> None:
+        outgoing, self._outgoing = self._outgoing, []
+        aborting, self._aborting = self._aborting, []
+        for slot in sorted({slot for slot, _ in aborting}):
+            self.start(self._tell_abort(slot, [name for where, name in aborting if where == slot]))
+        for slot in sorted({flight.slot for flight in outgoing if flight.slot is not None}):
+            self.start(self._tell_generate(slot, [flight for flight in outgoing if flight.slot == slot]))
+
+    async def _tell_abort(self, slot: int, names: list[str]) -> None:
+        with suppress(SlotLost, Late, Refused):  # nobody waits for these sequences any more
+            await self._mailbox.ask(slot, Abort(tuple(names)), self._timeout_s)
+
+    async def _tell_generate(self, slot: int, flights: Sequence[Flight]) -> None:
+        try:
+            await self._mailbox.ask(slot, Generate(tuple(flight.on_wire for flight in flights)), self._timeout_s)
+        except (SlotLost, Late, Refused) as error:
+            for flight in flights:
+                if flight.slot == slot:
+                    flight.fail(error)

@@ -1,0 +1,42 @@
+"""One command to each of several slots, and one outcome from each.
+
+If any outcome is bad, the worst is raised: a lost slot before a refusal before lateness, as the later ones usually
+follow from it; they are in its notes.
+"""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from ductile.roles import Late, Refused, SlotLost
+from ductile.wire.mailbox import Mailbox, Outcome
+from ductile.wire.messages import Command, Reply
+
+AFTER_FAILURE_S = 2.0
+"""Once one slot failed, the others of a collective cannot succeed; they get this long to say why."""
+
+R = TypeVar("R", bound=Reply)
+
+
+async def ask_each(
+    mailbox: Mailbox, commands: Mapping[int, Command], timeout_s: float, expected: type[R]
+) -> dict[int, R]:
+    """All slots' answers, which are of the class `expected`. Raises SlotLost, Refused or Late: the worst outcome."""
+    outcomes = await mailbox.ask_all(commands, timeout_s, AFTER_FAILURE_S)
+    raise_worst(outcomes)
+    replies: dict[int, R] = {}
+    for slot, outcome in outcomes.items():
+        if not isinstance(outcome, expected):
+            command = type(commands[slot]).__name__
+            raise Refused(f"{mailbox.describe(slot)} answered {command} with {type(outcome).__name__}")
+        replies[slot] = outcome
+    return replies
+
+
+def raise_worst(outcomes: Mapping[int, Outcome]) -> None:
+    for kind in (SlotLost, Refused, Late):
+        for worst in outcomes.values():
+            if isinstance(worst, kind):
+                for other in outcomes.values():
+                    if isinstance(other, Exception) and other is not worst:
+                        worst.add_note(str(other))
+                raise worst

@@ -1,0 +1,164 @@
+"""The books of all sequences under way: where each is, how far it is, and what every generator has before it."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from ductile.core.cluster.routing import GeneratorLoad, predicted_tokens
+from ductile.core.cluster.state import Unfinished
+from ductile.records import GenerateRequest, Generation
+from ductile.wire.answers import Answers
+from ductile.wire.messages import EngineStats
+from ductile.wire.news import News
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One sequence under way."""
+
+    name: str
+    """On the wire."""
+    request: GenerateRequest
+    """With what a generator that gave it away had of the answer."""
+    arrival: "asyncio.Future[Generation]"
+    slot: int | None = None
+    """None while it waits for a generator, or is between two."""
+    since_s: float = 0.0
+    """When it got there."""
+    generated: int = 0
+    """Tokens of the answer, as its generator said last."""
+    predicted_tokens: float = 0.0
+    """Still to come."""
+    num_lost: int = 0
+    """Slots that were lost with it on board."""
+
+    landing: bool = False
+    """A handoff brings it to its slot and waits for the answer. Should that slot be lost, it is the handoff's turn."""
+
+    def take(self, request: GenerateRequest) -> None:
+        """What a generator gave away: the same request, with what it has of the answer."""
+        self.request = replace(request, id=self.request.id)
+        self.generated = len(request.generated)
+
+    def fail(self, error: Exception) -> None:
+        if not self.arrival.done():
+            self.arrival.set_exception(error)
+
+    @property
+    def on_wire(self) -> GenerateRequest:
+        return replace(self.request, id=self.name)
+
+
+class Flights:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.answers = Answers()
+        self._clock = clock
+        self._by_name: dict[str, Flight] = {}
+        self._num_aborted: Counter[str] = Counter()
+        """By request."""
+        self._num_tokens: dict[int, int] = {}
+        """Sampled by each slot, as it said last."""
+        self._progress_at_s: dict[int, float] = {}
+        self._news = News()
+
+    def open(self, request: GenerateRequest) -> Flight:
+        # A first attempt keeps its name: a generator's random stream may follow from it. A second one after an abort
+        # has another, so that the first one's late answer is never taken for its.
+        aborted = self._num_aborted[request.id]
+        name = f"{request.id}~{aborted}" if aborted else request.id
+        flight = Flight(name, request, asyncio.get_running_loop().create_future(), generated=len(request.generated))
+        self._by_name[name] = flight
+        return flight
+
+    def reopen(self, flight: Flight) -> None:
+        """Its slot was lost, and with it what it had generated since it came there."""
+        flight.num_lost += 1
+        flight.generated = len(flight.request.generated)
+        flight.arrival = asyncio.get_running_loop().create_future()
+        self.board(flight, None)
+
+    def close(self, flight: Flight, aborted: bool) -> None:
+        del self._by_name[flight.name]
+        self._num_aborted[flight.request.id] += aborted
+        self._news.tell()
+
+    def board(self, flight: Flight, slot: int | None) -> None:
+        """It is at this slot from now on; None: at none."""
+        flight.slot, flight.since_s = slot, self._clock()
+        self._predict(flight)
+        self._news.tell()
+
+    def get(self, name: str) -> Flight | None:
+        return self._by_name.get(name)
+
+    def is_under_way(self, flight: Flight) -> bool:
+        return self._by_name.get(flight.name) is flight and not flight.arrival.done()
+
+    def at(self, slot: int) -> list[Flight]:
+        return [flight for flight in self._by_name.values() if flight.slot == slot]
+
+    async def gone_from(self, slot: int, timeout_s: float) -> None:
+        """Returns when none is at this slot. Raises TimeoutError."""
+        await self._news.until(lambda: not self.at(slot), timeout_s)
+
+    def patience_s(self, flight: Flight, timeout_s: float) -> float:
+        """How long until its generator has made no progress for `timeout_s`. Between two generators nobody is to
+        blame: the handoff has deadlines of its own."""
+        if flight.slot is None or flight.landing:
+            return timeout_s
+        return max(flight.since_s, self._progress_at_s.get(flight.slot, flight.since_s)) + timeout_s - self._clock()
+
+    def note_answers(self, slot: int, generations: Iterable[Generation]) -> list[Generation]:
+        """Returns those that were waited for."""
+        self._progress_at_s[slot] = self._clock()
+        landed: list[Generation] = []
+        for generation in generations:
+            flight = self._by_name.get(generation.id)
+            if flight and flight.slot == slot and not flight.arrival.done():
+                self.answers.note(flight.request, generation)
+                generation = replace(generation, id=flight.request.id)
+                flight.arrival.set_result(generation)
+                landed.append(generation)
+        return landed
+
+    def note_stats(self, slot: int, stats: EngineStats) -> None:
+        if stats.num_tokens != self._num_tokens.get(slot, 0):
+            self._progress_at_s[slot] = self._clock()
+            self._num_tokens[slot] = stats.num_tokens
+        for name, generated in stats.generated.items():
+            flight = self._by_name.get(name)
+            if flight and flight.slot == slot:
+                flight.generated = max(flight.generated, generated)
+                self._predict(flight)
+
+    def loads(self, slots: Sequence[int]) -> list[GeneratorLoad]:
+        """What each slot still has to do, as far as one can know."""
+        remaining = dict.fromkeys(slots, 0.0)
+        groups: dict[int, set[str]] = {slot: set() for slot in slots}
+        for flight in self._by_name.values():
+            if flight.slot in remaining:
+                remaining[flight.slot] += flight.predicted_tokens
+                if flight.request.group:
+                    groups[flight.slot].add(flight.request.group)
+        return [GeneratorLoad(slot, remaining[slot], frozenset(groups[slot])) for slot in slots]
+
+    def unfinished(self) -> tuple[Unfinished, ...]:
+        """All that are at a generator, as policies see them. Their names are those on the wire."""
+        return tuple(
+            Unfinished(
+                id=flight.name,
+                slot=flight.slot,
+                prompt_tokens=len(flight.request.prompt),
+                generated=flight.generated,
+                limit=flight.request.sampling.max_tokens,
+                group=flight.request.group,
+                num_turns=flight.request.num_turns,
+            )
+            for flight in self._by_name.values()
+            if flight.slot is not None and not flight.arrival.done()
+        )
+
+    def _predict(self, flight: Flight) -> None:
+        limit = flight.request.sampling.max_tokens
+        flight.predicted_tokens = predicted_tokens(limit, flight.generated, self.answers.mean)

@@ -1,0 +1,170 @@
+"""The slots of a role that work each for itself (generate, score): who takes work, who comes, who goes.
+
+    slots      have the live version and take work
+    held       take no more work, and finish what they have
+    waiting    hold the role without weights: nobody has the live version any more, so the next one is their first
+
+A version goes live on all of them, and nobody joins meanwhile: so nobody ends up on another one.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+from ductile.records import Manifest
+from ductile.roles import Late, SlotLost
+from ductile.wire.fanout import raise_worst
+from ductile.wire.lending import FAILURES, Lender, Serving
+from ductile.wire.mailbox import Mailbox
+from ductile.wire.messages import Died, Drop, Event, Hold, Receive
+from ductile.wire.news import News
+from ductile.wire.turns import Turns
+
+
+class Roster:
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        role: Serving,
+        slots: Sequence[int],
+        timeout_s: float,
+        lender: Lender | None,
+        depends_on: Callable[[int], bool],
+    ) -> None:
+        """lender: None where nobody ever joins. depends_on: whether the run ends when this slot is lost."""
+        self.slots = tuple(slots)
+        self.version: int | None = None
+        """That is live; None before the first."""
+        self.num_waiting = 0
+        """Calls of `some` that wait for a slot."""
+        self.turns = Turns(timeout_s)
+        self.on_change: Callable[[], None] = lambda: None
+        """`slots` are others now."""
+        self.depends_on = depends_on
+        self._mailbox, self._timeout_s, self._lender = mailbox, timeout_s, lender
+        self._role: Serving = role
+        self._held: set[int] = set()
+        self._waiting: set[int] = set()
+        self._joining: set[int] = set()
+        self._news = News()
+        mailbox.subscribe(self._on_event)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """All that hold the role, in ascending order."""
+        return tuple(sorted({*self.slots, *self._held, *self._waiting}))
+
+    @property
+    def serving(self) -> tuple[int, ...]:
+        """Those with weights: they can work, though the held ones get nothing new."""
+        return tuple(sorted({*self.slots, *self._held}))
+
+    async def some(self, what: str) -> tuple[int, ...]:
+        """The slots that take work, at least one. Raises Late when none comes: what "12 samples" could not be done."""
+        if not self.slots:
+            self.num_waiting += 1
+            try:
+                await self._news.until(lambda: bool(self.slots), self._timeout_s)
+            except TimeoutError:
+                raise Late(f"for {self._timeout_s:g} s no slot had the role {self._role!r}, for {what}") from None
+            finally:
+                self.num_waiting -= 1
+        return self.slots
+
+    async def admit(self, slot: int, settings: Mapping[str, object]) -> bool:
+        """Have the slot take the role and the live weights. True: it takes work. False: it does from the next version
+        on. Raises SlotLost, Refused or Late, and the slot then has no role."""
+        if self._lender is None:
+            raise ValueError(f"slot {slot} cannot take the role {self._role!r}: nobody lends weights here")
+        if slot in self.members or slot in self._joining:
+            raise ValueError(f"slot {slot} has the role {self._role!r} already")
+        self._joining.add(slot)
+        try:
+            hold = Hold(self._role, dict(settings), (slot,), joining=True)
+            await self._mailbox.ask(slot, hold, self._timeout_s)
+            async with self.turns.together(f"slot {slot} joins the role {self._role!r}"):
+                version = self.version
+                takes_work = version is not None and await self._lender.give(self._role, slot, version)
+                if slot in self._mailbox.lost:
+                    raise SlotLost(self._mailbox.lost[slot])
+                if takes_work:
+                    self._set((*self.slots, slot))
+                else:
+                    self._waiting.add(slot)
+                return takes_work
+        except BaseException:
+            await asyncio.shield(self._drop_half_joined(slot))
+            raise
+        finally:
+            self._joining.remove(slot)
+
+    def hold(self, slot: int) -> None:
+        """The slot takes no more work. Nothing happens when it does not take any."""
+        if slot in self.slots:
+            self._held.add(slot)
+            self._set([other for other in self.slots if other != slot])
+
+    def resume(self, slot: int) -> None:
+        """A held slot takes work again."""
+        if slot in self._held:
+            self._held.remove(slot)
+            self._set((*self.slots, slot))
+
+    async def drop(self, slot: int) -> None:
+        """Have the slot give the role up. Nothing happens when it does not have it, or is lost."""
+        if slot not in self.members:
+            return
+        self.hold(slot)
+        async with self.turns.together(f"slot {slot} leaves the role {self._role!r}"):
+            if slot in self.members:
+                self._forget(slot)
+                await self._mailbox.ask(slot, Drop(self._role), self._timeout_s)
+
+    async def receive(self, manifest: Manifest) -> None:
+        """Returns when the version is live on every member. Raises SlotLost, Refused or Late."""
+        async with self.turns.alone(f"version {manifest.version} goes live"):
+            commands = dict.fromkeys(self.members, Receive(self._role, manifest))
+            outcomes = await self._mailbox.ask_all(commands, self._timeout_s)
+            raise_worst(
+                {
+                    slot: outcome
+                    for slot, outcome in outcomes.items()
+                    if not isinstance(outcome, SlotLost) or self.depends_on(slot)
+                }
+            )
+            self.version = manifest.version
+            for slot in self.members:
+                if self._lender is not None and slot in outcomes and not isinstance(outcomes[slot], SlotLost):
+                    self._lender.note(self._role, slot, manifest.version)
+            if self._waiting:
+                self._set({*self.slots, *self._waiting})
+                self._waiting.clear()
+
+    def _on_event(self, slot: int, event: Event) -> None:
+        if isinstance(event, Died) and slot in self.members:
+            self._forget(slot)
+
+    def _forget(self, slot: int) -> None:
+        self._held.discard(slot)
+        self._waiting.discard(slot)
+        if self._lender is not None:
+            self._lender.forget(self._role, slot)
+        if slot in self.slots:
+            self._set([other for other in self.slots if other != slot])
+
+    def _set(self, slots: Sequence[int] | set[int]) -> None:
+        self.slots = tuple(sorted(slots))
+        self._news.tell()
+        self.on_change()
+
+    async def _drop_half_joined(self, slot: int) -> None:
+        if self._lender is not None:
+            self._lender.forget(self._role, slot)
+        with suppress(*FAILURES):  # it may not even have taken the role
+            if slot not in self._mailbox.lost:
+                await self._mailbox.ask(slot, Drop(self._role), self._timeout_s)
+
+
+def whatever_slot(slot: int) -> bool:
+    """`depends_on` of a run that ends with any of its slots."""
+    return True

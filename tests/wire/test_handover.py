@@ -1,0 +1,354 @@
+"""Sequences that change generators while everything may go wrong, in virtual time over the memory carrier."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from ductile.core.cluster.orders import Handoff
+from ductile.records import Formation, GenerateRequest, Generation, Sampling
+from ductile.roles import Late, Refused, SlotLost
+from ductile.wire.fleet import RemoteGenerators
+from ductile.wire.lending import Lender
+from ductile.wire.mailbox import Mailbox
+from ductile.wire.messages import Abort, Forget, Generate, HandOff, Receive
+from ductile.wire.trainer import RemoteTrainer
+from tests.loop.doubles import clock, run
+from tests.wire.generate_slots import TOKEN_S, GenerateSlots, answer
+
+TRAINER = 9
+TIMEOUT_S = 60.0
+
+
+class Cluster:
+    """Slots 0 to 3 may generate, slot 9 trains. The run depends on slot 9 alone unless told otherwise."""
+
+    def __init__(self, generating: tuple[int, ...] = (0, 1, 2), length: Callable[[str], int] = lambda name: 20) -> None:
+        self.slots = GenerateSlots(10, generating, length)
+        self.carrier = self.slots.carrier
+        self.mailbox = Mailbox(self.carrier, clock)
+        self.trainer = RemoteTrainer(self.mailbox, Formation((TRAINER,)), TIMEOUT_S)
+        self.lender = Lender(self.mailbox, self.trainer, TIMEOUT_S)
+        self.needed = {TRAINER}
+        self.restarted: list[str] = []
+        self.generators = RemoteGenerators(
+            self.mailbox, generating, 8, TIMEOUT_S, clock, self.lender, lambda slot: slot in self.needed
+        )
+        self.generators.on_restarted = self.restarted.append
+
+    def ask(self, name: str, max_tokens: int = 100) -> "asyncio.Task[Generation]":
+        request = GenerateRequest(name, (1, 2, 3), Sampling(max_tokens=max_tokens), group=name)
+        return asyncio.create_task(self.generators.generate(request))
+
+    async def publish(self, version: int) -> None:
+        manifest = await self.trainer.publish(version)
+        await self.generators.receive(manifest)
+        await self.trainer.withdraw(version)
+
+    def where(self) -> dict[str, int]:
+        return {each.id: each.slot for each in self.generators.unfinished()}
+
+    def sent(self, kind: type) -> list[tuple[int, Any]]:
+        return [(slot, command) for slot, command in self.carrier.sent if isinstance(command, kind)]
+
+
+def play(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def whole() -> None:
+        await story()
+        await asyncio.sleep(1)
+
+    run(whole())
+
+
+def with_cluster(story: Callable[[Cluster], Coroutine[Any, Any, None]], *args: Any, **keys: Any) -> Cluster:
+    """Plays it, and then looks for what nobody has taken care of."""
+    clusters: list[Cluster] = []
+
+    async def whole() -> None:
+        cluster = Cluster(*args, **keys)
+        clusters.append(cluster)
+        decoding = asyncio.create_task(cluster.slots.decode())
+        await cluster.publish(0)
+        await story(cluster)
+        await asyncio.sleep(5)
+        decoding.cancel()
+        assert cluster.slots.wrong == []
+        assert cluster.slots.leaks() == []
+        assert cluster.generators.unfinished() == ()
+
+    play(whole)
+    return clusters[0]
+
+
+async def steps(num_tokens: int) -> None:
+    """As many tokens of every request later."""
+    await asyncio.sleep(num_tokens * TOKEN_S + TOKEN_S / 2)
+
+
+def is_whole(generation: Generation, name: str, length: int = 20) -> bool:
+    return generation.id == name and generation.token_ids == answer(name, length)
+
+
+def test_sequences_go_on_where_they_are_handed_to_and_nobody_notices():
+    async def story(cluster: Cluster):
+        asked = {name: cluster.ask(name) for name in ("a", "b", "c")}
+        await steps(5)
+        assert cluster.where() == {"a": 0, "b": 1, "c": 2}
+        results = await cluster.generators.hand_off([Handoff("a", 0, 1), Handoff("b", 1, 2, with_cache=True)])
+        assert [(result.slot, result.with_cache, result.why) for result in results] == [(1, False, ""), (2, True, "")]
+        assert cluster.where() == {"a": 1, "b": 2, "c": 2}
+        assert [each.generated for each in cluster.generators.unfinished()] == [5, 5, 5]
+        for name, task in asked.items():
+            assert is_whole(await task, name)
+        assert cluster.slots.with_cache == ["b"]
+        assert [(slot, command.ids) for slot, command in cluster.sent(Forget)] == [(1, ("b",))]
+
+    with_cluster(story)
+
+
+def test_one_message_a_source_and_one_a_target():
+    async def story(cluster: Cluster):
+        asked = [cluster.ask(str(n)) for n in range(8)]
+        await steps(2)
+        cluster.carrier.sent.clear()
+        where = cluster.where()
+        await cluster.generators.hand_off([Handoff(name, slot, 2, True) for name, slot in where.items() if slot != 2])
+        assert sorted(slot for slot, _ in cluster.sent(HandOff)) == [0, 1]
+        ((target, command),) = cluster.sent(Generate)
+        assert target == 2
+        assert len(command.requests) == len(command.caches) == sum(slot != 2 for slot in where.values())
+        await asyncio.gather(*asked)
+
+    with_cluster(story)
+
+
+def test_what_ends_meanwhile_is_finished():
+    async def story(cluster: Cluster):
+        asked = cluster.ask("a")
+        await steps(18)
+        cluster.carrier.fail(0, "delay", on=HandOff, delay_s=1.0)
+        (result,) = await cluster.generators.hand_off([Handoff("a", 0, 1)])
+        assert (result.slot, result.why) == (None, "it had ended")
+        assert is_whole(await asked, "a")
+
+    with_cluster(story)
+
+
+def test_what_is_just_being_sent_can_be_handed_off():
+    async def story(cluster: Cluster):
+        asked = cluster.ask("a")
+        await asyncio.sleep(0)
+        assert cluster.where() == {"a": 0}
+        (result,) = await cluster.generators.hand_off([Handoff("a", 0, 1)])
+        assert result.slot == 1
+        assert is_whole(await asked, "a")
+
+    with_cluster(story)
+
+
+def test_orders_that_are_out_of_date_change_nothing():
+    async def story(cluster: Cluster):
+        asked = cluster.ask("a")
+        await steps(1)
+        moved, unknown = await cluster.generators.hand_off([Handoff("a", 2, 1), Handoff("x", 0, 1)])
+        assert (moved.slot, moved.why) == (0, "it was at slot 0, and not at slot 2")
+        assert (unknown.slot, unknown.why) == (None, "it had ended")
+        assert is_whole(await asked, "a")
+
+    with_cluster(story)
+
+
+@pytest.mark.parametrize("on", [HandOff, Generate])
+def test_aborted_on_the_way(on: type):
+    async def story(cluster: Cluster):
+        asked, other = cluster.ask("a"), cluster.ask("b")
+        await steps(3)
+        cluster.carrier.fail(0 if on is HandOff else 2, "delay", on=on, delay_s=0.5)
+        handing = asyncio.create_task(cluster.generators.hand_off([Handoff("a", 0, 2, with_cache=True)]))
+        await asyncio.sleep(0.2)
+        asked.cancel()
+        again = cluster.ask("a")
+        await handing
+        assert is_whole(await again, "a")
+        assert is_whole(await other, "b")
+        assert asked.cancelled()
+
+    with_cluster(story)
+
+
+@pytest.mark.parametrize("kind", ["error", "death"])
+def test_a_target_that_does_not_take_them_is_replaced(kind):
+    async def story(cluster: Cluster):
+        asked = [cluster.ask(name) for name in ("a", "b")]
+        await steps(5)
+        cluster.carrier.fail(2, kind, on=Generate)
+        if kind == "death":
+            cluster.slots.dead.add(2)
+        (result,) = await cluster.generators.hand_off([Handoff("a", 0, 2, with_cache=True)])
+        assert result.slot in (0, 1)
+        assert result.with_cache
+        assert "slot 2" in result.why
+        assert is_whole(await asked[0], "a")
+        assert is_whole(await asked[1], "b")
+        assert cluster.restarted == [], "nothing was lost"
+        assert (cluster.generators.slots == (0, 1)) == (kind == "death")
+
+    with_cluster(story)
+
+
+def test_a_target_that_is_late_is_replaced_and_told_to_stop():
+    async def story(cluster: Cluster):
+        asked = cluster.ask("a")
+        await steps(5)
+        cluster.carrier.fail(2, "delay", on=Generate, delay_s=TIMEOUT_S + 1)
+        (result,) = await cluster.generators.hand_off([Handoff("a", 0, 2)])
+        assert result.slot in (0, 1)
+        assert is_whole(await asked, "a")
+        await asyncio.sleep(2)
+        assert (2, Abort(("a",))) in cluster.carrier.sent
+
+    with_cluster(story)
+
+
+def test_with_no_other_generator_it_goes_back_to_where_it_came_from():
+    async def story(cluster: Cluster):
+        asked = cluster.ask("a")
+        await steps(5)
+        cluster.generators.hold(0)
+        cluster.carrier.fail(1, "error", on=Generate)
+        (result,) = await cluster.generators.hand_off([Handoff("a", 0, 1)])
+        assert result.slot == 0
+        assert is_whole(await asked, "a")
+
+    with_cluster(story, generating=(0, 1))
+
+
+def test_what_nobody_takes_fails_with_what_the_last_one_said():
+    async def story(cluster: Cluster):
+        asked = cluster.ask("a")
+        await steps(5)
+        for slot in (0, 1):
+            cluster.carrier.fail(slot, "error", on=Generate)
+        (result,) = await cluster.generators.hand_off([Handoff("a", 0, 1)])
+        assert result.slot is None
+        with pytest.raises(Refused, match="Generate failed, as asked"):
+            await asked
+
+    with_cluster(story, generating=(0, 1))
+
+
+def test_a_source_that_refuses_keeps_them():
+    async def story(cluster: Cluster):
+        asked = cluster.ask("a")
+        await steps(5)
+        cluster.carrier.fail(0, "error", on=HandOff)
+        (result,) = await cluster.generators.hand_off([Handoff("a", 0, 1)])
+        assert (result.slot, result.why) == (0, "slot 0: HandOff failed, as asked")
+        assert is_whole(await asked, "a")
+
+    with_cluster(story)
+
+
+def test_a_source_that_dies_takes_its_tokens_along_and_they_are_sampled_anew():
+    async def story(cluster: Cluster):
+        first, second = cluster.ask("a"), cluster.ask("b")
+        await steps(5)
+        cluster.carrier.fail(0, "death", on=HandOff)
+        cluster.slots.dead.add(0)
+        (result,) = await cluster.generators.hand_off([Handoff("a", 0, 1)])
+        assert result.slot is None
+        assert "slot 0 died" in result.why
+        assert is_whole(await first, "a")
+        assert is_whole(await second, "b")
+        assert cluster.restarted == ["Request a begins again: slot 0 died, as asked."]
+
+    with_cluster(story)
+
+
+def test_a_slot_that_the_run_depends_on_ends_what_it_had():
+    async def story(cluster: Cluster):
+        cluster.needed.add(0)
+        asked = cluster.ask("a")
+        await steps(5)
+        cluster.slots.kill(0, cluster.mailbox)
+        with pytest.raises(SlotLost, match="slot 0 was killed by SIGKILL"):
+            await asked
+        assert is_whole(await cluster.ask("b"), "b"), "the others go on"
+
+    with_cluster(story)
+
+
+def test_a_sequence_that_loses_two_slots_fails():
+    async def story(cluster: Cluster):
+        asked = cluster.ask("a")
+        await steps(2)
+        for _ in range(2):
+            cluster.slots.kill(cluster.where()["a"], cluster.mailbox)
+            await steps(1)
+        with pytest.raises(SlotLost):
+            await asked
+
+    with_cluster(story)
+
+
+def test_answers_that_come_twice_are_taken_once():
+    async def story(cluster: Cluster):
+        asked = cluster.ask("a")
+        await steps(5)
+        for slot, command in ((0, HandOff), (1, Generate), (0, Forget)):
+            cluster.carrier.fail(slot, "duplicate", on=command)
+        await cluster.generators.hand_off([Handoff("a", 0, 1, with_cache=True)])
+        assert is_whole(await asked, "a")
+        assert cluster.mailbox.unused.total() == 3
+
+    with_cluster(story)
+
+
+def test_a_cancelled_caller_does_not_leave_sequences_behind():
+    async def story(cluster: Cluster):
+        asked = cluster.ask("a")
+        await steps(5)
+        cluster.carrier.fail(0, "delay", on=HandOff, delay_s=0.5)
+        handing = asyncio.create_task(cluster.generators.hand_off([Handoff("a", 0, 1, with_cache=True)]))
+        await asyncio.sleep(0.1)
+        handing.cancel()
+        assert is_whole(await asked, "a")
+        assert cluster.sent(Forget)
+
+    with_cluster(story)
+
+
+def test_a_version_goes_live_before_a_handoff_or_after_it():
+    async def story(cluster: Cluster):
+        asked = cluster.ask("a")
+        await steps(5)
+        cluster.carrier.fail(0, "delay", on=HandOff, delay_s=1.0)
+        handing = asyncio.create_task(cluster.generators.hand_off([Handoff("a", 0, 1)]))
+        await asyncio.sleep(0.1)
+        publishing = asyncio.create_task(cluster.publish(1))
+        await asyncio.sleep(0.5)
+        assert [command.manifest.version for _, command in cluster.sent(Receive)] == [0, 0, 0]
+        await handing
+        await publishing
+        assert {slot.version for slot in cluster.slots.slots.values() if slot.holds} == {1}
+        generation = await asked
+        assert is_whole(generation, "a")
+        assert set(generation.versions) == {0, 1}
+
+    with_cluster(story)
+
+
+def test_a_source_that_is_late_has_given_them_away_into_nowhere():
+    async def story(cluster: Cluster):
+        asked = cluster.ask("a")
+        await steps(5)
+        cluster.carrier.fail(0, "delay", on=HandOff, delay_s=TIMEOUT_S + 1)
+        cluster.slots.length = lambda name: 10_000
+        (result,) = await cluster.generators.hand_off([Handoff("a", 0, 1)])
+        assert result.slot is None
+        with pytest.raises(Late, match="did not answer HandOff within 60 s"):
+            await asked
+        await asyncio.sleep(2)
+
+    with_cluster(story)
