@@ -7,10 +7,10 @@ from ductile.core.cluster.orders import Decision, Move
 from ductile.core.cluster.policies.model import Model
 from ductile.core.cluster.policies.rules import Rules
 from ductile.core.cluster.policies.static import InTurns, Static
+from ductile.loop.conductor import BadDecision
 from ductile.observe import read_jsonl
 from ductile.sim.arms import run_arms
 from ductile.sim.command import main
-from ductile.sim.conductor import BadDecision
 from ductile.sim.run import simulate
 from ductile.sim.timeline import gantt, svg
 from tests.sim.scenarios import scenario

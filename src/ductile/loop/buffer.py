@@ -27,8 +27,12 @@ class _Finished:
 
     @staticmethod
     def of(group: RolloutGroup) -> "_Finished":
-        tokens = sum(len(group.prompt.token_ids) + len(rollout.token_ids) for rollout in group.rollouts)
-        return _Finished(group, tokens, group.oldest_version)
+        return _Finished(group, num_tokens(group), group.oldest_version)
+
+
+def num_tokens(group: RolloutGroup) -> int:
+    """Prompt and answer, of every answer."""
+    return sum(len(group.prompt.token_ids) + len(rollout.token_ids) for rollout in group.rollouts)
 
 
 class Buffer:
@@ -48,13 +52,16 @@ class Buffer:
         """That the trainer trains: the step."""
         self.live_version = version
         """That every generator samples from; one less while new weights are on their way."""
+        self.num_taken = 0
+        """Groups that the trainer has taken in this step."""
+        self.num_updates = 0
+        """Optimizer steps that this step has behind it."""
         self.num_dropped = 0
         """Groups that were too old to train on; their prompts are asked again."""
         self._prompts, self._bound, self._record = prompts, bound, record
         self._max_steps, self._timeout_s, self._stop = max_steps, timeout_s, stop
         self._running: dict[str, int] = {}  # prompt id -> version when it was started
         self._waiting: list[_Finished] = []
-        self._taken = 0
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
 
@@ -64,17 +71,21 @@ class Buffer:
         """The next prompt to work on; None while nothing more may be started."""
         if self.live_version < self.version:
             return None  # its first tokens would be older than they need to be
-        allowed = admission(
-            self._bound,
-            outstanding=len(self._running) + len(self._waiting),
-            taken=self._taken,
-            steps_left=1 if self._stop.is_set() else self._max_steps - self.version,
-        )
-        if not allowed.num_groups:
+        if not self.room:
             return None
         prompt = self._prompts.ask()
         self._running[prompt.id] = self.version
         return prompt
+
+    @property
+    def room(self) -> int:
+        """Groups that may be started, once weights are live."""
+        return admission(
+            self._bound,
+            outstanding=len(self._running) + len(self._waiting),
+            taken=self.num_taken,
+            steps_left=1 if self._stop.is_set() else self._max_steps - self.version,
+        ).num_groups
 
     def put(self, group: RolloutGroup) -> None:
         del self._running[group.prompt.id]
@@ -132,22 +143,28 @@ class Buffer:
                 f"generated, {len(self._waiting)} are finished and not enough"
             ) from None
         taken, self._waiting = self._waiting[:count], self._waiting[count:]
-        self._taken += count
+        self.num_taken += count
         self.wake()
         return [finished.group for finished in taken]
 
     def learned(self, groups: Sequence[RolloutGroup]) -> None:
         """The optimizer has used them: a resume does not ask these prompts again."""
+        self.num_updates += 1
         for group in groups:
             self._prompts.learned(group.prompt)
 
     def next_version(self, version: int) -> None:
         """The step is trained; the next one, of this version, begins."""
-        self.version, self._taken = version, 0
+        self.version, self.num_taken, self.num_updates = version, 0, 0
         self.wake()
 
     def position(self) -> PromptPosition:
         return self._prompts.position()
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompts and answers of the groups that wait for the trainer."""
+        return sum(finished.num_tokens for finished in self._waiting)
 
     def __len__(self) -> int:
         """Groups that wait for the trainer."""

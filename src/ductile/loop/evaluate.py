@@ -59,6 +59,11 @@ class Evaluation:
         self.first: EvalReport | None = None
         self.last: EvalReport | None = None
 
+    @property
+    def num_answers(self) -> int:
+        """That one run of it asks for."""
+        return len(self._prompts) * self._samples_per_example
+
     async def run(self, step: int) -> EvalReport:
         """Ask every held-out prompt. Each generation's own deadline bounds it; the first failure is raised."""
         asked = [(prompt, member) for prompt in self._prompts for member in range(self._samples_per_example)]

@@ -18,7 +18,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from ductile.core.batch.chunking import shares
-from ductile.loop.buffer import Buffer
+from ductile.loop.buffer import Buffer, num_tokens
+from ductile.loop.conductor import Conductor
 from ductile.loop.evaluate import Evaluation
 from ductile.loop.lessons import Lessons
 from ductile.loop.overlap import OneBehind, together, unless
@@ -42,6 +43,20 @@ class Plan:
 
     def due(self, interval: int | None, step: int) -> bool:
         return step == self.max_steps or (interval is not None and step % interval == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Hand:
+    """Rollouts that the loop has taken from the buffer and not yet given to the trainer."""
+
+    rollouts: int = 0
+    tokens: int = 0
+    """Prompts and answers."""
+    scored: bool = True
+
+    @staticmethod
+    def of(groups: Sequence[RolloutGroup], scored: bool) -> "Hand":
+        return Hand(sum(len(group.rollouts) for group in groups), sum(map(num_tokens, groups)), scored)
 
 
 class Loop:
@@ -68,11 +83,18 @@ class Loop:
         self.save, self.counts, self.record, self.stop, self.step = save, counts, record, stop, step
         self.saved = step
         self.watch = Stopwatch()
+        self.conductor: Conductor | None = None
+        """Moves slots between roles; None: they keep those that they have."""
+        self.hand = Hand()
+        self.evaluates = False
+        """An evaluation is next, or under way."""
+        self.to_evaluate = 0
+        """Answers that it is going to ask for, and has not yet."""
 
     async def run(self) -> int:
         """Train until `max_steps` or `stop`, then save. Returns the step. What a role raises ends it, unsaved."""
         async with OneBehind(on_error=self.buffer.fail) as arrival:
-            await self.make_live(self.step, arrival)
+            await self.make_live(self.step, arrival, evaluates=self.step == 0)
             await arrival.finish()
             async with self.rollouts:
                 if self.step == 0:
@@ -91,8 +113,9 @@ class Loop:
             groups, report = await self.train(num_groups)
             tally.add(groups, report)
         self.step += 1
-        await self.make_live(self.step, arrival)
-        if plan.due(plan.eval_interval, self.step):
+        due = plan.due(plan.eval_interval, self.step)
+        await self.make_live(self.step, arrival, evaluates=due)
+        if due:
             await arrival.finish()
             evaluated = await self.evaluate()
         self.record.metrics(self.step, {**tally.metrics(*self.watch.lap()), **evaluated, **self.counts()})
@@ -106,11 +129,14 @@ class Loop:
         async with OneBehind(on_error=self.buffer.fail) as behind:
             while len(groups) < num_groups:
                 chunk = await self.take(num_groups - len(groups), num_groups)
+                self.hand = Hand.of(chunk, scored=self.scorer is None)
                 with self.watch("score"):
                     samples = await self.lessons.prepare(chunk)
+                self.hand = Hand.of(chunk if samples else (), scored=True)
                 if samples:
                     divisor += self.lessons.divisor(samples)
                     await behind.start(self.forward_backward(samples))
+                    self.hand = Hand()  # from now on the trainer says what is left
                 groups += chunk
         if divisor:
             with self.watch("optim_step"):
@@ -134,11 +160,19 @@ class Loop:
         with self.watch("forward_backward"):
             await self.trainer.forward_backward(samples, self.plan.seq_len)
 
-    async def make_live(self, version: int, arrival: OneBehind) -> None:
-        """The trainer's weights become the generators', while the trainer goes on with what is there to train on."""
+    async def make_live(self, version: int, arrival: OneBehind, *, evaluates: bool) -> None:
+        """The trainer's weights become the generators', while the trainer goes on with what is there to train on.
+
+        Slots change roles before that, and not until it is done.
+        """
+        self.evaluates = evaluates and self.evaluation is not None
+        self.to_evaluate = self.evaluation.num_answers if self.evaluation and evaluates else 0
+        self.buffer.next_version(version)
+        if self.conductor:
+            with self.watch("settle"):
+                await self.conductor.settle(version)
         with self.watch("publish"):
             manifest = await self.trainer.publish(version)
-        self.buffer.next_version(version)
         await arrival.start(self.receive(manifest))
         if self.scorer:
             await arrival.finish()  # what is trained next is scored by the same weights
@@ -149,11 +183,15 @@ class Loop:
             await together(*(receiver.receive(manifest) for receiver in receivers))
         self.rollouts.now_live(manifest.version)
         await self.trainer.withdraw(manifest.version)
+        if self.conductor:
+            self.conductor.go_on()
 
     async def evaluate(self) -> dict[str, float]:
         """Held-out rewards of the current weights, as metrics. Nothing is published meanwhile. `stop` cuts it short."""
-        if self.evaluation is None or self.stop.is_set():
-            return {}
-        with self.watch("evaluate"):
-            report = await unless(self.stop, self.evaluation.run(self.step))
+        self.to_evaluate = 0  # from now on they are with the generators
+        report = None
+        if self.evaluation is not None and not self.stop.is_set():
+            with self.watch("evaluate"):
+                report = await unless(self.stop, self.evaluation.run(self.step))
+        self.evaluates = False
         return report.metrics() if report else {}

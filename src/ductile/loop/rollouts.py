@@ -23,6 +23,7 @@ class Rollouts:
         self._sampling, self._group_size = sampling, group_size
         self._groups: dict[str, asyncio.Task[None]] = {}
         self._num_playing = 0  # answers that are being generated or scored
+        self._finished: dict[str, tuple[int, int]] = {}  # by prompt with unfinished siblings: (answers, tokens)
         self._filling: asyncio.Task[None] | None = None
         self._leaving = False
 
@@ -42,6 +43,12 @@ class Rollouts:
         self._buffer.now_live(version)
         for prompt in self._buffer.hopeless():
             self._groups[prompt].cancel()
+
+    @property
+    def partial(self) -> tuple[int, int]:
+        """Finished answers to prompts that have unfinished ones: how many, and their tokens with the prompts."""
+        finished = self._finished.values()
+        return sum(answers for answers, _ in finished), sum(tokens for _, tokens in finished)
 
     async def _fill(self) -> None:
         try:
@@ -66,11 +73,15 @@ class Rollouts:
         except Exception as error:
             self._buffer.fail(error)
         finally:
+            self._finished.pop(prompt.id, None)
             del self._groups[prompt.id]
 
     async def _play(self, prompt: Prompt, member: int) -> Rollout:
         try:
-            return await self._episodes.play(prompt, self._sampling, member)
+            rollout = await self._episodes.play(prompt, self._sampling, member)
+            answers, tokens = self._finished.get(prompt.id, (0, 0))
+            self._finished[prompt.id] = answers + 1, tokens + len(prompt.token_ids) + len(rollout.token_ids)
+            return rollout
         finally:
             self._num_playing -= 1
             self._buffer.wake()

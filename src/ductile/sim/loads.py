@@ -52,6 +52,6 @@ class Loads:
         """Whether a sequence of the group is there: its prompt is cached."""
         return self._groups.get(group, Counter())[slot] > 0
 
-    def __bool__(self) -> bool:
-        """Somebody generates."""
-        return bool(self._tokens)
+    def __len__(self) -> int:
+        """Slots that generate."""
+        return len(self._tokens)

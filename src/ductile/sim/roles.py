@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from ductile.core.cluster.routing import predicted_tokens
+from ductile.loop.conductor import Conductor
 from ductile.records import GenerateRequest, Generation, Manifest, Sample, StepReport
-from ductile.sim.conductor import Conductor
 from ductile.sim.engine import Flight
 from ductile.sim.stage import Stage
 
@@ -23,8 +23,7 @@ class SimGenerators:
 
     @property
     def capacity(self) -> int:
-        stage = self._stage
-        return stage.scenario.limits.max_num_seqs * len(stage.generators)
+        return self._stage.capacity
 
     async def generate(self, request: GenerateRequest) -> Generation:
         stage, scenario = self._stage, self._stage.scenario
@@ -97,7 +96,7 @@ class SimTrainer:
                     stage.engines[slot].stall(seconds)
                 await stage.busy("train", slots, seconds)
                 stage.on_trained(len(done), sum(done) * block)
-            await self._conductor.at_boundary()
+            self._conductor.notify()
 
     async def optim_step(self, divisor: float) -> StepReport:
         stage = self._stage
@@ -108,18 +107,13 @@ class SimTrainer:
         return StepReport(stage.num_updates, loss=0.0, grad_norm=0.0, lr=0.0, num_tokens=int(divisor))
 
     async def publish(self, version: int) -> Manifest:
-        """Slots change for the next step first: who joins the generators gets the weights like all others."""
         stage = self._stage
-        stage.version = version
-        if version:
-            stage.step_s.append(stage.now_s - sum(stage.step_s))
-        await self._conductor.settle()
         async with stage.boundary:
             await stage.busy("publish", stage.formation.members, stage.scenario.speeds.publish_s)
         return Manifest(version, "shared_memory", "nowhere", 0, 0, ())
 
     async def withdraw(self, version: int) -> None:
-        self._conductor.notify()
+        pass
 
     async def save(self, path: str) -> None:
         pass

@@ -2,15 +2,15 @@
 
 import asyncio
 import tempfile
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ductile.core.cluster.ledger import Activity, IdleCause, Ledger, Span
 from ductile.core.cluster.orders import Policy
 from ductile.core.cluster.staleness import StalenessBound
 from ductile.loop.buffer import Buffer
+from ductile.loop.conductor import Change, Conductor
 from ductile.loop.episode import Episodes
 from ductile.loop.lessons import Lessons
 from ductile.loop.loop import Loop, Plan
@@ -18,7 +18,6 @@ from ductile.loop.rollouts import Rollouts
 from ductile.observe import Recorder, Stopwatch
 from ductile.records import Sampling
 from ductile.sim.clock import now_s, run
-from ductile.sim.conductor import Change, Conductor
 from ductile.sim.roles import SimGenerators, SimScorer, SimTrainer
 from ductile.sim.scenario import Scenario
 from ductile.sim.stage import Stage
@@ -72,9 +71,10 @@ async def _simulate(scenario: Scenario, policy: Policy, folder: Path) -> Simulat
     record = Recorder(folder, clock=now_s)
     try:
         stage = Stage(scenario, ledger)
-        conductor = Conductor(policy, stage, record)
+        conductor = Conductor(policy, stage, record, rest_s=lambda took_s: scenario.coalesce_s)
         loop = _loop(scenario, stage, conductor, record)
-        await _with(conductor.watch(), loop.run())
+        async with conductor.at_work(loop.buffer.fail):
+            await loop.run()
     finally:
         record.close()
     ended_s = now_s()
@@ -131,22 +131,8 @@ def _loop(scenario: Scenario, stage: Stage, conductor: Conductor, record: Record
         record=record,
         stop=stop,
     )
-    loop.watch = Stopwatch(now_s)
+    loop.watch, loop.conductor = Stopwatch(now_s), conductor
     return loop
-
-
-async def _with(beside: Coroutine[Any, Any, Any], work: Coroutine[Any, Any, Any]) -> None:
-    """Do `work`, and `beside` as long as that takes; a failure of either is raised."""
-    tasks = [asyncio.create_task(beside), asyncio.create_task(work)]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            if task.done():
-                task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _nothing(step: int) -> None:

@@ -1,17 +1,18 @@
 """The simulated cluster: which slot holds what and does what, and the facts that a policy is told.
 
-It keeps the books and decides nothing. The roles (`roles.py`) tell it what begins and ends, the conductor
-(`conductor.py`) changes who holds what, the ledger hears of every change of a slot's activity.
+It keeps the books and decides nothing. The roles (`roles.py`) tell it what begins and ends, the loop's conductor has it
+change who holds what (it follows `loop.conductor.Stage`), the ledger hears of every change of a slot's activity.
 """
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ductile.core.cluster.cost import carriage
 from ductile.core.cluster.ledger import Activity, Ledger, idle_cause
-from ductile.core.cluster.placement import Role
+from ductile.core.cluster.orders import Handoff, Move
+from ductile.core.cluster.placement import SPELLED, Role
 from ductile.core.cluster.state import Batch, ClusterState, Lengths, SlotState, TrainerState, Unfinished
 from ductile.records import Formation
 from ductile.sim.engine import Engine, Flight
@@ -36,10 +37,8 @@ class Stage:
         self._loop = asyncio.get_running_loop()
         slots = scenario.placement.slots
         self.roles: dict[int, tuple[Role, ...]] = {}
-        self.generators: tuple[int, ...] = ()
         self.since_s = dict.fromkeys(slots, 0.0)
-        self.changing: set[int] = set()
-        """Slots that are not ready: a decision about them is being carried out."""
+        self._changing: frozenset[int] = frozenset()
         self.formation = Formation(scenario.placement.train)
         self.boundary = asyncio.Lock()
         """Held by the trainer in a micro-step, and by whoever changes its slots."""
@@ -73,17 +72,74 @@ class Stage:
         self.hold({slot: scenario.placement.roles(slot) for slot in slots})
 
     @property
+    def capacity(self) -> int:
+        return self.scenario.limits.max_num_seqs * len(self._loads)
+
+    @property
+    def generators(self) -> tuple[int, ...]:
+        return tuple(slot for slot, held in self.roles.items() if "generate" in held)
+
+    @property
     def now_s(self) -> float:
         return self._loop.time()
+
+    # -- what the conductor has it do
+
+    def begin(self, version: int) -> None:
+        self.version = version
+        if version:
+            self.step_s.append(self.now_s - sum(self.step_s))
+
+    def hold_training(self, held: bool) -> None:
+        (self.may_train.clear if held else self.may_train.set)()
+        self.look_again()
+
+    def changing(self, moves: Sequence[Move]) -> None:
+        changed, self._changing = self._changing, frozenset(move.slot for move in moves)
+        self.since_s.update(dict.fromkeys(changed - self._changing, self.now_s))
+        self._open({move.slot: "generate" in move.before and "generate" in move.after for move in moves})
+
+    async def hand_off(self, handoffs: Sequence[Handoff]) -> None:
+        for order in handoffs:
+            self.move(order.id, order.source, order.target)
+
+    async def dismiss(self, slot: int, role: Role) -> None:
+        self.hold({slot: without(role, self.roles[slot])})
+        await self._switch((slot,), self.scenario.costs.release_s)
+
+    async def admit(self, slot: int, role: Role) -> None:
+        await self._switch((slot,), self.scenario.costs.grant_s)
+        self.hold({slot: in_order(*self.roles[slot], role)})
+
+    async def resize(self, formation: Formation, leave: Callable[[], Awaitable[None]]) -> None:
+        before, after = self.formation.members, formation.members
+        await asyncio.sleep(self.scenario.costs.prepare_s)
+        async with self.boundary:
+            await leave()
+            await self._switch({*before, *after}, self.scenario.costs.resize_s)
+            self.formation = formation
+            self.hold({slot: without("train", self.roles[slot]) for slot in {*before} - {*after}})
+            self.hold({slot: in_order(*self.roles[slot], "train") for slot in {*after} - {*before}})
+
+    async def _switch(self, slots: Collection[int], seconds: float) -> None:
+        if seconds > 0:
+            for slot in slots:
+                self.engines[slot].stall(seconds)
+            await self.busy("switch", slots, seconds)
 
     # -- what slots do
 
     def hold(self, roles: Mapping[int, tuple[Role, ...]]) -> None:
         """The slots have these roles from now on."""
         self.roles.update(roles)
-        self.generators = tuple(slot for slot, held in self.roles.items() if "generate" in held)
+        self._open({slot: "generate" in held for slot, held in roles.items()})
         for slot in roles:
-            (self._loads.open if "generate" in roles[slot] else self._loads.close)(slot)
+            self.refresh(slot)
+
+    def _open(self, slots: Mapping[int, bool]) -> None:
+        """Whether they take sequences."""
+        for slot, takes in slots.items():
+            (self._loads.open if takes else self._loads.close)(slot)
         (self._generates.set if self._loads else self._generates.clear)()
         self.on_capacity()
 
@@ -223,7 +279,7 @@ class Stage:
         return ClusterState(
             now_s=self.now_s,
             slots=tuple(
-                SlotState(slot, roles, self.since_s[slot], slot not in self.changing)
+                SlotState(slot, roles, self.since_s[slot], slot not in self._changing)
                 for slot, roles in self.roles.items()
             ),
             batch=self._batch(),
@@ -256,3 +312,12 @@ class Stage:
             steps_left=work.num_steps - self.version,
             steps_ahead=min(work.max_async_level, work.max_off_policy_steps),
         )
+
+
+def in_order(*roles: Role) -> tuple[Role, ...]:
+    """As `SlotState` has them."""
+    return tuple(role for role in SPELLED if role in roles)
+
+
+def without(role: Role, roles: Sequence[Role]) -> tuple[Role, ...]:
+    return tuple(held for held in roles if held != role)

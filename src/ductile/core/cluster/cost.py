@@ -92,6 +92,8 @@ class SwitchCosts:
 
     resize_s: float = 0.0
     """The trainer's pause when its slots change."""
+    prepare_s: float = 0.0
+    """From the decision until they can: all go on with what they do meanwhile."""
     grant_s: float = 0.0
     """A slot becomes a generator or scorer: weights from a peer, cache allocated. Nobody else waits for it."""
     release_s: float = 0.0

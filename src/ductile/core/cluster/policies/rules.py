@@ -79,6 +79,15 @@ class Rules:
         return Decision(orders, sentence(orders, why) if orders else "")
 
 
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Every slot returns to what the configuration gave it, as soon as it can, and stays there."""
+
+    def decide(self, state: ClusterState) -> Decision:
+        orders = _orders(state, _home(state)) if state.trainer.at_boundary else ()
+        return Decision(orders, sentence(orders, "as configured") if orders else "")
+
+
 def _home(state: ClusterState) -> dict[int, tuple[Role, ...]]:
     """What the configuration gave each slot. One that joined later keeps what it has: it has no other home."""
     configured = {*state.home.slots}

@@ -1,0 +1,342 @@
+"""Asks the policy after events, and has its decisions carried out. Real runs and simulated ones go through this code.
+
+    events  ->  policy.decide(stage.state())  ->  complaints?  ->  the stage's parts, in this order:
+
+    1. rollouts leave with what they have, for generators that are there; then their slots give up what they did
+    2. the trainer resizes               beside it, slots that are not about to leave the trainer take roles on
+    3. slots that have left the trainer take roles on
+    4. rollouts go to the new generators, and who has kept them until then gives up generating
+
+Who joins the trainer leaves its generator only when the resize is prepared and the trainer stands still for it: until
+then it generates on. (Where there is no memory for both, it leaves first.)
+
+One decision at a time: events that come meanwhile are looked at together, afterwards. Before weights are published the
+slots settle for the step that begins, and nothing is decided until the weights are live. A part that is not done is
+told in a sentence; the slots then have the roles that they really have, and the next decision sees those.
+
+It knows no slots: a `Stage` has them.
+"""
+
+import asyncio
+import time
+import traceback
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from ductile.core.cluster.orders import Decision, Handoff, Move, Policy, complaints, formation_after, named
+from ductile.core.cluster.placement import Role
+from ductile.core.cluster.state import ClusterState
+from ductile.loop.overlap import together
+from ductile.observe import Recorder
+from ductile.records import Formation
+
+LEAST_REST_S = 0.05
+REST = 50.0
+"""A decision that took a second, policy and all, is followed by so many seconds without one: it costs 2 % at most."""
+MOST_PATIENCE_S = 60.0
+"""After changes that failed. The first failure costs a second, each further one twice the last."""
+KEPT = 1 << 16
+
+
+class BadDecision(Exception):
+    """A policy ordered what cannot be, or failed. The text says what."""
+
+
+class NotDone(Exception):
+    """A part of a change could not be done, and the run goes on. The text is a sentence without its full stop."""
+
+
+class Stage(Protocol):
+    """Who has the slots. Parts raise NotDone; whatever else they raise ends the run."""
+
+    @property
+    def now_s(self) -> float: ...
+
+    def state(self) -> ClusterState: ...
+
+    def begin(self, version: int) -> None:
+        """The trainer has this version, and is about to publish it: the step that trains it begins."""
+        ...
+
+    def hold_training(self, held: bool) -> None:
+        """Held: no micro-step begins."""
+        ...
+
+    def changing(self, moves: Sequence[Move]) -> None:
+        """These slots, and no others, change roles. Who is to generate no more gets nothing new."""
+        ...
+
+    async def hand_off(self, handoffs: Sequence[Handoff]) -> None:
+        """Rollouts that have ended meanwhile stay out of it."""
+        ...
+
+    async def dismiss(self, slot: int, role: Role) -> None:
+        """The slot generates or scores no more."""
+        ...
+
+    async def admit(self, slot: int, role: Role) -> None:
+        """The slot generates or scores, with the live weights."""
+        ...
+
+    async def resize(self, formation: Formation, leave: Callable[[], Awaitable[None]]) -> None:
+        """The trainer goes on with these slots from a boundary between two micro-steps on.
+
+        leave: what is to be done before that, once all is prepared and nobody trains.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A decision as it was carried out."""
+
+    at_s: float
+    seconds: float
+    decision: Decision
+    failures: tuple[str, ...] = ()
+
+
+def rest_s(took_s: float) -> float:
+    """How long nothing is decided after a decision that took so long."""
+    return max(LEAST_REST_S, REST * took_s)
+
+
+class Conductor:
+    def __init__(
+        self,
+        policy: Policy,
+        stage: Stage,
+        record: Recorder,
+        otherwise: Policy | None = None,
+        rest_s: Callable[[float], float] = rest_s,
+    ) -> None:
+        """otherwise: asked instead of a policy that has ordered what cannot be; None: that raises BadDecision."""
+        self.num_changes = 0
+        self.changes: deque[Change] = deque(maxlen=KEPT)
+        """The latest."""
+        self.decide_s: deque[float] = deque(maxlen=KEPT)
+        """Real seconds that each decision took the policy."""
+        self._policy, self._stage, self._record = policy, stage, record
+        self._otherwise, self._rest_s = otherwise, rest_s
+        self._turn = asyncio.Lock()
+        self._happened = asyncio.Event()
+        self._not_before_s = float("-inf")
+        self._num_failed = 0
+
+    def notify(self) -> None:
+        """Something happened that may matter."""
+        self._happened.set()
+
+    @asynccontextmanager
+    async def at_work(self, on_error: Callable[[BaseException], None]) -> AsyncIterator[None]:
+        """Meanwhile events are answered. A change that is under way at the end is given up, and training is released.
+
+        on_error: told of what ends the run.
+        """
+        watching = asyncio.create_task(self._watch(on_error))
+        try:
+            yield
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+    async def settle(self, version: int) -> None:
+        """The slots do what the step that begins wants of them. Nothing is decided from then until `go_on`."""
+        await self._turn.acquire()
+        try:
+            self._stage.begin(version)
+            await self._decide()
+        except BaseException:
+            self._turn.release()
+            raise
+
+    def go_on(self) -> None:
+        """The weights are live."""
+        self._turn.release()
+        self.notify()
+
+    async def _watch(self, on_error: Callable[[BaseException], None]) -> None:
+        """Waits for `notify`. Nobody waits for it."""
+        try:
+            while True:
+                await self._happened.wait()
+                if (wait_s := self._not_before_s - self._stage.now_s) > 0:
+                    await asyncio.sleep(wait_s)
+                async with self._turn:
+                    await self._decide()
+        except Exception as error:
+            on_error(error)
+        finally:
+            self._stage.hold_training(False)
+
+    async def _decide(self) -> None:
+        self._happened.clear()
+        stage, began_s = self._stage, time.perf_counter()
+        at_s, state = stage.now_s, stage.state()
+        decision = self._ask(state)
+        stage.hold_training(decision.hold_training)
+        self._not_before_s = stage.now_s + self._rest_s(time.perf_counter() - began_s)
+        if not decision.orders:
+            return
+        self._tell(decision, at_s)
+        failures = await self._carry_out(state, decision)
+        change = Change(at_s, stage.now_s - at_s, decision, tuple(failures))
+        self.changes.append(change)
+        self.num_changes += 1
+        self._tell_end(change)
+        self._num_failed = self._num_failed + 1 if failures else 0
+        if failures:
+            # The same state would give the same decision, at once and again and again.
+            self._not_before_s = stage.now_s + min(MOST_PATIENCE_S, 2.0 ** (self._num_failed - 1))
+        self.notify()
+
+    # -- decisions
+
+    def _ask(self, state: ClusterState) -> Decision:
+        try:
+            return self._answer(state)
+        except BadDecision as error:
+            if self._otherwise is None:
+                raise
+            sentence = f"The policy is not asked any more, slots go back where they were configured: {error}."
+            self._record.event("refused", sentence, traceback=traceback.format_exc())
+            self._policy, self._otherwise = self._otherwise, None
+        return self._answer(state)
+
+    def _answer(self, state: ClusterState) -> Decision:
+        """Raises BadDecision."""
+        began_s = time.perf_counter()
+        try:
+            decision = self._policy.decide(state)
+        except Exception as error:  # a policy may be anybody's
+            raise BadDecision(f"the policy failed with {type(error).__name__}: {error}") from error
+        self.decide_s.append(time.perf_counter() - began_s)
+        if wrong := complaints(state, decision):
+            raise BadDecision(f"at {state.now_s:.1f} s the policy ordered what cannot be: {'; '.join(wrong)}")
+        return decision
+
+    def _tell(self, decision: Decision, at_s: float) -> None:
+        prediction = decision.prediction
+        expected = {"cost_s": prediction.cost_s, "gain_s": prediction.gain_s} if prediction else {}
+        sentence = decision.reason[:1].upper() + decision.reason[1:]
+        self._record.event("decided", f"{sentence}.", at_s=round(at_s, 3), **expected)
+
+    def _tell_end(self, change: Change) -> None:
+        slots = named(sorted({move.slot for move in change.decision.moves})) if change.decision.moves else "Handoff"
+        sentence = f"{slots[:1].upper()}{slots[1:]}: done in {change.seconds:.2f} s."
+        if change.failures:
+            sentence = f"{slots[:1].upper()}{slots[1:]}: not all was done: {'; '.join(change.failures)}."
+        self._record.event(
+            "switched",
+            sentence,
+            at_s=round(change.at_s, 3),
+            seconds=round(change.seconds, 4),
+            slots=sorted({move.slot for move in change.decision.moves}),
+            num_handoffs=len(change.decision.handoffs),
+            failures=change.failures,
+        )
+
+    # -- changes
+
+    async def _carry_out(self, state: ClusterState, decision: Decision) -> list[str]:
+        """Returns what was not done, a sentence each."""
+        stage, way, failures = self._stage, _Way.of(state, decision), list[str]()
+
+        async def leave(slots: Collection[int]) -> None:
+            handoffs = [
+                order for order in decision.handoffs if order.source in slots and order.target not in way.joining
+            ]
+            if handoffs:
+                failures.extend(await _done(stage.hand_off(handoffs)))
+            going = set(slots) - way.keeping
+            leaving: list[tuple[int, Role]] = [(slot, role) for slot, role in way.given_up if slot in going]
+            failures.extend(await _done(*(stage.dismiss(slot, role) for slot, role in leaving)))
+
+        async def resize() -> list[str]:
+            if not way.resizes:
+                return []
+            return await _done(stage.resize(way.formation, lambda: leave(way.waiting)))
+
+        stage.changing(decision.moves)
+        try:
+            await leave({slot.slot for slot in state.slots} - way.waiting)
+            at_once = [stage.admit(slot, role) for slot, role in way.taken_on if slot not in way.leaves_trainer]
+            resized, others = await together(resize(), _done(*at_once))
+            failures += [*resized, *others]
+            if not resized:
+                after = [stage.admit(slot, role) for slot, role in way.taken_on if slot in way.leaves_trainer]
+                failures += await _done(*after)
+            failures += await self._finish_handoffs(decision, way)
+        finally:
+            stage.changing(())
+        return failures
+
+    async def _finish_handoffs(self, decision: Decision, way: "_Way") -> list[str]:
+        """To generators that are really there now; who could not hand all of its rollouts off goes on generating."""
+        late = [order for order in decision.handoffs if order.target in way.joining]
+        if not late:
+            return []
+        there = self._stage.state().of("generate")
+        missed = {order.source for order in late if order.target not in there}
+        failures = await _done(self._stage.hand_off([order for order in late if order.target in there]))
+        leaving: list[tuple[int, Role]] = [(slot, role) for slot, role in way.given_up if slot in way.keeping]
+        failures += [
+            f"slot {slot} goes on generating, as its rollouts have nowhere to go"
+            for slot, _ in leaving
+            if slot in missed
+        ]
+        return failures + await _done(
+            *(self._stage.dismiss(slot, role) for slot, role in leaving if slot not in missed)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """From the roles that slots have to those that they are to have."""
+
+    given_up: tuple[tuple[int, Role], ...]
+    """Besides training; so is `taken_on`."""
+    taken_on: tuple[tuple[int, Role], ...]
+    joining: frozenset[int]
+    """New generators."""
+    keeping: frozenset[int]
+    """Generators with rollouts for new ones: they cannot leave before those are there."""
+    formation: Formation
+    resizes: bool
+    waiting: frozenset[int]
+    """Slots that join the trainer, and leave what they did only when it stands still."""
+    leaves_trainer: frozenset[int]
+
+    @staticmethod
+    def of(state: ClusterState, decision: Decision) -> "_Way":
+        before, formation = state.trainer.formation, formation_after(state, decision)
+        taken_on = _roles((move.slot, move.before, move.after) for move in decision.moves)
+        joining = frozenset(slot for slot, role in taken_on if role == "generate")
+        joins_trainer = frozenset(formation.members).difference(before.members)
+        return _Way(
+            given_up=_roles((move.slot, move.after, move.before) for move in decision.moves),
+            taken_on=taken_on,
+            joining=joining,
+            keeping=frozenset(order.source for order in decision.handoffs if order.target in joining),
+            formation=formation,
+            resizes={*formation.members} != {*before.members},
+            waiting=joins_trainer if state.limits.may_share else frozenset(),
+            leaves_trainer=frozenset(before.members).difference(formation.members),
+        )
+
+
+def _roles(ways: Iterable[tuple[int, Collection[Role], Collection[Role]]]) -> tuple[tuple[int, Role], ...]:
+    """By slot, the roles besides training that it has in the second of two sets and not in the first."""
+    return tuple((slot, role) for slot, one, two in ways for role in two if role != "train" and role not in one)
+
+
+async def _done(*parts: Coroutine[object, object, None]) -> list[str]:
+    """All at once, and all of them to their end. Returns the sentences of those that were not done."""
+    outcomes = await asyncio.gather(*parts, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException) and not isinstance(outcome, NotDone):
+            raise outcome
+    return [str(outcome) for outcome in outcomes if isinstance(outcome, NotDone)]

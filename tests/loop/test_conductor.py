@@ -1,0 +1,304 @@
+"""The conductor against a scripted stage: which parts of a change come in which order, and what goes wrong."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from ductile.core.cluster.orders import Decision, Handoff, Move, Prediction
+from ductile.core.cluster.policies.rules import Home
+from ductile.core.cluster.state import SlotState
+from ductile.loop.conductor import BadDecision, Conductor, NotDone
+from ductile.observe import Recorder, read_jsonl
+from ductile.records import Formation
+from tests.core.cluster.scenes import scene
+from tests.loop.doubles import clock, run
+
+T, G, S, B, NONE = ("train",), ("generate",), ("score",), ("train", "generate"), ()
+PART_S = 1.0
+
+
+class ScriptedStage:
+    """Every part takes a second, and notes when it begins; those in `broken` are not done."""
+
+    def __init__(self, state):
+        self.scene, self.diary, self.held, self.broken = state, [], False, set()
+        self.roles = {slot.slot: slot.roles for slot in state.slots}
+        self.formation = state.trainer.formation
+        self.under_way, self.where = 0, {}
+
+    @property
+    def now_s(self):
+        return clock()
+
+    def state(self):
+        slots = tuple(SlotState(slot, roles) for slot, roles in self.roles.items())
+        trainer = replace(self.scene.trainer, formation=self.formation, held=self.held)
+        unfinished = tuple(replace(each, slot=self.where.get(each.id, each.slot)) for each in self.scene.unfinished)
+        return replace(self.scene, now_s=clock(), slots=slots, trainer=trainer, unfinished=unfinished)
+
+    def begin(self, version):
+        self.note(f"begin {version}")
+
+    def hold_training(self, held):
+        if held != self.held:
+            self.note("hold" if held else "release")
+        self.held = held
+
+    def changing(self, moves):
+        assert not moves or not self.under_way, "one change at a time"
+        self.under_way = len(moves)
+
+    async def hand_off(self, handoffs):
+        await self.part("hand off " + " ".join(f"{each.id}>{each.target}" for each in handoffs))
+        self.where = self.where | {each.id: each.target for each in handoffs}
+
+    async def dismiss(self, slot, role):
+        await self.part(f"dismiss {slot}")
+        self.roles[slot] = tuple(held for held in self.roles[slot] if held != role)
+
+    async def admit(self, slot, role):
+        await self.part(f"admit {slot}")
+        self.roles[slot] = tuple(name for name in ("train", "generate", "score") if name in (*self.roles[slot], role))
+
+    async def resize(self, formation, leave):
+        await self.part("prepare")
+        await leave()
+        await self.part(f"resize {' '.join(map(str, sorted(formation.members)))}")
+        for slot in {*self.formation.members} ^ {*formation.members}:
+            others = tuple(held for held in self.roles[slot] if held != "train")
+            self.roles[slot] = ("train", *others) if slot in formation.members else others
+        self.formation = formation
+
+    async def part(self, what):
+        self.note(what)
+        if what in self.broken:
+            raise NotDone(f"{what} failed")
+        await asyncio.sleep(PART_S)
+
+    def note(self, what):
+        self.diary.append((round(clock(), 3), what))
+
+    def what(self):
+        return [what for _, what in self.diary]
+
+
+class Scripted:
+    """Answers in turn; then nothing more."""
+
+    def __init__(self, *answers):
+        self.answers, self.asked = list(answers), []
+
+    def decide(self, state):
+        self.asked.append(state)
+        answer = self.answers.pop(0) if self.answers else Decision(hold_training=state.trainer.held)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def conducted(tmp_path, state, policy, during, otherwise=None, broken=()):
+    """What a stage was told to do, in order, and the events of it."""
+
+    async def story():
+        stage, errors = ScriptedStage(state), []
+        stage.broken |= set(broken)
+        record = Recorder(tmp_path, clock=lambda: 0.0)
+        conductor = Conductor(policy, stage, record, otherwise, rest_s=lambda took_s: 0.5)
+        async with conductor.at_work(errors.append):
+            await during(conductor, stage)
+        record.close()
+        return stage, errors
+
+    stage, errors = run(story())
+    return stage, errors, read_jsonl(tmp_path / "events.jsonl")
+
+
+async def one_event(conductor, stage):
+    conductor.notify()
+    await asyncio.sleep(30)
+
+
+def moved(*orders, **more):
+    return Decision(orders, "slots move", **more)
+
+
+def test_who_joins_the_trainer_generates_until_the_trainer_stands_still(tmp_path):
+    state = scene(running={2: [10], 3: [20, 30]})
+    policy = Scripted(moved(Move(2, G, T), Handoff("2/0", 2, 3)))
+    stage, errors, _ = conducted(tmp_path, state, policy, one_event)
+    assert stage.what() == ["prepare", "hand off 2/0>3", "dismiss 2", "resize 0 1 2"]
+    assert stage.roles[2] == T
+    assert errors == []
+
+
+def test_without_memory_for_both_it_leaves_first(tmp_path):
+    state = scene(running={2: [10], 3: [20]}, limits=replace(scene().limits, may_share=False))
+    policy = Scripted(moved(Move(2, G, T), Handoff("2/0", 2, 3)))
+    stage, _, _ = conducted(tmp_path, state, policy, one_event)
+    assert stage.what() == ["hand off 2/0>3", "dismiss 2", "prepare", "resize 0 1 2"]
+
+
+def test_everybody_moves_at_once_and_what_can_be_done_together_is(tmp_path):
+    """2 joins the trainer, 1 leaves it to generate, 0 generates besides, 3 scores, and 4 hands one to 0."""
+    state = scene(running={2: [10], 4: [20, 30]})
+    policy = Scripted(
+        moved(Move(0, T, B), Move(1, T, G), Move(2, G, T), Move(3, G, S), Handoff("2/0", 2, 5), Handoff("4/1", 4, 0))
+    )
+    stage, errors, _ = conducted(tmp_path, state, policy, one_event)
+    at = {what: at for at, what in stage.diary}
+    assert at["dismiss 3"] < at["prepare"] == at["admit 0"] == at["admit 3"]
+    assert at["prepare"] < at["hand off 2/0>5"] < at["dismiss 2"] < at["resize 0 2"] < at["admit 1"]
+    assert at["admit 1"] < at["hand off 4/1>0"], "rollouts go to new generators last"
+    assert stage.roles == {0: B, 1: G, 2: T, 3: S, 4: G, 5: G}
+    assert errors == []
+
+
+def test_a_slot_that_trains_and_is_to_generate_besides_is_only_admitted(tmp_path):
+    stage, _, _ = conducted(tmp_path, scene(), Scripted(moved(Move(0, T, B))), one_event)
+    assert stage.what() == ["admit 0"]
+
+
+def test_the_only_generator_keeps_its_rollouts_until_the_next_one_is_there(tmp_path):
+    state = scene({"actor": "0-1", "rollout": "2"}, running={2: [10]})
+    policy = Scripted(moved(Move(1, T, G), Move(2, G, T), Handoff("2/0", 2, 1)))
+    stage, _, _ = conducted(tmp_path, state, policy, one_event)
+    assert stage.what() == ["prepare", "resize 0 2", "admit 1", "hand off 2/0>1", "dismiss 2"]
+    assert stage.roles == {0: T, 1: G, 2: T}
+
+
+def test_it_stays_when_the_next_one_does_not_come(tmp_path):
+    state = scene({"actor": "0-1", "rollout": "2"}, running={2: [10]})
+    policy = Scripted(moved(Move(1, T, G), Move(2, G, T), Handoff("2/0", 2, 1)))
+    stage, _, events = conducted(tmp_path, state, policy, one_event, broken={"admit 1"})
+    assert stage.roles == {0: T, 1: NONE, 2: B}
+    said = [row["sentence"] for row in events if row["kind"] == "switched"]
+    assert "admit 1 failed; slot 2 goes on generating" in said[0]
+
+
+def test_one_decision_at_a_time_and_events_meanwhile_are_looked_at_together(tmp_path):
+    policy = Scripted(moved(Move(0, T, B)), moved(Move(1, T, B)))
+
+    async def many_events(conductor, stage):
+        for _ in range(20):
+            conductor.notify()
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(30)
+
+    stage, _, _ = conducted(tmp_path, scene(), policy, many_events)
+    assert stage.diary == [(0.0, "admit 0"), (1.0, "admit 1")]
+    # While a change was carried out nobody asked; afterwards it is asked again, until nothing changes any more.
+    assert [round(state.now_s, 3) for state in policy.asked] == [0.0, 1.0, 2.0]
+
+
+def test_nothing_is_asked_when_nothing_happens(tmp_path):
+    policy = Scripted()
+
+    async def nothing(conductor, stage):
+        conductor.notify()
+        await asyncio.sleep(1000)
+
+    conducted(tmp_path, scene(), policy, nothing)
+    assert len(policy.asked) == 1
+
+
+def test_slots_settle_before_a_version_is_published_and_stay_until_it_is_live(tmp_path):
+    policy = Scripted(moved(Move(0, T, B)), moved(Move(0, B, T)))
+
+    async def publish(conductor, stage):
+        conductor.notify()
+        await asyncio.sleep(0.1)  # a change is under way
+        await conductor.settle(7)
+        stage.note("publish")
+        conductor.notify()
+        await asyncio.sleep(5)
+        stage.note("live")
+        conductor.go_on()
+        await asyncio.sleep(5)
+
+    stage, _, _ = conducted(tmp_path, scene(), policy, publish)
+    assert stage.what() == ["admit 0", "begin 7", "dismiss 0", "publish", "live"]
+    assert [round(state.now_s, 1) for state in policy.asked] == [0.0, 1.0, 7.0]
+
+
+def test_held_training_is_always_released_in_the_end(tmp_path):
+    policy = Scripted(Decision(hold_training=True, reason="wait"))
+    stage, _, _ = conducted(tmp_path, scene(), policy, one_event)
+    assert stage.what() == ["hold", "release"]
+
+
+def test_held_training_is_released_when_the_run_breaks_off_in_a_change(tmp_path):
+    policy = Scripted(moved(Move(2, G, T), hold_training=True))
+
+    async def breaks_off(conductor, stage):
+        conductor.notify()
+        await asyncio.sleep(0.5)
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        conducted(tmp_path, scene(), policy, breaks_off)
+
+
+def test_a_bad_decision_is_refused_and_the_slots_go_home(tmp_path):
+    policy = Scripted(moved(Move(2, G, T), hold_training=True), moved(Move(3, S, T)))
+
+    async def twice(conductor, stage):
+        conductor.notify()
+        await asyncio.sleep(10)
+        conductor.notify()
+        await asyncio.sleep(10)
+
+    stage, errors, events = conducted(tmp_path, scene(), policy, twice, otherwise=Home())
+    assert errors == []
+    assert stage.roles == {0: T, 1: T, 2: G, 3: G, 4: G, 5: G}
+    assert not stage.held
+    refused = [row for row in events if row["kind"] == "refused"]
+    assert len(refused) == 1
+    assert "slot 3 holds generate, not score" in refused[0]["sentence"]
+    assert len(policy.asked) == 2, "it is never asked again"
+
+
+def test_a_policy_that_fails_is_refused_as_well(tmp_path):
+    _, errors, events = conducted(tmp_path, scene(), Scripted(KeyError("slot")), one_event, otherwise=Home())
+    assert errors == []
+    assert "KeyError" in next(row["sentence"] for row in events if row["kind"] == "refused")
+
+
+def test_without_a_substitute_a_bad_decision_ends_the_run(tmp_path):
+    _, errors, _ = conducted(tmp_path, scene(), Scripted(moved(Move(9, G, T))), one_event)
+    assert [type(error) for error in errors] == [BadDecision]
+    assert "slot 9 is no member" in str(errors[0])
+
+
+def test_a_change_that_fails_is_told_and_not_tried_again_at_once(tmp_path):
+    again = [moved(Move(2, G, T), prediction=Prediction(9.0, 5.0, 1.0)) for _ in range(4)]
+    stage, errors, events = conducted(tmp_path, scene(), Scripted(*again), one_event, broken={"prepare"})
+    assert [at for at, what in stage.diary if what == "prepare"] == [0.0, 1.0, 3.0, 7.0]
+    assert stage.roles[2] == G, "who was to join goes on as before"
+    assert errors == []
+    decided = next(row for row in events if row["kind"] == "decided")
+    assert (decided["cost_s"], decided["gain_s"]) == (1.0, 4.0)
+    switched = next(row for row in events if row["kind"] == "switched")
+    assert switched["failures"] == ["prepare failed"]
+
+
+def test_what_nobody_thought_of_ends_the_run(tmp_path):
+    class Breaks(ScriptedStage):
+        async def admit(self, slot, role):
+            raise ZeroDivisionError
+
+    async def story():
+        stage, errors = Breaks(scene()), []
+        conductor = Conductor(Scripted(moved(Move(0, T, B))), stage, Recorder(tmp_path))
+        async with conductor.at_work(errors.append):
+            conductor.notify()
+            await asyncio.sleep(1)
+        assert stage.under_way == 0
+        return errors
+
+    assert [type(error) for error in run(story())] == [ZeroDivisionError]
+
+
+def test_the_formation_keeps_its_order_and_joiners_come_last(tmp_path):
+    stage, _, _ = conducted(tmp_path, scene(), Scripted(moved(Move(0, T, G), Move(4, G, T))), one_event)
+    assert stage.formation == Formation((1, 4))
