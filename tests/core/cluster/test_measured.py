@@ -1,0 +1,84 @@
+import random
+
+import pytest
+
+from ductile.core.cluster.cost import DecodeSpeed, TrainSpeed
+from ductile.core.cluster.measured import PRIORS, WINDOW, Measured
+
+
+def test_before_anything_is_measured_there_are_priors_and_generation_is_not_known():
+    measured = Measured()
+    assert not measured.knows_generation
+    assert measured.speeds().prefill_tokens_per_s > 0
+    assert measured.costs().resize_s == PRIORS["resize"]
+    assert measured.costs().cache_bytes_per_s == 0, "the cache stays where it cannot travel"
+
+
+def test_generation_is_known_from_its_first_decode_steps():
+    measured = Measured()
+    measured.prefilled(1000, 0.5)
+    assert not measured.knows_generation
+    measured.decoded([(4.0, 400.0, 0.02)])
+    assert measured.knows_generation
+    assert measured.speeds().decode.seconds(4, 400) == pytest.approx(0.02)
+    assert measured.speeds().prefill_tokens_per_s == pytest.approx(2000)
+    assert measured.speeds().train.tokens_per_s == pytest.approx(2000 / 3), "until training is measured itself"
+
+
+def test_speeds_are_found_again_from_noisy_measurements():
+    draw, decode, train = random.Random(0), DecodeSpeed(0.01, 0.002), TrainSpeed(800, 0.05, 0.02)
+    measured = Measured()
+    for _ in range(WINDOW):
+        sequences, tokens, slots = draw.randint(1, 32), draw.randint(100, 2000), draw.choice([1, 3, 4])
+        measured.decoded([(sequences, sequences * 50, decode.seconds(sequences) * draw.uniform(0.95, 1.05))])
+        measured.micro_step(tokens, slots, train.seconds(tokens, slots) * draw.uniform(0.97, 1.03))
+    found = measured.speeds()
+    assert found.decode.seconds(16, 800) == pytest.approx(decode.seconds(16), rel=0.05)
+    assert found.train.tokens_per_s == pytest.approx(800, rel=0.05)
+    assert found.train.overhead == pytest.approx(0.05, abs=0.02)
+    assert found.train.seconds(1000, 2) == pytest.approx(train.seconds(1000, 2), rel=0.05)
+
+
+def test_what_one_number_of_slots_cannot_tell_is_not_made_up():
+    measured = Measured()
+    for tokens in (100, 500, 900):
+        measured.micro_step(tokens, 3, 0.1 + tokens / 1000)
+    assert measured.speeds().train == TrainSpeed(pytest.approx(1000), 0.0, pytest.approx(0.1))
+
+
+@pytest.mark.parametrize("seconds", [[0.5], [0.5, 0.5]])
+def test_micro_steps_of_one_size_say_how_fast_and_no_more(seconds):
+    measured = Measured()
+    for each in seconds:
+        measured.micro_step(500, 2, each)
+    assert measured.speeds().train == TrainSpeed(pytest.approx(1000), 0.0, 0.0)
+
+
+def test_an_empty_micro_step_says_nothing_of_speed():
+    measured = Measured()
+    measured.micro_step(0, 2, 0.01)
+    assert measured.speeds().train.tokens_per_s > 0
+
+
+def test_the_latest_count_and_one_hiccup_does_not():
+    measured = Measured()
+    for seconds in [60.0] * 3 + [0.2] * WINDOW:
+        measured.took("resize", seconds)
+    measured.took("resize", 30.0)
+    assert measured.costs().resize_s == 0.2
+
+
+def test_a_tail_of_single_sequences_does_not_make_full_batches_forgotten():
+    measured = Measured()
+    measured.decoded([(32.0, 3200.0, 0.074)] * 3)
+    measured.decoded([(1.0, 100.0, 0.012)] * 1000)
+    assert measured.speeds().decode.seconds(32, 3200) == pytest.approx(0.074, rel=0.05)
+
+
+def test_a_cache_travels_at_the_speed_at_which_it_was_seen_to():
+    measured = Measured(cache_bytes_per_token=2000)
+    assert measured.costs().cache_bytes_per_s > 0, "or it would never be tried"
+    measured.cache_travelled(tokens=1000, seconds=0.01)
+    measured.cache_travelled(tokens=3000, seconds=0.01)
+    assert measured.costs().cache_bytes_per_token == pytest.approx(2000)
+    assert measured.costs().cache_bytes_per_s == pytest.approx(4e8)
