@@ -1,14 +1,16 @@
 """What a slot does for a change of formation while it still trains in the old one.
 
 It makes the new formation's groups and a trainer over empty memory, finds out how bytes will travel, and plans which
-go where. All of it runs in a thread of its own, with its own connections, and leaves the old trainer alone.
+go where. All of it runs in a thread of its own, with its own connections, and leaves the old trainer alone. What torch
+remembers of operations on tensors it remembers by thread, so a thread that fails can destroy what it has made.
 """
 
 import threading
+import traceback
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import perf_counter
+from time import monotonic, perf_counter
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from ductile.fabric import rendezvous
 from ductile.fabric.board import StoreBoard
 from ductile.fabric.carrier import Carrier
 from ductile.fabric.choice import choose
+from ductile.fabric.gathering import Gathering
 from ductile.fabric.groups import Groups, names_of
 from ductile.parallel.apply import Precision
 from ductile.parallel.ranks import Ranks
@@ -26,6 +29,11 @@ from ductile.records import Change
 from ductile.roles import Place
 from ductile.trainer.state import StatePlans, named_state, parts_of
 from ductile.trainer.trainer import Trainer
+
+_one_at_a_time = threading.Lock()
+"""In this process: held by the thread that prepares."""
+LOOK_S = 0.02
+"""How often one that waits for another looks whether it is still wanted."""
 
 
 class ResizeFailed(RuntimeError):
@@ -55,6 +63,8 @@ class Prepared:
     reason: str
     """Why this carrier."""
     transfer_groups: Groups
+    gathering: Gathering
+    """Left at the end."""
     ranks: Ranks | None = None
     after: Standing | None = None
     """None on a slot that leaves, as are its ranks. In streaming mode the trainer comes last."""
@@ -69,6 +79,7 @@ class Prepared:
         if self.after is not None:
             self.after.destroy()
         self.transfer_groups.destroy()
+        self.gathering.leave()
 
 
 class Preparation:
@@ -115,36 +126,37 @@ class Preparation:
             self._unwanted = True
             self._old = {}
             prepared, self._prepared = self._prepared, None
-            is_done = self._done.is_set()
         if prepared is not None:
             prepared.destroy()
-        if is_done:
-            self._forget()
 
     def _run(self) -> None:
         prepared: Prepared | None = None
         try:
-            prepared = self._prepare()
+            with self._turn():
+                prepared = self._prepare()
         except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # they hold groups, and would keep their sockets open
             self._error = error
         self._old = {}
         with self._lock:
-            unwanted = self._unwanted
-            if not unwanted:
+            if not self._unwanted:
                 self._prepared, prepared = prepared, None
             self._done.set()
         if prepared is not None:
             prepared.destroy()
-        if unwanted:
-            self._forget()
 
-    def _forget(self) -> None:
-        """Take what is left of a change that was taken back out of the store. Every slot does: the last one must."""
-        epoch = self._change.epoch
-        with suppress(RuntimeError):  # the store ends with the run
-            store = rendezvous.connect(self._place.rendezvous, self._config.resize.timeout_s)
-            for prefix in (f"{notes_of(epoch)}/", names_of(epoch)):
-                rendezvous.forget(store, prefix)
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """A change may have been taken back, and its role dropped, while its thread was still busy with it."""
+        deadline = monotonic() + self._config.resize.timeout_s
+        while not _one_at_a_time.acquire(timeout=LOOK_S):
+            self._go_on()
+            if monotonic() >= deadline:
+                raise ResizeFailed("this slot is still busy with an earlier change that was taken back")
+        try:
+            yield
+        finally:
+            _one_at_a_time.release()
 
     def _go_on(self, awaited: Sequence[int] = ()) -> None:
         """Raises `ResizeFailed` once nobody wants the result, whoever else is still awaited."""
@@ -153,12 +165,19 @@ class Preparation:
 
     def _prepare(self) -> Prepared:
         change, slot, timeout_s = self._change, self._place.slot, self._config.resize.timeout_s
+        store = rendezvous.connect(self._place.rendezvous, timeout_s)
+        notes = f"resize/{change.epoch}/"
+        gathering = Gathering(store, notes, slot, change.slots, timeout_s, others=[names_of(change.epoch)])
+        board = StoreBoard(store, f"{notes}board", slot, change.slots, timeout_s)
         groups = Groups.at(self._place, timeout_s)
         transfer_groups = Groups.at(self._place, timeout_s, "transfer/")
+        seconds: dict[str, float] = {}
+        gathering.enter()
         try:
-            seconds: dict[str, float] = {}
             with timed(seconds, "groups"):
-                carrier, reason = self._choose(transfer_groups)
+                carrier, reason = self._choose(board, gathering, transfer_groups)
+                gathering.all_or_none(self._go_on)
+                # From here on nobody leaves before all have made their groups, wanted or not.
                 ranks = Ranks(groups, change.after) if slot in change.after.members else None
             self._go_on()
             with timed(seconds, "plan"):
@@ -168,7 +187,8 @@ class Preparation:
                     for gradient in (False, True)
                 }
                 assert all(plan.key for plan in plans.values())  # now, and not in the pause
-            prepared = Prepared(plans, carrier, reason, transfer_groups, ranks, seconds=seconds)
+            self._go_on()
+            prepared = Prepared(plans, carrier, reason, transfer_groups, gathering, ranks, seconds=seconds)
             if ranks is not None:
                 prepared.after = Standing(groups, None)
                 if self._config.resize.memory == "shadow":
@@ -178,17 +198,19 @@ class Preparation:
         except Exception as error:
             groups.abandon(error)
             transfer_groups.abandon(error)
+            gathering.leave()
             raise
 
-    def _choose(self, transfer_groups: Groups) -> tuple[Carrier, str]:
-        terms, change = self._config.resize, self._change
-        timeout_s = terms.timeout_s
-        store = rendezvous.connect(self._place.rendezvous, timeout_s)
-        board = StoreBoard(store, notes_of(change.epoch), self._place.slot, change.slots, timeout_s)
-        device = torch.device(self._place.device).type
+    def _choose(self, board: StoreBoard, gathering: Gathering, transfer_groups: Groups) -> tuple[Carrier, str]:
+        terms, device = self._config.resize, torch.device(self._place.device).type
+
+        def group():
+            gathering.all_or_none(self._go_on)
+            return transfer_groups.group(board.members)
+
         # Whoever frees memory while it moves must know that it has been read.
         one_sided = terms.carrier != "p2p" and terms.memory == "shadow"
-        carrier, reason = choose(board, device, lambda: transfer_groups.group(change.slots), one_sided, self._go_on)
+        carrier, reason = choose(board, device, group, one_sided, self._go_on)
         if terms.carrier == "peer_memory" and carrier.name != terms.carrier:
             raise ResizeFailed(f'trainer.resize.carrier is "peer_memory", which does not work here: {reason}')
         return carrier, reason
@@ -209,11 +231,6 @@ class Preparation:
             else:
                 room[name] = part
         return trainer
-
-
-def notes_of(epoch: int) -> str:
-    """Where the slots of a change leave each other notes in the store."""
-    return f"resize/{epoch}"
 
 
 @contextmanager

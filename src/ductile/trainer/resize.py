@@ -151,6 +151,7 @@ class Resize:
         prepared = self._ready()
         prepared.room.clear()
         prepared.transfer_groups.destroy()
+        prepared.gathering.leave()
         if self._before is not None:
             self._before.destroy()
         self._before = None
