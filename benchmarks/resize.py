@@ -126,6 +126,7 @@ async def resize(live: Live, after: tuple[int, ...], inside: bool) -> dict[str, 
         "groups_s": slots["groups"],
         "build_s": slots.get("build", 0.0),
         "load_s": slots.get("load", 0.0),
+        "bind_s": slots.get("bind", 0.0),
         "transfer_s": slots["transfer"],
         "rebuild_s": slots["rebuild"],
         "commit_s": result.seconds["commit"],
@@ -184,8 +185,8 @@ async def run(
 def line(row: dict[str, Any]) -> str:
     before, after = (",".join(map(str, row[end])) for end in ("before", "after"))
     where = "in a batch" if row["in_a_batch"] else "between"
-    phases = " ".join(f"{name} {row[name + '_s']:.3f}" for name in ("freeze", "load", "transfer", "rebuild", "commit"))
-    beside = " ".join(f"{name} {row[name + '_s']:.2f}" for name in ("plan", "groups", "build", "settle"))
+    phases = " ".join(f"{name} {row[name + '_s']:.3f}" for name in ("freeze", "bind", "transfer", "rebuild", "commit"))
+    beside = " ".join(f"{name} {row[name + '_s']:.2f}" for name in ("plan", "groups", "build", "load", "settle"))
     steps = f"first step {row['first_step_s']:.2f}"
     moved = f"{row['moved_bytes'] / 2**20:6.0f} MiB"
     return (

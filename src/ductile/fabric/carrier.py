@@ -48,7 +48,8 @@ class Steps(Protocol):
 
 @dataclass(frozen=True)
 class Cargo:
-    """One slot's part of a plan, as carriers get it."""
+    """One slot's part of a plan, as carriers get it. Old buffers, and new ones in which nothing changes, may not be
+    there before the trip begins."""
 
     plan: Plan
     slot: int

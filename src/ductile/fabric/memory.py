@@ -6,15 +6,23 @@ denormals are only bits.
 
 from collections.abc import Iterator, Mapping
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ductile.core.layout.holdings import Box
+from ductile.core.layout.holdings import Box, View
 from ductile.core.layout.layout import Layout
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes."""
+
+
+class Place(NamedTuple):
+    """Where a box lies, whether or not its buffer is there yet."""
+
+    buffer: str
+    view: View
 
 
 class Memory:
@@ -27,9 +35,7 @@ class Memory:
         self.sizes = layout.buffer_sizes(slot)
         self._words: dict[str, torch.Tensor] = {}
         for name in self.sizes:
-            if name not in buffers:
-                raise ValueError(f"slot {slot} has no buffer {name!r}, which its layout lists")
-            self.add(name, buffers[name])
+            self.take(name, buffers)
 
     @classmethod
     def empty(cls, layout: Layout, slot: int) -> "Memory":
@@ -37,6 +43,11 @@ class Memory:
         memory = cls(Layout((), (slot,)), slot, {})
         memory.layout, memory.sizes = layout, layout.buffer_sizes(slot)
         return memory
+
+    def take(self, name: str, buffers: Mapping[str, torch.Tensor]) -> None:
+        if name not in buffers:
+            raise ValueError(f"slot {self.slot} has no buffer {name!r}, which its layout lists")
+        self.add(name, buffers[name])
 
     def add(self, name: str, buffer: torch.Tensor) -> None:
         dtype, size = self.sizes[name]
@@ -63,15 +74,20 @@ class Memory:
 
     def buffer(self, name: str, box: Box) -> str:
         """The name of the buffer that has this box of this tensor."""
-        tensor = self.layout[name]
-        return tensor.buffer(tensor.holdings.view(self.slot, box).buffer)
+        return self.place(name, box).buffer
 
-    def box(self, name: str, box: Box) -> torch.Tensor:
-        """A block of a tensor where it lies, strided as it lies there."""
+    def place(self, name: str, box: Box) -> Place:
         tensor = self.layout[name]
         view = tensor.holdings.view(self.slot, box)
-        words = self._words[tensor.buffer(view.buffer)]
+        return Place(tensor.buffer(view.buffer), view)
+
+    def at(self, place: Place) -> torch.Tensor:
+        """A block of a tensor where it lies, strided as it lies there."""
+        words, view = self._words[place.buffer], place.view
         return words.as_strided(view.shape, view.strides, words.storage_offset() + view.offset)
+
+    def box(self, name: str, box: Box) -> torch.Tensor:
+        return self.at(self.place(name, box))
 
 
 def copy(source: torch.Tensor, target: torch.Tensor) -> None:

@@ -25,12 +25,17 @@ _libc = ctypes.CDLL(None)
 class Shadow:
     """Copies what stays on the slot while the first messages travel."""
 
-    def __init__(self, plan: Plan, old: Memory, new: Memory, handed_on: Iterable[str]) -> None:
+    def __init__(self, plan: Plan, old: Memory, new: Memory) -> None:
+        """The buffers themselves may come until `bind`."""
+        self._old, self._new = old, new
+        local = plan.local(new.slot)
+        self._places = [(old.place(part.name, part.box), new.place(part.name, part.box)) for part in local]
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def bind(self, handed_on: Iterable[str]) -> None:
         kept = set(handed_on)
         self._copies = [
-            (old.box(part.name, part.box), new.box(part.name, part.box))
-            for part in plan.local(new.slot)
-            if new.buffer(part.name, part.box) not in kept
+            (self._old.at(source), self._new.at(target)) for source, target in self._places if target.buffer not in kept
         ]
 
     def before(self, index: int) -> None:

@@ -131,15 +131,15 @@ class PeerMemory:
             )
         source, work = cargo.plan.source, cargo.plan.at_once(cargo.slot)
         pulls = [_pull(cargo, message) for message in work.receives]
-        addresses = np.array([cargo.old.words(name).data_ptr() for name in cargo.old.sizes], dtype="<i8").tobytes()
         longest = 8 * max(len(source.buffer_sizes(slot)) for slot in cargo.plan.slots)
 
         def trip(sent: Digests, received: Digests) -> None:
             cargo.steps.before(0)
             if cargo.plan.wire_bytes:
                 # The names of the peers' buffers follow from their layout; only where they lie has to be told.
+                own = np.array([cargo.old.words(name).data_ptr() for name in cargo.old.sizes], dtype="<i8")
                 self._num_trips += 1
-                windows = self._board.exchange(f"windows/{self._num_trips}", addresses, self._watch, longest)
+                windows = self._board.exchange(f"windows/{self._num_trips}", own.tobytes(), self._watch, longest)
                 for pull in pulls:
                     self._read(pull, np.frombuffer(windows[pull.peer], dtype="<i8"))
             cargo.steps.meanwhile()

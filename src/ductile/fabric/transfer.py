@@ -55,31 +55,45 @@ class Transfer:
         self,
         plan: Plan,
         slot: int,
-        old: Mapping[str, torch.Tensor],
+        old: Mapping[str, torch.Tensor] | None,
         new: Mapping[str, torch.Tensor],
         carrier: Carrier,
         verify: Verify = "moved",
     ) -> None:
-        """Raises `ValueError` for buffers that are not what the layouts say."""
+        """Where `old` is None, `bind` brings it: everything else can be done before it is known.
+
+        Raises `ValueError` for buffers that are not what the layouts say.
+        """
         _check(plan, carrier)
-        old_memory = Memory(plan.source, slot, old)
-        self.handed_on = frozenset(
-            name
-            for name in plan.unchanged_buffers(slot)
-            if name not in new or new[name].data_ptr() == old[name].data_ptr()
-        )
-        self.buffers: dict[str, torch.Tensor] = {
-            name: old[name] if name in self.handed_on else new[name]
-            for name in plan.target.buffer_sizes(slot)
-            if name in self.handed_on or name in new
-        }
-        """The new state, whole after `run`."""
-        new_memory = Memory(plan.target, slot, self.buffers)
-        _check_apart(old_memory, new_memory, self.handed_on)
-        steps = Shadow(plan, old_memory, new_memory, self.handed_on)
-        self._cargo = Cargo(plan, slot, old_memory, new_memory, steps)
-        self._trip = carrier.load(self._cargo)
+        self._new = new
         self._verify: Verify = verify
+        self._unchanged = plan.unchanged_buffers(slot)
+        self.handed_on: frozenset[str] = frozenset()
+        self.buffers: dict[str, torch.Tensor] = {}
+        """The new state, whole after `run`."""
+        old_memory, new_memory = Memory.empty(plan.source, slot), Memory.empty(plan.target, slot)
+        for name in new_memory.sizes:
+            if name in new or name not in self._unchanged:
+                new_memory.take(name, new)
+        self._steps = Shadow(plan, old_memory, new_memory)
+        self._cargo = Cargo(plan, slot, old_memory, new_memory, self._steps)
+        if old is not None:
+            self.bind(old)
+        self._trip = carrier.load(self._cargo)
+
+    def bind(self, old: Mapping[str, torch.Tensor]) -> None:
+        """Once. Raises `ValueError`, as above."""
+        for name in self._cargo.old.sizes:
+            self._cargo.old.take(name, old)
+        new = self._new
+        self.handed_on = frozenset(
+            name for name in self._unchanged if name not in new or new[name].data_ptr() == old[name].data_ptr()
+        )
+        for name in self.handed_on:
+            self._cargo.new.add(name, old[name])
+        self.buffers = {name: old[name] if name in self.handed_on else new[name] for name in self._cargo.new.sizes}
+        _check_apart(self._cargo.old, self._cargo.new, self.handed_on)
+        self._steps.bind(self.handed_on)
 
     def run(self) -> Moved:
         """Raises `TransferFailed`; then the old buffers are whole, and the new ones are worth nothing."""

@@ -23,6 +23,7 @@ from ductile.fabric.carrier import Carrier
 from ductile.fabric.choice import choose
 from ductile.fabric.gathering import Gathering
 from ductile.fabric.groups import Groups, names_of
+from ductile.fabric.transfer import Transfer, Verify
 from ductile.parallel.apply import Precision
 from ductile.parallel.ranks import Ranks
 from ductile.records import Change
@@ -71,15 +72,25 @@ class Prepared:
     room: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """By buffer: the memory of `after` and of its gradient. Buffers that are handed on as they are have none, and in
     streaming mode there is none at all."""
+    old: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """This slot's parameters and moments: the old trainer goes on changing what they hold, but not where they lie.
+    None in streaming mode."""
+    transfers: dict[bool, Transfer] = field(default_factory=dict[bool, Transfer])
+    """By whether a gradient moves, too: into the room. They only lack the old buffers. None in streaming mode."""
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     """By phase."""
 
-    def destroy(self) -> None:
-        self.room.clear()
-        if self.after is not None:
-            self.after.destroy()
+    def finish(self) -> None:
+        """Destroy all but what comes after."""
+        for what in (self.room, self.old, self.transfers):
+            what.clear()
         self.transfer_groups.destroy()
         self.gathering.leave()
+
+    def destroy(self) -> None:
+        if self.after is not None:
+            self.after.destroy()
+        self.finish()
 
 
 class Preparation:
@@ -191,9 +202,13 @@ class Preparation:
             prepared = Prepared(plans, carrier, reason, transfer_groups, gathering, ranks, seconds=seconds)
             if ranks is not None:
                 prepared.after = Standing(groups, None)
-                if self._config.resize.memory == "shadow":
+            if self._config.resize.memory == "shadow":
+                if prepared.after is not None and ranks is not None:
                     with timed(seconds, "build"):
                         prepared.after.trainer = self._build(ranks, plans[True], prepared.room)
+                self._go_on()
+                with timed(seconds, "load"):
+                    self._load(prepared)
             return prepared
         except Exception as error:
             groups.abandon(error)
@@ -231,6 +246,20 @@ class Preparation:
             else:
                 room[name] = part
         return trainer
+
+    def _load(self, prepared: Prepared) -> None:
+        prepared.old = dict(self._old)
+        for with_gradient, plan in prepared.plans.items():
+            sizes = plan.target.buffer_sizes(self._place.slot)
+            room = {name: part for name, part in prepared.room.items() if name in sizes}
+            prepared.transfers[with_gradient] = Transfer(
+                plan, self._place.slot, None, room, prepared.carrier, fingerprints(self._config)
+            )
+
+
+def fingerprints(config: TrainerConfig) -> Verify:
+    """Which of them a transfer takes. What else `verify` asks for is compared by its slot alone."""
+    return "off" if config.resize.verify == "off" else "moved"
 
 
 @contextmanager

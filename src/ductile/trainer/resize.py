@@ -15,7 +15,6 @@ import ctypes
 import gc
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from ductile.fabric.memory import Memory
 from ductile.parallel.apply import Precision
 from ductile.records import Change, TrainProgress
 from ductile.roles import Place
-from ductile.trainer.prepare import Preparation, Prepared, ResizeFailed, Standing, timed
+from ductile.trainer.prepare import Preparation, Prepared, ResizeFailed, Standing, fingerprints, timed
 from ductile.trainer.state import GRADIENT, StatePlans, named_gradient, named_state, parts_of, set_gradient
 from ductile.trainer.trainer import Trainer
 from ductile.wire.messages import Frozen, Moved
@@ -87,10 +86,10 @@ class Resize:
     def _shadow(self, prepared: Prepared, plan: Plan, progress: TrainProgress) -> transfer.Moved:
         """Old and new state exist side by side."""
         verify, seconds = self._config.resize.verify, prepared.seconds
-        with timed(seconds, "load"):
-            old = self._old_parts(progress.with_gradient)
-            room = {name: part for name, part in prepared.room.items() if name in plan.target.tensors}
-            moving = transfer.Transfer(plan, self._slot, old, room, prepared.carrier, self._fingerprints)
+        with timed(seconds, "bind"):
+            old = prepared.old | self._old_gradient() if progress.with_gradient else prepared.old
+            moving = prepared.transfers[progress.with_gradient]
+            moving.bind(old)
         with timed(seconds, "transfer"):
             moved = moving.run()
         if verify == "all":
@@ -105,8 +104,10 @@ class Resize:
         device = self._device
         dtype = Precision.of(self._config.model, device).parameters
         with timed(prepared.seconds, "transfer"):
-            state = self._old_parts(progress.with_gradient)
-            if self._before is not None:
+            state: dict[str, Tensor] = {}
+            if self._before is not None and self._before.trainer is not None:
+                state |= parts_of(named_state(self._before.trainer))
+                state |= self._old_gradient() if progress.with_gradient else {}
                 self._before.trainer = None
                 gc.collect()  # its modules refer to each other in circles, and to the state
             buffers, moved = transfer.stream(
@@ -115,7 +116,7 @@ class Resize:
                 state,
                 prepared.carrier,
                 lambda name, _, size: torch.zeros(size, dtype=dtype, device=device),
-                self._fingerprints,
+                fingerprints(self._config),
             )
         with timed(prepared.seconds, "rebuild"):
             if prepared.after is not None and prepared.ranks is not None:
@@ -123,10 +124,6 @@ class Resize:
                 prepared.after.trainer = Trainer(self._config, prepared.ranks, device, buffers)
                 _go_on(prepared, progress, gradient)
         return moved
-
-    @property
-    def _fingerprints(self) -> Literal["moved", "off"]:
-        return "off" if self._config.resize.verify == "off" else "moved"
 
     def commit(self) -> Standing | None:
         """What the slot has from now on."""
@@ -149,9 +146,7 @@ class Resize:
     def settle(self) -> Standing | None:
         """What the slot has from now on, also if it was never told to commit: all had voted."""
         prepared = self._ready()
-        prepared.room.clear()
-        prepared.transfer_groups.destroy()
-        prepared.gathering.leave()
+        prepared.finish()
         if self._before is not None:
             self._before.destroy()
         self._before = None
@@ -161,11 +156,10 @@ class Resize:
     def _ready(self) -> Prepared:
         return self._preparation.result(0.0)
 
-    def _old_parts(self, with_gradient: bool) -> dict[str, Tensor]:
+    def _old_gradient(self) -> dict[str, Tensor]:
         if self._before is None or self._before.trainer is None:
             return {}
-        state = parts_of(named_state(self._before.trainer))
-        return state | parts_of(named_gradient(self._before.trainer)) if with_gradient else state
+        return parts_of(named_gradient(self._before.trainer))
 
 
 def _go_on(prepared: Prepared, progress: TrainProgress, buffers: Mapping[str, Tensor]) -> None:
