@@ -22,6 +22,7 @@ from tests.tiny import make_model_folder
 from tests.trainer.fleet import Fleet
 from tests.trainer.naive import make_samples
 
+NUM_STEPS, NUM_RESIZES = 50, 20
 NUM_SLOTS = 6
 MICRO_STEPS = 3
 """Of a step; a resize can come before each of them, or before the optimizer step."""
@@ -34,8 +35,9 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = make_model_folder(
         tmp_path_factory.mktemp("model"), "qwen3", head_dim=2, hidden_size=34, intermediate_size=25
     )
-    # Training magnifies the rounding of sums in another order. At ten times this rate two ranks and three, neither ever
-    # resized, come to differ by more than the tolerance as well.
+    # Training magnifies the rounding of sums in another order, and the more, the faster it learns. In 50 steps at this
+    # rate the gradient's norm comes to differ by 4e-6 between two ranks and three, neither ever resized, and by 7e-6
+    # between two and a run that is resized; at ten times this rate by 1e-4 and 3e-4.
     sections = {"model": {"name": str(folder)}, "loss": SFTLoss(), "optim": AdamWConfig(lr=1e-4)}
     return TrainerConfig.model_validate(sections).model_dump()
 
@@ -120,12 +122,10 @@ def change_and_compare(fleet: Fleet, after: Formation, path: str) -> None:
     assert found == {slot: [] for slot in after.members}, after
 
 
-@pytest.mark.parametrize(
-    ("num_steps", "num_resizes"), [(6, 6), pytest.param(50, 20, marks=pytest.mark.slow)], ids=["short", "long"]
-)
-def test_nobody_can_tell(settings: dict[str, Any], tmp_path: Path, num_steps: int, num_resizes: int) -> None:
-    alone, _ = run(settings, num_steps, 0, tmp_path)
-    reports, resized = run(settings, num_steps, num_resizes, tmp_path)
+@pytest.mark.slow
+def test_nobody_can_tell(settings: dict[str, Any], tmp_path: Path) -> None:
+    alone, _ = run(settings, NUM_STEPS, 0, tmp_path)
+    reports, resized = run(settings, NUM_STEPS, NUM_RESIZES, tmp_path)
     assert any(inside for _, inside in resized)
     assert any(formation.replicas > 1 for formation, _ in resized)
     for ours, theirs in zip(reports, alone, strict=True):
