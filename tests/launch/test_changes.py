@@ -124,10 +124,18 @@ def echo(tmp_path_factory: pytest.TempPathFactory):
 def trainer(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("trainer")
     model = {"name": str(make_model_folder(folder / "model")), "seq_len": SEQ_LEN}
-    config = TrainerConfig.model_validate({"model": model, "resize": {"timeout_s": 2.0}, "loss": {"type": "sft"}})
-    harness = Harness(folder, HELD_TRAINER, config.model_dump(mode="json"), timeout_s=2.0)
+    config = TrainerConfig.model_validate({"model": model, "resize": {"timeout_s": 20.0}, "loss": {"type": "sft"}})
+    harness = Harness(folder, HELD_TRAINER, config.model_dump(mode="json"), timeout_s=20.0)
     yield harness
     harness.close()
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is late is looked at for a fifth of the time: `tests.slot.held` has its signs of life come ten times as
+    often as a run's."""
+    monkeypatch.setattr("ductile.wire.resize.GRACE_S", 0.2)
+    monkeypatch.setattr("ductile.wire.resize.NUM_LOOKS", 5)
 
 
 def expected(victim: int, command: str, moment: str) -> str:
@@ -172,8 +180,7 @@ def test_a_kill_at_each_point(echo: Harness, victim: int, command: str, moment: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("victim", "command", "moment"), CELLS)
-def test_a_stop_at_each_point(echo: Harness, victim: int, command: str, moment: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ductile.wire.resize.GRACE_S", 0.2)
+def test_a_stop_at_each_point(echo: Harness, victim: int, command: str, moment: str, hasty: None):
     echo.run(play(echo, victim, command, moment, signal.SIGSTOP))
 
 
@@ -181,7 +188,13 @@ def test_a_stop_at_each_point(echo: Harness, victim: int, command: str, moment: 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=lambda signum: signum.name)
 @pytest.mark.parametrize("point", [("Prepare", "before"), ("Freeze", "after"), ("Move", "before"), ("Commit", "after")])
 @pytest.mark.parametrize("victim", [LEAVER, STAYER, JOINER])
-def test_a_real_trainer_outlives_it_or_says_what_was_lost(trainer: Harness, victim: int, point, signum):
+def test_a_real_trainer_outlives_it_or_says_what_was_lost(
+    trainer: Harness, victim: int, point, signum, hasty: None, monkeypatch: pytest.MonkeyPatch
+):
+    impatient = trainer.settings | {"resize": trainer.settings["resize"] | {"timeout_s": 1.5}}
+    monkeypatch.setattr(trainer, "settings", impatient)
+    monkeypatch.setattr(trainer, "timeout_s", 1.5)
+
     async def story():
         await play(trainer, victim, *point, signum)
 
@@ -287,7 +300,7 @@ def test_a_failure_that_nobody_thought_of_is_told_and_taken_back(echo: Harness, 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=lambda signum: signum.name)
 def test_nobody_waits_for_a_joiner_that_dies_while_it_prepares(
-    trainer: Harness, signum: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    trainer: Harness, signum: signal.Signals, hasty: None, monkeypatch: pytest.MonkeyPatch
 ):
     """The other joiner and the members have much longer than this test may take."""
     patient = trainer.settings | {"resize": trainer.settings["resize"] | {"timeout_s": 500.0}}
@@ -323,6 +336,22 @@ def test_a_slot_that_does_not_start_changes_nothing(echo: Harness, monkeypatch: 
         await echo.trains_on()
         assert (await echo.changes.resize([0, 7])).outcome == "resized"
         assert echo.mailbox.roles(1) == ()
+
+    echo.run(story())
+
+
+def test_a_slot_that_ends_at_once_is_told_of_and_nobody_goes_on_listening(
+    echo: Harness, monkeypatch: pytest.MonkeyPatch
+):
+    async def story():
+        listeners = len(echo.mailbox._listeners)
+        monkeypatch.setattr(echo.cluster, "_device_of", lambda slot: "cuda:99")
+        with pytest.raises(Unfit, match=r"slot 6.* ended with exit code 1 \("):
+            await echo.changes.resize([0, 6])
+        monkeypatch.undo()
+        assert (await echo.changes.resize([0, 6])).outcome == "resized"
+        assert (await echo.changes.resize([0, 1])).outcome == "resized"
+        assert len(echo.mailbox._listeners) == listeners
 
     echo.run(story())
 

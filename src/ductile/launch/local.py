@@ -5,7 +5,8 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -118,6 +119,8 @@ class LocalCluster:
         earlier life.
         """
         new = [slot for slot in slots if slot not in self.processes or slot in self.mailbox.lost]
+        if not new:
+            return []
         self.devices |= {slot: self._device_of(slot) for slot in new}
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
@@ -126,10 +129,10 @@ class LocalCluster:
                         await self.processes[slot].ended.wait()
                     self.mailbox.welcome(slot)
                 self.slots = tuple(sorted({*self.slots, *new}))
-                greeted = self._greetings(new)
-                for slot in new:
-                    self.processes[slot] = await self._fork_slot(slot)
-                await self._greeted_or_ended(greeted, new)
+                with self._greetings(new) as greeted:
+                    for slot in new:
+                        self.processes[slot] = await self._fork_slot(slot)
+                    await self._greeted_or_ended(greeted, new)
         except (TimeoutError, StartFailed) as error:
             for slot in new:
                 if slot in self.processes:
@@ -183,10 +186,10 @@ class LocalCluster:
         self.devices = {slot: self._device_of(slot) for slot in sorted(self.slots, reverse=True)}
         self._store = await self._fork("store", "ductile.slot.store:host")
         self.rendezvous = f"127.0.0.1:{await self._answer_of(self._store)}"
-        greeted = self._greetings(self.slots)
-        for slot in self.slots:
-            self.processes[slot] = await self._fork_slot(slot)
-        await self._or_death(greeted)
+        with self._greetings(self.slots) as greeted:
+            for slot in self.slots:
+                self.processes[slot] = await self._fork_slot(slot)
+            await self._or_death(greeted)
         self._watching = asyncio.create_task(self._watch())
 
     async def _count_devices(self) -> int | None:
@@ -228,8 +231,9 @@ class LocalCluster:
             raise StartFailed(f"the process {process.name!r} {process.ending}; see {self._logs / 'processes.log'}")
         return process.said[0]
 
-    def _greetings(self, slots: Sequence[int]) -> "asyncio.Future[None]":
-        """Done when each of the slots has said Hello."""
+    @contextmanager
+    def _greetings(self, slots: Sequence[int]) -> "Iterator[asyncio.Future[None]]":
+        """Done when each of the slots, of which there is at least one, has said Hello."""
         missing = set(slots)
         greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -238,12 +242,12 @@ class LocalCluster:
                 missing.discard(slot)
                 if not missing and not greeted.done():
                     greeted.set_result(None)
-                    leave()
 
         leave = self.mailbox.subscribe(listen)
-        if not missing:
-            greeted.set_result(None)
-        return greeted
+        try:
+            yield greeted
+        finally:
+            leave()
 
     async def _greeted_or_ended(self, greeted: "asyncio.Future[None]", slots: Sequence[int]) -> None:
         endings = [asyncio.create_task(self.processes[slot].ended.wait()) for slot in slots]
@@ -253,7 +257,8 @@ class LocalCluster:
             for ending in endings:
                 ending.cancel()
         if not greeted.done():
-            raise StartFailed(self._not_started(slots))
+            ended = next(slot for slot in slots if self.processes[slot].code is not None)
+            raise StartFailed(f"{self.mailbox.lost[ended]}; see {self._logs}")
 
     def _not_started(self, slots: Sequence[int]) -> str:
         missing = ", ".join(str(slot) for slot in slots if slot not in self.mailbox.heard_at_s)
