@@ -73,6 +73,8 @@ class SimulatedSpeeds(Section):
 
 
 class SimulatedCosts(Section):
+    prepare_s: float = Field(default=0.0, ge=0)
+    """From the decision to resize until the trainer can: nobody waits for it."""
     resize_s: float = Field(default=0.5, ge=0)
     grant_s: float = Field(default=0.5, ge=0)
     release_s: float = Field(default=0.1, ge=0)
@@ -87,6 +89,8 @@ class SimulateConfig(Section):
 
     output_dir: str = "runs/simulated"
     seed: int = 0
+    run: str | None = None
+    """The folder of a run: its slots, work, lengths, speeds and costs as it recorded them, where nothing is written."""
     arms: list[str] = ["best_static", "collocated", "rules", "rules_policies", "model"]
     """What to compare: static (the placement as it is), best_static (the best split into train and generate slots),
     collocated, rules, rules_policies (with both optional policies), model, or `package.module.Class` of your own."""

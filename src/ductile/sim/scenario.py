@@ -1,8 +1,8 @@
 """What is simulated: the work, the slots and how fast they are."""
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import exp
 
@@ -31,13 +31,17 @@ class WorkLoad:
     max_off_policy_steps: int = 8
     seq_len: int = 2048
     seed: int = 0
+    given: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    """The members' tokens of groups of which they are known; others are drawn."""
 
     @property
     def rollouts_per_step(self) -> int:
         return self.groups_per_step * self.group_size
 
     def length(self, group: str, member: str) -> int:
-        """Tokens of one answer, between 1 and the limit."""
+        """Tokens of one answer, between 1 and the limit. member: the request's name, group/member/turn."""
+        if group in self.given:
+            return max(1, min(self.max_tokens, self.given[group][int(member.split("/")[-2])]))
         draw = _random(self.seed, group, member)
         if self.alike and draw.random() < self.alike:
             tokens = self.draw(_random(self.seed, group)) * draw.uniform(0.9, 1.1)

@@ -1,0 +1,115 @@
+"""The scenario that a config of `ductile simulate` describes: all of it, or what differs from a recorded run."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ductile.config.section import Section
+from ductile.config.simulate import LengthsConfig, LognormalLengths, SimulateConfig
+from ductile.core.cluster.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
+from ductile.core.cluster.placement import place
+from ductile.core.cluster.state import Limits
+from ductile.sim.recording import Recording, recorded_scenario
+from ductile.sim.scenario import DrawLength, Scenario, WorkLoad, lognormal, recorded
+
+LIMITS = ("max_num_seqs", "min_train", "may_share")
+
+
+def configured(config: SimulateConfig, recording: Recording | None = None) -> Scenario:
+    """Raises NoRecording, PlacementError, OSError or ValueError when the recording, the placement or the file of
+    lengths is no good."""
+    if recording is None:
+        return _written(config)
+    return _changed(recorded_scenario(recording, config.seed), config)
+
+
+def _written(config: SimulateConfig) -> Scenario:
+    cluster, work, speeds = config.cluster, config.work, config.speeds
+    placement = place(cluster.component_placement)
+    return Scenario(
+        placement=placement,
+        work=WorkLoad(
+            num_steps=work.steps,
+            groups_per_step=work.prompts_per_step,
+            group_size=work.group_size,
+            prompt_tokens=work.prompt_tokens,
+            max_tokens=work.max_tokens,
+            draw=_draw(config.work.lengths),
+            alike=work.alike,
+            n_minibatches=work.n_minibatches,
+            max_async_level=work.max_async_level,
+            max_off_policy_steps=work.max_off_policy_steps,
+            seq_len=work.seq_len or work.prompt_tokens + work.max_tokens,
+            seed=config.seed,
+        ),
+        speeds=Speeds(
+            decode=DecodeSpeed(speeds.decode_step_s, speeds.decode_per_sequence_s, speeds.decode_per_context_s),
+            prefill_tokens_per_s=speeds.prefill_tokens_per_s,
+            train=TrainSpeed(speeds.train_tokens_per_s, speeds.train_overhead, speeds.micro_step_s),
+            score_tokens_per_s=speeds.score_tokens_per_s,
+            optim_s=speeds.optim_s,
+            publish_s=speeds.publish_s,
+            receive_s=speeds.receive_s,
+        ),
+        costs=SwitchCosts(**config.costs.model_dump()),
+        limits=Limits(
+            min_train=cluster.min_train,
+            min_score=1 if placement.score else 0,
+            max_num_seqs=cluster.max_num_seqs,
+            may_share=cluster.may_share,
+        ),
+        coalesce_s=cluster.coalesce_s,
+        score=bool(placement.score),
+    )
+
+
+def _changed(scenario: Scenario, config: SimulateConfig) -> Scenario:
+    """With what the config says otherwise."""
+    cluster, work, speeds = _said(config.cluster), _said(config.work), _said(config.speeds)
+    if "component_placement" in cluster:
+        placement = place(config.cluster.component_placement)
+        limits = replace(scenario.limits, min_score=1 if placement.score else 0)
+        scenario = replace(scenario, placement=placement, limits=limits, score=bool(placement.score))
+    decode = {name.removeprefix("decode_"): value for name, value in speeds.items() if name.startswith("decode_")}
+    train = {name.removeprefix("train_"): value for name, value in speeds.items() if name.startswith("train_")}
+    if "micro_step_s" in speeds:
+        train["micro_step_s"] = speeds["micro_step_s"]
+    others = {name: value for name, value in speeds.items() if name in Speeds.__dataclass_fields__}
+    speeds = replace(
+        scenario.speeds,
+        decode=replace(scenario.speeds.decode, **decode),
+        train=replace(scenario.speeds.train, **train),
+        **others,
+    )
+    return replace(
+        scenario,
+        work=_changed_work(scenario.work, work, config.work.lengths),
+        speeds=speeds,
+        costs=replace(scenario.costs, **_said(config.costs)),
+        limits=replace(scenario.limits, **{name: cluster[name] for name in LIMITS if name in cluster}),
+        coalesce_s=cluster.get("coalesce_s", scenario.coalesce_s),
+    )
+
+
+def _changed_work(work: WorkLoad, said: dict[str, Any], lengths: LengthsConfig) -> WorkLoad:
+    if "lengths" in said:
+        said["draw"] = _draw(lengths)
+    renamed = {"steps": "num_steps", "prompts_per_step": "groups_per_step"}
+    said = {renamed.get(name, name): value for name, value in said.items() if name != "lengths"}
+    # Other groups than the recorded ones: each answer's length is then any of those recorded.
+    given = {} if {"num_steps", "groups_per_step", "group_size", "draw"} & said.keys() else work.given
+    return replace(work, given=given, **said)
+
+
+def _said(section: Section) -> dict[str, Any]:
+    """The keys that somebody wrote."""
+    return {name: getattr(section, name) for name in section.model_fields_set}
+
+
+def _draw(lengths: LengthsConfig) -> DrawLength:
+    if isinstance(lengths, LognormalLengths):
+        return lognormal(lengths.median, lengths.sigma)
+    words = Path(lengths.path).read_text(encoding="utf-8").split()
+    if not words or not all(word.isdecimal() for word in words):
+        raise ValueError(f"work.lengths.path: {lengths.path} must hold whole numbers of tokens, one a line")
+    return recorded([int(word) for word in words])

@@ -1,0 +1,129 @@
+"""What if? A recorded run on other placements, with other policies: predicted seconds of a step, beside the measured.
+
+Its own way is predicted too, so that a reader sees how far to trust the rest.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ductile.config.policy import named_policy
+from ductile.core.cluster.orders import Policy
+from ductile.core.cluster.placement import Placement, compact
+from ductile.core.cluster.policies.static import InTurns
+from ductile.sim.arms import named, splits, together
+from ductile.sim.recording import Recording, recorded_scenario
+from ductile.sim.run import Simulated, simulate
+from ductile.sim.scenario import Scenario
+
+POLICIES = ("static", "rules", "rules_policies", "model")
+COLLOCATED = "collocated"
+"""All slots hold both roles; they generate, then they train."""
+WORTH = 0.01
+"""A smaller share of a step is no difference."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row of the table."""
+
+    policy: str
+    placement: Placement
+    step_s: float
+    """Predicted, on average over the steps that are compared."""
+    idle_share: float
+    switches_per_step: float
+
+    @staticmethod
+    def of(policy: str, scenario: Scenario, recording: Recording, result: Simulated) -> "Case":
+        num_switches = len(result.changes)
+        return Case(
+            policy,
+            scenario.placement,
+            recording.mean_s(result.step_s),
+            result.idle_share,
+            num_switches / scenario.work.num_steps,
+        )
+
+    @property
+    def slots(self) -> str:
+        """ "train 0-1, generate 2-7"."""
+        if self.placement.train == self.placement.generate:
+            return f"train and generate {compact(self.placement.train)}"
+        parts = (
+            ("train", self.placement.train),
+            ("generate", self.placement.generate),
+            ("score", self.placement.score),
+        )
+        return ", ".join(f"{role} {compact(slots)}" for role, slots in parts if slots)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "policy": self.policy,
+            "train": list(self.placement.train),
+            "generate": list(self.placement.generate),
+            "score": list(self.placement.score),
+            "step_s": self.step_s,
+            "idle_share": self.idle_share,
+            "switches_per_step": self.switches_per_step,
+        }
+
+
+def own_case(recording: Recording) -> Case:
+    """The run as it was, predicted. Raises ImportPathError when its policy cannot be had any more."""
+    setting, scenario = recording.setting, recorded_scenario(recording)
+    policy = named_policy(
+        setting.policy,
+        pre_process=setting.use_pre_process_policy,
+        wait_before_last_iter=setting.use_wait_before_last_iter_policy,
+    )
+    return Case.of(_own_name(recording), scenario, recording, simulate(scenario, policy))
+
+
+def other_cases(recording: Recording) -> Iterator[Case]:
+    """Every split of the slots with every policy, and all slots together: each as soon as it is there."""
+    scenario = recorded_scenario(recording)
+    ways: list[tuple[Placement, str, Policy]] = [
+        (placement, name, named(name)) for placement in splits(scenario) for name in POLICIES
+    ]
+    if scenario.limits.may_share:
+        ways.append((together(scenario.placement), COLLOCATED, InTurns()))
+    for placement, name, policy in ways:
+        there = replace(scenario, placement=placement)
+        yield Case.of(name, there, recording, simulate(there, policy))
+
+
+def verdict(own: Case, others: Sequence[Case]) -> str:
+    """What the table comes to, in a sentence or two."""
+    best = min(others, key=lambda case: case.step_s, default=own)
+    # Of equally fast ways, the one that leaves the placement as it is.
+    best = next((case for case in others if _alike(case, own) and case.step_s <= best.step_s * (1 + WORTH)), best)
+    collocated = next((case for case in others if case.policy == COLLOCATED), None)
+    if best.step_s > own.step_s * (1 - WORTH):
+        said = f"Nothing here is faster than this run's own way, {own.policy} on {own.slots}"
+    else:
+        where = "the same placement" if _alike(best, own) else best.slots
+        said = f"{best.policy} on {where} saves {1 - best.step_s / own.step_s:.0%} against this run's own way"
+    if collocated is None or collocated is best or own.policy == "in_turns":
+        return f"{said}."
+    change = collocated.step_s / own.step_s - 1
+    than = "as fast" if abs(change) < WORTH else f"{abs(change):.0%} {'slower' if change > 0 else 'faster'}"
+    return f"{said}; collocated would be {than}."
+
+
+def _own_name(recording: Recording) -> str:
+    setting = recording.setting
+    if setting.policy != "rules":
+        return setting.policy
+    both = (setting.use_pre_process_policy, setting.use_wait_before_last_iter_policy)
+    return {
+        (False, False): "rules",
+        (True, False): "rules_pre_process",
+        (False, True): "rules_wait_before_last_iter",
+        (True, True): "rules_policies",
+    }[both]
+
+
+def _alike(one: Case, other: Case) -> bool:
+    """As many slots of each kind."""
+    return all(len(one.placement.of(role)) == len(other.placement.of(role)) for role in ("train", "generate", "score"))

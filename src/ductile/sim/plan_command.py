@@ -1,0 +1,73 @@
+"""`ductile plan --run runs/x`: with this run's lengths and speeds, which way to use its slots would be the fastest?"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ductile.sim.plan import Case
+    from ductile.sim.recording import Recording
+
+DONE, NO_PLAN = 0, 2
+
+
+def main(words: Sequence[str]) -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="ductile plan",
+        description="Predict a recorded run's step on other placements and with other policies, in virtual time.",
+    )
+    parser.add_argument("--run", required=True, metavar="FOLDER", help="the run's output_dir")
+    parser.add_argument("--json", type=Path, metavar="F", help="write the table to this file too")
+    asked = parser.parse_args(list(words))
+    # Help answers at once: what simulates is loaded when there is something to simulate.
+    from ductile.config.imports import ImportPathError
+    from ductile.loop.conductor import BadDecision
+    from ductile.sim.recording import read_recording
+
+    try:
+        _plan(read_recording(asked.run), asked.json)
+    except (ImportPathError, BadDecision, OSError, ValueError) as error:
+        sentence = str(error).rstrip(".")
+        print(f"ductile plan: {sentence[:1].upper()}{sentence[1:]}.", file=sys.stderr)
+        return NO_PLAN
+    return DONE
+
+
+def _plan(recording: "Recording", file: Path | None) -> None:
+    from ductile.observe import write_json
+    from ductile.sim.plan import other_cases, own_case, verdict
+
+    print(recording.sentence(), "\n")
+    own, measured_s = own_case(recording), recording.step_s
+    error = own.step_s / measured_s - 1
+    print(
+        f"This run: {own.policy} on {own.slots}. A step took {measured_s:.2f} s; predicted {own.step_s:.2f} s "
+        f"({error:+.1%}), {own.idle_share:.0%} idle.\n"
+    )
+    print(f"{'policy':16}{'train':>9}{'generate':>10}{'step':>11}{'idle':>8}{'switches a step':>17}{'this run':>10}")
+    others: list[Case] = []
+    for case in other_cases(recording):
+        others.append(case)
+        print(
+            f"{case.policy:16}{len(case.placement.train):>9}{len(case.placement.generate):>10}{case.step_s:>9.2f} s"
+            f"{case.idle_share:>8.0%}{case.switches_per_step:>17.1f}{case.step_s / own.step_s - 1:>+10.0%}",
+            flush=True,
+        )
+    said = verdict(own, others)
+    print(f"\n{said[:1].upper()}{said[1:]}")
+    if file is not None:
+        write_json(
+            file,
+            {
+                "run": str(recording.run),
+                "taken": recording.sentence(),
+                "measured_step_s": measured_s,
+                "predicted": own.as_json(),
+                "error": error,
+                "cases": [case.as_json() for case in others],
+                "verdict": said,
+            },
+        )

@@ -1,0 +1,150 @@
+"""What a run wrote down of itself (`core.cluster.profile`), as a scenario: its slots, its work, its speeds and costs.
+
+1. Of the run's last life, the latest profiles are taken. The first of them warms up: it is simulated and not compared.
+2. Speeds and costs are those of the last profile, which has seen the most.
+3. The simulated answers have the recorded lengths, step by step; who of a group had which is not recorded, so they are
+   dealt at random. Steps beyond the recorded ones begin again with the first.
+4. Groups that teach nothing are not trained on, and the simulator trains on all: its trainer is faster by their share.
+"""
+
+import random
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from ductile.core.cluster.profile import Setting, StepProfile
+from ductile.observe import read_jsonl
+from ductile.sim.scenario import Scenario, WorkLoad, recorded
+from ductile.tasks.prompts import ExampleOrder
+
+MOST_STEPS = 10
+"""That are compared; earlier ones had other lengths and speeds."""
+REST_S = 0.15
+"""Between two decisions: fifty times what one takes on few slots (`loop.conductor`)."""
+
+
+class NoRecording(ValueError):
+    """There is nothing to simulate from. The text is a sentence that says why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    run: Path
+    setting: Setting
+    steps: tuple[StepProfile, ...]
+    """In order, at least two; the first warms up."""
+    counted: tuple[int, ...]
+    """Places in `steps` that are compared: not the first, and none with an evaluation in it where there are others."""
+    trained_share: float
+    """Of the answers; the others' groups teach nothing."""
+
+    @property
+    def step_s(self) -> float:
+        """Measured, on average."""
+        return self.mean_s([step.end_s - step.start_s for step in self.steps])
+
+    def mean_s(self, step_s: Sequence[float]) -> float:
+        """Of the steps that are compared."""
+        return sum(step_s[place] for place in self.counted) / len(self.counted)
+
+    def sentence(self) -> str:
+        """What was taken."""
+        first, last = self.steps[self.counted[0]].step, self.steps[self.counted[-1]].step
+        return (
+            f"From {self.run}: steps {first}-{last} of {self.setting.num_steps} ({len(self.counted)} compared, step "
+            f"{self.steps[0].step} warms up), {sum(len(step.lengths) for step in self.steps)} answers, speeds and "
+            f"costs as measured up to step {self.steps[-1].step}."
+        )
+
+
+def read_recording(run: str | Path) -> Recording:
+    """Raises NoRecording."""
+    folder = Path(run)
+    if not folder.is_dir():
+        raise NoRecording(f"there is no run {folder}: write the output_dir of one")
+    rows = read_jsonl(folder / "events.jsonl")
+    if not rows:
+        raise NoRecording(f"{folder} holds no run that has begun: its events.jsonl is missing or empty")
+    starts = [place for place, row in enumerate(rows) if row["kind"] == "setting"]
+    if not starts:
+        raise NoRecording(
+            f"{folder} was recorded without its setting: its events.jsonl has no event of that kind. `ductile rl` "
+            "writes one when its slots have their roles; run it again"
+        )
+    life = rows[starts[-1] :]
+    try:
+        setting = Setting.from_fields(life[0])
+        profiles = [StepProfile.from_fields(row) for row in life if row["kind"] == "profile"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise NoRecording(f"{folder} was recorded by another version of ductile: {error!r} in events.jsonl") from error
+    if len(profiles) < 2:
+        steps = "1 step" if profiles else "no step"
+        raise NoRecording(f"{folder} has profiles of {steps}, and needs two: the first warms up. Let it run on")
+    steps = tuple(profiles[-(MOST_STEPS + 1) :])
+    metrics = {row["step"]: row for row in read_jsonl(folder / "metrics.jsonl")}
+    places = range(1, len(steps))
+    quiet = tuple(place for place in places if metrics.get(steps[place].step, {}).get("eval_reward") is None)
+    share = _trained_share(folder, setting, [metrics[step.step] for step in steps if step.step in metrics])
+    return Recording(folder, setting, steps, quiet or tuple(places), share)
+
+
+def recorded_scenario(recording: Recording, seed: int = 0) -> Scenario:
+    """The run as it was, for as many steps as were recorded. Raises NoRecording when nothing was generated."""
+    setting, last = recording.setting, recording.steps[-1]
+    # The last simulated step is the run's last one only where the recorded one was.
+    num_steps = len(recording.steps) + (last.step < setting.num_steps)
+    seen = tuple(length for step in recording.steps for length in step.lengths)
+    if not seen:
+        raise NoRecording(f"{recording.run} has no answers in its profiles: nothing was generated")
+    train = last.speeds.train
+    return Scenario(
+        placement=setting.home,
+        work=WorkLoad(
+            num_steps=num_steps,
+            groups_per_step=setting.groups_per_step,
+            group_size=setting.group_size,
+            prompt_tokens=max(1, round(sum(step.prompt_tokens for step in recording.steps) / len(recording.steps))),
+            max_tokens=setting.max_tokens,
+            draw=recorded(seen),
+            given=_dealt(recording.steps, setting, num_steps, seed),
+            n_minibatches=setting.n_minibatches,
+            max_async_level=setting.max_async_level,
+            max_off_policy_steps=setting.max_off_policy_steps,
+            seq_len=setting.seq_len,
+            seed=seed,
+        ),
+        speeds=replace(last.speeds, train=replace(train, tokens_per_s=train.tokens_per_s / recording.trained_share)),
+        costs=last.costs,
+        limits=setting.limits,
+        coalesce_s=REST_S,
+        score=bool(setting.home.score) and isfinite(last.speeds.score_tokens_per_s),
+    )
+
+
+def _dealt(steps: Sequence[StepProfile], setting: Setting, num_steps: int, seed: int) -> Mapping[str, tuple[int, ...]]:
+    """Lengths by group. Groups are named as the simulated loop asks them, one example after the other."""
+    lengths: list[int] = []
+    for step in steps:
+        of_step = list(step.lengths)
+        random.Random(step.step).shuffle(of_step)
+        lengths += of_step
+    size, num_groups = setting.group_size, num_steps * setting.groups_per_step
+    order = ExampleOrder(range(num_groups), seed)
+    given: dict[str, tuple[int, ...]] = {}
+    for position in range(num_groups):
+        epoch, example = order[position]
+        first = position * size
+        given[f"train/{epoch}/{example}"] = tuple(lengths[(first + k) % len(lengths)] for k in range(size))
+    return given
+
+
+def _trained_share(folder: Path, setting: Setting, rows: Sequence[Mapping[str, Any]]) -> float:
+    config = folder / "config.toml"
+    drops = tomllib.loads(config.read_text())["orchestrator"]["drop_zero_advantage"] if config.exists() else False
+    if not drops or not rows:
+        return 1.0
+    equal = sum(row["groups_equal"] for row in rows) / len(rows)
+    return max(0.05, 1 - equal / setting.groups_per_step)

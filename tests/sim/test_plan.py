@@ -1,0 +1,186 @@
+"""`ductile plan` and `ductile simulate --run`: a run's own recording, on other placements and with other policies."""
+
+import json
+
+import pytest
+
+from ductile.core.cluster.placement import Placement
+from ductile.observe import Recorder
+from ductile.sim import command, plan_command
+from ductile.sim.plan import Case, own_case, verdict
+from ductile.sim.recording import NoRecording, read_recording, recorded_scenario
+from tests.sim.recorded import record_run
+from tests.sim.scenarios import scenario
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    record_run(folder, scenario({"actor": 0, "rollout": "1-2"}, groups_per_step=8, num_steps=3), "static")
+    return folder
+
+
+@pytest.mark.parametrize("policy", ["static", "rules", "model"])
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_run_s_own_step_is_predicted_from_its_recording(tmp_path, policy, ahead):
+    """The recorded lengths are dealt anew inside a step, so the prediction is not exact."""
+    record_run(tmp_path, scenario(groups_per_step=16, num_steps=5, max_async_level=ahead), policy)
+    recording = read_recording(tmp_path)
+    assert own_case(recording).step_s == pytest.approx(recording.step_s, rel=0.1)
+
+
+def test_everything_comes_from_the_recording(run):
+    recorded, original = recorded_scenario(read_recording(run)), scenario({"actor": 0, "rollout": "1-2"})
+    assert (recorded.placement.train, recorded.placement.generate) == ((0,), (1, 2))
+    assert (recorded.speeds, recorded.costs, recorded.limits) == (original.speeds, original.costs, original.limits)
+    assert (recorded.work.num_steps, recorded.work.rollouts_per_step) == (3, 32)
+
+
+def test_the_recorded_answers_are_simulated_step_by_step(run):
+    recording = read_recording(run)
+    recorded, seen = recorded_scenario(recording), sorted(n for step in recording.steps for n in step.lengths)
+    names = [(group, f"{group}/{member}/0") for group in recorded.work.given for member in range(4)]
+    assert sorted(recorded.work.length(*name) for name in names) == seen
+
+
+def test_a_run_that_goes_on_is_simulated_one_step_further(tmp_path):
+    """Its last recorded step is not its last one: generation runs ahead in it."""
+    record_run(tmp_path, scenario(groups_per_step=4, num_steps=3))
+    events = tmp_path / "events.jsonl"
+    events.write_text("".join(events.read_text().splitlines(True)[:-1]))
+    recording = read_recording(tmp_path)
+    assert len(recording.steps) == 2
+    assert recorded_scenario(recording).work.num_steps == 3
+
+
+def test_steps_with_an_evaluation_are_not_compared(tmp_path):
+    record_run(tmp_path, scenario(groups_per_step=4, num_steps=4))
+    metrics = tmp_path / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    rows[2]["eval_reward"] = 0.5
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recording = read_recording(tmp_path)
+    assert [recording.steps[place].step for place in recording.counted] == [2, 4]
+
+
+def test_groups_that_teach_nothing_make_the_trainer_faster(tmp_path):
+    record_run(tmp_path, scenario(groups_per_step=4, num_steps=3))
+    (tmp_path / "config.toml").write_text("[orchestrator]\ndrop_zero_advantage = true\n")
+    rows = [{"step": step, "groups_equal": 1.0} for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recording = read_recording(tmp_path)
+    assert recording.trained_share == 0.75
+    assert recorded_scenario(recording).speeds.train.tokens_per_s == pytest.approx(800 / 0.75)
+
+
+def test_only_the_last_life_of_a_resumed_run_counts(tmp_path):
+    record_run(tmp_path, scenario(groups_per_step=4, num_steps=2))
+    record_run(tmp_path, scenario({"actor": 0, "rollout": 1}, groups_per_step=4, num_steps=3))
+    recording = read_recording(tmp_path)
+    assert recording.setting.home.num_slots == 2
+    assert len(recording.steps) == 3
+
+
+def _no_profiles(folder):
+    record = Recorder(folder)
+    record.event("saved", "Saved.")
+    record.close()
+
+
+def _one_profile(folder):
+    record_run(folder, scenario(groups_per_step=4, num_steps=1))
+
+
+def _strange(folder):
+    record_run(folder, scenario(groups_per_step=4, num_steps=2))
+    events = folder / "events.jsonl"
+    events.write_text(events.read_text().replace('"decode":', '"decoding":'))
+
+
+@pytest.mark.parametrize(
+    ("furnish", "said"),
+    [
+        (lambda folder: folder.rmdir(), "There is no run"),
+        (lambda folder: None, "holds no run that has begun"),
+        (_no_profiles, "was recorded without its setting"),
+        (_one_profile, "has profiles of 1 step, and needs two"),
+        (_strange, "was recorded by another version of ductile"),
+    ],
+)
+def test_a_folder_that_cannot_be_planned_from_is_told_in_a_sentence(tmp_path, capsys, furnish, said):
+    folder = tmp_path / "x"
+    folder.mkdir()
+    furnish(folder)
+    assert plan_command.main(["--run", str(folder)]) == 2
+    sentence = capsys.readouterr().err
+    assert said.lower() in sentence.lower()
+    assert sentence.startswith("ductile plan: ")
+    assert command.main(["--run", str(folder)]) == 2
+    assert said.lower() in capsys.readouterr().err.lower()
+    with pytest.raises(NoRecording):
+        read_recording(folder)
+
+
+def test_the_table_has_every_way_and_ends_in_a_sentence(run, tmp_path, capsys):
+    assert plan_command.main(["--run", str(run), "--json", str(tmp_path / "plan.json")]) == 0
+    said = capsys.readouterr().out
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert {(case["policy"], len(case["train"])) for case in plan["cases"]} == {
+        *((policy, count) for policy in ("static", "rules", "rules_policies", "model") for count in (1, 2)),
+        ("collocated", 3),
+    }
+    assert plan["error"] == pytest.approx(plan["predicted"]["step_s"] / plan["measured_step_s"] - 1)
+    assert f"A step took {plan['measured_step_s']:.2f} s" in said
+    assert said.rstrip().splitlines()[-1].lower() == plan["verdict"].lower()
+
+
+def _case(policy, step_s, train=(0, 1), generate=(2, 3)):
+    return Case(policy, Placement(train, generate, (), ""), step_s, 0.1, 0.0)
+
+
+COLLOCATED = _case("collocated", 10.5, (0, 1, 2, 3), (0, 1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        (
+            [_case("model", 7.8, (0,), (1, 2, 3)), _case("model", 7.81), COLLOCATED],
+            "model on the same placement saves 22% against this run's own way; collocated would be 5% slower.",
+        ),
+        (
+            [_case("static", 8.0, (0,), (1, 2, 3))],
+            "static on train 0, generate 1-3 saves 20% against this run's own way.",
+        ),
+        (
+            [_case("model", 9.95), COLLOCATED],
+            "Nothing here is faster than this run's own way, static on train 0-1, generate 2-3; "
+            "collocated would be 5% slower.",
+        ),
+        (
+            [_case("model", 9.0), _case("collocated", 8.0, (0, 1, 2, 3), (0, 1, 2, 3))],
+            "collocated on train and generate 0-3 saves 20% against this run's own way.",
+        ),
+    ],
+)
+def test_the_verdict(others, said):
+    assert verdict(_case("static", 10.0), others) == said
+
+
+def test_simulate_takes_a_recording_and_what_is_written_goes_before_it(run, tmp_path, capsys):
+    words = ["--run", str(run), "--arms", '["static"]', "--output-dir", str(tmp_path / "out")]
+    assert command.main(words) == 0
+    said = capsys.readouterr().out
+    assert "From" in said
+    assert "3 steps of 8 x 4 rollouts on 3 slots" in said
+    slower = [
+        *words,
+        "--speeds.decode-step-s",
+        "0.1",
+        "--work.steps",
+        "1",
+        "--cluster.component-placement.rollout",
+        "1-4",
+    ]
+    assert command.main([*slower, "--cluster.component-placement.actor", "0"]) == 0
+    assert "1 steps of 8 x 4 rollouts on 5 slots" in capsys.readouterr().out
