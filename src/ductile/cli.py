@@ -94,8 +94,26 @@ def _simulate(words: Sequence[str]) -> int:
     return main(words)
 
 
-QUESTIONS: dict[str, Callable[[Sequence[str]], int]] = {"resize": _resize, "status": _status, "simulate": _simulate}
-"""Commands that start no slots: they ask a run which is at work, or reckon."""
+def _plan(words: Sequence[str]) -> int:
+    from ductile.sim.plan_command import main
+
+    return main(words)
+
+
+def _report(words: Sequence[str]) -> int:
+    from ductile.dashboard.report_command import main
+
+    return main(words)
+
+
+QUESTIONS: dict[str, Callable[[Sequence[str]], int]] = {
+    "resize": _resize,
+    "status": _status,
+    "simulate": _simulate,
+    "plan": _plan,
+    "report": _report,
+}
+"""Commands that start no slots: they ask a run which is at work, read what one has written down, or reckon."""
 
 OVERVIEW = f"""ductile {__version__}: elastic RL post-training
 
@@ -106,6 +124,8 @@ OVERVIEW = f"""ductile {__version__}: elastic RL post-training
   resize        change the slots that a live run trains on: ductile resize --run runs/x --train 0-3
   status        what a live run does, slot by slot: ductile status --run runs/x
   simulate      which way to use the slots is the fastest? in virtual time: ductile simulate @ sim.toml
+  plan          the same for a run that was recorded, from what it measured: ductile plan --run runs/x
+  report        a run as one HTML file, who did what when: ductile report runs/x
 
   ductile <command> --help          all keys of a command
   ductile <command> --help optim    those with "optim" in their name

@@ -22,6 +22,8 @@ class Follower:
         self._roles: dict[int, tuple[str, ...]] = {}
 
     def on_event(self, event: Event) -> None:
+        if not event.sentence:
+            return  # it is for programs
         happening = Happening(self._clock() - self._began_s, event.sentence)
         self._state = replace(self._state, events=(*self._state.events, happening)[-NUM_EVENTS:])
 

@@ -55,6 +55,8 @@ class Lines:
         self._told: set[str] = set()
 
     def on_event(self, event: Event) -> None:
+        if not event.sentence:
+            return  # it is for programs
         if event.kind in OFTEN:
             if event.kind in self._told:
                 return

@@ -9,16 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from ductile.core.cluster.ledger import Activity, IdleCause, Span
+from ductile.dashboard.colours import COLOURS
+from ductile.dashboard.ownership import chosen
 
 LETTERS: dict[Activity, str] = {
     "train": "T", "generate": "G", "score": "S", "publish": "P", "switch": "/", "idle": "."
 }  # fmt: skip
-COLOURS: dict[Activity, str] = {
-    "train": "#3b6fb6", "generate": "#4c9f70", "score": "#8e6bbf", "publish": "#e0a030", "switch": "#c8503c",
-    "idle": "#e6e6e6",
-}  # fmt: skip
-MOST_ROWS = 64
-"""Slots that are drawn; of more, evenly chosen ones."""
 
 
 def gantt(spans: Sequence[Span], *, width: int = 100, start_s: float = 0.0, end_s: float | None = None) -> str:
@@ -29,7 +25,7 @@ def gantt(spans: Sequence[Span], *, width: int = 100, start_s: float = 0.0, end_
     if column_s <= 0 or not rows:
         return "nothing happened"
     digits = len(str(max(rows)))
-    lines = [f"{slot:>{digits}} {_line(rows[slot], start_s, column_s, width)}" for slot in _chosen(sorted(rows))]
+    lines = [f"{slot:>{digits}} {_line(rows[slot], start_s, column_s, width)}" for slot in chosen(sorted(rows))]
     scale = f"{start_s:.0f} s".ljust(width - len(f"{end_s:.0f} s")) + f"{end_s:.0f} s"
     legend = "   ".join(f"{letter} {activity}" for activity, letter in LETTERS.items())
     return "\n".join([*lines, " " * (digits + 1) + scale, legend])
@@ -44,7 +40,7 @@ def causes(idle: Mapping[IdleCause, float], slot_seconds: float) -> str:
 def svg(spans: Sequence[Span], title: str, *, width: int = 1200) -> str:
     """The same as one self-contained image; a tooltip says what a stretch is."""
     rows = _by_slot(spans)
-    slots = _chosen(sorted(rows))
+    slots = chosen(sorted(rows))
     end_s = max((span.end_s for span in spans), default=1.0)
     left, top, height, gap = 48, 40, 14, 3
     per_s = (width - left - 16) / max(end_s, 1e-9)
@@ -92,12 +88,6 @@ def _by_slot(spans: Iterable[Span]) -> dict[int, list[Span]]:
     for span in spans:
         rows.setdefault(span.slot, []).append(span)
     return rows
-
-
-def _chosen(slots: Sequence[int]) -> list[int]:
-    if len(slots) <= MOST_ROWS:
-        return list(slots)
-    return [slots[place * len(slots) // MOST_ROWS] for place in range(MOST_ROWS)]
 
 
 def _line(spans: Sequence[Span], start_s: float, column_s: float, width: int) -> str:

@@ -1,0 +1,80 @@
+"""A run as one HTML file that needs nothing else: no network, no server, no other file.
+
+Prompts, paths and sentences may hold anything; the template escapes every value that it is given.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from ductile.core.cluster.placement import compact
+from ductile.dashboard.colours import COLOURS
+from ductile.dashboard.curve import HEIGHT, WIDTH, curves
+from ductile.dashboard.ownership import ownership
+from ductile.dashboard.story import Row, Story
+from ductile.dashboard.view import duration
+
+MOST_EVENTS = 2000
+"""Of each list; the middle of a longer one is left out, and the page says so."""
+
+
+def render(story: Story) -> str:
+    loader = FileSystemLoader(Path(__file__).parent)
+    page = Environment(loader=loader, autoescape=True, undefined=StrictUndefined).get_template("report.html.j2")
+    spent = story.seconds()
+    total_s = sum(spent.values())
+    return page.render(
+        story=story,
+        facts=list(_facts(story)),
+        settings=list(_settings(story.config)),
+        ownership=ownership(story.spans),
+        step_ends=[(profile.step, profile.start_s, profile.end_s) for profile in story.profiles],
+        spent=[
+            (activity, cause, seconds, seconds / total_s, COLOURS[activity])
+            for (activity, cause), seconds in spent.items()
+        ],
+        curves=curves(story.metrics),
+        width=WIDTH,
+        height=HEIGHT,
+        colours=COLOURS,
+        publishes=[row for row in story.steps if row.get("seconds/publish") is not None],
+        most=MOST_EVENTS,
+        clock=duration,
+    )
+
+
+def _facts(story: Story) -> Iterator[tuple[str, str]]:
+    """The run in a dozen lines."""
+    steps = story.steps
+    if steps:
+        of = f" of {story.setting.num_steps}" if story.setting else ""
+        yield "steps", f"{steps[-1]['step']}{of}"
+        wall_s = sum(row.get("step_s") or 0.0 for row in steps)
+        yield "time", f"{duration(wall_s)}, {wall_s / len(steps):.2f} s a step"
+        for name, key in (("reward", "reward_mean"), ("held-out reward", "eval_reward")):
+            values = [row[key] for row in story.metrics if row.get(key) is not None]
+            if values:
+                yield name, f"{values[0]:.3f} first, {values[-1]:.3f} last"
+    if story.setting is not None:
+        setting = story.setting
+        roles = (("train", setting.home.train), ("generate", setting.home.generate), ("score", setting.home.score))
+        yield "slots at the start", ", ".join(f"{role} {compact(slots)}" for role, slots in roles if slots)
+        rules = (
+            ("pre-process", setting.use_pre_process_policy),
+            ("wait before the last iteration", setting.use_wait_before_last_iter_policy),
+        )
+        yield "policy", ", ".join([setting.policy, *(name for name, asked in rules if asked)])
+        yield "a step", f"{setting.groups_per_step} prompts with {setting.group_size} answers each"
+    if story.profiles:
+        yield "idle", f"{story.idle_share:.1%} of all slots' time"
+        yield "changes of roles", str(sum(profile.num_switches for profile in story.profiles))
+
+
+def _settings(config: Row, path: str = "") -> Iterator[tuple[str, str]]:
+    """Every key with its value, dotted."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from _settings(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", str(value)

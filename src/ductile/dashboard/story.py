@@ -1,0 +1,122 @@
+"""What a run's folder says about the run: everything that `ductile report` tells, as plain values.
+
+`events.jsonl` and `metrics.jsonl` are enough; `config.toml` and `summary.json` add to it where they are there. A run
+without profiles (`core.cluster.profile`) has no ownership timeline, and the story says so.
+"""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ductile.core.cluster.ledger import Activity, IdleCause, Span
+from ductile.core.cluster.profile import Setting, StepProfile
+from ductile.observe import read_jsonl
+
+Row = Mapping[str, Any]
+
+RESIZES = frozenset({"resized", "resize_rolled_back"})
+DECISIONS = frozenset({"decided", "switched", "refused"})
+
+
+class NoStory(Exception):
+    """The folder tells nothing. The text is a sentence that says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """An event: when, and its sentence."""
+
+    after_s: float
+    sentence: str
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    folder: str
+    setting: Setting | None
+    profiles: tuple[StepProfile, ...]
+    metrics: tuple[Row, ...]
+    """One row a step, the first may be step 0: the evaluation before training."""
+    decisions: tuple[Told, ...]
+    resizes: tuple[Told, ...]
+    others: tuple[Told, ...]
+    config: Row
+    missing: tuple[str, ...]
+    """What cannot be told, and why: sentences."""
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        return tuple(span for profile in self.profiles for span in profile.spans)
+
+    @property
+    def steps(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.metrics if row["step"] > 0)
+
+    def seconds(self) -> dict[tuple[Activity, IdleCause | None], float]:
+        """Slot-seconds by activity and cause, the most first."""
+        spent: dict[tuple[Activity, IdleCause | None], float] = {}
+        for span in self.spans:
+            spent[span.activity, span.cause] = spent.get((span.activity, span.cause), 0.0) + span.seconds
+        return dict(sorted(spent.items(), key=lambda item: -item[1]))
+
+    @property
+    def idle_share(self) -> float:
+        """Of the slot-seconds of the profiles."""
+        spent = self.seconds()
+        total_s = sum(spent.values())
+        idle_s = sum(seconds for (activity, _), seconds in spent.items() if activity == "idle")
+        return idle_s / total_s if total_s else 0.0
+
+
+def read_story(folder: Path) -> Story:
+    """Of the run's last life, but for its metrics, which are of all. Raises NoStory."""
+    if not folder.is_dir():
+        raise NoStory(f"there is no run {folder}: write the output_dir of one")
+    rows = read_jsonl(folder / "events.jsonl")
+    metrics = read_jsonl(folder / "metrics.jsonl")
+    if not rows and not metrics:
+        raise NoStory(f"{folder} holds no run that has begun: events.jsonl and metrics.jsonl are missing or empty")
+    starts = [place for place, row in enumerate(rows) if row["kind"] == "setting"]
+    life = rows[starts[-1] :] if starts else rows
+    setting, profiles, missing = _profiles(life)
+    began_s = float(life[0]["time"]) if life else 0.0
+    told = [Told(_after_s(row, began_s), str(row["sentence"]), str(row["kind"])) for row in rows]
+    config = folder / "config.toml"
+    if not config.exists():
+        missing.append("The configuration: there is no config.toml.")
+    if not any(row["step"] > 0 for row in metrics):
+        missing.append("Curves: no step is finished.")
+    return Story(
+        folder=str(folder),
+        setting=setting,
+        profiles=profiles,
+        metrics=tuple(metrics),
+        decisions=tuple(each for each in told if each.kind in DECISIONS),
+        resizes=tuple(each for each in told if each.kind in RESIZES),
+        others=tuple(each for each in told if each.kind not in DECISIONS | RESIZES | {"profile"}),
+        config=tomllib.loads(config.read_text()) if config.exists() else {},
+        missing=tuple(missing),
+    )
+
+
+def _profiles(life: Sequence[Row]) -> tuple[Setting | None, tuple[StepProfile, ...], list[str]]:
+    settings = [row for row in life if row["kind"] == "setting"]
+    rows = [row for row in life if row["kind"] == "profile"]
+    try:
+        setting = Setting.from_fields(settings[-1]) if settings else None
+        profiles = tuple(StepProfile.from_fields(row) for row in rows)
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"Who did what when: events.jsonl is of another version of ductile ({error!r} in a profile)."
+        return None, (), [what]
+    missing: list[str] = []
+    if not profiles:
+        missing.append("Who did what when, and where the time went: this run wrote no profiles of its steps.")
+    return setting, profiles, missing
+
+
+def _after_s(row: Row, began_s: float) -> float:
+    """Seconds since the slots had their roles, as the profiles count them."""
+    return float(row["at_s"]) if "at_s" in row else float(row["time"]) - began_s

@@ -1,0 +1,163 @@
+"""`ductile report`: one file that tells the run, whatever stands in its events."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from ductile.core.cluster.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
+from ductile.core.cluster.ledger import Span
+from ductile.core.cluster.placement import Placement
+from ductile.core.cluster.profile import Setting, StepProfile
+from ductile.core.cluster.state import Limits
+from ductile.dashboard.curve import HEIGHT, WIDTH, Curve
+from ductile.dashboard.ownership import MOST_ROWS, ownership
+from ductile.dashboard.report import render
+from ductile.dashboard.report_command import main
+from ductile.dashboard.story import read_story
+from ductile.observe import Recorder
+
+SPEEDS = Speeds(DecodeSpeed(0.01), 1e4, TrainSpeed(1e3))
+NASTY = '<script>alert("x")</script>'
+
+
+class Page(HTMLParser):
+    """Its visible text, the elements that it has, and everything that it would fetch."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.text, self.tags, self.fetched = "", [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.fetched += [value for name, value in attrs if name in ("src", "href", "xlink:href")]
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def write_run(folder, *, profiles=True, said="Slot 1 generate → train: nothing is left to generate."):
+    folder.mkdir(exist_ok=True)
+    record = Recorder(folder, clock=lambda: 1000.0)
+    setting = Setting(Placement((0,), (1,), (), "as said"), Limits(), "model", 2, 4, 2, 64, 128)
+    if profiles:
+        record.event("setting", "The model decides.", **setting.as_fields())
+    record.event("slot_started", "Slot 0 (train) runs on cpu.", slot=0)
+    record.event("decided", said, at_s=1.5, cost_s=0.1, gain_s=0.5)
+    record.event("resized", "Trainer resized from slot 0 to slots 0-1 in 0.21 s.")
+    for step in (1, 2):
+        start_s = 2.0 * (step - 1)
+        spans = (
+            Span(0, start_s, start_s + 0.5, "idle", "waiting_for_batch"),
+            Span(0, start_s + 0.5, start_s + 2.0, "train"),
+            Span(1, start_s, start_s + 1.0, "generate"),
+            Span(1, start_s + 1.0, start_s + 2.0, "idle", "queue_full"),
+        )
+        profile = StepProfile(step, start_s, start_s + 2.0, spans, (4, 7), 9.0, SPEEDS, SwitchCosts(), num_switches=1)
+        if profiles:
+            record.event("profile", f"Step {step} took 2 s.", **profile.as_fields())
+        row = {"reward_mean": 0.25 * step, "length_mean": 20.0 + step, "step_s": 2.0, "seconds/publish": 0.012}
+        record.metrics(step, {**row, "tokens_per_s_generate": 100.0})
+    record.close()
+    (folder / "config.toml").write_text('[model]\nname = "models/tiny"\n')
+    return folder
+
+
+def test_the_file_tells_the_run_and_needs_nothing_else(tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    assert main([str(run)]) == 0
+    assert f"Written: {run}/report.html" in capsys.readouterr().out
+    page = Page((run / "report.html").read_text())
+    assert page.fetched == []
+    for said in (
+        "2 of 2",
+        "0.250 first, 0.500 last",
+        "train 0, generate 1",
+        "37.5% of all slots' time",
+        "nothing is left to generate",
+        "Trainer resized from slot 0",
+        "model.name",
+        "models/tiny",
+    ):
+        assert said in page.text
+    assert "Missing" not in page.text
+
+
+def test_every_slot_second_is_drawn_and_counted_once(tmp_path):
+    story = read_story(write_run(tmp_path / "run"))
+    assert sum(story.seconds().values()) == pytest.approx(2 * 4.0)
+    assert story.seconds()["idle", "queue_full"] == pytest.approx(2.0)
+    picture = ownership(story.spans)
+    drawn = sum(float(width) for shape in picture.shapes for width in re.findall(r"h(\d[\d.]*)v", shape.path))
+    assert drawn == pytest.approx(2 * 4.0)
+    assert {shape.title for shape in picture.shapes} >= {"slot 0: train", "slot 1: idle (queue_full)"}
+
+
+@pytest.mark.parametrize("where", ["event", "config", "folder", "policy"])
+def test_nothing_that_a_run_says_is_run_by_the_page(tmp_path, where):
+    run = write_run(tmp_path / ("<script>alert(1)<" if where == "folder" else "run"), said=NASTY)
+    if where == "config":
+        (run / "config.toml").write_text(f"[orchestrator.task]\nname = {json.dumps(NASTY)}\n")
+    if where == "policy":
+        events = run / "events.jsonl"
+        events.write_text(events.read_text().replace('"model"', json.dumps(NASTY)))
+    text = render(read_story(run))
+    page = Page(text)
+    assert page.tags.count("script") == 1  # the page's own
+    assert "<script>alert" not in text
+    assert "alert(" in page.text  # it is shown, as text
+
+
+def test_a_run_without_profiles_has_its_curves_and_says_what_is_missing(tmp_path, capsys):
+    run = write_run(tmp_path / "run", profiles=False)
+    (run / "config.toml").unlink()
+    assert main(["--run", str(run), "--output", str(tmp_path / "r.html")]) == 0
+    assert "Missing: Who did what when" in capsys.readouterr().out
+    page = Page((tmp_path / "r.html").read_text())
+    assert "this run wrote no profiles of its steps" in page.text
+    assert "there is no config.toml" in page.text
+    assert page.tags.count("figure") == 4
+    assert "script" not in page.tags
+
+
+def test_profiles_of_another_version_are_said_and_not_drawn(tmp_path):
+    run = write_run(tmp_path / "run")
+    events = run / "events.jsonl"
+    events.write_text(events.read_text().replace('"spans"', '"stretches"'))
+    story = read_story(run)
+    assert story.profiles == ()
+    assert "of another version" in story.missing[0]
+    assert "Who did what when:" in Page(render(story)).text
+
+
+def test_a_run_that_has_just_begun_is_told_too(tmp_path):
+    record = Recorder(tmp_path)
+    record.event("slot_started", "Slot 0 runs.")
+    record.close()
+    assert "no step is finished" in Page(render(read_story(tmp_path))).text
+
+
+@pytest.mark.parametrize(
+    ("make", "said"), [(False, "There is no run"), (True, "holds no run that has begun: events.jsonl")]
+)
+def test_a_folder_without_a_run_is_told_in_a_sentence(tmp_path, capsys, make, said):
+    folder = tmp_path / "x"
+    if make:
+        folder.mkdir()
+    assert main([str(folder)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_many_slots_are_drawn_in_part():
+    picture = ownership([Span(slot, 0.0, 1.0, "train") for slot in range(200)])
+    assert (len(picture.slots), picture.num_slots) == (MOST_ROWS, 200)
+
+
+@pytest.mark.parametrize("values", [[1.0, 3.0, 2.0], [2.0, 2.0], [-5.0, 1e9]])
+def test_a_curve_stays_inside_its_picture(values):
+    line = Curve("x", "{}", tuple((float(step), value) for step, value in enumerate(values, 1))).line
+    points = [tuple(map(float, point.split(","))) for point in line.split()]
+    assert len(points) == len(values)
+    assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in points)
