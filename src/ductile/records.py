@@ -9,6 +9,7 @@ Per-token lists of one value always have the same length; `__post_init__` says s
 """
 
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -102,7 +103,7 @@ class Rollout:
 
     @property
     def oldest_version(self) -> int:
-        return min((v for v, sampled in zip(self.versions, self.mask, strict=True) if sampled), default=-1)
+        return min(compress(self.versions, self.mask), default=-1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ first, each to the generator that then has the least before it, those with room 
 import heapq
 from collections.abc import Collection, Mapping, Sequence
 
+import numpy as np
+
 from ductile.core.cluster.cost import carriage
 from ductile.core.cluster.lengths import Survival, survival
 from ductile.core.cluster.orders import Handoff, Move, Order
@@ -27,11 +29,10 @@ def length_model(state: ClusterState) -> Survival:
 def remaining_tokens(state: ClusterState, lengths: Survival | None = None) -> dict[str, float]:
     """Of every unfinished rollout; never more than its limit leaves."""
     lengths = lengths or length_model(state)
-    expected = lengths.remaining([rollout.generated for rollout in state.unfinished])
-    return {
-        rollout.id: min(float(tokens), float(rollout.limit - rollout.generated))
-        for rollout, tokens in zip(state.unfinished, expected, strict=True)
-    }
+    generated = np.array([rollout.generated for rollout in state.unfinished], float)
+    room = np.array([rollout.limit for rollout in state.unfinished], float) - generated
+    left = np.minimum(lengths.remaining(generated), room).tolist()
+    return dict(zip([rollout.id for rollout in state.unfinished], left, strict=True))
 
 
 def hand_off(
