@@ -6,9 +6,13 @@ is exact; a policy that reckons with them asks for more than the difference of t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
+
+Amount = TypeVar("Amount", float, npt.NDArray[np.float64])
+"""One number, or one for each of the plans that are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +27,8 @@ class DecodeSpeed:
     per_sequence_s: float = 0.0
     per_context_s: float = 0.0
 
-    def seconds(self, num_sequences: float, context_tokens: float = 0.0) -> float:
+    def seconds(self, num_sequences: Amount, context_tokens: Amount | float = 0.0) -> Amount:
         return self.step_s + self.per_sequence_s * num_sequences + self.per_context_s * context_tokens
-
-    def tokens_per_s(self, num_sequences: float, context_tokens: float = 0.0) -> float:
-        """All sequences together."""
-        return num_sequences / self.seconds(num_sequences, context_tokens) if num_sequences else 0.0
 
     @staticmethod
     def fit(points: Sequence[tuple[float, float, float]]) -> "DecodeSpeed":
@@ -63,9 +63,10 @@ class TrainSpeed:
     micro_step_s: float = 0.0
     """Of every micro-step, however small: messages, launches, the collective's start."""
 
-    def of(self, num_slots: float) -> float:
+    def of(self, num_slots: Amount) -> Amount:
         """Tokens a second of that many slots together, micro-steps being full."""
-        return self.tokens_per_s * num_slots / (1 + self.overhead * max(0.0, num_slots - 1)) if num_slots else 0.0
+        # abs: of no slots it is 0, whatever the overhead.
+        return self.tokens_per_s * num_slots / (1 + self.overhead * abs(num_slots - 1))
 
     def seconds(self, tokens_of_a_slot: float, num_slots: int) -> float:
         """Of one micro-step in which the busiest slot has that many tokens."""
@@ -120,8 +121,3 @@ def carriage(context_tokens: float, speeds: Speeds, costs: SwitchCosts) -> Carri
         return Carriage(False, prefill_s)
     send_s = context_tokens * costs.cache_bytes_per_token / costs.cache_bytes_per_s
     return Carriage(True, send_s) if send_s < prefill_s else Carriage(False, prefill_s)
-
-
-def micro_steps(tokens: float, num_slots: int, seq_len: int) -> int:
-    """How many micro-steps of `seq_len` tokens a slot that much work takes."""
-    return ceil(tokens / (seq_len * num_slots)) if tokens > 0 else 0

@@ -49,7 +49,7 @@ def survival(
     ended: lengths of answers that the model ended. cut: of those that hit a limit. unfinished: tokens so far.
     """
     edges = max_tokens * (np.arange(NUM_CELLS + 1) / NUM_CELLS) ** 1.5
-    deaths, censored = _histogram(ended, edges), _histogram([*cut, *unfinished], edges)
+    deaths, censored = histogram(ended, edges), histogram([*cut, *unfinished], edges)
     # In each cell: how many got as far as its start, and how many ended in it. Who was censored inside counts half.
     at_risk = _from_here(deaths + censored) - censored / 2
     prior = _prior(edges)
@@ -64,7 +64,8 @@ def survival(
     return Survival(edges, alive, np.minimum(rest, max_tokens - edges))
 
 
-def _histogram(lengths: Sequence[int], edges: Floats) -> Floats:
+def histogram(lengths: Sequence[int] | Floats, edges: Floats) -> Floats:
+    """How many are in each cell; those beyond the last edge count for the last cell."""
     return np.histogram(np.minimum(np.asarray(lengths, float), edges[-1]), edges)[0].astype(float)
 
 

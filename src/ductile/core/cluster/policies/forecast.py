@@ -12,12 +12,9 @@ Many plans are followed at once, as rows of arrays; a decision takes millisecond
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from ductile.core.cluster.lengths import Survival
+from ductile.core.cluster.lengths import Floats, Survival, histogram
 from ductile.core.cluster.state import ClusterState
-
-Floats = npt.NDArray[np.float64]
 
 NUM_AGES = 48
 NEVER = 0
@@ -59,7 +56,7 @@ def work(state: ClusterState, lengths: Survival) -> Work:
     edges = width * np.arange(NUM_AGES + 1, dtype=np.float64)
     alive = lengths.more_than(edges)
     generated = np.array([rollout.generated for rollout in state.unfinished], float)
-    ages = np.histogram(np.minimum(generated, state.max_tokens - 1e-6), edges)[0].astype(float)
+    ages = histogram(generated, edges)
     go_on = np.where(alive[:-1] > 1e-12, alive[1:] / np.maximum(alive[:-1], 1e-12), 0.0)
     prompts = [rollout.prompt_tokens for rollout in state.unfinished]
     prompt = state.lengths.prompt_mean or (sum(prompts) / len(prompts) if prompts else 0.0)
@@ -124,7 +121,7 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
             break
         each = np.maximum(running / generators, 1.0)
         context = (ages @ mean_age) / generators
-        token_s = speeds.decode.step_s + speeds.decode.per_sequence_s * each + speeds.decode.per_context_s * context
+        token_s = speeds.decode.seconds(each, context)
         # Once fewer than one is expected to be left, a round counts as much as it is likely to happen.
         seconds = todo.round_tokens * token_s * -np.expm1(-left)
         # Over-full generators take turns.
@@ -166,9 +163,9 @@ def _trained(
     # The trainer takes nothing before it has a full micro-batch for every slot, or a quarter of the batch.
     enough = np.minimum(train_slots * state.trainer.seq_len, todo.batch_tokens / 4)
     available = np.where(available >= np.maximum(1.0, enough), available, 0.0)
-    speed = state.speeds.train
-    per_s = speed.tokens_per_s * train_slots / (1 + speed.overhead * np.maximum(0.0, train_slots - 1))
-    return np.clip(np.maximum(0.0, seconds - busy_s) * per_s, 0.0, np.maximum(0.0, available))
+    return np.clip(
+        np.maximum(0.0, seconds - busy_s) * state.speeds.train.of(train_slots), 0.0, np.maximum(0.0, available)
+    )
 
 
 def _fewer(plans: Plans, generators: Floats, left: Floats, num_rounds: int) -> Floats:
