@@ -5,12 +5,12 @@ streaming   a target buffer is allocated when its first bytes come, a source buf
             gone: the peak stays near the larger of the two states, and there is no way back
 """
 
-import ctypes
 from collections.abc import Callable, Iterable, MutableMapping
 
 import torch
 
 from ductile.core.transfer.plan import Part, Plan
+from ductile.fabric import heap
 from ductile.fabric.memory import Memory, copy
 
 Allocate = Callable[[str, str, int], torch.Tensor]
@@ -19,7 +19,6 @@ Allocate = Callable[[str, str, int], torch.Tensor]
 
 TRIMS = 16
 """How often a streaming slot gives freed memory back to the system, about."""
-_libc = ctypes.CDLL(None)
 
 
 class Shadow:
@@ -111,7 +110,7 @@ class Streaming:
             del self._source[name]
         if self._freed_bytes > self._old_bytes // TRIMS:
             # The C library keeps freed pieces for later, and same-sized aligned ones do not fit into the holes.
-            _libc.malloc_trim(0)
+            heap.give_back()
             self._freed_bytes = 0
 
     def finish(self) -> None:
