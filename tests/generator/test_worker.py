@@ -1,9 +1,13 @@
 """The generate role by its commands and events, with weights from a real publisher."""
 
+import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ductile.config.inference import InferenceConfig
 from ductile.generator.limits import RequestRefused
@@ -12,16 +16,41 @@ from ductile.model.checkpoint import load_model
 from ductile.records import GenerateRequest, Generation
 from ductile.roles import Place, Refused
 from ductile.weights.publisher import Publisher
-from ductile.wire.messages import Abort, Done, EngineStats, Finished, Generate, Receive, Withdraw
+from ductile.weights.subscriber import WeightsUnavailable, receive
+from ductile.wire.messages import (
+    Abort,
+    Done,
+    EngineStats,
+    Finished,
+    Forget,
+    Generate,
+    HandedOff,
+    HandOff,
+    Lend,
+    Published,
+    Receive,
+    TakeBack,
+    Withdraw,
+)
 from tests.generator.conftest import Family, request, run
 from tests.tiny import make_model_folder
 
 PLACE = Place(slot=3, members=(3,), epoch=1, device="cpu")
 
 
-def role(family: Family, **config: Any) -> GenerateRole:
+def role(family: Family, place: Place = PLACE, **config: Any) -> GenerateRole:
     settings = {"model": {"name": str(family.folder), "max_model_len": 64}} | config
-    return GenerateRole(InferenceConfig.model_validate(settings).model_dump(), PLACE)
+    return GenerateRole(InferenceConfig.model_validate(settings).model_dump(), place)
+
+
+def joiner(family: Family, folder: Path) -> GenerateRole:
+    """Holds a role over a folder that has no weights."""
+    shutil.copytree(family.folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    return role(Family(folder, family.tokenizer), replace(PLACE, joining=True))
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 def finish(role: GenerateRole) -> tuple[dict[str, Generation], EngineStats]:
@@ -103,3 +132,109 @@ def test_other_commands_are_refused(qwen3: Family) -> None:
 def test_a_role_needs_a_model() -> None:
     with pytest.raises(ValueError, match=r"model\.name is not set"):
         GenerateRole(InferenceConfig().model_dump(), PLACE)
+
+
+def test_a_handed_off_request_ends_elsewhere_as_if_it_had_stayed(qwen3: Family) -> None:
+    asked = tuple(request(str(i), "hello " * 3, 20, temperature=1.0) for i in range(3))
+    expected = run(qwen3.engine(), list(asked))
+    source, target = role(qwen3), role(qwen3)
+    source.handle(Generate(asked))
+    for _ in range(5):
+        source.step()
+    answer = source.handle(HandOff(("0", "2", "nobody"), with_cache=("0",)))
+    assert isinstance(answer, HandedOff)
+    assert [(one.id, len(one.generated)) for one in answer.requests] == [("0", 5), ("2", 5)]
+    assert answer.caches.keys() == {"0"}
+    assert target.handle(Generate(answer.requests, answer.caches)) == Done()
+    assert source.handle(Forget(("0",))) == Done()
+    done = finish(target)[0] | finish(source)[0]
+    assert {id: one.token_ids for id, one in done.items()} == {id: one.token_ids for id, one in expected.items()}
+
+
+def test_a_cache_that_is_gone_is_said_and_computed_again(qwen3: Family, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = role(qwen3), role(qwen3)
+    source.handle(Generate((request("a", "hello", 20),)))
+    source.step()
+    answer = source.handle(HandOff(("a",), ("a",)))
+    source.close()
+    target.handle(Generate(answer.requests, answer.caches))
+    done, _ = finish(target)
+    assert done["a"].token_ids == run(qwen3.engine(), [request("a", "hello", 20)])["a"].token_ids
+    assert "the context of request a is computed again: the cache is gone: /proc/" in capsys.readouterr().err
+
+
+def test_a_generator_that_gave_everything_away_says_so(qwen3: Family) -> None:
+    held = role(qwen3)
+    held.handle(Generate((request("a", "hello", 20),)))
+    held.step()
+    held.handle(HandOff(("a",)))
+    done, stats = finish(held)
+    assert not done
+    assert (stats.num_running, stats.num_tokens, stats.generated) == (0, 1, {})
+
+
+def test_statistics_say_how_far_each_request_is_and_how_long_steps_took(qwen3: Family) -> None:
+    held = role(qwen3)
+    held.handle(Generate((request("a", "hello", 3), request("b", "hello", 9))))
+    (first,) = [event for event in held.step() if isinstance(event, EngineStats)]
+    assert first.generated == {"a": 1, "b": 1}
+    assert first.decoded == ()
+    assert first.prefilled[0] == 10
+    assert first.prefilled[1] > 0
+    _, last = finish(held)
+    assert last.generated == {}
+    assert last.prefilled == (0, 0.0)
+    # Two steps with contexts of 6 + 6 and 7 + 7 tokens, then six of "b" alone, with 8 to 13.
+    assert [point[:2] for point in last.decoded] == [(1.0, 10.5), (2.0, 13.0)]
+    assert all(seconds > 0 for _, _, seconds in last.decoded)
+
+
+def test_a_joiner_reads_no_weights_and_does_nothing_without_them(qwen3: Family, tmp_path: Path) -> None:
+    joining = joiner(qwen3, tmp_path / "model")
+    for command in (Generate((request("a", "hello"),)), Lend("generate")):
+        with pytest.raises(Refused, match=r"slot 3 joins .* cannot execute (Generate|Lend) before the first Receive"):
+            joining.handle(command)
+    assert not joining.has_work()
+    assert joining.handle(HandOff(("a",))) == HandedOff(())
+    joining.close()
+
+
+def test_a_joiner_with_lent_weights_is_like_the_lender(qwen3: Family, tmp_path: Path) -> None:
+    """Bit for bit, and under the lender's version; and it can lend them to the next."""
+    publisher = Publisher()
+    other = make_model_folder(tmp_path / "other", "qwen3", seed=1)
+    lender = role(qwen3)
+    lender.handle(Receive("generate", publisher.publish(7, load_model(other).named_parameters())))
+    publisher.close()
+    joiners = [joiner(qwen3, tmp_path / str(number)) for number in range(2)]
+    for source, target in ((lender, joiners[0]), (joiners[0], joiners[1])):
+        lent = source.handle(Lend("generate"))
+        assert isinstance(lent, Published)
+        assert lent.manifest is not None
+        assert lent.manifest.version == 7
+        assert target.handle(Receive("generate", lent.manifest)) == Done()
+        assert source.handle(TakeBack("generate")) == Done()
+        with pytest.raises(WeightsUnavailable, match="version 7 is gone"):
+            receive(lent.manifest)
+    found = receive(joiners[1].handle(Lend("generate")).manifest)
+    for name, tensor in load_model(other).named_parameters():
+        assert torch.equal(found[name], tensor)
+    joiners[1].handle(Generate((request("r", "hello", 8),)))
+    done, stats = finish(joiners[1])
+    assert (
+        done["r"].token_ids == run(Family(other, qwen3.tokenizer).engine(), [request("r", "hello", 8)])["r"].token_ids
+    )
+    assert done["r"].versions == (7,) * 8
+    assert stats.version == 7
+
+
+def test_closing_frees_what_was_lent_and_kept_for_others(qwen3: Family) -> None:
+    held = role(qwen3)
+    before = open_files()
+    held.handle(Generate(tuple(request(str(i), "hello", 20) for i in range(3))))
+    held.step()
+    held.handle(HandOff(("0", "1", "2"), ("0", "1", "2")))
+    held.handle(Lend("generate"))
+    assert open_files() == before + 4
+    held.close()
+    assert open_files() == before

@@ -44,6 +44,14 @@ class KVCache:
         self.block_size = block_size
         self.num_tokens = num_blocks * block_size
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.keys.dtype
+
+    def shape_outside(self, num_tokens: int) -> tuple[int, ...]:
+        """Of what `take_out` returns."""
+        return (2, self.keys.shape[0], num_tokens, *self.keys.shape[-2:])
+
     @staticmethod
     def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
         return 2 * spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
@@ -59,6 +67,26 @@ class KVCache:
         k = self.keys[layer].index_select(0, blocks.flatten()).view(shape)
         v = self.values[layer].index_select(0, blocks.flatten()).view(shape)
         return k.transpose(1, 2), v.transpose(1, 2)
+
+    def take_out(self, blocks: Sequence[int], num_tokens: int) -> Tensor:
+        """A copy, on the CPU, of the first tokens of the sequence that has these blocks: [2, layers, tokens, K, D]."""
+        slots = self._slots(blocks, 0, num_tokens)
+        content = self.keys.new_empty(self.shape_outside(num_tokens))
+        for cached, part in zip((self.keys, self.values), content, strict=True):
+            torch.index_select(cached.flatten(1, 2), 1, slots, out=part)
+        return content.cpu()
+
+    def put_in(self, blocks: Sequence[int], start: int, end: int, content: Tensor) -> None:
+        """Tokens `start : end` of what `take_out` returned, into the blocks of another sequence."""
+        slots = self._slots(blocks, start, end)
+        for cached, part in zip((self.keys, self.values), content, strict=True):
+            cached.flatten(1, 2).index_copy_(1, slots, part[:, start:end].to(cached.device))
+
+    def _slots(self, blocks: Sequence[int], start: int, end: int) -> Tensor:
+        """Where these tokens of a sequence lie in its blocks."""
+        positions = torch.arange(start, end)
+        slots = torch.tensor(blocks)[positions // self.block_size] * self.block_size + positions % self.block_size
+        return slots.to(self.keys.device)
 
 
 class PagedAttention:

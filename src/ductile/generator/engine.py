@@ -1,7 +1,7 @@
 """Continuous batching on one device. A step: schedule, run the model once, sample, report what ended.
 
-`add` and `abort` may come between any two steps; so may `load_weights`: every token remembers the version it was
-sampled from. Nothing here blocks, sleeps or knows of processes.
+`add`, `abort` and `hand_off` may come between any two steps; so may `load_weights`: every token remembers the version
+it was sampled from. Nothing here blocks, sleeps or knows of processes.
 """
 
 import math
@@ -14,13 +14,15 @@ from torch.nn import functional as F
 from ductile.config.inference import InferenceConfig
 from ductile.core.layout.spec import ModelSpec
 from ductile.generator.attention import KVCache, PagedAttention, order_for_attention
+from ductile.generator.handoff import CacheUnavailable, HandedCache, fetch
 from ductile.generator.kv_cache import BlockPool
 from ductile.generator.limits import Limits, RequestRefused
+from ductile.generator.pace import StepLoad
 from ductile.generator.sampler import sample, stream_key
 from ductile.generator.scheduler import Chunk, Scheduler
 from ductile.generator.sequence import Sequence
 from ductile.model.transformer import Transformer
-from ductile.records import FinishReason, GenerateRequest, Generation
+from ductile.records import CacheNote, FinishReason, GenerateRequest, Generation
 from ductile.wire.messages import EngineStats
 
 
@@ -57,6 +59,8 @@ class Engine:
         """Ended outside of a step, reported by the next one."""
         self._num_arrived = 0
         self._num_sampled = 0
+        self.last_step: StepLoad | None = None
+        """What the last step computed; None when it had nothing to compute."""
 
     def check(self, *requests: GenerateRequest) -> None:
         """Raise `RequestRefused` when adding these, one after the other, would."""
@@ -67,8 +71,19 @@ class Engine:
                 raise RequestRefused(request.id, reason)
             ids.add(request.id)
 
-    def add(self, request: GenerateRequest) -> None:
-        """Take a request, a new one or one that another engine began. Raises `RequestRefused`."""
+    def fetch(self, note: CacheNote, request: GenerateRequest) -> HandedCache:
+        """What another engine computed of a request's context. Raises `CacheUnavailable`, whose text says why it must
+        be computed again."""
+        if note.version != self.version:
+            raise CacheUnavailable(f"was computed under version {note.version}, and {self.version} is live here")
+        num_known = len(request.prompt) + len(request.generated)
+        if note.num_tokens > num_known:
+            raise CacheUnavailable(f"has {note.num_tokens} tokens, and the request {num_known}")
+        return fetch(note, self._cache.shape_outside(note.num_tokens), self._cache.dtype)
+
+    def add(self, request: GenerateRequest, cache: HandedCache | None = None) -> None:
+        """Take a request, a new one or one that another engine began, with what `fetch` returned for it just now.
+        Raises `RequestRefused`."""
         self.check(request)
         stops = frozenset(request.sampling.stop_token_ids)
         sequence = Sequence(
@@ -77,6 +92,7 @@ class Engine:
             stream=stream_key(request.sampling.seed, self.config.seed, request.id),
             max_len=self.limits.max_len(len(request.prompt), request.sampling.max_tokens),
             stop_ids=stops if request.sampling.ignore_eos else stops | self._eos_token_ids,
+            handed=cache,
         )
         self._num_arrived += 1
         reason = sequence.finish_reason(self._decode)  # one that was handed over may have said its last word already
@@ -92,6 +108,25 @@ class Engine:
             if id in self._live:
                 self._ended.append(self._end(self._live[id], "abort"))
 
+    def hand_off(
+        self, ids: Collection[str], with_cache: Collection[str] = ()
+    ) -> tuple[list[GenerateRequest], dict[str, HandedCache]]:
+        """Forget these and return them as requests that go on where they are; ids that have ended are left out.
+
+        A cache goes along for those in `with_cache` that have one, when all of it is of the live weights.
+        """
+        requests: list[GenerateRequest] = []
+        caches: dict[str, HandedCache] = {}
+        for id in ids:
+            sequence = self._live.pop(id, None)
+            if sequence is None:
+                continue
+            if id in with_cache and (cache := self._computed(sequence)):
+                caches[id] = cache
+            self.scheduler.remove(sequence)
+            requests.append(sequence.so_far())
+        return requests, caches
+
     def has_work(self) -> bool:
         return bool(self._live or self._ended)
 
@@ -106,6 +141,9 @@ class Engine:
     def step(self) -> list[Generation]:
         """Run every scheduled sequence a little further. Returns the requests that ended."""
         chunks = order_for_attention(self.scheduler.schedule())
+        self.last_step = StepLoad.of(chunks, len(self.scheduler.fills)) if chunks else None
+        for fill in self.scheduler.fills:
+            self._cache.put_in(fill.sequence.blocks, fill.start, fill.end, fill.cache.content)
         if chunks:
             ready, logits = self._run(chunks)
             if ready:
@@ -138,6 +176,10 @@ class Engine:
         self.version = version
         self.scheduler.weights_changed(keep_cache=self.config.keep_cache_on_update)
 
+    def num_generated(self) -> dict[str, int]:
+        """By request in flight."""
+        return {id: sequence.num_generated for id, sequence in self._live.items()}
+
     def stats(self) -> EngineStats:
         return EngineStats(
             num_running=len(self.scheduler.running),
@@ -147,6 +189,12 @@ class Engine:
             cache_used=1 - self.pool.num_free / self.pool.num_blocks,
             version=self.version,
         )
+
+    def _computed(self, sequence: Sequence) -> HandedCache | None:
+        if sequence.num_computed and self.scheduler.is_pure(sequence):
+            content = self._cache.take_out(sequence.blocks, sequence.num_computed)
+            return HandedCache(content, self.version)
+        return sequence.handed  # it came with one, and waits
 
     def _run(self, chunks: list[Chunk]) -> tuple[list[Sequence], Tensor]:
         """One forward pass. Returns the sequences whose next token can be sampled, and its logits [N, V]."""

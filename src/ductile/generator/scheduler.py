@@ -3,7 +3,8 @@
 1. Sequences that decode go first, one token each. When no block is left for one of them, the last in order loses its
    blocks and waits (it is recomputed later), until there is one.
 2. What is left of the token budget goes to prefills under way, then to waiting sequences, in order, as long as there
-   is a place, budget, and blocks for all their known tokens and one more.
+   is a place, budget, and blocks for all their known tokens and one more. One that came with a cache from another
+   engine computes only what that lacks: the blocks are to be filled from it before the step runs (`fills`).
 3. Full blocks are registered when they are scheduled: the step writes keys and values before it reads them, so the
    members of a group that start together share their prompt's blocks already.
 
@@ -14,6 +15,7 @@ that cannot fit alone is refused before it comes here.
 from bisect import insort
 from dataclasses import dataclass
 
+from ductile.generator.handoff import HandedCache
 from ductile.generator.kv_cache import BlockPool, extend_keys
 from ductile.generator.sequence import Sequence
 
@@ -40,6 +42,16 @@ class Chunk:
         return self.end == len(self.sequence.tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Tokens `start : end` of a cache that came with a sequence go into its blocks."""
+
+    sequence: Sequence
+    cache: HandedCache
+    start: int
+    end: int
+
+
 class Scheduler:
     def __init__(
         self, pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int, share_prefixes: bool = True
@@ -51,6 +63,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         """In order, as `waiting` is. Exactly these hold blocks."""
         self.waiting: list[Sequence] = []
+        self.fills: list[Fill] = []
+        """What must be done before the step that was scheduled last."""
         self.num_preempted = 0
         self._salt = 0
 
@@ -68,13 +82,20 @@ class Scheduler:
     def weights_changed(self, keep_cache: bool) -> None:
         """What is in the cache belongs to older weights. Running sequences compute theirs again, or keep it."""
         self._salt += 1
+        for sequence in self.waiting:
+            sequence.handed = None
         if not keep_cache:
             while self.running:
                 self._back_to_waiting(self.running[-1])
 
+    def is_pure(self, sequence: Sequence) -> bool:
+        """Whether all that it has in its blocks was computed under the live weights."""
+        return sequence.salt == self._salt
+
     def schedule(self) -> list[Chunk]:
         """The next step's chunks; empty only when nothing runs or waits."""
         chunks: list[Chunk] = []
+        self.fills = []
         budget = self.max_num_batched_tokens
         preempted_before = self.num_preempted
         for sequence in [s for s in self.running if s.num_pending == 1]:
@@ -128,12 +149,18 @@ class Scheduler:
         sequence.num_computed = len(shared) * self.pool.block_size
         sequence.num_registered = len(shared)
         sequence.salt = self._salt
+        cache, sequence.handed = sequence.handed, None
+        if cache:
+            end = min(cache.num_tokens, len(sequence.tokens) - 1)  # one is computed here too
+            if end > sequence.num_computed:
+                self.fills.append(Fill(sequence, cache, sequence.num_computed, end))
+                sequence.num_computed = end
         return True
 
     def _take(self, sequence: Sequence, count: int) -> Chunk:
         chunk = Chunk(sequence, sequence.num_computed, count)
         sequence.num_computed += count
-        if self.share_prefixes and sequence.salt == self._salt:
+        if self.share_prefixes and self.is_pure(sequence):
             num_full = sequence.num_computed // self.pool.block_size
             if num_full > sequence.num_registered:
                 extend_keys(sequence.keys, sequence.tokens, self.pool.block_size, self._salt)

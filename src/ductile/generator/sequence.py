@@ -1,8 +1,9 @@
 """A request on its way: its tokens so far, what of them is in the cache, and when it ends."""
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from ductile.generator.handoff import HandedCache
 from ductile.records import FinishReason, GenerateRequest, Generation
 
 
@@ -16,6 +17,8 @@ class Sequence:
     max_len: int
     """Prompt plus answer, in tokens, at which it ends."""
     stop_ids: Collection[int]
+    handed: HandedCache | None = None
+    """What another engine has computed of it, until it gets blocks here or the weights change."""
     tokens: list[int] = field(init=False)
     """Prompt, then answer."""
     logprobs: list[float] = field(init=False)
@@ -66,6 +69,11 @@ class Sequence:
         reach = 1 + max(len(text.encode()) for text in self.request.sampling.stop)
         tail = decode(self.tokens[-min(reach, self.num_generated) :])
         return any(text in tail for text in self.request.sampling.stop)
+
+    def so_far(self) -> GenerateRequest:
+        """What another engine needs to go on with it."""
+        answer = tuple(self.tokens[len(self.request.prompt) :])
+        return replace(self.request, generated=answer, logprobs=tuple(self.logprobs), versions=tuple(self.versions))
 
     def generation(self, reason: FinishReason) -> Generation:
         answer = self.tokens[len(self.request.prompt) :]

@@ -1,71 +1,157 @@
 """The generate role of a slot: an engine, fed by commands, that reports by events."""
 
+import sys
 import time
+from collections.abc import Mapping
 from typing import Any, Literal
 
+import msgspec
 import torch
 
 from ductile.config.inference import InferenceConfig
+from ductile.fabric import heap
 from ductile.generator.engine import Engine
-from ductile.model.checkpoint import load_model
+from ductile.generator.handoff import CacheUnavailable, HandedCache, Shelf
+from ductile.generator.pace import Pace
+from ductile.model.checkpoint import empty_model, load_model, read_spec
+from ductile.records import CacheNote, GenerateRequest, Manifest
 from ductile.roles import Place, Refused
 from ductile.tasks.tokenizer import Tokenizer
+from ductile.weights.publisher import Publisher
 from ductile.weights.subscriber import receive
-from ductile.wire.messages import Abort, Done, EngineStats, Finished, Generate, Receive
+from ductile.wire.messages import (
+    Abort,
+    Done,
+    EngineStats,
+    Finished,
+    Forget,
+    Generate,
+    HandedOff,
+    HandOff,
+    Lend,
+    Published,
+    Receive,
+    TakeBack,
+)
 
-STATS_EVERY_S = 1.0
+STATS_EVERY_S = 0.5
 
 
 class GenerateRole:
-    """`ductile.roles.SlotRole`. `settings` is a dumped `InferenceConfig`."""
+    """`ductile.roles.SlotRole`. `settings` is a dumped `InferenceConfig`. A slot that joins has no weights before its
+    first `Receive`."""
 
     def __init__(self, settings: dict[str, Any], place: Place) -> None:
         self._place = place
-        self._engine = load_engine(InferenceConfig.model_validate(settings), place.device)
+        self._has_weights = not place.joining
+        self._engine = load_engine(
+            InferenceConfig.model_validate(settings), place.device, with_weights=self._has_weights
+        )
+        self._shelf = Shelf()
+        self._lent = Publisher()
+        self._pace = Pace()
         self._stats_due = time.monotonic()
+        self._stats_owed = False
+        """Requests left, so that the last statistics are wrong, also if there is nothing to do any more."""
 
-    def handle(self, command: Any) -> Done:
+    def handle(self, command: Any) -> Any:
         """All of a `Generate`'s requests are taken, or none: it raises `RequestRefused` before the first."""
         match command:
-            case Generate(requests=requests):
-                self._engine.check(*requests)
-                for request in requests:
-                    self._engine.add(request)
+            case Generate(requests=requests, caches=caches):
+                self._needs_weights(command)
+                self._generate(requests, caches)
             case Abort(ids=ids):
                 self._engine.abort(ids)
+            case HandOff(ids=ids, with_cache=with_cache):
+                return self._hand_off(ids, with_cache)
+            case Forget(ids=ids):
+                self._shelf.forget(ids)
             case Receive(manifest=manifest):
                 self._engine.load_weights(receive(manifest), manifest.version)
+                self._has_weights = True
+            case Lend():
+                self._needs_weights(command)
+                return Published(self._lend())
+            case TakeBack():
+                self._lent.close()
             case _:
                 raise Refused(f"slot {self._place.slot} generates; it cannot execute {type(command).__name__}")
         return Done()
 
     def has_work(self) -> bool:
-        return self._engine.has_work()
+        return self._engine.has_work() or self._stats_owed
 
     def step(self) -> list[Finished | EngineStats]:
         events: list[Finished | EngineStats] = []
+        start = time.perf_counter()
         generations = self._engine.step()
+        if self._engine.last_step is not None:
+            self._pace.saw(self._engine.last_step, time.perf_counter() - start)
         if generations:
             events.append(Finished(tuple(generations)))
         now = time.monotonic()
         if now >= self._stats_due or not self._engine.has_work():
-            events.append(self._engine.stats())
+            events.append(self._stats())
             self._stats_due = now + STATS_EVERY_S
+            self._stats_owed = False
         return events
 
     def close(self) -> None:
+        self._shelf.close()
+        self._lent.close()
         del self._engine
+        heap.give_back()
         if self._place.device.startswith("cuda"):
             torch.cuda.empty_cache()
 
+    def _needs_weights(self, command: Generate | Lend) -> None:
+        if not self._has_weights:
+            raise Refused(
+                f"slot {self._place.slot} joins the generators and has no weights yet: it cannot execute "
+                f"{type(command).__name__} before the first Receive"
+            )
 
-def load_engine(config: InferenceConfig, device: str, tokenizer: Tokenizer | None = None) -> Engine:
-    """The engine over the folder that `model.name` says. Raises `ModelFolderError`, `TokenizerError`, `ValueError`."""
+    def _generate(self, requests: tuple[GenerateRequest, ...], caches: Mapping[str, CacheNote]) -> None:
+        self._engine.check(*requests)
+        for request in requests:
+            self._engine.add(request, self._fetch(request, caches.get(request.id)))
+
+    def _fetch(self, request: GenerateRequest, note: CacheNote | None) -> HandedCache | None:
+        if note is None:
+            return None
+        try:
+            return self._engine.fetch(note, request)
+        except CacheUnavailable as why:
+            print(f"the context of request {request.id} is computed again: the cache {why}", file=sys.stderr)
+            return None
+
+    def _hand_off(self, ids: tuple[str, ...], with_cache: tuple[str, ...]) -> HandedOff:
+        requests, caches = self._engine.hand_off(ids, frozenset(with_cache))
+        self._stats_owed = True
+        return HandedOff(tuple(requests), {id: self._shelf.put(id, cache) for id, cache in caches.items()})
+
+    def _lend(self) -> Manifest:
+        return self._lent.lend(self._engine.version, self._engine.model.named_parameters())
+
+    def _stats(self) -> EngineStats:
+        decoded, prefilled = self._pace.tell()
+        generated = self._engine.num_generated()
+        return msgspec.structs.replace(self._engine.stats(), generated=generated, decoded=decoded, prefilled=prefilled)
+
+
+def load_engine(
+    config: InferenceConfig, device: str, tokenizer: Tokenizer | None = None, with_weights: bool = True
+) -> Engine:
+    """The engine over the folder that `model.name` says; without weights only its `config.json` and tokenizer are read.
+    Raises `ModelFolderError`, `TokenizerError`, `ValueError`."""
     if config.model.name is None:
         raise ValueError("model.name is not set; it must be a Hugging Face model folder")
     tokenizer = tokenizer or Tokenizer.from_folder(config.model.name, config.model.chat_template)
     dtype = resolve_dtype(config.model.dtype, device)
-    model = load_model(config.model.name, dtype=dtype, device=device)
+    if with_weights:
+        model = load_model(config.model.name, dtype=dtype, device=device)
+    else:
+        model = empty_model(read_spec(config.model.name), dtype, device)
     return Engine(model, config, tokenizer.eos_token_ids, tokenizer.decode, device)
 
 

@@ -61,15 +61,20 @@ def load_model(
     spec = read_spec(folder)
     if num_layers is not None:
         spec = truncate(spec, num_layers, folder)
-    with torch.device("meta"):
-        model = Transformer(spec)
-    model = model.to(dtype).to_empty(device=device)
+    model = empty_model(spec, dtype, device)
     tensors = random_tensors(spec, seed) if random_init else read_tensors(folder, spec)
     ours = dict(model.named_parameters())
     with torch.no_grad():
         for name, tensor in tensors:
             ours[name].copy_(tensor)
     return model
+
+
+def empty_model(spec: ModelSpec, dtype: torch.dtype, device: str | torch.device) -> Transformer:
+    """For weights that come from elsewhere: they are whatever lay in that memory."""
+    with torch.device("meta"):
+        model = Transformer(spec)
+    return model.to(dtype).to_empty(device=device)
 
 
 def truncate(spec: ModelSpec, num_layers: int, folder: str | Path) -> ModelSpec:

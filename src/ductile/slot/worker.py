@@ -28,10 +28,13 @@ from ductile.wire.messages import (
     Envelope,
     ExportModel,
     Failed,
+    Forget,
     ForwardBackward,
     Freeze,
     Generate,
+    HandOff,
     Hold,
+    Lend,
     LoadState,
     Move,
     OptimStep,
@@ -47,16 +50,17 @@ from ductile.wire.messages import (
     Score,
     Settle,
     Stop,
+    TakeBack,
     Withdraw,
 )
 
 HANDLED_BY: dict[type[Any], RoleName] = {
     **dict.fromkeys((ForwardBackward, OptimStep, Publish, Withdraw, SaveState, LoadState, ExportModel), "train"),
     **dict.fromkeys((Prepare, Ready, Freeze, Move, Commit, Rollback, Settle), "train"),
-    **dict.fromkeys((Generate, Abort), "generate"),
+    **dict.fromkeys((Generate, Abort, HandOff, Forget), "generate"),
     Score: "score",
 }
-"""`Receive` says itself which role it is for."""
+"""`Receive`, `Lend` and `TakeBack` say themselves which role they are for."""
 
 
 class SlotSettings(msgspec.Struct, frozen=True):
@@ -78,7 +82,7 @@ class Worker:
     def __init__(self, settings: SlotSettings, link: Link) -> None:
         self._settings = settings
         self._link = link
-        self._roles: dict[str, SlotRole] = {}
+        self._roles: dict[RoleName, SlotRole] = {}
         self._leaving = False
 
     def run(self) -> None:
@@ -118,9 +122,11 @@ class Worker:
         for name, role in self._roles.items():
             if role.has_work():
                 with self._link.busy(f"a step of {name}"):
-                    events = role.step()
-                for event in events:
-                    self._link.send(0, event)
+                    self._give_turn(role)
+
+    def _give_turn(self, role: SlotRole) -> None:
+        for event in role.step():
+            self._link.send(0, event)
 
     def _execute(self, epoch: int, command: Command) -> Reply:
         if epoch < self._link.epoch:
@@ -141,8 +147,13 @@ class Worker:
                 finally:  # or the slot could never hold it again
                     del self._roles[command.role]
                 return Done()
-            case Receive():
+            case Receive() | Lend() | TakeBack():
                 return self._role(command.role).handle(command)
+            case HandOff():
+                role = self._role("generate")
+                if role.has_work():  # what has ended is told first, as the answer lists only what goes on
+                    self._give_turn(role)
+                return role.handle(command)
             case _:
                 return self._role(HANDLED_BY[type(command)]).handle(command)
 
@@ -159,7 +170,7 @@ class Worker:
         self._roles[command.role] = make(command.settings, place)
         return Done()
 
-    def _role(self, name: str) -> SlotRole:
+    def _role(self, name: RoleName) -> SlotRole:
         if name not in self._roles:
             held = ", ".join(self._roles) or "none"
             raise ValueError(f"this slot does not hold the role {name!r} (it holds: {held})")

@@ -1,0 +1,86 @@
+"""How long the engine's steps take, by what they computed: measured where they run, told with the statistics."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ductile.generator.scheduler import Chunk
+
+MOST_POINTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoad:
+    """What one step computed."""
+
+    num_sequences: int
+    num_tokens: int
+    context_tokens: int
+    """Of all its sequences together, the new tokens included."""
+    num_fills: int
+    """Caches that were copied in before."""
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], num_fills: int) -> "StepLoad":
+        return cls(len(chunks), sum(chunk.count for chunk in chunks), sum(chunk.end for chunk in chunks), num_fills)
+
+    @property
+    def only_decodes(self) -> bool:
+        return self.num_tokens == self.num_sequences
+
+
+@dataclass(slots=True)
+class _Steps:
+    """Some that only decoded."""
+
+    num_steps: int = 0
+    sequences: int = 0
+    context_tokens: int = 0
+    seconds: float = 0.0
+
+    def point(self) -> tuple[float, float, float]:
+        return (self.sequences / self.num_steps, self.context_tokens / self.num_steps, self.seconds / self.num_steps)
+
+
+class Pace:
+    """Collects steps until they are told. Steps that copied a handed-over cache are not typical, and left out."""
+
+    def __init__(self) -> None:
+        self._decodes: dict[int, _Steps] = {}
+        """By number of sequences."""
+        self._prefilled = (0, 0.0)
+
+    def saw(self, load: StepLoad, seconds: float) -> None:
+        if load.num_fills:
+            return
+        if not load.only_decodes:
+            self._prefilled = (self._prefilled[0] + load.num_tokens, self._prefilled[1] + seconds)
+            return
+        steps = self._decodes.setdefault(load.num_sequences, _Steps())
+        steps.num_steps += 1
+        steps.sequences += load.num_sequences
+        steps.context_tokens += load.context_tokens
+        steps.seconds += seconds
+
+    def tell(self) -> tuple[tuple[tuple[float, float, float], ...], tuple[int, float]]:
+        """(decoded, prefilled) as `EngineStats` has them, since the last time."""
+        decoded = _points([self._decodes[size] for size in sorted(self._decodes)])
+        prefilled = self._prefilled
+        self._decodes, self._prefilled = {}, (0, 0.0)
+        return decoded, prefilled
+
+
+def _points(sizes: Sequence[_Steps]) -> tuple[tuple[float, float, float], ...]:
+    """One for each size, or for some neighbouring ones together when there are too many."""
+    num = min(len(sizes), MOST_POINTS)
+    cuts = [len(sizes) * point // num for point in range(num + 1)] if num else []
+    return tuple(_together(sizes[start:end]).point() for start, end in pairwise(cuts))
+
+
+def _together(parts: Sequence[_Steps]) -> _Steps:
+    return _Steps(
+        sum(part.num_steps for part in parts),
+        sum(part.sequences for part in parts),
+        sum(part.context_tokens for part in parts),
+        sum(part.seconds for part in parts),
+    )
