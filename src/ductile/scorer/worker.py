@@ -1,7 +1,7 @@
 """The score role of one slot: log-probs of sampled tokens, as the trainer would compute them.
 
-It holds the policy, which follows published weights, and, from the first time that it is asked for, the reference:
-the weights that the run started from.
+It holds the policy, which follows published weights (one that joins has none before the first `Receive`), and, from the
+first time that it is asked for, the reference: the weights that the run started from, always from disk.
 """
 
 from collections.abc import Mapping
@@ -11,14 +11,16 @@ import torch
 
 from ductile.config.trainer import TrainerConfig
 from ductile.core.batch.packing import pack
-from ductile.model.checkpoint import ModelFolderError, load_model
+from ductile.fabric import heap
+from ductile.model.checkpoint import ModelFolderError, empty_model, load_model, read_spec, truncate
 from ductile.model.packed import PackedSamples
 from ductile.model.transformer import Transformer
 from ductile.parallel.apply import Precision
 from ductile.records import Manifest, MicroBatch, Sample
-from ductile.roles import Place
+from ductile.roles import Place, Refused
+from ductile.weights.publisher import Publisher
 from ductile.weights.subscriber import receive
-from ductile.wire.messages import Done, Receive, Score, Scores
+from ductile.wire.messages import Done, Lend, Published, Receive, Score, Scores, TakeBack
 
 
 class ScoreRole:
@@ -27,16 +29,27 @@ class ScoreRole:
     def __init__(self, settings: Mapping[str, Any], place: Place) -> None:
         """`settings` is a dumped `TrainerConfig`: the scorer computes in the trainer's precision."""
         self._config = TrainerConfig.model_validate(settings)
-        self._device = place.device
-        self._policy = self._load()
+        self._place, self._device = place, place.device
+        self._has_weights = not place.joining
+        self._policy = self._load() if self._has_weights else self._allocate()
+        self._version = 0
+        self._lent = Publisher()
         self._reference: Transformer | None = None
 
     def handle(self, command: Any) -> Any:
         match command:
             case Score(samples=samples, model=model):
+                if model == "policy":
+                    self._needs_weights(command)
                 return Scores(tuple(self.score(samples, model)))
             case Receive(manifest=manifest):
                 self.receive(manifest)
+                return Done()
+            case Lend():
+                self._needs_weights(command)
+                return Published(self._lent.lend(self._version, self._policy.named_parameters()))
+            case TakeBack():
+                self._lent.close()
                 return Done()
             case _:
                 raise ValueError(f"a score slot does not know the command {type(command).__name__}")
@@ -60,6 +73,8 @@ class ScoreRole:
         with torch.no_grad():
             for name, tensor in tensors.items():
                 ours[name].copy_(tensor)
+        self._version = manifest.version
+        self._has_weights = True
 
     def has_work(self) -> bool:
         return False
@@ -68,8 +83,19 @@ class ScoreRole:
         return []
 
     def close(self) -> None:
+        self._lent.close()
         self._reference = None
         del self._policy
+        heap.give_back()
+        if self._device.startswith("cuda"):
+            torch.cuda.empty_cache()
+
+    def _needs_weights(self, command: Score | Lend) -> None:
+        if not self._has_weights:
+            raise Refused(
+                f"slot {self._place.slot} joins the scorers and has no weights yet: it cannot execute "
+                f"{type(command).__name__} before the first Receive"
+            )
 
     @torch.no_grad()
     def _score(self, micro_batch: MicroBatch, model: Transformer) -> dict[Sample, tuple[float, ...]]:
@@ -86,14 +112,26 @@ class ScoreRole:
             self._reference = self._load()
         return self._reference
 
-    def _load(self) -> Transformer:
-        model = self._config.model
-        if model.name is None:
+    def _allocate(self) -> Transformer:
+        """The policy, for weights to come."""
+        model, folder = self._config.model, self._folder()
+        spec = read_spec(folder)
+        if model.debug.num_layers is not None:
+            spec = truncate(spec, model.debug.num_layers, folder)
+        dtype = Precision.of(model, self._device).compute
+        return empty_model(spec, dtype, self._device).requires_grad_(False)
+
+    def _folder(self) -> str:
+        if self._config.model.name is None:
             raise ModelFolderError("trainer.model.name is not set; it must be a model folder")
+        return self._config.model.name
+
+    def _load(self) -> Transformer:
+        model, folder = self._config.model, self._folder()
         # Rounded as the trainer rounds: to the optimizer's precision first, then to what forward passes see.
         precision = Precision.of(model, self._device)
         loaded = load_model(
-            model.name,
+            folder,
             dtype=precision.parameters,
             device=self._device,
             random_init=model.debug.random_init,
