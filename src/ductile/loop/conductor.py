@@ -26,8 +26,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from ductile.core.cluster.orders import Decision, Handoff, Move, Policy, complaints, formation_after, named
-from ductile.core.cluster.placement import Role
+from ductile.core.cluster.orders import Decision, Handoff, Move, Policy, complaints, formation_after
+from ductile.core.cluster.placement import Role, slots_of
 from ductile.core.cluster.state import ClusterState
 from ductile.loop.overlap import together
 from ductile.observe import Recorder
@@ -225,7 +225,7 @@ class Conductor:
         self._record.event("decided", f"{sentence}.", at_s=round(at_s, 3), **expected)
 
     def _tell_end(self, change: Change) -> None:
-        slots = named(sorted({move.slot for move in change.decision.moves})) if change.decision.moves else "Handoff"
+        slots = slots_of({move.slot for move in change.decision.moves}) if change.decision.moves else "Handoff"
         sentence = f"{slots[:1].upper()}{slots[1:]}: done in {change.seconds:.2f} s."
         if change.failures:
             sentence = f"{slots[:1].upper()}{slots[1:]}: not all was done: {'; '.join(change.failures)}."

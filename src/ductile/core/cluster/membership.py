@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ductile.core.cluster.placement import compact
+from ductile.core.cluster.placement import slots_of
 from ductile.records import Change, Formation, TrainProgress
 
 Phase = Literal["hold", "prepare", "freeze", "move", "commit", "settle", "rollback"]
@@ -109,11 +109,6 @@ def total(progress: Mapping[int, TrainProgress]) -> TrainProgress:
         for name, value in progress[slot].sums.items():
             sums[name] = sums.get(name, 0.0) + value
     return TrainProgress(first.step, first.num_updates, first.with_gradient, sums)
-
-
-def slots_of(slots: Collection[int]) -> str:
-    """ "slot 3", "slots 0-2,5", in ascending order."""
-    return f"slot{'' if len(slots) == 1 else 's'} {compact(sorted(slots))}"
 
 
 def describe(formation: Formation) -> str:

@@ -6,11 +6,11 @@ carries decisions out asks it first, so that a policy with a bug is refused and 
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from ductile.core.cluster.placement import Role, compact
+from ductile.core.cluster.placement import Role, slots_of
 from ductile.core.cluster.state import ClusterState, Limits
 from ductile.records import Formation
 
@@ -169,17 +169,12 @@ def sentence(orders: Iterable[Order], *further: str) -> str:
             kinds.setdefault((spelled(order.before), spelled(order.after)), []).append(order.slot)
         else:
             handoffs.append(order)
-    said = ", ".join(f"{named(slots)} {before} → {after}" for (before, after), slots in kinds.items())
+    said = ", ".join(f"{slots_of(slots)} {before} → {after}" for (before, after), slots in kinds.items())
     if handoffs:
         what = "1 rollout" if len(handoffs) == 1 else f"{len(handoffs)} rollouts"
-        to = named(sorted({order.target for order in handoffs}))
+        to = slots_of({order.target for order in handoffs})
         said = f"{said}: {what} left, handed to {to}" if said else f"{what} handed to {to}"
     return "; ".join(part for part in (said, *further) if part)
-
-
-def named(slots: Sequence[int]) -> str:
-    """ "slot 3", "slots 3-5"."""
-    return f"slot{'s' if len(slots) > 1 else ''} {compact(slots)}"
 
 
 def spelled(roles: tuple[Role, ...]) -> str:

@@ -9,7 +9,7 @@ Whatever is wrong is found in one go, and each complaint says what to write inst
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
@@ -263,3 +263,8 @@ def compact(slots: Sequence[int]) -> str:
             parts.append(str(first) if first == last else f"{first}-{last}")
             start = index
     return ",".join(parts)
+
+
+def slots_of(slots: Collection[int]) -> str:
+    """ "slot 3", "slots 0-2,5", in ascending order."""
+    return f"slot{'' if len(slots) == 1 else 's'} {compact(sorted(slots))}"
