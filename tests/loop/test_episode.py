@@ -2,13 +2,16 @@ import asyncio
 
 import pytest
 
+from ductile.config.inference import InferenceConfig, InferenceModelConfig
+from ductile.generator.engine import Engine
 from ductile.loop.episode import Episodes
+from ductile.model.checkpoint import load_model
 from ductile.records import Generation, Prompt, Sampling
 from ductile.roles import Task
 from ductile.tasks.grader import Reply, Verdict
 from ductile.tasks.tokenizer import Tokenizer
 from tests.loop.doubles import InProcessGraders
-from tests.tiny import IM_END, make_tokenizer_files
+from tests.tiny import IM_END, make_model_folder, make_tokenizer_files
 
 
 class Says:
@@ -139,3 +142,71 @@ def test_a_request_is_named_by_prompt_member_and_turn(tokenizer):
     generators = Says(tokenizer, ("7", "stop"), ("42", "stop"))
     play(tokenizer, generators, member=3)
     assert [request.id for request in generators.requests] == ["train/0/0/3/0", "train/0/0/3/1"]
+
+
+class EngineGenerators:
+    """One real engine in this process that runs one sequence at a time."""
+
+    def __init__(self, folder):
+        settings = InferenceConfig(model=InferenceModelConfig(max_model_len=512), max_num_seqs=1)
+        self.engine = Engine(load_model(folder), settings, (), lambda token_ids: "")
+        self.waiting, self.requests, self.order = {}, {}, []
+
+    async def generate(self, request):
+        self.engine.add(request)
+        self.requests[request.id] = request
+        self.waiting[request.id] = asyncio.get_running_loop().create_future()
+        return await self.waiting[request.id]
+
+    async def run(self):
+        while True:
+            for generation in self.engine.step():
+                self.order.append(generation.id)
+                self.waiting.pop(generation.id).set_result(generation)
+            for _ in range(20):  # whoever has an answer asks for the next turn
+                await asyncio.sleep(0)
+
+
+class ThreeTurns(Riddle):
+    def reply(self, example, messages):
+        said = sum(message["role"] == "assistant" for message in messages)
+        return None if said == 3 else [{"role": "user", "content": "and?"}]
+
+
+def play_on_one_engine(tmp_path, tokenizer, *plays):
+    """plays: (prompt id, members, priority). Names of the requests as they ended."""
+    tasks = {"train": ThreeTurns()}
+    generators = EngineGenerators(make_model_folder(tmp_path / "model"))
+    episodes = Episodes(tasks, tokenizer, generators, InProcessGraders(tasks), 400)
+    ids = tuple(tokenizer.apply_chat_template(tasks["train"].messages(0)))
+    one_token = Sampling(max_tokens=4, stop_token_ids=tuple(range(102)))
+
+    async def story():
+        running = asyncio.create_task(generators.run())
+        await asyncio.gather(
+            *(
+                episodes.play(Prompt(name, "train", 0, ids), one_token, member, priority)
+                for name, members, priority in plays
+                for member in range(members)
+            )
+        )
+        running.cancel()
+
+    asyncio.run(story())
+    return generators
+
+
+def test_more_finished_turns_go_first_and_then_more_finished_siblings(tmp_path, tokenizer):
+    generators = play_on_one_engine(tmp_path, tokenizer, ("a", 2, 0), ("b", 2, 0))
+    order = [name.rsplit("/", 1) for name in generators.order]
+    rollouts = [name for name, turn in order if turn == "0"]
+    assert order == [[name, turn] for name in rollouts for turn in "012"], "who has begun is finished first"
+    assert rollouts[0] == "a/0"
+    assert [generators.requests[f"a/0/{turn}"].num_turns for turn in range(3)] == [0, 1, 2]
+    last = generators.requests[f"{rollouts[-1]}/2"].priority
+    assert last == generators.requests["a/0/2"].priority + 1, "its sibling has finished"
+
+
+def test_a_rollouts_own_priority_outweighs_turns(tmp_path, tokenizer):
+    generators = play_on_one_engine(tmp_path, tokenizer, ("a", 2, 0), ("held out", 1, 1))
+    assert generators.order[:3] == [f"held out/0/{turn}" for turn in range(3)]

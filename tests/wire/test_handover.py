@@ -2,9 +2,12 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ductile.core.cluster.orders import Handoff
 from ductile.records import Formation, GenerateRequest, Generation, Sampling
@@ -12,7 +15,7 @@ from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.lending import Lender
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.messages import Abort, Forget, Generate, HandOff, Receive
+from ductile.wire.messages import Abort, Forget, Generate, HandOff, Hold, Lend, Receive
 from ductile.wire.trainer import RemoteTrainer
 from tests.loop.doubles import clock, run
 from tests.wire.generate_slots import TOKEN_S, GenerateSlots, answer
@@ -43,8 +46,10 @@ class Cluster:
 
     async def publish(self, version: int) -> None:
         manifest = await self.trainer.publish(version)
-        await self.generators.receive(manifest)
-        await self.trainer.withdraw(version)
+        try:
+            await self.generators.receive(manifest)
+        finally:
+            await self.trainer.withdraw(version)
 
     def where(self) -> dict[str, int]:
         return {each.id: each.slot for each in self.generators.unfinished()}
@@ -53,32 +58,22 @@ class Cluster:
         return [(slot, command) for slot, command in self.carrier.sent if isinstance(command, kind)]
 
 
-def play(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    async def whole() -> None:
-        await story()
-        await asyncio.sleep(1)
-
-    run(whole())
-
-
-def with_cluster(story: Callable[[Cluster], Coroutine[Any, Any, None]], *args: Any, **keys: Any) -> Cluster:
+def with_cluster(story: Callable[[Cluster], Coroutine[Any, Any, None]], **keys: Any) -> None:
     """Plays it, and then looks for what nobody has taken care of."""
-    clusters: list[Cluster] = []
 
     async def whole() -> None:
-        cluster = Cluster(*args, **keys)
-        clusters.append(cluster)
+        cluster = Cluster(**keys)
         decoding = asyncio.create_task(cluster.slots.decode())
         await cluster.publish(0)
         await story(cluster)
         await asyncio.sleep(5)
         decoding.cancel()
+        await asyncio.sleep(2 * TIMEOUT_S)
         assert cluster.slots.wrong == []
         assert cluster.slots.leaks() == []
         assert cluster.generators.unfinished() == ()
 
-    play(whole)
-    return clusters[0]
+    run(whole())
 
 
 async def steps(num_tokens: int) -> None:
@@ -127,7 +122,7 @@ def test_what_ends_meanwhile_is_finished():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await steps(18)
-        cluster.carrier.fail(0, "delay", on=HandOff, delay_s=1.0)
+        cluster.slots.delay(0, HandOff, 1.0)
         (result,) = await cluster.generators.hand_off([Handoff("a", 0, 1)])
         assert (result.slot, result.why) == (None, "it had ended")
         assert is_whole(await asked, "a")
@@ -164,7 +159,7 @@ def test_aborted_on_the_way(on: type):
     async def story(cluster: Cluster):
         asked, other = cluster.ask("a"), cluster.ask("b")
         await steps(3)
-        cluster.carrier.fail(0 if on is HandOff else 2, "delay", on=on, delay_s=0.5)
+        cluster.slots.delay(0 if on is HandOff else 2, on, 0.5)
         handing = asyncio.create_task(cluster.generators.hand_off([Handoff("a", 0, 2, with_cache=True)]))
         await asyncio.sleep(0.2)
         asked.cancel()
@@ -197,11 +192,30 @@ def test_a_target_that_does_not_take_them_is_replaced(kind):
     with_cluster(story)
 
 
+def test_a_target_that_dies_as_soon_as_it_has_answered_is_replaced():
+    async def story(cluster: Cluster):
+        asked = cluster.ask("a")
+        await steps(5)
+
+        def die(slot, command):
+            if slot == 2 and isinstance(command, Generate):
+                asyncio.get_running_loop().call_soon(cluster.slots.kill, 2, cluster.mailbox)
+            return 0.0
+
+        cluster.slots.answer_s = die
+        (result,) = await cluster.generators.hand_off([Handoff("a", 0, 2)])
+        assert result.slot in (0, 1)
+        assert is_whole(await asked, "a")
+        assert cluster.restarted == [], "nothing was lost"
+
+    with_cluster(story)
+
+
 def test_a_target_that_is_late_is_replaced_and_told_to_stop():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await steps(5)
-        cluster.carrier.fail(2, "delay", on=Generate, delay_s=TIMEOUT_S + 1)
+        cluster.slots.delay(2, Generate, TIMEOUT_S + 1)
         (result,) = await cluster.generators.hand_off([Handoff("a", 0, 2)])
         assert result.slot in (0, 1)
         assert is_whole(await asked, "a")
@@ -309,7 +323,7 @@ def test_a_cancelled_caller_does_not_leave_sequences_behind():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await steps(5)
-        cluster.carrier.fail(0, "delay", on=HandOff, delay_s=0.5)
+        cluster.slots.delay(0, HandOff, 0.5)
         handing = asyncio.create_task(cluster.generators.hand_off([Handoff("a", 0, 1, with_cache=True)]))
         await asyncio.sleep(0.1)
         handing.cancel()
@@ -323,7 +337,7 @@ def test_a_version_goes_live_before_a_handoff_or_after_it():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await steps(5)
-        cluster.carrier.fail(0, "delay", on=HandOff, delay_s=1.0)
+        cluster.slots.delay(0, HandOff, 1.0)
         handing = asyncio.create_task(cluster.generators.hand_off([Handoff("a", 0, 1)]))
         await asyncio.sleep(0.1)
         publishing = asyncio.create_task(cluster.publish(1))
@@ -343,12 +357,137 @@ def test_a_source_that_is_late_has_given_them_away_into_nowhere():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await steps(5)
-        cluster.carrier.fail(0, "delay", on=HandOff, delay_s=TIMEOUT_S + 1)
+        cluster.slots.delay(0, HandOff, TIMEOUT_S + 1)
         cluster.slots.length = lambda name: 10_000
         (result,) = await cluster.generators.hand_off([Handoff("a", 0, 1)])
         assert result.slot is None
         with pytest.raises(Late, match="did not answer HandOff within 60 s"):
             await asked
         await asyncio.sleep(2)
+
+    with_cluster(story)
+
+
+Move = tuple[str, int, int, float]
+"""What happens, to whom (twice), and how long nothing else happens then."""
+
+HAPPENINGS = (
+    *("ask", "ask", "ask", "hand off", "hand off", "hand off", "leave", "join", "publish", "train", "cancel"),
+    *("kill", "delay", "delay", "duplicate", "error", "drop"),
+)
+SECONDS = (0.0, 0.0, 0.05, 0.25, 1.0)
+moves = st.lists(
+    st.tuples(st.sampled_from(HAPPENINGS), st.integers(0, 7), st.integers(0, 7), st.sampled_from(SECONDS)),
+    min_size=5,
+    max_size=40,
+)
+
+SPOILT = (HandOff, Generate, Lend, Hold)
+"""Commands that are refused or lost. Were it one that frees something, what it frees would be left over."""
+
+
+class Story:
+    """Carries drawn moves out, as a conductor might, and keeps what each request was told."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.asked: dict[str, asyncio.Task[Generation]] = {}
+        self.cancelled: set[asyncio.Task[Generation]] = set()
+        self.doing: list[asyncio.Task[Any]] = []
+        self.version = 0
+        self.num_asked = 0
+
+    def move(self, what: str, first: int, second: int) -> None:
+        cluster, generators = self.cluster, self.cluster.generators
+        match what:
+            case "ask":
+                self.num_asked += 1
+                self.asked[str(self.num_asked)] = cluster.ask(str(self.num_asked))
+            case "cancel" if self.asked:
+                name = list(self.asked)[first % len(self.asked)]
+                self.cancelled.add(self.asked[name])
+                self.asked[name].cancel()
+                self.asked[name] = cluster.ask(name)
+            case "hand off":
+                self._do(generators.hand_off(self._handoffs(lambda slot: slot != second, (second,))))
+            case "leave":
+                self._do(self._leave(first))
+            case "join":
+                self._do(generators.admit(first, {}))
+            case "publish":
+                self._do(self._publish())
+            case "train":
+                self._do(cluster.trainer.optim_step(1.0))
+            case "kill":
+                cluster.slots.kill(first, cluster.mailbox)
+            case "delay":
+                cluster.slots.delay(first, (HandOff, Generate, Lend, Receive, Hold, Abort)[second % 6], 0.7)
+            case "duplicate":
+                cluster.carrier.fail(first, "duplicate")
+            case "error" | "drop":
+                cluster.carrier.fail(first, what, on=SPOILT[second % 4])
+            case _:
+                pass
+
+    async def end(self) -> list[tuple[str, Generation | BaseException]]:
+        """How each request ended. There is a generator in the end."""
+        while not self.cluster.generators.slots:
+            self._do(self.cluster.generators.admit(8, {}))
+            await asyncio.gather(*self.doing)
+            await self._publish()
+        await asyncio.gather(*self.doing, *self.asked.values(), *self.cancelled, return_exceptions=True)
+        return [
+            (name, task.exception() or task.result()) for name, task in self.asked.items() if task not in self.cancelled
+        ]
+
+    async def _publish(self) -> None:
+        self.version += 1
+        await self.cluster.publish(self.version)
+
+    async def _leave(self, slot: int) -> None:
+        generators = self.cluster.generators
+        generators.hold(slot)
+        await generators.hand_off(self._handoffs(lambda source: source == slot, generators.slots))
+        await generators.dismiss(slot)
+
+    def _handoffs(self, of: Callable[[int], bool], targets: tuple[int, ...]) -> list[Handoff]:
+        where = sorted((name, slot) for name, slot in self.cluster.where().items() if of(slot))
+        return [
+            Handoff(name, slot, targets[index % len(targets)], with_cache=index % 2 == 0)
+            for index, (name, slot) in enumerate(where)
+            if targets
+        ]
+
+    def _do(self, work: Coroutine[Any, Any, Any]) -> None:
+        async def quietly() -> None:
+            with suppress(SlotLost, Late, Refused, ValueError):
+                await work
+
+        self.doing.append(asyncio.create_task(quietly()))
+
+
+@settings(max_examples=200, deadline=None)
+@given(moves)
+def test_whatever_happens_each_request_ends_once_with_what_was_sampled_for_it(moves: list[Move]):
+    async def story(cluster: Cluster):
+        told: list[str] = []
+        cluster.generators.on_finished = lambda generation: told.append(generation.id)
+        plot = Story(cluster)
+        for what, first, second, seconds in moves:
+            plot.move(what, first, second)
+            if seconds:
+                await asyncio.sleep(seconds)
+        for name, ending in await plot.end():
+            if isinstance(ending, Generation):
+                assert is_whole(ending, name)
+                assert list(ending.versions) == sorted(ending.versions)
+                assert len(ending.logprobs) == len(ending.versions) == 20
+            else:
+                assert isinstance(ending, SlotLost | Late | Refused), "the reason is one that the caller knows"
+                spoilt = any(what in ("error", "drop") for what, *_ in moves)
+                kills = sum(what == "kill" for what, *_ in moves)
+                assert spoilt or kills >= 2, "one slot that is lost ends no request"
+        live = {slot.version for slot in cluster.slots.slots.values() if slot.number in cluster.generators.slots}
+        assert len(live) <= 1, "all generators sample from the same version"
 
     with_cluster(story)

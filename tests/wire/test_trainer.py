@@ -6,7 +6,7 @@ import pytest
 
 from ductile.core.batch.packing import SampleTooLong
 from ductile.records import Formation
-from ductile.roles import Refused, SlotLost
+from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.memory import MemoryCarrier
 from ductile.wire.messages import ForwardBackward, OptimStep, SaveState, Withdraw
@@ -150,5 +150,105 @@ def test_a_sample_that_is_too_long_is_refused_before_anything_is_sent():
         with pytest.raises(SampleTooLong):
             await trainer.forward_backward([sample(0, SEQ_LEN + 1)], SEQ_LEN)
         assert carrier.sent == []
+
+    play(story)
+
+
+def test_held_training_begins_no_micro_step_until_it_is_released():
+    async def story():
+        slots, carrier, trainer = make(Formation((0,)))
+        training = asyncio.create_task(trainer.forward_backward([sample(n, SEQ_LEN) for n in range(9)], SEQ_LEN))
+        await asyncio.sleep(0.015)
+        trainer.hold_training(True)
+        await asyncio.sleep(1)
+        assert (len(slots.asked), trainer.pending_samples, trainer.pending_tokens) == (3, 6, 6 * SEQ_LEN)
+        async with trainer.boundary():
+            trainer.formation = Formation((1,))
+            slots.slots[1].live = slots.slots[0].live
+        await trainer.save("there")
+        assert isinstance(carrier.sent[-1][1], SaveState), "everything else goes on"
+        trainer.hold_training(False)
+        await training
+        assert sum(isinstance(command, ForwardBackward) for _, command in slots.asked) == 9
+        assert (trainer.pending_samples, trainer.pending_tokens) == (0, 0)
+
+    play(story)
+
+
+def test_training_is_not_held_for_ever():
+    async def story():
+        _, _, trainer = make(Formation((0,)))
+        trainer.hold_training(True)
+        with pytest.raises(
+            Late, match=r"held training back for 100 s \(cluster.command_timeout_s\), with 9 samples waiting"
+        ):
+            await trainer.forward_backward([sample(n, SEQ_LEN) for n in range(9)], SEQ_LEN)
+        assert trainer.pending_samples == 0
+
+    play(story)
+
+
+def test_a_lost_trainer_is_not_waited_for_while_it_is_held():
+    async def story():
+        _, _, trainer = make(Formation((0,)))
+        trainer.hold_training(True)
+        training = asyncio.create_task(trainer.forward_backward([sample(0, SEQ_LEN)], SEQ_LEN))
+        await asyncio.sleep(1)
+        trainer.lose(SlotLost("slot 0 held all of it"))
+        with pytest.raises(SlotLost, match="all of it"):
+            await training
+        assert clock() < 2
+
+    play(story)
+
+
+def test_micro_steps_tell_how_long_the_slowest_slot_worked_and_not_how_long_it_waited():
+    async def story():
+        slots, _, trainer = make(Formation((0, 1)))
+        slots.work_s = lambda slot, command: 0.01 + 0.02 * slot
+        told: list[tuple[int, int, float, int]] = []
+        trainer.on_micro_step(lambda *about: told.append(about))
+        await trainer.forward_backward([sample(n, 3 + n) for n in range(6)], SEQ_LEN)
+        assert len(told) == 2
+        assert [(num_slots, seconds) for _, num_slots, seconds, _ in told] == [(2, 0.03)] * 2
+        assert sum(tokens for *_, tokens in told) == 3 + 4 + 5 + 6 + 7 + 8
+        assert all(tokens / 2 <= busiest <= SEQ_LEN for busiest, _, _, tokens in told)
+
+    play(story)
+
+
+def test_a_version_is_lent_in_the_middle_of_a_batch_as_long_as_the_weights_are_it():
+    async def story():
+        _, _, trainer = make(Formation((0, 1)))
+        await trainer.publish(3)
+        await trainer.withdraw(3)
+        training = asyncio.create_task(trainer.forward_backward([sample(n, SEQ_LEN) for n in range(40)], SEQ_LEN))
+        await asyncio.sleep(0.015)
+        assert trainer.can_lend(3)
+        await trainer.lend(3)
+        assert not training.done()
+        await trainer.withdraw(3)
+        await training
+        stepping = asyncio.create_task(trainer.optim_step(1.0))
+        await asyncio.sleep(0)
+        with pytest.raises(Refused, match="the trainer has gone on from version 3, and cannot lend it"):
+            await trainer.lend(3)
+        await stepping
+        assert not trainer.can_lend(3)
+
+    play(story)
+
+
+def test_who_lends_a_version_that_is_published_does_not_publish_it_again():
+    async def story():
+        _, carrier, trainer = make(Formation((0,)))
+        manifest = await trainer.publish(3)
+        await trainer.optim_step(1.0)
+        assert await trainer.lend(3) == manifest
+        await trainer.withdraw(3)
+        assert trainer.publishers == {0}, "the second user has it still"
+        await trainer.withdraw(3)
+        assert trainer.publishers == frozenset()
+        assert [type(command).__name__ for _, command in carrier.sent] == ["Publish", "OptimStep", "Withdraw"]
 
     play(story)

@@ -117,7 +117,7 @@ class TrainSlots:
                 assert slot.live is not None, "has no state"
                 assert not slot.frozen, "is frozen"
                 slot.live.gradient += [sample.token_ids[0] for sample in micro_batch.samples]
-                return ForwardBackwardDone(1, 0.0)
+                return ForwardBackwardDone(micro_batch.num_tokens, self.work_s(slot.number, command))
             case OptimStep():
                 return self._optim_step(slot)
             case Publish():

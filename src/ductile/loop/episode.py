@@ -1,14 +1,30 @@
 """One prompt, one answer: turn by turn with the task's environment, to a scored Rollout."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
+from ductile.core.cluster.priority import priority as priority_of_turn
 from ductile.records import GenerateRequest, Generation, Prompt, Rollout, Sampling
 from ductile.roles import Generators, Task
 from ductile.tasks.conversation import ChatTokenizer, next_turn
 from ductile.tasks.grader import Graders
 from ductile.tasks.task import takes_turns
+
+ABOVE_TURNS = 1_000_000
+"""One step of a rollout's own priority outweighs any number of turns and siblings."""
+
+
+@dataclass(slots=True)
+class _Siblings:
+    """Answers to one prompt that are played at the same time."""
+
+    num_playing: int = 0
+    num_finished: int = 0
+
+    def priority(self, num_turns: int) -> int:
+        return priority_of_turn(num_turns, self.num_finished, self.num_playing + self.num_finished)
 
 
 @dataclass(slots=True)
@@ -48,13 +64,24 @@ class Episodes:
         """tasks: by `Prompt.task`. max_len_tokens: of a prompt and everything after it."""
         self._tasks, self._tokenizer, self._generators, self._graders = tasks, tokenizer, generators, graders
         self._max_len_tokens = max_len_tokens
+        self._groups: dict[str, _Siblings] = {}
+        """By prompt."""
 
     async def play(self, prompt: Prompt, sampling: Sampling, member: int = 0, priority: int = 0) -> Rollout:
         """One answer. Each turn has at most `sampling.max_tokens` tokens; the whole at most `max_len_tokens`.
 
+        Of two rollouts of the same `priority`, the one with more finished turns goes first, then the one with more
+        finished siblings.
+
         Requests are named by prompt, member and turn, so that a generator which draws by name repeats itself when the
         run is repeated. A reward or a reply that fails scores 0, with `reward_error` 1 among the metrics.
         """
+        with self._among_siblings(prompt) as siblings:
+            return await self._play(prompt, sampling, member, priority, siblings)
+
+    async def _play(
+        self, prompt: Prompt, sampling: Sampling, member: int, priority: int, siblings: _Siblings
+    ) -> Rollout:
         task, tokens = self._tasks[prompt.task], Tokens()
         first = task.messages(prompt.example)
         messages = list(first)
@@ -67,7 +94,8 @@ class Episodes:
                     prompt=prompt.token_ids + tuple(tokens.ids),
                     sampling=_of_turn(sampling, prompt, member, num_turns, room),
                     group=prompt.id,
-                    priority=priority,
+                    priority=priority * ABOVE_TURNS + siblings.priority(num_turns),
+                    num_turns=num_turns,
                 )
             )
             tokens.sampled(generation)
@@ -98,6 +126,18 @@ class Episodes:
             metrics={**verdict.metrics, "reward_error": float(error is not None)},
             num_turns=num_turns,
         )
+
+    @contextmanager
+    def _among_siblings(self, prompt: Prompt) -> Iterator[_Siblings]:
+        siblings = self._groups.setdefault(prompt.id, _Siblings())
+        siblings.num_playing += 1
+        try:
+            yield siblings
+            siblings.num_finished += 1
+        finally:
+            siblings.num_playing -= 1
+            if not siblings.num_playing:
+                self._groups.pop(prompt.id)
 
 
 def _of_turn(sampling: Sampling, prompt: Prompt, member: int, turn: int, room: int) -> Sampling:

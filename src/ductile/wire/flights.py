@@ -80,6 +80,7 @@ class Flights:
 
     def close(self, flight: Flight, aborted: bool) -> None:
         del self._by_name[flight.name]
+        flight.arrival.cancel()  # nobody waits for it any more
         self._num_aborted[flight.request.id] += aborted
         self._news.tell()
 

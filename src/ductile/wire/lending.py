@@ -2,7 +2,7 @@
 
     a slot of the same role        its copy is in the form that the joiner wants
     for a generator: a scorer
-    the trainer                    at a boundary, as long as its weights are still the live version
+    the trainer                    as long as its weights are the live version, at a boundary
     for a scorer: a generator      last, since its copy may be of a smaller dtype
 
 Each in turn, until the joiner has made the version live. Joiners that come at the same time share what is offered; the
@@ -29,10 +29,7 @@ FAILURES = (SlotLost, Late, Refused)
 class Origin(Protocol):
     """Where weights come from in the first place: `ductile.wire.trainer`."""
 
-    @property
-    def version(self) -> int | None:
-        """That its weights are; None while they are between two."""
-        ...
+    def can_lend(self, version: int) -> bool: ...
 
     async def lend(self, version: int) -> Manifest: ...
 
@@ -102,7 +99,7 @@ class Lender:
         holders = sorted((h for h, held in self._versions.items() if held == version), key=lambda h: h.slot)
         own: list[_Source] = [holder for holder in holders if holder.role == role]
         others: list[_Source] = [holder for holder in holders if holder.role != role]
-        trainer: list[_Source] = [None] if self._trainer.version == version else []
+        trainer: list[_Source] = [None] if self._trainer.can_lend(version) else []
         return [*own, *others, *trainer] if role == "generate" else [*own, *trainer, *others]
 
     @asynccontextmanager

@@ -142,8 +142,16 @@ class RemoteTrainer:
             self.version = version
             return await self._keep(version)
 
+    def can_lend(self, version: int) -> bool:
+        """The weights still are this version, or it is still published."""
+        return version == self.version or self._keeper(version) is not None
+
     async def lend(self, version: int) -> Manifest:
-        """`publish`, for slots that join: the version that the weights still are. Raises Refused when they are not."""
+        """`publish`, for slots that join. Raises Refused when training has gone on from this version."""
+        keeper = self._keeper(version)
+        if keeper is not None:
+            keeper.num_users += 1
+            return keeper.manifest
         async with self._own_turn():
             if self.version != version:
                 raise Refused(f"the trainer has gone on from version {version}, and cannot lend it")
@@ -224,9 +232,14 @@ class RemoteTrainer:
                 f"(cluster.command_timeout_s), with {given.num_samples} samples waiting"
             ) from None
 
-    async def _keep(self, version: int) -> Manifest:
+    def _keeper(self, version: int) -> _Kept | None:
+        """None when the version is not published, is just being withdrawn, or its slot is lost."""
         kept = self._kept.get(version)
-        if kept is None or kept.slot in self._mailbox.lost:
+        return kept if kept is not None and kept.num_users and kept.slot not in self._mailbox.lost else None
+
+    async def _keep(self, version: int) -> Manifest:
+        kept = self._keeper(version)
+        if kept is None:
             first = self.formation.members[0]
             manifest = (await self._all(Publish(version), Published))[first].manifest
             if manifest is None:
