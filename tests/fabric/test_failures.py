@@ -25,7 +25,7 @@ from tests.ranks import run_ranks
 VICTIM = 2
 FOREVER_S = 300.0
 """More than the harness waits: whoever answers did not wait for the timeout."""
-SOON_S = 2.0
+SOON_S = 1.0
 
 
 def layout(**axes: int) -> Layout:

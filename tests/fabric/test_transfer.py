@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from ductile.fabric.choice import choose
 from ductile.fabric.fingerprint import MODULUS
 from ductile.fabric.groups import Groups
 from ductile.fabric.transfer import Transfer, stream
-from tests.core.transfer.twin import Recipe
+from tests.core.transfer.twin import Buffers
 from tests.fabric.cases import PAIRS
 from tests.fabric.states import allocate, differences, padding, state
 from tests.ranks import run_alone, run_ranks
@@ -49,15 +50,15 @@ def carriers(groups: Groups, members: tuple[int, ...]) -> dict[str, Carrier]:
 
 
 def move(
-    pair: tuple[Recipe, Recipe], plan: Plan, slot: int, carrier: Carrier, mode: str, all_done: Callable[[], None]
+    numbers: tuple[Buffers, Buffers], plan: Plan, slot: int, carrier: Carrier, mode: str, all_done: Callable[[], None]
 ) -> Outcome:
-    source, target = pair
-    old, expected = state(plan.source, slot, source.buffers()), state(plan.target, slot, target.buffers())
+    before, after = numbers
+    old, expected = state(plan.source, slot, before), state(plan.target, slot, after)
     if mode == "shadow":
         transfer = Transfer(plan, slot, old, padding(plan.target, slot), carrier, verify="all")
         moved, new = transfer.run(), transfer.buffers
         all_done()  # nobody frees what others still read
-        wrong = differences(old, state(plan.source, slot, source.buffers()))  # the way back is open
+        wrong = differences(old, state(plan.source, slot, before))  # the way back is open
     else:
         new, moved = stream(plan, slot, old, carrier, allocate, verify="all")
         wrong = [f"{name} is still there" for name in old]
@@ -71,14 +72,16 @@ def move_all(groups: Groups, members: tuple[int, ...], names: list[str], ways: l
         dist.barrier(group=groups.group(members))
 
     by_name = carriers(groups, members)
+    planner = cache(lambda round_bytes, relays: Planner(round_bytes=round_bytes, relays=relays))
     for name in names:
         source, target = (recipe.layout() for recipe in PAIRS[name])
+        before, after = (recipe.buffers() for recipe in PAIRS[name])
         for carrier, mode, round_bytes in ways:
             if name == "large":
                 round_bytes = max(round_bytes, 1 << 18)
-            plan = Planner(round_bytes=round_bytes, relays=not by_name[carrier].one_sided).plan(source, target)
+            plan = planner(round_bytes, not by_name[carrier].one_sided).plan(source, target)
             key = f"{name}, {carrier}, {mode}, {round_bytes}"
-            found[key] = move(PAIRS[name], plan, slot, by_name[carrier], mode, all_done)
+            found[key] = move((before, after), plan, slot, by_name[carrier], mode, all_done)
     return found
 
 
