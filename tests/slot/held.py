@@ -4,7 +4,7 @@
     reached(folder, slot, "Move", "before")   it has
 
 "before" is when the command has arrived, "after" is when it is done and not yet answered. The folder is in the
-environment (`POINTS`), which slots inherit.
+environment (`POINTS`), which slots inherit. To have a stopped slot found soon, they send heartbeats more often.
 """
 
 import os
@@ -14,6 +14,7 @@ from typing import Any
 
 from ductile.records import Change, StepReport, TrainProgress
 from ductile.roles import Place
+from ductile.slot import link
 from ductile.trainer.worker import TrainRole
 from ductile.wire.messages import (
     Commit,
@@ -31,6 +32,8 @@ from ductile.wire.messages import (
     Rollback,
     Stepped,
 )
+
+link.HEARTBEAT_INTERVAL_S = 0.1
 
 POINTS = "DUCTILE_TEST_POINTS"
 STAYS_S = 60.0
@@ -71,8 +74,6 @@ class TrainEcho:
                 return Stepped(StepReport(self._step, 0.0, 0.0, 0.0, 1))
             case Prepare(change):
                 self._change, self._had_state = change, self._has_state
-            case Ready():
-                return Readiness(True)
             case Ready():
                 return Readiness(True)
             case Freeze(with_gradient=with_gradient):
