@@ -197,12 +197,13 @@ def test_a_target_that_dies_as_soon_as_it_has_answered_is_replaced():
         asked = cluster.ask("a")
         await steps(5)
 
-        def die(slot, command):
-            if slot == 2 and isinstance(command, Generate):
-                asyncio.get_running_loop().call_soon(cluster.slots.kill, 2, cluster.mailbox)
-            return 0.0
+        async def die(number, command):
+            reply = await cluster.slots.answer(number, command)
+            if isinstance(command, Generate):
+                asyncio.get_running_loop().call_soon(cluster.slots.kill, number, cluster.mailbox)
+            return reply
 
-        cluster.slots.answer_s = die
+        cluster.carrier._slots[2] = die
         (result,) = await cluster.generators.hand_off([Handoff("a", 0, 2)])
         assert result.slot in (0, 1)
         assert is_whole(await asked, "a")
