@@ -299,7 +299,7 @@ class Finished(Message):
 
 
 class EngineStats(Message):
-    """About once a second while the engine works."""
+    """Twice a second while the engine works, and when it has nothing more to do."""
 
     num_running: int
     num_waiting: int
@@ -313,9 +313,10 @@ class EngineStats(Message):
     """Tokens so far, of every request in flight."""
     decoded: tuple[tuple[float, float, float], ...] = ()
     """Steps since the last statistics that only decoded: (sequences, tokens in their contexts, seconds), each the mean
-    of some steps of about the same size."""
+    of some steps of about the same size. Steps that copied a handed-over cache are neither here nor below."""
     prefilled: tuple[int, float] = (0, 0.0)
-    """Since the last statistics: (tokens, seconds) of steps that computed prompts or handed-over contexts."""
+    """Since the last statistics: (tokens, seconds) of steps that computed prompts or handed-over contexts. Sequences
+    that decoded in the same steps count with a token each."""
 
 
 class Died(Message):
