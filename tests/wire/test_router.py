@@ -8,8 +8,9 @@ import zmq.asyncio
 
 from ductile.roles import SlotLost
 from ductile.wire.codec import encode
+from ductile.wire.dealer import Dealer
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.messages import Done, Envelope, Hello, Ping
+from ductile.wire.messages import Abort, Done, Envelope, Hello, Ping
 from ductile.wire.router import Router
 from tests.wire.carriers import TOKEN, SocketSlot, eventually, socket_slots
 
@@ -64,3 +65,36 @@ def test_listens_on_loopback_only():
         await router.close()
 
     asyncio.run(story())
+
+
+def test_a_command_of_an_older_epoch_never_comes_after_one_of_a_newer():
+    """A slot refuses it then: so whoever changes the epoch need not wait for what is on its way."""
+
+    async def story():
+        router = Router(TOKEN)
+        mailbox = Mailbox(router)
+        dealer = Dealer(router.address, TOKEN, 0)
+        dealer.send(HELLO)
+        await eventually(lambda: 0 in mailbox.heard_at_s)
+        asked = []
+        for number in range(300):
+            asked.append(asyncio.create_task(mailbox.ask(0, Abort((str(number),) * 500), 10)))
+            mailbox.epoch += number % 3 == 0
+            if number % 7 == 0:
+                await asyncio.sleep(0)
+        epochs: list[int] = []
+
+        def received() -> bool:
+            while envelope := dealer.receive():
+                epochs.append(envelope.epoch)
+                dealer.send(encode(Envelope(envelope.epoch, envelope.seq, Done())))
+            return len(epochs) == len(asked)
+
+        await eventually(received)
+        assert epochs == sorted(epochs)
+        assert len(set(epochs)) > 10
+        await asyncio.gather(*asked)
+        dealer.close()
+        await router.close()
+
+    asyncio.run(asyncio.wait_for(story(), 20))
