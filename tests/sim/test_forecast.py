@@ -20,7 +20,7 @@ class Asks:
         if self.expected_s is None and state.batch.step == 2 and state.batch.to_start == state.batch.num_rollouts:
             self.asked_at_s = state.now_s
             num_slots = len(state.slots)
-            plan = Plans(*np.array([[num_slots, 0, num_slots, NEVER, 0, 0]], float).T)
+            plan = Plans(*np.array([[num_slots, 0, -1, num_slots, 0, NEVER, 0, 0]], float).T)
             self.expected_s = float(forecast(state, work(state, length_model(state)), plan, num_slots)[0])
         return InTurns().decide(state)
 

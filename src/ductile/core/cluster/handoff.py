@@ -100,14 +100,23 @@ def spread(state: ClusterState, generators: Sequence[int], remaining: Remaining 
     return tuple(handoffs)
 
 
-def change(state: ClusterState, roles: Mapping[int, tuple[Role, ...]]) -> tuple[Order, ...]:
+def change(
+    state: ClusterState, roles: Mapping[int, tuple[Role, ...]], generators: Collection[int] | None = None
+) -> tuple[Order, ...]:
     """The orders after which the slots hold `roles` (slots that are not named stay as they are): a move a slot that
-    changes, and a handoff for each rollout that would be left behind."""
+    changes, and a handoff for each rollout that would be left behind.
+
+    generators: who is to work on the rollouts of the slots that are named; the others hand theirs over, even where they
+    stay generators. None: all that generate.
+    """
     before = {slot.slot: slot.roles for slot in state.slots}
     moves = [Move(slot, before[slot], after) for slot, after in sorted(roles.items()) if before[slot] != after]
     after = before | {move.slot: move.after for move in moves}
-    leaving = [slot for slot in before if "generate" in before[slot] and "generate" not in after[slot]]
     receivers = [slot for slot in before if "generate" in after[slot]]
+    leaving = {slot for slot in before if "generate" in before[slot] and "generate" not in after[slot]}
+    if generators is not None:
+        receivers = [slot for slot in receivers if slot in generators]
+        leaving.update(slot for slot in roles if slot not in generators)
     return (*moves, *hand_off(state, leaving, receivers))
 
 

@@ -1,6 +1,9 @@
 """So many generators: which slots would that be, and what does it cost to get there?
 
-Looked at once a decision; every number of generators is then a slice of two orders and a difference of running sums.
+Slots that train keep their generator beside the trainer's state where there is memory for both, so that the next step
+finds it there: from all generating to some of them training takes handoffs alone, and back again nothing.
+
+Looked at once a decision; every number of generators is then a slice of one order and a difference of running sums.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,6 +12,8 @@ from itertools import accumulate
 from ductile.core.cluster.handoff import Remaining
 from ductile.core.cluster.placement import Role
 from ductile.core.cluster.state import ClusterState
+
+BOTH: tuple[Role, ...] = ("train", "generate")
 
 
 class Arrangements:
@@ -24,39 +29,72 @@ class Arrangements:
             if rollout.slot in left:
                 left[rollout.slot] += remaining[rollout.id]
                 context[rollout.slot] += rollout.context_tokens
-        now = [slot for slot in pool if "generate" in held[slot]]
-        others = [slot for slot in pool if "generate" not in held[slot]]
-        self._state, self._pool = state, tuple(pool)
-        self._members = frozenset(members).intersection(pool)
-        # Who holds the trainer's state goes back to it first: it costs no transfer. Then who has the least to hand off.
-        self._leaving = sorted(now, key=lambda slot: (slot not in rank, left[slot], slot))
-        self._joining = sorted(others, key=lambda slot: (slot in rank, slot not in at_home, -rank.get(slot, 0)))
-        self._context = [0.0, *accumulate(context[slot] for slot in self._leaving)]
+        self._state, self._held = state, {slot: held[slot] for slot in pool}
+        self.members = frozenset(members).intersection(pool)
+        self.generators_now = frozenset(slot for slot in pool if "generate" in held[slot])
+        # Who is a generator and nothing else stays one; who has the most to hand off goes on; of the trainer's slots,
+        # those that joined last leave it first.
+        self._order = sorted(
+            pool,
+            key=lambda slot: (
+                slot in rank,
+                slot not in self.generators_now,
+                -left[slot],
+                slot not in at_home,
+                -rank.get(slot, 0),
+                slot,
+            ),
+        )
+        self._context = [0.0, *accumulate(context[slot] for slot in self._order)]
+        sharing = self.members & self.generators_now
+        # Sequences that a micro-step would stop: while there are such, the trainer is held, or they are handed off.
+        self.shared = bool(sharing) and (state.batch.to_start > 0 or any(context[slot] for slot in sharing))
+        several_turns = any(rollout.num_turns for rollout in state.unfinished)
+        self._keeps = state.limits.may_share and not state.batch.to_start and not several_turns
 
     @property
-    def now(self) -> int:
-        """Slots that generate."""
-        return len(self._leaving)
+    def num_generators(self) -> int:
+        """That have or get sequences now."""
+        return len(self.generators_now if self.shared else self.generators_now - self.members)
 
     def generators(self, count: int) -> frozenset[int]:
-        if count <= self.now:
-            return frozenset(self._leaving[self.now - count :])
-        return frozenset([*self._leaving, *self._joining[: count - self.now]])
+        """The slots that only generate, when there are so many."""
+        return frozenset(self._order[:count])
 
     def trainers(self, count: int) -> frozenset[int]:
-        """The others. When there are none, the trainer's slots keep its state beside their generator: nothing is moved
-        then, and nothing when they go back."""
-        return frozenset(self._pool).difference(self.generators(count)) or self._members
+        return frozenset(self._order[count:])
 
-    def roles(self, count: int) -> Mapping[int, tuple[Role, ...]]:
-        held: tuple[tuple[Role, frozenset[int]], ...]
-        held = ("train", self.trainers(count)), ("generate", self.generators(count))
-        return {slot: tuple(role for role, slots in held if slot in slots) for slot in self._pool}
+    def resizes(self, count: int) -> bool:
+        return self.trainers(count) != self.members
 
-    def delays_s(self, count: int) -> tuple[float, float]:
-        """What the change costs now: seconds of the trainer, and of generation."""
+    def split(self, count: int) -> Mapping[int, tuple[Role, ...]]:
+        """So many generate, the others train. Those have nothing to do with what is generated: where new sequences may
+        come up, they give their generators up."""
+        roles: dict[int, tuple[Role, ...]] = {slot: ("generate",) for slot in self.generators(count)}
+        for slot in self.trainers(count):
+            roles[slot] = BOTH if self._keeps and slot in self.generators_now else ("train",)
+        return roles
+
+    def everybody(self) -> Mapping[int, tuple[Role, ...]]:
+        """All generate; the trainer's slots keep its state beside their generator, and nothing is moved for it."""
+        return {slot: BOTH if slot in self.members else ("generate",) for slot in self._held}
+
+    def moved_context(self, count: int) -> float:
+        """Tokens that are handed off."""
+        return self._context[-1] - self._context[count]
+
+    def split_delays_s(self, count: int) -> tuple[float, float]:
+        """What `split` costs now: seconds of the trainer, and of generation."""
         state, costs = self._state, self._state.costs
-        resize_s = costs.resize_s if self.trainers(count) != self._members else 0.0
-        if count > self.now:
-            return resize_s, costs.grant_s * (count - self.now) / count
-        return resize_s, self._context[self.now - count] / state.speeds.prefill_tokens_per_s / max(1, count)
+        resize_s = costs.resize_s if self.resizes(count) else 0.0
+        new = self.generators(count) - self.generators_now
+        # Who leaves the trainer waits for the resize before it generates.
+        stopped = self.generators(count) & self.members
+        generate_s = (costs.grant_s * len(new) + resize_s * len(stopped)) / max(1, count)
+        return resize_s, generate_s + self.moved_context(count) / state.speeds.prefill_tokens_per_s / max(1, count)
+
+    def everybody_delays_s(self) -> tuple[float, float]:
+        new = len(self._held) - len(self.generators_now)
+        grant_s = self._state.costs.grant_s * new / max(1, len(self._held))
+        moved = 0.0 if self._state.batch.to_start else self._context[-1] * new / len(self._held)
+        return 0.0, grant_s + moved / self._state.speeds.prefill_tokens_per_s / max(1, new)

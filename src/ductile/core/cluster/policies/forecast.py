@@ -12,6 +12,7 @@ Many plans are followed at once, as rows of arrays; a decision takes millisecond
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from ductile.core.cluster.lengths import Floats, Survival, histogram
 from ductile.core.cluster.state import ClusterState
@@ -43,6 +44,8 @@ class Work:
     batch_tokens: float
     """Of a whole step."""
     prompt_tokens: float
+    sample_tokens: float
+    """Of a prompt and its answer, on average."""
 
     @property
     def to_generate(self) -> float:
@@ -76,21 +79,26 @@ def work(state: ClusterState, lengths: Survival) -> Work:
         longest_tokens=prompt + longest,
         batch_tokens=batch.num_rollouts * (prompt + lengths.mean()),
         prompt_tokens=prompt,
+        sample_tokens=prompt + lengths.mean(),
     )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plans:
-    """Ways to use the slots from now on, one a row."""
+    """Ways to use the slots from now on, one a row: first in one way, and then in another."""
 
     generators: Floats
-    """Slots that generate at first; the others train."""
-    hold_rounds: Floats
-    """Rounds in which nothing changes."""
+    """Slots that generate at first."""
+    trainers: Floats
+    """Slots that train at first; 0 while the trainer is held."""
+    until: Floats
+    """So many rollouts are left when that ends; negative for never."""
     then: Floats
-    """After which there are so many generators, or fewer."""
+    """Slots that generate afterwards; the others train."""
+    resize_s: Floats
+    """What resizing the trainer costs then."""
     fill: Floats
-    """A generator with fewer sequences than this, on average, makes the generators fewer: `NEVER`, 1, 2, 4 ..."""
+    """A generator with fewer sequences than this, on average, makes the generators fewer after that; or `NEVER`."""
     delay_train_s: Floats
     """Until the trainer can go on: what resizing costs now."""
     delay_generate_s: Floats
@@ -98,54 +106,97 @@ class Plans:
 
 
 def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> Floats:
-    """By plan: seconds from now until all is generated and trained, on `num_slots` slots that do one or the other."""
-    speeds, costs, full = state.speeds, state.costs, float(state.limits.max_num_seqs)
+    """By plan: seconds from now until all is generated and trained, on `num_slots` slots."""
+    speeds, full = state.speeds, float(state.limits.max_num_seqs)
     num_plans = len(plans.generators)
-    generators = plans.generators.copy()
+    stage = _Stage(plans.generators.copy(), plans.trainers.copy(), plans.until < 0)
     ages = np.repeat(todo.ages[None], num_plans, 0)
     unstarted = np.full(num_plans, todo.unstarted)
-    now_s, busy_s = plans.delay_generate_s.copy(), plans.delay_train_s.copy()
+    now_s, busy_s, stalled_s = np.zeros(num_plans), plans.delay_train_s.copy(), plans.delay_generate_s.copy()
     trained, total = np.zeros(num_plans), todo.to_generate
-    # Who joins the trainer waits for the end of a micro-step, on average for half of it.
-    lag_s = speeds.train.seconds(state.trainer.seq_len, 1) / 2
     mean_age = (np.arange(NUM_AGES) + 0.5) * todo.round_tokens + todo.prompt_tokens
     num_rounds = 0
     while total > 0:
-        room = np.maximum(0.0, generators * full - ages.sum(1))
-        started = np.minimum(room, unstarted)
-        ages[:, 0] += started
-        unstarted -= started
         running = ages.sum(1)
         left = running + unstarted
+        context = ages @ mean_age
+        moved, paused_s = stage.advance(state, plans, left, num_slots)
+        stalled_s += context * moved / speeds.prefill_tokens_per_s / stage.generators
+        busy_s += paused_s
+        started = np.minimum(np.maximum(0.0, stage.generators * full - running), unstarted)
+        ages[:, 0] += started
+        unstarted -= started
+        running += started
         if num_rounds > 40 * NUM_AGES or float(left.max()) < 0.02:
             break
-        each = np.maximum(running / generators, 1.0)
-        context = (ages @ mean_age) / generators
-        token_s = speeds.decode.seconds(each, context)
+        each = np.maximum(running / stage.generators, 1.0)
+        token_s = speeds.decode.seconds(each, context / stage.generators)
         # Once fewer than one is expected to be left, a round counts as much as it is likely to happen.
         seconds = todo.round_tokens * token_s * -np.expm1(-left)
         # Over-full generators take turns.
-        seconds *= np.maximum(1.0, running / (generators * full))
-        seconds += started * todo.prompt_tokens / speeds.prefill_tokens_per_s / generators
-        trained += _trained(state, todo, trained, left / total, seconds, busy_s, num_slots - generators)
+        seconds *= np.maximum(1.0, running / (stage.generators * full))
+        seconds += started * todo.prompt_tokens / speeds.prefill_tokens_per_s / stage.generators
+        # Others train while generators prefill what was handed off.
+        seconds += stalled_s
+        stalled_s = np.zeros(num_plans)
+        trained += _trained(state, todo, trained, left / total, seconds, busy_s, stage.trainers)
         busy_s = np.maximum(0.0, busy_s - seconds)
         now_s += seconds
         going_on = ages * todo.go_on
         ages[:, 1:] = going_on[:, :-1]
         ages[:, 0] = 0.0
         num_rounds += 1
-        fewer = _fewer(plans, generators, ages.sum(1) + unstarted, num_rounds)
-        released = generators - fewer
-        busy_s += costs.resize_s * (released > 0) + lag_s * (generators < num_slots) * released / num_slots
-        # What they leave unfinished is prefilled again elsewhere.
-        now_s += (ages @ mean_age) * released / generators / speeds.prefill_tokens_per_s / fewer
-        generators = fewer
     rest = np.maximum(0.0, todo.ready_tokens + todo.coming_tokens - trained)
-    resized = (generators > 0) & (rest > 0) & (total > 0)
-    rest_s = np.maximum(rest / speeds.train.of(num_slots), speeds.train.seconds(todo.longest_tokens, num_slots))
-    rest_s = np.where(rest > 0, rest_s, 0.0)
-    waits_s = lag_s * (generators < num_slots) * generators / num_slots
-    return now_s + busy_s + (costs.resize_s + waits_s) * resized + rest_s
+    # Who was held trains on what it has.
+    members = np.where(stage.trainers > 0, stage.trainers, float(len(state.trainer.formation.members)))
+    return now_s + busy_s + _rest_s(state, todo, rest, members, num_slots)
+
+
+def _rest_s(state: ClusterState, todo: Work, rest: Floats, members: Floats, num_slots: int) -> Floats:
+    """Nothing is left to generate: the trainer goes on as it is, or takes all slots, if that is worth the way there
+    and, when there is another step, back."""
+    way_s = state.costs.resize_s * (2 if state.batch.steps_left > 1 else 1)
+    longest = np.where(rest > 0, todo.longest_tokens, 0.0)
+
+    def seconds(slots: Floats) -> Floats:
+        return np.maximum(rest / _tokens_per_s(state, todo, slots), longest * slots / state.speeds.train.of(slots))
+
+    most = np.full_like(members, float(num_slots))
+    return np.minimum(seconds(members), seconds(most) + np.where(members < most, way_s, 0.0))
+
+
+@dataclass(slots=True, eq=False)
+class _Stage:
+    """Who does what in this round, by plan."""
+
+    generators: Floats
+    trainers: Floats
+    second: npt.NDArray[np.bool_]
+
+    def advance(self, state: ClusterState, plans: Plans, left: Floats, num_slots: int) -> tuple[Floats, Floats]:
+        """On to the round in which so many rollouts are left. Returns the share of contexts that are handed off, and
+        for how long the trainer pauses."""
+        before, paused_s = self.generators, np.zeros_like(left)
+        change = ~self.second & (left <= plans.until)
+        # Who joins a trainer that is at work waits for the end of a micro-step, on average for half of it.
+        lag_s = state.speeds.train.seconds(state.trainer.seq_len, 1) / 2
+        if change.any():
+            paused_s += np.where(change, plans.resize_s + lag_s * (self.trainers > 0) * (plans.resize_s > 0), 0.0)
+            self.generators = np.where(change, plans.then, self.generators)
+            self.trainers = np.where(change, num_slots - plans.then, self.trainers)
+            self.second = self.second | change
+        fewer = self._fewer(plans, left)
+        if fewer is not None:
+            released = self.generators - fewer
+            paused_s += (state.costs.resize_s + lag_s * released / num_slots) * (released > 0)
+            self.generators, self.trainers = fewer, np.where(released > 0, num_slots - fewer, self.trainers)
+        return np.maximum(0.0, before - self.generators) / before, paused_s
+
+    def _fewer(self, plans: Plans, left: Floats) -> Floats | None:
+        """Only a quarter fewer at once is worth a resize."""
+        wanted = np.maximum(1.0, np.ceil(left / np.maximum(plans.fill, 1.0)))
+        may = (plans.fill != NEVER) & self.second & (wanted <= 0.75 * self.generators)
+        return np.where(may, wanted, self.generators) if may.any() else None
 
 
 def _trained(
@@ -163,14 +214,13 @@ def _trained(
     # The trainer takes nothing before it has a full micro-batch for every slot, or a quarter of the batch.
     enough = np.minimum(train_slots * state.trainer.seq_len, todo.batch_tokens / 4)
     available = np.where(available >= np.maximum(1.0, enough), available, 0.0)
-    return np.clip(
-        np.maximum(0.0, seconds - busy_s) * state.speeds.train.of(train_slots), 0.0, np.maximum(0.0, available)
-    )
+    tokens = np.maximum(0.0, seconds - busy_s) * _tokens_per_s(state, todo, train_slots)
+    return np.clip(tokens, 0.0, np.maximum(0.0, available))
 
 
-def _fewer(plans: Plans, generators: Floats, left: Floats, num_rounds: int) -> Floats:
-    """The generators of the next round. After `then`, only a quarter fewer at once is worth a resize."""
-    capped = np.where(num_rounds > plans.hold_rounds, np.minimum(generators, plans.then), generators)
-    wanted = np.maximum(1.0, np.ceil(left / np.maximum(plans.fill, 1.0)))
-    may = (plans.fill != NEVER) & (num_rounds > plans.hold_rounds) & (wanted <= 0.75 * capped)
-    return np.where(may, wanted, capped)
+def _tokens_per_s(state: ClusterState, todo: Work, slots: Floats) -> Floats:
+    """Of the trainer. Its micro-steps have room left that is too small for another sample, and each costs something."""
+    per_s, seq_len = state.speeds.train.of(slots), float(state.trainer.seq_len)
+    filled = max(seq_len / 2, seq_len - todo.sample_tokens / 2)
+    full_s = seq_len * slots / np.maximum(per_s, 1e-12)
+    return np.where(per_s > 0, filled * slots / (full_s + state.speeds.train.micro_step_s), 0.0)

@@ -2,11 +2,15 @@
 
 1. Lengths seen so far say how many rollouts are left after how many more tokens (`lengths`), measured speeds how long
    that takes on how many generators, and how fast the others train meanwhile (`forecast`).
-2. Candidates are numbers of generators, more or fewer than now, each followed by the same sensible future: as the
-   rollouts end, generators get fewer. Slots go both ways: at the start of a step train slots generate.
+2. Candidates: so many slots generate and the others train, for every number; or all generate and the trainer waits.
+   Each is followed to the end of the work, with what may sensibly come after it. Leaving things as they are is followed
+   in the same way, and so are the two plain ways to use slots: a split that never changes, and turns (all generate
+   until the last rollout ends, then the trainer trains).
 3. A candidate is taken when it ends the work earlier than leaving the roles as they are does, by more than its own cost
    and a margin, and when doing it now is as good as doing it later. Soon after a change, it has to be worth twice that.
 4. The slots that move are those with the fewest predicted tokens to hand off; these go to whoever has the least left.
+   Slots that need not give up a role keep it: a step that generates on all slots and then trains on most of them takes
+   handoffs, and no resize.
 
 It is asked after events (a micro-step, a rollout that ended, new weights) and never polls. It keeps no state: the same
 `ClusterState` gives the same answer.
@@ -25,12 +29,14 @@ from ductile.core.cluster.policies.arrange import Arrangements
 from ductile.core.cluster.policies.forecast import NEVER, Plans, Work, forecast, work
 from ductile.core.cluster.state import ClusterState
 
-FILLS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+FILLS = (NEVER, 2.0, 8.0, 32.0)
 """Sequences a generator should have at least, in the futures that are compared."""
-WAITS = (1, 3, 9)
-"""Rounds after which a change might be better than now."""
+LATER = (0.9, 0.75, 0.6, 0.45, 0.3, 0.2, 0.1, 0.05, 0.02)
+"""Shares of the rollouts that may be left when a change that is not made now is made."""
 TRAIN: tuple[Role, ...] = ("train",)
 BOTH: tuple[Role, ...] = ("train", "generate")
+ALL = 0
+"""As a number of generators: all slots, and training waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +63,7 @@ class Model:
         arrangements = Arrangements(state, pool, remaining)
         best = self._best(state, len(pool), todo, arrangements)
         if best is None:
-            return _even_out(state, remaining, self.margin)
+            return _even_out(state, arrangements, remaining, self.margin)
         count, prediction = best
         return _decision(state, arrangements, count, prediction, remaining)
 
@@ -65,38 +71,44 @@ class Model:
         self, state: ClusterState, num_slots: int, todo: Work, arrangements: Arrangements
     ) -> tuple[int, Prediction] | None:
         """The change that pays, if one does."""
-        now = arrangements.now
-        counts = [count for count in _counts(now, num_slots) if count != now and _keeps_floors(state, num_slots, count)]
-        if not counts:
+        now = arrangements.num_generators
+        counts = [count for count in _counts(now, num_slots) if _keeps_floors(state, num_slots, count)]
+        changes = [count for count in counts if arrangements.shared or arrangements.resizes(count)]
+        rows: list[tuple[float, ...]] = []
+        first: dict[int, int] = {}
+        # Columns as in `Plans`.
+        trainers = 0 if arrangements.shared else len(arrangements.members)
+        rows += _futures(state, todo, arrangements, counts, (max(1, now), trainers), (0.0, 0.0))
+        num_stays = len(rows)
+        for count in changes:
+            first[count] = len(rows)
+            delays_s = arrangements.split_delays_s(count)
+            rows += [(count, num_slots - count, np.inf, count, 0.0, fill, *delays_s) for fill in FILLS]
+        if state.limits.may_share and len(arrangements.generators_now) < num_slots:
+            first[ALL] = len(rows)
+            rows += _futures(state, todo, arrangements, counts, (num_slots, 0), arrangements.everybody_delays_s())
+        if not first:
             return None
-        delays_s = {count: arrangements.delays_s(count) for count in counts}
-        fills = [NEVER, *(fill for fill in FILLS if fill <= state.limits.max_num_seqs)]
-        # Columns as in `Plans`: generators now; rounds until there are fewer, and how many then; fill; delays.
-        never = [(now, 0, now, NEVER, 0.0, 0.0)]
-        flexible = [(now, 0, now, fill, 0.0, 0.0) for fill in fills[1:]]
-        fewer = [count for count in counts if count < now]
-        later = [(now, wait, count, fill, 0.0, 0.0) for count in fewer for wait in WAITS for fill in (NEVER, 4.0)]
-        go = [(count, 0, count, fill, *delays_s[count]) for count in counts for fill in fills]
-        columns = np.array([*never, *flexible, *later, *go], float).T
-        columns[0], columns[2] = np.maximum(columns[0], 1), np.maximum(columns[2], 1)
-        finish_s = forecast(state, todo, Plans(*columns), num_slots)
-        num_stays = len(never) + len(flexible) + len(later)
+        finish_s = forecast(state, todo, Plans(*np.array(rows, float).T), num_slots)
         never_s, later_s = float(finish_s[0]), float(finish_s[:num_stays].min())
         if not now:
             never_s = later_s = float("inf")
-        by_count = finish_s[num_stays:].reshape(len(counts), len(fills)).min(1)
-        chosen = int(np.argmin(by_count))
-        count, go_s = counts[chosen], float(by_count[chosen])
-        cost_s = sum(delays_s[count])
-        # Generators can always get fewer later: doing so now is compared with never, as long as later is not better.
-        # Getting more is compared with the best that can be made of what there is. Both together cannot go in circles.
-        stay_s = never_s if count < now else later_s
-        in_time = go_s <= later_s * (1 + self.margin / 2)
-        least_s = cost_s + self.margin * min(stay_s, go_s)
-        if _changed_lately(state, self.patience):
-            least_s *= 2
-        pays = stay_s - go_s > least_s and in_time
-        return (count, Prediction(stay_s, go_s, cost_s)) if pays else None
+        last = dict(zip(first, [*[*first.values()][1:], len(rows)], strict=True))
+        best: tuple[int, Prediction] | None = None
+        for count, start in first.items():
+            go_s = float(finish_s[start : last[count]].min())
+            cost_s = sum(arrangements.split_delays_s(count) if count != ALL else arrangements.everybody_delays_s())
+            # Generators can always get fewer later: doing so now is compared with never, as long as later is not
+            # better. Getting more is compared with the best that can be made of what there is. Both together cannot go
+            # in circles.
+            stay_s = never_s if 0 < count < now else later_s
+            least_s = cost_s + self.margin * min(stay_s, go_s)
+            if _changed_lately(state, self.patience):
+                least_s *= 2
+            pays = stay_s - go_s > least_s and go_s <= later_s * (1 + self.margin / 2)
+            if pays and (best is None or go_s < best[1].go_s):
+                best = count, Prediction(stay_s, go_s, cost_s)
+        return best
 
     def _all_train(self, state: ClusterState, pool: Sequence[int], todo: Work) -> Decision:
         """Nothing is left to generate: the rest is trained on all slots, when it is worth the way there and back.
@@ -118,21 +130,44 @@ class Model:
         return Decision(orders, why, prediction=prediction)
 
 
+def _futures(
+    state: ClusterState,
+    todo: Work,
+    arrangements: Arrangements,
+    counts: Sequence[int],
+    now: tuple[int, int],
+    delays_s: tuple[float, float],
+) -> list[tuple[float, ...]]:
+    """Rows of `Plans`: so many generate and train now, for good (the first row) or until it is time for a change."""
+    generators, trainers = now
+    rows: list[tuple[float, ...]] = [(generators, trainers, -1.0, generators, 0.0, NEVER, *delays_s)]
+    for count in counts:
+        if count < generators:
+            resize_s = state.costs.resize_s if arrangements.resizes(count) else 0.0
+            rows += [
+                (generators, trainers, share * todo.to_generate, count, resize_s, NEVER, *delays_s) for share in LATER
+            ]
+    return rows
+
+
 def _decision(
     state: ClusterState, arrangements: Arrangements, count: int, prediction: Prediction, remaining: Remaining
 ) -> Decision:
-    roles = arrangements.roles(count)
-    orders = change(state, roles)
-    if count > arrangements.now and not state.batch.to_start:
-        orders = (*orders, *spread(state, sorted(arrangements.generators(count)), remaining))
-    nobody_only_trains = all("generate" in held for held in roles.values() if "train" in held)
-    return Decision(orders, sentence(orders, _figures(prediction)), nobody_only_trains, prediction)
+    if count == ALL:
+        roles, generators = arrangements.everybody(), frozenset(arrangements.everybody())
+        hold = state.batch.missing > 0
+    else:
+        roles, generators = arrangements.split(count), arrangements.generators(count)
+        # A trainer that waits goes on waiting until it has its new slots: a micro-step would only delay them.
+        hold = state.trainer.held and arrangements.resizes(count)
+    orders = change(state, roles, generators)
+    if len(generators) > arrangements.num_generators and not state.batch.to_start:
+        orders = (*orders, *spread(state, sorted(generators), remaining))
+    return Decision(orders, sentence(orders, _figures(prediction)), hold, prediction)
 
 
 def _keeps_floors(state: ClusterState, num_slots: int, count: int) -> bool:
-    """With `count` generators, enough slots train, or all of the trainer's may share theirs."""
-    enough_train = num_slots - count >= max(1, state.limits.min_train)
-    return count >= state.limits.min_generate and (enough_train or (count == num_slots and state.limits.may_share))
+    return count >= state.limits.min_generate and num_slots - count >= max(1, state.limits.min_train)
 
 
 def _counts(now: int, most: int) -> list[int]:
@@ -144,12 +179,13 @@ def _counts(now: int, most: int) -> list[int]:
     return sorted(count for count in near | {most * part // 8 for part in range(1, 9)} | {1} if 1 <= count <= most)
 
 
-def _even_out(state: ClusterState, remaining: Remaining, margin: float) -> Decision:
+def _even_out(state: ClusterState, arrangements: Arrangements, remaining: Remaining, margin: float) -> Decision:
     """The same slots, but no generator has much more before it than the others."""
     decode = state.speeds.decode
-    generators = [slot.slot for slot in state.slots if slot.ready and "generate" in slot.roles]
-    # Where every train slot generates too, a micro-step would stop its sequences: it was found not to be worth that.
-    hold = {*state.trainer.formation.members} <= {*generators}
+    # Where train slots generate too, a micro-step would stop their sequences: it was found not to be worth that.
+    hold = arrangements.shared and state.batch.missing > 0
+    now = arrangements.generators_now
+    generators = sorted(now if arrangements.shared else now - arrangements.members)
     handoffs = spread(state, generators, remaining) if not state.batch.to_start else ()
     if not handoffs:
         return Decision(hold_training=hold)
