@@ -186,24 +186,30 @@ def _even_out(state: ClusterState, arrangements: Arrangements, remaining: Remain
     hold = arrangements.shared and state.batch.missing > 0
     now = arrangements.generators_now
     generators = sorted(now if arrangements.shared else now - arrangements.members)
-    handoffs = spread(state, generators, remaining) if not state.batch.to_start else ()
-    if not handoffs:
-        return Decision(hold_training=hold)
     rollouts = {rollout.id: rollout for rollout in state.unfinished}
     before = dict.fromkeys(generators, 0.0)
     for rollout in state.unfinished:
         if rollout.slot in before:
             before[rollout.slot] += remaining[rollout.id]
+    if state.batch.to_start or not before:
+        return Decision(hold_training=hold)
+    context = sum(rollout.context_tokens for rollout in state.unfinished) / len(state.unfinished)
+    token_s = decode.per_sequence_s + decode.per_context_s * context
+    longest_s = decode.step_s * max(remaining.values())
+    stay_s, even = longest_s + token_s * max(before.values()), sum(before.values()) / len(before)
+    # Nobody can have less than all have on average. Most often that is not enough, and how to spread need not be found.
+    if token_s * (max(before.values()) - even) < state.costs.handoff_s + 5 * margin * stay_s:
+        return Decision(hold_training=hold)
+    handoffs = spread(state, generators, remaining)
+    if not handoffs:
+        return Decision(hold_training=hold)
     after, stall_s = dict(before), dict.fromkeys(generators, 0.0)
     for order in handoffs:
         rollout = rollouts[order.id]
         after[order.source] -= remaining[order.id]
         after[order.target] += remaining[order.id]
         stall_s[order.target] += carriage(rollout.context_tokens, state.speeds, state.costs).seconds
-    context = sum(rollout.context_tokens for rollout in state.unfinished) / len(state.unfinished)
-    token_s = decode.per_sequence_s + decode.per_context_s * context
-    longest_s = decode.step_s * max(remaining.values())
-    stay_s, cost_s = longest_s + token_s * max(before.values()), max(stall_s.values()) + state.costs.handoff_s
+    cost_s = max(stall_s.values()) + state.costs.handoff_s
     go_s = longest_s + token_s * max(after.values()) + cost_s
     if stay_s - go_s <= cost_s + 5 * margin * stay_s:
         return Decision(hold_training=hold)
