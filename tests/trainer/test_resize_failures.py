@@ -77,20 +77,26 @@ def until_it_fails(fleet: Fleet, after: Formation, victim: int) -> tuple[Any, st
     raise AssertionError("nothing happened")
 
 
+def strike_a_joiner(fleet: Fleet, point: str, number: int) -> str:
+    """Slots 0 and 1 train, in the middle of a batch, and have afterwards what they had. The step that failed."""
+    fleet.hold((0, 1))
+    fleet.forward_backward(make_samples((9, 14)))
+    had = fleet.call((0, 1), whole)
+    fleet.hold_joining((2,))
+    fleet.call((2,), strike_at, point, number)
+    change, step = until_it_fails(fleet, Formation((2, 1, 0)), victim=2)
+    fleet.roll_back(change, (0, 1))
+    assert fleet.call((0, 1), whole) == had
+    return step
+
+
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_joiner_fails_and_the_others_go_on(settings: dict[str, Any], point: str, number: int) -> None:  # noqa: F811
     settings = settings | {"resize": settings["resize"] | {"timeout_s": TIMEOUT_S}}
     with Fleet(settings, range(4)) as fleet:
-        fleet.hold((0, 1))
-        fleet.forward_backward(make_samples((9, 14)))
-        had = fleet.call((0, 1), whole)
-        fleet.hold_joining((2,))
-        fleet.call((2,), strike_at, point, number)
-        change, step = until_it_fails(fleet, Formation((2, 1, 0)), victim=2)
+        step = strike_a_joiner(fleet, point, number)
         assert step == point.partition(":")[0] or point.startswith("prepare")
-        fleet.roll_back(change, (0, 1))
-        assert fleet.call((0, 1), whole) == had
         fleet.resize(Formation((3, 1)))
         fleet.forward_backward(make_samples((7, 12)))
         assert fleet.optim_step(20.0).step == 1
@@ -101,15 +107,7 @@ def test_messages_that_do_not_come_harm_nobody(settings: dict[str, Any], number:
     """A group of the change's own breaks in the middle; the groups that train are others."""
     settings = settings | {"resize": settings["resize"] | {"timeout_s": TIMEOUT_S, "carrier": "p2p"}}
     with Fleet(settings, range(3)) as fleet:
-        fleet.hold((0, 1))
-        fleet.forward_backward(make_samples((9, 14)))
-        had = fleet.call((0, 1), whole)
-        fleet.hold_joining((2,))
-        fleet.call((2,), strike_at, "move: in the middle", number)
-        change, step = until_it_fails(fleet, Formation((2, 1, 0)), victim=2)
-        assert step == "move"
-        fleet.roll_back(change, (0, 1))
-        assert fleet.call((0, 1), whole) == had
+        assert strike_a_joiner(fleet, "move: in the middle", number) == "move"
         fleet.forward_backward(make_samples((7, 12)))
         assert fleet.optim_step(20.0).step == 1
 
