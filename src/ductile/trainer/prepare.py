@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ductile.config.trainer import TrainerConfig
 from ductile.core.transfer.plan import Plan
-from ductile.fabric import rendezvous
+from ductile.fabric import pages, rendezvous
 from ductile.fabric.board import StoreBoard
 from ductile.fabric.carrier import Carrier
 from ductile.fabric.choice import choose
@@ -237,8 +237,7 @@ class Preparation:
         dtype = Precision.of(self._config.model, device).parameters
         for name, (_, size) in plan.target.buffer_sizes(slot).items():
             if name not in unchanged:
-                # Written to here, so that nobody waits for pages in the pause.
-                room[name] = torch.zeros(size, dtype=dtype, device=device)
+                room[name] = pages.zeros(size, dtype, device)
         trainer = Trainer(self._config, ranks, device, {**self._old, **room})
         for name, part in parts_of(named_state(trainer)).items():
             if name in unchanged and part.data_ptr() == self._old[name].data_ptr():
