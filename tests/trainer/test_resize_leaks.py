@@ -26,7 +26,7 @@ KIB_A_RESIZE = 12
 
 
 def keep_no_records(role: TrainRole | None) -> None:
-    """torch records the last 2000 collectives, resizes or not: until it has them, memory grows by 10 to 25 KiB a step."""
+    """torch records the last 2000 collectives, resizes or not: until then memory grows by 10 to 25 KiB a step."""
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
 
 
