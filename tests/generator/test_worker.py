@@ -1,6 +1,7 @@
 """The generate role by its commands and events, with weights from a real publisher."""
 
 import os
+import resource
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +52,13 @@ def joiner(family: Family, folder: Path) -> GenerateRole:
 
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+def free_descriptors() -> int:
+    """How many more files this process may open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = sum(int(fd) < soft for fd in os.listdir("/proc/self/fd"))
+    return soft - used + 1  # one of the used is the listing itself
 
 
 def finish(role: GenerateRole) -> tuple[dict[str, Generation], EngineStats]:
@@ -161,6 +169,32 @@ def test_a_cache_that_is_gone_is_said_and_computed_again(qwen3: Family, capsys: 
     done, _ = finish(target)
     assert done["a"].token_ids == run(qwen3.engine(), [request("a", "hello", 20)])["a"].token_ids
     assert "the context of request a is computed again: the cache is gone: /proc/" in capsys.readouterr().err
+
+
+def test_without_room_for_caches_requests_go_alone(qwen3: Family, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = role(qwen3), role(qwen3)
+    asked = tuple(request(str(i), "hello", 20) for i in range(4))
+    source.handle(Generate(asked))
+    source.step()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))
+    free = [os.open("/dev/null", os.O_RDONLY) for _ in range(free_descriptors() - 2)]  # two are left
+    try:
+        answer = source.handle(HandOff(("0", "1", "2", "3"), ("0", "1", "2", "3")))
+        target.handle(Generate(answer.requests, answer.caches))
+    finally:
+        for fd in free:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(answer.requests) == 4
+    assert answer.caches.keys() == {"0", "1"}
+    assert {id: one.token_ids for id, one in finish(target)[0].items()} == {
+        id: one.token_ids for id, one in run(qwen3.engine(), list(asked)).items()
+    }
+    log = capsys.readouterr().err
+    assert "request 2 goes without its cache: [Errno 24] Too many open files" in log
+    assert "the context of request 0 is computed again: the cache cannot be read: /proc/" in log
+    source.close()
 
 
 def test_a_generator_that_gave_everything_away_says_so(qwen3: Family) -> None:

@@ -93,10 +93,12 @@ def map_segment(location: str, num_bytes: int, fingerprint: int) -> Tensor:
 def _map(location: str, num_bytes: int) -> mmap.mmap:
     try:
         fd = os.open(location, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
+    except FileNotFoundError as error:
         raise SegmentUnavailable(
             f"is gone: {location} cannot be opened ({error.strerror}); its owner ended or withdrew it"
         ) from error
+    except OSError as error:
+        raise SegmentUnavailable(f"cannot be read: {location}: {error.strerror}") from error
     try:
         # The descriptor's number may serve another file by now; a file of another size never gets mapped.
         size_bytes = os.fstat(fd).st_size
@@ -105,5 +107,7 @@ def _map(location: str, num_bytes: int) -> mmap.mmap:
                 f"is gone: {location} has {size_bytes} bytes, and {num_bytes} were announced; its owner withdrew it"
             )
         return mmap.mmap(fd, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as error:
+        raise SegmentUnavailable(f"cannot be read: {location}: {error.strerror}") from error
     finally:
         os.close(fd)

@@ -46,11 +46,18 @@ class Shelf:
         return len(self._segments)
 
     def put(self, id: str, cache: HandedCache) -> CacheNote:
-        """What lay there under this id goes: the request has been elsewhere since, and came back from there."""
+        """What lay there under this id goes: the request has been elsewhere since, and came back from there.
+
+        Raises `OSError` when there is no memory for it, or too many files are open."""
         self.forget([id])
-        segment = self._segments[id] = Segment("ductile-cache")
-        segment.append(cache.content)
-        segment.seal()
+        segment = Segment("ductile-cache")
+        try:
+            segment.append(cache.content)
+            segment.seal()
+        except BaseException:
+            segment.close()
+            raise
+        self._segments[id] = segment
         return CacheNote(segment.location, cache.num_tokens, segment.num_bytes, cache.version, segment.fingerprint)
 
     def forget(self, ids: Iterable[str]) -> None:

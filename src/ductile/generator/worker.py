@@ -128,7 +128,13 @@ class GenerateRole:
     def _hand_off(self, ids: tuple[str, ...], with_cache: tuple[str, ...]) -> HandedOff:
         requests, caches = self._engine.hand_off(ids, frozenset(with_cache))
         self._stats_owed = True
-        return HandedOff(tuple(requests), {id: self._shelf.put(id, cache) for id, cache in caches.items()})
+        notes: dict[str, CacheNote] = {}
+        for id, cache in caches.items():
+            try:
+                notes[id] = self._shelf.put(id, cache)
+            except OSError as why:  # the requests have left the engine: nothing may stop them now
+                print(f"request {id} goes without its cache: {why}", file=sys.stderr)
+        return HandedOff(tuple(requests), notes)
 
     def _lend(self) -> Manifest:
         return self._lent.lend(self._engine.version, self._engine.model.named_parameters())
