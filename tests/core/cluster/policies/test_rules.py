@@ -1,8 +1,11 @@
+from dataclasses import replace
+
 import pytest
 
+from ductile.core.cluster.cost import DecodeSpeed
 from ductile.core.cluster.orders import complaints, roles_after
 from ductile.core.cluster.policies.rules import Rules
-from tests.core.cluster.scenes import scene
+from tests.core.cluster.scenes import SPEEDS, scene
 
 
 def kept(state, decision):
@@ -29,6 +32,14 @@ def test_generators_that_the_rollouts_do_not_need_train(running, generators):
     after = kept(state, Rules().decide(state))
     assert after["generate"] == generators
     assert sorted(after["train"] + after["generate"]) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("per_sequence_s", "generators"), [(0.0, 1), (0.001, 1), (0.0025, 2), (0.005, 4), (0.1, 4)])
+def test_a_generator_takes_on_what_does_not_double_its_decode_step(per_sequence_s, generators):
+    """A step takes 10 ms and so much more for each sequence: eight are left."""
+    speeds = replace(SPEEDS, decode=DecodeSpeed(0.01, per_sequence_s))
+    state = scene(running={2: [9] * 2, 3: [9] * 2, 4: [9] * 2, 5: [9] * 2}, trained=10, speeds=speeds)
+    assert len(kept(state, Rules().decide(state))["generate"]) == generators
 
 
 def test_rollouts_that_have_not_started_need_generators_too():

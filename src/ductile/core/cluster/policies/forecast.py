@@ -113,7 +113,7 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
     ages = np.repeat(todo.ages[None], num_plans, 0)
     unstarted = np.full(num_plans, todo.unstarted)
     now_s, busy_s, stalled_s = np.zeros(num_plans), plans.delay_train_s.copy(), plans.delay_generate_s.copy()
-    trained, total = np.zeros(num_plans), todo.to_generate
+    taken, trained, total = np.zeros(num_plans), np.zeros(num_plans), todo.to_generate
     mean_age = (np.arange(NUM_AGES) + 0.5) * todo.round_tokens + todo.prompt_tokens
     num_rounds = 0
     while total > 0:
@@ -139,7 +139,9 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
         # Others train while generators prefill what was handed off.
         seconds += stalled_s
         stalled_s = np.zeros(num_plans)
-        trained += _trained(state, todo, trained, left / total, seconds, busy_s, stage.trainers)
+        taken = _taken(state, todo, taken, left / total, stage.trainers)
+        tokens = np.maximum(0.0, seconds - busy_s) * _tokens_per_s(state, todo, stage.trainers)
+        trained += np.clip(tokens, 0.0, np.maximum(0.0, taken - trained))
         busy_s = np.maximum(0.0, busy_s - seconds)
         now_s += seconds
         going_on = ages * todo.go_on
@@ -199,23 +201,13 @@ class _Stage:
         return np.where(may, wanted, self.generators) if may.any() else None
 
 
-def _trained(
-    state: ClusterState,
-    todo: Work,
-    trained: Floats,
-    share_left: Floats,
-    seconds: Floats,
-    busy_s: Floats,
-    train_slots: Floats,
-) -> Floats:
-    """Tokens that a round adds, of those whose groups are whole."""
+def _taken(state: ClusterState, todo: Work, taken: Floats, share_left: Floats, trainers: Floats) -> Floats:
+    """Tokens that the trainer has taken by now, of those whose groups are whole."""
     whole = np.clip(1.0 - share_left, 0.0, 1.0) ** todo.members
-    available = todo.ready_tokens + todo.coming_tokens * whole - trained
-    # The trainer takes nothing before it has a full micro-batch for every slot, or a quarter of the batch.
-    enough = np.minimum(train_slots * state.trainer.seq_len, todo.batch_tokens / 4)
-    available = np.where(available >= np.maximum(1.0, enough), available, 0.0)
-    tokens = np.maximum(0.0, seconds - busy_s) * _tokens_per_s(state, todo, train_slots)
-    return np.clip(tokens, 0.0, np.maximum(0.0, available))
+    there = todo.ready_tokens + todo.coming_tokens * whole
+    # It takes all there is, but not before there is a full micro-batch for every slot, or a quarter of the update.
+    enough = np.minimum(trainers * state.trainer.seq_len, todo.batch_tokens / (4 * state.batch.num_updates))
+    return np.where((trainers > 0) & (there - taken >= np.maximum(1.0, enough)), there, taken)
 
 
 def _tokens_per_s(state: ClusterState, todo: Work, slots: Floats) -> Floats:

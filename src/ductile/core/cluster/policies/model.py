@@ -6,8 +6,8 @@
    Each is followed to the end of the work, with what may sensibly come after it. Leaving things as they are is followed
    in the same way, and so are the two plain ways to use slots: a split that never changes, and turns (all generate
    until the last rollout ends, then the trainer trains).
-3. A candidate is taken when it ends the work earlier than leaving the roles as they are does, by more than its own cost
-   and a margin, and when doing it now is as good as doing it later. Soon after a change, it has to be worth twice that.
+3. A candidate is taken when it ends the work earlier than leaving the roles as they are does, its cost counted, by more
+   than a margin, and when doing it now is as good as doing it later. Soon after a change, it has to gain twice that.
 4. The slots that move are those with the fewest predicted tokens to hand off; these go to whoever has the least left.
    Slots that need not give up a role keep it: a step that generates on all slots and then trains on most of them takes
    handoffs, and no resize.
@@ -42,7 +42,9 @@ ALL = 0
 @dataclass(frozen=True, slots=True)
 class Model:
     margin: float = 0.01
-    """A move must gain this share of the time that is left, besides more than it costs."""
+    """A move must gain this share of the time that is left, its cost taken off."""
+    caution: float = 0.25
+    """And this share of its cost besides."""
     patience: float = 4.0
     """Less than this many resizes after a change, the next one must gain twice as much."""
 
@@ -102,7 +104,7 @@ class Model:
             # better. Getting more is compared with the best that can be made of what there is. Both together cannot go
             # in circles.
             stay_s = never_s if 0 < count < now else later_s
-            least_s = cost_s + self.margin * min(stay_s, go_s)
+            least_s = self.caution * cost_s + self.margin * min(stay_s, go_s)
             if _changed_lately(state, self.patience):
                 least_s *= 2
             pays = stay_s - go_s > least_s and go_s <= later_s * (1 + self.margin / 2)
@@ -119,9 +121,10 @@ class Model:
         idle = [slot for slot in (*pool, *scorers) if slot not in members]
         tokens, speed = todo.ready_tokens + todo.coming_tokens, state.speeds.train
         cost_s = state.costs.resize_s
+        back_s = cost_s if state.batch.steps_left > 1 else 0.0
         stay_s = tokens / speed.of(len(members))
         go_s = cost_s + tokens / speed.of(len(members) + len(idle))
-        if not idle or stay_s - go_s <= cost_s + self.margin * stay_s:
+        if not idle or stay_s - go_s <= back_s + self.margin * stay_s:
             return Decision()
         generators = state.of("generate") if state.limits.may_share else ()
         after: dict[int, tuple[Role, ...]] = {slot: BOTH if slot in generators else TRAIN for slot in idle}

@@ -3,7 +3,9 @@
 At every micro-step boundary of a step that has begun to train:
 
 1. Nothing is left to generate: all generators train. Nothing left to score either: so do the scorers.
-2. The rollouts that are left fit on fewer generators: the others hand theirs over and train. Fit is by number alone.
+2. The rollouts that are left fit on fewer generators: the others hand theirs over and train. Fit is by number alone: as
+   many to a generator as it may have at once, but no more than double the time of its decode step. (Where sequences
+   cost time, the tail of generation would pay for every slot that is freed.)
 3. Slots without a role train.
 
 At the step's end every slot returns to what the configuration gave it. Two further rules, each on request:
@@ -64,7 +66,7 @@ class Rules:
     def _during_the_step(self, state: ClusterState) -> Decision:
         to_generate = state.num_to_generate
         generators = [slot for slot in state.of("generate") if slot in state.ready]
-        needed = ceil(to_generate / state.limits.max_num_seqs)
+        needed = ceil(to_generate / _carries(state))
         if to_generate:
             needed = max(needed, state.limits.min_generate)
         # Who cannot be ordered about generates on, and counts.
@@ -101,6 +103,14 @@ def _lendable(state: ClusterState, home: Mapping[int, tuple[Role, ...]]) -> list
 
 def _with_generate(roles: tuple[Role, ...]) -> tuple[Role, ...]:
     return tuple(role for role in ("train", "generate", "score") if role in roles or role == "generate")
+
+
+def _carries(state: ClusterState) -> int:
+    """Sequences that a generator takes on, whoever hands them over."""
+    decode, most = state.speeds.decode, state.limits.max_num_seqs
+    context = sum(rollout.context_tokens for rollout in state.unfinished) / max(1, len(state.unfinished))
+    each_s = decode.per_sequence_s + decode.per_context_s * context
+    return max(1, min(most, int(decode.step_s / each_s))) if each_s > 0 else most
 
 
 def _cheapest_to_free(state: ClusterState, generators: list[int]) -> list[int]:

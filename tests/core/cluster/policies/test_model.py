@@ -1,0 +1,85 @@
+"""What `model` does in situations that a reader can reckon through.
+
+Decoding takes 10 ms a step and 1 ms a sequence, a slot trains 1,000 tokens a second, a sample has 200 or so.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from ductile.core.cluster.cost import SwitchCosts
+from ductile.core.cluster.orders import complaints, roles_after
+from ductile.core.cluster.policies.model import Model
+from ductile.core.cluster.state import Limits
+from tests.core.cluster.scenes import COSTS, scene
+
+BOTH = ("train", "generate")
+ALL_GENERATE = {slot: BOTH for slot in range(5)} | {5: ("generate",)}
+"""Five slots hold the trainer's state beside their generators."""
+
+
+def decide(state):
+    decision = Model().decide(state)
+    assert complaints(state, decision) == []
+    return decision
+
+
+def late(**changed):
+    """Three quarters of the step are finished; each slot still has one long rollout."""
+    given = {"roles": ALL_GENERATE, "running": {slot: [300] for slot in range(6)}, "held": True}
+    return scene(**{**given, "ready": 56, "ready_tokens": 56 * 300, "group_size": 2, **changed})
+
+
+def test_at_the_start_of_a_step_all_slots_generate_and_training_waits():
+    state = scene(to_start=64, group_size=2, limits=Limits(max_num_seqs=16))
+    decision = decide(state)
+    assert all("generate" in roles for roles in roles_after(state, decision).values())
+    assert [slot for slot, roles in roles_after(state, decision).items() if "train" in roles] == [0, 1]
+    assert decision.hold_training
+
+
+def test_train_slots_that_kept_their_generators_need_no_orders_to_generate():
+    decision = decide(scene(roles=ALL_GENERATE, to_start=64, group_size=2, limits=Limits(max_num_seqs=16)))
+    assert (decision.moves, decision.hold_training) == ((), True)
+
+
+def test_training_begins_without_a_resize_when_handing_off_is_enough():
+    decision = decide(late())
+    assert decision.moves == ()
+    assert {order.source for order in decision.handoffs} == {0, 1, 2, 3, 4}
+    assert {order.target for order in decision.handoffs} == {5}
+    assert not decision.hold_training
+
+
+def test_a_trainer_that_waits_for_new_slots_begins_no_micro_step_before_it_has_them():
+    state = late(roles={slot: BOTH for slot in range(6)})
+    decision = decide(state)
+    trainers = [slot for slot, roles in roles_after(state, decision).items() if "train" in roles]
+    assert len(trainers) < 6
+    assert decision.hold_training
+
+
+def test_slots_take_turns_when_changing_them_costs_more_than_it_gains():
+    costs = SwitchCosts(resize_s=300.0, grant_s=300.0)
+    decision = decide(late(roles={slot: BOTH for slot in range(6)}, costs=costs))
+    assert decision.moves == ()
+    assert decision.hold_training
+
+
+def test_a_split_stays_when_changing_it_costs_more_than_it_gains():
+    costs = SwitchCosts(resize_s=300.0, grant_s=300.0)
+    decision = decide(scene(to_start=64, costs=costs, limits=Limits(max_num_seqs=16)))
+    assert (decision.moves, decision.hold_training) == ((), False)
+
+
+@pytest.mark.parametrize("steps_left", [1, 5])
+def test_the_rest_is_trained_on_all_slots_when_the_way_back_pays_too(steps_left):
+    """Two slots train 2,000 tokens in 1.0 s, six in 0.37 s; resizing takes 0.4 s, once or twice."""
+    state = scene(trained=50, ready=14, ready_tokens=2000, costs=replace(COSTS, resize_s=0.4), steps_left=steps_left)
+    assert bool(decide(state).moves) == (steps_left == 1)
+
+
+def test_where_the_whole_batch_is_there_nothing_holds_the_trainer():
+    """Generation runs ahead: what is under way is of later steps."""
+    state = late(ready=64, ready_tokens=64 * 300, steps_ahead=1, costs=SwitchCosts(resize_s=300.0, grant_s=300.0))
+    assert not decide(state).hold_training
