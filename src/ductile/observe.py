@@ -26,7 +26,7 @@ class Event:
     kind: str
     """For programs: "saved", "slot_lost", "group_dropped"."""
     sentence: str
-    """For people."""
+    """For people; "" when there is nothing to say to them."""
     fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 

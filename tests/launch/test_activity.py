@@ -1,6 +1,6 @@
 import asyncio
 
-from ductile.launch.activity import ACTIVITIES, SlotActivity
+from ductile.launch.activity import ACTIVITIES, Situation, SlotActivity
 from ductile.records import GenerateRequest, Sampling
 from ductile.slot.worker import HANDLED_BY
 from ductile.wire.mailbox import Mailbox
@@ -51,7 +51,90 @@ def test_commands_and_engines_make_activities():
             (1, ("generate",), "generate"),
             (1, ("generate",), "idle"),
         ]
-        assert activity.ledger(0).totals(10.0) == {"switch": 2.0, "idle": 6.0, "train": 2.0}
+        assert activity.account(0).totals(10.0) == {"switch": 2.0, "idle": 6.0, "train": 2.0}
+
+    asyncio.run(story())
+
+
+class Story:
+    """Two generators, a train slot and one without a role, whose clock is moved by hand."""
+
+    def __init__(self) -> None:
+        self.now_s, self.situation, self.spans = 0.0, Situation(), []
+        self.carrier = MemoryCarrier(dict.fromkeys(range(4), lambda slot, command: Done()))
+        self.mailbox = Mailbox(self.carrier)
+        self.activity = SlotActivity(self.mailbox, Seen(), lambda: self.now_s)
+        self.activity.situation = lambda: self.situation
+        self.activity.on_span = self.spans.append
+
+    async def begin(self) -> None:
+        for slot, role in ((0, "generate"), (1, "generate"), (2, "train")):
+            await self.mailbox.ask(slot, Hold(role, {}, (slot,)), 1)
+        self.now_s = 5.0
+        self.activity.begin(range(4))
+
+    async def generate(self, slot: int) -> None:
+        await self.mailbox.ask(slot, Generate((GenerateRequest("a", (1,), Sampling()),)), 1)
+
+    async def passes(self, seconds: float, **situation: bool) -> None:
+        """So much time, in which things stay as they are."""
+        self.situation = Situation(**situation)
+        self.activity.look_again()
+        await asyncio.sleep(0)
+        self.now_s += seconds
+
+    def idle(self, slot: int) -> dict[str, float]:
+        return {cause: seconds for cause, seconds in self.activity.account(slot).idle(self.now_s).items() if seconds}
+
+
+def test_idle_seconds_have_the_cause_that_was_there_at_the_time():
+    async def story():
+        run = Story()
+        await run.begin()
+        await run.passes(1.0, may_start=True)
+        await run.generate(0)
+        await run.passes(2.0)
+        run.carrier.emit(0, stats(0))
+        await asyncio.sleep(0)
+        await run.passes(4.0, samples_ready=True)
+        await run.passes(8.0, samples_ready=True, held=True)
+        assert run.idle(1) == {"queue_empty": 1.0, "tail": 2.0, "queue_full": 12.0}
+        assert run.idle(2) == {"waiting_for_batch": 7.0, "held": 8.0}
+        assert run.idle(3) == {"no_role": 15.0}
+        assert run.activity.account(0).totals(run.now_s)["generate"] == 2.0
+        assert sum(run.activity.ledger.totals(run.now_s).values()) == 4 * 15.0
+        run.activity.ledger.finish(run.now_s)
+        assert sum(span.seconds for span in run.spans) == 4 * 15.0
+        assert min(span.start_s for span in run.spans) == 5.0, "what was before the roles were there does not count"
+
+    asyncio.run(story())
+
+
+def test_waiting_in_a_change_is_part_of_it_and_a_slot_that_generates_until_then_does_not_wait():
+    async def story():
+        run = Story()
+        await run.begin()
+        await run.generate(0)
+        run.activity.changing([0, 1])
+        await run.passes(3.0)
+        run.activity.changing([])
+        await run.passes(1.0)
+        assert run.activity.account(1).totals(run.now_s) == {"idle": 1.0, "switch": 3.0}
+        assert run.activity.account(0).totals(run.now_s) == {"idle": 0.0, "generate": 4.0}
+
+    asyncio.run(story())
+
+
+def test_a_slot_that_is_gone_is_lost_and_still_accounted_for():
+    async def story():
+        run = Story()
+        await run.begin()
+        await run.generate(0)
+        await run.passes(1.0)
+        run.mailbox.lose(0, "slot 0 was killed")
+        await asyncio.sleep(0)
+        await run.passes(2.0)
+        assert run.idle(0) == {"lost": 2.0}
 
     asyncio.run(story())
 

@@ -1,9 +1,12 @@
-"""Who does what: the command that a slot is at, or its engine's own work, or nothing. Kept in a ledger a slot."""
+"""Who does what: the command that a slot is at, or its engine's own work, or nothing, and why. Kept in a ledger."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import cast
 
-from ductile.core.cluster.ledger import Activity, SlotLedger
+from ductile.core.cluster.ledger import Activity, IdleCause, Ledger, SlotLedger, Span, idle_cause
+from ductile.core.cluster.placement import Role
 from ductile.dashboard.show import View
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import EngineStats, Event
@@ -12,41 +15,120 @@ ACTIVITIES: dict[str, Activity] = {
     **dict.fromkeys(("ForwardBackward", "OptimStep"), "train"),
     **dict.fromkeys(("Generate", "Abort"), "generate"),
     "Score": "score",
-    **dict.fromkeys(("Publish", "Receive", "Withdraw"), "publish"),
-    **dict.fromkeys(("Hold", "Drop", "LoadState", "SaveState", "ExportModel"), "switch"),
+    **dict.fromkeys(("Publish", "Receive", "Withdraw", "SaveState", "LoadState", "ExportModel"), "publish"),
+    **dict.fromkeys(("Hold", "Drop", "HandOff", "Forget", "Lend", "TakeBack"), "switch"),
     **dict.fromkeys(("Prepare", "Ready", "Freeze", "Move", "Commit", "Rollback", "Settle"), "switch"),
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """Why slots may have nothing to do."""
+
+    may_start: bool = False
+    """There are rollouts that nobody has begun."""
+    samples_ready: bool = False
+    """There is something to train on."""
+    held: bool = False
+    """A policy has the trainer wait."""
+
+
 class SlotActivity:
-    """Keeps the ledgers, and `view` told, as long as the mailbox lives."""
+    """Keeps the ledger, and `view` told, as long as the mailbox lives."""
 
     def __init__(self, mailbox: Mailbox, view: View, clock: Callable[[], float] = time.monotonic) -> None:
+        self.situation: Callable[[], Situation] = Situation
+        """Asked with everything that happens."""
+        self.on_span: Callable[[Span], None] = lambda span: None
+        """Told of each closed stretch of one activity."""
+        self.ledger = Ledger()
         self._mailbox, self._view, self._clock = mailbox, view, clock
+        self._opened: set[int] = set()
         self._command: dict[int, str] = {}
         self._generating: set[int] = set()
-        self._ledgers: dict[int, SlotLedger] = {}
+        self._changing: frozenset[int] = frozenset()
+        self._known = Situation(), False
         mailbox.watch(self._on_command)
         mailbox.subscribe(self._on_event)
 
-    def ledger(self, slot: int) -> SlotLedger:
-        """The slot's account since it was first heard of."""
-        return self._ledgers.get(slot) or SlotLedger.opened(slot, self._clock())
+    def begin(self, slots: Collection[int]) -> float:
+        """The slots have their roles: from now on everything counts, and what was before does not. Returns when."""
+        now_s = self._clock()
+        self.ledger, self._opened = Ledger(self._on_span), set()
+        for slot in slots:
+            self._tell(slot)
+        return now_s
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """That have accounts."""
+        return tuple(sorted(self._opened))
+
+    def account(self, slot: int) -> SlotLedger:
+        """Of a slot, since it got its first role."""
+        return self.ledger.account(slot) if slot in self._opened else SlotLedger.opened(slot, self._clock())
+
+    def changing(self, slots: Collection[int]) -> None:
+        """These slots, and no others, change roles: if they do nothing, that is part of the change."""
+        concerned, self._changing = self._changing.union(slots), frozenset(slots)
+        for slot in concerned:
+            self._tell(slot)
+
+    def look_again(self) -> None:
+        """Why slots are idle may have changed."""
+        known = self.situation(), bool(self._generating)
+        if known != self._known:
+            self._known = known
+            for slot in self._opened:
+                self._write(slot)
 
     def _on_command(self, slot: int, command: str) -> None:
         self._command[slot] = command
         if command == "Generate":
             self._generating.add(slot)
         self._tell(slot)
+        self.look_again()
 
     def _on_event(self, slot: int, event: Event) -> None:
         # An engine sends its statistics when it runs out of work, too.
         if isinstance(event, EngineStats) and event.num_running + event.num_waiting == 0:
             self._generating.discard(slot)
+        if slot in self._mailbox.lost:
+            self._generating.discard(slot)
+            self._command.pop(slot, None)
         self._tell(slot)
+        self.look_again()
+
+    def _on_span(self, span: Span) -> None:
+        self.on_span(span)  # whoever listens now, and not when the ledger was made
 
     def _tell(self, slot: int) -> None:
-        otherwise: Activity = "generate" if slot in self._generating else "idle"
-        activity = ACTIVITIES.get(self._command.get(slot, ""), otherwise)
-        self._ledgers[slot] = self.ledger(slot).switch(activity, self._clock())
-        self._view.on_slot(slot, self._mailbox.roles(slot), activity)
+        self._view.on_slot(slot, self._mailbox.roles(slot), self._write(slot))
+
+    def _write(self, slot: int) -> Activity:
+        activity, cause = self._doing(slot)
+        now_s = self._clock()
+        if slot not in self._opened:
+            self._opened.add(slot)
+            self.ledger.open(slot, now_s)
+        self.ledger.switch(slot, activity, now_s, cause)
+        return activity
+
+    def _doing(self, slot: int) -> tuple[Activity, IdleCause]:
+        if slot in self._mailbox.lost:
+            return "idle", "lost"
+        if activity := ACTIVITIES.get(self._command.get(slot, "")):
+            return activity, "other"
+        if slot in self._generating:
+            return "generate", "other"
+        if slot in self._changing:
+            return "switch", "other"
+        situation, others_decode = self._known
+        roles = cast("tuple[Role, ...]", self._mailbox.roles(slot))
+        return "idle", idle_cause(
+            roles,
+            others_decode=others_decode,
+            may_start=int(situation.may_start),
+            samples_ready=int(situation.samples_ready),
+            held=situation.held,
+        )

@@ -2,7 +2,7 @@
 
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from ductile.core.cluster.membership import describe
 from ductile.core.cluster.placement import Placement
@@ -13,7 +13,7 @@ from ductile.launch.processes import StartFailed
 from ductile.observe import Recorder
 from ductile.records import Change, Formation
 from ductile.roles import SlotLost
-from ductile.wire.resize import ResizeResult, Terms, Transaction
+from ductile.wire.resize import ResizeResult, Terms, Transaction, nobody_leaves
 from ductile.wire.trainer import RemoteTrainer
 
 NUM_KEPT = 20
@@ -31,20 +31,27 @@ class Changes:
         record: Recorder,
         num_slots: int,
     ) -> None:
-        """placement: where the other roles are, which no change touches. num_slots: those that this machine has."""
+        """placement: where the other roles are. num_slots: those that this machine has."""
+        self.others: Callable[[], Collection[int]] = lambda: {*placement.generate, *placement.score}
+        """Slots that the run needs for something else than training."""
         self.history: deque[Resized] = deque(maxlen=NUM_KEPT)
         self.num_resized = 0
         self._cluster, self._trainer, self._terms, self._record = cluster, trainer, terms, record
         self._num_slots = num_slots
-        self._others = {*placement.generate, *placement.score}
         self._target: Formation | None = None
         """Of the change that is under way."""
         self._transaction: Transaction | None = None
+        self._needed: dict[int, bool] = {}
+        """What `depends_on` said of each slot."""
         self._paused_s = 0.0
         cluster.depends_on = self.depends_on
 
-    async def resize(self, members: Sequence[int], replicas: int = 1) -> Resized:
+    async def resize(
+        self, members: Sequence[int], replicas: int = 1, leave: Callable[[], Awaitable[None]] = nobody_leaves
+    ) -> Resized:
         """Have the trainer go on as this formation, and wait for what comes of it.
+
+        leave: what joiners give up in, once all is prepared and the trainer stands still.
 
         Raises Unfit for a formation that cannot be, and RunFailed when another change is under way, when a slot does
         not start, when the trainer is lost, or when the change fails in a way that nobody thought of.
@@ -59,7 +66,7 @@ class Changes:
         try:
             await self._start(after.members)
             self._transaction = Transaction(
-                self._cluster.mailbox, self._trainer, after, self._terms, self._cluster.condemn
+                self._cluster.mailbox, self._trainer, after, self._terms, self._cluster.condemn, leave=leave
             )
             result = await self._transaction.run()
         except SlotLost as error:
@@ -73,13 +80,19 @@ class Changes:
             self._target = self._transaction = None
         return self._note(result)
 
-    async def resize_to(self, slots: Sequence[int], replicas: int | None = None) -> Resized:
+    async def resize_to(
+        self,
+        slots: Sequence[int],
+        replicas: int | None = None,
+        leave: Callable[[], Awaitable[None]] = nobody_leaves,
+    ) -> Resized:
         """`resize`, in the order of slots that moves least of the state. Without `replicas` it keeps its copies."""
         before = self._trainer.formation
         replicas = before.replicas if replicas is None else replicas
         after = formation_of(slots, replicas, self._num_slots)
         same = set(before.members) == set(slots) and before.replicas == replicas
-        return await self.resize((before if same else stays_put(before, after.members, replicas)).members, replicas)
+        after = before if same else stays_put(before, after.members, replicas)
+        return await self.resize(after.members, replicas, leave)
 
     @property
     def under_way(self) -> str:
@@ -90,8 +103,16 @@ class Changes:
         return f"{phase}, to {describe(self._target)}"
 
     def depends_on(self, slot: int) -> bool:
-        """Whether the run cannot go on without this slot. In a change, the change says so of the slots that train."""
-        if slot in self._others or slot in self._trainer.publishers:
+        """Whether the run cannot go on without this slot; of one that is lost, whether it could not.
+
+        In a change, the change says so of the slots that train.
+        """
+        if slot not in self._cluster.mailbox.lost:
+            self._needed[slot] = self._is_needed(slot)
+        return self._needed.get(slot, False)
+
+    def _is_needed(self, slot: int) -> bool:
+        if slot in self.others() or slot in self._trainer.publishers:
             return True
         if self._transaction is not None and self._transaction.phase != "settle":
             return False

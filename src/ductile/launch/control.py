@@ -86,7 +86,9 @@ class SlotStatus(Words):
     doing: str
     """An activity of the ledger: train, generate, score, publish, switch, idle; or "lost"."""
     seconds: dict[str, float]
-    """By activity, since the slot started; all together since then."""
+    """By activity, since the slot had its first role; all together since then."""
+    idle: dict[str, float] = {}
+    """Of these, the idle ones by cause."""
 
 
 class RunStatus(Words, tag="status"):

@@ -5,7 +5,7 @@ import time
 
 from ductile.launch.activity import SlotActivity
 from ductile.launch.changes import Changes
-from ductile.launch.control import Resize, Resized, RunStatus, SlotStatus, Status, TrainerSlots
+from ductile.launch.control import Resize, Resized, RunStatus, SlotStatus, Status, TrainerSlots, Unfit
 from ductile.launch.local import LocalCluster
 from ductile.launch.supervise import Session
 from ductile.wire.messages import Died, Event
@@ -22,13 +22,20 @@ class LiveRun:
         trainer: RemoteTrainer,
         activity: SlotActivity,
         changes: Changes,
+        policy: str = "",
     ) -> None:
+        """policy: that moves the slots of this run; "" when none does."""
         self._command, self._max_steps, self._session, self._cluster = command, max_steps, session, cluster
-        self._trainer, self._activity, self._changes = trainer, activity, changes
+        self._trainer, self._activity, self._changes, self._policy = trainer, activity, changes, policy
         cluster.mailbox.subscribe(self._on_event)
 
     async def respond(self, ask: Resize | Status) -> Resized | RunStatus:
         """Raises Unfit or RunFailed."""
+        if isinstance(ask, Resize) and self._policy:
+            raise Unfit(
+                f"the slots of this run are moved by its scheduler (cluster.auto_scheduler, policy {self._policy}), "
+                "which would take the change back. Start the run with auto_scheduler = false to resize it by hand"
+            )
         if isinstance(ask, Resize):
             return await self._changes.resize_to(ask.train, ask.replicas)
         return self.status()
@@ -52,14 +59,15 @@ class LiveRun:
     def _slot(self, slot: int) -> SlotStatus:
         process, mailbox = self._cluster.processes.get(slot), self._cluster.mailbox
         lost = slot in mailbox.lost
-        ledger = self._activity.ledger(slot)
+        account, now_s = self._activity.account(slot), time.monotonic()
         return SlotStatus(
             slot=slot,
             pid=process.pid if process else 0,
             device=self._cluster.devices[slot],
             roles=() if lost else mailbox.roles(slot),
-            doing="lost" if lost else ledger.activity,
-            seconds={str(activity): seconds for activity, seconds in ledger.totals(time.monotonic()).items()},
+            doing="lost" if lost else account.activity,
+            seconds={str(activity): seconds for activity, seconds in account.totals(now_s).items()},
+            idle={str(cause): seconds for cause, seconds in account.idle(now_s).items()},
         )
 
     def _on_event(self, slot: int, event: Event) -> None:

@@ -6,15 +6,15 @@ How a command ends, whatever happens to it, is `ductile.launch.supervise`.
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Group, RenderableType
 
-from ductile.config.cluster import ClusterConfig
 from ductile.config.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
+from ductile.config.scheduling import policy_name
 from ductile.config.slots import placement_of
 from ductile.config.trainer import BenchConfig, TrainerConfig
 from ductile.core.cluster.placement import SPELLED, Placement
@@ -25,6 +25,7 @@ from ductile.launch.closing import closing_alone, closing_batches, closing_rl
 from ductile.launch.endpoint import Endpoint
 from ductile.launch.live import LiveRun
 from ductile.launch.local import ROLES, LocalCluster
+from ductile.launch.scheduling import Crew, Scheduling
 from ductile.launch.supervise import Session, supervise
 from ductile.loop.alone import PreparedAlone, prepare_alone, run_alone
 from ductile.loop.bench import Bench
@@ -33,6 +34,7 @@ from ductile.loop.compose import Prepared, prepare, run_circle
 from ductile.loop.sft import PreparedBatches, prepare_fake, prepare_sft, run_batches
 from ductile.records import Formation
 from ductile.wire.fleet import RemoteGenerators
+from ductile.wire.lending import Lender
 from ductile.wire.messages import RoleName
 from ductile.wire.remote import RemoteScorer, hold
 from ductile.wire.resize import Terms
@@ -71,7 +73,8 @@ def run_inference(config: InferenceRunConfig) -> int:
 async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> RenderableType:
     """Start the slots, give them their roles, turn the circle."""
     placement = placement_of(config)
-    cluster = _cluster(placement, config.cluster, session)
+    roles = _all_roles(placement) if config.cluster.auto_scheduler else _roles(placement)
+    cluster = LocalCluster(placement.slots, config.cluster, session.logs, roles)
     try:
         activity = await _start(cluster, placement, session)
         bench = _bench(config.bench, cluster, session)
@@ -80,6 +83,8 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
         )
         slots = Slots(cluster, placement, trainer, activity)
         async with _live("rl", prepared.plan.max_steps, prepared.trainer, config, slots, session) as changes:
+            crew = Crew(cluster, placement, trainer, generators, scorer, activity, changes)
+            scheduling = Scheduling(config, prepared, crew, session.record)
             circle = run_circle(
                 prepared,
                 trainer,
@@ -87,9 +92,11 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
                 scorer,
                 session.record,
                 session.interrupt.asked,
-                lambda: _members(placement, trainer),
+                lambda: crew.members,
                 session.began_s,
                 changes.metrics,
+                scheduling.watch,
+                scheduling.spent,
             )
             result = await attend(circle, session.interrupt.insisted, cluster.death())
     finally:
@@ -100,7 +107,7 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
 async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatches, session: Session) -> RenderableType:
     """The trainer alone, on data that is there."""
     placement = placement_of(config)
-    cluster = _cluster(placement, config.cluster, session)
+    cluster = LocalCluster(placement.slots, config.cluster, session.logs, _roles(placement))
     timeout_s = config.cluster.command_timeout_s
     try:
         activity = await _start(cluster, placement, session)
@@ -117,7 +124,7 @@ async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatch
                 trainer,
                 session.record,
                 session.interrupt.asked,
-                lambda: _members(placement, trainer),
+                lambda: {"train": trainer.formation.members},
                 session.began_s,
                 changes.metrics,
             )
@@ -138,9 +145,13 @@ async def _alone(config: OrchestratorRunConfig, prepared: PreparedAlone, session
     return _finish(bench, config.bench) if bench else closing_alone(summary, session.folder)
 
 
-def _cluster(placement: Placement, config: ClusterConfig, session: Session) -> LocalCluster:
-    roles: dict[RoleName, str] = {role: ROLES[role] for role in SPELLED if placement.of(role)}
-    return LocalCluster(placement.slots, config, session.logs, roles)
+def _roles(placement: Placement) -> dict[RoleName, str]:
+    return {role: ROLES[role] for role in SPELLED if placement.of(role)}
+
+
+def _all_roles(placement: Placement) -> dict[RoleName, str]:
+    """Where slots change roles, each must know all that there are."""
+    return {"train": ROLES["train"], "generate": ROLES["generate"], **_roles(placement)}
 
 
 async def _start(cluster: LocalCluster, placement: Placement, session: Session) -> SlotActivity:
@@ -183,7 +194,8 @@ async def _live(
     )
     num_slots = config.deployment.gpus_per_node
     changes = Changes(slots.cluster, slots.trainer, terms, slots.placement, session.record, num_slots)
-    live = LiveRun(command, max_steps, session, slots.cluster, slots.trainer, slots.activity, changes)
+    policy = policy_name(config.cluster) if config.cluster.auto_scheduler else ""
+    live = LiveRun(command, max_steps, session, slots.cluster, slots.trainer, slots.activity, changes, policy)
     async with Endpoint(session.folder, live.respond):
         yield changes
 
@@ -203,17 +215,18 @@ async def _take_roles(
         hold(mailbox, "generate", inference, placement.generate, timeout_s),
         hold(mailbox, "score", trainer, placement.score, timeout_s),
     )
+    learner = RemoteTrainer(mailbox, _formation(placement, prepared.trainer), timeout_s)
+    lender = Lender(mailbox, learner, timeout_s) if config.cluster.auto_scheduler else None
+
+    def depends_on(slot: int) -> bool:
+        return cluster.depends_on(slot)  # as it is said then: a change of roles may be under way
+
+    num_seqs = config.inference.max_num_seqs
     return (
-        RemoteTrainer(mailbox, _formation(placement, prepared.trainer), timeout_s),
-        RemoteGenerators(mailbox, placement.generate, config.inference.max_num_seqs, timeout_s),
-        RemoteScorer(mailbox, placement.score, timeout_s) if placement.score else None,
+        learner,
+        RemoteGenerators(mailbox, placement.generate, num_seqs, timeout_s, lender=lender, depends_on=depends_on),
+        RemoteScorer(mailbox, placement.score, timeout_s, lender, depends_on) if placement.score else None,
     )
-
-
-def _members(placement: Placement, trainer: RemoteTrainer) -> Mapping[str, tuple[int, ...]]:
-    """By role, as things are now."""
-    now = {role: placement.of(role) for role in SPELLED if placement.of(role)}
-    return now | {"train": trainer.formation.members}
 
 
 def _bench(config: BenchConfig | None, cluster: LocalCluster | None, session: Session) -> Bench | None:

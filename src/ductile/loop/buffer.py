@@ -6,7 +6,7 @@ started, which are too old. `Rollouts` puts groups in, `Loop` takes them out; th
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ductile.core.batch.chunking import chunk
@@ -56,6 +56,8 @@ class Buffer:
         """Groups that the trainer has taken in this step."""
         self.num_updates = 0
         """Optimizer steps that this step has behind it."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Told of whatever `changed` returns for."""
         self.num_dropped = 0
         """Groups that were too old to train on; their prompts are asked again."""
         self._prompts, self._bound, self._record = prompts, bound, record
@@ -193,3 +195,4 @@ class Buffer:
         """Whoever waits here looks again."""
         self._changed.set()
         self._changed = asyncio.Event()
+        self.on_change()

@@ -8,6 +8,7 @@ result = await run_circle(prepared, trainer, generators, scorer, record, stop)
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +20,7 @@ from ductile.config.trainer import GRPOLoss, TrainerConfig
 from ductile.core.batch.advantage import ADVANTAGES, Advantage
 from ductile.core.cluster.staleness import StalenessBound
 from ductile.loop.buffer import Buffer
+from ductile.loop.conductor import Conductor
 from ductile.loop.episode import Episodes
 from ductile.loop.evaluate import EvalReport, Evaluation
 from ductile.loop.lessons import Lessons
@@ -130,12 +132,16 @@ async def run_circle(
     slots: Callable[[], Mapping[str, Sequence[int]]],
     began_s: float | None = None,
     counts: Callable[[], Mapping[str, float]] = dict,
+    watch: Callable[[Loop], Conductor | None] = lambda loop: None,
+    spent: Callable[[], Mapping[str, object]] = dict,
 ) -> RunResult:
     """Run until `max_steps` or `stop`; writes metrics, checkpoints, `model/` and `summary.json`.
 
     stop: set by the first Ctrl-C; the running step is finished and saved. slots: by role, asked for at the end, for the
     summary.
     began_s: `time.perf_counter()` of the command's start, for `wall_s`; default: now. counts: further metrics.
+    watch: told of the loop before it begins; returns who moves slots between roles meanwhile, if somebody does.
+    spent: what the slots did with their time, for the summary.
     Raises what a role raises (SlotLost, Late, Refused), and TaskError when a task cannot be made in a grader.
     """
     began_s = time.perf_counter() if began_s is None else began_s
@@ -189,9 +195,11 @@ async def run_circle(
             stop=stop,
             step=progress.step,
         )
-        step = await loop.run()
+        loop.conductor = watch(loop)
+        async with loop.conductor.at_work(buffer.fail) if loop.conductor else nullcontext():
+            step = await loop.run()
     wall_s = earlier_s + time.perf_counter() - began_s
-    summary = summarise_rl(read_jsonl(record.folder / "metrics.jsonl"), slots(), wall_s)
+    summary = summarise_rl(read_jsonl(record.folder / "metrics.jsonl"), slots(), wall_s) | dict(spent())
     record.summary(summary)
     return RunResult(
         step=step,

@@ -174,11 +174,11 @@ class Conductor:
 
     async def _decide(self) -> None:
         self._happened.clear()
-        stage, began_s = self._stage, time.perf_counter()
+        stage, began_s = self._stage, time.thread_time()
         at_s, state = stage.now_s, stage.state()
         decision = self._ask(state)
         stage.hold_training(decision.hold_training)
-        self._not_before_s = stage.now_s + self._rest_s(time.perf_counter() - began_s)
+        self._not_before_s = stage.now_s + self._rest_s(time.thread_time() - began_s)
         if not decision.orders:
             return
         self._tell(decision, at_s)

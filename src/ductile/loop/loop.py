@@ -86,6 +86,8 @@ class Loop:
         self.conductor: Conductor | None = None
         """Moves slots between roles; None: they keep those that they have."""
         self.hand = Hand()
+        self.handing_over = Hand()
+        """Out of the hand, and not yet with the trainer: for one turn of the event loop."""
         self.evaluates = False
         """An evaluation is next, or under way."""
         self.to_evaluate = 0
@@ -136,7 +138,7 @@ class Loop:
                 if samples:
                     divisor += self.lessons.divisor(samples)
                     await behind.start(self.forward_backward(samples))
-                    self.hand = Hand()  # from now on the trainer says what is left
+                    self.hand, self.handing_over = Hand(), self.hand
                 groups += chunk
         if divisor:
             with self.watch("optim_step"):
@@ -157,6 +159,7 @@ class Loop:
             )
 
     async def forward_backward(self, samples: Sequence[Sample]) -> None:
+        self.handing_over = Hand()  # from now on the trainer says what is left
         with self.watch("forward_backward"):
             await self.trainer.forward_backward(samples, self.plan.seq_len)
 

@@ -65,7 +65,7 @@ class RemoteGenerators:
         return self._roster.num_waiting
 
     def on_capacity(self, callback: Callable[[], None]) -> None:
-        """Have `callback()` called whenever `slots` have changed."""
+        """Have `callback()` called whenever `slots` have changed, or a request begins to wait for one."""
         self._roster.on_change = callback
 
     async def generate(self, request: GenerateRequest) -> Generation:

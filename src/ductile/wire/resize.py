@@ -17,7 +17,7 @@ killed; one that is only slow is not.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
@@ -106,6 +106,10 @@ class ResizeResult:
     """What moved the bytes, and why."""
 
 
+async def nobody_leaves() -> None:
+    """Joiners have nothing else to give up."""
+
+
 class _Unfinished(Exception):
     """A step of the transaction that cannot be followed by the next one."""
 
@@ -125,9 +129,12 @@ class Transaction:
         terms: Terms,
         kill: Callable[[int, str], None],
         clock: Callable[[], float] = time.perf_counter,
+        leave: Callable[[], Awaitable[None]] = nobody_leaves,
     ) -> None:
-        """kill(slot, sentence): end a slot that does not answer, and lose it in the mailbox."""
+        """kill(slot, sentence): end a slot that does not answer, and lose it in the mailbox. leave: what joiners do
+        until all is prepared, they give up in this, while the trainer stands still."""
         self._mailbox, self._trainer, self._terms, self._kill, self._clock = mailbox, trainer, terms, kill, clock
+        self._leave = leave
         # Every change has a number of its own, and every command from now on carries it.
         mailbox.epoch += 1
         self.change = Change(mailbox.epoch, trainer.formation, after)
@@ -149,6 +156,7 @@ class Transaction:
             async with self._as_before_unless_done():
                 await self._prepare()
             async with self._boundary(), self._as_before_unless_done():
+                await self._leave()
                 await self._freeze_and_move()
                 await self._step("commit", Commit(self.change.epoch), Done)
                 self._trainer.formation = self.change.after

@@ -39,7 +39,7 @@ class Roster:
         """Calls of `some` that wait for a slot."""
         self.turns = Turns(timeout_s)
         self.on_change: Callable[[], None] = lambda: None
-        """`slots` are others now."""
+        """`slots` are others now, or somebody waits for one."""
         self.depends_on = depends_on
         self._mailbox, self._timeout_s, self._lender = mailbox, timeout_s, lender
         self._role: Serving = role
@@ -63,6 +63,7 @@ class Roster:
         """The slots that take work, at least one. Raises Late when none comes: what "12 samples" could not be done."""
         if not self.slots:
             self.num_waiting += 1
+            self.on_change()
             try:
                 await self._news.until(lambda: bool(self.slots), self._timeout_s)
             except TimeoutError:

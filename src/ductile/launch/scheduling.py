@@ -1,0 +1,181 @@
+"""What goes on beside the loop of a run: the books of its slots' time, and whoever moves them between roles."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ductile.config.on_disk import read_spec
+from ductile.config.policy import policy_of
+from ductile.config.run import RLConfig
+from ductile.config.scheduling import policy_name
+from ductile.core.cluster.measured import Measured
+from ductile.core.cluster.orders import Decision, Policy
+from ductile.core.cluster.placement import Placement
+from ductile.core.cluster.policies.model import Model
+from ductile.core.cluster.policies.rules import Home
+from ductile.core.cluster.profile import Setting
+from ductile.core.cluster.staleness import StalenessBound
+from ductile.core.cluster.state import ClusterState, Limits
+from ductile.launch.activity import SlotActivity
+from ductile.launch.changes import Changes
+from ductile.launch.local import LocalCluster
+from ductile.launch.profiling import Profiler
+from ductile.launch.stage import LiveStage, Terms
+from ductile.loop.compose import Prepared
+from ductile.loop.conductor import Conductor
+from ductile.loop.loop import Loop
+from ductile.loop.monitor import Monitor
+from ductile.observe import Recorder
+from ductile.wire.fleet import RemoteGenerators
+from ductile.wire.remote import RemoteScorer
+from ductile.wire.trainer import RemoteTrainer
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """What a run has, once its slots have their roles."""
+
+    cluster: LocalCluster
+    home: Placement
+    trainer: RemoteTrainer
+    generators: RemoteGenerators
+    scorer: RemoteScorer | None
+    activity: SlotActivity
+    changes: Changes
+
+    @property
+    def members(self) -> Mapping[str, tuple[int, ...]]:
+        """By role, as things are now."""
+        scorers = {"score": self.scorer.slots} if self.scorer else {}
+        return {"train": self.trainer.formation.members, "generate": self.generators.slots, **scorers}
+
+
+@dataclass(frozen=True, slots=True)
+class OnceMeasured:
+    """Asks a policy that reckons with speeds only when generation's is known: the prior is a guess."""
+
+    policy: Policy
+    measured: Measured
+
+    def decide(self, state: ClusterState) -> Decision:
+        return self.policy.decide(state) if self.measured.knows_generation else Decision()
+
+
+class Scheduling:
+    """Given to `run_circle`: called with the loop before it begins, asked what the slots did when it has ended."""
+
+    def __init__(self, config: RLConfig, prepared: Prepared, crew: Crew, record: Recorder) -> None:
+        self._config, self._prepared, self._crew, self._record = config, prepared, crew, record
+        self._conductor: Conductor | None = None
+
+    def watch(self, loop: Loop) -> Conductor | None:
+        """From now on the slots' time is accounted for. Returns who moves them, with `cluster.auto_scheduler`."""
+        config, crew = self._config, self._crew
+        setting = setting_of(config, self._prepared, crew.home, _may_share(crew))
+        measured = Measured(_cache_bytes_per_token(config, crew))
+        monitor = Monitor(
+            loop, crew.trainer, crew.generators, group_size=setting.group_size, steps_ahead=_bound(setting).ahead
+        )
+        stage = LiveStage(
+            Terms(
+                home=crew.home,
+                limits=setting.limits,
+                max_tokens=setting.max_tokens,
+                generate=config.inference.model_dump(mode="json"),
+                score=self._prepared.trainer.model_dump(mode="json"),
+            ),
+            crew.cluster,
+            crew.changes,
+            crew.trainer,
+            crew.generators,
+            crew.scorer,
+            monitor,
+            measured,
+            crew.activity,
+        )
+        crew.generators.on_capacity(loop.buffer.wake)
+        crew.generators.on_restarted = lambda sentence: self._record.event("restarted", sentence)
+        self._profile(setting, measured)
+        if config.cluster.auto_scheduler:
+            policy = policy_of(config.cluster)
+            policy = OnceMeasured(policy, measured) if isinstance(policy, Model) else policy
+            self._conductor = Conductor(policy, stage, self._record, otherwise=Home())
+            stage.on_news(self._conductor.notify)
+            loop.buffer.on_change = self._conductor.notify
+        return self._conductor
+
+    def spent(self) -> dict[str, object]:
+        """Shares of all slots' time, for the summary."""
+        ledger, now_s = self._crew.activity.ledger, time.monotonic()
+        all_s, totals = max(ledger.slot_seconds(now_s), 1e-9), ledger.totals(now_s)
+        return {
+            "idle_share": totals.get("idle", 0.0) / all_s,
+            "idle_by_cause": {cause: seconds / all_s for cause, seconds in ledger.idle(now_s).items()},
+            "switch_share": totals.get("switch", 0.0) / all_s,
+            "num_switches": self._num_switches(),
+        }
+
+    def _profile(self, setting: Setting, measured: Measured) -> None:
+        crew = self._crew
+        profiler = Profiler(
+            self._record,
+            crew.activity,
+            measured,
+            prompt_tokens=lambda: crew.generators.lengths().prompt_mean,
+            num_switches=self._num_switches,
+            num_scorers=lambda: len(crew.scorer.slots) if crew.scorer else 0,
+            num_updates=setting.n_minibatches,
+            began_s=crew.activity.begin(crew.cluster.slots),
+        )
+        crew.generators.on_finished = profiler.on_finished
+        self._record.listeners.append(profiler)
+        profiler.open(setting)
+
+    def _num_switches(self) -> int:
+        return self._conductor.num_changes if self._conductor else 0
+
+
+def setting_of(config: RLConfig, prepared: Prepared, home: Placement, may_share: bool) -> Setting:
+    orchestrator = config.orchestrator
+    return Setting(
+        home=home,
+        limits=Limits(
+            min_train=1,
+            min_score=1 if home.score else 0,
+            max_num_seqs=config.inference.max_num_seqs,
+            may_share=may_share,
+        ),
+        policy=policy_name(config.cluster),
+        num_steps=prepared.plan.max_steps,
+        groups_per_step=prepared.plan.groups_per_step,
+        group_size=orchestrator.rollouts_per_example,
+        max_tokens=orchestrator.sampling.max_tokens,
+        seq_len=prepared.plan.seq_len,
+        n_minibatches=prepared.plan.n_minibatches,
+        max_async_level=orchestrator.max_async_level,
+        max_off_policy_steps=orchestrator.max_off_policy_steps,
+        use_pre_process_policy=config.cluster.use_pre_process_policy,
+        use_wait_before_last_iter_policy=config.cluster.use_wait_before_last_iter_policy,
+    )
+
+
+def _bound(setting: Setting) -> StalenessBound:
+    return StalenessBound(setting.groups_per_step, setting.max_async_level, setting.max_off_policy_steps)
+
+
+def _may_share(crew: Crew) -> bool:
+    """A GPU holds the trainer's state and a generator where the configuration has them share one already."""
+    return not _on_gpu(crew) or bool({*crew.home.train} & {*crew.home.generate})
+
+
+def _on_gpu(crew: Crew) -> bool:
+    return any(device.startswith("cuda") for device in crew.cluster.devices.values())
+
+
+def _cache_bytes_per_token(config: RLConfig, crew: Crew) -> float:
+    spec = read_spec(config.inference.model.name)
+    if spec is None:
+        return 0.0
+    dtype = config.inference.model.dtype
+    is_half = dtype == "bfloat16" or (dtype == "auto" and _on_gpu(crew))
+    return float(2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * (2 if is_half else 4))

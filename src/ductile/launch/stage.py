@@ -1,0 +1,216 @@
+"""The slots of a live run, as the conductor sees and moves them (`ductile.loop.conductor.Stage`).
+
+Every field of the state is a fact: roles as the slots were told, books of the loop (`Monitor`), sequences as their
+generators said last, speeds as measured. What a part of a change cost is measured, too.
+"""
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from ductile.core.cluster.measured import Measured, Once
+from ductile.core.cluster.orders import Handoff, Move
+from ductile.core.cluster.placement import SPELLED, Placement, Role
+from ductile.core.cluster.state import ClusterState, Limits, SlotState, TrainerState
+from ductile.launch.activity import Situation, SlotActivity
+from ductile.launch.changes import Changes
+from ductile.launch.control import RunFailed, Unfit
+from ductile.launch.local import LocalCluster
+from ductile.loop.conductor import NotDone
+from ductile.loop.monitor import Monitor
+from ductile.records import Formation
+from ductile.roles import Late, Refused, SlotLost
+from ductile.wire.fleet import RemoteGenerators
+from ductile.wire.messages import Died, EngineStats, Event, Finished
+from ductile.wire.remote import RemoteScorer
+from ductile.wire.trainer import RemoteTrainer
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What does not change while the run is at work."""
+
+    home: Placement
+    limits: Limits
+    max_tokens: int
+    """Of one answer."""
+    generate: Mapping[str, object]
+    """The role's settings, for joiners; so are `score`'s."""
+    score: Mapping[str, object]
+
+
+class LiveStage:
+    def __init__(
+        self,
+        terms: Terms,
+        cluster: LocalCluster,
+        changes: Changes,
+        trainer: RemoteTrainer,
+        generators: RemoteGenerators,
+        scorer: RemoteScorer | None,
+        monitor: Monitor,
+        measured: Measured,
+        activity: SlotActivity,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._terms, self._cluster, self._changes = terms, cluster, changes
+        self._trainer, self._generators, self._scorer = trainer, generators, scorer
+        self._monitor, self._measured, self._activity, self._clock = monitor, measured, activity, clock
+        self._moves: tuple[Move, ...] = ()
+        self._held = False
+        self._since_s: dict[int, float] = {}
+        self._notify: Callable[[], None] = lambda: None
+        changes.others = self._needed
+        activity.situation = self._situation
+        trainer.on_micro_step(self._on_micro_step)
+        cluster.mailbox.subscribe(self._on_event)
+
+    def on_news(self, notify: Callable[[], None]) -> None:
+        """Have `notify()` called whenever something happened that may matter to a policy."""
+        self._notify = notify
+
+    @property
+    def now_s(self) -> float:
+        return self._clock()
+
+    # -- what is told to policies
+
+    def state(self) -> ClusterState:
+        changing = {move.slot for move in self._moves}
+        return ClusterState(
+            now_s=self.now_s,
+            slots=tuple(
+                SlotState(slot, roles, self._since_s.get(slot, 0.0), slot not in changing and self._serves(slot, roles))
+                for slot in self._cluster.slots
+                if slot not in self._cluster.mailbox.lost
+                for roles in [self._roles(slot)]
+            ),
+            batch=self._monitor.batch(),
+            # A resize waits for the boundary that it needs.
+            trainer=TrainerState(
+                self._trainer.formation, not self._changes.under_way, self._held, self._monitor.loop.plan.seq_len
+            ),
+            speeds=self._measured.speeds(),
+            costs=self._measured.costs(),
+            home=self._terms.home,
+            limits=self._terms.limits,
+            unfinished=self._generators.unfinished(),
+            lengths=self._generators.lengths(),
+            max_tokens=self._terms.max_tokens,
+        )
+
+    def _roles(self, slot: int) -> tuple[Role, ...]:
+        held = {*self._cluster.mailbox.roles(slot)} - {"train"}
+        if slot in self._trainer.formation.members:
+            held.add("train")
+        return tuple(role for role in SPELLED if role in held)
+
+    def _serves(self, slot: int, roles: Sequence[Role]) -> bool:
+        """A slot may have got a role and wait for its first weights."""
+        scorers = self._scorer.slots if self._scorer else ()
+        return ("generate" not in roles or slot in self._generators.slots) and ("score" not in roles or slot in scorers)
+
+    def _situation(self) -> Situation:
+        return Situation(self._monitor.to_start > 0, self._monitor.samples_ready > 0, self._held)
+
+    def _needed(self) -> tuple[int, ...]:
+        return (*self._generators.slots, *(self._scorer.slots if self._scorer else ()))
+
+    # -- what the conductor has it do
+
+    def begin(self, version: int) -> None:
+        """The loop's books are those of the new step already."""
+
+    def hold_training(self, held: bool) -> None:
+        if held != self._held:
+            self._held = held
+            self._trainer.hold_training(held)
+            self._activity.look_again()
+
+    def changing(self, moves: Sequence[Move]) -> None:
+        for move in self._moves:
+            self._since_s[move.slot] = self.now_s
+            self._generators.resume(move.slot)  # nothing happens unless it was to leave and is still there
+        self._moves = tuple(moves)
+        for move in moves:
+            if "generate" in move.before and "generate" not in move.after:
+                self._generators.hold(move.slot)
+        self._activity.changing([move.slot for move in moves])
+
+    async def hand_off(self, handoffs: Sequence[Handoff]) -> None:
+        contexts = {rollout.id: rollout.context_tokens for rollout in self._generators.unfinished()}
+        began_s = self.now_s
+        async with self._or_not_done():
+            results = await self._generators.hand_off(handoffs)
+        took_s = self.now_s - began_s
+        travelled = sum(contexts.get(result.order.id, 0) for result in results if result.with_cache)
+        if travelled:
+            num_sources = len({order.source for order in handoffs})
+            self._measured.cache_travelled(travelled / num_sources, took_s)
+        else:
+            self._measured.took("handoff", took_s / len(handoffs))
+
+    async def dismiss(self, slot: int, role: Role) -> None:
+        if role == "generate":
+            left = sum(rollout.slot == slot for rollout in self._generators.unfinished())
+            if left:  # it could not be handed off, and nobody is to wait for its end
+                raise NotDone(f"slot {slot} goes on generating: {left} of its rollouts could not be handed off")
+            async with self._or_not_done(), self._measuring("release"):
+                await self._generators.dismiss(slot)
+        elif self._scorer is not None:
+            async with self._or_not_done(), self._measuring("release"):
+                await self._scorer.dismiss(slot)
+
+    async def admit(self, slot: int, role: Role) -> None:
+        if role == "score" and self._scorer is None:
+            raise NotDone(f"slot {slot} cannot score: this run has no scorer (cluster.component_placement.inference)")
+        async with self._or_not_done(), self._measuring("grant"):
+            if role == "generate":
+                await self._generators.admit(slot, self._terms.generate)
+            elif self._scorer is not None:
+                await self._scorer.admit(slot, self._terms.score)
+
+    async def resize(self, formation: Formation, leave: Callable[[], Awaitable[None]]) -> None:
+        try:
+            resized = await self._changes.resize_to(formation.members, formation.replicas, leave)
+        except (Unfit, RunFailed) as error:
+            raise NotDone(str(error)) from error
+        if resized.outcome == "rolled_back":
+            raise NotDone(resized.sentence.rstrip("."))
+        if resized.outcome == "resized":
+            self._measured.took("resize", resized.pause_s)
+            self._measured.took("prepare", resized.seconds.get("hold", 0.0) + resized.seconds.get("prepare", 0.0))
+
+    # -- what happens
+
+    def _on_micro_step(self, tokens_busiest: int, num_slots: int, seconds: float, tokens_all: int) -> None:
+        self._measured.micro_step(tokens_busiest, num_slots, seconds)
+        self._notify()
+
+    def _on_event(self, slot: int, event: Event) -> None:
+        match event:
+            case Finished() | Died():
+                self._notify()
+            case EngineStats(decoded=decoded, prefilled=prefilled):
+                knew = self._measured.knows_generation
+                self._measured.decoded(decoded)
+                self._measured.prefilled(*prefilled)
+                if self._measured.knows_generation and not knew:
+                    self._notify()
+            case _:
+                pass
+
+    @asynccontextmanager
+    async def _or_not_done(self) -> AsyncIterator[None]:
+        """Whether the run can go on without a slot that is lost is not decided here (`LocalCluster.depends_on`)."""
+        try:
+            yield
+        except (SlotLost, Late, Refused) as error:
+            raise NotDone(str(error)) from error
+
+    @asynccontextmanager
+    async def _measuring(self, what: Once) -> AsyncIterator[None]:
+        began_s = self.now_s
+        yield
+        self._measured.took(what, self.now_s - began_s)

@@ -1,0 +1,65 @@
+"""Runs whose slots change roles while they are at work."""
+
+import pytest
+
+from ductile.core.cluster.profile import Setting, StepProfile
+from ductile.launch.control import Run as LiveRun
+from ductile.launch.control import Unfit
+from tests.end_to_end.runs import summary, write_config
+
+
+def write_scheduled(path, model, policy, **changes):
+    """Answers of up to 40 tokens, all of which are trained on."""
+    config = write_config(path, model, **changes)
+    text = config.read_text().replace(
+        "sampling.max_tokens = 8", "sampling.max_tokens = 40\ndrop_zero_advantage = false"
+    )
+    config.write_text(f'cluster.auto_scheduler = true\ncluster.policy = "{policy}"\n{text}')
+    return config
+
+
+def test_slots_go_everywhere_while_they_work_and_nothing_is_lost(tmp_path, model, start):
+    run = start(write_scheduled(tmp_path, model, "tests.end_to_end.moves.EverywhereInTurn", max_steps=4, interval=10))
+    run.until_step(1)
+    with pytest.raises(Unfit, match="moved by its scheduler"):
+        LiveRun(run.folder).resize(train=[0, 1])
+    known = LiveRun(run.folder).status()
+    assert all(sum(slot.seconds.values()) > 0 for slot in known.slots)
+    assert run.ends(within_s=60) == 0, run.said()
+    rows = [row for row in run.metrics() if row["step"]]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    # Every sampled token is trained once: a sample that got lost or was trained twice would show.
+    assert [row["trained_tokens"] for row in rows] == [row["sampled_tokens"] for row in rows]
+    assert rows[-1]["groups_dropped"] == rows[-1]["reward_errors"] == 0
+    assert not run.events("refused")
+    switched = run.events("switched")
+    assert all(event["failures"] == [] for event in switched)
+    decided = " ".join(event["sentence"] for event in run.events("decided"))
+    for way in ("0 train → train+generate", "2 generate → train", "2 train → score", "0 train → generate"):
+        assert way in decided
+    assert sum(event["num_handoffs"] for event in switched) > 0
+    told = summary(run.folder)
+    assert told["num_switches"] == len(switched)
+    assert told["idle_share"] == pytest.approx(sum(told["idle_by_cause"].values()))
+    assert 0 < told["switch_share"] < 1
+    (setting,) = [Setting.from_fields(event) for event in run.events("setting")]
+    assert (setting.policy, setting.home.train) == ("tests.end_to_end.moves.EverywhereInTurn", (0,))
+    steps = [StepProfile.from_fields(event) for event in run.events("profile")]
+    spans = [span for step in steps for span in step.spans]
+    assert sum(span.seconds for span in spans) == pytest.approx(4 * steps[-1].end_s, rel=1e-3)
+    last = {span.slot: span.activity for span in spans}
+    assert "switch" not in last.values()
+    assert steps[-1].costs.resize_s < 0.5, "measured, and not the prior"
+
+
+@pytest.mark.parametrize("policy", ["rules", pytest.param("model", marks=pytest.mark.slow)])
+def test_the_policies_end_a_run_with_its_last_evaluation(tmp_path, model, start, policy):
+    """After the last step of `rules` all slots train: an evaluation needs generators once more."""
+    run = start(write_scheduled(tmp_path, model, policy, max_steps=2, interval=10))
+    assert run.ends(within_s=60) == 0, run.said()
+    assert not run.events("refused")
+    told = summary(run.folder)
+    assert told["eval_reward_last"] is not None
+    assert told["steps"] == 2
+    rows = [row for row in run.metrics() if row["step"]]
+    assert [row["trained_tokens"] for row in rows] == [row["sampled_tokens"] for row in rows]
