@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import tomli_w
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ductile.config.lines import json_lines, toml_lines
@@ -116,7 +116,6 @@ def paths(node: Any, at: Path = ()) -> set[Path]:
     return found
 
 
-@settings(deadline=None)
 @given(document)
 def test_every_key_of_a_json_document_is_found(tree: dict[str, Any]) -> None:
     written = json.dumps(tree, indent=1, ensure_ascii=True)
@@ -126,7 +125,6 @@ def test_every_key_of_a_json_document_is_found(tree: dict[str, Any]) -> None:
     assert plain <= set(json_lines(written))
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.from_regex(r"[a-z_]{1,6}", fullmatch=True), value, max_size=4))
 def test_every_key_of_a_toml_document_is_found(tree: dict[str, Any]) -> None:
     written = tomli_w.dumps(tree)

@@ -53,18 +53,13 @@ def kill_orchestrator(life: Run) -> None:
     assert not [path for path in Path("/dev/shm").iterdir() if any(str(pid) in path.name for pid in pids)]
 
 
-def finish_a_life(life: Run) -> None:
-    life.process.send_signal(signal.SIGINT)
-    assert life.ends() == 130
-
-
 @pytest.mark.slow
 def test_every_kind_of_death(tmp_path: Path, model: Path, start):
     config = write_config(tmp_path, model, max_steps=MAX_STEPS)
-    for end in (kill_slot("train"), kill_slot("generate"), kill_orchestrator, kill_slot("score"), finish_a_life):
+    for end in (kill_slot("train"), kill_slot("generate"), kill_orchestrator, kill_slot("score")):
         live(start, config, end)
     steps = max(checkpointed_steps(tmp_path / "run"))
-    assert steps >= 6  # four lives of at least one saved step, and one whose two steps are both saved
+    assert steps >= 4  # each life has saved a step at least
     last = start(config, "--resume", "--max-steps", str(steps + 1))
     assert last.ends(within_s=60) == 0, last.said()
     assert [row["step"] for row in last.metrics()] == list(range(steps + 2))
@@ -90,7 +85,7 @@ def test_ctrl_c_at_random_moments(tmp_path: Path, model: Path, start):
             life.until_step(saved + 1)
         else:
             life.until(lambda life=life: life.events("slot_started"))
-        time.sleep(chance.uniform(0, 2))
+        time.sleep(chance.uniform(0, 1))  # two or three steps
         life.process.send_signal(signal.SIGINT)
         assert life.ends() == 130, life.said()
         assert "as asked. Logs:" in life.said()

@@ -46,13 +46,13 @@ def test_a_run_from_start_to_end(tmp_path: Path, model: Path, start):
 @pytest.mark.parametrize(
     "placement",
     [
-        {"train": '"0-1"', "generate": "2", "score": 3},
         {"train": 0, "generate": "0", "score": 0},
         {"train": '"0-2"', "generate": "1", "score": '"1-2"'},
     ],
-    ids=["two train slots", "all on one slot", "shared slots"],
+    ids=["all on one slot", "shared slots"],
 )
 def test_other_placements(tmp_path: Path, model: Path, start, placement: dict):
+    """Several train slots that do nothing else: `test_deaths.py`, and on a resumed run below."""
     run = start(write_config(tmp_path, model, max_steps=2, interval=2, **placement))
     assert run.ends(within_s=90) == 0, run.said()
     assert summary(tmp_path / "run")["steps"] == 2

@@ -179,8 +179,10 @@ def test_a_kill_at_each_point(echo: Harness, victim: int, command: str, moment: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("victim", "command", "moment"), CELLS)
+@pytest.mark.parametrize(("victim", "command", "moment"), [cell for cell in CELLS if cell[2] == "before"])
 def test_a_stop_at_each_point(echo: Harness, victim: int, command: str, moment: str, hasty: None):
+    """Echoes do not wait for each other: of one that stops after a command, and not before, nobody sees anything else.
+    Of a trainer they would, below."""
     echo.run(play(echo, victim, command, moment, signal.SIGSTOP))
 
 

@@ -55,9 +55,9 @@ def test_a_failing_reward_scores_0_and_the_others_are_not_disturbed(config, answ
 
 @pytest.mark.parametrize("answer", ["hang", "sleep"])
 def test_a_hanging_reward_is_killed(config, answer):
-    verdicts, errors, pids, _ = grade(config, [answer, "fine"], timeout_s=2)
+    verdicts, errors, pids, _ = grade(config, [answer, "fine"], timeout_s=1)
     assert [verdict.reward for verdict in verdicts] == [0, 1]
-    assert errors == ["the reward of train example 0 took longer than 2 s and was stopped"]
+    assert errors == ["the reward of train example 0 took longer than 1 s and was stopped"]
     assert all(not alive(pid) for pid in pids)
 
 
