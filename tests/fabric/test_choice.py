@@ -8,7 +8,7 @@ from ductile.core.layout.layout import Layout, Tensor
 from ductile.core.layout.mesh import Mesh
 from ductile.core.layout.sharding import Shard, place
 from ductile.core.transfer.reshard import Planner
-from ductile.fabric import choice
+from ductile.fabric import choice, window
 from ductile.fabric.board import GroupBoard, StoreBoard
 from ductile.fabric.choice import choose
 from ductile.fabric.groups import Groups
@@ -26,8 +26,10 @@ def choose_apart(groups: Groups, members: tuple[int, ...], spoil: str) -> tuple[
         choice.host = lambda: "another one"
     if slot == 1 and spoil == "permission":
         choice.read = refuse
+    lent = window.allocate({"w": (torch.uint8, 1 << 20)}) if spoil == "windows" else {}
     board = StoreBoard(groups._store, "board", slot, members, 20.0)
     carrier, reason = choose(board, "cpu", lambda: groups.group(members))
+    lent.clear()
     dist.barrier(group=groups.group(members))
     return carrier.name, f"{reason}; {len(groups._store.list_keys())} keys left"
 
@@ -39,7 +41,12 @@ def refuse(*arguments: object) -> None:
 @pytest.mark.parametrize(
     ("spoil", "expected"),
     [
-        ("", "peer_memory: all 3 slots are processes of this host, and a trial read worked"),
+        ("", "peer_memory: all 3 slots are processes of this host, and a trial read worked; the kernel copies"),
+        (
+            "windows",
+            "peer_memory: all 3 slots are processes of this host, and a trial read worked; "
+            "3 MiB of their memory can be mapped",
+        ),
         ("host", "p2p: slots 0 and 1 are on different hosts, or in containers that do not see each other"),
         ("permission", "p2p: slot 1 may not read the memory of slot 0 (Operation not permitted)"),
     ],

@@ -13,6 +13,7 @@ from ductile.core.layout.layout import Layout, Tensor
 from ductile.core.layout.mesh import Mesh
 from ductile.core.layout.sharding import Shard, place
 from ductile.core.transfer.reshard import Planner
+from ductile.fabric import window
 from ductile.fabric.board import StoreBoard
 from ductile.fabric.carrier import Cargo, TransferFailed, Trip
 from ductile.fabric.choice import choose
@@ -32,6 +33,12 @@ def layout(**axes: int) -> Layout:
     mesh = Mesh.of(range(4), **axes)
     dim = 1 if "tp" in axes else 0
     return Layout([Tensor("w", "float32", place((64, 4096), mesh, [Shard(tuple(axes), dim)]))], mesh.slots)
+
+
+def buffer(kind: str, value: float) -> torch.Tensor:
+    if kind == "ordinary":
+        return torch.full((64 * 1024,), value)
+    return window.allocate({"w": (torch.float32, 64 * 1024)})["w"].fill_(value)
 
 
 def strike(how: signal.Signals, groups: Groups) -> None:
@@ -59,14 +66,20 @@ class Unlucky:
 
 
 def attempt(
-    groups: Groups, members: tuple[int, ...], one_sided: bool, timeout_s: float, how: signal.Signals, moment: str
+    groups: Groups,
+    members: tuple[int, ...],
+    one_sided: bool,
+    timeout_s: float,
+    how: signal.Signals,
+    moment: str,
+    kind: str = "ordinary",
 ) -> tuple[str, float, int | None]:
     """What slot 2's accident looks like to the others: (what they were told, after how long, whom it names)."""
     slot = dist.get_rank()
+    old, new = {"w": buffer(kind, float(slot))}, {"w": torch.full((64 * 1024,), float(slot))}
     board = StoreBoard(groups._store, "board", slot, members, timeout_s)
     carrier, _ = choose(board, "cpu", lambda: groups.group(members), one_sided)
     plan = Planner(round_bytes=1 << 14, relays=False).plan(layout(fsdp=4), layout(tp=4))
-    old, new = ({"w": torch.full((64 * 1024,), float(slot))} for _ in range(2))
     if slot == VICTIM:
         Transfer(plan, slot, old, new, Unlucky(carrier, moment, lambda: strike(how, groups))).run()
     transfer = Transfer(plan, slot, old, new, carrier)
@@ -119,16 +132,17 @@ def test_a_peer_that_stops_before_it_says_where_its_memory_is_is_named() -> None
         assert (said, peer) == (f"slots [{VICTIM}] did not answer within {SOON_S:g} s", VICTIM)
 
 
-def test_a_peer_that_stops_later_can_still_be_read() -> None:
-    assert [said for said, _, _ in outcomes(True, SOON_S, signal.SIGSTOP, "meanwhile")] == ["arrived"] * 3
+@pytest.mark.parametrize("kind", ["ordinary", "window"])
+def test_a_peer_that_stops_later_can_still_be_read(kind: str) -> None:
+    assert [said for said, _, _ in outcomes(True, SOON_S, signal.SIGSTOP, "meanwhile", kind)] == ["arrived"] * 3
 
 
-def read_the_dead(groups: Groups, members: tuple[int, ...]) -> tuple[str, int | None]:
+def read_the_dead(groups: Groups, members: tuple[int, ...], kind: str) -> tuple[str, int | None]:
     slot = dist.get_rank()
+    old, new = {"w": buffer(kind, float(slot))}, {"w": torch.full((64 * 1024,), float(slot))}
     carrier, _ = choose(StoreBoard(groups._store, "board", slot, members, 20.0), "cpu", lambda: groups.group(members))
     assert isinstance(carrier, PeerMemory)
     plan = Planner(relays=False).plan(layout(fsdp=4), layout(tp=4))
-    old, new = ({"w": torch.full((64 * 1024,), float(slot))} for _ in range(2))
     trip = Transfer(plan, slot, old, new, carrier)
     if slot == VICTIM:
         carrier._read = lambda pull, addresses: strike(signal.SIGKILL, groups)  # pyright: ignore
@@ -150,7 +164,8 @@ def read_the_dead(groups: Groups, members: tuple[int, ...]) -> tuple[str, int | 
     return said, peer
 
 
-def test_nobody_reads_a_process_that_died() -> None:
-    for said, peer in filter(None, run_ranks(4, read_the_dead, mourned=[VICTIM])):
+@pytest.mark.parametrize("kind", ["ordinary", "window"])
+def test_nobody_reads_a_process_that_died(kind: str) -> None:
+    for said, peer in filter(None, run_ranks(4, read_the_dead, kind, mourned=[VICTIM])):
         assert "cannot be read: No such process" in said
         assert peer == VICTIM

@@ -1,15 +1,18 @@
-"""Read the state straight out of a peer's process: `process_vm_readv`, on the CPU of one host.
+"""Read the state straight out of a peer's process, on the CPU of one host.
 
-The kernel copies from one address space into the other, scattered pieces on both sides, so nothing is packed, nothing
-has to be allocated in a special way, and no segment can be left behind. A peer that has stopped can still be read; one
-that has died is noticed at once. What is read must be frozen.
+A peer's windows are mapped before the trip and copied from like memory of our own, as fast as it goes. Ordinary memory
+is read with `process_vm_readv`: the kernel copies from one address space into the other, scattered pieces a side, at
+half that speed. Either way nothing is packed, and nothing can be left behind. A peer that has stopped can still be
+read; one that has died is noticed at once. What is read must be frozen.
 """
 
 import ctypes
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from mmap import mmap
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -23,6 +26,7 @@ from ductile.fabric.carrier import Cargo, TransferFailed, Trip
 from ductile.fabric.digest import Digests
 from ductile.fabric.memory import Memory, flat_bytes, num_bytes, pack, slabs
 from ductile.fabric.process import Process
+from ductile.fabric.window import Window, place
 
 MAX_PIECES = 1024
 """The kernel takes so many pieces a side in one call."""
@@ -98,29 +102,52 @@ def pieces_of(view: View, address: int, item_bytes: int) -> Ints:
 
 
 @dataclass(frozen=True)
+class _Piece:
+    """A box that one peer has for us."""
+
+    buffer: int
+    """Where it lies, by its place in the peer's list."""
+    offset_bytes: int
+    strides_bytes: tuple[int, ...]
+    remote: Ints
+    """[pieces, (address, bytes)] of it; addresses count from the beginning of the buffer."""
+    local: Ints
+    """The same bytes here."""
+    box: torch.Tensor
+    """Where it goes."""
+
+    def copy(self, content: mmap, begin: int) -> None:
+        """From the peer's window, in which the buffer begins there."""
+        target = self.box.numpy()
+        offset = begin + self.offset_bytes
+        np.copyto(target, np.ndarray(target.shape, target.dtype, content, offset, self.strides_bytes))
+
+
+@dataclass(frozen=True)
 class _Pull:
     """What one peer has for us."""
 
     peer: int
-    boxes: list[torch.Tensor]
-    """Where the parts go, in order."""
-    local: Ints
-    """[pieces, (address, bytes)] of all boxes, end to end."""
-    remote: Ints
-    """The same bytes at the peer; addresses count from the beginning of a buffer."""
-    buffers: Ints
-    """[remote pieces]: the buffer each lies in, by its place in the peer's list."""
+    pieces: list[_Piece]
+    contents: dict[int, mmap]
+    """Its windows, by key."""
 
 
 class PeerMemory:
-    """Reads from the processes of `peers`, by slot. `choose` makes it once everybody could read everybody."""
+    """Reads from the processes of `peers`, by slot. `choose` makes it once everybody could read everybody.
+
+    `windows` are those that they had then. What came later is read as ordinary memory.
+    """
 
     name = "peer_memory"
     one_sided = True
 
-    def __init__(self, board: Board, peers: dict[int, Process]) -> None:
+    def __init__(self, board: Board, peers: dict[int, Process], windows: Mapping[int, Sequence[Window]]) -> None:
         self._board = board
         self._peers = peers
+        self._windows = windows
+        self._contents: WeakValueDictionary[tuple[int, int], mmap] = WeakValueDictionary()
+        """By (slot, key): mapped as long as there is a trip that could read it."""
         self._num_trips = 0
 
     def load(self, cargo: Cargo) -> Trip:
@@ -130,18 +157,19 @@ class PeerMemory:
                 f"slots {sorted(strangers)} of the plan are not among those that this carrier was tried on"
             )
         source, work = cargo.plan.source, cargo.plan.at_once(cargo.slot)
-        pulls = [_pull(cargo, message) for message in work.receives]
-        longest = 8 * max(len(source.buffer_sizes(slot)) for slot in cargo.plan.slots)
+        pulls = [_Pull(one.peer, _pieces(cargo, one), self._map(one.peer)) for one in work.receives]
+        longest = 24 * max(len(source.buffer_sizes(slot)) for slot in cargo.plan.slots)
 
         def trip(sent: Digests, received: Digests) -> None:
             cargo.steps.before(0)
             if cargo.plan.wire_bytes:
                 # The names of the peers' buffers follow from their layout; only where they lie has to be told.
-                own = np.array([cargo.old.words(name).data_ptr() for name in cargo.old.sizes], dtype="<i8")
+                addresses = [cargo.old.words(name).data_ptr() for name in cargo.old.sizes]
+                own = np.array([(address, *place(address)) for address in addresses], dtype="<i8")
                 self._num_trips += 1
-                windows = self._board.exchange(f"windows/{self._num_trips}", own.tobytes(), self._watch, longest)
+                places = self._board.exchange(f"places/{self._num_trips}", own.tobytes(), self._watch, longest)
                 for pull in pulls:
-                    self._read(pull, np.frombuffer(windows[pull.peer], dtype="<i8"))
+                    self._read(pull, np.frombuffer(places[pull.peer], dtype="<i8").reshape(-1, 3))
             cargo.steps.meanwhile()
             if sent.on:
                 _hash_sent(cargo.old, work.sends, sent)
@@ -151,14 +179,36 @@ class PeerMemory:
 
         return trip
 
-    def _read(self, pull: _Pull, addresses: Ints) -> None:
+    def _map(self, peer: int) -> dict[int, mmap]:
+        """Without those that are gone: their memory is not among what will be asked for, or the peer is dead, which
+        the trip finds out."""
+        found: dict[int, mmap] = {}
+        for window in self._windows[peer]:
+            content = self._contents.get((peer, window.key))
+            if content is None:
+                try:
+                    content = window.map(self._peers[peer])
+                except OSError:
+                    continue
+                self._contents[peer, window.key] = content
+            found[window.key] = content
+        return found
+
+    def _read(self, pull: _Pull, places: Ints) -> None:
+        """`places`: [buffers, (address, window, where it begins in the window)]."""
         process = self._peers[pull.peer]
-        remote = pull.remote.copy()
-        remote[:, 0] += addresses[pull.buffers]
+        where = places.tolist()
+        ordinary = [piece for piece in pull.pieces if where[piece.buffer][1] not in pull.contents]
         try:
             if not process.alive:
                 raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
-            read(process, pull.local, remote)
+            if ordinary:
+                remote = [piece.remote + np.array([where[piece.buffer][0], 0]) for piece in ordinary]
+                read(process, np.concatenate([piece.local for piece in ordinary]), np.concatenate(remote))
+            for piece in pull.pieces:
+                _, key, begin = where[piece.buffer]
+                if key in pull.contents:
+                    piece.copy(pull.contents[key], begin)
             if not process.alive:  # another process could have got its number in between
                 raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
         except OSError as error:
@@ -172,23 +222,26 @@ class PeerMemory:
                 raise TransferFailed(f"slot {slot} (process {self._peers[slot].pid}) is gone", slot)
 
 
-def _pull(cargo: Cargo, message: Message) -> _Pull:
+def _pieces(cargo: Cargo, message: Message) -> list[_Piece]:
     source, target = cargo.plan.source, cargo.plan.target
-    places = {name: index for index, name in enumerate(source.buffer_sizes(message.peer))}
-    boxes: list[torch.Tensor] = []
-    local: list[Ints] = []
-    remote: list[Ints] = []
-    buffers: list[Ints] = []
+    buffers = {name: index for index, name in enumerate(source.buffer_sizes(message.peer))}
+    pieces: list[_Piece] = []
     for part in message.parts:
-        tensor = source[part.name]
+        tensor, size = source[part.name], source[part.name].item_bytes
         there = tensor.holdings.view(message.peer, part.box)
         here = target[part.name].holdings.view(cargo.slot, part.box)
         base = cargo.new.words(target[part.name].buffer(here.buffer)).data_ptr()
-        boxes.append(cargo.new.box(part.name, part.box))
-        local.append(pieces_of(here, base, tensor.item_bytes))
-        remote.append(pieces_of(there, 0, tensor.item_bytes))
-        buffers.append(np.full(len(remote[-1]), places[tensor.buffer(there.buffer)], dtype=np.int64))
-    return _Pull(message.peer, boxes, np.concatenate(local), np.concatenate(remote), np.concatenate(buffers))
+        pieces.append(
+            _Piece(
+                buffers[tensor.buffer(there.buffer)],
+                there.offset * size,
+                tuple(stride * size for stride in there.strides),
+                pieces_of(there, 0, size),
+                pieces_of(here, base, size),
+                cargo.new.box(part.name, part.box),
+            )
+        )
+    return pieces
 
 
 def _digest(box: torch.Tensor, staging: torch.Tensor) -> bytes:
@@ -205,8 +258,8 @@ def _digest(box: torch.Tensor, staging: torch.Tensor) -> bytes:
 
 def _hash_received(pull: _Pull, received: Digests) -> None:
     staging = torch.empty(HASHED_BYTES, dtype=torch.uint8)
-    for box in pull.boxes:
-        received.update(pull.peer, _digest(box, staging))
+    for piece in pull.pieces:
+        received.update(pull.peer, _digest(piece.box, staging))
 
 
 def _hash_sent(old: Memory, sends: Sequence[Message], sent: Digests) -> None:
