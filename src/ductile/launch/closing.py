@@ -14,6 +14,7 @@ def closing_rl(result: RunResult) -> str:
     first, last = result.summary["eval_reward_first"], result.summary["eval_reward_last"]
     if first is not None:
         lines.append(f"Held-out reward: {first:.3f} before, {last:.3f} after ({last - first:+.3f}).")
+    lines += _slots_time(result.summary)
     if result.model_folder:
         lines.append(f"The model is in {result.model_folder} (Hugging Face format).")
     for sample in result.last.samples if result.last else ():
@@ -39,6 +40,25 @@ def closing_alone(summary: Mapping[str, Any], folder: Path) -> str:
             f"The answers are in {folder / 'rollouts.jsonl'}.",
         ]
     )
+
+
+def _slots_time(summary: Mapping[str, Any]) -> list[str]:
+    """The ledger in a line, and what moving slots was meant to save."""
+    lines: list[str] = []
+    if activities := summary.get("time_by_activity"):
+        causes = _shares(summary["idle_by_cause"])
+        lines.append(f"The slots' time: {_shares(activities)}{f' ({causes})' if causes else ''}.")
+    if summary.get("num_switches"):
+        expected_s = summary["expected_gain_s"]
+        expected = f", to save {expected_s:.1f} s by its own predictions" if expected_s is not None else ""
+        lines.append(f"The scheduler moved slots or rollouts {summary['num_switches']} times{expected}.")
+    return lines
+
+
+def _shares(shares: Mapping[str, float]) -> str:
+    """ "generate 50%, train 30%": the largest first, none below half a per cent."""
+    ordered = sorted(shares.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in ordered if share >= 0.005)
 
 
 def _took(summary: Mapping[str, Any]) -> str:

@@ -113,6 +113,8 @@ class Scheduling:
             "idle_by_cause": {cause: seconds / all_s for cause, seconds in ledger.idle(now_s).items()},
             "switch_share": totals.get("switch", 0.0) / all_s,
             "num_switches": self._num_switches(),
+            "time_by_activity": {activity: seconds / all_s for activity, seconds in totals.items()},
+            "expected_gain_s": self._expected_gain_s(),
         }
 
     def _profile(self, setting: Setting, measured: Measured) -> None:
@@ -130,6 +132,12 @@ class Scheduling:
         crew.generators.on_finished = profiler.on_finished
         self._record.listeners.append(profiler)
         profiler.open(setting)
+
+    def _expected_gain_s(self) -> float | None:
+        """What the policy expected of the decisions that were carried out, one after the other."""
+        changes = self._conductor.changes if self._conductor else ()
+        gains = [change.decision.prediction.gain_s for change in changes if change.decision.prediction]
+        return sum(gains) if gains else None
 
     def _num_switches(self) -> int:
         return self._conductor.num_changes if self._conductor else 0

@@ -15,7 +15,7 @@ from ductile.core.cluster.placement import SPELLED, Placement, Role
 from ductile.core.cluster.state import ClusterState, Limits, SlotState, TrainerState
 from ductile.launch.activity import Situation, SlotActivity
 from ductile.launch.changes import Changes
-from ductile.launch.control import RunFailed, Unfit
+from ductile.launch.control import Resized, RunFailed, Unfit
 from ductile.launch.local import LocalCluster
 from ductile.loop.conductor import NotDone
 from ductile.loop.monitor import Monitor
@@ -179,8 +179,15 @@ class LiveStage:
         if resized.outcome == "rolled_back":
             raise NotDone(resized.sentence.rstrip("."))
         if resized.outcome == "resized":
-            self._measured.took("resize", resized.pause_s)
+            self._measured.took("resize", resized.pause_s + self._prepared_s(resized, formation))
             self._measured.took("prepare", resized.seconds.get("hold", 0.0) + resized.seconds.get("prepare", 0.0))
+
+    def _prepared_s(self, resized: Resized, formation: Formation) -> float:
+        """What preparing took from training and generating. On a CPU it runs on the slot's own core, beside them; a GPU
+        does not notice."""
+        if any(self._cluster.devices[slot] != "cpu" for slot in formation.members):
+            return 0.0
+        return sum(resized.slot_seconds.get(phase, 0.0) for phase in ("plan", "build", "load"))
 
     # -- what happens
 

@@ -92,7 +92,7 @@ class SwitchCosts:
     """What a change of roles costs, as measured in this run."""
 
     resize_s: float = 0.0
-    """The trainer's pause when its slots change."""
+    """What a change of the trainer's slots takes from their work: the pause, and on CPUs the preparation."""
     prepare_s: float = 0.0
     """From the decision until they can: all go on with what they do meanwhile."""
     grant_s: float = 0.0
