@@ -11,14 +11,18 @@ contender   what it does
   mcore       megatron-core's `reshard_model_weights` over gloo; left out when it is not installed
   ... ver.    ductile again, with fingerprints of all that moves, on both sides; the peers check nothing
 
-The rules are the same for all: both layouts are allocated and touched beforehand, on huge pages where the kernel has
-them (`THP_MEM_ALLOC_ENABLE=1`); plans are made in the first run, which does not count; contenders take turns. A time is
-that of the slowest rank, from a barrier to a barrier. Every contender's result is compared with the expected one,
-element by element, once. The second table moves the two moments of Adam as well, which DCP can do too.
+The rules are the same for all: everybody moves the same tensors, from the same memory into the same memory. Both
+layouts lie in windows (`ductile.fabric.window`), touched beforehand; what contenders allocate by themselves is on huge
+pages where the kernel has them (`THP_MEM_ALLOC_ENABLE=1`), and glibc copies 256 KiB and more past the cache
+(`GLIBC_TUNABLES`). Plans are made in the first run, which does not count; contenders take turns. A time is that of the
+slowest rank, from a barrier to a barrier. Every contender's result is compared with the expected one, element by
+element, once. The second table moves the two moments of Adam as well, which DCP can do too.
 
-Two limits are measured beside each pair: what 4 processes copy at once from memory to memory, and what they send to
-each other at once through gloo. A contender's part of the limit is the time that its bytes would take at these speeds,
-over the time that it takes: bytes that stay on a rank are copied, the others are copied (shm) or sent (gloo).
+Two limits take turns with the contenders. Memory: what 4 processes copy at once, each from one large buffer of its own
+to another, in windows or on huge pages, whichever is faster. Loopback: what they send each other at once through gloo.
+A contender's part of the limit is the time that its bytes would take at these speeds, over the time that it takes:
+bytes that stay on a rank are copied, the others are copied (shm) or sent (gloo). Each turn begins after a short rest:
+what ran before has left the processes unevenly on the cores.
 
     python benchmarks/reshard.py --json benchmarks/results/reshard.json
 """
@@ -33,7 +37,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
+from math import prod
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -48,9 +54,10 @@ from ductile.core.layout.sharding import Shard, place
 from ductile.core.transfer.plan import Plan
 from ductile.core.transfer.reshard import Planner
 from ductile.core.transfer.topology import MIB
-from ductile.fabric import rendezvous
+from ductile.fabric import rendezvous, window
 from ductile.fabric.board import GroupBoard
 from ductile.fabric.choice import choose
+from ductile.fabric.memory import copy
 from ductile.fabric.transfer import Transfer
 from peers import reshard as peers
 from provenance import provenance
@@ -60,6 +67,7 @@ HIDDEN, INNER, HEADS, KEY_HEADS, VOCABULARY, LAYERS = 1024, 2816, 16, 8, 32_000,
 PAIRS = {"tp4->2": (4, 2), "tp2->4": (2, 4), "tp4->1": (4, 1), "tp1->4": (1, 4)}
 COPIED_BYTES, SENT_BYTES = 200 * MIB, 16 * MIB
 """For the limits: by each process at once."""
+REST_S = 0.05
 TIMEOUT_S = 120.0
 
 Times = dict[str, list[float]]
@@ -97,19 +105,22 @@ def layout(tp: int, kinds: list[str]) -> Layout:
 
 
 def local(tp: int, kinds: list[str], fill: bool) -> dict[str, torch.Tensor]:
-    """This rank's tensors: every element its own number (modulo what fp32 can count exactly), or zeros."""
-    found: dict[str, torch.Tensor] = {}
-    for index, (name, (shape, dim)) in enumerate(tensors(kinds).items()):
-        ranges = [torch.arange(length, dtype=torch.int32) for length in shape]
-        if dim is not None:
-            ranges[dim] = ranges[dim].chunk(tp)[dist.get_rank() % tp]
-        if fill:
+    """This rank's tensors, in one window: every element its own number (modulo what fp32 counts exactly), or zeros."""
+    cut = {
+        name: tuple(length // tp if axis == dim else length for axis, length in enumerate(shape))
+        for name, (shape, dim) in tensors(kinds).items()
+    }
+    buffers = window.allocate({name: (torch.float32, prod(shape)) for name, shape in cut.items()})
+    found = {name: buffer.view(cut[name]) for name, buffer in buffers.items()}
+    if fill:
+        for index, (name, (shape, dim)) in enumerate(tensors(kinds).items()):
+            ranges = [torch.arange(length, dtype=torch.int32) for length in shape]
+            if dim is not None:
+                ranges[dim] = ranges[dim].chunk(tp)[dist.get_rank() % tp]
             numbers = ranges[-1] + 7919 * index
             if len(shape) == 2:
                 numbers = ranges[0][:, None] * shape[1] + numbers
-            found[name] = (numbers & 0xFFFFFF).float()
-        else:
-            found[name] = torch.zeros([len(numbers) for numbers in ranges])
+            found[name].copy_(numbers & 0xFFFFFF)
     return found
 
 
@@ -144,15 +155,18 @@ def measure_pair(
         if wrong:
             raise AssertionError(f"{name}: {len(wrong)} tensors are wrong, {wrong[0]} among them")
     del expected
-    limit = limits(repeats)
-    times: Times = {name: [] for name in runs}
+    probes = limits()
+    for _, run in probes.values():
+        run()
+    in_turn = runs | {name: run for name, (_, run) in probes.items()}
+    times: Times = {name: [] for name in in_turn}
     for _ in range(repeats):
-        for name, run in runs.items():
+        for name, run in in_turn.items():
             times[name].append(timed(run))
     planned = next(iter(plans.values()))
     found: dict[str, Any] = {
         "times": times,
-        "limits": limit,
+        "limit_bytes": {name: num_bytes for name, (num_bytes, _) in probes.items()},
         "wire_bytes": planned.wire_bytes,
         "kept_bytes": sum(planned.kept.values()),
         "plans": {
@@ -188,30 +202,36 @@ def ours(
 
 def timed(run: Callable[[], object]) -> float:
     dist.barrier()
+    time.sleep(REST_S)
+    dist.barrier()
     start = time.perf_counter()
     run()
     dist.barrier()
     return time.perf_counter() - start
 
 
-def limits(repeats: int) -> Times:
-    """Bytes per second of all processes together: copied in memory, and sent through gloo."""
-    source, target = (torch.ones(COPIED_BYTES, dtype=torch.uint8) for _ in range(2))
-    copied = [RANKS * COPIED_BYTES / timed(lambda: target.copy_(source)) for _ in range(repeats + 1)]
+def limits() -> dict[str, tuple[int, Callable[[], object]]]:
+    """(bytes of all processes together, what moves them): copied in two kinds of memory, and sent through gloo."""
+    buffers = {
+        "windows": window.allocate(dict.fromkeys(("source", "target"), (torch.uint8, COPIED_BYTES))),
+        "huge pages": {name: torch.zeros(COPIED_BYTES, dtype=torch.uint8) for name in ("source", "target")},
+    }
+    found: dict[str, tuple[int, Callable[[], object]]] = {
+        where: (RANKS * COPIED_BYTES, partial(copy, pair["source"].fill_(1), pair["target"]))
+        for where, pair in buffers.items()
+    }
     others = [rank for rank in range(RANKS) if rank != dist.get_rank()]
-    buffers = {rank: [torch.ones(SENT_BYTES, dtype=torch.uint8) for _ in range(2)] for rank in others}
+    staged = {rank: [torch.ones(SENT_BYTES, dtype=torch.uint8) for _ in range(2)] for rank in others}
 
     def exchange() -> None:
         for _ in range(4):
-            works = [dist.irecv(buffers[rank][0], rank) for rank in others]
-            works += [dist.isend(buffers[rank][1], rank) for rank in others]
+            works = [dist.irecv(staged[rank][0], rank) for rank in others]
+            works += [dist.isend(staged[rank][1], rank) for rank in others]
             for work in works:
                 assert work is not None
                 work.wait()
 
-    amount = 4 * RANKS * len(others) * SENT_BYTES
-    sent = [amount / timed(exchange) for _ in range(repeats + 1)]
-    return {"memory": copied[1:], "loopback": sent[1:]}
+    return found | {"loopback": (4 * RANKS * len(others) * SENT_BYTES, exchange)}
 
 
 def rank_main(connection: Connection, rank: int, address: str, options: argparse.Namespace, tmpfs: str) -> None:
@@ -262,12 +282,13 @@ def summarise(ranks: list[dict[str, Any]], table: str) -> list[dict[str, Any]]:
     for pair in ranks[0][table]:
         of_ranks = [rank[table][pair] for rank in ranks]
         first = of_ranks[0]
-        limit = {name: statistics.median(values) for name, values in first["limits"].items()}
         times = {
             name: [max(values) for values in zip(*(rank["times"][name] for rank in of_ranks), strict=True)]
             for name in first["times"]
         }
         median = {name: statistics.median(values) for name, values in times.items()}
+        speed = {name: num_bytes / median[name] for name, num_bytes in first["limit_bytes"].items()}
+        limit = {"memory": max(speed["windows"], speed["huge pages"]), "loopback": speed["loopback"]}
         wire, kept = first["wire_bytes"], first["kept_bytes"]
         by_memory = (wire + kept) / limit["memory"]
         by_loopback = wire / limit["loopback"] + kept / limit["memory"]
@@ -284,7 +305,7 @@ def summarise(ranks: list[dict[str, Any]], table: str) -> list[dict[str, Any]]:
             "gloo_ratio_vs_best_peer": min(peer_times) / median["gloo"],
             "fraction_of_limit": by_memory / median["shm"],
             "gloo_fraction_of_limit": by_loopback / median["gloo"],
-            "limits_bytes_s": limit,
+            "limits_bytes_s": limit | speed,
             "wire_bytes": wire,
             "kept_bytes": kept,
             "min_s": {name: min(values) for name, values in times.items()},
@@ -326,6 +347,7 @@ def main() -> None:
     parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=list(PAIRS))
     options = parser.parse_args()
     os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # torch reads it when a process allocates for the first time
+    os.environ["GLIBC_TUNABLES"] = "glibc.cpu.x86_non_temporal_threshold=262144"  # read when a process starts
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "torch.distributed.tensor"])
     ranks = run_ranks(context, options)
