@@ -87,14 +87,23 @@ class Arrangements:
         """What `split` costs now: seconds of the trainer, and of generation."""
         state, costs = self._state, self._state.costs
         resize_s = costs.resize_s if self.resizes(count) else 0.0
-        new = self.generators(count) - self.generators_now
+        new = len(self.generators(count) - self.generators_now)
         # Who leaves the trainer waits for the resize before it generates.
-        stopped = self.generators(count) & self.members
-        generate_s = (costs.grant_s * len(new) + resize_s * len(stopped)) / max(1, count)
+        stopped = len(self.generators(count) & self.members)
+        generate_s = self._joining_s(costs.grant_s, new, count) + self._joining_s(resize_s, stopped, count)
         return resize_s, generate_s + self.moved_context(count) / state.speeds.prefill_tokens_per_s / max(1, count)
 
     def everybody_delays_s(self) -> tuple[float, float]:
-        new = len(self._held) - len(self.generators_now)
-        grant_s = self._state.costs.grant_s * new / max(1, len(self._held))
-        moved = 0.0 if self._state.batch.to_start else self._context[-1] * new / len(self._held)
-        return 0.0, grant_s + moved / self._state.speeds.prefill_tokens_per_s / max(1, new)
+        """What `everybody` costs now, in the same way."""
+        num_slots = len(self._held)
+        new = num_slots - len(self.generators_now)
+        moved = 0.0 if self._state.batch.to_start else self._context[-1] * new / num_slots
+        prefill_s = moved / self._state.speeds.prefill_tokens_per_s / max(1, new)
+        return 0.0, self._joining_s(self._state.costs.grant_s, new, num_slots) + prefill_s
+
+    def _joining_s(self, seconds: float, new: int, count: int) -> float:
+        """That `new` of `count` generators come so much later. Before a step's first rollout all wait for them: the
+        slots settle before weights are published."""
+        if not self._state.unfinished:
+            return seconds if new else 0.0
+        return seconds * new / max(1, count)

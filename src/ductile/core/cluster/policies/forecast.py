@@ -113,7 +113,8 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
     ages = np.repeat(todo.ages[None], num_plans, 0)
     unstarted = np.full(num_plans, todo.unstarted)
     now_s, busy_s, stalled_s = np.zeros(num_plans), plans.delay_train_s.copy(), plans.delay_generate_s.copy()
-    taken, trained, total = np.zeros(num_plans), np.zeros(num_plans), todo.to_generate
+    # What is ready counts as taken: the trainer has begun with it, or would now.
+    taken, trained, total = np.full(num_plans, todo.ready_tokens), np.zeros(num_plans), todo.to_generate
     mean_age = (np.arange(NUM_AGES) + 0.5) * todo.round_tokens + todo.prompt_tokens
     num_rounds = 0
     while total > 0:
@@ -127,8 +128,14 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
         ages[:, 0] += started
         unstarted -= started
         running += started
-        if num_rounds > 40 * NUM_AGES or float(left.max()) < 0.02:
+        generated = left < 0.02
+        if num_rounds > 40 * NUM_AGES or generated.all():
             break
+        if num_rounds % 8 == 0 and generated.any():
+            # Plans that still generate when others are long done need not be followed to their end.
+            done_s = now_s + busy_s + _rest_s(state, todo, trained, stage.trainers, num_slots)
+            if (now_s > 1.5 * done_s[generated].min())[~generated].all():
+                break
         each = np.maximum(running / stage.generators, 1.0)
         token_s = speeds.decode.seconds(each, context / stage.generators)
         # Once fewer than one is expected to be left, a round counts as much as it is likely to happen.
@@ -148,15 +155,15 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
         ages[:, 1:] = going_on[:, :-1]
         ages[:, 0] = 0.0
         num_rounds += 1
-    rest = np.maximum(0.0, todo.ready_tokens + todo.coming_tokens - trained)
-    # Who was held trains on what it has.
-    members = np.where(stage.trainers > 0, stage.trainers, float(len(state.trainer.formation.members)))
-    return now_s + busy_s + _rest_s(state, todo, rest, members, num_slots)
+    return now_s + busy_s + _rest_s(state, todo, trained, stage.trainers, num_slots)
 
 
-def _rest_s(state: ClusterState, todo: Work, rest: Floats, members: Floats, num_slots: int) -> Floats:
+def _rest_s(state: ClusterState, todo: Work, trained: Floats, trainers: Floats, num_slots: int) -> Floats:
     """Nothing is left to generate: the trainer goes on as it is, or takes all slots, if that is worth the way there
     and, when there is another step, back."""
+    rest = np.maximum(0.0, todo.ready_tokens + todo.coming_tokens - trained)
+    # Who was held trains on what it has.
+    members = np.where(trainers > 0, trainers, float(len(state.trainer.formation.members)))
     way_s = state.costs.resize_s * (2 if state.batch.steps_left > 1 else 1)
     longest = np.where(rest > 0, todo.longest_tokens, 0.0)
 
@@ -205,9 +212,10 @@ def _taken(state: ClusterState, todo: Work, taken: Floats, share_left: Floats, t
     """Tokens that the trainer has taken by now, of those whose groups are whole."""
     whole = np.clip(1.0 - share_left, 0.0, 1.0) ** todo.members
     there = todo.ready_tokens + todo.coming_tokens * whole
-    # It takes all there is, but not before there is a full micro-batch for every slot, or a quarter of the update.
+    # It takes all there is, but not before there is a full micro-batch for every slot, or a quarter of the update: on
+    # average, half of that waits.
     enough = np.minimum(trainers * state.trainer.seq_len, todo.batch_tokens / (4 * state.batch.num_updates))
-    return np.where((trainers > 0) & (there - taken >= np.maximum(1.0, enough)), there, taken)
+    return np.maximum(taken, there - enough / 2)
 
 
 def _tokens_per_s(state: ClusterState, todo: Work, slots: Floats) -> Floats:

@@ -124,7 +124,7 @@ class Model:
         back_s = cost_s if state.batch.steps_left > 1 else 0.0
         stay_s = tokens / speed.of(len(members))
         go_s = cost_s + tokens / speed.of(len(members) + len(idle))
-        if not idle or stay_s - go_s <= back_s + self.margin * stay_s:
+        if not idle or stay_s - go_s <= back_s + self.caution * cost_s + self.margin * stay_s:
             return Decision()
         generators = state.of("generate") if state.limits.may_share else ()
         after: dict[int, tuple[Role, ...]] = {slot: BOTH if slot in generators else TRAIN for slot in idle}
