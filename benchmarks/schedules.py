@@ -4,8 +4,9 @@
     python benchmarks/schedules.py --scenarios held_out --only async --arms model --gantt
 
 Work, speeds and costs are like those of six slots on a few cores. `bound` is what no schedule can beat: all slots busy
-all the time at the best batch size, and the longest answer alone from first token to gradient. `tuned` is what policies
-are tuned on; `held_out` is kept for checking them.
+all the time at the best batch size, and the longest answer alone from first token to gradient. None comes near it: a
+group is trained when its longest answer is there, and the last answers decode in small batches. `tuned` is what
+policies are tuned on; `held_out` is kept for checking them.
 """
 
 import argparse
@@ -130,18 +131,27 @@ def bound_s(scenario: Scenario) -> float:
     work, speeds, num_slots = scenario.work, scenario.speeds, scenario.placement.num_slots
     decode, full = speeds.decode, scenario.limits.max_num_seqs
     fixed_s = 0.0 if work.max_async_level else speeds.optim_s * work.n_minibatches + speeds.publish_s + speeds.receive_s
-    # As the loop names them: prompt/member/turn.
     total_s = 0.0
     lengths = list(_lengths(scenario))
     per_step = work.rollouts_per_step
     for step in range(work.num_steps):
         here = lengths[step * per_step : (step + 1) * per_step]
         generate_s = sum(here) * decode.seconds(full) / full
-        train_s = (sum(here) + work.prompt_tokens * len(here)) / speeds.train.tokens_per_s
+        tokens = sum(here) + work.prompt_tokens * len(here)
         longest_s = max(here) * decode.seconds(1) + speeds.train.seconds(max(here) + work.prompt_tokens, 1)
-        busy_s = (generate_s + train_s) / num_slots
+        busy_s = _all_busy_s(generate_s, tokens, speeds, num_slots)
         total_s += fixed_s + (busy_s if work.max_async_level else max(busy_s, longest_s))
     return total_s / work.num_steps
+
+
+def _all_busy_s(generate_s: float, tokens: float, speeds: Speeds, num_slots: int) -> float:
+    """When both end at once, on the best split of the slots, whole or not. The more slots train, the slower is each."""
+    few, many = 0.0, float(num_slots)
+    for _ in range(50):
+        train = (few + many) / 2
+        train_is_late = tokens * (num_slots - train) > generate_s * speeds.train.of(train)
+        few, many = (train, many) if train_is_late else (few, train)
+    return generate_s / (num_slots - few)
 
 
 def _lengths(scenario: Scenario) -> Iterator[int]:
