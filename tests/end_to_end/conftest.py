@@ -16,8 +16,8 @@ def start():
     """`start(config, *flags)` begins a life of a run; none outlives the test."""
     lives: list[Run] = []
 
-    def begin(config: Path, *flags: str, command: str = "rl") -> Run:
-        lives.append(Run(config, *flags, command=command))
+    def begin(config: Path, *flags: str, **how: str) -> Run:
+        lives.append(Run(config, *flags, **how))
         return lives[-1]
 
     yield begin

@@ -18,3 +18,12 @@ class Letters:
 
     def reply(self, example: int, messages: list[dict[str, str]]) -> None:
         return None
+
+
+class Numbered(Letters):
+    """No two prompts are the same."""
+
+    name = "numbered"
+
+    def messages(self, example: int) -> list[dict[str, str]]:
+        return [{"role": "user", "content": f"{example}"}]

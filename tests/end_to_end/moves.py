@@ -1,9 +1,18 @@
-"""A policy that moves slots everywhere at given moments: what a test of the moving needs, and nobody else."""
+"""Policies that move slots everywhere: what a test of the moving needs, and nobody else."""
+
+import os
+import random
+from dataclasses import replace
 
 from ductile.core.cluster.handoff import change
-from ductile.core.cluster.orders import Decision, complaints, sentence
+from ductile.core.cluster.orders import Decision, Handoff, complaints, sentence
+from ductile.core.cluster.placement import Role
 
-T, G, S, B = ("train",), ("generate",), ("score",), ("train", "generate")
+Roles = tuple[Role, ...]
+T: Roles = ("train",)
+G: Roles = ("generate",)
+S: Roles = ("score",)
+B: Roles = ("train", "generate")
 
 
 class EverywhereInTurn:
@@ -23,3 +32,27 @@ class EverywhereInTurn:
         orders = change(state, {slot: held for slot, held in roles.items() if slot in state.ready})
         decision = Decision(orders, sentence(orders, f"step {batch.step}"))
         return Decision() if complaints(state, decision) else decision
+
+
+class Restless:
+    """Whenever it is asked, it sends the slots somewhere else, with caches or without: any way that can be carried out,
+    drawn by RESTLESS_SEED."""
+
+    def __init__(self):
+        self._chance = random.Random(int(os.environ.get("RESTLESS_SEED", "0")))
+
+    def decide(self, state):
+        for _ in range(20):
+            roles = {slot: self._chance.choice((T, T, G, G, B, S)) for slot in sorted(state.ready)}
+            if not any(
+                "generate" in held for held in ({slot.slot: slot.roles for slot in state.slots} | roles).values()
+            ):
+                continue
+            orders = tuple(
+                replace(order, with_cache=self._chance.random() < 0.5) if isinstance(order, Handoff) else order
+                for order in change(state, roles)
+            )
+            decision = Decision(orders, sentence(orders, "restless")) if orders else Decision()
+            if orders and not complaints(state, decision):
+                return decision
+        return Decision()

@@ -72,17 +72,19 @@ def write_sft(path: Path, model: Path, **changes: Any) -> Path:
 class Run:
     """One life of a run."""
 
-    def __init__(self, config: Path, *flags: str, command: str = "rl") -> None:
+    def __init__(
+        self, config: Path, *flags: str, command: str = "rl", module: str = "ductile", **environment: str
+    ) -> None:
         self.folder = config.parent / "run"
         self.began_s = time.time()
         self.mark = f"DUCTILE_TEST={uuid.uuid4().hex}"
         name, _, value = self.mark.partition("=")
         self.output = (config.parent / f"output_{value}").open("w+")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "ductile", command, "@", str(config), *flags],
+            [sys.executable, "-m", module, command, "@", str(config), *flags],
             stdout=self.output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, name: value},
+            env={**os.environ, **environment, name: value},
         )
 
     def events(self, kind: str) -> list[dict[str, Any]]:
