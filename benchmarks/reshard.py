@@ -13,7 +13,7 @@ contender   what it does
 
 The rules are the same for all: everybody moves the same tensors, from the same memory into the same memory. Both
 layouts lie in windows (`ductile.fabric.window`), touched beforehand; what contenders allocate by themselves is on huge
-pages where the kernel has them (`THP_MEM_ALLOC_ENABLE=1`), and glibc copies 256 KiB and more past the cache
+pages where the kernel has them (`THP_MEM_ALLOC_ENABLE=1`), and glibc copies 64 KiB and more past the cache
 (`GLIBC_TUNABLES`). Plans are made in the first run, which does not count; contenders take turns. A time is that of the
 slowest rank, from a barrier to a barrier. Every contender's result is compared with the expected one, element by
 element, once. The second table moves the two moments of Adam as well, which DCP can do too.
@@ -347,7 +347,7 @@ def main() -> None:
     parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=list(PAIRS))
     options = parser.parse_args()
     os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # torch reads it when a process allocates for the first time
-    os.environ["GLIBC_TUNABLES"] = "glibc.cpu.x86_non_temporal_threshold=262144"  # read when a process starts
+    os.environ["GLIBC_TUNABLES"] = "glibc.cpu.x86_non_temporal_threshold=65536"  # read when a process starts
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "torch.distributed.tensor"])
     ranks = run_ranks(context, options)

@@ -20,15 +20,25 @@ Missing = Callable[[list[int]], None]
 """Called with the slots whose notes are awaited; raises when waiting for them is in vain."""
 
 
+def _nothing() -> None:
+    pass
+
+
 class Board(Protocol):
     slot: int
     members: tuple[int, ...]
     timeout_s: float
 
     def exchange(
-        self, topic: str, note: bytes, missing: Missing | None = None, longest: int | None = None
+        self,
+        topic: str,
+        note: bytes,
+        missing: Missing | None = None,
+        longest: int | None = None,
+        meanwhile: Callable[[], None] = _nothing,
     ) -> dict[int, bytes]:
-        """Leave a note and read those of all members. Collective; a topic is used once.
+        """Leave a note and read those of all members. Collective; a topic is used once. `meanwhile()` is done while the
+        notes travel.
 
         Where everybody knows how long the `longest` note is, saying so can save a round. Raises `TransferFailed` when a
         note has not come within the timeout.
@@ -44,11 +54,17 @@ class StoreBoard:
         self.slot, self.members, self.timeout_s = slot, tuple(members), timeout_s
 
     def exchange(
-        self, topic: str, note: bytes, missing: Missing | None = None, longest: int | None = None
+        self,
+        topic: str,
+        note: bytes,
+        missing: Missing | None = None,
+        longest: int | None = None,
+        meanwhile: Callable[[], None] = _nothing,
     ) -> dict[int, bytes]:
         keys = {member: f"{self._prefix}/{topic}/{member}" for member in self.members}
         counter = f"{self._prefix}/{topic}/read"
         self._store.set(keys[self.slot], note)  # pyright: ignore[reportArgumentType] (the stub knows only str)
+        meanwhile()
         self._wait(keys, missing)
         notes = dict(zip(keys, self._store.multi_get(list(keys.values())), strict=True))
         if self._store.add(counter, 1) == len(keys):
@@ -79,13 +95,18 @@ class GroupBoard:
         self.slot, self.members, self.timeout_s = slot, tuple(members), timeout_s
 
     def exchange(
-        self, topic: str, note: bytes, missing: Missing | None = None, longest: int | None = None
+        self,
+        topic: str,
+        note: bytes,
+        missing: Missing | None = None,
+        longest: int | None = None,
+        meanwhile: Callable[[], None] = _nothing,
     ) -> dict[int, bytes]:
         try:
             if longest is None:
                 longest = int(max(self._gather(torch.tensor([len(note)]))))
             framed = len(note).to_bytes(4, "little") + note.ljust(longest, b"\0")
-            notes = self._gather(torch.frombuffer(bytearray(framed), dtype=torch.uint8))
+            notes = self._gather(torch.frombuffer(bytearray(framed), dtype=torch.uint8), meanwhile)
         except RuntimeError as error:
             cause = str(error).partition("\n")[0].partition(" This is typically")[0]  # gloo goes on with advice
             raise TransferFailed(
@@ -93,11 +114,12 @@ class GroupBoard:
             ) from None
         return {member: _unframed(note.numpy().tobytes()) for member, note in zip(self.members, notes, strict=True)}
 
-    def _gather(self, value: torch.Tensor) -> list[torch.Tensor]:
+    def _gather(self, value: torch.Tensor, meanwhile: Callable[[], None] = _nothing) -> list[torch.Tensor]:
         value = value.to(self._device)
         found = [torch.empty_like(value) for _ in self.members]
         work = dist.all_gather(found, value, group=self._group, async_op=True)
         assert work is not None, "this slot is in the group"
+        meanwhile()
         work.wait(timedelta(seconds=self.timeout_s))  # the group's own timeout may be half an hour
         return [one.cpu() for one in found]
 

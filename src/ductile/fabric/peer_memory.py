@@ -167,10 +167,12 @@ class PeerMemory:
                 addresses = [cargo.old.words(name).data_ptr() for name in cargo.old.sizes]
                 own = np.array([(address, *place(address)) for address in addresses], dtype="<i8")
                 self._num_trips += 1
-                places = self._board.exchange(f"places/{self._num_trips}", own.tobytes(), self._watch, longest)
+                topic, meanwhile = f"places/{self._num_trips}", cargo.steps.meanwhile
+                places = self._board.exchange(topic, own.tobytes(), self._watch, longest, meanwhile)
                 for pull in pulls:
                     self._read(pull, np.frombuffer(places[pull.peer], dtype="<i8").reshape(-1, 3))
-            cargo.steps.meanwhile()
+            else:
+                cargo.steps.meanwhile()
             if sent.on:
                 _hash_sent(cargo.old, work.sends, sent)
                 for pull in pulls:
