@@ -36,7 +36,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from math import prod
@@ -104,8 +104,20 @@ def layout(tp: int, kinds: list[str]) -> Layout:
     )
 
 
+def contents(tp: int, kinds: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """This rank's part of each tensor: every element its own number, modulo what fp32 counts exactly."""
+    for index, (name, (shape, dim)) in enumerate(tensors(kinds).items()):
+        ranges = [torch.arange(length, dtype=torch.int32) for length in shape]
+        if dim is not None:
+            ranges[dim] = ranges[dim].chunk(tp)[dist.get_rank() % tp]
+        numbers = ranges[-1] + 7919 * index
+        if len(shape) == 2:
+            numbers = ranges[0][:, None] * shape[1] + numbers
+        yield name, (numbers & 0xFFFFFF).float()
+
+
 def local(tp: int, kinds: list[str], fill: bool) -> dict[str, torch.Tensor]:
-    """This rank's tensors, in one window: every element its own number (modulo what fp32 counts exactly), or zeros."""
+    """This rank's tensors, in one window: `contents`, or zeros."""
     cut = {
         name: tuple(length // tp if axis == dim else length for axis, length in enumerate(shape))
         for name, (shape, dim) in tensors(kinds).items()
@@ -113,14 +125,8 @@ def local(tp: int, kinds: list[str], fill: bool) -> dict[str, torch.Tensor]:
     buffers = window.allocate({name: (torch.float32, prod(shape)) for name, shape in cut.items()})
     found = {name: buffer.view(cut[name]) for name, buffer in buffers.items()}
     if fill:
-        for index, (name, (shape, dim)) in enumerate(tensors(kinds).items()):
-            ranges = [torch.arange(length, dtype=torch.int32) for length in shape]
-            if dim is not None:
-                ranges[dim] = ranges[dim].chunk(tp)[dist.get_rank() % tp]
-            numbers = ranges[-1] + 7919 * index
-            if len(shape) == 2:
-                numbers = ranges[0][:, None] * shape[1] + numbers
-            found[name].copy_(numbers & 0xFFFFFF)
+        for name, numbers in contents(tp, kinds):
+            found[name].copy_(numbers)
     return found
 
 
@@ -137,7 +143,6 @@ def measure_pair(
         (RANKS // after, after),
         folder,
     )
-    expected = local(after, kinds, fill=True)
     plans: dict[str, Plan] = {}
     runs: dict[str, Callable[[], object]] = {}
     for name in contenders:
@@ -151,10 +156,10 @@ def measure_pair(
         dist.barrier()
         run()
         dist.barrier()
-        wrong = [tensor for tensor in expected if not torch.equal(job.new[tensor], expected[tensor])]
+        # One tensor at a time: all moments of four whole copies fill the memory twice otherwise.
+        wrong = [tensor for tensor, numbers in contents(after, kinds) if not torch.equal(job.new[tensor], numbers)]
         if wrong:
             raise AssertionError(f"{name}: {len(wrong)} tensors are wrong, {wrong[0]} among them")
-    del expected
     probes = limits()
     for _, run in probes.values():
         run()
