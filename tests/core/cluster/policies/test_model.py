@@ -83,3 +83,8 @@ def test_where_the_whole_batch_is_there_nothing_holds_the_trainer():
     """Generation runs ahead: what is under way is of later steps."""
     state = late(ready=64, ready_tokens=64 * 300, steps_ahead=1, costs=SwitchCosts(resize_s=300.0, grant_s=300.0))
     assert not decide(state).hold_training
+
+
+def test_handing_off_costs_less_where_caches_travel():
+    carried = replace(COSTS, cache_bytes_per_token=1.0, cache_bytes_per_s=1e9)
+    assert decide(late(costs=carried)).prediction.cost_s < decide(late()).prediction.cost_s / 10

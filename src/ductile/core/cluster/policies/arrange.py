@@ -9,6 +9,7 @@ Looked at once a decision; every number of generators is then a slice of one ord
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
+from ductile.core.cluster.cost import carriage
 from ductile.core.cluster.handoff import Remaining
 from ductile.core.cluster.placement import Role
 from ductile.core.cluster.state import ClusterState
@@ -49,6 +50,7 @@ class Arrangements:
         sharing = self.members & self.generators_now
         # Sequences that a micro-step would stop: while there are such, the trainer is held, or they are handed off.
         self.shared = bool(sharing) and (state.batch.to_start > 0 or any(context[slot] for slot in sharing))
+        self._carried_s = carriage(1.0, state.speeds, state.costs).seconds
         several_turns = any(rollout.num_turns for rollout in state.unfinished)
         self._keeps = state.limits.may_share and not state.batch.to_start and not several_turns
 
@@ -85,21 +87,21 @@ class Arrangements:
 
     def split_delays_s(self, count: int) -> tuple[float, float]:
         """What `split` costs now: seconds of the trainer, and of generation."""
-        state, costs = self._state, self._state.costs
+        costs = self._state.costs
         resize_s = costs.resize_s if self.resizes(count) else 0.0
         new = len(self.generators(count) - self.generators_now)
         # Who leaves the trainer waits for the resize before it generates.
         stopped = len(self.generators(count) & self.members)
         generate_s = self._joining_s(costs.grant_s, new, count) + self._joining_s(resize_s, stopped, count)
-        return resize_s, generate_s + self.moved_context(count) / state.speeds.prefill_tokens_per_s / max(1, count)
+        return resize_s, generate_s + self._carried_s * self.moved_context(count) / max(1, count)
 
     def everybody_delays_s(self) -> tuple[float, float]:
         """What `everybody` costs now, in the same way."""
         num_slots = len(self._held)
         new = num_slots - len(self.generators_now)
         moved = 0.0 if self._state.batch.to_start else self._context[-1] * new / num_slots
-        prefill_s = moved / self._state.speeds.prefill_tokens_per_s / max(1, new)
-        return 0.0, self._joining_s(self._state.costs.grant_s, new, num_slots) + prefill_s
+        carried_s = self._carried_s * moved / max(1, new)
+        return 0.0, self._joining_s(self._state.costs.grant_s, new, num_slots) + carried_s
 
     def _joining_s(self, seconds: float, new: int, count: int) -> float:
         """That `new` of `count` generators come so much later. Before a step's first rollout all wait for them: the

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ductile.core.cluster.cost import carriage
 from ductile.core.cluster.lengths import Floats, Survival, histogram
 from ductile.core.cluster.state import ClusterState
 
@@ -102,7 +103,7 @@ class Plans:
     delay_train_s: Floats
     """Until the trainer can go on: what resizing costs now."""
     delay_generate_s: Floats
-    """Added to generation: prefill of what is handed off, and new generators that are not there yet."""
+    """Added to generation: taking in what is handed off, and new generators that are not there yet."""
 
 
 def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> Floats:
@@ -116,13 +117,14 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
     # What is ready counts as taken: the trainer has begun with it, or would now.
     taken, trained, total = np.full(num_plans, todo.ready_tokens), np.zeros(num_plans), todo.to_generate
     mean_age = (np.arange(NUM_AGES) + 0.5) * todo.round_tokens + todo.prompt_tokens
+    carried_s = carriage(1.0, speeds, state.costs).seconds
     num_rounds = 0
     while total > 0:
         running = ages.sum(1)
         left = running + unstarted
         context = ages @ mean_age
         moved, paused_s = stage.advance(state, plans, left, num_slots)
-        stalled_s += context * moved / speeds.prefill_tokens_per_s / stage.generators
+        stalled_s += context * moved * carried_s / stage.generators
         busy_s += paused_s
         started = np.minimum(np.maximum(0.0, stage.generators * full - running), unstarted)
         ages[:, 0] += started
@@ -143,7 +145,7 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
         # Over-full generators take turns.
         seconds *= np.maximum(1.0, running / (stage.generators * full))
         seconds += started * todo.prompt_tokens / speeds.prefill_tokens_per_s / stage.generators
-        # Others train while generators prefill what was handed off.
+        # Others train while generators take in what was handed off.
         seconds += stalled_s
         stalled_s = np.zeros(num_plans)
         taken = _taken(state, todo, taken, left / total, stage.trainers)
