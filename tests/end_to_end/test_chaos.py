@@ -1,0 +1,105 @@
+"""Slots die and stand still while they change roles and hand rollouts over, at moments that a seed chooses.
+
+The suite has a few trials. All fifty, in about ten minutes, with what became of each:
+
+    CHAOS_TRIALS=50 pytest tests/end_to_end/test_chaos.py -rA
+"""
+
+import json
+import os
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.runs import Run, summary
+from tests.end_to_end.test_scheduling import write_scheduled
+from tests.end_to_end.watched import FOLDER, trained_in
+
+MAX_STEPS = 4
+SAMPLES_PER_STEP, GROUP_SIZE = 32, 8
+VERDICT_WITHIN_S = 60.0
+"""Of a run that takes 8 s on an idle machine and is told to wait 4 s for a sign of life."""
+HEARTBEAT_TIMEOUT_S = 4.0
+FLAGS = (
+    "--cluster.heartbeat-timeout-s", f"{HEARTBEAT_TIMEOUT_S:g}", "--cluster.command-timeout-s", "20",
+    "--trainer.resize.timeout-s", "5", "--trainer.dist-timeout-seconds", "20",
+)  # fmt: skip
+IN_SUITE = (0, 2, 3, 33)
+"""Stopped on the way into the trainer, killed in a handoff, killed in a commit, and let go on: two of the runs go on
+without the slot, one ends, and one has all of its slots."""
+
+NUM_TRIALS = os.environ.get("CHAOS_TRIALS")
+WHAT_HAPPENED = "was killed by SIGKILL while|was silent for|did not answer|gave no sign|made no progress"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(int(NUM_TRIALS)) if NUM_TRIALS else IN_SUITE)
+def test_a_slot_is_struck_in_a_change(tmp_path: Path, model: Path, start, seed: int) -> None:
+    config = write_scheduled(tmp_path, model, "tests.end_to_end.moves.Restless", max_steps=MAX_STEPS, interval=100)
+    config.write_text(config.read_text().replace("letters.Letters", "letters.Numbered"))
+    environment = {FOLDER: str(tmp_path), "STRIKE_SEED": str(seed), "RESTLESS_SEED": str(seed)}
+    run = start(config, *FLAGS, module="tests.end_to_end.watched", **environment)
+    code = run.ends(within_s=VERDICT_WITHIN_S)
+    print(f"trial {seed}: {verdict(run, code)}")
+    assert "Traceback" not in run.said()
+    assert not run.events("refused")
+    assert_nothing_is_left(run)
+    assert_no_sample_is_trained_twice(tmp_path)
+    strike_file = tmp_path / "strike.json"
+    strike = json.loads(strike_file.read_text()) if strike_file.exists() else {"how": "never"}
+    if code == 0:
+        assert summary(run.folder)["steps"] == MAX_STEPS
+        assert len(trained_in(tmp_path)) == MAX_STEPS * SAMPLES_PER_STEP
+    if strike["how"] in ("never", "pause"):
+        assert code == 0, run.said()
+        assert not run.events("slot_lost")
+    elif code == 0 and not noticed_in_time(run, strike):
+        pass  # nobody needed the slot for the rest of the run
+    elif code == 0:
+        assert_says_what_happened(" ".join(event["sentence"] for event in run.events("slot_lost")), strike)
+    else:
+        assert code == 1
+        assert_says_what_happened(run.said(), strike)
+        assert "Go on with: ductile rl @" in run.said()
+
+
+def assert_says_what_happened(said: str, strike: dict[str, Any]) -> None:
+    assert re.search(rf"lot {strike['slot']} \([a-z, ]*pid {strike['pid']}\) ({WHAT_HAPPENED})", said), (strike, said)
+
+
+def noticed_in_time(run: Run, strike: dict[str, Any]) -> bool:
+    """Whether the run was still at work when the slot's end, or its silence, had to be seen."""
+    notice_s = 1.0 if strike["how"] == "kill" else HEARTBEAT_TIMEOUT_S + 2.0
+    return summary_written_s(run) > strike["time"] + notice_s
+
+
+def summary_written_s(run: Run) -> float:
+    return (run.folder / "summary.json").stat().st_mtime
+
+
+def assert_nothing_is_left(run: Run) -> None:
+    """`Run.ends` has looked for processes."""
+    pids = [run.process.pid, *(event["pid"] for event in run.events("slot_started"))]
+    assert not [path for path in Path("/dev/shm").iterdir() if any(str(pid) in path.name for pid in pids)]
+
+
+def assert_no_sample_is_trained_twice(folder: Path) -> None:
+    trained = trained_in(folder)
+    assert max(Counter(sample.prompt for sample in trained).values(), default=0) <= GROUP_SIZE
+    # Two siblings may be equal by chance, if they are short.
+    long = Counter((sample.tokens, sample.logprobs) for sample in trained if sample.num_answer_tokens > 3)
+    assert max(long.values(), default=0) <= 1
+
+
+def verdict(run: Run, code: int) -> str:
+    """A line for people."""
+    file = Path(run.folder.parent / "strike.json")
+    struck = "never struck"
+    if file.exists():
+        strike = json.loads(file.read_text())
+        struck = "{how} slot {slot} {roles} at {command} {nth} + {delay_s:.3f} s".format(**strike)
+    told = [event["sentence"] for kind in ("slot_lost", "died", "failed") for event in run.events(kind)]
+    return f"{struck}; exit code {code}; {' / '.join(told)}"
