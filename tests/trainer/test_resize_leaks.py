@@ -67,7 +67,7 @@ def threads(role: TrainRole) -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("prepare")]
 
 
-@pytest.mark.parametrize("when", ["ready", "one never comes", "at once", "soon"])
+@pytest.mark.parametrize("when", ["ready", "one never comes", "soon"])
 def test_changes_that_are_taken_back_leave_nothing_behind(tmp_path: Path, when: str) -> None:
     """And nobody waits for those that have left, however far each was."""
     folder = make_model_folder(tmp_path / "model", "qwen3")
@@ -78,14 +78,14 @@ def test_changes_that_are_taken_back_leave_nothing_behind(tmp_path: Path, when: 
     with Fleet(settings, range(4)) as fleet:
         fleet.hold((0, 1))
         fleet.hold_joining((2, 3))
-        for round in range(12):
+        for round in range(8):
             change = fleet.prepare_change(Formation((0, 2, 3)))
             told = change.slots[:-1] if when == "one never comes" else change.slots
             fleet.ask(dict.fromkeys(told, Prepare(change)))
             if when == "ready":
                 fleet.until_ready(change)
             if when == "soon":
-                time.sleep(0.004 * round)  # while they make groups, or near it
+                time.sleep(0.006 * round)  # at once, or while they make groups, or near it
             fleet.roll_back(change)
             until_s = time.monotonic() + DEADLINE_S
             while any(fleet.call(range(4), threads).values()):
@@ -96,4 +96,5 @@ def test_changes_that_are_taken_back_leave_nothing_behind(tmp_path: Path, when: 
             seen.append(fleet.call(range(4), footprint))
     for slot in range(4):
         warm, last = seen[WARM][slot], seen[-1][slot]
-        assert (last["files"], last["threads"]) == (warm["files"], warm["threads"])
+        assert last["files"] <= warm["files"]
+        assert last["threads"] <= warm["threads"]

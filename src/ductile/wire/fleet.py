@@ -16,6 +16,7 @@ from ductile.core.cluster.state import Lengths, Unfinished
 from ductile.records import GenerateRequest, Generation, Manifest
 from ductile.roles import Late, SlotLost
 from ductile.wire.dispatch import Dispatch
+from ductile.wire.finish import finish
 from ductile.wire.flights import Flight, Flights
 from ductile.wire.handover import HandoffResult, Handover
 from ductile.wire.lending import Lender
@@ -119,7 +120,7 @@ class RemoteGenerators:
 
         Raises Late when it could not begin, as a version was going live.
         """
-        return await asyncio.shield(self._dispatch.start(self._hand_off(handoffs)))
+        return await finish(self._dispatch.start(self._hand_off(handoffs)))
 
     def unfinished(self) -> tuple[Unfinished, ...]:
         """What is under way, as policies see it; `Unfinished.id` is what `hand_off` understands."""

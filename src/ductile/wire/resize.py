@@ -34,6 +34,7 @@ from ductile.core.cluster.membership import (
 from ductile.records import Change, Formation
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.fanout import AFTER_FAILURE_S
+from ductile.wire.finish import finish
 from ductile.wire.mailbox import Mailbox, Outcome
 from ductile.wire.messages import (
     Command,
@@ -163,11 +164,11 @@ class Transaction:
         except SlotLost:
             raise
         except BaseException as error:
-            await asyncio.shield(self._dismiss_joiners())
+            await finish(self._dismiss_joiners())
             if not isinstance(error, _Unfinished):
                 raise
             return self._result("rolled_back", str(error))
-        return await asyncio.shield(self._finish())
+        return await finish(self._finish())
 
     async def _finish(self) -> ResizeResult:
         try:
@@ -252,7 +253,7 @@ class Transaction:
         try:
             yield
         except BaseException as error:
-            await asyncio.shield(self._take_back(self._ruling_of(error)))
+            await finish(self._take_back(self._ruling_of(error)))
             raise
 
     def _ruling_of(self, error: BaseException) -> Ruling:

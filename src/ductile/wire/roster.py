@@ -7,13 +7,13 @@
 A version goes live on all of them, and nobody joins meanwhile: so nobody ends up on another one.
 """
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from ductile.records import Manifest
 from ductile.roles import Late, SlotLost
 from ductile.wire.fanout import raise_worst
+from ductile.wire.finish import finish
 from ductile.wire.lending import FAILURES, Lender, Serving
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Died, Drop, Event, Hold, Receive
@@ -94,7 +94,7 @@ class Roster:
                     self._waiting.add(slot)
                 return takes_work
         except BaseException:
-            await asyncio.shield(self._drop_half_joined(slot))
+            await finish(self._drop_half_joined(slot))
             raise
         finally:
             self._joining.remove(slot)
