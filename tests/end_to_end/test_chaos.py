@@ -1,6 +1,6 @@
 """Slots die and stand still while they change roles and hand rollouts over, at moments that a seed chooses.
 
-The suite has a few trials. All fifty, in about ten minutes, with what became of each:
+The suite has two trials. All fifty, in about ten minutes, with what became of each:
 
     CHAOS_TRIALS=50 pytest tests/end_to_end/test_chaos.py -rA
 """
@@ -27,9 +27,8 @@ FLAGS = (
     "--cluster.heartbeat-timeout-s", f"{HEARTBEAT_TIMEOUT_S:g}", "--cluster.command-timeout-s", "20",
     "--trainer.resize.timeout-s", "5", "--trainer.dist-timeout-seconds", "20",
 )  # fmt: skip
-IN_SUITE = (0, 2, 3, 33)
-"""Stopped on the way into the trainer, killed in a handoff, killed in a commit, and let go on: two of the runs go on
-without the slot, one ends, and one has all of its slots."""
+IN_SUITE = (0, 3)
+"""Stopped on the way into the trainer, and killed in a commit."""
 
 NUM_TRIALS = os.environ.get("CHAOS_TRIALS")
 WHAT_HAPPENED = "was killed by SIGKILL while|was silent for|did not answer|gave no sign|made no progress"
