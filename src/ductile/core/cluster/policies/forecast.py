@@ -224,5 +224,5 @@ def _tokens_per_s(state: ClusterState, todo: Work, slots: Floats) -> Floats:
     """Of the trainer. Its micro-steps have room left that is too small for another sample, and each costs something."""
     per_s, seq_len = state.speeds.train.of(slots), float(state.trainer.seq_len)
     filled = max(seq_len / 2, seq_len - todo.sample_tokens / 2)
-    full_s = seq_len * slots / np.maximum(per_s, 1e-12)
-    return np.where(per_s > 0, filled * slots / (full_s + state.speeds.train.micro_step_s), 0.0)
+    micro_step_s = seq_len * slots / np.maximum(per_s, 1e-12) + state.speeds.train.micro_step_s
+    return np.where(per_s > 0, filled * slots / np.maximum(micro_step_s, 1e-12), 0.0)
