@@ -3,6 +3,8 @@
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,12 @@ def kill_orchestrator(life: Run) -> None:
     life.process.kill()
     assert life.ends() == -signal.SIGKILL
     assert not [path for path in Path("/dev/shm").iterdir() if any(str(pid) in path.name for pid in pids)]
+    # The file that says how to reach it is still there, and nobody trusts it.
+    assert (life.folder / "control.json").exists()
+    command = [sys.executable, "-m", "ductile", "resize", "--run", str(life.folder), "--train", "0-1"]
+    stale = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert stale.returncode == 2
+    assert f"process {life.process.pid}, which wrote its control.json, has ended" in stale.stderr
 
 
 @pytest.mark.slow

@@ -102,15 +102,3 @@ def test_after_a_resize_deaths_count_by_what_a_slot_does_now(tmp_path: Path, mod
     assert again.ends(within_s=60) == 0, again.said()
     assert summary(run.folder)["slots"] == {"train": [0]}, "as the config says"
     assert [row["step"] for row in again.metrics()] == list(range(1, saved + 3))
-
-
-@pytest.mark.slow
-def test_a_killed_orchestrator_leaves_a_file_that_nobody_trusts(tmp_path: Path, model: Path, start):
-    run = start(write_sft(tmp_path, model, max_steps=100000), command="sft")
-    run.until_step(1)
-    run.process.kill()
-    assert run.ends() == -signal.SIGKILL
-    assert (run.folder / "control.json").exists()
-    stale = ductile("resize", "--run", run.folder, "--train", "0-1")
-    assert stale.returncode == 2
-    assert f"process {run.process.pid}, which wrote its control.json, has ended" in stale.stderr

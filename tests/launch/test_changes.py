@@ -187,12 +187,22 @@ def test_a_stop_at_each_point(echo: Harness, victim: int, command: str, moment: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=lambda signum: signum.name)
-@pytest.mark.parametrize("point", [("Prepare", "before"), ("Freeze", "after"), ("Move", "before"), ("Commit", "after")])
+@pytest.mark.parametrize(
+    ("point", "signum"),
+    [
+        (("Prepare", "before"), signal.SIGKILL),
+        (("Freeze", "after"), signal.SIGKILL),
+        (("Move", "before"), signal.SIGKILL),
+        (("Commit", "after"), signal.SIGKILL),
+        (("Move", "before"), signal.SIGSTOP),
+        (("Commit", "after"), signal.SIGSTOP),
+    ],
+)
 @pytest.mark.parametrize("victim", [LEAVER, STAYER, JOINER])
 def test_a_real_trainer_outlives_it_or_says_what_was_lost(
     trainer: Harness, victim: int, point, signum, hasty: None, monkeypatch: pytest.MonkeyPatch
 ):
+    """Who stops at any other point: echoes above, and real trainers in `tests/trainer/test_resize_failures.py`."""
     impatient = trainer.settings | {"resize": trainer.settings["resize"] | {"timeout_s": 1.5}}
     monkeypatch.setattr(trainer, "settings", impatient)
     monkeypatch.setattr(trainer, "timeout_s", 1.5)
