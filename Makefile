@@ -1,4 +1,5 @@
-# `make setup` needs Python 3.11+, make and a package registry; everything else follows from it.
+# `make setup` needs Python 3.11+, make and a package registry; everything else follows from it. Where there is a C compiler,
+# large copies get faster (docs/transfer.md).
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -6,7 +7,7 @@ BIN := .venv/bin
 
 setup: .venv/.installed
 
-.venv/.installed: pyproject.toml
+.venv/.installed: pyproject.toml src/ductile/fabric/boxes.c
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $@

@@ -8,12 +8,17 @@ from ductile.core.layout.layout import Layout, Tensor
 from ductile.core.layout.mesh import Mesh
 from ductile.core.layout.sharding import Shard, place
 from ductile.core.transfer.reshard import Planner
-from ductile.fabric import choice, window
+from ductile.fabric import boxes, choice, window
 from ductile.fabric.board import GroupBoard, StoreBoard
 from ductile.fabric.choice import choose
 from ductile.fabric.groups import Groups
 from ductile.fabric.transfer import Transfer
 from tests.ranks import run_ranks
+
+COPIES = {
+    True: "copies go past the cache",
+    False: "numpy copies, as ductile.fabric._boxes is not built",
+}
 
 
 def line(mesh: Mesh, *shards: Shard) -> Layout:
@@ -26,7 +31,9 @@ def choose_apart(groups: Groups, members: tuple[int, ...], spoil: str) -> tuple[
         choice.host = lambda: "another one"
     if slot == 1 and spoil == "permission":
         choice.read = refuse
-    lent = window.allocate({"w": (torch.uint8, 1 << 20)}) if spoil == "windows" else {}
+    if slot == 1 and spoil == "build":
+        choice.boxes.built = lambda: False
+    lent = window.allocate({"w": (torch.uint8, 1 << 20)}) if spoil in ("windows", "build") else {}
     board = StoreBoard(groups._store, "board", slot, members, 20.0)
     carrier, reason = choose(board, "cpu", lambda: groups.group(members))
     lent.clear()
@@ -45,7 +52,12 @@ def refuse(*arguments: object) -> None:
         (
             "windows",
             "peer_memory: all 3 slots are processes of this host, and a trial read worked; "
-            "3 MiB of their memory can be mapped",
+            f"3 MiB of their memory can be mapped; {COPIES[boxes.built()]}",
+        ),
+        (
+            "build",
+            "peer_memory: all 3 slots are processes of this host, and a trial read worked; "
+            f"3 MiB of their memory can be mapped; {COPIES[False]}",
         ),
         ("host", "p2p: slots 0 and 1 are on different hosts, or in containers that do not see each other"),
         ("permission", "p2p: slot 1 may not read the memory of slot 0 (Operation not permitted)"),

@@ -1,7 +1,7 @@
 """Which carrier for these slots? All of them ask together, and all get the same answer and the same reason.
 
 carrier, reason = choose(board, "cpu", lambda: groups.group(members))
-# peer_memory: all 4 slots are processes of this host, and a trial read worked; 3160 MiB of their memory can be mapped
+# peer_memory: all 4 slots are processes of this host, and a trial read worked; the kernel copies
 # p2p: slot 3 runs on another host than slot 0
 """
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ductile.core.transfer.topology import MIB
+from ductile.fabric import boxes
 from ductile.fabric.board import Board, Missing
 from ductile.fabric.carrier import Carrier
 from ductile.fabric.cuda_ipc import CudaIpc, Share
@@ -34,6 +35,8 @@ class _Card(msgspec.Struct, frozen=True):
     """Of the probe, on a CPU: eight bytes."""
     windows: tuple[Window, ...] = ()
     """What it has on a CPU. Who may read its memory may also map them: the kernel asks for less."""
+    streams: bool = False
+    """Whether the compiled part of ductile is there."""
     shares: dict[int, Share] = {}
     """Of the probe, on a GPU, one for each reader."""
 
@@ -63,7 +66,11 @@ def choose(
         return carrier, f"{carrier.name}: {trial}"
     carrier = PeerMemory(board, peers, {slot: card.windows for slot, card in cards.items()})
     mapped_bytes = sum(window.num_bytes for card in cards.values() for window in card.windows)
-    way = f"{mapped_bytes / MIB:.0f} MiB of their memory can be mapped" if mapped_bytes else "the kernel copies"
+    way = "the kernel copies"
+    if mapped_bytes:
+        built = all(card.streams for card in cards.values())
+        how = "copies go past the cache" if built else "numpy copies, as ductile.fabric._boxes is not built"
+        way = f"{mapped_bytes / MIB:.0f} MiB of their memory can be mapped; {how}"
     return carrier, f"{carrier.name}: {trial}; {way}"
 
 
@@ -78,7 +85,9 @@ def _try_memory(board: Board, missing: Missing | None) -> tuple[dict[int, _Card]
         read(card.process, here, there)
         return int(found[0])
 
-    card = _Card(host(), Process.own(), int(probe[0]), address=probe.ctypes.data, windows=windows())
+    card = _Card(
+        host(), Process.own(), int(probe[0]), address=probe.ctypes.data, windows=windows(), streams=boxes.built()
+    )
     return _try_all(board, card, look, missing)
 
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from ductile.core.layout.holdings import Box, View
 from ductile.core.layout.layout import Layout
+from ductile.fabric import boxes
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes."""
@@ -91,9 +91,9 @@ class Memory:
 
 
 def copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Words from box to box. On a CPU numpy does it, which takes a sixth less time than torch for contiguous ones."""
+    """Words from box to box, which do not overlap."""
     if target.device.type == "cpu":
-        np.copyto(target.numpy(), source.numpy())
+        boxes.copy(target.numpy(), source.numpy())
     else:
         target.copy_(source)
 

@@ -21,6 +21,7 @@ import xxhash
 from ductile.core.layout.holdings import Ints, View
 from ductile.core.transfer.plan import Message, Part
 from ductile.core.transfer.topology import MIB
+from ductile.fabric import boxes
 from ductile.fabric.board import Board
 from ductile.fabric.carrier import Cargo, TransferFailed, Trip
 from ductile.fabric.digest import Digests
@@ -120,7 +121,7 @@ class _Piece:
         """From the peer's window, in which the buffer begins there."""
         target = self.box.numpy()
         offset = begin + self.offset_bytes
-        np.copyto(target, np.ndarray(target.shape, target.dtype, content, offset, self.strides_bytes))
+        boxes.copy(target, np.ndarray(target.shape, target.dtype, content, offset, self.strides_bytes))
 
 
 @dataclass(frozen=True)
