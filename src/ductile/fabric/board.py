@@ -4,7 +4,8 @@ Two kinds: the run's store, for slots that it started; a process group, for peop
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Protocol
 
@@ -41,7 +42,7 @@ class Board(Protocol):
         notes travel.
 
         Where everybody knows how long the `longest` note is, saying so can save a round. Raises `TransferFailed` when a
-        note has not come within the timeout.
+        note has not come within the timeout, and what `meanwhile` raises; the others get the note all the same.
         """
         ...
 
@@ -102,24 +103,35 @@ class GroupBoard:
         longest: int | None = None,
         meanwhile: Callable[[], None] = _nothing,
     ) -> dict[int, bytes]:
-        try:
+        with self._telling(topic):
             if longest is None:
-                longest = int(max(self._gather(torch.tensor([len(note)]))))
+                longest = int(max(self._wait(self._post(torch.tensor([len(note)])))))
             framed = len(note).to_bytes(4, "little") + note.ljust(longest, b"\0")
-            notes = self._gather(torch.frombuffer(bytearray(framed), dtype=torch.uint8), meanwhile)
+            posted = self._post(torch.frombuffer(bytearray(framed), dtype=torch.uint8))
+        meanwhile()  # its errors are not those of a slot that died
+        with self._telling(topic):
+            notes = self._wait(posted)
+        return {member: _unframed(note.numpy().tobytes()) for member, note in zip(self.members, notes, strict=True)}
+
+    @contextmanager
+    def _telling(self, topic: str) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:
             cause = str(error).partition("\n")[0].partition(" This is typically")[0]  # gloo goes on with advice
             raise TransferFailed(
                 f"a slot died, or did not answer within {self.timeout_s:g} s ({topic!r}: {cause})"
             ) from None
-        return {member: _unframed(note.numpy().tobytes()) for member, note in zip(self.members, notes, strict=True)}
 
-    def _gather(self, value: torch.Tensor, meanwhile: Callable[[], None] = _nothing) -> list[torch.Tensor]:
+    def _post(self, value: torch.Tensor) -> tuple[dist.Work, list[torch.Tensor]]:
         value = value.to(self._device)
         found = [torch.empty_like(value) for _ in self.members]
         work = dist.all_gather(found, value, group=self._group, async_op=True)
         assert work is not None, "this slot is in the group"
-        meanwhile()
+        return work, found
+
+    def _wait(self, posted: tuple[dist.Work, list[torch.Tensor]]) -> list[torch.Tensor]:
+        work, found = posted
         work.wait(timedelta(seconds=self.timeout_s))  # the group's own timeout may be half an hour
         return [one.cpu() for one in found]
 

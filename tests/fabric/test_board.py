@@ -1,0 +1,36 @@
+"""What slots tell each other while they do something else, which may fail."""
+
+import pytest
+import torch.distributed as dist
+
+from ductile.fabric.board import Board, GroupBoard, StoreBoard
+from ductile.fabric.groups import Groups
+from tests.ranks import run_ranks
+
+
+def fail() -> None:
+    raise RuntimeError("no memory left for the copies")
+
+
+def tell(groups: Groups, members: tuple[int, ...], kind: str) -> list[object]:
+    slot = dist.get_rank()
+    board: Board
+    if kind == "group":
+        board = GroupBoard(groups.group(members), slot, members, "cpu", 20.0)
+    else:
+        board = StoreBoard(groups._store, "board", slot, members, 20.0)
+    found: list[object] = []
+    for topic, meanwhile in (("first", fail if slot == 1 else int), ("second", int)):
+        try:
+            found.append(board.exchange(topic, f"{topic} of {slot}".encode(), meanwhile=meanwhile))
+        except RuntimeError as error:
+            found.append((type(error).__name__, str(error)))
+    dist.barrier(group=groups.group(members))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["group", "store"])
+def test_what_fails_meanwhile_is_not_a_slot_that_died(kind: str) -> None:
+    first, second = ({slot: f"{topic} of {slot}".encode() for slot in range(3)} for topic in ("first", "second"))
+    failed = ("RuntimeError", "no memory left for the copies")
+    assert run_ranks(3, tell, kind) == [[first, second], [failed, second], [first, second]]
