@@ -28,6 +28,7 @@ what ran before has left the processes unevenly on the cores.
 """
 
 import argparse
+import gc
 import json
 import multiprocessing
 import os
@@ -54,7 +55,7 @@ from ductile.core.layout.sharding import Shard, place
 from ductile.core.transfer.plan import Plan
 from ductile.core.transfer.reshard import Planner
 from ductile.core.transfer.topology import MIB
-from ductile.fabric import rendezvous, window
+from ductile.fabric import heap, rendezvous, window
 from ductile.fabric.board import GroupBoard
 from ductile.fabric.choice import choose
 from ductile.fabric.memory import copy
@@ -65,8 +66,8 @@ from provenance import provenance
 RANKS = 4
 HIDDEN, INNER, HEADS, KEY_HEADS, VOCABULARY, LAYERS = 1024, 2816, 16, 8, 32_000, 12
 PAIRS = {"tp4->2": (4, 2), "tp2->4": (2, 4), "tp4->1": (4, 1), "tp1->4": (1, 4)}
-COPIED_BYTES, SENT_BYTES = 200 * MIB, 16 * MIB
-"""For the limits: by each process at once."""
+COPIED_BYTES, SENT_BYTES = 192 * MIB, 16 * MIB
+"""For the limits: by each process at once. Every rank's part of the weights is larger than what is copied."""
 REST_S = 0.05
 TIMEOUT_S = 120.0
 
@@ -113,7 +114,7 @@ def contents(tp: int, kinds: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         numbers = ranges[-1] + 7919 * index
         if len(shape) == 2:
             numbers = ranges[0][:, None] * shape[1] + numbers
-        yield name, (numbers & 0xFFFFFF).float()
+        yield name, numbers.bitwise_and_(0xFFFFFF).float()
 
 
 def local(tp: int, kinds: list[str], fill: bool) -> dict[str, torch.Tensor]:
@@ -160,7 +161,7 @@ def measure_pair(
         wrong = [tensor for tensor, numbers in contents(after, kinds) if not torch.equal(job.new[tensor], numbers)]
         if wrong:
             raise AssertionError(f"{name}: {len(wrong)} tensors are wrong, {wrong[0]} among them")
-    probes = limits()
+    probes = limits(job)  # what they write to `job.new`, the next contender overwrites
     for _, run in probes.values():
         run()
     in_turn = runs | {name: run for name, (_, run) in probes.items()}
@@ -215,15 +216,17 @@ def timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def limits() -> dict[str, tuple[int, Callable[[], object]]]:
-    """(bytes of all processes together, what moves them): copied in two kinds of memory, and sent through gloo."""
+def limits(job: peers.Job) -> dict[str, tuple[int, Callable[[], object]]]:
+    """(bytes of all processes together, what moves them): copied in two kinds of memory, and sent through gloo.
+
+    The windows are the layouts' own: with others, the moments would not fit into 24 GiB.
+    """
     buffers = {
-        "windows": window.allocate(dict.fromkeys(("source", "target"), (torch.uint8, COPIED_BYTES))),
-        "huge pages": {name: torch.zeros(COPIED_BYTES, dtype=torch.uint8) for name in ("source", "target")},
+        "windows": (stretch(job.old), stretch(job.new)),
+        "huge pages": tuple(torch.ones(COPIED_BYTES, dtype=torch.uint8) for _ in range(2)),
     }
     found: dict[str, tuple[int, Callable[[], object]]] = {
-        where: (RANKS * COPIED_BYTES, partial(copy, pair["source"].fill_(1), pair["target"]))
-        for where, pair in buffers.items()
+        where: (RANKS * COPIED_BYTES, partial(copy, *pair)) for where, pair in buffers.items()
     }
     others = [rank for rank in range(RANKS) if rank != dist.get_rank()]
     staged = {rank: [torch.ones(SENT_BYTES, dtype=torch.uint8) for _ in range(2)] for rank in others}
@@ -237,6 +240,12 @@ def limits() -> dict[str, tuple[int, Callable[[], object]]]:
                 work.wait()
 
     return found | {"loopback": (4 * RANKS * len(others) * SENT_BYTES, exchange)}
+
+
+def stretch(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The beginning of the window that they all lie in."""
+    storage = next(iter(tensors.values())).untyped_storage()
+    return torch.empty(0, dtype=torch.uint8).set_(storage)[:COPIED_BYTES]
 
 
 def rank_main(connection: Connection, rank: int, address: str, options: argparse.Namespace, tmpfs: str) -> None:
@@ -254,6 +263,8 @@ def rank_main(connection: Connection, rank: int, address: str, options: argparse
         for name in options.pairs:
             folder = f"{tmpfs}/{table}-{name}"
             found[table][name] = measure_pair(PAIRS[name], kinds[table], contenders[table], options.repeats, folder)
+            gc.collect()
+            heap.give_back()  # what contenders have allocated and freed by themselves: the moments need the room
             dist.barrier()
             if rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
