@@ -363,6 +363,37 @@ def test_a_score_under_way_keeps_its_slots():
     with_cluster(story)
 
 
+def test_what_a_scorer_leaves_behind_that_dies_and_is_not_needed_is_scored_by_others():
+    async def story(cluster: Cluster):
+        scoring = Scoring(cluster, (4, 5))
+        scoring.score_s = 10.0
+        under_way = asyncio.create_task(scoring.score())
+        await asyncio.sleep(1)
+        dismissing = asyncio.create_task(scoring.scorer.dismiss(5))
+        await asyncio.sleep(1)
+        cluster.mailbox.lose(5, "slot 5 was killed")
+        await dismissing
+        assert await under_way == {4}
+        shares = sorted(len(command.samples) for _, command in cluster.sent(Score))
+        assert shares == [2, 2, 2], "the other one's share is not scored twice"
+
+    with_cluster(story)
+
+
+def test_a_scorer_that_dies_and_is_needed_ends_the_scoring():
+    async def story(cluster: Cluster):
+        scoring = Scoring(cluster, (4, TRAINER))
+        cluster.carrier._slots[TRAINER] = scoring.answer
+        scoring.score_s = 10.0
+        under_way = asyncio.create_task(scoring.score())
+        await asyncio.sleep(1)
+        cluster.mailbox.lose(TRAINER, "slot was killed")
+        with pytest.raises(SlotLost, match="was killed"):
+            await under_way
+
+    with_cluster(story)
+
+
 def test_samples_wait_for_a_scorer_and_not_for_ever():
     async def story(cluster: Cluster):
         scoring = Scoring(cluster, ())

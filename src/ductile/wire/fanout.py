@@ -21,7 +21,13 @@ async def ask_each(
     mailbox: Mailbox, commands: Mapping[int, Command], timeout_s: float, expected: type[R]
 ) -> dict[int, R]:
     """All slots' answers, which are of the class `expected`. Raises SlotLost, Refused or Late: the worst outcome."""
-    outcomes = await mailbox.ask_all(commands, timeout_s, AFTER_FAILURE_S)
+    return replies_of(mailbox, commands, await mailbox.ask_all(commands, timeout_s, AFTER_FAILURE_S), expected)
+
+
+def replies_of(
+    mailbox: Mailbox, commands: Mapping[int, Command], outcomes: Mapping[int, Outcome], expected: type[R]
+) -> dict[int, R]:
+    """The answers, which are of the class `expected`. Raises SlotLost, Refused or Late: the worst one."""
     raise_worst(outcomes)
     replies: dict[int, R] = {}
     for slot, outcome in outcomes.items():

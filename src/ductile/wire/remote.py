@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from ductile.records import Manifest, Sample
-from ductile.roles import Late
-from ductile.wire.fanout import ask_each
+from ductile.roles import Late, SlotLost
+from ductile.wire.fanout import ask_each, replies_of
 from ductile.wire.lending import Lender
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Done, Hold, RoleName, Score, Scores
@@ -46,22 +46,38 @@ class RemoteScorer:
         return self._roster.num_waiting
 
     async def score(self, samples: Sequence[Sample], model: Literal["policy", "reference"]) -> list[tuple[float, ...]]:
-        """Waits for a scorer while there is none. Those that it begins with stay until it has ended."""
-        slots = await self._roster.some(f"{len(samples)} samples")
-        shares = dict(zip(slots, _split(samples, len(slots)), strict=True))
-        commands = {
-            slot: Score(tuple(samples[index] for index in share), model) for slot, share in shares.items() if share
-        }
+        """Waits for a scorer while there is none. Those that it begins with stay until it has ended.
+
+        What was under way at a slot that is lost is scored by others, unless the run ends with that slot.
+        """
+        scores: dict[int, tuple[float, ...]] = {}
+        left = list(range(len(samples)))
+        while left:
+            slots = await self._roster.some(f"{len(left)} samples")
+            shares = zip(slots, _split([samples[index] for index in left], len(slots)), strict=True)
+            asked = {slot: [left[part] for part in share] for slot, share in shares if share}
+            for slot, logprobs in (await self._score(samples, asked, model)).items():
+                scores.update(zip(asked.pop(slot), logprobs, strict=True))
+            left = [index for share in asked.values() for index in share]
+        return [scores[index] for index in range(len(samples))]
+
+    async def _score(
+        self, samples: Sequence[Sample], asked: Mapping[int, Sequence[int]], model: Literal["policy", "reference"]
+    ) -> dict[int, tuple[tuple[float, ...], ...]]:
+        """By slot, of all that are not lost. Raises SlotLost, Refused or Late."""
+        commands = {slot: Score(tuple(samples[index] for index in share), model) for slot, share in asked.items()}
         self._num_scoring.update(commands.keys())
         try:
-            replies = await ask_each(self._mailbox, commands, self._timeout_s, Scores)
+            outcomes = await self._mailbox.ask_all(commands, self._timeout_s)
         finally:
             self._num_scoring.subtract(commands.keys())
             self._news.tell()
-        scores: dict[int, tuple[float, ...]] = {}
-        for slot, reply in replies.items():
-            scores.update(zip(shares[slot], reply.logprobs, strict=True))
-        return [scores[index] for index in range(len(samples))]
+        needed = {
+            slot: outcome
+            for slot, outcome in outcomes.items()
+            if not isinstance(outcome, SlotLost) or self._roster.depends_on(slot)
+        }
+        return {slot: reply.logprobs for slot, reply in replies_of(self._mailbox, commands, needed, Scores).items()}
 
     async def receive(self, manifest: Manifest) -> None:
         await self._roster.receive(manifest)
