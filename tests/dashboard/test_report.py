@@ -85,6 +85,23 @@ def test_the_file_tells_the_run_and_needs_nothing_else(tmp_path, capsys):
     assert "Missing" not in page.text
 
 
+def test_events_are_told_in_the_timeline_s_seconds_and_those_without_a_sentence_are_not(tmp_path):
+    now_s = [1000.0]
+    record = Recorder(tmp_path, clock=lambda: now_s[0])
+    record.event("slot_started", "Slot 0 runs.")
+    now_s[0] = 1001.5
+    record.event("setting", "", **Setting(Placement((0,), (1,), (), ""), Limits(), "m", 2, 4, 2, 64, 128).as_fields())
+    now_s[0] = 1004.0
+    record.event("decided", "Slot 1 trains.", at_s=2.5)
+    record.close()
+    story = read_story(tmp_path)
+    assert [(each.after_s, each.sentence) for each in story.decisions] == [(2.5, "Slot 1 trains.")]
+    assert [each.sentence for each in story.others] == ["Slot 0 runs."]
+    page = Page(render(story)).text
+    assert "2.5 s" in page
+    assert "-1.5 s" not in page, "it was before the timeline begins"
+
+
 def test_every_slot_second_is_drawn_and_counted_once(tmp_path):
     story = read_story(write_run(tmp_path / "run"))
     assert sum(story.seconds().values()) == pytest.approx(2 * 4.0)

@@ -15,4 +15,4 @@ def test_it_is_no_slower_than_the_best_split_and_than_turns(per_sequence_s, cost
     """Give or take what two steps of luck are worth."""
     work = scenario(decode=DecodeSpeed(0.01, per_sequence_s), costs=costs, groups_per_step=24)
     wall_s = {each.name: each.result.wall_s for each in run_arms(work, ["best_static", "collocated", "model"])}
-    assert wall_s["model"] < 1.03 * min(wall_s["best_static"], wall_s["collocated"])
+    assert wall_s["model"] < 1.05 * min(wall_s["best_static"], wall_s["collocated"])

@@ -7,7 +7,7 @@ import pytest
 from ductile.core.cluster.placement import Placement
 from ductile.observe import Recorder
 from ductile.sim import command, plan_command
-from ductile.sim.plan import Case, own_case, verdict
+from ductile.sim.plan import Case, case_of, own_case, verdict
 from ductile.sim.recording import NoRecording, read_recording, recorded_scenario
 from tests.sim.recorded import record_run
 from tests.sim.scenarios import scenario
@@ -27,6 +27,29 @@ def test_a_run_s_own_step_is_predicted_from_its_recording(tmp_path, policy, ahea
     record_run(tmp_path, scenario(groups_per_step=16, num_steps=5, max_async_level=ahead), policy)
     recording = read_recording(tmp_path)
     assert own_case(recording).step_s == pytest.approx(recording.step_s, rel=0.1)
+
+
+@pytest.mark.parametrize("policy", ["static", "rules"])
+def test_another_run_s_step_is_predicted_from_the_recording_of_one(tmp_path, policy):
+    """The other run was held out: only its placement and policy are told."""
+    record_run(tmp_path / "known", scenario(groups_per_step=16, num_steps=4), "static")
+    record_run(tmp_path / "other", scenario({"actor": 0, "rollout": "1-5"}, groups_per_step=16, num_steps=4), policy)
+    known, other = read_recording(tmp_path / "known"), read_recording(tmp_path / "other")
+    assert case_of(known, other.setting).step_s == pytest.approx(other.step_s, rel=0.1)
+
+
+def test_speeds_are_the_mean_of_the_compared_steps(tmp_path):
+    """In seconds: half as fast in one step of two is two thirds as fast on the whole."""
+    record_run(tmp_path, scenario(groups_per_step=4, num_steps=3))
+    events = tmp_path / "events.jsonl"
+    rows = [json.loads(line) for line in events.read_text().splitlines()]
+    slow = next(row for row in rows if row["kind"] == "profile" and row["step"] == 2)
+    slow["speeds"]["train"]["tokens_per_s"] /= 2
+    slow["speeds"]["decode"]["step_s"] *= 2
+    events.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    speeds = recorded_scenario(read_recording(tmp_path)).speeds
+    assert speeds.train.tokens_per_s == pytest.approx(800 * 2 / 3)
+    assert speeds.decode.step_s == pytest.approx(0.015)
 
 
 def test_everything_comes_from_the_recording(run):

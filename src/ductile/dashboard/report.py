@@ -30,6 +30,7 @@ def render(story: Story) -> str:
         settings=list(_settings(story.config)),
         ownership=ownership(story.spans),
         step_ends=[(profile.step, profile.start_s, profile.end_s) for profile in story.profiles],
+        ends_s={profile.step: profile.end_s for profile in story.profiles},
         spent=[
             (activity, cause, seconds, seconds / total_s, COLOURS[activity])
             for (activity, cause), seconds in spent.items()
@@ -40,7 +41,6 @@ def render(story: Story) -> str:
         colours=COLOURS,
         publishes=[row for row in story.steps if row.get("seconds/publish") is not None],
         most=MOST_EVENTS,
-        clock=duration,
     )
 
 
@@ -68,7 +68,7 @@ def _facts(story: Story) -> Iterator[tuple[str, str]]:
         yield "a step", f"{setting.groups_per_step} prompts with {setting.group_size} answers each"
     if story.profiles:
         yield "idle", f"{story.idle_share:.1%} of all slots' time"
-        yield "changes of roles", str(sum(profile.num_switches for profile in story.profiles))
+        yield "decisions carried out", str(sum(profile.num_switches for profile in story.profiles))
 
 
 def _settings(config: Row, path: str = "") -> Iterator[tuple[str, str]]:

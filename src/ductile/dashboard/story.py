@@ -29,6 +29,7 @@ class Told:
     """An event: when, and its sentence."""
 
     after_s: float
+    """Seconds since the slots had their roles, as the profiles count them; negative in an earlier life of the run."""
     sentence: str
     kind: str = ""
 
@@ -83,7 +84,9 @@ def read_story(folder: Path) -> Story:
     life = rows[starts[-1] :] if starts else rows
     setting, profiles, missing = _profiles(life)
     began_s = float(life[0]["time"]) if life else 0.0
-    told = [Told(_after_s(row, began_s), str(row["sentence"]), str(row["kind"])) for row in rows]
+    told = [
+        Told(float(row["time"]) - began_s, str(row["sentence"]), str(row["kind"])) for row in rows if row["sentence"]
+    ]
     config = folder / "config.toml"
     if not config.exists():
         missing.append("The configuration: there is no config.toml.")
@@ -96,7 +99,7 @@ def read_story(folder: Path) -> Story:
         metrics=tuple(metrics),
         decisions=tuple(each for each in told if each.kind in DECISIONS),
         resizes=tuple(each for each in told if each.kind in RESIZES),
-        others=tuple(each for each in told if each.kind not in DECISIONS | RESIZES | {"profile"}),
+        others=tuple(each for each in told if each.kind not in DECISIONS | RESIZES),
         config=tomllib.loads(config.read_text()) if config.exists() else {},
         missing=tuple(missing),
     )
@@ -115,8 +118,3 @@ def _profiles(life: Sequence[Row]) -> tuple[Setting | None, tuple[StepProfile, .
     if not profiles:
         missing.append("Who did what when, and where the time went: this run wrote no profiles of its steps.")
     return setting, profiles, missing
-
-
-def _after_s(row: Row, began_s: float) -> float:
-    """Seconds since the slots had their roles, as the profiles count them."""
-    return float(row["at_s"]) if "at_s" in row else float(row["time"]) - began_s

@@ -73,6 +73,7 @@ class Scheduling:
         config, crew = self._config, self._crew
         setting = setting_of(config, self._prepared, crew.home, _may_share(crew))
         measured = Measured(_cache_bytes_per_token(config, crew))
+        began_s = crew.activity.begin(crew.cluster.slots)
         monitor = Monitor(
             loop, crew.trainer, crew.generators, group_size=setting.group_size, steps_ahead=_bound(setting).ahead
         )
@@ -92,10 +93,11 @@ class Scheduling:
             monitor,
             measured,
             crew.activity,
+            clock=lambda: time.monotonic() - began_s,
         )
         crew.generators.on_capacity(loop.buffer.wake)
         crew.generators.on_restarted = lambda sentence: self._record.event("restarted", sentence)
-        self._profile(setting, measured)
+        self._profile(setting, measured, began_s)
         if config.cluster.auto_scheduler:
             policy = policy_of(config.cluster)
             policy = OnceMeasured(policy, measured) if isinstance(policy, Model) else policy
@@ -117,7 +119,7 @@ class Scheduling:
             "expected_gain_s": self._expected_gain_s(),
         }
 
-    def _profile(self, setting: Setting, measured: Measured) -> None:
+    def _profile(self, setting: Setting, measured: Measured, began_s: float) -> None:
         crew = self._crew
         profiler = Profiler(
             self._record,
@@ -127,7 +129,7 @@ class Scheduling:
             num_switches=self._num_switches,
             num_scorers=lambda: len(crew.scorer.slots) if crew.scorer else 0,
             num_updates=setting.n_minibatches,
-            began_s=crew.activity.begin(crew.cluster.slots),
+            began_s=began_s,
         )
         crew.generators.on_finished = profiler.on_finished
         self._record.listeners.append(profiler)
@@ -162,6 +164,7 @@ def setting_of(config: RLConfig, prepared: Prepared, home: Placement, may_share:
         n_minibatches=prepared.plan.n_minibatches,
         max_async_level=orchestrator.max_async_level,
         max_off_policy_steps=orchestrator.max_off_policy_steps,
+        block_size=config.inference.block_size,
         use_pre_process_policy=config.cluster.use_pre_process_policy,
         use_wait_before_last_iter_policy=config.cluster.use_wait_before_last_iter_policy,
     )

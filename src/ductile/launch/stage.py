@@ -4,7 +4,6 @@ Every field of the state is a fact: roles as the slots were told, books of the l
 generators said last, speeds as measured. What a part of a change cost is measured, too.
 """
 
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -25,6 +24,9 @@ from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.messages import Died, EngineStats, Event, Finished
 from ductile.wire.remote import RemoteScorer
 from ductile.wire.trainer import RemoteTrainer
+
+PREPARING = ("groups", "plan", "build", "load")
+"""What slots do to prepare a resize, phase by phase."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +54,16 @@ class LiveStage:
         monitor: Monitor,
         measured: Measured,
         activity: SlotActivity,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
     ) -> None:
+        """clock: 0 when the slots had their roles, as in the run's profiles."""
         self._terms, self._cluster, self._changes = terms, cluster, changes
         self._trainer, self._generators, self._scorer = trainer, generators, scorer
         self._monitor, self._measured, self._activity, self._clock = monitor, measured, activity, clock
         self._moves: tuple[Move, ...] = ()
         self._held = False
+        self._trained_on: Formation | None = None
+        """Of the latest micro-step."""
         self._since_s: dict[int, float] = {}
         self._notify: Callable[[], None] = lambda: None
         changes.others = self._needed
@@ -180,19 +185,21 @@ class LiveStage:
             raise NotDone(resized.sentence.rstrip("."))
         if resized.outcome == "resized":
             self._measured.took("resize", resized.pause_s + self._prepared_s(resized, formation))
-            self._measured.took("prepare", resized.seconds.get("hold", 0.0) + resized.seconds.get("prepare", 0.0))
+            # The slots' own work: how long messages wait for micro-steps depends on how long those are.
+            self._measured.took("prepare", sum(resized.slot_seconds.get(phase, 0.0) for phase in PREPARING))
 
     def _prepared_s(self, resized: Resized, formation: Formation) -> float:
         """What preparing took from training and generating. On a CPU it runs on the slot's own core, beside them; a GPU
         does not notice."""
         if any(self._cluster.devices[slot] != "cpu" for slot in formation.members):
             return 0.0
-        return sum(resized.slot_seconds.get(phase, 0.0) for phase in ("plan", "build", "load"))
+        return sum(resized.slot_seconds.get(phase, 0.0) for phase in PREPARING if phase != "groups")  # that one waits
 
     # -- what happens
 
     def _on_micro_step(self, tokens_busiest: int, num_slots: int, seconds: float, tokens_all: int) -> None:
-        self._measured.micro_step(tokens_busiest, num_slots, seconds)
+        first, self._trained_on = self._trainer.formation != self._trained_on, self._trainer.formation
+        (self._measured.first_micro_step if first else self._measured.micro_step)(tokens_busiest, num_slots, seconds)
         self._notify()
 
     def _on_event(self, slot: int, event: Event) -> None:

@@ -11,6 +11,7 @@ from ductile.config.policy import named_policy
 from ductile.core.cluster.orders import Policy
 from ductile.core.cluster.placement import Placement, compact
 from ductile.core.cluster.policies.static import InTurns
+from ductile.core.cluster.profile import Setting
 from ductile.sim.arms import named, splits, together
 from ductile.sim.recording import Recording, recorded_scenario
 from ductile.sim.run import Simulated, simulate
@@ -71,13 +72,18 @@ class Case:
 
 def own_case(recording: Recording) -> Case:
     """The run as it was, predicted. Raises ImportPathError when its policy cannot be had any more."""
-    setting, scenario = recording.setting, recorded_scenario(recording)
+    return case_of(recording, recording.setting)
+
+
+def case_of(recording: Recording, setting: Setting) -> Case:
+    """The recorded work on the placement, and with the policy, of some setting. Raises ImportPathError."""
+    scenario = replace(recorded_scenario(recording), placement=setting.home)
     policy = named_policy(
         setting.policy,
         pre_process=setting.use_pre_process_policy,
         wait_before_last_iter=setting.use_wait_before_last_iter_policy,
     )
-    return Case.of(_own_name(recording), scenario, recording, simulate(scenario, policy))
+    return Case.of(_name(setting), scenario, recording, simulate(scenario, policy))
 
 
 def other_cases(recording: Recording) -> Iterator[Case]:
@@ -111,8 +117,7 @@ def verdict(own: Case, others: Sequence[Case]) -> str:
     return f"{said}; collocated would be {than}."
 
 
-def _own_name(recording: Recording) -> str:
-    setting = recording.setting
+def _name(setting: Setting) -> str:
     if setting.policy != "rules":
         return setting.policy
     both = (setting.use_pre_process_policy, setting.use_wait_before_last_iter_policy)

@@ -1,7 +1,8 @@
 """What a run wrote down of itself (`core.cluster.profile`), as a scenario: its slots, its work, its speeds and costs.
 
 1. Of the run's last life, the latest profiles are taken. The first of them warms up: it is simulated and not compared.
-2. Speeds and costs are those of the last profile, which has seen the most.
+2. Speeds are the mean of those that the compared steps knew: a machine is not always equally fast. Costs are those of
+   the last profile, which has seen the most changes.
 3. The simulated answers have the recorded lengths, step by step; who of a group had which is not recorded, so they are
    dealt at random. Steps beyond the recorded ones begin again with the first.
 4. Groups that teach nothing are not trained on, and the simulator trains on all: its trainer is faster by their share.
@@ -15,6 +16,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from ductile.core.cluster.cost import mean_speeds
 from ductile.core.cluster.profile import Setting, StepProfile
 from ductile.observe import read_jsonl
 from ductile.sim.scenario import Scenario, WorkLoad, recorded
@@ -99,7 +101,7 @@ def recorded_scenario(recording: Recording, seed: int = 0) -> Scenario:
     seen = tuple(length for step in recording.steps for length in step.lengths)
     if not seen:
         raise NoRecording(f"{recording.run} has no answers in its profiles: nothing was generated")
-    train = last.speeds.train
+    speeds = mean_speeds([recording.steps[place].speeds for place in recording.counted])
     return Scenario(
         placement=setting.home,
         work=WorkLoad(
@@ -116,10 +118,13 @@ def recorded_scenario(recording: Recording, seed: int = 0) -> Scenario:
             seq_len=setting.seq_len,
             seed=seed,
         ),
-        speeds=replace(last.speeds, train=replace(train, tokens_per_s=train.tokens_per_s / recording.trained_share)),
+        speeds=replace(
+            speeds, train=replace(speeds.train, tokens_per_s=speeds.train.tokens_per_s / recording.trained_share)
+        ),
         costs=last.costs,
         limits=setting.limits,
         coalesce_s=REST_S,
+        cache_block=setting.block_size,
         score=bool(setting.home.score) and isfinite(last.speeds.score_tokens_per_s),
     )
 

@@ -59,6 +59,8 @@ class Scenario:
     limits: Limits
     coalesce_s: float = 0.0
     """A policy is not asked again sooner than this after it was asked: events in between are looked at together."""
+    cache_block: int = 1
+    """Tokens of a cache block: siblings share the full blocks of their prompt."""
     score: bool = False
     """There is a scorer, and every sample passes through it."""
 

@@ -21,6 +21,8 @@ from ductile.sim.scenario import Scenario
 
 DOING: tuple[Activity, ...] = ("switch", "publish", "train", "score")
 """What keeps a slot from generating; the first that holds is what it does."""
+IN_FLIGHT = 2
+"""Micro-steps that a train slot has: one that runs and one that waits (`wire.trainer`)."""
 SEEN = 2048
 """Lengths of answers that policies are told of: the latest."""
 
@@ -113,13 +115,21 @@ class Stage:
 
     async def resize(self, formation: Formation, leave: Callable[[], Awaitable[None]]) -> None:
         before, after = self.formation.members, formation.members
+        await self._micro_steps_pass(IN_FLIGHT)  # before its slots are told
         await asyncio.sleep(self.scenario.costs.prepare_s)
+        await self._micro_steps_pass(1)  # before they say that they are ready
         async with self.boundary:
             await leave()
             await self._switch({*before, *after}, self.scenario.costs.resize_s)
             self.formation = formation
             self.hold({slot: without("train", self.roles[slot]) for slot in {*before} - {*after}})
             self.hold({slot: in_order(*self.roles[slot], "train") for slot in {*after} - {*before}})
+
+    async def _micro_steps_pass(self, count: int) -> None:
+        """Messages to slots that train wait for those that were sent before; nobody waits where nobody trains."""
+        for _ in range(count):
+            async with self.boundary:
+                pass
 
     async def _switch(self, slots: Collection[int], seconds: float) -> None:
         if seconds > 0:
@@ -209,11 +219,13 @@ class Stage:
                 self.refresh(slot)
 
     def _put(self, flight: Flight, slot: int) -> None:
-        # Of a new sequence whose sibling is there, the prompt is cached.
+        scenario = self.scenario
         context = flight.prompt_tokens + flight.generated
         if not flight.generated and self._loads.siblings(flight.request.group, slot):
-            context = 0.0
-        flight.prefill_s = carriage(context, self.scenario.speeds, self.scenario.costs).seconds
+            context %= scenario.cache_block  # the full blocks of the prompt are there
+        travels = carriage(context, scenario.speeds, scenario.costs)
+        handed = flight.generated and not travels.with_cache  # a cache's speed was measured with the messages in it
+        flight.prefill_s = travels.seconds + (scenario.costs.handoff_s if handed else 0.0)
         self._loads.add(slot, flight.request.group, flight.predicted_tokens)
         self.engines[slot].add(flight)
         self.refresh(slot)

@@ -54,6 +54,49 @@ def test_micro_steps_of_one_size_say_how_fast_and_no_more(seconds):
     assert measured.speeds().train == TrainSpeed(pytest.approx(1000), 0.0, 0.0)
 
 
+def test_a_stop_of_the_machine_does_not_bend_the_line_of_micro_steps():
+    measured = Measured()
+    for tokens in range(100, 1100, 50):
+        measured.micro_step(tokens, 3, 0.1 + tokens / 1000)
+    measured.micro_step(700, 4, 6.0)
+    measured.micro_step(700, 4, 0.1 + 0.7 * 1.05)
+    assert measured.speeds().train.seconds(1000, 3) == pytest.approx(1.1, rel=0.02)
+
+
+def test_a_further_slot_is_no_help_at_worst():
+    """Two micro-steps on five slots say little, and must not make one slot alone look like a hundred."""
+    measured = Measured()
+    for seconds in (0.41, 0.42, 0.43):
+        measured.micro_step(1000, 3, seconds)
+    for seconds in (0.79, 0.8):
+        measured.micro_step(1000, 5, seconds)
+    train = measured.speeds().train
+    assert train.overhead == pytest.approx(1.0)
+    assert train.of(1) <= train.of(3) <= train.of(6)
+
+
+def test_the_first_micro_step_after_a_resize_is_a_cost_of_it_and_no_speed():
+    measured = Measured()
+    measured.first_micro_step(500, 2, 3.0)
+    measured.took("resize", 0.2)
+    assert measured.costs().resize_s == pytest.approx(0.2), "before others there is nothing to compare it with"
+    for tokens in (400, 500, 600):
+        measured.micro_step(tokens, 2, tokens / 1000)
+    measured.first_micro_step(500, 3, 0.9)
+    assert measured.costs().resize_s == pytest.approx(0.6)
+    assert measured.speeds().train == TrainSpeed(pytest.approx(1000), 0.0, pytest.approx(0.0, abs=1e-9))
+
+
+def test_what_changes_cost_is_guessed_from_how_long_weights_take():
+    measured = Measured()
+    measured.took("publish", 0.05)
+    measured.took("receive", 0.01)
+    costs = measured.costs()
+    assert (costs.resize_s, costs.prepare_s, costs.grant_s) == pytest.approx((0.2, 0.2, 0.06))
+    measured.took("grant", 0.4)
+    assert measured.costs().grant_s == 0.4
+
+
 def test_an_empty_micro_step_says_nothing_of_speed():
     measured = Measured()
     measured.micro_step(0, 2, 0.01)

@@ -6,6 +6,8 @@ is exact; a policy that reckons with them asks for more than the difference of t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
+from statistics import fmean
 from typing import TypeVar
 
 import numpy as np
@@ -87,14 +89,39 @@ class Speeds:
     """A generator or scorer makes it live; generators pause for it."""
 
 
+def mean_speeds(several: Sequence[Speeds]) -> Speeds:
+    """Those with which everything takes the mean of the seconds that it takes with each of `several`."""
+    decodes, trains = [each.decode for each in several], [each.train for each in several]
+    token_s = fmean(1 / train.tokens_per_s for train in trains)
+    return Speeds(
+        DecodeSpeed(
+            fmean(decode.step_s for decode in decodes),
+            fmean(decode.per_sequence_s for decode in decodes),
+            fmean(decode.per_context_s for decode in decodes),
+        ),
+        1 / fmean(1 / each.prefill_tokens_per_s for each in several),
+        TrainSpeed(
+            1 / token_s,
+            fmean(train.overhead / train.tokens_per_s for train in trains) / token_s,
+            fmean(train.micro_step_s for train in trains),
+        ),
+        1 / score_s if (score_s := fmean(1 / each.score_tokens_per_s for each in several)) else inf,
+        fmean(each.optim_s for each in several),
+        fmean(each.publish_s for each in several),
+        fmean(each.receive_s for each in several),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class SwitchCosts:
     """What a change of roles costs, as measured in this run."""
 
     resize_s: float = 0.0
-    """What a change of the trainer's slots takes from their work: the pause, and on CPUs the preparation."""
+    """What a change of the trainer's slots takes from their work: the pause, what the first micro-step afterwards takes
+    longer, and on CPUs the preparation."""
     prepare_s: float = 0.0
-    """From the decision until they can: all go on with what they do meanwhile."""
+    """From the decision until they can, where nobody trains: all go on with what they do meanwhile. Where somebody
+    does, messages wait for micro-steps besides."""
     grant_s: float = 0.0
     """A slot becomes a generator or scorer: weights from a peer, cache allocated. Nobody else waits for it."""
     release_s: float = 0.0

@@ -1,13 +1,16 @@
 """From what a run has measured to the speeds and costs that policies reckon with.
 
-Only the latest measurements count, of each kind as many as `WINDOW`. Single numbers are medians: the first of a kind is
-often the slowest, and one stop of the machine is not how things are. What nobody has measured yet is a prior:
+Only the latest measurements count, of each kind as many as `WINDOW`. Single numbers are medians, and lines are fitted
+without what is far off them: the first of a kind is often the slowest, and one stop of the machine is not how things
+are. What nobody has measured yet is a prior:
 
     decoding        50 ms a step, whatever the batch; a policy that reckons should not be asked before this is measured
     prefill         as fast as 32 decoding sequences
     training        a third of the prefill speed: forward and backward are three times the work of forward alone
-    a resize        0.5 s of pause, 1 s of preparation
-    grant, release, handoff, optimizer step, publish, receive      1 s, 0.05 s, 0.01 s, nothing
+    a resize        as long as the weights took to be published, for each of parameters, two moments and the gradient;
+                    0.5 s before any were. Preparing it takes as long again
+    a grant         as long as the weights took to be published and received; 1 s before any were
+    release, handoff, optimizer step, publish, receive     0.05 s, 0.01 s, nothing
     the cache       travels at 1 GB/s, if it can
 """
 
@@ -20,8 +23,8 @@ import numpy as np
 
 from ductile.core.cluster.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
 
-Once = Literal["optim", "publish", "receive", "resize", "prepare", "grant", "release", "handoff"]
-"""What takes about as long each time."""
+Once = Literal["optim", "publish", "receive", "resize", "warm_up", "prepare", "grant", "release", "handoff"]
+"""What takes about as long each time. warm_up: what the first micro-step after a resize takes longer than others."""
 
 PRIOR_DECODE = DecodeSpeed(step_s=0.05)
 PRIOR_PREFILL_SEQUENCES = 32
@@ -29,9 +32,13 @@ PRIOR_CACHE_BYTES_PER_S = 1e9
 TRAIN_WORK = 3.0
 PRIORS: dict[Once, float] = {
     "optim": 0.0, "publish": 0.0, "receive": 0.0,
-    "resize": 0.5, "prepare": 1.0, "grant": 1.0, "release": 0.05, "handoff": 0.01,
+    "resize": 0.5, "warm_up": 0.0, "prepare": 0.5, "grant": 1.0, "release": 0.05, "handoff": 0.01,
 }  # fmt: skip
+STATE = 4
+"""Parameters, two moments and the gradient: a resize moves so many times what is published."""
 WINDOW = 64
+FAR_OFF = 3.0
+"""A micro-step that took so many times what the others lead to expect is left out of their line."""
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -75,6 +82,12 @@ class Measured:
     def micro_step(self, tokens_busiest: float, num_slots: int, seconds: float) -> None:
         self._keep(self._micro_steps, num_slots, (tokens_busiest, seconds))
 
+    def first_micro_step(self, tokens_busiest: float, num_slots: int, seconds: float) -> None:
+        """Of these slots together: new memory, new groups. It says nothing of their speed."""
+        if self._micro_steps:
+            usual_s = self.speeds().train.seconds(tokens_busiest, num_slots)
+            self.took("warm_up", max(0.0, seconds - usual_s))
+
     def took(self, what: Once, seconds: float) -> None:
         self._keep(self._once, what, seconds)
 
@@ -87,7 +100,7 @@ class Measured:
 
     def costs(self) -> SwitchCosts:
         return SwitchCosts(
-            resize_s=self._usual("resize"),
+            resize_s=self._usual("resize") + self._usual("warm_up"),
             prepare_s=self._usual("prepare"),
             grant_s=self._usual("grant"),
             release_s=self._usual("release"),
@@ -121,16 +134,29 @@ class Measured:
         ]
         if not rows:
             return None
-        start_s, per_token_s, per_other_s = fit_linear(
-            rows, with_start=len({row[0] for row in rows}) > 1, second=len(self._micro_steps) > 1
-        )
+        with_start, several = len({row[0] for row in rows}) > 1, len(self._micro_steps) > 1
+        rows = near(rows, with_start=with_start)
+        start_s, per_token_s, per_other_s = fit_linear(rows, with_start=with_start, second=several)
+        if per_other_s > per_token_s:
+            # Few micro-steps on nearly equal numbers of slots say anything. At worst, a further slot is no help.
+            of_all = [(tokens + of_others, 0.0, seconds) for tokens, of_others, seconds in rows]
+            start_s, per_token_s, _ = fit_linear(of_all, with_start=with_start, second=False)
+            per_other_s = per_token_s
         if per_token_s <= 0:
             return None
         return TrainSpeed(1 / per_token_s, per_other_s / per_token_s, start_s)
 
     def _usual(self, what: Once) -> float:
         seen = self._once.get(what)
-        return median(seen) if seen else PRIORS[what]
+        return median(seen) if seen else self._prior(what)
+
+    def _prior(self, what: Once) -> float:
+        if "publish" in self._once:
+            if what in ("resize", "prepare"):
+                return STATE * self._usual("publish")
+            if what == "grant":
+                return self._usual("publish") + self._usual("receive")
+        return PRIORS[what]
 
     def _rate(self, what: str, amount: float, seconds: float) -> None:
         if amount > 0 and seconds > 0:
@@ -144,6 +170,17 @@ class Measured:
     def _keep(self, windows: dict[K, deque[T]], key: K, value: T) -> None:
         windows.setdefault(key, deque(maxlen=WINDOW)).append(value)
         self._cached = None
+
+
+def near(rows: Sequence[tuple[float, float, float]], *, with_start: bool) -> list[tuple[float, float, float]]:
+    """Those that are not far above the line through all of them, whatever their number of slots."""
+    kept = list(rows)
+    while True:
+        start_s, first_s, _ = fit_linear(kept, with_start=with_start, second=False)
+        closer = [row for row in kept if row[2] <= FAR_OFF * (start_s + first_s * row[0])]
+        if len(closer) == len(kept) or 2 * len(closer) < len(rows):
+            return kept
+        kept = closer
 
 
 def fit_linear(

@@ -31,6 +31,8 @@ class Setting:
     n_minibatches: int = 1
     max_async_level: int = 0
     max_off_policy_steps: int = 8
+    block_size: int = 16
+    """Tokens of a cache block."""
     use_pre_process_policy: bool = False
     use_wait_before_last_iter_policy: bool = False
 
