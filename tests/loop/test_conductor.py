@@ -227,6 +227,19 @@ def test_held_training_is_always_released_in_the_end(tmp_path):
     assert stage.what() == ["hold", "release"]
 
 
+def test_training_that_waited_waits_until_rollouts_have_left(tmp_path):
+    """A slot that trains would hear of the handoff only after its micro-steps."""
+    state = scene({"actor,rollout": "0-1"}, running={0: [10], 1: [20]})
+    policy = Scripted(Decision(hold_training=True, reason="wait"), moved(Handoff("0/0", 0, 1)))
+
+    async def two_events(conductor, stage):
+        await one_event(conductor, stage)
+        await one_event(conductor, stage)
+
+    stage, _, _ = conducted(tmp_path, state, policy, two_events)
+    assert stage.what() == ["hold", "hand off 0/0>1", "release"]
+
+
 def test_held_training_is_released_when_the_run_breaks_off_in_a_change(tmp_path):
     policy = Scripted(moved(Move(2, G, T), hold_training=True))
 

@@ -177,7 +177,8 @@ class Conductor:
         stage, began_s = self._stage, time.thread_time()
         at_s, state = stage.now_s, stage.state()
         decision = self._ask(state)
-        stage.hold_training(decision.hold_training)
+        # Slots that train hear of a handoff after their micro-steps: training that waited waits until they have.
+        stage.hold_training(decision.hold_training or (state.trainer.held and bool(decision.handoffs)))
         self._not_before_s = stage.now_s + self._rest_s(time.thread_time() - began_s)
         if not decision.orders:
             return
@@ -263,6 +264,7 @@ class Conductor:
         stage.changing(decision.moves)
         try:
             await leave({slot.slot for slot in state.slots} - way.waiting)
+            stage.hold_training(decision.hold_training)
             at_once = [stage.admit(slot, role) for slot, role in way.taken_on if slot not in way.leaves_trainer]
             resized, others = await together(resize(), _done(*at_once))
             failures += [*resized, *others]
