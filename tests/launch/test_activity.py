@@ -5,7 +5,7 @@ from ductile.records import GenerateRequest, Sampling
 from ductile.slot.worker import HANDLED_BY
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.memory import MemoryCarrier
-from ductile.wire.messages import Done, EngineStats, Generate, Hold, OptimStep
+from ductile.wire.messages import Done, Drop, EngineStats, Generate, Hold, OptimStep
 
 
 class Seen:
@@ -52,6 +52,33 @@ def test_commands_and_engines_make_activities():
             (1, ("generate",), "idle"),
         ]
         assert activity.account(0).totals(10.0) == {"switch": 2.0, "idle": 6.0, "train": 2.0}
+
+    asyncio.run(story())
+
+
+def test_statistics_from_before_a_request_do_not_make_its_generator_idle():
+    async def story():
+        now_s = 0.0
+        mailbox = Mailbox(carrier := MemoryCarrier({}))
+
+        async def answer(slot, command):
+            nonlocal now_s
+            if isinstance(command, Generate):
+                carrier.emit(0, stats(0))
+                await asyncio.sleep(0)
+            now_s += 1.0
+            return Done()
+
+        carrier._slots[0] = answer
+        activity = SlotActivity(mailbox, Seen(), lambda: now_s)
+        await mailbox.ask(0, Hold("generate", {}, (0,)), 1)
+        await mailbox.ask(0, Generate((GenerateRequest("a", (1,), Sampling()),)), 1)
+        assert activity.account(0).activity == "generate"
+        carrier.emit(0, stats(1))
+        await asyncio.sleep(0.01)
+        assert activity.account(0).activity == "generate"
+        await mailbox.ask(0, Drop("generate"), 1)
+        assert activity.account(0).activity == "idle", "it went before its engine said that nothing is left"
 
     asyncio.run(story())
 

@@ -86,18 +86,27 @@ class SlotActivity:
         self._command[slot] = command
         if command == "Generate":
             self._generating.add(slot)
+        elif "generate" not in self._mailbox.roles(slot):
+            self._generating.discard(slot)  # dropped before its engine said that it had nothing left
         self._tell(slot)
         self.look_again()
 
     def _on_event(self, slot: int, event: Event) -> None:
-        # An engine sends its statistics when it runs out of work, too.
-        if isinstance(event, EngineStats) and event.num_running + event.num_waiting == 0:
-            self._generating.discard(slot)
+        if isinstance(event, EngineStats):
+            self._on_stats(slot, event.num_running + event.num_waiting > 0)
         if slot in self._mailbox.lost:
             self._generating.discard(slot)
             self._command.pop(slot, None)
         self._tell(slot)
         self.look_again()
+
+    def _on_stats(self, slot: int, works: bool) -> None:
+        """An engine sends its statistics when it runs out of work, too. While it is being sent new work they are from
+        before it."""
+        if works:
+            self._generating.add(slot)
+        elif self._command.get(slot) != "Generate":
+            self._generating.discard(slot)
 
     def _on_span(self, span: Span) -> None:
         self.on_span(span)  # whoever listens now, and not when the ledger was made
