@@ -47,12 +47,12 @@ class Groups:
         self._meshes: list[Mesh] = []
 
     @classmethod
-    def at(cls, place: Place, timeout_s: float, purpose: str = "") -> "Groups":
+    def at(cls, place: Place, timeout_s: float) -> "Groups":
         """For a role's place. A role that is held by one slot alone needs no rendezvous."""
         if len(place.members) > 1 and not place.rendezvous:
             raise ValueError(f"slots {place.members} cannot find each other: the place names no rendezvous")
         store = rendezvous.connect(place.rendezvous, timeout_s) if place.rendezvous else HashStore()
-        return cls(place.slot, place.epoch, place.device, store, timeout_s, purpose)
+        return cls(place.slot, place.epoch, place.device, store, timeout_s)
 
     def group(self, members: Sequence[int]) -> dist.ProcessGroup:
         """The group of these slots, in this rank order. Collective among the members the first time."""

@@ -33,6 +33,20 @@ def connect(address: str, timeout_s: float) -> Store:
     return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
+_lasting: dict[str, Store] = {}
+
+
+def lasting(address: str, timeout_s: float) -> Store:
+    """The connection that this process keeps for what it does again and again, by one thread at a time.
+
+    torch asks for the name of every address that it connects to, and where DNS does not answer that takes seconds.
+    """
+    if address not in _lasting:
+        _lasting[address] = connect(address, timeout_s)
+    _lasting[address].set_timeout(timedelta(seconds=timeout_s))
+    return _lasting[address]
+
+
 def forget(store: Store, prefix: str) -> None:
     """Delete all keys that begin with `prefix`."""
     for key in store.list_keys():

@@ -176,12 +176,12 @@ class Preparation:
 
     def _prepare(self) -> Prepared:
         change, slot, timeout_s = self._change, self._place.slot, self._config.resize.timeout_s
-        store = rendezvous.connect(self._place.rendezvous, timeout_s)
+        store = rendezvous.lasting(self._place.rendezvous, timeout_s)
         notes = f"resize/{change.epoch}/"
         gathering = Gathering(store, notes, slot, change.slots, timeout_s, others=[names_of(change.epoch)])
         board = StoreBoard(store, f"{notes}board", slot, change.slots, timeout_s)
-        groups = Groups.at(self._place, timeout_s)
-        transfer_groups = Groups.at(self._place, timeout_s, "transfer/")
+        groups = Groups(slot, self._place.epoch, self._place.device, store, timeout_s)
+        transfer_groups = Groups(slot, self._place.epoch, self._place.device, store, timeout_s, "transfer/")
         seconds: dict[str, float] = {}
         gathering.enter()
         try:
