@@ -1,0 +1,270 @@
+"""How long a role change makes slots wait that keep their roles, beside a micro-step, in a real run.
+
+`ductile rl` with a model of about 100 M parameters on four slots, and a policy (`peers/every_change.py`) that orders
+each kind of change in turn while all slots are at work. From the run's recording, for each change:
+
+    seconds                  from the decision until all is done
+    longest_other_pause_s    the longest time at a stretch in which a slot that keeps its roles could not do its work:
+                               any slot       commands of the change (lend weights, hand rollouts over, prepare a
+                                              resize)
+                               train slots    the trainer's pause in a resize; what another slot that trains on does for
+                                              the change, as they work in step; and a step's end that waits until the
+                                              change is done, before weights are published
+    waits_for                which of these it was
+
+A change of handoffs alone counts with all its seconds, as the recording does not tell a receiver's part from its other
+work. `micro_step_s` is what a slot works on a micro-batch: the median of the steps. Nearly all answers are equally
+long, and a micro-batch has two of them.
+
+    python benchmarks/role_changes.py --json benchmarks/results/role_changes.json
+"""
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from ductile.core.cluster.ledger import Span
+from ductile.core.cluster.profile import StepProfile
+from provenance import provenance
+from resize import make_model
+
+HANDOFFS = "rollouts handed off"
+KINDS = ("generate → train", "train → generate", "train → train+generate", "train+generate → train", HANDOFFS)
+AFTERWARDS_S = 1.0
+"""A lender takes its offer back after the change."""
+AT_ONCE_S = 0.01
+"""Stretches with a shorter gap between them are one."""
+PROMPT_TOKENS = len("question 000:")
+REWARD = "import zlib\n\n\ndef reward(row, answer):\n    return float(zlib.crc32(answer.encode()) % 2)\n"
+
+
+Stretch = tuple[float, float]
+"""From when to when."""
+
+
+@dataclass(frozen=True)
+class Row:
+    kind: str
+    slots: list[int]
+    seconds: float
+    longest_other_pause_s: float
+    waits_for: str
+
+
+def prepare(folder: Path) -> int:
+    """Writes `model/`, `prompts.jsonl` and `reward.py`; returns the number of parameters."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    num_params = make_model(folder / "model")
+    letters = [chr(code) for code in range(32, 127)]
+    words = ["<pad>", "<eos>", "<unk>", *letters]
+    words += [f"word{number} " for number in range(32_000 - len(words))]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(folder / "model")
+    prompts = [json.dumps({"prompt": f"question {number:03d}:"}) for number in range(200)]
+    (folder / "prompts.jsonl").write_text("\n".join(prompts) + "\n")
+    (folder / "reward.py").write_text(REWARD)
+    return num_params
+
+
+def run(work: Path, args: argparse.Namespace) -> Path:
+    """Returns the run's folder."""
+    policy = Path(__file__).parent / "peers" / "every_change.py"
+    config = {
+        "output_dir": str(work / "run"),
+        "max_steps": args.steps,
+        "model": {"name": str(work / "model")},
+        "cluster": {
+            "device": "cpu",
+            "component_placement": {"actor": "0-1", "rollout": "2-3"},
+            "auto_scheduler": True,
+            "policy": f"{policy}:EveryChange",
+        },
+        "trainer": {
+            "model": {"seq_len": 2 * (args.max_tokens + PROMPT_TOKENS)},
+            "loss": {"type": "grpo"},
+            "optim": {"lr": 1e-6},
+        },
+        "inference": {"max_num_seqs": args.max_num_seqs, "model": {"max_model_len": args.max_tokens + 32}},
+        "orchestrator": {
+            "batch_size": args.batch,
+            "rollouts_per_example": args.group,
+            "max_async_level": 1,
+            "drop_zero_advantage": False,
+            "sampling": {"max_tokens": args.max_tokens, "seed": 1},
+            "eval": {"enabled": False},
+            "task": {"type": "jsonl", "path": str(work / "prompts.jsonl"), "reward": f"{work / 'reward.py'}:reward"},
+        },
+        "ckpt": {"export_model": False},
+    }
+    (work / "rl.toml").write_text(tomli_w.dumps(config))
+    command = [sys.executable, "-m", "ductile", "rl", "@", str(work / "rl.toml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=args.deadline_s, check=False)
+    if done.returncode:
+        raise SystemExit(f"ductile rl ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+    return work / "run"
+
+
+def rows_of(events: Sequence[dict[str, Any]], profiles: Sequence[StepProfile], waits: Sequence[Stretch]) -> list[Row]:
+    """One for each change that was carried out whole. waits: for a change to be done, before weights are published."""
+    spans = [span for profile in profiles for span in profile.spans]
+    begins_s = [event["at_s"] for event in events if event["kind"] == "decided"]
+    train = next(event for event in events if event["kind"] == "setting")["home"]["train"]
+    rows: list[Row] = []
+    decided: dict[str, Any] = {}
+    resized: dict[str, Any] = {}
+    for event in events:
+        if event["kind"] == "decided":
+            decided, resized = event, {}
+        elif event["kind"] == "resized":
+            resized = event
+        elif event["kind"] == "switched" and event["failures"]:
+            raise SystemExit(event["sentence"])
+        elif event["kind"] == "switched":
+            after = resized.get("after", train)
+            staying = set(train).intersection(after)
+            next_s = min((at_s for at_s in begins_s if at_s > event["at_s"]), default=float("inf"))
+            rows.append(row_of(decided["sentence"], event, next_s, resized.get("pause_s", 0.0), staying, spans, waits))
+            train = after
+    return rows
+
+
+def row_of(
+    sentence: str,
+    switched: dict[str, Any],
+    next_s: float,
+    resize_s: float,
+    staying: set[int],
+    spans: Sequence[Span],
+    waits: Sequence[Stretch],
+) -> Row:
+    """next_s: when the next change begins. staying: slots that train before and after it."""
+    way = re.search(r"(\S+ → [^\s:;,]+)", sentence)
+    kind = way.group(1) if way else HANDOFFS
+    begin_s, seconds, changing = switched["at_s"], switched["seconds"], set(switched["slots"])
+    end_s = begin_s + seconds
+    held_up = [(max(begin_s, first_s), min(end_s, last_s)) for first_s, last_s in waits]
+    pauses = {"the trainer's resize": resize_s} if resize_s and staying - changing else {}
+    for slot in {span.slot for span in spans}:
+        asked = stretches(spans, slot, begin_s, end_s, min(next_s, end_s + AFTERWARDS_S))
+        if slot in staying:
+            asked += held_up
+        if slot not in changing:
+            pauses[f"slot {slot}"] = longest(asked)
+        elif slot in staying and staying - changing:
+            pauses[f"slot {slot}, which trains in step with others"] = longest(asked)
+    if kind == HANDOFFS:
+        pauses["all of it"] = seconds
+    why = max(pauses, key=lambda name: pauses[name])
+    return Row(kind, sorted(changing), seconds, pauses[why], why)
+
+
+def stretches(spans: Iterable[Span], slot: int, begin_s: float, end_s: float, taken_back_s: float) -> list[Stretch]:
+    """When the slot did what a change asked of it."""
+    last_s = {"switch": taken_back_s, "publish": end_s}
+    return [
+        (max(span.start_s, begin_s), min(span.end_s, last_s[span.activity]))
+        for span in spans
+        if span.slot == slot and span.activity in last_s
+    ]
+
+
+def longest(stretches: Iterable[Stretch]) -> float:
+    """Of what they cover together."""
+    covered_s, longest_s, since_s = float("-inf"), 0.0, 0.0
+    for start_s, end_s in sorted(stretch for stretch in stretches if stretch[1] > stretch[0]):
+        if start_s > covered_s + AT_ONCE_S:
+            since_s = start_s
+        covered_s = max(covered_s, end_s)
+        longest_s = max(longest_s, covered_s - since_s)
+    return longest_s
+
+
+def waits_of(metrics: Sequence[dict[str, float]], profiles: Sequence[StepProfile]) -> list[Stretch]:
+    """A step's last phases are to wait for a change that is under way, and to publish."""
+    rows = {row["step"]: row for row in metrics}
+    ends = [(profile.end_s - rows[profile.step]["seconds/publish"], profile.step) for profile in profiles]
+    return [(end_s - rows[step]["seconds/settle"], end_s) for end_s, step in ends]
+
+
+def micro_step_of(
+    metrics: Sequence[dict[str, float]], profiles: Sequence[StepProfile], num_micro_batches: int
+) -> float:
+    """All slots' time in the steps' training, without the optimizer, shared among micro-batches."""
+    optim_s = {row["step"]: row["seconds/optim_step"] for row in metrics if row["step"]}
+    of_steps: list[float] = []
+    for profile in profiles:
+        trained_s = {
+            slot: sum(span.seconds for span in profile.spans if (span.slot, span.activity) == (slot, "train"))
+            for slot in {span.slot for span in profile.spans}
+        }
+        of_steps.append(sum(max(0.0, s - optim_s[profile.step]) for s in trained_s.values()) / num_micro_batches)
+    return statistics.median(of_steps)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--keep", type=Path, help="where the run's events.jsonl is copied to")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--group", type=int, default=4)
+    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--max-num-seqs", type=int, default=4)
+    parser.add_argument("--deadline-s", type=float, default=400)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        num_params = prepare(Path(folder))
+        recording = (run(Path(folder), args) / "events.jsonl").read_text()
+        metrics = (Path(folder) / "run" / "metrics.jsonl").read_text()
+    if args.keep:
+        args.keep.mkdir(parents=True, exist_ok=True)
+        (args.keep / "events.jsonl").write_text(recording)
+        (args.keep / "metrics.jsonl").write_text(metrics)
+    events = [json.loads(line) for line in recording.splitlines()]
+    steps = [json.loads(line) for line in metrics.splitlines()]
+    profiles = [StepProfile.from_fields(event) for event in events if event["kind"] == "profile"]
+    rows = rows_of(events, profiles, waits_of(steps, profiles))
+    if missing := set(KINDS).difference(row.kind for row in rows):
+        raise SystemExit(f"no change of these kinds: {', '.join(sorted(missing))}; more --steps have room for them")
+    tokens = 2 * (args.max_tokens + PROMPT_TOKENS)
+    micro_step_s = micro_step_of(steps, profiles, args.batch // 2)
+    worst_s = max(row.longest_other_pause_s for row in rows)
+    print(f"{'kind':24} {'slots':8} {'seconds':>8} {'longest pause of others':>24}")
+    for row in sorted(rows, key=lambda row: KINDS.index(row.kind)):
+        slots = ",".join(map(str, row.slots)) or "-"
+        print(f"{row.kind:24} {slots:8} {row.seconds:8.2f} {row.longest_other_pause_s:24.3f}   {row.waits_for}")
+    print(
+        f"{num_params / 1e6:.1f} M parameters: a micro-step of {tokens} tokens takes {micro_step_s:.2f} s, the "
+        f"longest pause {worst_s:.2f} s: {worst_s / micro_step_s:.2f} of it"
+    )
+    figures: dict[str, Any] = {
+        "rows": [asdict(row) for row in rows],
+        "micro_step_s": micro_step_s,
+        "micro_step_tokens": tokens,
+        "worst_pause_s": worst_s,
+        "worst_pause_by_micro_step": worst_s / micro_step_s,
+        "num_params": num_params,
+    }
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(figures | provenance("ductile", "torch"), indent=2, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()
