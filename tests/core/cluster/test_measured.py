@@ -29,7 +29,7 @@ def test_speeds_are_found_again_from_noisy_measurements():
     draw, decode, train = random.Random(0), DecodeSpeed(0.01, 0.002), TrainSpeed(800, 0.05, 0.02)
     measured = Measured()
     for _ in range(WINDOW):
-        sequences, tokens, slots = draw.randint(1, 32), draw.randint(100, 2000), draw.choice([1, 3, 4])
+        sequences, tokens, slots = draw.randint(1, 32), draw.randint(100, 2000), draw.choice([1, 8, 16])
         measured.decoded([(sequences, sequences * 50, decode.seconds(sequences) * draw.uniform(0.95, 1.05))])
         measured.micro_step(tokens, slots, train.seconds(tokens, slots) * draw.uniform(0.97, 1.03))
     found = measured.speeds()
@@ -60,19 +60,19 @@ def test_a_stop_of_the_machine_does_not_bend_the_line_of_micro_steps():
         measured.micro_step(tokens, 3, 0.1 + tokens / 1000)
     measured.micro_step(700, 4, 6.0)
     measured.micro_step(700, 4, 0.1 + 0.7 * 1.05)
-    assert measured.speeds().train.seconds(1000, 3) == pytest.approx(1.1, rel=0.02)
+    assert measured.speeds().train.seconds(1000, 3) == pytest.approx(1.1, rel=0.03)
 
 
-def test_a_further_slot_is_no_help_at_worst():
-    """Two micro-steps on five slots say little, and must not make one slot alone look like a hundred."""
+def test_nearly_equal_numbers_of_slots_say_little_of_what_a_further_one_costs():
+    """The machine was slow for a minute; one slot alone must not look like two, nor six like three."""
     measured = Measured()
-    for seconds in (0.41, 0.42, 0.43):
+    for seconds in (0.41, 0.42, 0.43) * 10:
         measured.micro_step(1000, 3, seconds)
     for seconds in (0.79, 0.8):
         measured.micro_step(1000, 5, seconds)
     train = measured.speeds().train
-    assert train.overhead == pytest.approx(1.0)
-    assert train.of(1) <= train.of(3) <= train.of(6)
+    assert 0 < train.overhead < 0.2
+    assert train.of(1) < train.of(3) < train.of(6)
 
 
 def test_the_first_micro_step_after_a_resize_is_a_cost_of_it_and_no_speed():

@@ -15,7 +15,7 @@ are. What nobody has measured yet is a prior:
 """
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Literal, TypeVar
 
@@ -39,6 +39,10 @@ STATE = 4
 WINDOW = 64
 FAR_OFF = 3.0
 """A micro-step that took so many times what the others lead to expect is left out of their line."""
+PACE = 0.1
+"""By this share a machine's pace differs from one minute to another."""
+OVERHEAD = 0.05
+"""What a further train slot costs all others, give or take, before anything is known."""
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -127,24 +131,24 @@ class Measured:
     def _train(self) -> TrainSpeed | None:
         """A micro-step takes `micro_step_s + tokens (1 + overhead (slots - 1)) / tokens_per_s`."""
         rows = [
-            (tokens, tokens * (slots - 1), seconds)
+            (tokens, seconds, slots)
             for slots, window in self._micro_steps.items()
             for tokens, seconds in window
             if tokens
         ]
         if not rows:
             return None
-        with_start, several = len({row[0] for row in rows}) > 1, len(self._micro_steps) > 1
-        rows = near(rows, with_start=with_start)
-        start_s, per_token_s, per_other_s = fit_linear(rows, with_start=with_start, second=several)
-        if per_other_s > per_token_s:
-            # Few micro-steps on nearly equal numbers of slots say anything. At worst, a further slot is no help.
-            of_all = [(tokens + of_others, 0.0, seconds) for tokens, of_others, seconds in rows]
-            start_s, per_token_s, _ = fit_linear(of_all, with_start=with_start, second=False)
-            per_other_s = per_token_s
+        rows = near(rows)
+        start_s, per_token_s = line(rows)
         if per_token_s <= 0:
             return None
-        return TrainSpeed(1 / per_token_s, per_other_s / per_token_s, start_s)
+        per_slots = {
+            number: sum(row[1] - start_s for row in rows if row[2] == number)
+            / sum(row[0] for row in rows if row[2] == number)
+            for number in {row[2] for row in rows}
+        }
+        alone_s, overhead = by_slots(per_slots)
+        return TrainSpeed(1 / alone_s, overhead, start_s) if alone_s > 0 else None
 
     def _usual(self, what: Once) -> float:
         seen = self._once.get(what)
@@ -172,32 +176,39 @@ class Measured:
         self._cached = None
 
 
-def near(rows: Sequence[tuple[float, float, float]], *, with_start: bool) -> list[tuple[float, float, float]]:
-    """Those that are not far above the line through all of them, whatever their number of slots."""
+def near(rows: Sequence[tuple[float, float, int]]) -> list[tuple[float, float, int]]:
+    """Rows (tokens, seconds, slots) that are not far above the line through all of them."""
     kept = list(rows)
     while True:
-        start_s, first_s, _ = fit_linear(kept, with_start=with_start, second=False)
-        closer = [row for row in kept if row[2] <= FAR_OFF * (start_s + first_s * row[0])]
+        start_s, per_token_s = line(kept)
+        closer = [row for row in kept if row[1] <= FAR_OFF * (start_s + per_token_s * row[0])]
         if len(closer) == len(kept) or 2 * len(closer) < len(rows):
             return kept
         kept = closer
 
 
-def fit_linear(
-    rows: Sequence[tuple[float, float, float]], *, with_start: bool, second: bool
-) -> tuple[float, float, float]:
-    """(start, first, second) of `seconds = start + first x + second y` through the rows (x, y, seconds), none negative.
+def line(rows: Sequence[tuple[float, float, int]]) -> tuple[float, float]:
+    """(start, per token) of `seconds = start + per_token tokens` by least squares, the start not negative."""
+    tokens, seconds = (np.array([row[column] for row in rows], float) for column in (0, 1))
+    if np.ptp(tokens) > 0:
+        per_token, start = np.polyfit(tokens, seconds, 1)
+        if start > 0:
+            return float(start), float(per_token)
+    return 0.0, float(tokens @ seconds / (tokens @ tokens))
 
-    with_start, second: whether the rows can tell these apart from `first`; they are 0 otherwise.
+
+def by_slots(per_token_s: Mapping[int, float]) -> tuple[float, float]:
+    """(seconds a token of one slot alone, overhead) from the seconds a token on each number of slots.
+
+    However many micro-steps a number of slots has seen, it is one observation: what differs between two of them may be
+    the machine's pace, which changes from minute to minute. So nearly equal numbers say little of the overhead, and far
+    ones much: least squares with `PACE` as the noise and `OVERHEAD` as what is expected beforehand.
     """
-    data = np.array(rows, float)
-    columns = np.stack([np.ones(len(data)), data[:, 0], data[:, 1]], 1)
-    used = [column for column, use in enumerate((with_start, True, second)) if use]
-    while True:
-        found = np.linalg.lstsq(columns[:, used], data[:, 2], rcond=None)[0]
-        negative = [column for column, value in zip(used, found, strict=True) if value < 0 and column != 1]
-        if not negative:
-            break
-        used.remove(max(negative))
-    parts = dict(zip(used, (float(value) for value in found), strict=True))
-    return parts.get(0, 0.0), parts[1], parts.get(2, 0.0)
+    mean_s = sum(per_token_s.values()) / len(per_token_s)
+    rows = [((1.0, slots - 1.0), seconds / mean_s) for slots, seconds in per_token_s.items()]
+    rows.append(((0.0, PACE / OVERHEAD), 0.0))
+    columns, wanted = (np.array([row[part] for row in rows], float) for part in (0, 1))
+    alone, other = np.linalg.lstsq(columns, wanted, rcond=None)[0]
+    if other <= 0 or alone <= 0:
+        return mean_s, 0.0
+    return float(alone) * mean_s, float(other / alone)
