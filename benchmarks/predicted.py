@@ -44,6 +44,8 @@ def main() -> None:
     parser.add_argument("--sources", nargs="*", help="runs to predict from, by their folders' names; all, if left out")
     asked = parser.parse_args()
     arms = {file.parent.name: read_recording(file.parent) for file in sorted(asked.runs.glob("*/summary.json"))}
+    if strangers := {*(asked.sources or ())} - arms.keys():
+        raise SystemExit(f"{asked.runs} has no finished run {', '.join(sorted(strangers))}, but {', '.join(arms)}")
     if len(arms) < 2:
         raise SystemExit(f"{asked.runs} has {len(arms)} finished runs, and a comparison needs two")
     measured_s = {name: arm.step_s for name, arm in arms.items()}

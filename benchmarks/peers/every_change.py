@@ -31,7 +31,7 @@ class EveryChange:
         self._not_before_s = 0.0
 
     def decide(self, state: ClusterState) -> Decision:
-        """Only while somebody trains and every generator has something to do."""
+        """Only while there is something to train on, and the last two generators have something to do."""
         slot, roles = TURNS[self._turn % len(TURNS)]
         busy = state.batch.ready > 0 and all(state.num_running[generator] for generator in state.of("generate")[-2:])
         everybody = len(state.ready) == len(state.slots)

@@ -15,10 +15,11 @@ from ductile.fabric.groups import Groups
 from ductile.fabric.transfer import Transfer
 from tests.ranks import run_ranks
 
-COPIES = {
-    True: "copies go past the cache",
-    False: "numpy copies, as ductile.fabric._boxes is not built",
-}
+PAST_THE_CACHE = "copies go past the cache"
+
+
+def by_numpy(*slots: int) -> str:
+    return f"numpy copies on slots {[*slots]}, as ductile.fabric._boxes is not built there"
 
 
 def line(mesh: Mesh, *shards: Shard) -> Layout:
@@ -52,12 +53,12 @@ def refuse(*arguments: object) -> None:
         (
             "windows",
             "peer_memory: all 3 slots are processes of this host, and a trial read worked; "
-            f"3 MiB of their memory can be mapped; {COPIES[boxes.built()]}",
+            f"3 MiB of their memory can be mapped; {PAST_THE_CACHE if boxes.built() else by_numpy(0, 1, 2)}",
         ),
         (
             "build",
             "peer_memory: all 3 slots are processes of this host, and a trial read worked; "
-            f"3 MiB of their memory can be mapped; {COPIES[False]}",
+            f"3 MiB of their memory can be mapped; {by_numpy(1) if boxes.built() else by_numpy(0, 1, 2)}",
         ),
         ("host", "p2p: slots 0 and 1 are on different hosts, or in containers that do not see each other"),
         ("permission", "p2p: slot 1 may not read the memory of slot 0 (Operation not permitted)"),

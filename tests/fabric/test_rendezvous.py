@@ -2,6 +2,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from ductile.fabric import rendezvous
 
@@ -27,6 +28,18 @@ def test_nobody_there_is_an_error_within_the_timeout() -> None:
         port = taken.getsockname()[1]
     with pytest.raises(RuntimeError):
         rendezvous.connect(f"127.0.0.1:{port}", timeout_s=1.0)
+
+
+def test_a_lasting_connection_is_kept_as_long_as_it_answers() -> None:
+    store = rendezvous.host_store()
+    address, listening = f"127.0.0.1:{store.port}", (rendezvous.LOOPBACK, store.port)
+    one = rendezvous.lasting(address, timeout_s=10.0)
+    assert rendezvous.lasting(address, timeout_s=10.0) is one
+    del store  # its connections end with it
+    again = socket.create_server(listening)
+    store = TCPStore(*listening, is_master=True, wait_for_workers=False, master_listen_fd=again.detach())
+    store.set("key", "value")
+    assert rendezvous.lasting(address, timeout_s=10.0).get("key") == b"value"
 
 
 @pytest.mark.parametrize("address", ["", "localhost", "localhost:", ":80", "localhost:x"])

@@ -29,7 +29,7 @@ class Told:
     """An event: when, and its sentence."""
 
     after_s: float
-    """Seconds since the slots had their roles, as the profiles count them; negative in an earlier life of the run."""
+    """Seconds since the slots had their roles, as the profiles count them; negative before they had them."""
     sentence: str
     kind: str = ""
 

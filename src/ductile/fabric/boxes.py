@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 try:
-    from ductile.fabric import _boxes  # pyright: ignore[reportMissingModuleSource] (not built without a C compiler)
-except ImportError:
+    import ductile.fabric._boxes as _boxes  # pyright: ignore[reportMissingModuleSource] (not built without a compiler)
+except ModuleNotFoundError:
     _boxes = None
 
 # Measured on one core of a Xeon with AVX-512 and 2 MiB of L2 cache, in windows.

@@ -35,7 +35,7 @@ class _Card(msgspec.Struct, frozen=True):
     """Of the probe, on a CPU: eight bytes."""
     windows: tuple[Window, ...] = ()
     """What it has on a CPU. Who may read its memory may also map them: the kernel asks for less."""
-    streams: bool = False
+    built: bool = False
     """Whether the compiled part of ductile is there."""
     shares: dict[int, Share] = {}
     """Of the probe, on a GPU, one for each reader."""
@@ -68,8 +68,9 @@ def choose(
     mapped_bytes = sum(window.num_bytes for card in cards.values() for window in card.windows)
     way = "the kernel copies"
     if mapped_bytes:
-        built = all(card.streams for card in cards.values())
-        how = "copies go past the cache" if built else "numpy copies, as ductile.fabric._boxes is not built"
+        how = "copies go past the cache"
+        if without := [slot for slot, card in cards.items() if not card.built]:
+            how = f"numpy copies on slots {without}, as ductile.fabric._boxes is not built there"
         way = f"{mapped_bytes / MIB:.0f} MiB of their memory can be mapped; {how}"
     return carrier, f"{carrier.name}: {trial}; {way}"
 
@@ -86,7 +87,7 @@ def _try_memory(board: Board, missing: Missing | None) -> tuple[dict[int, _Card]
         return int(found[0])
 
     card = _Card(
-        host(), Process.own(), int(probe[0]), address=probe.ctypes.data, windows=windows(), streams=boxes.built()
+        host(), Process.own(), int(probe[0]), address=probe.ctypes.data, windows=windows(), built=boxes.built()
     )
     return _try_all(board, card, look, missing)
 

@@ -41,10 +41,19 @@ def lasting(address: str, timeout_s: float) -> Store:
 
     torch asks for the name of every address that it connects to, and where DNS does not answer that takes seconds.
     """
-    if address not in _lasting:
-        _lasting[address] = connect(address, timeout_s)
-    _lasting[address].set_timeout(timedelta(seconds=timeout_s))
-    return _lasting[address]
+    store = _lasting.get(address)
+    if store is None or not _answers(store):
+        store = _lasting[address] = connect(address, timeout_s)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
+
+
+def _answers(store: Store) -> bool:
+    try:
+        store.check(["anything"])
+    except RuntimeError:
+        return False
+    return True
 
 
 def forget(store: Store, prefix: str) -> None:

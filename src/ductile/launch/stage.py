@@ -63,7 +63,7 @@ class LiveStage:
         self._moves: tuple[Move, ...] = ()
         self._held = False
         self._trained_on: Formation | None = None
-        """Of the latest micro-step."""
+        """Of the latest micro-step; None where the next one is the first of its trainer."""
         self._since_s: dict[int, float] = {}
         self._notify: Callable[[], None] = lambda: None
         changes.others = self._needed
@@ -184,6 +184,7 @@ class LiveStage:
         if resized.outcome == "rolled_back":
             raise NotDone(resized.sentence.rstrip("."))
         if resized.outcome == "resized":
+            self._trained_on = None
             self._measured.took("resize", resized.pause_s + self._prepared_s(resized, formation))
             # The slots' own work: how long messages wait for micro-steps depends on how long those are.
             self._measured.took("prepare", sum(resized.slot_seconds.get(phase, 0.0) for phase in PREPARING))

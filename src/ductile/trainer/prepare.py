@@ -1,8 +1,9 @@
 """What a slot does for a change of formation while it still trains in the old one.
 
 It makes the new formation's groups and a trainer over empty memory, finds out how bytes will travel, and plans which
-go where. All of it runs in a thread of its own, with its own connections, and leaves the old trainer alone. What torch
-remembers of operations on tensors it remembers by thread, so a thread that fails can destroy what it has made.
+go where. All of it runs in a thread of its own, with groups and a connection to the store of its own, and leaves the
+old trainer alone. What torch remembers of operations on tensors it remembers by thread, so a thread that fails can
+destroy what it has made.
 """
 
 import threading

@@ -48,7 +48,8 @@ class RemoteScorer:
     async def score(self, samples: Sequence[Sample], model: Literal["policy", "reference"]) -> list[tuple[float, ...]]:
         """Waits for a scorer while there is none. Those that it begins with stay until it has ended.
 
-        What was under way at a slot that is lost is scored by others, unless the run ends with that slot.
+        What was under way at a slot that is lost is scored by others, unless the run ends with that slot. Who fails is
+        told of once all have answered. Raises SlotLost, Refused or Late.
         """
         scores: dict[int, tuple[float, ...]] = {}
         left = list(range(len(samples)))

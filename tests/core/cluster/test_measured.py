@@ -75,6 +75,28 @@ def test_nearly_equal_numbers_of_slots_say_little_of_what_a_further_one_costs():
     assert train.of(1) < train.of(3) < train.of(6)
 
 
+def test_a_short_micro_step_on_another_number_of_slots_does_not_bend_the_speed():
+    measured = Measured()
+    for tokens in range(20, 1000, 16):
+        measured.micro_step(tokens, 3, 0.1 + tokens / 1000)
+    for seconds in (0.09, 0.08):
+        measured.micro_step(20, 5, seconds)
+        assert measured.speeds().train.seconds(1000, 3) == pytest.approx(1.1, rel=0.15)
+
+
+def test_full_micro_steps_of_nearly_one_size_say_how_fast():
+    draw, measured = random.Random(0), Measured()
+    for _ in range(3 * WINDOW):
+        measured.micro_step(draw.randint(995, 1005), 3, draw.uniform(0.95, 1.05))
+        assert measured.speeds().train.seconds(1000, 3) == pytest.approx(1.0, rel=0.06)
+
+
+def test_without_others_first_micro_steps_say_how_fast():
+    measured = Measured()
+    measured.first_micro_step(500, 2, 0.5)
+    assert measured.speeds().train == TrainSpeed(pytest.approx(1000), 0.0, 0.0)
+
+
 def test_the_first_micro_step_after_a_resize_is_a_cost_of_it_and_no_speed():
     measured = Measured()
     measured.first_micro_step(500, 2, 3.0)

@@ -93,6 +93,7 @@ def mean_speeds(several: Sequence[Speeds]) -> Speeds:
     """Those with which everything takes the mean of the seconds that it takes with each of `several`."""
     decodes, trains = [each.decode for each in several], [each.train for each in several]
     token_s = fmean(1 / train.tokens_per_s for train in trains)
+    scores = [each.score_tokens_per_s for each in several if each.score_tokens_per_s < inf]  # the others have none yet
     return Speeds(
         DecodeSpeed(
             fmean(decode.step_s for decode in decodes),
@@ -105,7 +106,7 @@ def mean_speeds(several: Sequence[Speeds]) -> Speeds:
             fmean(train.overhead / train.tokens_per_s for train in trains) / token_s,
             fmean(train.micro_step_s for train in trains),
         ),
-        1 / score_s if (score_s := fmean(1 / each.score_tokens_per_s for each in several)) else inf,
+        1 / fmean(1 / speed for speed in scores) if scores else inf,
         fmean(each.optim_s for each in several),
         fmean(each.publish_s for each in several),
         fmean(each.receive_s for each in several),

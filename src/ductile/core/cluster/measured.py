@@ -56,6 +56,7 @@ class Measured:
         self._cache_bytes_per_token = cache_bytes_per_token
         self._decoded: dict[int, deque[tuple[float, float, float]]] = {}
         self._micro_steps: dict[int, deque[tuple[float, float]]] = {}
+        self._first_micro_steps: dict[int, deque[tuple[float, float]]] = {}
         self._rates: dict[str, deque[tuple[float, float]]] = {}
         self._once: dict[Once, deque[float]] = {}
         self._cached: Speeds | None = None
@@ -87,10 +88,12 @@ class Measured:
         self._keep(self._micro_steps, num_slots, (tokens_busiest, seconds))
 
     def first_micro_step(self, tokens_busiest: float, num_slots: int, seconds: float) -> None:
-        """Of these slots together: new memory, new groups. It says nothing of their speed."""
+        """Of these slots together: new memory, new groups. It says nothing of their speed, as long as others do."""
         if self._micro_steps:
             usual_s = self.speeds().train.seconds(tokens_busiest, num_slots)
             self.took("warm_up", max(0.0, seconds - usual_s))
+        else:
+            self._keep(self._first_micro_steps, num_slots, (tokens_busiest, seconds))
 
     def took(self, what: Once, seconds: float) -> None:
         self._keep(self._once, what, seconds)
@@ -132,7 +135,7 @@ class Measured:
         """A micro-step takes `micro_step_s + tokens (1 + overhead (slots - 1)) / tokens_per_s`."""
         rows = [
             (tokens, seconds, slots)
-            for slots, window in self._micro_steps.items()
+            for slots, window in (self._micro_steps or self._first_micro_steps).items()
             for tokens, seconds in window
             if tokens
         ]
@@ -142,13 +145,15 @@ class Measured:
         start_s, per_token_s = line(rows)
         if per_token_s <= 0:
             return None
+        # As a ratio to the line: what is left of a short micro-step without its start may be less than nothing.
         per_slots = {
-            number: sum(row[1] - start_s for row in rows if row[2] == number)
-            / sum(row[0] for row in rows if row[2] == number)
+            number: per_token_s
+            * sum(seconds for _, seconds, slots in rows if slots == number)
+            / sum(start_s + per_token_s * tokens for tokens, _, slots in rows if slots == number)
             for number in {row[2] for row in rows}
         }
         alone_s, overhead = by_slots(per_slots)
-        return TrainSpeed(1 / alone_s, overhead, start_s) if alone_s > 0 else None
+        return TrainSpeed(1 / alone_s, overhead, start_s)
 
     def _usual(self, what: Once) -> float:
         seen = self._once.get(what)
@@ -188,11 +193,11 @@ def near(rows: Sequence[tuple[float, float, int]]) -> list[tuple[float, float, i
 
 
 def line(rows: Sequence[tuple[float, float, int]]) -> tuple[float, float]:
-    """(start, per token) of `seconds = start + per_token tokens` by least squares, the start not negative."""
+    """(start, per token) of `seconds = start + per_token tokens` by least squares, neither of them negative."""
     tokens, seconds = (np.array([row[column] for row in rows], float) for column in (0, 1))
     if np.ptp(tokens) > 0:
         per_token, start = np.polyfit(tokens, seconds, 1)
-        if start > 0:
+        if start > 0 and per_token > 0:
             return float(start), float(per_token)
     return 0.0, float(tokens @ seconds / (tokens @ tokens))
 
