@@ -11,6 +11,7 @@ from ductile.config.trainer import GRPOLoss, TrainerConfig
 from ductile.core.batch.normalise import Normalisation, divisor, weigh
 from ductile.core.batch.packing import pack
 from ductile.fabric.groups import Groups
+from ductile.parallel.data import full
 from ductile.parallel.ranks import Ranks
 from ductile.records import Formation, Sample
 from ductile.trainer.trainer import Trainer
@@ -47,7 +48,7 @@ def gradients(
     trainer.forward_backward(mine[:1])  # accumulated over several commands, too
     trainer.forward_backward(mine[1:])
     count = divisor(samples, mode)
-    found = {n: (p.grad.full_tensor() / count).tolist() for n, p in trainer.model.named_parameters()}
+    found = {n: (full(p.grad) / count).tolist() for n, p in trainer.model.named_parameters()}
     report = trainer.optim_step(count)
     return report.loss, report.grad_norm, report.num_tokens, found
 

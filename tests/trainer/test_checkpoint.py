@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from ductile.config.trainer import AdamWConfig, SFTLoss, SGDConfig, TrainerConfig
 from ductile.fabric.groups import Groups
+from ductile.parallel.data import full
 from ductile.parallel.ranks import Ranks
 from ductile.parallel.state import StateError
 from ductile.records import Formation, MicroBatch
@@ -33,8 +33,7 @@ def whole_state(trainer: Trainer) -> Named:
     state: Named = {}
     for name, parameter in trainer.model.named_parameters():
         for kind, tensor in [("model", parameter.detach()), *moments(trainer.optimizer, parameter)]:
-            assert isinstance(tensor, DTensor)
-            state[f"{kind}/{name}"] = tensor.full_tensor().clone()
+            state[f"{kind}/{name}"] = full(tensor).clone()
     return state
 
 

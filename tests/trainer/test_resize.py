@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
+from ductile.parallel.data import full
 from ductile.records import Formation
 from ductile.trainer.state import named_gradient, named_state
 from ductile.trainer.worker import TrainRole
@@ -31,7 +32,7 @@ def whole(role: TrainRole) -> dict[str, Any]:
     """Every tensor of the state, gathered, as bytes."""
     trainer = role._standing.trainer
     named = named_state(trainer) | named_gradient(trainer)
-    return {name: tensor.full_tensor().numpy().tobytes() for name, tensor in named.items()}
+    return {name: full(tensor).numpy().tobytes() for name, tensor in named.items()}
 
 
 CHANGES = [

@@ -10,7 +10,7 @@ import torch
 
 from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
 from ductile.fabric.groups import Groups
-from ductile.parallel.data import local_shard
+from ductile.parallel.data import full, local_shard
 from ductile.parallel.ranks import Ranks
 from ductile.records import Formation, StepReport
 from ductile.trainer.checkpoint import load_state
@@ -43,7 +43,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def full_gradient(role: TrainRole) -> dict[str, torch.Tensor]:
-    return {name: tensor.full_tensor() for name, tensor in named_gradient(role._standing.trainer).items()}
+    return {name: full(tensor) for name, tensor in named_gradient(role._standing.trainer).items()}
 
 
 def differences(role: TrainRole, formation: Formation, path: str, gradient: dict[str, torch.Tensor]) -> list[str]:

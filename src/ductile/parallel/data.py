@@ -20,7 +20,13 @@ from ductile.model.transformer import Transformer
 def shard(
     model: Transformer, mesh: DeviceMesh, compute: torch.dtype, reduce: torch.dtype, reshard_after_forward: bool
 ) -> None:
-    """Wrap each layer, then what is left (embeddings, last norm, head): the units that are gathered at once."""
+    """Wrap each layer, then what is left (embeddings, last norm, head): the units that are gathered at once.
+
+    The model of one rank that computes in what it stores stays as it is: there is nothing to gather, and FSDP2 would
+    copy every weight and every gradient.
+    """
+    if mesh.size() == 1 and {compute, reduce} == {parameter.dtype for parameter in model.parameters()}:
+        return
     # Activations have the weights' dtype as it is; cos and sin stay fp32, as in the generator.
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     for layer in model.layers:
@@ -76,6 +82,11 @@ def local_shard(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
+def full(tensor: Tensor) -> Tensor:
+    """All of it; all ranks must ask for it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def _rows(parameter: Tensor) -> slice:
     if not isinstance(parameter, DTensor):
         return slice(None)
@@ -96,4 +107,4 @@ def full_tensors(model: Transformer, dtype: torch.dtype) -> Iterator[tuple[str, 
     ours = dict(model.named_parameters())
     for parameter in parameters(model.spec):
         local = ours[parameter.name].detach().to(dtype)
-        yield parameter.name, local.full_tensor() if isinstance(local, DTensor) else local
+        yield parameter.name, full(local)
