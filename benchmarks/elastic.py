@@ -3,14 +3,15 @@
 Six slots, each a process capped to a fixed share of a core, so that every one is a device of fixed speed. The same
 model, prompts, seeds and optimizer steps in every arm, strictly on-policy:
 
-    static           so many slots train, the others generate; the best of `--splits`, found in the first round
+    static           so many slots train, the others generate: each of `--splits` in each round, the best by its median
     collocated       all slots generate, then all train
-    rules            cluster.policy = "rules", from the best static split
+    rules            cluster.policy = "rules", from the split that was the best in the first round
     rules_policies   the same with both optional policies
-    model            cluster.policy = "model", from the best static split
+    model            cluster.policy = "model", from the same split
 
 Arms alternate over `--rounds`; figures are medians of the rounds. `wall_s` is from the first step's start to the last
-one's end; starting and stopping the processes is not in it. `cpu_s` is of all processes, from start to stop.
+one's end; starting and stopping the processes is not in it. `cpu_s` is of all processes, from start to stop. With
+`--keep` each run stays in FOLDER/round_N/ARM, where `benchmarks/predicted.py` looks for it.
 
     python benchmarks/elastic.py --json benchmarks/results/elastic.json
 """
@@ -63,6 +64,8 @@ class Outcome:
     idle_by_cause: dict[str, float]
     """Share of all slots' time."""
     switch_share: float
+    """Of all slots' time; `deciding_share` is of the run's, by the orchestrator."""
+    deciding_share: float
     num_switches: int
 
 
@@ -75,12 +78,18 @@ def together(num_slots: int) -> Arm:
     return Arm("collocated", {"component_placement": {"actor,rollout": _range(0, num_slots)}, **IN_TURNS})
 
 
+def elastic(name: str, home: int, num_slots: int) -> Arm:
+    """A policy, from a split."""
+    return Arm(name, {**split(home, num_slots).cluster, **DYNAMIC[name]})
+
+
 def _range(first: int, end: int) -> str:
     return f"{first}-{end - 1}" if end - first > 1 else str(first)
 
 
-def run(arm: Arm, args: argparse.Namespace, work: Path) -> Outcome:
-    folder = Path(args.keep or work) / arm.name.replace(", ", "_").replace(" ", "_")
+def run(arm: Arm, number: int, args: argparse.Namespace, work: Path) -> Outcome:
+    """One run of one arm, in a round."""
+    folder = Path(args.keep or work) / f"round_{number}" / arm.name.replace(", ", "_").replace(" ", "_")
     config = {
         "output_dir": str(folder),
         "clean": True,
@@ -133,6 +142,7 @@ def outcome(folder: Path, cpu_s: float, num_steps: int) -> Outcome:
         longest_by_median=max(lengths) / statistics.median(lengths),
         idle_by_cause=summary["idle_by_cause"],
         switch_share=summary["switch_share"],
+        deciding_share=summary["deciding_share"],
         num_switches=summary["num_switches"],
     )
 
@@ -151,21 +161,39 @@ def summarised(outcomes: list[Outcome]) -> dict[str, Any]:
         },
         "num_switches": statistics.median(each.num_switches for each in outcomes),
         "switch_share": statistics.median(each.switch_share for each in outcomes),
+        "deciding_share": statistics.median(each.deciding_share for each in outcomes),
         "reward_last": [each.reward for each in outcomes],
         "longest_by_median": statistics.median(each.longest_by_median for each in outcomes),
     }
 
 
+def alternate(args: argparse.Namespace, work: Path) -> tuple[int, dict[int, list[Outcome]], dict[str, list[Outcome]]]:
+    """The train slots that the policies begin with, the outcomes of each split, and those of each other arm."""
+    splits: dict[int, list[Outcome]] = {count: [] for count in args.splits}
+    others: dict[str, list[Outcome]] = {name: [] for name in args.arms}
+    home = args.splits[0]
+    for number in range(args.rounds):
+        for count, found in splits.items():
+            found.append(_told(split(count, args.slots), number, args, work))
+        if number == 0:
+            home = min(splits, key=lambda count: splits[count][0].wall_s)
+        for name, found in others.items():
+            arm = together(args.slots) if name == "collocated" else elastic(name, home, args.slots)
+            found.append(_told(arm, number, args, work))
+    return home, splits, others
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json")
-    parser.add_argument("--keep", help="folder in which the runs of the last round stay")
+    parser.add_argument("--keep", help="folder in which the runs stay, round by round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--slots", type=int, default=6)
     parser.add_argument("--fraction", type=float, default=0.3, help="of a core, for each slot")
     parser.add_argument("--splits", type=int, nargs="+", default=[2, 3, 4], help="train slots of the static arms")
-    parser.add_argument("--arms", nargs="+", default=["static", "collocated", *DYNAMIC])
+    others = ["collocated", *DYNAMIC]
+    parser.add_argument("--arms", nargs="+", choices=others, default=others, help="beside the splits")
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--group", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=640)
@@ -179,25 +207,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         make(work, hidden=args.hidden, num_layers=args.layers, max_tokens=args.max_tokens)
-        tried = {count: _told(split(count, args.slots), 0, args, work) for count in args.splits}
-        best = min(tried, key=lambda count: tried[count].wall_s)
-        home = split(best, args.slots)
-        arms = {
-            "static": home,
-            "collocated": together(args.slots),
-            **{name: Arm(name, {**home.cluster, **cluster}) for name, cluster in DYNAMIC.items()},
-        }
-        outcomes: dict[str, list[Outcome]] = {name: [] for name in arms if name in args.arms}
-        for number in range(args.rounds):
-            for name in outcomes:
-                first = name == "static" and number == 0
-                outcomes[name].append(tried[best] if first else _told(arms[name], number, args, work))
+        home, tried, outcomes = alternate(args, work)
 
-    figures = {name: summarised(found) for name, found in outcomes.items()}
+    splits = {count: summarised(found) for count, found in tried.items()}
+    best = min(splits, key=lambda count: splits[count]["wall_s"])
+    figures = {"static": splits[best], **{name: summarised(found) for name, found in outcomes.items()}}
     result = {
         "arms": figures,
         "switch_share": figures["model"]["switch_share"] if "model" in figures else None,
-        "best_static": {"train_slots": best, "wall_s_tried": {count: each.wall_s for count, each in tried.items()}},
+        "train_slots": {"static": best, "policies": home},
+        "splits": splits,
         "model_against": {
             name: figures["model"]["wall_s"] / figure["wall_s"] - 1
             for name, figure in figures.items()
@@ -206,15 +225,16 @@ def main() -> None:
         "settings": {key: value for key, value in vars(args).items() if key not in ("json", "keep")},
         **provenance(),
     }
-    for name, figure in figures.items():
+    for name, figure in {**{f"{count} train": found for count, found in splits.items()}, **figures}.items():
         print(f"{name:16s} {figure['wall_s']:7.1f} s  {figure['tokens_per_s']:6.0f} tokens/s", end="  ")
-        print(f"switches {figure['num_switches']:.0f} ({figure['switch_share']:.1%})")
+        print(f"switches {figure['num_switches']:.0f} ({figure['switch_share']:.1%})", end="  ")
+        print(f"deciding {figure['deciding_share']:.2%}")
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
 
 
 def _told(arm: Arm, number: int, args: argparse.Namespace, work: Path) -> Outcome:
-    found = run(arm, args, work)
+    found = run(arm, number, args, work)
     print(
         f"round {number}  {arm.name:16s} {found.wall_s:6.1f} s  {found.num_switches} switches "
         f"({found.switch_share:.1%})  reward {found.reward:.3f}",

@@ -76,6 +76,18 @@ def test_the_seed_s_examples_run_unchanged(here, capsys, file, seed, train, gene
 
 
 @pytest.mark.parametrize(
+    ("file", "policy"), [("disaggregated.yaml", ""), ("dynamic.yaml", "policy    rules, with pre-process")]
+)
+def test_the_command_in_an_example_s_comment_does_what_the_comment_says(monkeypatch, capsys, file, policy) -> None:
+    monkeypatch.chdir(EXAMPLES.parents[1])
+    (command,) = [line for line in (EXAMPLES / file).read_text().splitlines() if line.startswith("#   ductile ")]
+    assert main(command.split()[2:]) == 0
+    said = capsys.readouterr().out
+    assert policy in said
+    assert ("slots change roles" in said) == bool(policy)
+
+
+@pytest.mark.parametrize(
     "placement", [{"rollout": "0-3", "actor": "4-5"}, {"inference": 0, "actor": 3, "rollout": "1-2"}]
 )
 def test_any_order_of_roles_is_scheduled_and_a_scorer_is_optional(here, placement) -> None:

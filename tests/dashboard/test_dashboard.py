@@ -3,15 +3,17 @@ import os
 import pty
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from ductile.core.cluster.ledger import Activity
 from ductile.dashboard.follow import Follower
 from ductile.dashboard.show import show, step_line
-from ductile.dashboard.view import BARS, Happening, SlotView, ViewState, duration, render, sparkline
+from ductile.dashboard.view import BARS, STYLES, Happening, SlotView, ViewState, duration, render, sparkline
 from ductile.observe import Event
 
 
@@ -77,6 +79,10 @@ def test_a_sparkline_leaves_no_value_out():
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (65.9, "1:05"), (3723, "1:02:03")])
 def test_duration(seconds, text):
     assert duration(seconds) == text
+
+
+def test_every_activity_has_its_colour_on_the_terminal():
+    assert set(STYLES) == set(get_args(Activity))
 
 
 def test_follower_keeps_the_picture():

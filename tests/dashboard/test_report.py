@@ -3,14 +3,16 @@
 import json
 import re
 from html.parser import HTMLParser
+from typing import get_args
 
 import pytest
 
 from ductile.core.cluster.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
-from ductile.core.cluster.ledger import Span
+from ductile.core.cluster.ledger import IdleCause, Span
 from ductile.core.cluster.placement import Placement
 from ductile.core.cluster.profile import Setting, StepProfile
 from ductile.core.cluster.state import Limits
+from ductile.dashboard.causes import CAUSES
 from ductile.dashboard.curve import HEIGHT, WIDTH, Curve
 from ductile.dashboard.ownership import MOST_ROWS, ownership
 from ductile.dashboard.report import render
@@ -109,7 +111,25 @@ def test_every_slot_second_is_drawn_and_counted_once(tmp_path):
     picture = ownership(story.spans)
     drawn = sum(float(width) for shape in picture.shapes for width in re.findall(r"h(\d[\d.]*)v", shape.path))
     assert drawn == pytest.approx(2 * 4.0)
-    assert {shape.title for shape in picture.shapes} >= {"slot 0: train", "slot 1: idle (queue_full)"}
+    assert {shape.title for shape in picture.shapes} >= {"slot 0: train", "slot 1: idle (queue full)"}
+
+
+def test_idle_time_is_explained_to_who_has_not_read_the_code(tmp_path):
+    assert set(CAUSES) == set(get_args(IdleCause))
+    page = Page(render(read_story(write_run(tmp_path / "run")))).text
+    assert "queue full" in page
+    assert CAUSES["queue_full"] in page
+    assert "queue_full" not in page
+
+
+def test_a_picture_s_rows_have_names_and_its_axis_lies_under_it(tmp_path):
+    """Names, picture and axis are in one grid: an axis beside it would begin elsewhere than the picture."""
+    text = render(read_story(write_run(tmp_path / "run")))
+    grid = text[text.index('<div class="timeline">') : text.index("<h2>Where the time went")]
+    assert "slot 0" in Page(grid).text
+    assert "slot 1" in Page(grid).text
+    assert "4.0 s" in Page(grid).text
+    assert re.search(r'id="axis">.*</div>\s*</div>\s*$', grid, re.DOTALL)
 
 
 @pytest.mark.parametrize("where", ["event", "config", "folder", "policy"])
@@ -130,9 +150,9 @@ def test_nothing_that_a_run_says_is_run_by_the_page(tmp_path, where):
 def test_a_run_without_profiles_has_its_curves_and_says_what_is_missing(tmp_path, capsys):
     run = write_run(tmp_path / "run", profiles=False)
     (run / "config.toml").unlink()
-    assert main(["--run", str(run), "--output", str(tmp_path / "r.html")]) == 0
+    assert main(["--run", str(run), "--output", str(tmp_path / "new/r.html")]) == 0
     assert "Missing: Who did what when" in capsys.readouterr().out
-    page = Page((tmp_path / "r.html").read_text())
+    page = Page((tmp_path / "new/r.html").read_text())
     assert "this run wrote no profiles of its steps" in page.text
     assert "there is no config.toml" in page.text
     assert page.tags.count("figure") == 4
@@ -170,6 +190,14 @@ def test_a_folder_without_a_run_is_told_in_a_sentence(tmp_path, capsys, make, sa
 def test_many_slots_are_drawn_in_part():
     picture = ownership([Span(slot, 0.0, 1.0, "train") for slot in range(200)])
     assert (len(picture.slots), picture.num_slots) == (MOST_ROWS, 200)
+
+
+def test_a_curve_of_one_step_is_a_point(tmp_path):
+    run = write_run(tmp_path / "run")
+    rows = (run / "metrics.jsonl").read_text().splitlines(True)
+    (run / "metrics.jsonl").write_text(rows[0])
+    tags = Page(render(read_story(run))).tags
+    assert (tags.count("figure"), tags.count("circle"), tags.count("polyline")) == (4, 4, 0)
 
 
 @pytest.mark.parametrize("values", [[1.0, 3.0, 2.0], [2.0, 2.0], [-5.0, 1e9]])

@@ -27,3 +27,15 @@ class Numbered(Letters):
 
     def messages(self, example: int) -> list[dict[str, str]]:
         return [{"role": "user", "content": f"{example}"}]
+
+
+class Even(Numbered):
+    """Hardly any two answers are equally good, whatever they are drawn from."""
+
+    name = "even"
+
+    def __init__(self, size: int = 1000) -> None:
+        super().__init__(size)
+
+    def reward(self, example: int, answer: str) -> float:
+        return sum(ord(letter) % 2 == 0 for letter in answer) / max(1, len(answer))

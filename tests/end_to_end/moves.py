@@ -20,18 +20,25 @@ class EverywhereInTurn:
 
     def decide(self, state):
         batch = state.batch
-        begun = batch.trained > 0
-        if batch.step % 2 == 0:
-            # The train slot is lent until something is trained; then a generator comes to the trainer.
-            roles = {0: T, 1: G, 2: T, 3: S} if begun else {0: B, 1: G, 2: G, 3: S}
-        else:
-            # A generator scores; then the first train slot generates and another one trains for it.
-            roles = {0: T, 1: G, 2: S, 3: S} if not begun else {0: G, 1: T, 2: S, 3: S}
         if not batch.steps_left:
             return Decision()
-        orders = change(state, {slot: held for slot, held in roles.items() if slot in state.ready})
-        decision = Decision(orders, sentence(orders, f"step {batch.step}"))
-        return Decision() if complaints(state, decision) else decision
+        if batch.step % 2 == 0:
+            # The train slot is lent until answers end; then a generator comes to the trainer, while it works.
+            ended = batch.trained + batch.ready + batch.to_score + batch.partial > 0
+            roles = {0: T, 1: G, 2: T, 3: S} if ended and state.num_running[2] else {0: B, 1: G, 2: G, 3: S}
+            if state.roles(2) == T:
+                return Decision()
+        else:
+            # A generator scores; then the first train slot generates and another one trains for it.
+            roles = {0: T, 1: G, 2: S, 3: S} if not batch.trained else {0: G, 1: T, 2: S, 3: S}
+        roles = {slot: held for slot, held in roles.items() if held != state.roles(slot)}
+        if not roles:
+            return Decision()
+        # Held, or there may be no instant between two micro-steps at which it is asked.
+        if not state.trainer.at_boundary or not roles.keys() <= state.ready:
+            return Decision(hold_training=True)
+        orders = change(state, roles)
+        return Decision(orders, sentence(orders, f"step {batch.step}"))
 
 
 class Restless:
@@ -56,3 +63,35 @@ class Restless:
             if orders and not complaints(state, decision):
                 return decision
         return Decision()
+
+
+class OnceAStep:
+    """Of four slots. It moves once in each step, when as many of its rollouts as it drew are finished, or are trained:
+    one slot each trains, generates and scores, and one does either of the first two, or both. By RESTLESS_SEED."""
+
+    def __init__(self):
+        self._chance = random.Random(int(os.environ.get("RESTLESS_SEED", "0")))
+        self._step = -1
+        self._due = 0
+        self._while_generating = False
+
+    def decide(self, state):
+        batch = state.batch
+        if not batch.num_rollouts:
+            return Decision()
+        if batch.step > self._step:
+            self._step, self._due = batch.step, self._chance.randrange(1, batch.num_rollouts)
+            self._while_generating = self._chance.random() < 0.5
+        finished = batch.trained + batch.ready + batch.to_score + batch.partial
+        if (finished if self._while_generating else batch.trained) < self._due:
+            return Decision()
+        if not state.trainer.at_boundary or len(state.ready) < len(state.slots):
+            return Decision(hold_training=True)
+        self._due = batch.num_rollouts + 1
+        slots = sorted(state.ready)
+        roles = zip(self._chance.sample(slots, len(slots)), (T, G, S, self._chance.choice((T, G, B))), strict=True)
+        orders = tuple(
+            replace(order, with_cache=self._chance.random() < 0.5) if isinstance(order, Handoff) else order
+            for order in change(state, dict(roles))
+        )
+        return Decision(orders, sentence(orders, f"{batch.trained} rollouts are trained")) if orders else Decision()

@@ -19,7 +19,10 @@ def write_scheduled(path, model, policy, **changes):
 
 
 def test_slots_go_everywhere_while_they_work_and_nothing_is_lost(tmp_path, model, start):
-    run = start(write_scheduled(tmp_path, model, "tests.end_to_end.moves.EverywhereInTurn", max_steps=4, interval=10))
+    config = write_scheduled(tmp_path, model, "tests.end_to_end.moves.EverywhereInTurn", max_steps=4, interval=10)
+    # Two at a time: no generator is ever done with its share before the policy hears of the first answer.
+    config.write_text(f"inference.max_num_seqs = 2\n{config.read_text()}")
+    run = start(config)
     run.until_step(1)
     with pytest.raises(Unfit, match="moved by its scheduler"):
         LiveRun(run.folder).resize(train=[0, 1])

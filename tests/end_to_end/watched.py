@@ -1,28 +1,48 @@
 """`ductile` as users run it, of which more can be seen: `python -m tests.end_to_end.watched rl @ run.toml`.
 
 Train slots write down each sample that they have trained (`trained_in`), and a slot is struck with STRIKE_SEED set.
+With WATCHED_STATES set they also write down the state on both sides of each resize (`moved_in`); with WATCHED_DRAWS set
+generators draw tokens whatever the model says, so that answers are the same in runs that round differently.
 """
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from ductile import cli
+from ductile.generator import sampler
+from ductile.generator.worker import GenerateRole
 from ductile.launch import local, run
 from ductile.observe import read_jsonl
+from ductile.records import Formation, RolloutGroup
+from ductile.roles import Place
+from ductile.trainer.loss import LossInputs, LossOutputs
+from ductile.trainer.state import named_gradient, named_state, parts_of
 from ductile.trainer.worker import TrainRole
-from ductile.wire.messages import ForwardBackward
+from ductile.wire.messages import Commit, ForwardBackward, Freeze
 from tests.end_to_end.strikes import Striker, strike_of_environment
+from tests.tiny import IM_END, SPECIALS
 
 FOLDER = "WATCHED_FOLDER"
+STATES = "WATCHED_STATES"
+DRAWS = "WATCHED_DRAWS"
+Side = Literal["before", "after"]
 
 
 class WritesDown(TrainRole):
     def handle(self, command: Any) -> Any:
+        if isinstance(command, Freeze) and STATES in os.environ:
+            self._write_state(command.epoch, "before")  # nothing trains from here on until the change is done
         reply = super().handle(command)
+        if isinstance(command, Commit) and STATES in os.environ:
+            self._write_state(command.epoch, "after")
         if isinstance(command, ForwardBackward):
             samples = [sample for micro_batch in command.micro_batches for sample in micro_batch.samples]
             with (Path(os.environ[FOLDER]) / f"trained_{os.getpid()}.jsonl").open("a") as file:
@@ -30,6 +50,45 @@ class WritesDown(TrainRole):
                     row = {"tokens": sample.token_ids, "prompt": sample.mask.index(True), "logprobs": sample.logprobs}
                     file.write(json.dumps(row) + "\n")
         return reply
+
+    def _write_state(self, epoch: int, side: Side) -> None:
+        """A slot that joins has none before, and one that leaves none after."""
+        if self._standing is None:
+            return
+        change = self._change(epoch).change
+        formation = change.before if side == "before" else change.after
+        state = {
+            "members": formation.members,
+            "replicas": formation.replicas,
+            "parts": parts_of(named_state(self._live) | named_gradient(self._live)),
+        }
+        torch.save(state, state_file(Path(os.environ[FOLDER]), epoch, side, self._place.slot))
+
+
+class DrawsBlindly(GenerateRole):
+    """Tokens follow from the request's seed and their position alone; their log-probs are the model's."""
+
+    def __init__(self, settings: dict[str, Any], place: Place) -> None:
+        super().__init__(settings, place)
+        sampler.inverse_cdf = token_of_number
+
+
+def token_of_number(logprobs: Tensor, numbers: np.ndarray) -> Tensor:
+    """One in sixteen ends the answer, so that answers differ in length; otherwise any character."""
+    others = (numbers * 16 - 1) / 15
+    num_characters = logprobs.shape[1] - len(SPECIALS)
+    tokens = np.where(others < 0, IM_END, len(SPECIALS) + np.floor(others * num_characters))
+    return torch.from_numpy(tokens.astype(np.int64)).to(logprobs.device)
+
+
+def rewards_alone(rewards: list[float], group: RolloutGroup) -> list[float]:
+    """An advantage that is never negative. With `reinforce` the loss is then a sum in which nothing cancels: what is
+    left of terms that do would say nothing to a tolerance that is relative to it."""
+    return rewards
+
+
+def reinforce(inputs: LossInputs) -> LossOutputs:
+    return LossOutputs(-inputs.advantages * inputs.logprobs)
 
 
 class WatchedCluster(local.LocalCluster):
@@ -60,7 +119,39 @@ def trained_in(folder: Path) -> Sequence[Trained]:
     return [Trained(tuple(row["tokens"]), row["prompt"], tuple(row["logprobs"])) for row in rows]
 
 
+def state_file(folder: Path, epoch: int, side: Side, slot: int) -> Path:
+    return folder / f"state_{epoch}_{side}_{slot}.pt"
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Parameters, moments and gradient on one side of a resize."""
+
+    formation: Formation
+    copies: tuple[dict[str, bytes], ...]
+    """The whole tensors, of each replica."""
+
+
+def moved_in(folder: Path, epoch: int, side: Side) -> State:
+    paths = sorted(folder.glob(f"state_{epoch}_{side}_*.pt"))
+    rows = {int(path.stem.rpartition("_")[2]): torch.load(path) for path in paths}
+    first = next(iter(rows.values()))
+    formation = Formation(tuple(first["members"]), first["replicas"])
+    assert rows.keys() == set(formation.members), f"epoch {epoch} {side}: {sorted(rows)} wrote, of {formation}"
+    return State(formation, tuple(wholes([rows[slot]["parts"] for slot in formation.members], formation.replicas)))
+
+
+def wholes(parts: Sequence[dict[str, Tensor]], replicas: int) -> Iterator[dict[str, bytes]]:
+    """Rows are chunked over the ranks of one copy, so their flat parts one after the other are the flat whole."""
+    size = len(parts) // replicas
+    for first in range(0, len(parts), size):
+        copy = parts[first : first + size]
+        yield {name: b"".join(part[name].numpy().tobytes() for part in copy) for name in parts[0]}
+
+
 if __name__ == "__main__":
+    if DRAWS in os.environ:
+        local.ROLES["generate"] = "tests.end_to_end.watched:DrawsBlindly"
     local.ROLES["train"] = "tests.end_to_end.watched:WritesDown"
     run.LocalCluster = WatchedCluster
     raise SystemExit(cli.main())

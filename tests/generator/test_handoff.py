@@ -271,8 +271,10 @@ class Story:
     at: dict[str, GenerateRole] = field(default_factory=dict)
     done: dict[str, Generation] = field(default_factory=dict)
     num_handed: int = 0
+    num_half_finished: int = 0
+    """Handed over when another answer of the same group had ended."""
     states: Counter[str] = field(default_factory=Counter)
-    """Of what was handed over."""
+    """Of what was handed over with its cache, if it had one."""
 
     def ask(self, requests: Sequence[GenerateRequest]) -> None:
         role = self.random.choice(self.roles)
@@ -308,6 +310,8 @@ class Story:
         source.handle(Forget(tuple(ids)))
         self.num_handed += len(answer.requests)
         self.states.update(state(one, answer.caches.get(one.id)) for one in answer.requests if one.id in with_cache)
+        begun = {self.asked[id].group for id in self.done}
+        self.num_half_finished += sum(one.group in begun for one in answer.requests)
 
     def publish(self, role: GenerateRole, chance: float) -> None:
         if self.published and self.random.random() < chance:
@@ -366,8 +370,14 @@ def versions(qwen3: Family, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def test_500_handoffs_at_any_moment_change_nothing(qwen3: Family, versions: Versions) -> None:
     """In every second of ten stories the generators also change between two versions as they like."""
     states: Counter[str] = Counter()
+    num_handed = num_half_finished = 0
     for seed in range(10):
-        states += tell(seed, qwen3, *versions)
+        story = tell(seed, qwen3, *versions)
+        states += story.states
+        num_handed += story.num_handed
+        num_half_finished += story.num_half_finished
+    assert num_handed >= 500
+    assert 20 <= num_half_finished < num_handed
     assert sum(states.values()) > 250  # the others went without their cache
     for least, kind in (
         (20, "computed nothing here"),
@@ -382,7 +392,7 @@ def test_500_handoffs_at_any_moment_change_nothing(qwen3: Family, versions: Vers
 
 def tell(
     seed: int, family: Family, models: dict[int, Transformer], manifests: dict[int, Manifest], num_handoffs: int = 50
-) -> Counter[str]:
+) -> Story:
     random, swaps, number = Random(seed), seed % 2 == 1, 0
     story = Story(random, engines(family, random), manifests if swaps else {})
     while story.num_handed < num_handoffs or story.at:
@@ -409,4 +419,4 @@ def tell(
         for id, one in whole.items():
             assert story.done[id].token_ids == one.token_ids, (seed, id)
             assert story.done[id].versions == one.versions
-    return story.states
+    return story

@@ -7,7 +7,7 @@ from tests.generator.conftest import Family, request
 
 
 def decode(num_sequences: int, context_tokens: int = 0) -> StepLoad:
-    return StepLoad(num_sequences, num_sequences, context_tokens, 0)
+    return StepLoad(num_sequences, num_sequences, context_tokens, 0, num_sequences)
 
 
 def test_steps_of_a_size_become_one_point_and_are_told_once() -> None:
@@ -22,8 +22,25 @@ def test_what_computes_prompts_is_counted_apart_and_what_copies_caches_nowhere()
     pace = Pace()
     pace.saw(StepLoad(3, 100, 500, 0), 1.5)
     pace.saw(StepLoad(1, 20, 20, 0), 0.5)
-    pace.saw(StepLoad(3, 3, 500, 1), 9.0)
+    pace.saw(StepLoad(3, 3, 500, 1, 3), 9.0)
     assert pace.tell() == ((), (120, 2.0))
+
+
+def test_a_prompt_among_decoding_sequences_costs_what_the_step_took_longer() -> None:
+    pace = Pace()
+    pace.saw(decode(60), 0.5)
+    pace.saw(StepLoad(61, 90, 0, 0, 60), 0.75)
+    assert pace.tell()[1] == (30, 0.25)
+    pace.saw(StepLoad(31, 60, 0, 0, 30), 0.75)
+    assert pace.tell()[1] == (30, 0.5), "half of them decode in half the time"
+    pace.saw(StepLoad(61, 90, 0, 0, 60), 0.25)
+    assert pace.tell()[1] == (30, 0.0), "a hiccup of the step before is no speed"
+
+
+def test_before_anything_only_decoded_a_prompt_costs_its_share_of_the_tokens() -> None:
+    pace = Pace()
+    pace.saw(StepLoad(4, 40, 0, 0, 3), 2.0)
+    assert pace.tell()[1] == (37, pytest.approx(1.85))
 
 
 @pytest.mark.parametrize("num_sizes", [1, MOST_POINTS, MOST_POINTS + 1, 64])

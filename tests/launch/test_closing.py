@@ -22,16 +22,23 @@ def test_rl_says_where_the_model_is_what_it_gained_and_shows_answers():
 
 def test_what_the_slots_did_with_their_time_and_what_moving_them_was_to_save():
     spent = {
-        "time_by_activity": {"train": 0.3, "generate": 0.5, "idle": 0.196, "switch": 0.004},
+        "time_by_activity": {"train": 0.1, "generate": 0.7, "idle": 0.196, "switch": 0.004},
         "idle_by_cause": {"tail": 0.15, "waiting_for_batch": 0.046},
         "num_switches": 7,
         "expected_gain_s": 12.34,
     }
     lines = closing_rl(RunResult(60, {**SUMMARY, **spent}, None, None, None)).splitlines()
     assert lines[2:] == [
-        "The slots' time: generate 50%, train 30%, idle 20% (tail 15%, waiting for batch 5%).",
+        "The slots' time: generate 70%, idle 20% (tail 15%, waiting for batch 5%), train 10%.",
         "The scheduler moved slots or rollouts 7 times, to save 12.3 s by its own predictions.",
     ]
+
+
+def test_one_step_and_one_move_are_singular():
+    spent = {"time_by_activity": {"train": 1.0}, "idle_by_cause": {}, "num_switches": 1, "expected_gain_s": None}
+    lines = closing_rl(RunResult(1, {**SUMMARY, **spent, "steps": 1}, None, None, None)).splitlines()
+    assert lines[0].startswith("Done: 1 step in ")
+    assert lines[-1] == "The scheduler moved slots or rollouts 1 time."
 
 
 def test_slots_that_stay_save_nothing():

@@ -244,8 +244,19 @@ def test_the_picture_shows_who_does_what():
     for part in (
         "sft: step 3/9, epoch 2, pid 7",
         "trainer: slots 0-1 in 2 copies (changing: move, to slots 0-3)",
-        "train s",
+        "train",
         "lost: slot 1 was killed by SIGKILL",
         "step 2: Trainer resized.",
     ):
         assert part in text
+
+
+def test_the_picture_cuts_nothing_on_a_terminal_of_80_columns():
+    seconds = {"train": 2645.5, "generate": 123.2, "score": 0.0, "publish": 33.0, "switch": 0.3, "idle": 1345.0}
+    slots = (SlotStatus(0, 28305, "cpu", ("train", "generate"), "generate", seconds),)
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(picture(msgspec.structs.replace(STATUS, slots=slots)))
+    text = console.export_text()
+    assert "…" not in text
+    for word in (*seconds, "train,", "28305", "2646 s", "123 s", "0.0 s", "33.0 s", "0.3 s", "1345 s"):
+        assert word in text

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.fsdp import FSDPModule
 
 from ductile.config.trainer import GRPOLoss, TrainerConfig
 from ductile.core.batch.normalise import Normalisation, divisor, weigh
@@ -120,3 +121,16 @@ def test_a_gpu_computes_the_same(folders: dict[str, Path], compute_dtype: str, t
     expected = NaiveTrainer(folders["llama"], LOSS, torch.optim.SGD).gradients(samples)
     settings = settings_for(folders["llama"], compute_dtype=compute_dtype) | {"matmul_precision": "highest"}
     assert run_alone(loss_and_norm_on_a_gpu, settings, samples) == pytest.approx(expected, rel=tolerance)
+
+
+def is_wrapped(groups: Groups, members: tuple[int, ...], settings: dict) -> bool:
+    trainer = Trainer(TrainerConfig.model_validate(settings), Ranks(groups, Formation(members)))
+    return isinstance(trainer.model, FSDPModule)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "compute", "wrapped"), [(1, "float32", False), (1, "bfloat16", True), (2, "float32", True)]
+)
+def test_one_rank_is_wrapped_for_another_precision_alone(folders, num_ranks, compute, wrapped):
+    settings = settings_for(folders["qwen3"], compute_dtype=compute)
+    assert run_ranks(num_ranks, is_wrapped, settings) == [wrapped] * num_ranks

@@ -169,15 +169,15 @@ COLLOCATED = _case("collocated", 10.5, (0, 1, 2, 3), (0, 1, 2, 3))
     [
         (
             [_case("model", 7.8, (0,), (1, 2, 3)), _case("model", 7.81), COLLOCATED],
-            "model on the same placement saves 22% against this run's own way; collocated would be 5% slower.",
+            "policy model on the same placement saves 22% against this run's own way; collocated would be 5% slower.",
         ),
         (
             [_case("static", 8.0, (0,), (1, 2, 3))],
-            "static on train 0, generate 1-3 saves 20% against this run's own way.",
+            "policy static on train 0, generate 1-3 saves 20% against this run's own way.",
         ),
         (
             [_case("model", 9.95), COLLOCATED],
-            "Nothing here is faster than this run's own way, static on train 0-1, generate 2-3; "
+            "nothing here is faster than this run's own way, policy static begun on train 0-1, generate 2-3; "
             "collocated would be 5% slower.",
         ),
         (
@@ -188,6 +188,24 @@ COLLOCATED = _case("collocated", 10.5, (0, 1, 2, 3), (0, 1, 2, 3))
 )
 def test_the_verdict(others, said):
     assert verdict(_case("static", 10.0), others) == said
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        (
+            [_case("static", 13.0), _case("static", 12.0, (0,), (1, 2, 3)), _case("model", 10.0), COLLOCATED],
+            "nothing here is faster than this run's own way, policy model begun on train 0-1, generate 2-3; the best "
+            "placement without a scheduler, train 0, generate 1-3, would be 20% slower; collocated would be 5% slower.",
+        ),
+        (
+            [_case("static", 9.0), _case("model", 10.0)],
+            "policy static on the same placement saves 10% against this run's own way.",
+        ),
+    ],
+)
+def test_a_run_with_a_scheduler_is_told_what_it_would_be_without(others, said):
+    assert verdict(_case("model", 10.0), others) == said
 
 
 def test_simulate_takes_a_recording_and_what_is_written_goes_before_it(run, tmp_path, capsys):
@@ -206,4 +224,4 @@ def test_simulate_takes_a_recording_and_what_is_written_goes_before_it(run, tmp_
         "1-4",
     ]
     assert command.main([*slower, "--cluster.component-placement.actor", "0"]) == 0
-    assert "1 steps of 8 x 4 rollouts on 5 slots" in capsys.readouterr().out
+    assert "1 step of 8 x 4 rollouts on 5 slots" in capsys.readouterr().out

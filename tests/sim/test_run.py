@@ -1,8 +1,10 @@
 import json
+import re
 from dataclasses import replace
 
 import pytest
 
+from ductile.core.cluster.ledger import Span
 from ductile.core.cluster.orders import Decision, Move
 from ductile.core.cluster.policies.model import Model
 from ductile.core.cluster.policies.rules import Rules
@@ -12,7 +14,7 @@ from ductile.observe import read_jsonl
 from ductile.sim.arms import run_arms
 from ductile.sim.command import main
 from ductile.sim.run import simulate
-from ductile.sim.timeline import gantt, svg
+from ductile.sim.timeline import causes, gantt, svg
 from tests.sim.scenarios import scenario
 
 POLICIES = [Static(), InTurns(), Rules(), Rules(True, True), Model()]
@@ -119,3 +121,40 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
     config.write_text("[cluster]\ncomponent_placement = { actor = 0, rolout = 1 }\n")
     assert main(["@", str(config)]) == 2
     assert "rolout" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--arms", '["best_static", "rules_policy"]'], "Did you mean rules_policies?"),
+        (["--arms", '["best_static", "no_such_module.Policy"]'], "cannot import no_such_module"),
+        (["--work.lengths.type", "file", "--work.lengths.path", "no/such.txt"], "there is no file no/such.txt"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_before_anything_is(capsys, words, said):
+    assert main(words) == 2
+    told = capsys.readouterr()
+    assert said in told.err
+    assert told.out == ""
+
+
+def test_causes_are_words_and_those_that_round_to_nothing_are_left_out():
+    assert causes({"queue_full": 5.0, "tail": 12.0, "start_up": 0.01}, 100.0) == "tail 12.0%, queue full 5.0%"
+    assert causes({}, 100.0) == "none"
+
+
+@pytest.mark.parametrize("end_s", [0.7, 8.0, 300.0, 12345.0])
+def test_an_image_s_ticks_all_differ_and_its_rows_have_names(end_s):
+    image = svg([Span(0, 0.0, end_s, "train"), Span(12, 0.0, end_s, "idle", "queue_full")], "a")
+    assert len(set(re.findall(r">([\d.]+) s</text>", image))) == 11
+    assert ">slot 12</text>" in image
+    assert "idle (queue full)" in image
+
+
+def test_prompts_are_computed_however_fast_caches_travel():
+    """Nobody has a cache of a new prompt."""
+    still = scenario({"actor": "0-1", "rollout": "2-3"}, num_steps=2)
+    costs = replace(still.costs, cache_bytes_per_token=1000.0, cache_bytes_per_s=1e12)
+    assert simulate(replace(still, costs=costs), Static()).wall_s == simulate(still, Static()).wall_s
+    slower = replace(still, speeds=replace(still.speeds, prefill_tokens_per_s=500.0), costs=costs)
+    assert simulate(slower, Static()).wall_s > simulate(still, Static()).wall_s

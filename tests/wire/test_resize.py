@@ -399,7 +399,7 @@ def test_a_slot_that_cannot_give_the_role_up_is_not_kept():
     ("spoilt", "sentence"),
     [
         ({2: "plan"}, "slot 2 made another plan than slots 0-1,3"),
-        ({1: "step"}, "slot 1 is at step 1, in the middle of a batch, after 1 updates, slot 0 at step 0"),
+        ({1: "step"}, "slot 1 is at step 1, in the middle of a batch, after 1 update, slot 0 at step 0"),
         ({3: "bytes"}, "what arrived is not what was sent, from slot 3 to 0, 3 to 1, 3 to 2"),
     ],
 )

@@ -5,12 +5,13 @@ import asyncio
 import pytest
 
 from ductile.core.batch.packing import SampleTooLong
+from ductile.core.cluster.state import IN_FLIGHT
 from ductile.records import Formation
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.memory import MemoryCarrier
 from ductile.wire.messages import ForwardBackward, OptimStep, SaveState, Withdraw
-from ductile.wire.trainer import IN_FLIGHT, RemoteTrainer
+from ductile.wire.trainer import RemoteTrainer
 from tests.loop.doubles import clock
 from tests.wire.train_slots import TrainSlots, play, sample
 

@@ -79,6 +79,7 @@ class SimulatedCosts(Section):
     grant_s: float = Field(default=0.5, ge=0)
     release_s: float = Field(default=0.1, ge=0)
     handoff_s: float = Field(default=0.01, ge=0)
+    """What is handed off waits so long, however many rollouts go at once."""
     cache_bytes_per_token: float = Field(default=0.0, ge=0)
     cache_bytes_per_s: float = Field(default=0.0, ge=0)
     """0: the cache stays, and what is handed off is prefilled again."""

@@ -8,7 +8,7 @@ from ductile.config.parse import Parsed
 from ductile.config.run import OrchestratorRunConfig, RLConfig, RunConfig, SFTConfig, TrainerRunConfig
 from ductile.config.scheduling import policy_name
 from ductile.config.slots import placement_of
-from ductile.core.cluster.placement import Placement
+from ductile.core.cluster.placement import Placement, many
 
 Row = tuple[str, str]
 
@@ -49,10 +49,6 @@ def _count(number: int) -> str:
     return str(number)
 
 
-def _many(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
 def _work(config: RunConfig) -> Iterator[Row]:
     if isinstance(config, RLConfig):
         yield "steps", f"{config.max_steps or config.trainer.max_steps or 'no limit'}"
@@ -81,12 +77,12 @@ def _questions(config: OrchestratorConfig) -> Iterator[Row]:
     yield (
         "batch",
         f"{config.batch_size} rollouts: {prompts} prompts, {config.rollouts_per_example} answers each; "
-        f"{_many(config.n_minibatches, 'optimizer step')}",
+        f"{many(config.n_minibatches, 'optimizer step')}",
     )
     yield (
         "ahead",
-        f"generation is at most {_many(config.max_async_level, 'version')} ahead; answers more than "
-        f"{_many(config.max_off_policy_steps, 'version')} old are thrown away and asked again",
+        f"generation is at most {many(config.max_async_level, 'version')} ahead; answers more than "
+        f"{many(config.max_off_policy_steps, 'version')} old are thrown away and asked again",
     )
 
 

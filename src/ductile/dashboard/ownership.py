@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ductile.core.cluster.ledger import Span
+from ductile.dashboard.causes import said
 from ductile.dashboard.colours import COLOURS
 
 MOST_ROWS = 64
@@ -51,7 +52,7 @@ def chosen(slots: Sequence[int]) -> list[int]:
 def _shapes(row: int, slot: int, spans: Iterable[Span]) -> Iterable[Shape]:
     paths: dict[tuple[str, str], list[str]] = {}
     for span in spans:
-        what = f"{span.activity} ({span.cause})" if span.cause else span.activity
+        what = said(span.activity, span.cause)
         bar = f"M{span.start_s:.3f} {row + 0.1:g}h{span.seconds:.3f}v.8h-{span.seconds:.3f}z"
         paths.setdefault((COLOURS[span.activity], what), []).append(bar)
     for (colour, what), bars in paths.items():

@@ -9,6 +9,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ductile.core.cluster.placement import compact
+from ductile.dashboard.causes import CAUSES, named
 from ductile.dashboard.colours import COLOURS
 from ductile.dashboard.curve import HEIGHT, WIDTH, curves
 from ductile.dashboard.ownership import ownership
@@ -32,7 +33,14 @@ def render(story: Story) -> str:
         step_ends=[(profile.step, profile.start_s, profile.end_s) for profile in story.profiles],
         ends_s={profile.step: profile.end_s for profile in story.profiles},
         spent=[
-            (activity, cause, seconds, seconds / total_s, COLOURS[activity])
+            (
+                activity,
+                named(cause or ""),
+                seconds,
+                seconds / total_s,
+                COLOURS[activity],
+                CAUSES[cause] if cause else "",
+            )
             for (activity, cause), seconds in spent.items()
         ],
         curves=curves(story.metrics),
@@ -51,7 +59,7 @@ def _facts(story: Story) -> Iterator[tuple[str, str]]:
         of = f" of {story.setting.num_steps}" if story.setting else ""
         yield "steps", f"{steps[-1]['step']}{of}"
         wall_s = sum(row.get("step_s") or 0.0 for row in steps)
-        yield "time", f"{duration(wall_s)}, {wall_s / len(steps):.2f} s a step"
+        yield "time in steps", f"{duration(wall_s)}, {wall_s / len(steps):.2f} s a step"
         for name, key in (("reward", "reward_mean"), ("held-out reward", "eval_reward")):
             values = [row[key] for row in story.metrics if row.get(key) is not None]
             if values:

@@ -28,6 +28,7 @@ def main(words: Sequence[str]) -> int:
     file = asked.output or folder / "report.html"
     try:
         story = read_story(folder)
+        file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, render(story))
     except (NoStory, OSError, ValueError) as error:
         sentence = str(error).rstrip(".")

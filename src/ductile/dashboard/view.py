@@ -11,7 +11,9 @@ from rich.text import Text
 
 BARS = "▁▂▃▄▅▆▇█"
 TREND_WIDTH = 32
-STYLES = {"train": "yellow", "generate": "green", "score": "cyan", "publish": "magenta", "idle": "dim"}
+STYLES = {
+    "train": "yellow", "generate": "green", "score": "cyan", "publish": "magenta", "switch": "red", "idle": "dim",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,13 @@ class StepLoad:
     """Of all its sequences together, the new tokens included."""
     num_fills: int
     """Caches that were copied in before."""
+    num_decoding: int = 0
+    """Of its sequences; the others' prompts, or handed-over contexts, were computed."""
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], num_fills: int) -> "StepLoad":
-        return cls(len(chunks), sum(chunk.count for chunk in chunks), sum(chunk.end for chunk in chunks), num_fills)
+        num_tokens, context = sum(chunk.count for chunk in chunks), sum(chunk.end for chunk in chunks)
+        return cls(len(chunks), num_tokens, context, num_fills, sum(chunk.count == 1 for chunk in chunks))
 
     @property
     def only_decodes(self) -> bool:
@@ -49,13 +52,17 @@ class Pace:
         self._decodes: dict[int, _Steps] = {}
         """By number of sequences."""
         self._prefilled = (0, 0.0)
+        self._latest: tuple[int, float] | None = None
+        """Sequences and seconds of the latest step that only decoded."""
 
     def saw(self, load: StepLoad, seconds: float) -> None:
         if load.num_fills:
             return
         if not load.only_decodes:
-            self._prefilled = (self._prefilled[0] + load.num_tokens, self._prefilled[1] + seconds)
+            tokens, total_s = self._prefilled
+            self._prefilled = tokens + load.num_tokens - load.num_decoding, total_s + self._prefill_s(load, seconds)
             return
+        self._latest = load.num_sequences, seconds
         steps = self._decodes.setdefault(load.num_sequences, _Steps())
         steps.num_steps += 1
         steps.sequences += load.num_sequences
@@ -65,9 +72,17 @@ class Pace:
     def tell(self) -> tuple[tuple[tuple[float, float, float], ...], tuple[int, float]]:
         """(decoded, prefilled) as `EngineStats` has them, since the last time."""
         decoded = _points([self._decodes[size] for size in sorted(self._decodes)])
-        prefilled = self._prefilled
+        tokens, seconds = self._prefilled
         self._decodes, self._prefilled = {}, (0, 0.0)
-        return decoded, prefilled
+        return decoded, (tokens, max(0.0, seconds))
+
+    def _prefill_s(self, load: StepLoad, seconds: float) -> float:
+        """What the step took longer than if it had only decoded: a prompt that comes in while 60 sequences decode costs
+        little of its step."""
+        if self._latest is None:
+            return seconds * (load.num_tokens - load.num_decoding) / load.num_tokens
+        num_sequences, decode_s = self._latest
+        return seconds - decode_s * min(1.0, load.num_decoding / num_sequences)
 
 
 def _points(sizes: Sequence[_Steps]) -> tuple[tuple[float, float, float], ...]:

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ductile.core.cluster.placement import many
+from ductile.dashboard.causes import named
 from ductile.dashboard.view import duration
 from ductile.loop.compose import RunResult
 
@@ -46,23 +48,27 @@ def _slots_time(summary: Mapping[str, Any]) -> list[str]:
     """The ledger in a line, and what moving slots was meant to save."""
     lines: list[str] = []
     if activities := summary.get("time_by_activity"):
-        causes = _shares(summary["idle_by_cause"])
-        lines.append(f"The slots' time: {_shares(activities)}{f' ({causes})' if causes else ''}.")
+        causes = {"idle": _shares(summary["idle_by_cause"])}
+        lines.append(f"The slots' time: {_shares(activities, causes)}.")
     if summary.get("num_switches"):
         expected_s = summary["expected_gain_s"]
         expected = f", to save {expected_s:.1f} s by its own predictions" if expected_s is not None else ""
-        lines.append(f"The scheduler moved slots or rollouts {summary['num_switches']} times{expected}.")
+        lines.append(f"The scheduler moved slots or rollouts {many(summary['num_switches'], 'time')}{expected}.")
     return lines
 
 
-def _shares(shares: Mapping[str, float]) -> str:
-    """ "generate 50%, train 30%": the largest first, none below half a per cent."""
+def _shares(shares: Mapping[str, float], parts: Mapping[str, str] | None = None) -> str:
+    """ "generate 50%, idle 30% (tail 30%)": the largest first, none below half a per cent.
+
+    parts: what some of them are made of.
+    """
+    behind = {name: f" ({part})" for name, part in (parts or {}).items() if part}
     ordered = sorted(shares.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in ordered if share >= 0.005)
+    return ", ".join(f"{named(name)} {share:.0%}{behind.get(name, '')}" for name, share in ordered if share >= 0.005)
 
 
 def _took(summary: Mapping[str, Any]) -> str:
-    return f"Done: {summary['steps']} steps in {duration(summary['wall_s'])}."
+    return f"Done: {many(summary['steps'], 'step')} in {duration(summary['wall_s'])}."
 
 
 def _one_line(text: str) -> str:

@@ -67,13 +67,14 @@ class Scheduling:
     def __init__(self, config: RLConfig, prepared: Prepared, crew: Crew, record: Recorder) -> None:
         self._config, self._prepared, self._crew, self._record = config, prepared, crew, record
         self._conductor: Conductor | None = None
+        self._began_s = 0.0
 
     def watch(self, loop: Loop) -> Conductor | None:
         """From now on the slots' time is accounted for. Returns who moves them, with `cluster.auto_scheduler`."""
         config, crew = self._config, self._crew
         setting = setting_of(config, self._prepared, crew.home, _may_share(crew))
         measured = Measured(_cache_bytes_per_token(config, crew))
-        began_s = crew.activity.begin(crew.cluster.slots)
+        began_s = self._began_s = crew.activity.begin(crew.cluster.slots)
         monitor = Monitor(
             loop, crew.trainer, crew.generators, group_size=setting.group_size, steps_ahead=_bound(setting).ahead
         )
@@ -115,9 +116,15 @@ class Scheduling:
             "idle_by_cause": {cause: seconds / all_s for cause, seconds in ledger.idle(now_s).items()},
             "switch_share": totals.get("switch", 0.0) / all_s,
             "num_switches": self._num_switches(),
+            "deciding_share": self._deciding_share(),
             "time_by_activity": {activity: seconds / all_s for activity, seconds in totals.items()},
             "expected_gain_s": self._expected_gain_s(),
         }
+
+    def _deciding_share(self) -> float:
+        """Of the run's time, what the orchestrator spent on decisions; the slots work on meanwhile."""
+        elapsed_s = time.monotonic() - self._began_s
+        return self._conductor.deciding_s / max(elapsed_s, 1e-9) if self._conductor else 0.0
 
     def _profile(self, setting: Setting, measured: Measured, began_s: float) -> None:
         crew = self._crew

@@ -4,6 +4,7 @@ Every field of the state is a fact: roles as the slots were told, books of the l
 generators said last, speeds as measured. What a part of a change cost is measured, too.
 """
 
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -62,8 +63,8 @@ class LiveStage:
         self._monitor, self._measured, self._activity, self._clock = monitor, measured, activity, clock
         self._moves: tuple[Move, ...] = ()
         self._held = False
-        self._trained_on: Formation | None = None
-        """Of the latest micro-step; None where the next one is the first of its trainer."""
+        self._trained_in: int | None = None
+        """The trainer's epoch at the latest micro-step."""
         self._since_s: dict[int, float] = {}
         self._notify: Callable[[], None] = lambda: None
         changes.others = self._needed
@@ -148,13 +149,13 @@ class LiveStage:
         began_s = self.now_s
         async with self._or_not_done():
             results = await self._generators.hand_off(handoffs)
-        took_s = self.now_s - began_s
-        travelled = sum(contexts.get(result.order.id, 0) for result in results if result.with_cache)
-        if travelled:
-            num_sources = len({order.source for order in handoffs})
-            self._measured.cache_travelled(travelled / num_sources, took_s)
-        else:
-            self._measured.took("handoff", took_s / len(handoffs))
+        # A target takes caches in one after another, several targets at once.
+        taken_in = Counter[int]()
+        for result in results:
+            if result.slot is not None and result.slot != result.order.source:
+                taken_in[result.slot] += contexts.get(result.order.id, 0) if result.with_cache else 0
+        if taken_in:  # otherwise all had ended, and nobody was asked
+            self._measured.handed_off(max(taken_in.values()), self.now_s - began_s)
 
     async def dismiss(self, slot: int, role: Role) -> None:
         if role == "generate":
@@ -184,7 +185,6 @@ class LiveStage:
         if resized.outcome == "rolled_back":
             raise NotDone(resized.sentence.rstrip("."))
         if resized.outcome == "resized":
-            self._trained_on = None
             self._measured.took("resize", resized.pause_s + self._prepared_s(resized, formation))
             # The slots' own work: how long messages wait for micro-steps depends on how long those are.
             self._measured.took("prepare", sum(resized.slot_seconds.get(phase, 0.0) for phase in PREPARING))
@@ -199,7 +199,8 @@ class LiveStage:
     # -- what happens
 
     def _on_micro_step(self, tokens_busiest: int, num_slots: int, seconds: float, tokens_all: int) -> None:
-        first, self._trained_on = self._trainer.formation != self._trained_on, self._trainer.formation
+        # By epoch: a resize there and back ends on the same slots, and micro-steps come before a resize has settled.
+        first, self._trained_in = self._trainer.epoch != self._trained_in, self._trainer.epoch
         (self._measured.first_micro_step if first else self._measured.micro_step)(tokens_busiest, num_slots, seconds)
         self._notify()
 

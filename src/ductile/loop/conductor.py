@@ -34,8 +34,8 @@ from ductile.observe import Recorder
 from ductile.records import Formation
 
 LEAST_REST_S = 0.05
-REST = 50.0
-"""A decision that took a second, policy and all, is followed by so many seconds without one: it costs 2 % at most."""
+REST = 100.0
+"""A decision that took a second, policy and all, is followed by so many seconds without one: it costs 1 % at most."""
 MOST_PATIENCE_S = 60.0
 """After changes that failed. The first failure costs a second, each further one twice the last."""
 KEPT = 1 << 16
@@ -119,6 +119,8 @@ class Conductor:
         """The latest."""
         self.decide_s: deque[float] = deque(maxlen=KEPT)
         """Real seconds that each decision took the policy."""
+        self.deciding_s = 0.0
+        """Of this thread, that all decisions took: the state, the policy, and what holds and complaints are about."""
         self._policy, self._stage, self._record = policy, stage, record
         self._otherwise, self._rest_s = otherwise, rest_s
         self._turn = asyncio.Lock()
@@ -179,7 +181,9 @@ class Conductor:
         decision = self._ask(state)
         # Slots that train hear of a handoff after their micro-steps: training that waited waits until they have.
         stage.hold_training(decision.hold_training or (state.trainer.held and bool(decision.handoffs)))
-        self._not_before_s = stage.now_s + self._rest_s(time.thread_time() - began_s)
+        took_s = time.thread_time() - began_s
+        self.deciding_s += took_s
+        self._not_before_s = stage.now_s + self._rest_s(took_s)
         if not decision.orders:
             return
         self._tell(decision, at_s)
@@ -283,7 +287,8 @@ class Conductor:
             return []
         there = self._stage.state().of("generate")
         missed = {order.source for order in late if order.target not in there}
-        failures = await _done(self._stage.hand_off([order for order in late if order.target in there]))
+        to_hand_off = [order for order in late if order.target in there]
+        failures = await _done(self._stage.hand_off(to_hand_off)) if to_hand_off else list[str]()
         leaving: list[tuple[int, Role]] = [(slot, role) for slot, role in way.given_up if slot in way.keeping]
         failures += [
             f"slot {slot} goes on generating, as its rollouts have nowhere to go"

@@ -4,12 +4,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ductile.config.errors import did_you_mean
+from ductile.config.imports import ImportPathError
 from ductile.config.policy import named_policy
 from ductile.core.cluster.orders import Policy
 from ductile.core.cluster.placement import Placement, compact
+from ductile.core.cluster.policies.names import NAMES
 from ductile.core.cluster.policies.static import InTurns, Static
 from ductile.sim.run import Simulated, simulate
 from ductile.sim.scenario import Scenario
+
+BEST_STATIC, COLLOCATED, RULES_POLICIES = "best_static", "collocated", "rules_policies"
+PLACED = (BEST_STATIC, COLLOCATED)
+"""Arms that choose their placement. Collocated: all slots hold both roles; they generate, then they train."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,24 +51,35 @@ def run_arms(scenario: Scenario, names: Sequence[str]) -> Iterator[Outcome]:
     """The outcome of each arm, as soon as it is there. Dynamic arms begin where the best static one does, if that is
     among the arms before them.
 
-    Raises ImportPathError for a policy that cannot be imported.
+    Raises ImportPathError for an arm that does not exist, before any is run.
     """
-    for name in names:
-        if name == "best_static":
+    return _run_arms(scenario, [(name, None if name in PLACED else named(name)) for name in names])
+
+
+def _run_arms(scenario: Scenario, arms: Sequence[tuple[str, Policy | None]]) -> Iterator[Outcome]:
+    for name, policy in arms:
+        if policy is not None:
+            yield _run(name, scenario, policy)
+        elif name == COLLOCATED:
+            yield _run(name, replace(scenario, placement=together(scenario.placement)), InTurns())
+        else:
             outcomes = [_run(name, replace(scenario, placement=split), Static()) for split in splits(scenario)]
             best = min(outcomes, key=lambda outcome: outcome.result.wall_s)
             scenario = replace(scenario, placement=best.placement)
             yield best
-        elif name == "collocated":
-            yield _run(name, replace(scenario, placement=together(scenario.placement)), InTurns())
-        else:
-            yield _run(name, scenario, named(name))
 
 
 def named(name: str) -> Policy:
-    """The policy of an arm."""
-    if name == "rules_policies":
+    """The policy of an arm. Raises ImportPathError."""
+    if name == RULES_POLICIES:
         return named_policy("rules", pre_process=True, wait_before_last_iter=True)
+    if name not in NAMES and "." not in name and ":" not in name:
+        known = (*PLACED, *NAMES, RULES_POLICIES)
+        near = did_you_mean(name, known)
+        raise ImportPathError(
+            f"{name!r} is neither an arm nor an import path: write one of {', '.join(known)}, or "
+            f"package.module.Class or file.py:Class for a policy of your own.{near}"
+        )
     return named_policy(name)
 
 
@@ -72,7 +90,7 @@ def splits(scenario: Scenario) -> list[Placement]:
     counts = range(1, len(slots)) if len(slots) <= 8 else sorted({len(slots) * part // 8 for part in range(1, 8)})
     least = scenario.limits.min_train
     return [
-        Placement(tuple(slots[:count]), tuple(slots[count:]), score, f"{count} of {len(slots)} slots train")
+        Placement(tuple(slots[:count]), tuple(slots[count:]), score, f"{count} of {len(slots)} slots for training")
         for count in counts
         if least <= count < len(slots)
     ]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ductile.config.simulate import SimulateConfig
+from ductile.core.cluster.placement import many
 from ductile.observe import write_json, write_text
 from ductile.sim.arms import Outcome, run_arms
 from ductile.sim.configured import configured
@@ -29,13 +30,14 @@ def compare(config: SimulateConfig) -> list[Outcome]:
 
 def _run(scenario: Scenario, config: SimulateConfig) -> list[Outcome]:
     work = scenario.work
+    running = run_arms(scenario, config.arms)
     print(
-        f"{work.num_steps} steps of {work.groups_per_step} x {work.group_size} rollouts on "
-        f"{scenario.placement.num_slots} slots\n\n"
-        f"{'arm':16}{'train':>9}{'generate':>10}{'wall':>11}{'':>8}{'idle':>8}{'switches':>10}  idle by cause"
+        f"{many(work.num_steps, 'step')} of {work.groups_per_step} x {many(work.group_size, 'rollout')} on "
+        f"{many(scenario.placement.num_slots, 'slot')}\n\n"
+        f"{'arm':16}{'train':>9}{'generate':>10}{'wall':>11}{'speed':>8}{'idle':>8}{'switches':>10}  idle by cause"
     )
     outcomes: list[Outcome] = []
-    for outcome in run_arms(scenario, config.arms):
+    for outcome in running:
         outcomes.append(outcome)
         result, first = outcome.result, outcomes[0].result
         print(

@@ -109,7 +109,10 @@ def _said(section: Section) -> dict[str, Any]:
 def _draw(lengths: LengthsConfig) -> DrawLength:
     if isinstance(lengths, LognormalLengths):
         return lognormal(lengths.median, lengths.sigma)
-    words = Path(lengths.path).read_text(encoding="utf-8").split()
+    file = Path(lengths.path)
+    if not file.is_file():
+        raise ValueError(f"work.lengths.path: there is no file {file}; write one with lengths in tokens, one a line")
+    words = file.read_text(encoding="utf-8").split()
     if not words or not all(word.isdecimal() for word in words):
         raise ValueError(f"work.lengths.path: {lengths.path} must hold whole numbers of tokens, one a line")
     return recorded([int(word) for word in words])

@@ -12,14 +12,12 @@ from ductile.core.cluster.orders import Policy
 from ductile.core.cluster.placement import Placement, compact
 from ductile.core.cluster.policies.static import InTurns
 from ductile.core.cluster.profile import Setting
-from ductile.sim.arms import named, splits, together
+from ductile.sim.arms import COLLOCATED, named, splits, together
 from ductile.sim.recording import Recording, recorded_scenario
 from ductile.sim.run import Simulated, simulate
 from ductile.sim.scenario import Scenario
 
 POLICIES = ("static", "rules", "rules_policies", "model")
-COLLOCATED = "collocated"
-"""All slots hold both roles; they generate, then they train."""
 WORTH = 0.01
 """A smaller share of a step is no difference."""
 
@@ -45,6 +43,11 @@ class Case:
             result.idle_share,
             num_switches / scenario.work.num_steps,
         )
+
+    @property
+    def way(self) -> str:
+        """ "policy model", "collocated"."""
+        return COLLOCATED if self.policy == COLLOCATED else f"policy {self.policy}"
 
     @property
     def slots(self) -> str:
@@ -104,17 +107,25 @@ def verdict(own: Case, others: Sequence[Case]) -> str:
     best = min(others, key=lambda case: case.step_s, default=own)
     # Of equally fast ways, the one that leaves the placement as it is.
     best = next((case for case in others if _alike(case, own) and case.step_s <= best.step_s * (1 + WORTH)), best)
-    collocated = next((case for case in others if case.policy == COLLOCATED), None)
     if best.step_s > own.step_s * (1 - WORTH):
-        said = f"Nothing here is faster than this run's own way, {own.policy} on {own.slots}"
+        said = f"nothing here is faster than this run's own way, {own.way} begun on {own.slots}"
     else:
         where = "the same placement" if _alike(best, own) else best.slots
-        said = f"{best.policy} on {where} saves {1 - best.step_s / own.step_s:.0%} against this run's own way"
-    if collocated is None or collocated is best or own.policy == "in_turns":
-        return f"{said}."
-    change = collocated.step_s / own.step_s - 1
-    than = "as fast" if abs(change) < WORTH else f"{abs(change):.0%} {'slower' if change > 0 else 'faster'}"
-    return f"{said}; collocated would be {than}."
+        said = f"{best.way} on {where} saves {1 - best.step_s / own.step_s:.0%} against this run's own way"
+    beside: list[str] = []
+    fixed = min((case for case in others if case.policy == "static"), key=lambda case: case.step_s, default=None)
+    if fixed is not None and fixed is not best and own.policy not in ("static", "in_turns"):
+        beside.append(f"the best placement without a scheduler, {fixed.slots}, would be {_than(fixed, own)}")
+    collocated = next((case for case in others if case.policy == COLLOCATED), None)
+    if collocated is not None and collocated is not best and own.policy != "in_turns":
+        beside.append(f"collocated would be {_than(collocated, own)}")
+    return f"{'; '.join([said, *beside])}."
+
+
+def _than(case: Case, own: Case) -> str:
+    """ "5% slower"."""
+    change = case.step_s / own.step_s - 1
+    return "as fast" if abs(change) < WORTH else f"{abs(change):.0%} {'slower' if change > 0 else 'faster'}"
 
 
 def _name(setting: Setting) -> str:

@@ -40,20 +40,22 @@ def _plan(recording: "Recording", file: Path | None) -> None:
     from ductile.observe import write_json
     from ductile.sim.plan import other_cases, own_case, verdict
 
-    print(recording.sentence(), "\n")
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)  # a table that cannot be written is known before it is made
+    print(f"{recording.sentence()}\n")
     own, measured_s = own_case(recording), recording.step_s
     error = own.step_s / measured_s - 1
     print(
-        f"This run: {own.policy} on {own.slots}. A step took {measured_s:.2f} s; predicted {own.step_s:.2f} s "
+        f"This run: {own.way}, begun on {own.slots}. A step took {measured_s:.2f} s; predicted {own.step_s:.2f} s "
         f"({error:+.1%}), {own.idle_share:.0%} idle.\n"
     )
-    print(f"{'policy':16}{'train':>9}{'generate':>10}{'step':>11}{'idle':>8}{'switches a step':>17}{'this run':>10}")
+    print(f"{'policy':16}{'train':>9}{'generate':>10}{'step':>11}{'idle':>8}{'switches a step':>17}{'to this run':>13}")
     others: list[Case] = []
     for case in other_cases(recording):
         others.append(case)
         print(
             f"{case.policy:16}{len(case.placement.train):>9}{len(case.placement.generate):>10}{case.step_s:>9.2f} s"
-            f"{case.idle_share:>8.0%}{case.switches_per_step:>17.1f}{case.step_s / own.step_s - 1:>+10.0%}",
+            f"{case.idle_share:>8.0%}{case.switches_per_step:>17.1f}{case.step_s / own.step_s - 1:>+13.0%}",
             flush=True,
         )
     said = verdict(own, others)

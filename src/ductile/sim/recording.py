@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ductile.core.cluster.cost import mean_speeds
+from ductile.core.cluster.placement import many
 from ductile.core.cluster.profile import Setting, StepProfile
 from ductile.observe import read_jsonl
 from ductile.sim.scenario import Scenario, WorkLoad, recorded
@@ -24,8 +25,8 @@ from ductile.tasks.prompts import ExampleOrder
 
 MOST_STEPS = 10
 """That are compared; earlier ones had other lengths and speeds."""
-REST_S = 0.15
-"""Between two decisions: fifty times what one takes on few slots (`loop.conductor`)."""
+REST_S = 0.3
+"""Between two decisions: a hundred times what one takes on few slots (`loop.conductor`)."""
 
 
 class NoRecording(ValueError):
@@ -55,9 +56,11 @@ class Recording:
     def sentence(self) -> str:
         """What was taken."""
         first, last = self.steps[self.counted[0]].step, self.steps[self.counted[-1]].step
+        compared = f"step {first}" if first == last else f"steps {first}-{last}"
+        num_answers = sum(len(step.lengths) for step in self.steps)
         return (
-            f"From {self.run}: steps {first}-{last} of {self.setting.num_steps} ({len(self.counted)} compared, step "
-            f"{self.steps[0].step} warms up), {sum(len(step.lengths) for step in self.steps)} answers, speeds and "
+            f"From {self.run}: {compared} of {self.setting.num_steps} ({len(self.counted)} compared, step "
+            f"{self.steps[0].step} warms up), {many(num_answers, 'answer')}, speeds and "
             f"costs as measured up to step {self.steps[-1].step}."
         )
 

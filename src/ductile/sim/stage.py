@@ -13,7 +13,7 @@ from ductile.core.cluster.cost import carriage
 from ductile.core.cluster.ledger import Activity, Ledger, idle_cause
 from ductile.core.cluster.orders import Handoff, Move
 from ductile.core.cluster.placement import SPELLED, Role
-from ductile.core.cluster.state import Batch, ClusterState, Lengths, SlotState, TrainerState, Unfinished
+from ductile.core.cluster.state import IN_FLIGHT, Batch, ClusterState, Lengths, SlotState, TrainerState, Unfinished
 from ductile.records import Formation
 from ductile.sim.engine import Engine, Flight
 from ductile.sim.loads import Loads
@@ -21,8 +21,6 @@ from ductile.sim.scenario import Scenario
 
 DOING: tuple[Activity, ...] = ("switch", "publish", "train", "score")
 """What keeps a slot from generating; the first that holds is what it does."""
-IN_FLIGHT = 2
-"""Micro-steps that a train slot has: one that runs and one that waits (`wire.trainer`)."""
 SEEN = 2048
 """Lengths of answers that policies are told of: the latest."""
 
@@ -65,6 +63,7 @@ class Stage:
         self._ready = self._ready_tokens = self._to_score = self._to_score_tokens = 0
         self._ended: deque[int] = deque(maxlen=SEEN)
         self._cut: deque[int] = deque(maxlen=SEEN)
+        self._in_the_air: dict[str, Flight] = {}
         self._facts = (False, False, False)
         self.engines = {
             slot: Engine(slot, scenario.speeds.decode, scenario.limits.max_num_seqs, self._on_done) for slot in slots
@@ -102,8 +101,15 @@ class Stage:
         self._open({move.slot: "generate" in move.before and "generate" in move.after for move in moves})
 
     async def hand_off(self, handoffs: Sequence[Handoff]) -> None:
+        """With all they have so far; who has ended meanwhile stays out of it. The others decode on."""
         for order in handoffs:
-            self.move(order.id, order.source, order.target)
+            if order.id in self.engines[order.source].flights:
+                self._in_the_air[order.id] = self._take(order.id, order.source)
+        if self._in_the_air:
+            await asyncio.sleep(self.scenario.costs.handoff_s)
+        for order in handoffs:
+            if flight := self._in_the_air.pop(order.id, None):
+                self._put(flight, order.target)
 
     async def dismiss(self, slot: int, role: Role) -> None:
         self.hold({slot: without(role, self.roles[slot])})
@@ -202,30 +208,30 @@ class Stage:
         self.started += 1
         self._put(flight, self._loads.route(flight.request.group).slot)
 
-    def move(self, name: str, source: int, target: int) -> None:
-        """Hand it off, with all it has so far. Nothing happens when it has ended meanwhile."""
-        if name in self.engines[source].flights:
-            flight = self.engines[source].remove(name)
-            self._loads.remove(source, flight.request.group, flight.predicted_tokens)
-            self._put(flight, target)
-            self.refresh(source)
-
     def abort(self, flight: Flight) -> None:
+        name = flight.request.id
+        if self._in_the_air.pop(name, None):
+            self.started -= 1
         for slot, engine in self.engines.items():
-            if flight.request.id in engine.flights:
-                engine.remove(flight.request.id)
-                self._loads.remove(slot, flight.request.group, flight.predicted_tokens)
+            if name in engine.flights:
+                self._take(name, slot)
                 self.started -= 1
-                self.refresh(slot)
+
+    def _take(self, name: str, slot: int) -> Flight:
+        flight = self.engines[slot].remove(name)
+        self._loads.remove(slot, flight.request.group, flight.predicted_tokens)
+        self.refresh(slot)
+        return flight
 
     def _put(self, flight: Flight, slot: int) -> None:
         scenario = self.scenario
         context = flight.prompt_tokens + flight.generated
         if not flight.generated and self._loads.siblings(flight.request.group, slot):
             context %= scenario.cache_block  # the full blocks of the prompt are there
-        travels = carriage(context, scenario.speeds, scenario.costs)
-        handed = flight.generated and not travels.with_cache  # a cache's speed was measured with the messages in it
-        flight.prefill_s = travels.seconds + (scenario.costs.handoff_s if handed else 0.0)
+        if flight.generated:
+            flight.prefill_s = carriage(context, scenario.speeds, scenario.costs).seconds
+        else:  # nobody has a cache of it
+            flight.prefill_s = context / scenario.speeds.prefill_tokens_per_s
         self._loads.add(slot, flight.request.group, flight.predicted_tokens)
         self.engines[slot].add(flight)
         self.refresh(slot)

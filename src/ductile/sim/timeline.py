@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from ductile.core.cluster.ledger import Activity, IdleCause, Span
+from ductile.dashboard.causes import named, said
 from ductile.dashboard.colours import COLOURS
 from ductile.dashboard.ownership import chosen
 
@@ -32,9 +33,9 @@ def gantt(spans: Sequence[Span], *, width: int = 100, start_s: float = 0.0, end_
 
 
 def causes(idle: Mapping[IdleCause, float], slot_seconds: float) -> str:
-    """ "tail 12.1 %, queue_full 3.0 %": shares of all slot-seconds, the largest first."""
-    shares = sorted(idle.items(), key=lambda item: -item[1])
-    return ", ".join(f"{cause} {spent_s / slot_seconds:.1%}" for cause, spent_s in shares if spent_s > 0) or "none"
+    """ "tail 12.1%, queue full 3.0%": shares of all slot-seconds, the largest first, none that would be 0.0%."""
+    shares = sorted(((spent_s / slot_seconds, cause) for cause, spent_s in idle.items()), reverse=True)
+    return ", ".join(f"{named(cause)} {share:.1%}" for share, cause in shares if share >= 0.0005) or "none"
 
 
 def svg(spans: Sequence[Span], title: str, *, width: int = 1200) -> str:
@@ -42,25 +43,26 @@ def svg(spans: Sequence[Span], title: str, *, width: int = 1200) -> str:
     rows = _by_slot(spans)
     slots = chosen(sorted(rows))
     end_s = max((span.end_s for span in spans), default=1.0)
-    left, top, height, gap = 48, 40, 14, 3
-    per_s = (width - left - 16) / max(end_s, 1e-9)
+    left, right, top, height, gap = 64, 32, 40, 14, 3
+    per_s = (width - left - right) / max(end_s, 1e-9)
+    digits = 0 if end_s >= 20 else 2  # ten ticks of a few seconds differ in their fractions
     bars = [
         f'<rect x="{left + span.start_s * per_s:.2f}" y="{top + place * (height + gap)}" '
         f'width="{max(0.2, span.seconds * per_s):.2f}" height="{height}" fill="{COLOURS[span.activity]}">'
-        f"<title>slot {slot}: {span.activity}{f' ({span.cause})' if span.cause else ''}, "
+        f"<title>slot {slot}: {said(span.activity, span.cause)}, "
         f"{span.start_s:.1f}-{span.end_s:.1f} s</title></rect>"
         for place, slot in enumerate(slots)
         for span in rows[slot]
         if span.seconds * per_s >= 0.2
     ]
     names = [
-        f'<text x="{left - 6}" y="{top + place * (height + gap) + height - 3}" text-anchor="end">{slot}</text>'
+        f'<text x="{left - 6}" y="{top + place * (height + gap) + height - 3}" text-anchor="end">slot {slot}</text>'
         for place, slot in enumerate(slots)
     ]
     bottom = top + len(slots) * (height + gap)
     ticks = [
         f'<text x="{left + end_s * part / 10 * per_s:.1f}" y="{bottom + 14}" text-anchor="middle">'
-        f"{end_s * part / 10:.0f} s</text>"
+        f"{end_s * part / 10:.{digits}f} s</text>"
         for part in range(0, 11)
     ]
     legend = [

@@ -315,8 +315,8 @@ class EngineStats(Message):
     """Steps since the last statistics that only decoded: (sequences, tokens in their contexts, seconds), each the mean
     of some steps of about the same size. Steps that copied a handed-over cache are neither here nor below."""
     prefilled: tuple[int, float] = (0, 0.0)
-    """Since the last statistics: (tokens, seconds) of steps that computed prompts or handed-over contexts. Sequences
-    that decoded in the same steps count with a token each."""
+    """Since the last statistics: (tokens, seconds) of prompts or handed-over contexts that were computed. Of a step in
+    which others decoded, what it took longer than one that only decoded."""
 
 
 class Died(Message):

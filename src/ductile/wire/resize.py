@@ -160,7 +160,7 @@ class Transaction:
                 await self._leave()
                 await self._freeze_and_move()
                 await self._step("commit", Commit(self.change.epoch), Done)
-                self._trainer.formation = self.change.after
+                self._trainer.formation, self._trainer.epoch = self.change.after, self.change.epoch
         except SlotLost:
             raise
         except BaseException as error:

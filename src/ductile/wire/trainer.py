@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from ductile.core.batch.packing import pack
+from ductile.core.cluster.state import IN_FLIGHT
 from ductile.records import Formation, Manifest, MicroBatch, Sample, StepReport
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.fanout import R, ask_each
@@ -31,9 +32,6 @@ from ductile.wire.messages import (
     Withdraw,
 )
 from ductile.wire.news import News
-
-IN_FLIGHT = 2
-"""Micro-steps: one that runs and one that waits in the slots. More would only make a change wait for longer."""
 
 Row = tuple[MicroBatch, ...]
 """A micro-step: each rank's micro-batch."""
@@ -71,6 +69,8 @@ class RemoteTrainer:
     def __init__(self, mailbox: Mailbox, formation: Formation, timeout_s: float) -> None:
         self.formation = formation
         """Set by a change, within `boundary`."""
+        self.epoch = 0
+        """Of the change that made the formation, and set with it; 0 of the one that the run began with."""
         self.with_gradient = False
         """Something has been accumulated since the last optimizer step."""
         self.version: int | None = None

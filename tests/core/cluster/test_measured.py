@@ -100,7 +100,8 @@ def test_without_others_first_micro_steps_say_how_fast():
 def test_the_first_micro_step_after_a_resize_is_a_cost_of_it_and_no_speed():
     measured = Measured()
     measured.first_micro_step(500, 2, 3.0)
-    measured.took("resize", 0.2)
+    for _ in range(3):
+        measured.took("resize", 0.2)
     assert measured.costs().resize_s == pytest.approx(0.2), "before others there is nothing to compare it with"
     for tokens in (400, 500, 600):
         measured.micro_step(tokens, 2, tokens / 1000)
@@ -115,8 +116,17 @@ def test_what_changes_cost_is_guessed_from_how_long_weights_take():
     measured.took("receive", 0.01)
     costs = measured.costs()
     assert (costs.resize_s, costs.prepare_s, costs.grant_s) == pytest.approx((0.2, 0.2, 0.06))
+
+
+def test_one_change_alone_does_not_say_what_the_next_ones_cost():
+    measured = Measured()
+    measured.took("publish", 0.05)
+    measured.took("receive", 0.01)
     measured.took("grant", 0.4)
-    assert measured.costs().grant_s == 0.4
+    assert measured.costs().grant_s == pytest.approx(0.23), "it was the first, and what was expected counts as well"
+    measured.took("grant", 0.1)
+    measured.took("grant", 0.1)
+    assert measured.costs().grant_s == pytest.approx(0.1)
 
 
 def test_an_empty_micro_step_says_nothing_of_speed():
@@ -143,7 +153,41 @@ def test_a_tail_of_single_sequences_does_not_make_full_batches_forgotten():
 def test_a_cache_travels_at_the_speed_at_which_it_was_seen_to():
     measured = Measured(cache_bytes_per_token=2000)
     assert measured.costs().cache_bytes_per_s > 0, "or it would never be tried"
-    measured.cache_travelled(tokens=1000, seconds=0.01)
-    measured.cache_travelled(tokens=3000, seconds=0.01)
-    assert measured.costs().cache_bytes_per_token == pytest.approx(2000)
-    assert measured.costs().cache_bytes_per_s == pytest.approx(4e8)
+    for tokens in (1000, 30_000, 15_000, 40_000) * 8:
+        measured.handed_off(tokens, 0.03 + 2000 * tokens / 4e8)
+    costs = measured.costs()
+    assert costs.cache_bytes_per_token == pytest.approx(2000)
+    assert costs.cache_bytes_per_s == pytest.approx(4e8, rel=0.05)
+    assert costs.handoff_s == pytest.approx(0.03, rel=0.1)
+
+
+def test_messages_of_small_caches_do_not_make_caches_slow():
+    """Or rollouts would be prefilled again ever after, and the cache's real speed never be seen."""
+    measured = Measured(cache_bytes_per_token=2000)
+    for tokens in (50, 200, 300, 200, 50):
+        measured.handed_off(tokens, 0.15)
+    assert measured.costs().cache_bytes_per_s > 1e8
+    assert measured.costs().handoff_s == pytest.approx(0.13, abs=0.02)
+
+
+def test_a_slow_cache_is_found_out():
+    measured = Measured(cache_bytes_per_token=2000)
+    for tokens in (2000, 4000):
+        measured.handed_off(tokens, 0.05 + 2000 * tokens / 2e6)
+    assert measured.costs().cache_bytes_per_s < 1e7
+
+
+def test_a_handoff_that_waited_for_a_micro_step_is_left_out():
+    measured = Measured(cache_bytes_per_token=2000)
+    for seconds in [0.05] * 4 + [2.5] + [0.05] * 4:
+        measured.handed_off(0, seconds)
+    assert measured.costs().handoff_s == pytest.approx(0.05)
+    assert measured.costs().cache_bytes_per_s == pytest.approx(1e9, rel=0.01), "no cache went along"
+
+
+def test_where_caches_cannot_travel_messages_alone_are_measured():
+    measured = Measured()
+    for _ in range(3):
+        measured.handed_off(3000, 0.2)
+    assert 0.1 < measured.costs().handoff_s < 0.2, "what was expected counts once"
+    assert measured.costs().cache_bytes_per_s == 0

@@ -64,5 +64,5 @@ def test_a_full_generator_gets_no_more_while_another_has_room():
 
 
 def test_leaving_without_a_receiver_is_an_error():
-    with pytest.raises(ValueError, match="have no generator to go to"):
+    with pytest.raises(ValueError, match="there is no generator for 1 rollout of slots 2-5"):
         change(scene(running={2: [5]}), dict.fromkeys((2, 3, 4, 5), TRAIN))

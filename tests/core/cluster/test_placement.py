@@ -109,6 +109,7 @@ def test_gpus_bound_the_slots() -> None:
     ("entries", "num_devices", "why"),
     [
         ({"actor,rollout": "all"}, 4, "`all` is 4 slots, because the machine has so many"),
+        ({"actor,rollout": "all"}, 1, "`all` is 1 slot, because the machine has so many"),
         ({"actor": "all", "rollout": "0-4"}, None, "`all` is 5 slots, because the other roles name so many"),
         ({"actor,rollout": "all"}, None, "`all` is 2 slots, because the deployment numbers add up to so many"),
     ],

@@ -79,10 +79,10 @@ def test_nothing_is_started_that_would_be_too_old_on_arrival():
 def test_admission_table():
     bound = StalenessBound(groups_per_step=4, max_async_level=1, max_off_policy_steps=8)
     for outstanding, taken, steps_left, num_groups, reason in [
-        (0, 0, 9, 8, "0 groups are outstanding"),
-        (5, 2, 9, 1, "5 groups are outstanding"),
+        (0, 0, 9, 8, "0 groups outstanding"),
+        (5, 2, 9, 1, "5 groups outstanding"),
         (4, 4, 9, 0, "max_async_level 1"),
-        (0, 0, 1, 4, "0 groups are outstanding"),
+        (1, 0, 1, 3, "1 group outstanding, 1 step to fill"),
         (2, 2, 1, 0, "every step that is left"),
     ]:
         answer = admission(bound, outstanding=outstanding, taken=taken, steps_left=steps_left)
@@ -96,3 +96,5 @@ def test_freshness_says_why():
     stale = freshness(bound, version=6, oldest_version=3)
     assert not stale.fresh
     assert stale.reason == "its oldest token is 3 versions old, max_off_policy_steps is 2"
+    strict = StalenessBound(groups_per_step=4, max_async_level=1, max_off_policy_steps=0)
+    assert "is 1 version old" in freshness(strict, version=1, oldest_version=0).reason

@@ -128,7 +128,8 @@ class SwitchCosts:
     release_s: float = 0.0
     """A slot stops being one: cache and weights freed."""
     handoff_s: float = 0.0
-    """One rollout changes generators: messages and bookkeeping, prefill not included."""
+    """Rollouts change generators, however many at once: messages and bookkeeping. What is handed off waits for it,
+    other rollouts do not. Neither prefill nor caches are in it."""
     cache_bytes_per_token: float = 0.0
     cache_bytes_per_s: float = 0.0
     """Between two slots; 0 when the cache cannot travel."""

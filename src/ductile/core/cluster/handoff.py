@@ -12,7 +12,7 @@ import numpy as np
 from ductile.core.cluster.cost import carriage
 from ductile.core.cluster.lengths import Survival, survival
 from ductile.core.cluster.orders import Handoff, Move, Order
-from ductile.core.cluster.placement import Role, compact
+from ductile.core.cluster.placement import Role, many, slots_of
 from ductile.core.cluster.state import ClusterState, Unfinished
 
 Remaining = Mapping[str, float]
@@ -47,7 +47,7 @@ def hand_off(
     if not orphans:
         return ()
     if not receivers:
-        raise ValueError(f"{len(orphans)} rollouts of slots {compact(sorted(leaving))} have no generator to go to")
+        raise ValueError(f"there is no generator for {many(len(orphans), 'rollout')} of {slots_of(leaving)}")
     load, count = dict.fromkeys(receivers, 0.0), dict.fromkeys(receivers, 0)
     for rollout in state.unfinished:
         if rollout.slot in load:

@@ -2,7 +2,8 @@
 
 Only the latest measurements count, of each kind as many as `WINDOW`. Single numbers are medians, and lines are fitted
 without what is far off them: the first of a kind is often the slowest, and one stop of the machine is not how things
-are. What nobody has measured yet is a prior:
+are. What nobody has measured yet is a prior, and of changes that is one measurement among the others: a run may make
+only one resize, its first.
 
     decoding        50 ms a step, whatever the batch; a policy that reckons should not be asked before this is measured
     prefill         as fast as 32 decoding sequences
@@ -10,39 +11,34 @@ are. What nobody has measured yet is a prior:
     a resize        as long as the weights took to be published, for each of parameters, two moments and the gradient;
                     0.5 s before any were. Preparing it takes as long again
     a grant         as long as the weights took to be published and received; 1 s before any were
-    release, handoff, optimizer step, publish, receive     0.05 s, 0.01 s, nothing
-    the cache       travels at 1 GB/s, if it can
+    release, optimizer step, publish, receive     0.05 s, nothing
+    a handoff       50 ms, and a cache that can travel does so at 1 GB/s
 """
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable
 from statistics import median
 from typing import Literal, TypeVar
 
-import numpy as np
-
 from ductile.core.cluster.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
+from ductile.core.cluster.fits import by_slots, handing_off, line, near
 
-Once = Literal["optim", "publish", "receive", "resize", "warm_up", "prepare", "grant", "release", "handoff"]
+Once = Literal["optim", "publish", "receive", "resize", "warm_up", "prepare", "grant", "release"]
 """What takes about as long each time. warm_up: what the first micro-step after a resize takes longer than others."""
 
 PRIOR_DECODE = DecodeSpeed(step_s=0.05)
 PRIOR_PREFILL_SEQUENCES = 32
-PRIOR_CACHE_BYTES_PER_S = 1e9
+PRIOR_HANDOFF = (0.05, 1e-9)
+"""Seconds, and seconds more for each byte of a cache."""
 TRAIN_WORK = 3.0
 PRIORS: dict[Once, float] = {
     "optim": 0.0, "publish": 0.0, "receive": 0.0,
-    "resize": 0.5, "warm_up": 0.0, "prepare": 0.5, "grant": 1.0, "release": 0.05, "handoff": 0.01,
+    "resize": 0.5, "warm_up": 0.0, "prepare": 0.5, "grant": 1.0, "release": 0.05,
 }  # fmt: skip
+RARE: frozenset[Once] = frozenset({"resize", "prepare", "grant"})
 STATE = 4
 """Parameters, two moments and the gradient: a resize moves so many times what is published."""
 WINDOW = 64
-FAR_OFF = 3.0
-"""A micro-step that took so many times what the others lead to expect is left out of their line."""
-PACE = 0.1
-"""By this share a machine's pace differs from one minute to another."""
-OVERHEAD = 0.05
-"""What a further train slot costs all others, give or take, before anything is known."""
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -59,6 +55,8 @@ class Measured:
         self._first_micro_steps: dict[int, deque[tuple[float, float]]] = {}
         self._rates: dict[str, deque[tuple[float, float]]] = {}
         self._once: dict[Once, deque[float]] = {}
+        self._handoffs: deque[tuple[float, float]] = deque(maxlen=WINDOW)
+        self._handing_off = PRIOR_HANDOFF
         self._cached: Speeds | None = None
 
     @property
@@ -80,9 +78,10 @@ class Measured:
         """slot_seconds: of all scorers that worked on it, added up."""
         self._rate("score", tokens, slot_seconds)
 
-    def cache_travelled(self, tokens: float, seconds: float) -> None:
-        """Of rollouts that were handed off with their cache, from one slot to another."""
-        self._rate("cache", tokens * self._cache_bytes_per_token, seconds)
+    def handed_off(self, tokens: float, seconds: float) -> None:
+        """Rollouts, all at once. tokens: of the contexts whose cache went along, to the slot that took in the most."""
+        self._handoffs.append((tokens * self._cache_bytes_per_token, seconds))
+        self._handing_off = handing_off(self._handoffs, PRIOR_HANDOFF)
 
     def micro_step(self, tokens_busiest: float, num_slots: int, seconds: float) -> None:
         self._keep(self._micro_steps, num_slots, (tokens_busiest, seconds))
@@ -106,14 +105,15 @@ class Measured:
         return self._cached
 
     def costs(self) -> SwitchCosts:
+        handoff_s, per_byte_s = self._handing_off
         return SwitchCosts(
             resize_s=self._usual("resize") + self._usual("warm_up"),
             prepare_s=self._usual("prepare"),
             grant_s=self._usual("grant"),
             release_s=self._usual("release"),
-            handoff_s=self._usual("handoff"),
+            handoff_s=handoff_s,
             cache_bytes_per_token=self._cache_bytes_per_token,
-            cache_bytes_per_s=self._per("cache", PRIOR_CACHE_BYTES_PER_S if self._cache_bytes_per_token else 0.0),
+            cache_bytes_per_s=1 / per_byte_s if self._cache_bytes_per_token else 0.0,
         )
 
     def _speeds(self) -> Speeds:
@@ -141,7 +141,7 @@ class Measured:
         ]
         if not rows:
             return None
-        rows = near(rows)
+        rows = near(rows, line)
         start_s, per_token_s = line(rows)
         if per_token_s <= 0:
             return None
@@ -157,7 +157,9 @@ class Measured:
 
     def _usual(self, what: Once) -> float:
         seen = self._once.get(what)
-        return median(seen) if seen else self._prior(what)
+        if not seen:
+            return self._prior(what)
+        return median([*seen, self._prior(what)] if what in RARE else seen)
 
     def _prior(self, what: Once) -> float:
         if "publish" in self._once:
@@ -179,41 +181,3 @@ class Measured:
     def _keep(self, windows: dict[K, deque[T]], key: K, value: T) -> None:
         windows.setdefault(key, deque(maxlen=WINDOW)).append(value)
         self._cached = None
-
-
-def near(rows: Sequence[tuple[float, float, int]]) -> list[tuple[float, float, int]]:
-    """Rows (tokens, seconds, slots) that are not far above the line through all of them."""
-    kept = list(rows)
-    while True:
-        start_s, per_token_s = line(kept)
-        closer = [row for row in kept if row[1] <= FAR_OFF * (start_s + per_token_s * row[0])]
-        if len(closer) == len(kept) or 2 * len(closer) < len(rows):
-            return kept
-        kept = closer
-
-
-def line(rows: Sequence[tuple[float, float, int]]) -> tuple[float, float]:
-    """(start, per token) of `seconds = start + per_token tokens` by least squares, neither of them negative."""
-    tokens, seconds = (np.array([row[column] for row in rows], float) for column in (0, 1))
-    if np.ptp(tokens) > 0:
-        per_token, start = np.polyfit(tokens, seconds, 1)
-        if start > 0 and per_token > 0:
-            return float(start), float(per_token)
-    return 0.0, float(tokens @ seconds / (tokens @ tokens))
-
-
-def by_slots(per_token_s: Mapping[int, float]) -> tuple[float, float]:
-    """(seconds a token of one slot alone, overhead) from the seconds a token on each number of slots.
-
-    However many micro-steps a number of slots has seen, it is one observation: what differs between two of them may be
-    the machine's pace, which changes from minute to minute. So nearly equal numbers say little of the overhead, and far
-    ones much: least squares with `PACE` as the noise and `OVERHEAD` as what is expected beforehand.
-    """
-    mean_s = sum(per_token_s.values()) / len(per_token_s)
-    rows = [((1.0, slots - 1.0), seconds / mean_s) for slots, seconds in per_token_s.items()]
-    rows.append(((0.0, PACE / OVERHEAD), 0.0))
-    columns, wanted = (np.array([row[part] for row in rows], float) for part in (0, 1))
-    alone, other = np.linalg.lstsq(columns, wanted, rcond=None)[0]
-    if other <= 0 or alone <= 0:
-        return mean_s, 0.0
-    return float(alone) * mean_s, float(other / alone)

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ductile.core.cluster.placement import slots_of
+from ductile.core.cluster.placement import many, slots_of
 from ductile.records import Change, Formation, TrainProgress
 
 Phase = Literal["hold", "prepare", "freeze", "move", "commit", "settle", "rollback"]
@@ -139,4 +139,4 @@ def _far(progress: TrainProgress) -> tuple[int, int, bool]:
 
 def _at(progress: TrainProgress) -> str:
     inside = "in the middle of a batch" if progress.with_gradient else "between batches"
-    return f"step {progress.step}, {inside}, after {progress.num_updates} updates"
+    return f"step {progress.step}, {inside}, after {many(progress.num_updates, 'update')}"

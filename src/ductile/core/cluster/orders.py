@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from ductile.core.cluster.placement import Role, slots_of
+from ductile.core.cluster.placement import Role, many, slots_of
 from ductile.core.cluster.state import ClusterState, Limits
 from ductile.records import Formation
 
@@ -147,11 +147,11 @@ def _wrong_handoffs(state: ClusterState, decision: Decision) -> Iterator[str]:
 def _broken_floors(state: ClusterState, limits: Limits, after: dict[int, tuple[Role, ...]]) -> Iterator[str]:
     held = Counter(role for roles in after.values() for role in roles)
     if held["train"] < max(1, limits.min_train):
-        yield f"{held['train']} slots would train, and {max(1, limits.min_train)} is the least"
+        yield f"{many(held['train'], 'slot')} would train, and {max(1, limits.min_train)} is the least"
     if state.num_to_generate and held["generate"] < limits.min_generate:
-        yield f"{held['generate']} slots would generate, and {limits.min_generate} is the least"
+        yield f"{many(held['generate'], 'slot')} would generate, and {limits.min_generate} is the least"
     if (state.num_to_generate or state.batch.to_score) and held["score"] < limits.min_score:
-        yield f"{held['score']} slots would score, and {limits.min_score} is the least"
+        yield f"{many(held['score'], 'slot')} would score, and {limits.min_score} is the least"
 
 
 def _wrong_moment(state: ClusterState, after: dict[int, tuple[Role, ...]]) -> Iterator[str]:
@@ -171,7 +171,7 @@ def sentence(orders: Iterable[Order], *further: str) -> str:
             handoffs.append(order)
     said = ", ".join(f"{slots_of(slots)} {before} → {after}" for (before, after), slots in kinds.items())
     if handoffs:
-        what = "1 rollout" if len(handoffs) == 1 else f"{len(handoffs)} rollouts"
+        what = many(len(handoffs), "rollout")
         to = slots_of({order.target for order in handoffs})
         said = f"{said}: {what} left, handed to {to}" if said else f"{what} handed to {to}"
     return "; ".join(part for part in (said, *further) if part)

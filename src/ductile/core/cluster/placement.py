@@ -135,7 +135,7 @@ def _from_entries(entries: Mapping[str, Entry], num_wanted: int, num_devices: in
         num_all, because = num_wanted, "the deployment numbers add up to"
     reason = "as component_placement says"
     if None in slots.values():
-        reason += f"; `all` is {num_all} slots, because {because} so many"
+        reason += f"; `all` is {many(num_all, 'slot')}, because {because} so many"
     by_role = {role: slots[names] for role, names in named.items()}
     everything = tuple(range(num_all))
 
@@ -233,10 +233,10 @@ def _too_many(placement: Placement, num_devices: int | None) -> list[str]:
     highest = max(placement.slots, default=-1)
     if num_devices is None or highest < num_devices:
         return []
-    has = "no GPU" if num_devices == 0 else "1 GPU" if num_devices == 1 else f"{num_devices} GPUs"
+    has = many(num_devices, "GPU") if num_devices else "no GPU"
     return [
-        f"The placement uses {highest + 1} slots, and this machine has {has}: use slots below {num_devices}, let roles "
-        "share a slot (`actor,rollout: 0`), or set cluster.device to cpu."
+        f"The placement uses {many(highest + 1, 'slot')}, and this machine has {has}: use slots below {num_devices}, "
+        "let roles share a slot (`actor,rollout: 0`), or set cluster.device to cpu."
     ]
 
 
@@ -268,3 +268,8 @@ def compact(slots: Sequence[int]) -> str:
 def slots_of(slots: Collection[int]) -> str:
     """ "slot 3", "slots 0-2,5", in ascending order."""
     return f"slot{'' if len(slots) == 1 else 's'} {compact(sorted(slots))}"
+
+
+def many(number: int, noun: str) -> str:
+    """ "1 rollout", "3 rollouts"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -10,6 +10,8 @@ The caller keeps the books (a `GeneratorLoad` a slot) and asks again for every s
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ductile.core.cluster.placement import many
+
 
 @dataclass(frozen=True, slots=True)
 class GeneratorLoad:
@@ -40,7 +42,8 @@ def route(group: str, loads: Sequence[GeneratorLoad], affinity_tokens: float = 2
         extra = near.remaining_tokens - least.remaining_tokens
         if extra <= affinity_tokens:
             return Route(
-                near.slot, f"slot {near.slot} has the prompt of group {group} cached, for {extra:.0f} tokens more"
+                near.slot,
+                f"slot {near.slot} has the prompt of group {group} cached, for {many(round(extra), 'token')} more",
             )
     return Route(least.slot, f"slot {least.slot} has the fewest tokens left: {least.remaining_tokens:.0f}")
 

@@ -13,6 +13,8 @@ Invariants (tests/core/cluster/test_staleness.py): no group is trained on beyond
 
 from dataclasses import dataclass
 
+from ductile.core.cluster.placement import many
+
 
 @dataclass(frozen=True, slots=True)
 class StalenessBound:
@@ -50,13 +52,13 @@ def admission(bound: StalenessBound, *, outstanding: int, taken: int, steps_left
     steps = min(1 + bound.ahead, steps_left)
     room = steps * bound.groups_per_step - taken - outstanding
     if room > 0:
-        return Admission(room, f"{outstanding} groups are outstanding and {steps} steps may be filled")
+        return Admission(room, f"{many(outstanding, 'group')} outstanding, {many(steps, 'step')} to fill")
     if steps == steps_left:
         return Admission(0, "every step that is left has its groups")
     return Admission(
         0,
-        f"{outstanding} groups outstanding and {taken} in training fill the current step and the {bound.ahead} that "
-        f"generation may run ahead (max_async_level {bound.max_async_level}, "
+        f"{many(outstanding, 'group')} outstanding and {taken} in training fill the current step and the {bound.ahead} "
+        f"that generation may run ahead (max_async_level {bound.max_async_level}, "
         f"max_off_policy_steps {bound.max_off_policy_steps})",
     )
 
@@ -65,7 +67,9 @@ def freshness(bound: StalenessBound, *, version: int, oldest_version: int) -> Fr
     """Whether a group whose oldest token was sampled from `oldest_version` may train version `version`."""
     age = max(0, version - oldest_version)
     if age <= bound.max_off_policy_steps:
-        return Freshness(True, age, f"{age} versions old, at most {bound.max_off_policy_steps} are allowed")
+        return Freshness(True, age, f"{many(age, 'version')} old, with at most {bound.max_off_policy_steps} allowed")
     return Freshness(
-        False, age, f"its oldest token is {age} versions old, max_off_policy_steps is {bound.max_off_policy_steps}"
+        False,
+        age,
+        f"its oldest token is {many(age, 'version')} old, max_off_policy_steps is {bound.max_off_policy_steps}",
     )

@@ -11,6 +11,9 @@ from ductile.core.cluster.cost import Speeds, SwitchCosts
 from ductile.core.cluster.placement import Placement, Role
 from ductile.records import Formation
 
+IN_FLIGHT = 2
+"""Micro-steps: one that runs and one that waits in the slots. More would only make a change wait for longer."""
+
 
 @dataclass(frozen=True, slots=True)
 class SlotState:

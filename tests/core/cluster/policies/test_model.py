@@ -72,6 +72,25 @@ def test_a_split_stays_when_changing_it_costs_more_than_it_gains():
     assert (decision.moves, decision.hold_training) == ((), False)
 
 
+@pytest.mark.parametrize("may_share", [True, False])
+def test_generation_grows_in_the_middle_of_a_step_when_it_is_what_is_late(may_share):
+    """The trainer has eaten what was there; forty answers are not begun, and two of six slots generate."""
+    state = scene(
+        {"actor": "0-3", "rollout": "4-5"},
+        running={4: [100] * 8, 5: [100] * 8},
+        trained=8,
+        to_start=40,
+        group_size=2,
+        limits=Limits(max_num_seqs=8, may_share=may_share),
+    )
+    decision = decide(state)
+    moved = [move for move in decision.moves if "generate" in move.after]
+    assert moved
+    assert all(move.before == ("train",) for move in moved)
+    assert all(move.after == (BOTH if may_share else ("generate",)) for move in moved)
+    assert decision.prediction.gain_s > 0
+
+
 @pytest.mark.parametrize("steps_left", [1, 5])
 def test_the_rest_is_trained_on_all_slots_when_the_way_back_pays_too(steps_left):
     """Two slots train 2,000 tokens in 1.0 s, six in 0.37 s; resizing takes 0.4 s, once or twice."""

@@ -30,7 +30,7 @@ def states(draw, at_boundary=None):
     limits = Limits(
         min_train=draw(st.integers(1, num_train)),
         min_generate=1,
-        min_score=0,
+        min_score=draw(st.integers(0, num_score)),
         max_num_seqs=draw(st.integers(1, 16)),
         may_share=draw(st.booleans()),
     )
@@ -39,6 +39,8 @@ def states(draw, at_boundary=None):
     for slot in range(bounds[-1]):
         at_home = "score" if slot >= bounds[2] else ""
         roles[slot] = draw(st.sampled_from([("score",), ("train",)] if at_home else [*shapes, ()]))
+    if limits.min_score:
+        roles[bounds[2]] = ("score",)
     for slot in range(num_train):
         if sum("train" in held for held in roles.values()) < limits.min_train:
             roles[slot] = ("train",)

@@ -51,9 +51,11 @@ def test_what_it_says_is_what_it_does():
     state = scene({"actor": 0, "rollout": "1-3"}, running={1: [9] * 6, 2: [5, 5, 5], 3: [9] * 5}, trained=10)
     decision = Rules().decide(state)
     assert decision.reason == (
-        "slot 2 generate → train: 3 rollouts left, handed to slots 1,3; 14 rollouts need 2 generators"
+        "slot 2 generate → train: 3 rollouts left, handed to slots 1,3; 14 rollouts to generate, 2 generators needed"
     )
     assert {order.id for order in decision.handoffs} == {"2/0", "2/1", "2/2"}
+    alone = scene({"actor": 0, "rollout": "1-2"}, running={2: [9]}, trained=10)
+    assert Rules().decide(alone).reason == "slot 1 generate → train; 1 rollout to generate, 1 generator needed"
 
 
 def test_scorers_train_when_nothing_is_left_to_score():

@@ -93,15 +93,20 @@ class Arrangements:
         # Who leaves the trainer waits for the resize before it generates.
         stopped = len(self.generators(count) & self.members)
         generate_s = self._joining_s(costs.grant_s, new, count) + self._joining_s(resize_s, stopped, count)
-        return resize_s, generate_s + self._carried_s * self.moved_context(count) / max(1, count)
+        return resize_s, generate_s + self._handing_off_s(self.moved_context(count), count)
 
     def everybody_delays_s(self) -> tuple[float, float]:
         """What `everybody` costs now, in the same way."""
         num_slots = len(self._held)
         new = num_slots - len(self.generators_now)
         moved = 0.0 if self._state.batch.to_start else self._context[-1] * new / num_slots
-        carried_s = self._carried_s * moved / max(1, new)
-        return 0.0, self._joining_s(self._state.costs.grant_s, new, num_slots) + carried_s
+        return 0.0, self._joining_s(self._state.costs.grant_s, new, num_slots) + self._handing_off_s(moved, new)
+
+    def _handing_off_s(self, context: float, num_targets: int) -> float:
+        """On average over what is generated: messages stop only those that they are about."""
+        if not context:
+            return 0.0
+        return self._state.costs.handoff_s * context / self._context[-1] + self._carried_s * context / num_targets
 
     def _joining_s(self, seconds: float, new: int, count: int) -> float:
         """That `new` of `count` generators come so much later. Before a step's first rollout all wait for them: the

@@ -124,7 +124,7 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
         left = running + unstarted
         context = ages @ mean_age
         moved, paused_s = stage.advance(state, plans, left, num_slots)
-        stalled_s += context * moved * carried_s / stage.generators
+        stalled_s += context * moved * carried_s / stage.generators + moved * state.costs.handoff_s
         busy_s += paused_s
         started = np.minimum(np.maximum(0.0, stage.generators * full - running), unstarted)
         ages[:, 0] += started
@@ -150,7 +150,7 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
         stalled_s = np.zeros(num_plans)
         taken = _taken(state, todo, taken, left / total, stage.trainers)
         tokens = np.maximum(0.0, seconds - busy_s) * _tokens_per_s(state, todo, stage.trainers)
-        trained += np.clip(tokens, 0.0, np.maximum(0.0, taken - trained))
+        trained += np.minimum(np.maximum(0.0, tokens), np.maximum(0.0, taken - trained))
         busy_s = np.maximum(0.0, busy_s - seconds)
         now_s += seconds
         going_on = ages * todo.go_on
@@ -212,7 +212,7 @@ class _Stage:
 
 def _taken(state: ClusterState, todo: Work, taken: Floats, share_left: Floats, trainers: Floats) -> Floats:
     """Tokens that the trainer has taken by now, of those whose groups are whole."""
-    whole = np.clip(1.0 - share_left, 0.0, 1.0) ** todo.members
+    whole = np.minimum(np.maximum(0.0, 1.0 - share_left), 1.0) ** todo.members
     there = todo.ready_tokens + todo.coming_tokens * whole
     # It takes all there is, but not before there is a full micro-batch for every slot, or a quarter of the update: on
     # average, half of that waits.

@@ -56,12 +56,13 @@ class Model:
         if (recalled := _recall_scorers(state)).orders:
             return recalled
         pool = tuple(slot.slot for slot in state.slots if slot.ready and "score" not in slot.roles)
-        todo = work(state, length_model(state))
+        lengths = length_model(state)
+        todo = work(state, lengths)
         if len(pool) < 2:
             return Decision()
         if not todo.to_generate:
             return self._all_train(state, pool, todo)
-        remaining = remaining_tokens(state)
+        remaining = remaining_tokens(state, lengths)
         arrangements = Arrangements(state, pool, remaining)
         best = self._best(state, len(pool), todo, arrangements)
         if best is None:

@@ -24,7 +24,7 @@ from math import ceil
 
 from ductile.core.cluster.handoff import change, remaining_tokens
 from ductile.core.cluster.orders import Decision, Order, complaints, sentence
-from ductile.core.cluster.placement import Role
+from ductile.core.cluster.placement import Role, many
 from ductile.core.cluster.state import ClusterState
 
 TRAIN: tuple[Role, ...] = ("train",)
@@ -44,7 +44,7 @@ class Rules:
         if not begun:
             return self._before_the_step(state)
         if self.wait_before_last_iter and state.batch.last_update and state.batch.missing:
-            why = f"the last part of the batch waits for {state.batch.missing} rollouts, to train on all slots"
+            why = f"the last part of the batch waits for {many(state.batch.missing, 'rollout')}, to train on all slots"
             return Decision(hold_training=True, reason="" if state.trainer.held else why)
         return self._during_the_step(state)
 
@@ -56,16 +56,16 @@ class Rules:
             home |= {slot: _with_generate(home[slot]) for slot in _lendable(state, home)}
         orders = _orders(state, home)
         if lend:
-            why = f"train slots generate until half of the step's {state.batch.num_rollouts} rollouts are finished"
+            why = f"train slots generate until half of the step's rollouts ({state.batch.num_rollouts}) are finished"
         elif self.pre_process and state.trainer.held:
-            why = f"training starts: {missing} rollouts are missing, at most half of the step's"
+            why = f"training starts: {many(missing, 'rollout')} missing, at most half of the step's"
         else:
             why = "every slot returns to what the configuration gave it"
         return Decision(orders, sentence(orders, why) if orders else "", hold_training=lend)
 
     def _during_the_step(self, state: ClusterState) -> Decision:
-        to_generate = state.num_to_generate
-        generators = [slot for slot in state.of("generate") if slot in state.ready]
+        to_generate, may_move = state.num_to_generate, state.ready
+        generators = [slot for slot in state.of("generate") if slot in may_move]
         needed = ceil(to_generate / _carries(state))
         if to_generate:
             needed = max(needed, state.limits.min_generate)
@@ -74,10 +74,12 @@ class Rules:
         surplus = len(generators) - max(0, needed - num_others)
         roles = {slot: TRAIN for slot in _cheapest_to_free(state, generators)[: max(0, surplus)]}
         if not to_generate and not state.batch.to_score:
-            roles |= {slot: TRAIN for slot in state.of("score") if slot in state.ready}
+            roles |= {slot: TRAIN for slot in state.of("score") if slot in may_move}
         roles |= {slot.slot: TRAIN for slot in state.slots if slot.ready and not slot.roles}
         orders = _orders(state, roles)
-        why = f"{to_generate} rollouts need {needed} generators" if to_generate else "nothing is left to generate"
+        why = "nothing is left to generate"
+        if to_generate:
+            why = f"{many(to_generate, 'rollout')} to generate, {many(needed, 'generator')} needed"
         return Decision(orders, sentence(orders, why) if orders else "")
 
 
@@ -127,9 +129,10 @@ def _cheapest_to_free(state: ClusterState, generators: list[int]) -> list[int]:
 def _orders(state: ClusterState, roles: Mapping[int, tuple[Role, ...]]) -> tuple[Order, ...]:
     """The change to `roles`, of those slots that may be ordered about; none while others are still needed where they
     are, because who should take their place is not ready."""
-    ready = {slot: after for slot, after in roles.items() if slot in state.ready}
-    after = {slot.slot: ready.get(slot.slot, slot.roles) for slot in state.slots}
+    may_move = state.ready
+    moved = {slot: after for slot, after in roles.items() if slot in may_move}
+    after = {slot.slot: moved.get(slot.slot, slot.roles) for slot in state.slots}
     if state.unfinished and not any("generate" in held for held in after.values()):
         return ()
-    orders = change(state, ready)
+    orders = change(state, moved)
     return () if complaints(state, Decision(orders)) else orders

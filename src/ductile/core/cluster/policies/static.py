@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from ductile.core.cluster.orders import Decision
+from ductile.core.cluster.placement import many
 from ductile.core.cluster.state import ClusterState
 
 
@@ -21,5 +22,5 @@ class InTurns:
 
     def decide(self, state: ClusterState) -> Decision:
         if state.batch.missing:
-            return Decision(hold_training=True, reason=f"training waits for {state.batch.missing} rollouts")
+            return Decision(hold_training=True, reason=f"training waits for {many(state.batch.missing, 'rollout')}")
         return Decision()

@@ -1,0 +1,108 @@
+"""What deciding costs: seconds that a policy takes to answer, in simulated runs on few slots and on many.
+
+    python benchmarks/decisions.py --json benchmarks/results/decisions.json
+
+A hundred rollouts a slot in two on-policy steps, in groups of 16 with long-tailed answers; a quarter of the slots
+trains at first. Slots, time and rollouts are simulated; deciding is the policies' real work on this machine's core.
+`simulating_s` is what the whole simulation took.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ductile.core.cluster.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
+from ductile.core.cluster.placement import Placement
+from ductile.core.cluster.state import Limits
+from ductile.sim.arms import named
+from ductile.sim.run import simulate
+from ductile.sim.scenario import Scenario, WorkLoad, lognormal
+from provenance import provenance
+
+STEPS, GROUP_SIZE, ROLLOUTS_PER_SLOT = 2, 16, 100
+
+
+def scenario(num_slots: int) -> Scenario:
+    train = num_slots // 4
+    return Scenario(
+        placement=Placement(tuple(range(train)), tuple(range(train, num_slots)), (), "a quarter trains"),
+        work=WorkLoad(
+            num_steps=STEPS,
+            groups_per_step=num_slots * ROLLOUTS_PER_SLOT // GROUP_SIZE // STEPS,
+            group_size=GROUP_SIZE,
+            prompt_tokens=256,
+            max_tokens=16_384,
+            draw=lognormal(2_000, 0.9),
+        ),
+        speeds=Speeds(
+            decode=DecodeSpeed(0.008, 0.0001),
+            prefill_tokens_per_s=20_000,
+            train=TrainSpeed(5_000, overhead=0.0005, micro_step_s=0.05),
+            optim_s=0.5,
+            publish_s=0.5,
+            receive_s=0.2,
+        ),
+        costs=SwitchCosts(resize_s=0.5, prepare_s=1.0, grant_s=0.5, release_s=0.05, handoff_s=0.005),
+        limits=Limits(max_num_seqs=64),
+        coalesce_s=0.5,
+    )
+
+
+@dataclass(frozen=True)
+class Row:
+    policy: str
+    slots: int
+    rollouts: int
+    decisions: int
+    changes: int
+    median_ms: float
+    p99_ms: float
+    longest_ms: float
+    simulating_s: float
+
+
+def row(policy: str, num_slots: int) -> Row:
+    began_s = time.perf_counter()
+    result = simulate(scenario(num_slots), named(policy))
+    took_s = time.perf_counter() - began_s
+    ms = sorted(1e3 * each for each in result.decide_s)
+    return Row(
+        policy,
+        num_slots,
+        result.num_rollouts,
+        len(ms),
+        len(result.changes),
+        statistics.median(ms),
+        ms[round(0.99 * (len(ms) - 1))],
+        ms[-1],
+        took_s,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slots", type=int, nargs="+", default=[8, 64, 1024])
+    parser.add_argument("--policies", nargs="+", default=["rules", "rules_policies", "model"])
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for num_slots in given.slots:
+        for policy in given.policies:
+            found = row(policy, num_slots)
+            print(
+                f"{policy:16}{num_slots:5} slots {found.rollouts:7} rollouts  {found.decisions:5} decisions  "
+                f"median {found.median_ms:6.1f} ms  99th of 100 {found.p99_ms:6.1f}  longest {found.longest_ms:6.1f}  "
+                f"{found.changes:4} changes, simulated in {found.simulating_s:.1f} s",
+                flush=True,
+            )
+            rows.append(vars(found))
+    if given.json:
+        given.json.write_text(json.dumps({"rows": rows, **provenance()}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

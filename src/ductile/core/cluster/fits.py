@@ -1,0 +1,91 @@
+"""Speeds from noisy measurements, some of which are far off: one stop of the machine is not how things are.
+
+What took far longer than the others lead to expect is left out, as long as most of them stay.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+FAR_OFF = 3.0
+"""What took so many times what the others lead to expect is left out."""
+PACE = 0.1
+"""By this share a machine's pace differs from one minute to another."""
+OVERHEAD = 0.05
+"""What a further train slot costs all others, give or take, before anything is known."""
+EXPECTED_BYTES = 4e6
+"""Handed off before anything is known, at the speed that is expected: they count as one measurement among others."""
+
+Row = TypeVar("Row", bound=tuple[float, ...])
+"""(amount, seconds, ...)"""
+Parts = tuple[float, float]
+"""(start, seconds of one of the amount)"""
+
+
+def near(rows: Sequence[Row], fit: Callable[[Sequence[Row]], Parts]) -> list[Row]:
+    """Rows that are not far above what `fit` finds in all of them."""
+    kept = list(rows)
+    while True:
+        start_s, one_s = fit(kept)
+        closer = [row for row in kept if row[1] <= FAR_OFF * (start_s + one_s * row[0])]
+        if len(closer) == len(kept) or 2 * len(closer) < len(rows):
+            return kept
+        kept = closer
+
+
+def line(rows: Sequence[tuple[float, ...]]) -> Parts:
+    """`seconds = start + one amount` by least squares, neither of them negative."""
+    amounts, seconds = _columns(rows)
+    if np.ptp(amounts) > 0:
+        one, start = np.polyfit(amounts, seconds, 1)
+        if start > 0 and one > 0:
+            return float(start), float(one)
+    return 0.0, float(amounts @ seconds / (amounts @ amounts))
+
+
+def by_slots(per_token_s: Mapping[int, float]) -> Parts:
+    """(seconds a token of one slot alone, overhead) from the seconds a token on each number of slots.
+
+    However many micro-steps a number of slots has seen, it is one observation: what differs between two of them may be
+    the machine's pace, which changes from minute to minute. So nearly equal numbers say little of the overhead, and far
+    ones much: least squares with `PACE` as the noise and `OVERHEAD` as what is expected beforehand.
+    """
+    mean_s = sum(per_token_s.values()) / len(per_token_s)
+    rows = [((1.0, slots - 1.0), seconds / mean_s) for slots, seconds in per_token_s.items()]
+    rows.append(((0.0, PACE / OVERHEAD), 0.0))
+    columns, wanted = (np.array([row[part] for row in rows], float) for part in (0, 1))
+    alone, other = np.linalg.lstsq(columns, wanted, rcond=None)[0]
+    if other <= 0 or alone <= 0:
+        return mean_s, 0.0
+    return float(alone) * mean_s, float(other / alone)
+
+
+def handing_off(rows: Sequence[tuple[float, float]], expected: Parts) -> Parts:
+    """(start, a byte of cache) of `seconds = start + byte bytes`, for rows (bytes, seconds).
+
+    How many rollouts are handed off matters little: messages do not grow much, and a generator takes them between two
+    of its steps. Small caches tell next to nothing of a byte. So what is expected counts as two measurements more, and
+    where the rows cannot tell one of the two at all, that one is what was expected.
+    """
+    start_s, byte_s = expected
+
+    def fit(rows: Sequence[tuple[float, float]]) -> Parts:
+        sizes, seconds = _columns([*rows, (0.0, start_s), (EXPECTED_BYTES, EXPECTED_BYTES * byte_s)])
+        starts = np.ones_like(sizes)
+        starts[-1] = 0.0  # bytes without messages
+        columns = np.stack([starts, sizes / EXPECTED_BYTES], 1)
+        start, expected_bytes = np.linalg.lstsq(columns, seconds, rcond=None)[0]
+        if start <= 0:
+            return start_s, float(sizes @ np.maximum(0.0, seconds - start_s * starts) / (sizes @ sizes))
+        if expected_bytes <= 0:
+            return float(starts @ np.maximum(0.0, seconds - byte_s * sizes) / starts.sum()), byte_s
+        return float(start), float(expected_bytes / EXPECTED_BYTES)
+
+    return fit(near(rows, fit))
+
+
+def _columns(rows: Sequence[tuple[float, ...]]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Amounts and seconds."""
+    return np.array([row[0] for row in rows], np.float64), np.array([row[1] for row in rows], np.float64)

@@ -1,0 +1,25 @@
+"""Why a slot was idle, in words for somebody who has not read the code."""
+
+from ductile.core.cluster.ledger import Activity, IdleCause
+
+CAUSES: dict[IdleCause, str] = {
+    "start_up": "it had not begun yet",
+    "tail": "a generator without answers to write, while others wrote the last ones of the step",
+    "queue_full": "a generator without answers to write: the trainer had to catch up first",
+    "queue_empty": "a generator or scorer that nobody sent anything",
+    "waiting_for_batch": "a trainer without finished answers",
+    "held": "a trainer with finished answers that the policy let wait",
+    "no_role": "it had no role",
+    "lost": "its process was gone",
+    "other": "not said",
+}
+
+
+def said(activity: Activity, cause: IdleCause | None) -> str:
+    """ "train", "idle (queue full)"."""
+    return f"{activity} ({named(cause)})" if cause else activity
+
+
+def named(cause: str) -> str:
+    """As people read it: "queue full"."""
+    return cause.replace("_", " ")

@@ -1,0 +1,206 @@
+"""The stage of a live run above slots in memory, in virtual time: what it measures, and as what."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from ductile.core.cluster.measured import Measured
+from ductile.core.cluster.orders import Handoff
+from ductile.core.cluster.placement import Placement
+from ductile.launch.changes import Changes
+from ductile.launch.stage import LiveStage
+from ductile.loop.conductor import NotDone
+from ductile.observe import Recorder
+from ductile.records import Formation
+from ductile.wire.handover import HandoffResult
+from ductile.wire.mailbox import Mailbox
+from ductile.wire.memory import MemoryCarrier
+from ductile.wire.messages import ForwardBackward, Freeze, Settle
+from ductile.wire.resize import Terms, nobody_leaves
+from ductile.wire.trainer import RemoteTrainer
+from tests.loop.doubles import clock
+from tests.wire.train_slots import TrainSlots, play, sample
+
+NUM_SLOTS = 4
+SEQ_LEN = 10
+
+
+class Told(Measured):
+    """Of each micro-step, whether it was the first of its trainer (F) or an ordinary one (o), and on how many slots."""
+
+    def __init__(self) -> None:
+        super().__init__(cache_bytes_per_token=1000)
+        self.kinds: list[str] = []
+        self.handoffs: list[tuple[float, float]] = []
+
+    def micro_step(self, tokens_busiest: float, num_slots: int, seconds: float) -> None:
+        self.kinds.append(f"o{num_slots}")
+        super().micro_step(tokens_busiest, num_slots, seconds)
+
+    def first_micro_step(self, tokens_busiest: float, num_slots: int, seconds: float) -> None:
+        self.kinds.append(f"F{num_slots}")
+        super().first_micro_step(tokens_busiest, num_slots, seconds)
+
+    def handed_off(self, tokens: float, seconds: float) -> None:
+        self.handoffs.append((tokens, seconds))
+        super().handed_off(tokens, seconds)
+
+    def since(self) -> str:
+        kinds, self.kinds = " ".join(self.kinds), []
+        return kinds
+
+
+class Rig:
+    """A real stage, its real changes and trainer; the slots answer from memory."""
+
+    def __init__(self, folder, *members: int) -> None:
+        self.slots = TrainSlots(Formation(members), NUM_SLOTS)
+        self.carrier = MemoryCarrier(dict.fromkeys(self.slots.slots, self.slots.answer))
+        mailbox = Mailbox(self.carrier, clock)
+        self.trainer = RemoteTrainer(mailbox, Formation(members), timeout_s=100)
+        cluster = SimpleNamespace(
+            mailbox=mailbox, add=self.none_started, condemn=mailbox.lose, devices=dict.fromkeys(range(NUM_SLOTS), "cpu")
+        )
+        self.record = Recorder(folder)
+        terms = Terms({}, "127.0.0.1:1", timeout_s=5, leave_s=50)
+        self.changes = Changes(cluster, self.trainer, terms, Placement(members, (), (), ""), self.record, NUM_SLOTS)
+        self.told = Told()
+        loop = activity = SimpleNamespace()
+        self.generators = SimpleNamespace()
+        self.stage = LiveStage(
+            None, cluster, self.changes, self.trainer, self.generators, None, loop, self.told, activity, clock
+        )
+
+    async def none_started(self, slots):
+        return ()
+
+    async def train(self, num_micro_steps: int) -> str:
+        """Each sample fills a micro-batch. Returns what was told of the micro-steps."""
+        num_samples = num_micro_steps * self.trainer.num_ranks
+        await self.trainer.forward_backward([sample(n, SEQ_LEN) for n in range(num_samples)], SEQ_LEN)
+        await self.trainer.optim_step(1.0)
+        return self.told.since()
+
+    async def resize(self, *members: int) -> None:
+        await self.stage.resize(Formation(members), nobody_leaves)
+
+
+@pytest.fixture
+def told_on(tmp_path):
+    """Have a story told with a rig."""
+
+    def tell(story, *members: int) -> None:
+        async def whole() -> None:
+            rig = Rig(tmp_path, *members)
+            try:
+                await story(rig)
+            finally:
+                rig.record.close()
+            assert rig.slots.wrong == []
+
+        play(whole)
+
+    return tell
+
+
+def test_one_micro_step_is_the_first_of_a_trainer(told_on):
+    async def story(rig: Rig) -> None:
+        assert await rig.train(3) == "F2 o2 o2"
+        assert await rig.train(2) == "o2 o2", "an optimizer step changes nothing"
+        await rig.resize(0, 1, 2)
+        assert await rig.train(3) == "F3 o3 o3"
+        await rig.resize(0, 1)
+        assert await rig.train(2) == "F2 o2"
+
+    told_on(story, 0, 1)
+
+
+def test_there_and_back_is_two_resizes_though_the_slots_are_the_same(told_on):
+    async def story(rig: Rig) -> None:
+        await rig.train(2)
+        await rig.resize(0, 1, 2)
+        await rig.resize(0, 1)
+        assert await rig.train(2) == "F2 o2"
+
+    told_on(story, 0, 1)
+
+
+def test_a_resize_that_nobody_decided_is_one_too(told_on):
+    async def story(rig: Rig) -> None:
+        await rig.train(2)
+        await rig.changes.resize((0, 1, 2))
+        await rig.changes.resize((0, 1))
+        assert await rig.train(2) == "F2 o2"
+
+    told_on(story, 0, 1)
+
+
+def test_a_resize_that_is_rolled_back_has_no_first_micro_step(told_on):
+    async def story(rig: Rig) -> None:
+        await rig.train(2)
+        rig.carrier.fail(2, "error", on=Freeze)
+        with pytest.raises(NotDone, match="stays on slots 0-1"):
+            await rig.resize(0, 1, 2)
+        assert await rig.train(2) == "o2 o2"
+
+    told_on(story, 0, 1)
+
+
+def test_while_the_resize_settles_the_first_micro_step_is_there_already(told_on):
+    async def story(rig: Rig) -> None:
+        rig.slots.work_s = lambda number, command: 0.1 if isinstance(command, Settle) else 0.01
+        training = asyncio.create_task(rig.train(40))
+        await asyncio.sleep(0.05)
+        await rig.resize(1, 2, 3)
+        assert rig.trainer.pending_samples, "it trains on"
+        kinds = (await training).split()
+        assert [kind for kind in kinds if kind != "o2" and kind != "o3"] == ["F2", "F3"]
+        assert kinds.index("F3") == kinds.index("o3") - 1
+
+    told_on(story, 0, 1)
+
+
+def test_what_first_ones_take_longer_is_a_cost_of_resizing_and_no_speed(told_on):
+    async def story(rig: Rig) -> None:
+        await rig.train(5)
+        usual_s = rig.told.speeds().train.seconds(SEQ_LEN, 2)
+        rig.told.took("resize", 0.0)
+        before_s = rig.told.costs().resize_s
+        rig.slots.work_s = lambda number, command: 3.0 if isinstance(command, ForwardBackward) else 0.01
+        await rig.changes.resize((1, 2))
+        await rig.train(1)
+        assert rig.told.speeds().train.seconds(SEQ_LEN, 2) == pytest.approx(usual_s)
+        assert rig.told.costs().resize_s == pytest.approx(before_s + 3.0 - usual_s)
+
+    told_on(story, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "tokens"),
+    [
+        ({"a": (2, True), "b": (2, True), "c": (3, True)}, 700),  # slot 2 takes 300 and 400 in, slot 3 beside it 500
+        ({"a": (2, True), "b": (3, True), "c": (2, False)}, 400),  # a prompt that is prefilled again is no cache
+        ({"a": (2, False), "b": (3, False), "c": (None, False)}, 0),
+        ({"a": (None, False), "b": (1, False), "c": (None, False)}, None),  # b stays; nothing was handed off
+        ({"a": (3, True), "b": (None, False), "c": (None, True)}, 300),  # to slot 3 instead; the others had ended
+    ],
+)
+def test_caches_are_measured_by_the_slot_that_takes_in_the_most(told_on, outcomes, tokens):
+    """That is how a handoff is reckoned: from many sources to one slot, it takes as long as that slot takes."""
+    contexts = {"a": 300, "b": 400, "c": 500}
+    orders = [Handoff(name, source, 2, True) for source, name in enumerate(contexts)]
+
+    async def story(rig: Rig) -> None:
+        async def hand_off(handoffs):
+            await asyncio.sleep(0.25)
+            return tuple(HandoffResult(order, *outcomes[order.id]) for order in handoffs)
+
+        rig.generators.unfinished = lambda: [
+            SimpleNamespace(id=name, context_tokens=context) for name, context in contexts.items()
+        ]
+        rig.generators.hand_off = hand_off
+        await rig.stage.hand_off(orders)
+        assert rig.told.handoffs == ([] if tokens is None else [(tokens, pytest.approx(0.25))])
+
+    told_on(story, 0, 1)
