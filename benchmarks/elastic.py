@@ -1,7 +1,9 @@
 """Wall time of a GRPO run with long-tailed answers: slots that stay what they are, against slots that change roles.
 
-Six slots, each a process capped to a fixed share of a core, so that every one is a device of fixed speed. The same
-model, prompts, seeds and optimizer steps in every arm, strictly on-policy:
+Six slots, each a process capped to a fixed share of a core, so that every one is a device of fixed speed: together
+they have to leave some of the machine over. Where they do not (six times 0.3 of two cores, of which a host takes a
+fifth away at times), whoever keeps all slots busy has slower ones. The same model, prompts, seeds and optimizer steps
+in every arm, strictly on-policy:
 
     static           so many slots train, the others generate: each of `--splits` in each round, the best by its median
     collocated       all slots generate, then all train
@@ -190,7 +192,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--slots", type=int, default=6)
-    parser.add_argument("--fraction", type=float, default=0.3, help="of a core, for each slot")
+    parser.add_argument("--fraction", type=float, default=0.2, help="of a core, for each slot")
     parser.add_argument("--splits", type=int, nargs="+", default=[2, 3, 4], help="train slots of the static arms")
     others = ["collocated", *DYNAMIC]
     parser.add_argument("--arms", nargs="+", choices=others, default=others, help="beside the splits")
