@@ -105,7 +105,8 @@ def test_dropping_the_role_gives_its_memory_back(generators: Generators) -> None
         generators.hold(2)
         generators.ask(2, Generate(ASKED))
         generators.tokens(ASKED)
-        assert generators.private_bytes(2) > before + 120 * MIB
+        # The weights, and of the cache what was used.
+        assert before + 60 * MIB < generators.private_bytes(2) < before + 120 * MIB
         generators.ask(2, Drop("generate"))
         assert generators.private_bytes(2) < before + 40 * MIB  # libraries that were used for the first time
 
