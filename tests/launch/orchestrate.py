@@ -5,6 +5,7 @@ It starts three slots, gives one of them a command that takes minutes, prints th
 
 import asyncio
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -25,4 +26,6 @@ async def main(folder: str, fraction: str = "") -> None:
 
 
 if __name__ == "__main__":
+    # Under nohup a process ignores hang-ups, and so do all that it starts.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     asyncio.run(main(*sys.argv[1:]))
