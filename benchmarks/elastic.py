@@ -2,8 +2,8 @@
 
 Six slots, each a process capped to a fixed share of a core, so that every one is a device of fixed speed: together
 they have to leave some of the machine over. Where they do not (six times 0.3 of two cores, of which a host takes a
-fifth away at times), whoever keeps all slots busy has slower ones. The same model, prompts, seeds and optimizer steps
-in every arm, strictly on-policy:
+fifth away at times), whoever keeps all slots busy has slower ones; `stolen` is what the host took. The same model,
+prompts, seeds and optimizer steps in every arm, strictly on-policy:
 
     static           so many slots train, the others generate: the best of `--splits` by its median. All run in the
                      first round, those within `RACE` of its best in all
@@ -45,8 +45,10 @@ DYNAMIC: dict[str, dict[str, object]] = {
     },
     "model": {"auto_scheduler": True, "policy": "model"},
 }
-RACE = 1.15
+RACE = 1.1
 """A split that took so much longer than the best one of a round is not the best by bad luck."""
+STOLEN = 7
+"""In `_cores`."""
 IN_TURNS = {"auto_scheduler": True, "policy": "ductile.core.cluster.policies.static.InTurns"}
 
 
@@ -72,6 +74,8 @@ class Outcome:
     """Of all slots' time; `deciding_share` is of the run's, by the orchestrator."""
     deciding_share: float
     num_switches: int
+    stolen: float
+    """Share of all cores' time, from start to stop, that the machine's host gave to somebody else."""
 
 
 def split(num_train: int, num_slots: int) -> Arm:
@@ -120,6 +124,7 @@ def run(arm: Arm, number: int, args: argparse.Namespace, work: Path) -> Outcome:
     }
     path = work / "rl.toml"
     path.write_text(tomli_w.dumps(config))
+    before = _cores()
     with (work / "output.log").open("w") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "ductile", "rl", "@", str(path)], stdout=output, stderr=output
@@ -127,10 +132,16 @@ def run(arm: Arm, number: int, args: argparse.Namespace, work: Path) -> Outcome:
         _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"arm {arm.name} ended with {status}:\n{(work / 'output.log').read_text()[-3000:]}")
-    return outcome(folder, usage.ru_utime + usage.ru_stime, args.steps)
+    spent = [after - start for after, start in zip(_cores(), before, strict=True)]
+    return outcome(folder, usage.ru_utime + usage.ru_stime, spent[STOLEN] / sum(spent), args.steps)
 
 
-def outcome(folder: Path, cpu_s: float, num_steps: int) -> Outcome:
+def _cores() -> list[int]:
+    """Clock ticks of all cores so far: user, nice, system, idle, iowait, irq, softirq, steal (proc(5))."""
+    return [int(ticks) for ticks in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+
+
+def outcome(folder: Path, cpu_s: float, stolen: float, num_steps: int) -> Outcome:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["step"] > 0]
     if len(steps) != num_steps:
@@ -149,6 +160,7 @@ def outcome(folder: Path, cpu_s: float, num_steps: int) -> Outcome:
         switch_share=summary["switch_share"],
         deciding_share=summary["deciding_share"],
         num_switches=summary["num_switches"],
+        stolen=stolen,
     )
 
 
@@ -169,6 +181,7 @@ def summarised(outcomes: list[Outcome]) -> dict[str, Any]:
         "deciding_share": statistics.median(each.deciding_share for each in outcomes),
         "reward_last": [each.reward for each in outcomes],
         "longest_by_median": statistics.median(each.longest_by_median for each in outcomes),
+        "stolen_rounds": [each.stolen for each in outcomes],
     }
 
 
@@ -243,7 +256,7 @@ def _told(arm: Arm, number: int, args: argparse.Namespace, work: Path) -> Outcom
     found = run(arm, number, args, work)
     print(
         f"round {number}  {arm.name:16s} {found.wall_s:6.1f} s  {found.num_switches} switches "
-        f"({found.switch_share:.1%})  reward {found.reward:.3f}",
+        f"({found.switch_share:.1%})  reward {found.reward:.3f}  stolen {found.stolen:.0%}",
         flush=True,
     )
     return found

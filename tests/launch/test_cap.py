@@ -39,9 +39,15 @@ def test_version_2_writes_beside_its_own_group(tmp_path: Path):
     (own / "cgroup.type").write_text("domain")
     (tmp_path / "cgroup.controllers").write_text("cpu memory")
     (tmp_path / "cgroup.subtree_control").write_text("cpu")
-    group = Path(CpuCap(0.25, Tree(2, own)).group(3))
+    cap = CpuCap(0.25, Tree(2, own))
+    group = Path(cap.group(3))
     assert group.parent == tmp_path
     assert (group / "cpu.max").read_text() == f"5000 {PERIOD_US}"
+    assert not (group / "cpu.max.burst").exists()  # an old kernel
+
+    (group / "cpu.max.burst").touch()
+    cap.group(3)
+    assert (group / "cpu.max.burst").read_text() == "5000"
 
 
 @pytest.mark.parametrize(
@@ -73,6 +79,8 @@ def test_really_caps():
         group = Path(cap.group(0))
     except CapNotPermitted as reason:
         pytest.skip(str(reason))
+    if (burst := group / "cpu.cfs_burst_us").exists():
+        assert int(burst.read_text()) == int((group / "cpu.cfs_quota_us").read_text())
     spin = "import time; end = time.monotonic() + 2.5\nwhile time.monotonic() < end: pass"
     process = subprocess.Popen([sys.executable, "-c", spin])
     try:

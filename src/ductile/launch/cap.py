@@ -4,8 +4,10 @@ Linux control groups do it, version 1 (the `cpu` controller's own tree) or 2 (on
 
     <our place in the tree>/ductile-<orchestrator's pid>-<its start time>-slot<n>
 
-with a quota of `fraction` of every 20 ms; the process server puts the process in and removes the group after it. Should
-orchestrator and process server both be killed, the empty groups stay until the next capped run sweeps them.
+with a quota of `fraction` of every 20 ms. What a slot could not use of one period, because the machine's host gave the
+core to somebody else, it may use in the next, where the kernel can do that (Linux 5.14). The process server puts the
+process in and removes the group after it. Should orchestrator and process server both be killed, the empty groups stay
+until the next capped run sweeps them.
 """
 
 import os
@@ -73,8 +75,12 @@ class CpuCap:
             if self._tree.version == 1:
                 (folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
                 (folder / "cpu.cfs_quota_us").write_text(str(quota_us))
+                burst = folder / "cpu.cfs_burst_us"
             else:
                 (folder / "cpu.max").write_text(f"{quota_us} {PERIOD_US}")
+                burst = folder / "cpu.max.burst"
+            if burst.exists():
+                burst.write_text(str(quota_us))
         except OSError as error:
             raise _not_permitted(folder, error) from error
         return str(folder)
