@@ -34,7 +34,7 @@ class ScriptedStage:
     def state(self):
         slots = tuple(SlotState(slot, roles) for slot, roles in self.roles.items())
         trainer = replace(self.scene.trainer, formation=self.formation, held=self.held)
-        unfinished = tuple(replace(each, slot=self.where.get(each.id, each.slot)) for each in self.scene.unfinished)
+        unfinished = tuple(each._replace(slot=self.where.get(each.id, each.slot)) for each in self.scene.unfinished)
         return replace(self.scene, now_s=clock(), slots=slots, trainer=trainer, unfinished=unfinished)
 
     def begin(self, version):

@@ -53,6 +53,7 @@ class Tally:
     def metrics(self, step_s: float, seconds: Mapping[str, float]) -> dict[str, float]:
         rollouts = [rollout for group in self._groups for rollout in group.rollouts]
         rewards = [rollout.reward for rollout in rollouts]
+        reward_mean = _mean(rewards)
         ages = [
             self._version - version
             for rollout in rollouts
@@ -61,8 +62,8 @@ class Tally:
         ]
         train_s = sum(seconds.get(phase, 0.0) for phase in AT_WORK)
         values = {
-            "reward_mean": _mean(rewards),
-            "reward_std": sqrt(_mean([(reward - _mean(rewards)) ** 2 for reward in rewards])),
+            "reward_mean": reward_mean,
+            "reward_std": sqrt(_mean([(reward - reward_mean) ** 2 for reward in rewards])),
             "length_mean": self.num_sampled_tokens / max(1, len(rollouts)),
             "truncated": _mean([float(rollout.finish_reason == "length") for rollout in rollouts]),
             "turns_mean": _mean([float(rollout.num_turns) for rollout in rollouts]),
