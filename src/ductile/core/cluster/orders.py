@@ -101,7 +101,7 @@ def reformed(formation: Formation, roles: dict[int, tuple[Role, ...]]) -> Format
 def complaints(state: ClusterState, decision: Decision) -> list[str]:
     """What is wrong with the decision, a sentence each; none when it may be carried out."""
     if not decision.orders:
-        return []
+        return []  # all stays as it is, which nobody ordered
     found = [*_wrong_moves(state, decision), *_wrong_handoffs(state, decision)]
     after = roles_after(state, decision)
     return found or [*_broken_floors(state, state.limits, after), *_wrong_moment(state, after)]
