@@ -348,7 +348,8 @@ def test_a_slot_that_does_not_start_changes_nothing(echo: Harness, monkeypatch: 
             await echo.changes.resize([0, 1, 7])
         monkeypatch.undo()
         await echo.trains_on()
-        assert (await echo.changes.resize([0, 7])).outcome == "resized"
+        resized = await echo.changes.resize([0, 7])
+        assert resized.outcome == "resized", resized.sentence
         assert echo.mailbox.roles(1) == ()
 
     echo.run(story())

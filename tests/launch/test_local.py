@@ -11,7 +11,7 @@ import pytest
 
 from ductile.config.cluster import ClusterConfig
 from ductile.launch.local import FREED_MEMORY_STAYS, LocalCluster
-from ductile.launch.processes import StartFailed
+from ductile.launch.processes import Process, ProcessServer, StartFailed
 from ductile.records import GenerateRequest, Sampling
 from ductile.roles import SlotLost
 from ductile.wire.messages import Generate, Hold, OptimStep, Ping
@@ -138,6 +138,28 @@ def test_more_slots_than_devices_are_refused(tmp_path: Path):
         with pytest.raises(StartFailed, match=r"slot 99 has no device: this machine has \d+ CUDA devices"):
             async with LocalCluster([99], config, tmp_path, ECHO):
                 pass
+
+    run(story())
+
+
+def test_a_fork_that_is_given_up_leaves_no_process(tmp_path: Path):
+    async def story():
+        exited: list[Process] = []
+        server = ProcessServer(tmp_path / "log", {}, exited.append)
+        await server.start(["ductile.slot.store"], 30)
+        hosting = ("store", "ductile.slot.store:host", {}, tmp_path / "log")
+        for _ in range(10):
+            forking = asyncio.create_task(server.fork(*hosting))
+            await asyncio.sleep(0)
+            forking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await forking
+        assert [process.ending for process in exited] == ["was killed by SIGKILL"] * 10
+        again = await server.fork(*hosting)
+        assert is_running(again.pid)
+        assert_gone([process.pid for process in exited])
+        await server.stop(5)
+        assert_gone([again.pid])
 
     run(story())
 

@@ -82,7 +82,10 @@ class ProcessServer:
     async def fork(
         self, name: str, entry: str, arguments: dict[str, Any], log: Path, cgroup: str = "", deadline_s: float = 10.0
     ) -> Process:
-        """Start one process: `entry` is "package.module:function", called with `arguments`."""
+        """Start one process: `entry` is "package.module:function", called with `arguments`.
+
+        Cancelled, it leaves none: a second process of this name would share the first one's place.
+        """
         if self._control is None:
             raise StartFailed(f"{name} cannot be started: the process server is not running")
         request = {"start": name, "entry": entry, "arguments": arguments, "log": str(log), "cgroup": cgroup}
@@ -90,7 +93,10 @@ class ProcessServer:
         try:
             async with asyncio.timeout(deadline_s):
                 await asyncio.get_running_loop().sock_sendall(self._control, json.dumps(request).encode() + b"\n")
-                return await started
+                return await asyncio.shield(started)
+        except asyncio.CancelledError:
+            await _take_back(started, deadline_s)
+            raise
         except (TimeoutError, OSError) as error:
             raise StartFailed(f"the process server did not start {name} ({error or 'no answer'})") from error
         finally:
@@ -160,8 +166,10 @@ class ProcessServer:
             case {"started": str(name), "pid": int(pid)}:
                 self._forget(name)
                 process = self._processes[name] = Process(name, pid, _open_pidfd(pid))
-                if name in self._starting and not self._starting[name].done():
+                if name in self._starting:
                     self._starting[name].set_result(process)
+                else:
+                    process.signal(signal.SIGKILL)  # too late: `fork` has given it up
             case {"said": str(name), "text": str(text)}:
                 self._processes[name].said.append(text)
                 self._processes[name].heard.set()
@@ -192,6 +200,15 @@ class ProcessServer:
         process.heard.set()
         process.ended.set()
         self._on_exit(process)
+
+
+async def _take_back(started: "asyncio.Future[Process]", deadline_s: float) -> None:
+    """End a process that the server has been asked for, and may not have started yet."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(deadline_s):
+            process = await started
+            process.signal(signal.SIGKILL)
+            await process.ended.wait()
 
 
 async def _ending_of(pidfd: int, deadline_s: float = 5.0) -> None:
