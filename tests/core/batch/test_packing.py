@@ -4,7 +4,7 @@ from collections import Counter
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ductile.core.batch.packing import Cost, SampleTooLong, pack
@@ -137,6 +137,7 @@ def test_a_family_larger_than_a_micro_batch_is_cut() -> None:
     families=st.lists(st.lists(st.integers(5, SEQ_LEN), min_size=1, max_size=8), max_size=12),
     num_ranks=st.integers(1, 5),
 )
+@example([[19, 19, 19, 27, 27]], 1)  # one micro-batch fewer together than apart
 @settings(deadline=None)
 def test_families_keep_to_the_budget_and_to_the_balance(families: list[list[int]], num_ranks: int) -> None:
     samples = [sample for prompt, lengths in enumerate(families) for sample in answers(prompt, lengths)]
@@ -145,4 +146,4 @@ def test_families_keep_to_the_budget_and_to_the_balance(families: list[list[int]
     assert Counter(sample for micro_batch in bins for sample in micro_batch.samples) == Counter(samples)
     assert all(micro_batch.num_tokens <= SEQ_LEN for micro_batch in bins)
     apart = [Sample((index, *sample.token_ids[1:]), sample.mask) for index, sample in enumerate(samples)]
-    assert len(bins) == sum(map(len, pack(apart, num_ranks, SEQ_LEN)))  # no micro-batch more for keeping together
+    assert len(bins) <= sum(map(len, pack(apart, num_ranks, SEQ_LEN)))  # no micro-batch more for keeping together
