@@ -168,6 +168,14 @@ class ClusterState:
         return Counter(rollout.slot for rollout in self.unfinished)
 
     @property
+    def resize_wait_s(self) -> float:
+        """From the decision until the trainer's slots can change: messages wait for the micro-steps that were sent
+        before, on average for half of the one that runs, and the slots say once more that they are ready."""
+        slots, seq_len = len(self.trainer.formation.members), self.trainer.seq_len
+        micro_steps = 0.0 if self.trainer.held else min(IN_FLIGHT + 0.5, self.batch.ready_tokens / (slots * seq_len))
+        return micro_steps * self.speeds.train.seconds(seq_len, slots) + self.costs.prepare_s
+
+    @property
     def num_to_generate(self) -> int:
         """Rollouts that still need a generator: under way, or admitted."""
         return len(self.unfinished) + self.batch.to_start

@@ -107,3 +107,18 @@ def test_where_the_whole_batch_is_there_nothing_holds_the_trainer():
 def test_handing_off_costs_less_where_caches_travel():
     carried = replace(COSTS, cache_bytes_per_token=1.0, cache_bytes_per_s=1e9)
     assert decide(late(costs=carried)).prediction.cost_s < decide(late()).prediction.cost_s / 10
+
+
+@pytest.mark.parametrize(("answers", "moves"), [([50] * 12, 0), ([50] * 64, 2)])
+def test_a_slot_leaves_a_busy_trainer_for_what_outlasts_the_wait_and_not_for_less(answers, moves):
+    """Each of five slots has 4 s of work in micro-steps of 1 s: whoever is to leave waits 2.5 s for those before it."""
+    state = scene(
+        roles={0: BOTH, 1: BOTH, 2: BOTH, 3: BOTH, 4: ("generate",), 5: BOTH},
+        running={4: answers},
+        ready=40,
+        ready_tokens=20_000,
+        seq_len=1024,
+        group_size=2,
+        limits=Limits(max_num_seqs=64),
+    )
+    assert len(decide(state).moves) == moves

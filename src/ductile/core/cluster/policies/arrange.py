@@ -90,9 +90,9 @@ class Arrangements:
         costs = self._state.costs
         resize_s = costs.resize_s if self.resizes(count) else 0.0
         new = len(self.generators(count) - self.generators_now)
-        # Who leaves the trainer waits for the resize before it generates.
-        stopped = len(self.generators(count) & self.members)
-        generate_s = self._joining_s(costs.grant_s, new, count) + self._joining_s(resize_s, stopped, count)
+        # Who leaves the trainer waits for it before it generates.
+        stopped, left_s = len(self.generators(count) & self.members), self._state.resize_wait_s + resize_s
+        generate_s = self._joining_s(costs.grant_s, new, count) + self._joining_s(left_s, stopped, count)
         return resize_s, generate_s + self._handing_off_s(self.moved_context(count), count)
 
     def everybody_delays_s(self) -> tuple[float, float]:
