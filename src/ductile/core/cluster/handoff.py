@@ -42,12 +42,12 @@ def hand_off(
 
     Raises ValueError when there is something to hand off and nobody to take it.
     """
-    remaining = remaining if remaining is not None else remaining_tokens(state)
-    orphans = [rollout for rollout in state.unfinished if rollout.slot in leaving]
+    orphans = [rollout for rollout in state.unfinished if rollout.slot in leaving] if leaving else []
     if not orphans:
         return ()
     if not receivers:
         raise ValueError(f"there is no generator for {many(len(orphans), 'rollout')} of {slots_of(leaving)}")
+    remaining = remaining if remaining is not None else remaining_tokens(state)
     load, count = dict.fromkeys(receivers, 0.0), dict.fromkeys(receivers, 0)
     for rollout in state.unfinished:
         if rollout.slot in load:
@@ -70,10 +70,11 @@ def spread(state: ClusterState, generators: Sequence[int], remaining: Remaining 
     them out; each goes at most once."""
     remaining = remaining if remaining is not None else remaining_tokens(state)
     here: dict[int, list[Unfinished]] = {slot: [] for slot in generators}
-    for rollout in sorted(state.unfinished, key=lambda rollout: (remaining[rollout.id], rollout.id)):
+    load = dict.fromkeys(generators, 0.0)
+    for rollout in state.unfinished:
         if rollout.slot in here:
             here[rollout.slot].append(rollout)
-    load = {slot: sum(remaining[rollout.id] for rollout in rollouts) for slot, rollouts in here.items()}
+            load[rollout.slot] += remaining[rollout.id]
     # Entries whose tokens are no longer the slot's are left over from before a handoff.
     fullest = [(-tokens, slot) for slot, tokens in load.items()]
     emptiest = [(tokens, slot) for slot, tokens in load.items()]
@@ -88,7 +89,9 @@ def spread(state: ClusterState, generators: Sequence[int], remaining: Remaining 
         most, least = fullest[0][1], emptiest[0][1]
         gap = load[most] - load[least]
         # Moving `tokens` leaves a difference of |gap - 2 tokens|: the best one is half the gap.
-        best = min(here[most], key=lambda rollout: abs(gap - 2 * remaining[rollout.id]), default=None)
+        best = min(
+            here[most], key=lambda each: (abs(gap - 2 * remaining[each.id]), remaining[each.id], each.id), default=None
+        )
         if best is None or abs(gap - 2 * remaining[best.id]) >= 0.9 * gap:
             break
         here[most].remove(best)

@@ -29,7 +29,9 @@ class Arrangements:
         for rollout in state.unfinished:
             if rollout.slot in left:
                 left[rollout.slot] += remaining[rollout.id]
-                context[rollout.slot] += rollout.context_tokens
+                context[rollout.slot] += rollout.prompt_tokens + rollout.generated
+        self.tokens_left: Mapping[int, float] = left
+        """Predicted, by slot."""
         self._state, self._held = state, {slot: held[slot] for slot in pool}
         self.members = frozenset(members).intersection(pool)
         self.generators_now = frozenset(slot for slot in pool if "generate" in held[slot])

@@ -190,14 +190,10 @@ def _even_out(state: ClusterState, arrangements: Arrangements, remaining: Remain
     hold = arrangements.shared and state.batch.missing > 0
     now = arrangements.generators_now
     generators = sorted(now if arrangements.shared else now - arrangements.members)
-    rollouts = {rollout.id: rollout for rollout in state.unfinished}
-    before = dict.fromkeys(generators, 0.0)
-    for rollout in state.unfinished:
-        if rollout.slot in before:
-            before[rollout.slot] += remaining[rollout.id]
+    before = {slot: arrangements.tokens_left[slot] for slot in generators}
     if state.batch.to_start or not before:
         return Decision(hold_training=hold)
-    context = sum(rollout.context_tokens for rollout in state.unfinished) / len(state.unfinished)
+    context = arrangements.moved_context(0) / len(state.unfinished)
     token_s = decode.per_sequence_s + decode.per_context_s * context
     longest_s = decode.step_s * max(remaining.values())
     stay_s, even = longest_s + token_s * max(before.values()), sum(before.values()) / len(before)
@@ -207,6 +203,7 @@ def _even_out(state: ClusterState, arrangements: Arrangements, remaining: Remain
     handoffs = spread(state, generators, remaining)
     if not handoffs:
         return Decision(hold_training=hold)
+    rollouts = {rollout.id: rollout for rollout in state.unfinished}
     after, stall_s = dict(before), dict.fromkeys(generators, 0.0)
     for order in handoffs:
         rollout = rollouts[order.id]
