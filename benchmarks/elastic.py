@@ -215,9 +215,9 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=6)
     parser.add_argument("--fraction", type=float, default=0.25, help="of a core, for each slot")
     parser.add_argument("--splits", type=int, nargs="+", default=[2, 3, 4], help="train slots of the static arms")
-    others = ["collocated", *DYNAMIC]
     parser.add_argument("--calm", type=float, default=0.04, help="share that the host may take of the cores in a run")
     parser.add_argument("--again", type=int, default=2, help="times that a run is done again for more than that")
+    others = ["collocated", *DYNAMIC]
     parser.add_argument("--arms", nargs="+", choices=others, default=others, help="beside the splits")
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--group", type=int, default=32)

@@ -166,8 +166,9 @@ class ProcessServer:
             case {"started": str(name), "pid": int(pid)}:
                 self._forget(name)
                 process = self._processes[name] = Process(name, pid, _open_pidfd(pid))
-                if name in self._starting:
-                    self._starting[name].set_result(process)
+                starting = self._starting.get(name)
+                if starting is not None and not starting.done():
+                    starting.set_result(process)
                 else:
                     process.signal(signal.SIGKILL)  # too late: `fork` has given it up
             case {"said": str(name), "text": str(text)}:
