@@ -206,8 +206,6 @@ def test_slots_settle_before_a_version_is_published_and_stay_until_it_is_live(tm
     policy = Scripted(moved(Move(0, T, B)), moved(Move(0, B, T)))
 
     async def publish(conductor, stage):
-        conductor.notify()
-        await asyncio.sleep(0.1)  # a change is under way
         await conductor.settle(7)
         stage.note("publish")
         conductor.notify()
@@ -217,8 +215,27 @@ def test_slots_settle_before_a_version_is_published_and_stay_until_it_is_live(tm
         await asyncio.sleep(5)
 
     stage, _, _ = conducted(tmp_path, scene(), policy, publish)
-    assert stage.what() == ["admit 0", "begin 7", "dismiss 0", "publish", "live"]
-    assert [round(state.now_s, 1) for state in policy.asked] == [0.0, 1.0, 7.0]
+    assert stage.what() == ["begin 7", "admit 0", "publish", "live", "dismiss 0"]
+    assert [round(state.now_s, 1) for state in policy.asked] == [0.0, 6.0, 7.0]
+
+
+@pytest.mark.parametrize(("live_s", "asked_s"), [(0.7, 1.0), (5.5, 5.5)], ids=["weights first", "change first"])
+def test_a_change_that_is_under_way_goes_on_beside_publishing(tmp_path, live_s, asked_s):
+    """A slot that trains on waits neither until others have prepared nor until they are admitted elsewhere."""
+    policy = Scripted(moved(Move(0, T, B)), moved(Move(0, B, T)))
+
+    async def publish(conductor, stage):
+        conductor.notify()
+        await asyncio.sleep(0.5)
+        await conductor.settle(7)
+        stage.note("publish")
+        await asyncio.sleep(live_s - 0.5)
+        conductor.go_on()
+        await asyncio.sleep(5)
+
+    stage, _, _ = conducted(tmp_path, scene(), policy, publish)
+    assert stage.diary == [(0.0, "admit 0"), (0.5, "begin 7"), (0.5, "publish"), (asked_s, "dismiss 0")]
+    assert [round(state.now_s, 1) for state in policy.asked[:2]] == [0.0, asked_s]
 
 
 def test_held_training_is_always_released_in_the_end(tmp_path):

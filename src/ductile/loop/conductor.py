@@ -11,8 +11,9 @@ Who joins the trainer leaves its generator only when the resize is prepared and 
 then it generates on. (Where there is no memory for both, it leaves first.)
 
 One decision at a time: events that come meanwhile are looked at together, afterwards. Before weights are published the
-slots settle for the step that begins, and nothing is decided until the weights are live. A part that is not done is
-told in a sentence; the slots then have the roles that they really have, and the next decision sees those.
+slots settle for the step that begins, and nothing is decided until the weights are live. A change that is under way by
+then goes on beside it: its slots prepare for long, and whoever only trains on need not wait for them. A part that is
+not done is told in a sentence; the slots then have the roles that they really have, and the next decision sees those.
 
 It knows no slots: a `Stage` has them.
 """
@@ -123,7 +124,7 @@ class Conductor:
         """Of this thread, that all decisions took: the state, the policy, and what holds and complaints are about."""
         self._policy, self._stage, self._record = policy, stage, record
         self._otherwise, self._rest_s = otherwise, rest_s
-        self._turn = asyncio.Lock()
+        self._changing = self._publishing = False
         self._happened = asyncio.Event()
         self._not_before_s = float("-inf")
         self._num_failed = 0
@@ -146,18 +147,16 @@ class Conductor:
             await asyncio.gather(watching, return_exceptions=True)
 
     async def settle(self, version: int) -> None:
-        """The slots do what the step that begins wants of them. Nothing is decided from then until `go_on`."""
-        await self._turn.acquire()
-        try:
-            self._stage.begin(version)
+        """The slots do what the step that begins wants of them, unless they are about to change already. Nothing is
+        decided from then until `go_on`."""
+        self._publishing = True
+        self._stage.begin(version)
+        if not self._changing:
             await self._decide()
-        except BaseException:
-            self._turn.release()
-            raise
 
     def go_on(self) -> None:
         """The weights are live."""
-        self._turn.release()
+        self._publishing = False
         self.notify()
 
     async def _watch(self, on_error: Callable[[BaseException], None]) -> None:
@@ -167,7 +166,8 @@ class Conductor:
                 await self._happened.wait()
                 if (wait_s := self._not_before_s - self._stage.now_s) > 0:
                     await asyncio.sleep(wait_s)
-                async with self._turn:
+                self._happened.clear()
+                if not self._publishing:
                     await self._decide()
         except Exception as error:
             on_error(error)
@@ -175,7 +175,6 @@ class Conductor:
             self._stage.hold_training(False)
 
     async def _decide(self) -> None:
-        self._happened.clear()
         stage, began_s = self._stage, time.thread_time()
         at_s, state = stage.now_s, stage.state()
         decision = self._ask(state)
@@ -187,7 +186,11 @@ class Conductor:
         if not decision.orders:
             return
         self._tell(decision, at_s)
-        failures = await self._carry_out(state, decision)
+        self._changing = True
+        try:
+            failures = await self._carry_out(state, decision)
+        finally:
+            self._changing = False
         change = Change(at_s, stage.now_s - at_s, decision, tuple(failures))
         self.changes.append(change)
         self.num_changes += 1
