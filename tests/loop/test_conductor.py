@@ -216,7 +216,7 @@ def test_slots_settle_before_a_version_is_published_and_stay_until_it_is_live(tm
 
     stage, _, _ = conducted(tmp_path, scene(), policy, publish)
     assert stage.what() == ["begin 7", "admit 0", "publish", "live", "dismiss 0"]
-    assert [round(state.now_s, 1) for state in policy.asked] == [0.0, 6.0, 7.0]
+    assert [(round(state.now_s, 1), state.asked) for state in policy.asked] == [(0.0, False), (6.0, True), (7.0, True)]
 
 
 @pytest.mark.parametrize(("live_s", "asked_s"), [(0.7, 1.0), (5.5, 5.5)], ids=["weights first", "change first"])
@@ -235,7 +235,8 @@ def test_a_change_that_is_under_way_goes_on_beside_publishing(tmp_path, live_s, 
 
     stage, _, _ = conducted(tmp_path, scene(), policy, publish)
     assert stage.diary == [(0.0, "admit 0"), (0.5, "begin 7"), (0.5, "publish"), (asked_s, "dismiss 0")]
-    assert [round(state.now_s, 1) for state in policy.asked[:2]] == [0.0, asked_s]
+    assert [(round(state.now_s, 1), state.asked) for state in policy.asked[:2]] == [(0.0, True), (asked_s, False)]
+    assert all(state.asked for state in policy.asked[2:]), "only the first question of a step is"
 
 
 def test_held_training_is_always_released_in_the_end(tmp_path):

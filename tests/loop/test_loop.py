@@ -80,6 +80,30 @@ def test_the_trainer_goes_on_while_new_weights_travel(tmp_path):
     ], "no version is withdrawn before it is live, none overtakes another"
 
 
+def test_slots_settle_for_the_next_version_when_the_last_one_is_live(tmp_path):
+    """Training may outrun slow weights, and what is decided then would be decided twice at once."""
+
+    class Settling:
+        def __init__(self, diary):
+            self.diary = diary
+
+        async def settle(self, version):
+            self.diary.note(f"settle {version}")
+
+        def go_on(self):
+            self.diary.note("go on")
+
+    async def conducted(stage):
+        stage.loop.conductor = Settling(stage.diary)
+
+    slow = partial(FakeGenerators, receive_s=5.0, capacity=64, delay=lambda request: 0.01)
+    stage = Stage(tmp_path, max_steps=3, max_async_level=2, generators=slow, trainer=partial(FakeTrainer, chunk_s=1.0))
+    run(stage.go(conducted))
+    assert stage.diary.what("optim_step", "settle 2", "live 1")[:4] == ["optim_step"] * 2 + ["live 1", "settle 2"]
+    told = stage.diary.what("settle", "go on")
+    assert told[1:] == [what for version in (1, 2, 3) for what in (f"settle {version}", "go on")]
+
+
 def test_nothing_is_started_with_weights_that_are_about_to_be_replaced(tmp_path):
     stage = Stage(tmp_path, max_steps=4, max_async_level=1, generators=partial(FakeGenerators, receive_s=5.0))
     run(stage.go())

@@ -240,6 +240,21 @@ def test_a_version_is_lent_in_the_middle_of_a_batch_as_long_as_the_weights_are_i
     play(story)
 
 
+def test_a_version_that_is_gone_is_refused_at_once_though_a_change_has_the_turn():
+    """The change may wait until the slot that asks for the version has joined."""
+
+    async def story():
+        _, _, trainer = make(Formation((0, 1)))
+        await trainer.publish(3)
+        await trainer.withdraw(3)
+        await trainer.optim_step(1.0)
+        async with trainer.boundary():
+            with pytest.raises(Refused, match="the trainer has gone on from version 3"):
+                await asyncio.wait_for(trainer.lend(3), 1.0)
+
+    play(story)
+
+
 def test_who_lends_a_version_that_is_published_does_not_publish_it_again():
     async def story():
         _, carrier, trainer = make(Formation((0,)))

@@ -24,7 +24,7 @@ import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ductile.core.cluster.orders import Decision, Handoff, Move, Policy, complaints, formation_after
@@ -125,6 +125,8 @@ class Conductor:
         self._policy, self._stage, self._record = policy, stage, record
         self._otherwise, self._rest_s = otherwise, rest_s
         self._changing = self._publishing = False
+        self._asked = True
+        """In this step."""
         self._happened = asyncio.Event()
         self._not_before_s = float("-inf")
         self._num_failed = 0
@@ -147,9 +149,10 @@ class Conductor:
             await asyncio.gather(watching, return_exceptions=True)
 
     async def settle(self, version: int) -> None:
-        """The slots do what the step that begins wants of them, unless they are about to change already. Nothing is
-        decided from then until `go_on`."""
-        self._publishing = True
+        """The slots do what the step that begins wants of them; unless they are about to change already, and then the
+        next decision is the step's first one. Nothing is decided from then until `go_on`, which comes before the next
+        `settle`."""
+        self._publishing, self._asked = True, False
         self._stage.begin(version)
         if not self._changing:
             await self._decide()
@@ -176,7 +179,8 @@ class Conductor:
 
     async def _decide(self) -> None:
         stage, began_s = self._stage, time.thread_time()
-        at_s, state = stage.now_s, stage.state()
+        at_s, state = stage.now_s, replace(stage.state(), asked=self._asked)
+        self._asked = True
         decision = self._ask(state)
         # Slots that train hear of a handoff after their micro-steps: training that waited waits until they have.
         stage.hold_training(decision.hold_training or (state.trainer.held and bool(decision.handoffs)))

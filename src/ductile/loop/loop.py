@@ -166,12 +166,13 @@ class Loop:
     async def make_live(self, version: int, arrival: OneBehind, *, evaluates: bool) -> None:
         """The trainer's weights become the generators', while the trainer goes on with what is there to train on.
 
-        Slots change roles before that, and not until it is done.
+        Slots change roles before that; nothing is decided about them until it is done.
         """
         self.evaluates = evaluates and self.evaluation is not None
         self.to_evaluate = self.evaluation.num_answers if self.evaluation and evaluates else 0
         self.buffer.next_version(version)
         if self.conductor:
+            await arrival.finish()  # slots settle for one version at a time
             with self.watch("settle"):
                 await self.conductor.settle(version)
         with self.watch("publish"):

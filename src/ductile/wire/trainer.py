@@ -152,9 +152,9 @@ class RemoteTrainer:
         if keeper is not None:
             keeper.num_users += 1
             return keeper.manifest
+        self._still(version)  # before the turn, which may be long in coming: a change has it, and waits for this joiner
         async with self._own_turn():
-            if self.version != version:
-                raise Refused(f"the trainer has gone on from version {version}, and cannot lend it")
+            self._still(version)
             return await self._keep(version)
 
     async def withdraw(self, version: int) -> None:
@@ -218,6 +218,10 @@ class RemoteTrainer:
         async with self.boundary():
             self._check()
             yield
+
+    def _still(self, version: int) -> None:
+        if self.version != version:
+            raise Refused(f"the trainer has gone on from version {version}, and cannot lend it")
 
     def _check(self) -> None:
         if self._end is not None:

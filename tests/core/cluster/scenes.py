@@ -41,6 +41,7 @@ def scene(
     costs=COSTS,
     max_tokens=1000,
     limits=None,
+    asked=True,
     **batch,
 ):
     """placement: as in a config. roles: slots that have other roles by now. batch: fields of `Batch`."""
@@ -65,4 +66,5 @@ def scene(
         unfinished=unfinished(running or {}, max_tokens),
         lengths=lengths or Lengths(tuple(range(20, 400, 4)), (max_tokens,) * 3, 100.0),
         max_tokens=max_tokens,
+        asked=asked,
     )

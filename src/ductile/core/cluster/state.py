@@ -149,6 +149,14 @@ class ClusterState:
     lengths: Lengths = Lengths()
     max_tokens: int = 1024
     """The most tokens of one answer."""
+    asked: bool = True
+    """The policy has been asked in this step before."""
+
+    @property
+    def step_begins(self) -> bool:
+        """Slots may go where a new step wants them: nothing of it is trained yet; or it is, as a change of the step
+        before was still under way, and nobody has been asked in this one."""
+        return not (self.asked and self.batch.trained)
 
     def of(self, role: Role) -> tuple[int, ...]:
         """The slots that hold the role, ready or not."""

@@ -78,6 +78,15 @@ def test_everybody_goes_home_at_the_end_of_a_step():
     assert "returns" in decision.reason
 
 
+def test_everybody_goes_home_late_when_a_change_was_still_under_way_at_the_end_of_the_step():
+    """Nobody was asked before the new step's first micro-step; without generators it would have no rollouts."""
+    away = {slot: ("train",) for slot in (2, 3, 4, 5)}
+    state = scene(roles=away, trained=8, ready=8, to_start=48, asked=False)
+    decision = Rules(pre_process=True).decide(state)
+    assert kept(state, decision) == {"train": [0, 1], "generate": [2, 3, 4, 5], "score": []}
+    assert not decision.hold_training, "training has begun"
+
+
 def test_nothing_happens_inside_a_micro_step():
     state = scene(running={}, trained=10, at_boundary=False)
     assert Rules().decide(state).orders == ()

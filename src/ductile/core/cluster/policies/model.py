@@ -225,7 +225,7 @@ def _changed_lately(state: ClusterState, patience: float) -> bool:
 
 def _recall_scorers(state: ClusterState) -> Decision:
     """Slots that score by configuration do so as soon as there is a new batch to generate."""
-    if not state.num_to_generate or state.batch.trained:
+    if not state.num_to_generate or not state.step_begins:
         return Decision()
     away = [slot for slot in state.home.score if slot in state.ready and "score" not in state.roles(slot)]
     orders = change(state, {slot: state.home.roles(slot) for slot in away})

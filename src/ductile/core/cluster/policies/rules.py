@@ -8,7 +8,7 @@ At every micro-step boundary of a step that has begun to train:
    cost time, the tail of generation would pay for every slot that is freed.)
 3. Slots without a role train.
 
-At the step's end every slot returns to what the configuration gave it. Two further rules, each on request:
+When the next step begins every slot returns to what the configuration gave it. Two further rules, each on request:
 
 - `pre_process`: until half of the step's rollouts are finished, the train slots generate too, and the trainer waits.
 - `wait_before_last_iter`: before its last optimizer step (of a batch with one: before its last quarter) the trainer
@@ -38,10 +38,9 @@ class Rules:
     def decide(self, state: ClusterState) -> Decision:
         if not state.batch.steps_left:
             return Decision()
-        begun = state.batch.trained > 0
         if not state.trainer.at_boundary:
             return Decision(hold_training=state.trainer.held)
-        if not begun:
+        if state.step_begins:
             return self._before_the_step(state)
         if self.wait_before_last_iter and state.batch.last_update and state.batch.missing:
             why = f"the last part of the batch waits for {many(state.batch.missing, 'rollout')}, to train on all slots"
@@ -51,7 +50,7 @@ class Rules:
     def _before_the_step(self, state: ClusterState) -> Decision:
         home = _home(state)
         missing, half = state.batch.missing, state.batch.num_rollouts // 2
-        lend = self.pre_process and missing > half
+        lend = self.pre_process and not state.batch.trained and missing > half
         if lend:
             home |= {slot: _with_generate(home[slot]) for slot in _lendable(state, home)}
         orders = _orders(state, home)
