@@ -8,8 +8,10 @@ each kind of change in turn while all slots are at work. From the run's recordin
                                any slot       commands of the change (lend weights, hand rollouts over, prepare a
                                               resize)
                                train slots    the trainer's pause in a resize; what another slot that trains on does for
-                                              the change, as they work in step; and a step's end that waits until the
-                                              change is done, before weights are published
+                                              the change, as they work in step; and publishing, while a change is under
+                                              way
+                               generators     having nothing to do while new weights wait for slots that are to
+                                              generate as well
     waits_for                which of these it was
 
 A change of handoffs alone counts with all its seconds, as the recording does not tell a receiver's part from its other
@@ -35,11 +37,13 @@ import tomli_w
 
 from ductile.core.cluster.ledger import Span
 from ductile.core.cluster.profile import StepProfile
+from peers.every_change import SETTLING
 from provenance import provenance
 from resize import make_model
 
 HANDOFFS = "rollouts handed off"
-KINDS = ("generate → train", "train → generate", "train → train+generate", "train+generate → train", HANDOFFS)
+WAYS = ("generate → train", "train → generate", "train → train+generate", "train+generate → train")
+KINDS = (*WAYS, HANDOFFS, *(f"{way}, {SETTLING}" for way in WAYS))
 AFTERWARDS_S = 1.0
 """A lender takes its offer back after the change."""
 AT_ONCE_S = 0.01
@@ -120,8 +124,17 @@ def run(work: Path, args: argparse.Namespace) -> Path:
     return work / "run"
 
 
-def rows_of(events: Sequence[dict[str, Any]], profiles: Sequence[StepProfile], waits: Sequence[Stretch]) -> list[Row]:
-    """One for each change that was carried out whole. waits: for a change to be done, before weights are published."""
+@dataclass(frozen=True)
+class Circle:
+    """What the whole run did as its steps ended."""
+
+    published: list[Stretch]
+    waited: list[Stretch]
+    """New weights, for slots that were about to generate."""
+
+
+def rows_of(events: Sequence[dict[str, Any]], profiles: Sequence[StepProfile], circle: Circle) -> list[Row]:
+    """One for each change that was carried out whole."""
     spans = [span for profile in profiles for span in profile.spans]
     begins_s = [event["at_s"] for event in events if event["kind"] == "decided"]
     train = next(event for event in events if event["kind"] == "setting")["home"]["train"]
@@ -139,7 +152,7 @@ def rows_of(events: Sequence[dict[str, Any]], profiles: Sequence[StepProfile], w
             after = resized.get("after", train)
             staying = set(train).intersection(after)
             next_s = min((at_s for at_s in begins_s if at_s > event["at_s"]), default=float("inf"))
-            rows.append(row_of(decided["sentence"], event, next_s, resized.get("pause_s", 0.0), staying, spans, waits))
+            rows.append(row_of(decided["sentence"], event, next_s, resized.get("pause_s", 0.0), staying, spans, circle))
             train = after
     return rows
 
@@ -151,19 +164,21 @@ def row_of(
     resize_s: float,
     staying: set[int],
     spans: Sequence[Span],
-    waits: Sequence[Stretch],
+    circle: Circle,
 ) -> Row:
     """next_s: when the next change begins. staying: slots that train before and after it."""
     way = re.search(r"(\S+ → [^\s:;,]+)", sentence)
-    kind = way.group(1) if way else HANDOFFS
+    kind = (way.group(1) if way else HANDOFFS) + (f", {SETTLING}" if SETTLING in sentence else "")
     begin_s, seconds, changing = switched["at_s"], switched["seconds"], set(switched["slots"])
     end_s = begin_s + seconds
-    held_up = [(max(begin_s, first_s), min(end_s, last_s)) for first_s, last_s in waits]
     pauses = {"the trainer's resize": resize_s} if resize_s and staying - changing else {}
     for slot in {span.slot for span in spans}:
         asked = stretches(spans, slot, begin_s, end_s, min(next_s, end_s + AFTERWARDS_S))
         if slot in staying:
-            asked += held_up
+            asked += within([(begin_s, end_s)], circle.published)
+        else:
+            idle = [(span.start_s, span.end_s) for span in spans if (span.slot, span.activity) == (slot, "idle")]
+            asked += within(within([(begin_s, end_s)], circle.waited), idle)
         if slot not in changing:
             pauses[f"slot {slot}"] = longest(asked)
         elif slot in staying and staying - changing:
@@ -184,6 +199,12 @@ def stretches(spans: Iterable[Span], slot: int, begin_s: float, end_s: float, ta
     ]
 
 
+def within(some: Sequence[Stretch], others: Sequence[Stretch]) -> list[Stretch]:
+    """Where a stretch of the one kind and one of the other overlap."""
+    both = [(max(one[0], other[0]), min(one[1], other[1])) for one in some for other in others]
+    return [(first_s, last_s) for first_s, last_s in both if first_s < last_s]
+
+
 def longest(stretches: Iterable[Stretch]) -> float:
     """Of what they cover together."""
     covered_s, longest_s, since_s = float("-inf"), 0.0, 0.0
@@ -195,11 +216,16 @@ def longest(stretches: Iterable[Stretch]) -> float:
     return longest_s
 
 
-def waits_of(metrics: Sequence[dict[str, float]], profiles: Sequence[StepProfile]) -> list[Stretch]:
-    """A step's last phases are to wait for a change that is under way, and to publish."""
+def circle_of(metrics: Sequence[dict[str, float]], profiles: Sequence[StepProfile]) -> Circle:
+    """A step's last phase is to publish. While the next one trains, the weights wait and go live."""
     rows = {row["step"]: row for row in metrics}
-    ends = [(profile.end_s - rows[profile.step]["seconds/publish"], profile.step) for profile in profiles]
-    return [(end_s - rows[step]["seconds/settle"], end_s) for end_s, step in ends]
+    published = [(profile.end_s - rows[profile.step]["seconds/publish"], profile.end_s) for profile in profiles]
+    waited = [
+        (profile.end_s, profile.end_s + rows[profile.step + 1]["seconds/settle"])
+        for profile in profiles
+        if profile.step + 1 in rows
+    ]
+    return Circle(published, waited)
 
 
 def micro_step_of(
@@ -221,7 +247,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--keep", type=Path, help="where the run's events.jsonl is copied to")
-    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--group", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=48)
@@ -239,16 +265,16 @@ def main() -> None:
     events = [json.loads(line) for line in recording.splitlines()]
     steps = [json.loads(line) for line in metrics.splitlines()]
     profiles = [StepProfile.from_fields(event) for event in events if event["kind"] == "profile"]
-    rows = rows_of(events, profiles, waits_of(steps, profiles))
+    rows = rows_of(events, profiles, circle_of(steps, profiles))
     if missing := set(KINDS).difference(row.kind for row in rows):
         raise SystemExit(f"no change of these kinds: {', '.join(sorted(missing))}; more --steps have room for them")
     tokens = 2 * (args.max_tokens + PROMPT_TOKENS)
     micro_step_s = micro_step_of(steps, profiles, args.batch // 2)
     worst_s = max(row.longest_other_pause_s for row in rows)
-    print(f"{'kind':24} {'slots':8} {'seconds':>8} {'longest pause of others':>24}")
+    print(f"{'kind':42} {'slots':8} {'seconds':>8} {'longest pause of others':>24}")
     for row in sorted(rows, key=lambda row: KINDS.index(row.kind)):
         slots = ",".join(map(str, row.slots)) or "-"
-        print(f"{row.kind:24} {slots:8} {row.seconds:8.2f} {row.longest_other_pause_s:24.3f}   {row.waits_for}")
+        print(f"{row.kind:42} {slots:8} {row.seconds:8.2f} {row.longest_other_pause_s:24.3f}   {row.waits_for}")
     print(
         f"{num_params / 1e6:.1f} M parameters: a micro-step of {tokens} tokens takes {micro_step_s:.2f} s, the "
         f"longest pause {worst_s:.2f} s: {worst_s / micro_step_s:.2f} of it"

@@ -1,6 +1,7 @@
 """A policy for measuring role changes: each kind in turn, while others are at work, whether it pays or not.
 
-Of slots 0 and 1, which train, and 2 and 3, which generate.
+Of slots 0 and 1, which train, and 2 and 3, which generate. First at any time, then as steps begin, before weights are
+published.
 """
 
 from collections.abc import Sequence
@@ -11,16 +12,21 @@ from ductile.core.cluster.placement import Role
 from ductile.core.cluster.state import ClusterState
 
 Roles = tuple[Role, ...]
-TURNS: Sequence[tuple[int, Roles]] = (
-    (1, ("train", "generate")),
-    (1, ("train",)),
-    (1, ("generate",)),
-    (1, ()),  # rollouts are handed to it
-    (3, ("train",)),
-    (3, ("generate",)),
-    (1, ("train",)),
+SETTLING = "as a step begins"
+TURNS: Sequence[tuple[int, Roles, str]] = (
+    (1, ("train", "generate"), ""),
+    (1, ("train",), ""),
+    (1, ("generate",), ""),
+    (1, (), ""),  # rollouts are handed to it
+    (3, ("train",), ""),
+    (3, ("generate",), ""),
+    (1, ("train",), ""),
+    (1, ("generate",), SETTLING),
+    (1, ("train",), SETTLING),
+    (1, ("train", "generate"), SETTLING),
+    (1, ("train",), SETTLING),
 )
-"""A slot and the roles that it takes on."""
+"""A slot, the roles that it takes on, and when."""
 REST_S = 1.5
 """Between two changes, so that everybody is at work again."""
 
@@ -31,14 +37,18 @@ class EveryChange:
         self._not_before_s = 0.0
 
     def decide(self, state: ClusterState) -> Decision:
-        """Only while there is something to train on, and the last two generators have something to do."""
-        slot, roles = TURNS[self._turn % len(TURNS)]
-        busy = state.batch.ready > 0 and all(state.num_running[generator] for generator in state.of("generate")[-2:])
-        everybody = len(state.ready) == len(state.slots)
-        if state.now_s < self._not_before_s or not (busy and everybody and state.trainer.at_boundary):
+        """Only while there is something to train on, and the last two generators have something to do or are about to
+        get new weights."""
+        slot, roles, when = TURNS[self._turn % len(TURNS)]
+        begins = not state.asked
+        generate = begins or all(state.num_running[generator] for generator in state.of("generate")[-2:])
+        busy, everybody = state.batch.ready > 0 and generate, len(state.ready) == len(state.slots)
+        if begins != (when == SETTLING) or state.now_s < self._not_before_s:
+            return Decision()
+        if not (busy and everybody and state.trainer.at_boundary):
             return Decision()
         orders = change(state, {slot: roles}) if roles else to(state, slot)
-        decision = Decision(orders, sentence(orders, "for the sake of measuring it"))
+        decision = Decision(orders, sentence(orders, "for the sake of measuring it", when))
         if not orders or complaints(state, decision):
             return Decision()
         self._turn += 1

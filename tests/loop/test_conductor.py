@@ -2,9 +2,11 @@
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from ductile.core.cluster.cost import TrainSpeed
 from ductile.core.cluster.orders import Decision, Handoff, Move, Prediction
 from ductile.core.cluster.policies.rules import Home
 from ductile.core.cluster.state import SlotState
@@ -202,41 +204,136 @@ def test_nothing_is_asked_when_nothing_happens(tmp_path):
     assert len(policy.asked) == 1
 
 
-def test_slots_settle_before_a_version_is_published_and_stay_until_it_is_live(tmp_path):
+async def publish(conductor, stage, live_s):
+    """Version 7, as the loop does it; `live_s` after it is published, or once the joiners are there."""
+    conductor.settle(7)
+    await asyncio.sleep(0.25)
+    stage.note("published")
+    await conductor.joined()
+    stage.note("goes live")
+    conductor.notify()
+    await asyncio.sleep(live_s)
+    stage.note("live")
+    conductor.go_on()
+    await asyncio.sleep(10)
+
+
+def patient(state, seconds):
+    train = TrainSpeed(tokens_per_s=1e12, micro_step_s=2 * seconds)
+    return replace(state, speeds=replace(state.speeds, train=train))
+
+
+def test_slots_settle_before_a_version_goes_live_and_stay_until_it_is(tmp_path):
+    """New rollouts are shared with the joiners; publishing does not wait for them."""
     policy = Scripted(moved(Move(0, T, B)), moved(Move(0, B, T)))
-
-    async def publish(conductor, stage):
-        await conductor.settle(7)
-        stage.note("publish")
-        conductor.notify()
-        await asyncio.sleep(5)
-        stage.note("live")
-        conductor.go_on()
-        await asyncio.sleep(5)
-
-    stage, _, _ = conducted(tmp_path, scene(), policy, publish)
-    assert stage.what() == ["begin 7", "admit 0", "publish", "live", "dismiss 0"]
+    state = patient(scene(), 5.0)
+    stage, _, _ = conducted(tmp_path, state, policy, partial(publish, live_s=5.0))
+    assert stage.diary == [
+        (0.0, "begin 7"),
+        (0.0, "admit 0"),
+        (0.25, "published"),
+        (1.0, "goes live"),
+        (6.0, "live"),
+        (6.0, "dismiss 0"),
+    ]
     assert [(round(state.now_s, 1), state.asked) for state in policy.asked] == [(0.0, False), (6.0, True), (7.0, True)]
 
 
-@pytest.mark.parametrize(("live_s", "asked_s"), [(0.7, 1.0), (5.5, 5.5)], ids=["weights first", "change first"])
+@pytest.mark.parametrize(
+    "orders",
+    [(Move(0, T, B),), (Move(1, T, G),), (Move(1, T, G), Move(2, G, T), Handoff("2/0", 2, 3))],
+    ids=["beside training", "from the trainer", "one for another"],
+)
+@pytest.mark.parametrize("patience_s", [0.1, 0.5])
+def test_nobody_waits_for_a_change_for_longer_than_half_a_micro_step(tmp_path, orders, patience_s):
+    policy, state = Scripted(moved(*orders)), patient(scene(running={2: [10], 3: [20]}), patience_s)
+    stage, errors, _ = conducted(tmp_path, state, policy, partial(publish, live_s=10.0))
+    at = {what: at for at, what in stage.diary}
+    assert at["published"] == 0.25
+    assert at["goes live"] == pytest.approx(0.25 + patience_s)
+    assert at.pop("live") > max(at.values()), "the change went on to its end meanwhile"
+    for order in orders:
+        if isinstance(order, Move):
+            assert stage.roles[order.slot] == order.after
+    assert errors == []
+
+
+@pytest.mark.parametrize("broken", [frozenset(), {"admit 1"}, {"resize 0"}], ids=["done", "refused", "rolled back"])
+def test_weights_wait_for_joiners_and_for_nobody_else(tmp_path, broken):
+    """Not for their handoffs, for who leaves, or for who is not to come after all."""
+    orders = (Move(1, T, G), Handoff("2/0", 2, 1))
+    state = patient(scene(running={2: [10, 20]}), 60.0)
+    stage, _, _ = conducted(tmp_path, state, Scripted(moved(*orders)), partial(publish, live_s=10.0), broken=broken)
+    at = {what: at for at, what in stage.diary}
+    assert at["goes live"] == (3.0 if not broken else at[min(broken)])
+
+    both_ways = (Move(2, G, T), Handoff("2/0", 2, 3), Handoff("2/1", 2, 3))
+    for orders, live_s in [(both_ways, 0.25), ((*both_ways, Move(0, T, B)), 1.0)]:
+        stage, _, _ = conducted(tmp_path / str(live_s), state, Scripted(moved(*orders)), partial(publish, live_s=10.0))
+        at = {what: at for at, what in stage.diary}
+        assert at["goes live"] == live_s < at["resize 0 1 2"]
+
+
+@pytest.mark.parametrize(("live_s", "asked_s"), [(0.25, 1.0), (5.0, 5.75)], ids=["weights first", "change first"])
 def test_a_change_that_is_under_way_goes_on_beside_publishing(tmp_path, live_s, asked_s):
     """A slot that trains on waits neither until others have prepared nor until they are admitted elsewhere."""
-    policy = Scripted(moved(Move(0, T, B)), moved(Move(0, B, T)))
+    policy = Scripted(moved(Move(0, B, T)), moved(Move(0, T, B)))
 
-    async def publish(conductor, stage):
+    async def in_a_change(conductor, stage):
         conductor.notify()
         await asyncio.sleep(0.5)
-        await conductor.settle(7)
-        stage.note("publish")
-        await asyncio.sleep(live_s - 0.5)
-        conductor.go_on()
-        await asyncio.sleep(5)
+        await publish(conductor, stage, live_s)
 
-    stage, _, _ = conducted(tmp_path, scene(), policy, publish)
-    assert stage.diary == [(0.0, "admit 0"), (0.5, "begin 7"), (0.5, "publish"), (asked_s, "dismiss 0")]
-    assert [(round(state.now_s, 1), state.asked) for state in policy.asked[:2]] == [(0.0, True), (asked_s, False)]
+    state = scene()
+    slots = (SlotState(0, B), *state.slots[1:])
+    stage, _, _ = conducted(tmp_path, replace(state, slots=slots), policy, in_a_change)
+    assert [what for what in stage.diary if "live" not in what[1]] == [
+        (0.0, "dismiss 0"),
+        (0.5, "begin 7"),
+        (0.75, "published"),
+        (asked_s, "admit 0"),
+    ]
+    assert [(round(state.now_s, 2), state.asked) for state in policy.asked[:2]] == [(0.0, True), (asked_s, False)]
     assert all(state.asked for state in policy.asked[2:]), "only the first question of a step is"
+
+
+def test_what_nobody_thought_of_in_settling_ends_the_run_and_nobody_waits_for_it(tmp_path):
+    class Breaks(ScriptedStage):
+        async def admit(self, slot, role):
+            await self.part(f"admit {slot}")
+            raise ZeroDivisionError
+
+    async def story():
+        stage, errors = Breaks(patient(scene(), 60.0)), []
+        policy = Scripted(*[moved(Move(0, T, B), hold_training=True) for _ in range(9)])
+        conductor = Conductor(policy, stage, Recorder(tmp_path))
+        async with conductor.at_work(errors.append):
+            conductor.settle(1)
+            await conductor.joined()
+            assert clock() == PART_S
+            conductor.go_on()
+            await asyncio.sleep(5)
+            assert not stage.held, "training is not to wait for its deadline while the run ends"
+            with pytest.raises(ZeroDivisionError):
+                conductor.settle(2)
+        return policy, errors
+
+    policy, errors = run(story())
+    assert [type(error) for error in errors] == [ZeroDivisionError]
+    assert len(policy.asked) == 1
+
+
+def test_a_change_that_was_begun_in_settling_is_given_up_with_the_run(tmp_path):
+    policy = Scripted(moved(Move(2, G, T), hold_training=True))
+
+    async def ends(conductor, stage):
+        conductor.settle(7)
+        await asyncio.sleep(0.5)
+
+    stage, errors, _ = conducted(tmp_path, scene(), policy, ends)
+    assert stage.what() == ["begin 7", "hold", "prepare", "release"]
+    assert stage.under_way == 0
+    assert errors == []
 
 
 def test_held_training_is_always_released_in_the_end(tmp_path):
@@ -311,6 +408,24 @@ def test_a_change_that_fails_is_told_and_not_tried_again_at_once(tmp_path):
     assert (decided["cost_s"], decided["gain_s"]) == (1.0, 4.0)
     switched = next(row for row in events if row["kind"] == "switched")
     assert switched["failures"] == ["prepare failed"]
+
+
+def test_nor_when_it_fails_while_a_decision_rests(tmp_path):
+    class FailsFast(ScriptedStage):
+        async def admit(self, slot, role):
+            await asyncio.sleep(0.2)
+            raise NotDone("no")
+
+    async def story():
+        policy = Scripted(*[moved(Move(0, T, B)) for _ in range(9)])
+        conductor = Conductor(policy, FailsFast(scene()), Recorder(tmp_path), rest_s=lambda took_s: 0.5)
+        async with conductor.at_work(lambda error: None):
+            for _ in range(60):
+                conductor.notify()
+                await asyncio.sleep(0.1)
+        return [round(state.now_s, 1) for state in policy.asked]
+
+    assert run(story()) == [0.0, 1.2, 3.4]
 
 
 def test_what_nobody_thought_of_ends_the_run(tmp_path):

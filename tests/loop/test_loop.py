@@ -87,8 +87,11 @@ def test_slots_settle_for_the_next_version_when_the_last_one_is_live(tmp_path):
         def __init__(self, diary):
             self.diary = diary
 
-        async def settle(self, version):
+        def settle(self, version):
             self.diary.note(f"settle {version}")
+
+        async def joined(self):
+            self.diary.note("joined")
 
         def go_on(self):
             self.diary.note("go on")
@@ -102,6 +105,8 @@ def test_slots_settle_for_the_next_version_when_the_last_one_is_live(tmp_path):
     assert stage.diary.what("optim_step", "settle 2", "live 1")[:4] == ["optim_step"] * 2 + ["live 1", "settle 2"]
     told = stage.diary.what("settle", "go on")
     assert told[1:] == [what for version in (1, 2, 3) for what in (f"settle {version}", "go on")]
+    order = stage.diary.what("publish", "joined", "live")
+    assert order[3:] == [what for version in (1, 2, 3) for what in (f"publish {version}", "joined", f"live {version}")]
 
 
 def test_nothing_is_started_with_weights_that_are_about_to_be_replaced(tmp_path):

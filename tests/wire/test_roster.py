@@ -85,6 +85,24 @@ def test_with_nobody_who_has_the_version_the_next_one_is_the_joiners_first():
     with_cluster(story, generating=(0,))
 
 
+def test_a_trainer_that_has_gone_on_before_it_could_lend_lends_nothing():
+    """After a step that learned nothing its weights are the live version still, until it publishes them as the next."""
+
+    async def story(cluster: Cluster):
+        await cluster.generators.dismiss(0)
+        async with cluster.trainer.boundary():
+            publishing = asyncio.create_task(cluster.trainer.publish(1))
+            joining = asyncio.create_task(cluster.generators.admit(3, {}))
+            await steps(1)
+        assert not await joining, "it waits for version 1"
+        await cluster.generators.receive(await publishing)
+        assert cluster.generators.slots == (3,)
+        assert versions(cluster)[3] == 1
+        await cluster.trainer.withdraw(1)
+
+    with_cluster(story, generating=(0,))
+
+
 def test_while_a_version_is_published_it_is_lent_from_there():
     async def story(cluster: Cluster):
         await cluster.generators.dismiss(0)

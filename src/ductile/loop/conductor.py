@@ -11,9 +11,10 @@ Who joins the trainer leaves its generator only when the resize is prepared and 
 then it generates on. (Where there is no memory for both, it leaves first.)
 
 One decision at a time: events that come meanwhile are looked at together, afterwards. Before weights are published the
-slots settle for the step that begins, and nothing is decided until the weights are live. A change that is under way by
-then goes on beside it: its slots prepare for long, and whoever only trains on need not wait for them. A part that is
-not done is told in a sentence; the slots then have the roles that they really have, and the next decision sees those.
+slots settle for the step that begins, and nothing is decided until the weights are live. A change goes on beside that:
+its slots may prepare for long, and nobody waits for its end. Weights go live when those that join are there, so that
+new rollouts are shared with them; or half a micro-step later, without them. A part that is not done is told in a
+sentence; the slots then have the roles that they really have, and the next decision sees those.
 
 It knows no slots: a `Stage` has them.
 """
@@ -23,7 +24,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -124,7 +125,16 @@ class Conductor:
         """Of this thread, that all decisions took: the state, the policy, and what holds and complaints are about."""
         self._policy, self._stage, self._record = policy, stage, record
         self._otherwise, self._rest_s = otherwise, rest_s
-        self._changing = self._publishing = False
+        self._change: asyncio.Task[None] | None = None
+        """That is under way."""
+        self._failed: Exception | None = None
+        """What ended the run: nothing is decided after it."""
+        self._joined = asyncio.Event()
+        self._joined.set()
+        self._patience_s = 0.0
+        """Of new weights, when the change was decided."""
+        self._on_error: Callable[[BaseException], None] = lambda error: None
+        self._publishing = False
         self._asked = True
         """In this step."""
         self._happened = asyncio.Event()
@@ -141,43 +151,60 @@ class Conductor:
 
         on_error: told of what ends the run.
         """
-        watching = asyncio.create_task(self._watch(on_error))
+        self._on_error = on_error
+        watching = asyncio.create_task(self._watch())
         try:
             yield
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            tasks = [task for task in (watching, self._change) if task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._stage.hold_training(False)
 
-    async def settle(self, version: int) -> None:
-        """The slots do what the step that begins wants of them; unless they are about to change already, and then the
-        next decision is the step's first one. Nothing is decided from then until `go_on`, which comes before the next
-        `settle`."""
+    def settle(self, version: int) -> None:
+        """The slots begin to do what the step that begins wants of them; unless they are about to change already, and
+        then the next decision is the step's first one. Nothing is decided from then until `go_on`, which comes before
+        the next `settle`. Raises what has ended the run."""
+        if self._failed is not None:
+            raise self._failed
         self._publishing, self._asked = True, False
         self._stage.begin(version)
-        if not self._changing:
-            await self._decide()
+        if self._change is None:
+            self._decide()
+
+    async def joined(self) -> None:
+        """Returns when those that a change has generate or score do so, or cannot; half a micro-step later at most."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._patience_s):
+                await self._joined.wait()
 
     def go_on(self) -> None:
         """The weights are live."""
         self._publishing = False
         self.notify()
 
-    async def _watch(self, on_error: Callable[[BaseException], None]) -> None:
+    async def _watch(self) -> None:
         """Waits for `notify`. Nobody waits for it."""
         try:
             while True:
                 await self._happened.wait()
                 if (wait_s := self._not_before_s - self._stage.now_s) > 0:
                     await asyncio.sleep(wait_s)
+                    continue  # a change that failed meanwhile has put it off
                 self._happened.clear()
-                if not self._publishing:
-                    await self._decide()
+                if not self._publishing and self._change is None and self._failed is None:
+                    self._decide()
         except Exception as error:
-            on_error(error)
-        finally:
-            self._stage.hold_training(False)
+            self._fail(error)
 
-    async def _decide(self) -> None:
+    def _fail(self, error: Exception) -> None:
+        self._failed = error
+        self._stage.hold_training(False)
+        self._on_error(error)
+
+    def _decide(self) -> None:
+        """Has a change begin if the policy wants one."""
         stage, began_s = self._stage, time.thread_time()
         at_s, state = stage.now_s, replace(stage.state(), asked=self._asked)
         self._asked = True
@@ -187,23 +214,34 @@ class Conductor:
         took_s = time.thread_time() - began_s
         self.deciding_s += took_s
         self._not_before_s = stage.now_s + self._rest_s(took_s)
-        if not decision.orders:
-            return
-        self._tell(decision, at_s)
-        self._changing = True
+        if decision.orders:
+            self._tell(decision, at_s)
+            way, self._patience_s = _Way.of(state, decision), state.patience_s
+            if way.taken_on:
+                self._joined.clear()
+            stage.changing(decision.moves)
+            self._change = asyncio.create_task(self._make(state, decision, way, at_s))
+
+    async def _make(self, state: ClusterState, decision: Decision, way: "_Way", at_s: float) -> None:
+        """The change, from its first part to what is said of it. Nobody waits for it."""
         try:
-            failures = await self._carry_out(state, decision)
+            failures = await self._carry_out(state, decision, way)
+            self._note(Change(at_s, self._stage.now_s - at_s, decision, tuple(failures)))
+        except Exception as error:
+            self._fail(error)
         finally:
-            self._changing = False
-        change = Change(at_s, stage.now_s - at_s, decision, tuple(failures))
+            self._joined.set()
+            self._change = None
+            self.notify()
+
+    def _note(self, change: Change) -> None:
         self.changes.append(change)
         self.num_changes += 1
         self._tell_end(change)
-        self._num_failed = self._num_failed + 1 if failures else 0
-        if failures:
+        self._num_failed = self._num_failed + 1 if change.failures else 0
+        if change.failures:
             # The same state would give the same decision, at once and again and again.
-            self._not_before_s = stage.now_s + min(MOST_PATIENCE_S, 2.0 ** (self._num_failed - 1))
-        self.notify()
+            self._not_before_s = self._stage.now_s + min(MOST_PATIENCE_S, 2.0 ** (self._num_failed - 1))
 
     # -- decisions
 
@@ -253,9 +291,9 @@ class Conductor:
 
     # -- changes
 
-    async def _carry_out(self, state: ClusterState, decision: Decision) -> list[str]:
+    async def _carry_out(self, state: ClusterState, decision: Decision, way: "_Way") -> list[str]:
         """Returns what was not done, a sentence each."""
-        stage, way, failures = self._stage, _Way.of(state, decision), list[str]()
+        stage, failures = self._stage, list[str]()
 
         async def leave(slots: Collection[int]) -> None:
             handoffs = [
@@ -267,21 +305,27 @@ class Conductor:
             leaving: list[tuple[int, Role]] = [(slot, role) for slot, role in way.given_up if slot in going]
             failures.extend(await _done(*(stage.dismiss(slot, role) for slot, role in leaving)))
 
+        async def take_on() -> list[str]:
+            at_once = [stage.admit(slot, role) for slot, role in way.taken_on if slot not in way.leaves_trainer]
+            said = await _done(*at_once)
+            if len(at_once) == len(way.taken_on):
+                self._joined.set()
+            return said
+
         async def resize() -> list[str]:
             if not way.resizes:
                 return []
             return await _done(stage.resize(way.formation, lambda: leave(way.waiting)))
 
-        stage.changing(decision.moves)
         try:
             await leave({slot.slot for slot in state.slots} - way.waiting)
             stage.hold_training(decision.hold_training)
-            at_once = [stage.admit(slot, role) for slot, role in way.taken_on if slot not in way.leaves_trainer]
-            resized, others = await together(resize(), _done(*at_once))
+            resized, others = await together(resize(), take_on())
             failures += [*resized, *others]
             if not resized:
                 after = [stage.admit(slot, role) for slot, role in way.taken_on if slot in way.leaves_trainer]
                 failures += await _done(*after)
+            self._joined.set()
             failures += await self._finish_handoffs(decision, way)
         finally:
             stage.changing(())

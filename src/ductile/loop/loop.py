@@ -166,15 +166,14 @@ class Loop:
     async def make_live(self, version: int, arrival: OneBehind, *, evaluates: bool) -> None:
         """The trainer's weights become the generators', while the trainer goes on with what is there to train on.
 
-        Slots change roles before that; nothing is decided about them until it is done.
+        Slots begin to change roles before that; nothing is decided about them until it is done.
         """
         self.evaluates = evaluates and self.evaluation is not None
         self.to_evaluate = self.evaluation.num_answers if self.evaluation and evaluates else 0
         self.buffer.next_version(version)
         if self.conductor:
             await arrival.finish()  # slots settle for one version at a time
-            with self.watch("settle"):
-                await self.conductor.settle(version)
+            self.conductor.settle(version)
         with self.watch("publish"):
             manifest = await self.trainer.publish(version)
         await arrival.start(self.receive(manifest))
@@ -182,6 +181,9 @@ class Loop:
             await arrival.finish()  # what is trained next is scored by the same weights
 
     async def receive(self, manifest: Manifest) -> None:
+        if self.conductor:
+            with self.watch("settle"):
+                await self.conductor.joined()
         with self.watch("receive"):
             receivers = [self.generators, self.scorer] if self.scorer else [self.generators]
             await together(*(receiver.receive(manifest) for receiver in receivers))

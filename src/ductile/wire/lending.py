@@ -85,7 +85,9 @@ class Lender:
             except FAILURES as error:
                 if slot in self._mailbox.lost:
                     raise SlotLost(self._mailbox.lost[slot]) from error
-                failures.append(error)
+                # A trainer that has gone on meanwhile has no more to lend: the next version is on its way.
+                if source is not None or self._trainer.can_lend(version):
+                    failures.append(error)
             else:
                 self.note(role, slot, version)
                 return True

@@ -176,12 +176,23 @@ class ClusterState:
         return Counter(rollout.slot for rollout in self.unfinished)
 
     @property
+    def micro_step_s(self) -> float:
+        """Of a full one."""
+        return self.speeds.train.seconds(self.trainer.seq_len, len(self.trainer.formation.members))
+
+    @property
+    def patience_s(self) -> float:
+        """That new weights wait for slots which are about to generate or score: with what else a change costs the
+        others, less than a micro-step."""
+        return self.micro_step_s / 2
+
+    @property
     def resize_wait_s(self) -> float:
         """From the decision until the trainer's slots can change: messages wait for the micro-steps that were sent
         before, on average for half of the one that runs, and the slots say once more that they are ready."""
         slots, seq_len = len(self.trainer.formation.members), self.trainer.seq_len
         micro_steps = 0.0 if self.trainer.held else min(IN_FLIGHT + 0.5, self.batch.ready_tokens / (slots * seq_len))
-        return micro_steps * self.speeds.train.seconds(seq_len, slots) + self.costs.prepare_s
+        return micro_steps * self.micro_step_s + self.costs.prepare_s
 
     @property
     def num_to_generate(self) -> int:

@@ -111,8 +111,10 @@ class Arrangements:
         return self._state.costs.handoff_s * context / self._context[-1] + self._carried_s * context / num_targets
 
     def _joining_s(self, seconds: float, new: int, count: int) -> float:
-        """That `new` of `count` generators come so much later. Before a step's first rollout all wait for them: the
-        slots settle before weights are published."""
-        if not self._state.unfinished:
-            return seconds if new else 0.0
-        return seconds * new / max(1, count)
+        """That `new` of `count` generators come so much later. Before a step's first rollout new weights wait for them,
+        and the others with those."""
+        share = new / max(1, count)
+        if self._state.unfinished or not new:
+            return seconds * share
+        wait_s = min(seconds, self._state.patience_s)
+        return wait_s + (seconds - wait_s) * share
