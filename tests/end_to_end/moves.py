@@ -16,11 +16,12 @@ B: Roles = ("train", "generate")
 
 
 class EverywhereInTurn:
-    """Of slots 0 (train), 1-2 (generate) and 3 (score)."""
+    """Of slots 0 (train), 1-2 (generate) and 3 (score). In the last step they stay, so that no change is under way at
+    the end."""
 
     def decide(self, state):
         batch = state.batch
-        if not batch.steps_left:
+        if batch.steps_left < 2:
             return Decision()
         if batch.step % 2 == 0:
             # The train slot is lent until answers end; then a generator comes to the trainer, while it works.
