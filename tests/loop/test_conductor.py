@@ -107,8 +107,14 @@ def conducted(tmp_path, state, policy, during, otherwise=None, broken=()):
         stage.broken |= set(broken)
         record = Recorder(tmp_path, clock=lambda: 0.0)
         conductor = Conductor(policy, stage, record, otherwise, rest_s=lambda took_s: 0.5)
-        async with conductor.at_work(errors.append):
-            await during(conductor, stage)
+        try:
+            async with conductor.at_work(errors.append):
+                await during(conductor, stage)
+        except Exception as error:
+            if errors != [error]:
+                raise
+        else:
+            assert errors == [], "what ends the run is told, and raised"
         record.close()
         return stage, errors
 
@@ -307,15 +313,16 @@ def test_what_nobody_thought_of_in_settling_ends_the_run_and_nobody_waits_for_it
         stage, errors = Breaks(patient(scene(), 60.0)), []
         policy = Scripted(*[moved(Move(0, T, B), hold_training=True) for _ in range(9)])
         conductor = Conductor(policy, stage, Recorder(tmp_path))
-        async with conductor.at_work(errors.append):
-            conductor.settle(1)
-            await conductor.joined()
-            assert clock() == PART_S
-            conductor.go_on()
-            await asyncio.sleep(5)
-            assert not stage.held, "training is not to wait for its deadline while the run ends"
-            with pytest.raises(ZeroDivisionError):
-                conductor.settle(2)
+        with pytest.raises(ZeroDivisionError):
+            async with conductor.at_work(errors.append):
+                conductor.settle(1)
+                await conductor.joined()
+                assert clock() == PART_S
+                conductor.go_on()
+                await asyncio.sleep(5)
+                assert not stage.held, "training is not to wait for its deadline while the run ends"
+                with pytest.raises(ZeroDivisionError):
+                    conductor.settle(2)
         return policy, errors
 
     policy, errors = run(story())
@@ -436,9 +443,10 @@ def test_what_nobody_thought_of_ends_the_run(tmp_path):
     async def story():
         stage, errors = Breaks(scene()), []
         conductor = Conductor(Scripted(moved(Move(0, T, B))), stage, Recorder(tmp_path))
-        async with conductor.at_work(errors.append):
-            conductor.notify()
-            await asyncio.sleep(1)
+        with pytest.raises(ZeroDivisionError):
+            async with conductor.at_work(errors.append):
+                conductor.notify()
+                await asyncio.sleep(1)
         assert stage.under_way == 0
         return errors
 

@@ -149,7 +149,7 @@ class Conductor:
     async def at_work(self, on_error: Callable[[BaseException], None]) -> AsyncIterator[None]:
         """Meanwhile events are answered. A change that is under way at the end is given up, and training is released.
 
-        on_error: told of what ends the run.
+        on_error: told at once of what ends the run. When the block ends well all the same, that is raised.
         """
         self._on_error = on_error
         watching = asyncio.create_task(self._watch())
@@ -161,6 +161,8 @@ class Conductor:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._stage.hold_training(False)
+        if self._failed is not None:
+            raise self._failed
 
     def settle(self, version: int) -> None:
         """The slots begin to do what the step that begins wants of them; unless they are about to change already, and
