@@ -99,11 +99,11 @@ class Scripted:
         return answer
 
 
-def conducted(tmp_path, state, policy, during, otherwise=None, broken=()):
+def conducted(tmp_path, state, policy, during, otherwise=None, broken=(), kind=ScriptedStage):
     """What a stage was told to do, in order, and the events of it."""
 
     async def story():
-        stage, errors = ScriptedStage(state), []
+        stage, errors = kind(state), []
         stage.broken |= set(broken)
         record = Recorder(tmp_path, clock=lambda: 0.0)
         conductor = Conductor(policy, stage, record, otherwise, rest_s=lambda took_s: 0.5)
@@ -309,23 +309,18 @@ def test_what_nobody_thought_of_in_settling_ends_the_run_and_nobody_waits_for_it
             await self.part(f"admit {slot}")
             raise ZeroDivisionError
 
-    async def story():
-        stage, errors = Breaks(patient(scene(), 60.0)), []
-        policy = Scripted(*[moved(Move(0, T, B), hold_training=True) for _ in range(9)])
-        conductor = Conductor(policy, stage, Recorder(tmp_path))
+    async def settling(conductor, stage):
+        conductor.settle(1)
+        await conductor.joined()
+        assert clock() == PART_S
+        conductor.go_on()
+        await asyncio.sleep(5)
+        assert not stage.held, "training is not to wait for its deadline while the run ends"
         with pytest.raises(ZeroDivisionError):
-            async with conductor.at_work(errors.append):
-                conductor.settle(1)
-                await conductor.joined()
-                assert clock() == PART_S
-                conductor.go_on()
-                await asyncio.sleep(5)
-                assert not stage.held, "training is not to wait for its deadline while the run ends"
-                with pytest.raises(ZeroDivisionError):
-                    conductor.settle(2)
-        return policy, errors
+            conductor.settle(2)
 
-    policy, errors = run(story())
+    policy = Scripted(*[moved(Move(0, T, B), hold_training=True) for _ in range(9)])
+    _, errors, _ = conducted(tmp_path, patient(scene(), 60.0), policy, settling, kind=Breaks)
     assert [type(error) for error in errors] == [ZeroDivisionError]
     assert len(policy.asked) == 1
 
@@ -423,16 +418,14 @@ def test_nor_when_it_fails_while_a_decision_rests(tmp_path):
             await asyncio.sleep(0.2)
             raise NotDone("no")
 
-    async def story():
-        policy = Scripted(*[moved(Move(0, T, B)) for _ in range(9)])
-        conductor = Conductor(policy, FailsFast(scene()), Recorder(tmp_path), rest_s=lambda took_s: 0.5)
-        async with conductor.at_work(lambda error: None):
-            for _ in range(60):
-                conductor.notify()
-                await asyncio.sleep(0.1)
-        return [round(state.now_s, 1) for state in policy.asked]
+    async def many_events(conductor, stage):
+        for _ in range(60):
+            conductor.notify()
+            await asyncio.sleep(0.1)
 
-    assert run(story()) == [0.0, 1.2, 3.4]
+    policy = Scripted(*[moved(Move(0, T, B)) for _ in range(9)])
+    conducted(tmp_path, scene(), policy, many_events, kind=FailsFast)
+    assert [round(state.now_s, 1) for state in policy.asked] == [0.0, 1.2, 3.4]
 
 
 def test_what_nobody_thought_of_ends_the_run(tmp_path):
@@ -440,17 +433,9 @@ def test_what_nobody_thought_of_ends_the_run(tmp_path):
         async def admit(self, slot, role):
             raise ZeroDivisionError
 
-    async def story():
-        stage, errors = Breaks(scene()), []
-        conductor = Conductor(Scripted(moved(Move(0, T, B))), stage, Recorder(tmp_path))
-        with pytest.raises(ZeroDivisionError):
-            async with conductor.at_work(errors.append):
-                conductor.notify()
-                await asyncio.sleep(1)
-        assert stage.under_way == 0
-        return errors
-
-    assert [type(error) for error in run(story())] == [ZeroDivisionError]
+    stage, errors, _ = conducted(tmp_path, scene(), Scripted(moved(Move(0, T, B))), one_event, kind=Breaks)
+    assert stage.under_way == 0
+    assert [type(error) for error in errors] == [ZeroDivisionError]
 
 
 def test_the_formation_keeps_its_order_and_joiners_come_last(tmp_path):
