@@ -2,6 +2,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from ductile.observe import Recorder, Stopwatch, read_jsonl
 
 
@@ -64,6 +66,46 @@ def test_a_line_may_hold_what_other_readers_take_for_a_line_s_end(tmp_path):
     record.event("reward_error", "Scored 0: it said \u2028 and \x85.")
     record.close()
     assert [row["sentence"] for row in read_jsonl(tmp_path / "events.jsonl")] == ["Scored 0: it said \u2028 and \x85."]
+
+
+def test_half_a_character_ends_nothing(tmp_path):
+    record, watcher = Recorder(tmp_path), Watcher()
+    record.listeners.append(watcher)
+    record.event("reward_error", "Scored 0: no name in '\ud83d'.", answer="\ud83d")
+    record.metrics(1, {"reward/\ud83d": 1.0})
+    assert record.rewind(1) == 0
+    record.close()
+    assert read_jsonl(tmp_path / "events.jsonl")[0]["sentence"] == "Scored 0: no name in '\\ud83d'."
+    assert read_jsonl(tmp_path / "metrics.jsonl")[0]["reward/\ud83d"] == 1.0
+    assert watcher.events[0].sentence.isascii(), "so that any terminal takes it"
+
+
+def test_a_watcher_that_fails_is_told_no_more_and_the_others_are(tmp_path):
+    class Gone(Watcher):
+        def on_event(self, event):
+            raise OSError(5, "Input/output error")
+
+    record, watcher = Recorder(tmp_path), Watcher()
+    record.listeners += [Gone(), watcher]
+    record.event("saved", "Saved step 3.")
+    record.event("saved", "Saved step 4.")
+    record.close()
+    sentences = ["Saved step 3.", "Gone is not told of the run any more: OSError: [Errno 5] Input/output error."]
+    assert [row["sentence"] for row in read_jsonl(tmp_path / "events.jsonl")] == [*sentences, "Saved step 4."]
+    assert sorted(event.sentence for event in watcher.events) == sorted([*sentences, "Saved step 4."])
+
+
+def test_an_event_that_the_disk_has_no_room_for_ends_nothing_and_a_lost_row_says_where(tmp_path, capsys):
+    full = "/dev/full"
+    (tmp_path / "events.jsonl").symlink_to(full)
+    (tmp_path / "metrics.jsonl").symlink_to(full)
+    record = Recorder(tmp_path)
+    record.event("saved", "Saved step 3.")
+    record.event("saved", "Saved step 4.")
+    with pytest.raises(OSError, match=r"No space left on device: '.*metrics.jsonl'"):
+        record.metrics(3, {"loss": 0.5})
+    record.close()
+    assert capsys.readouterr().err == "ductile: events.jsonl cannot be written: No space left on device\n"
 
 
 def test_rewind_keeps_what_the_checkpoint_knows(tmp_path):

@@ -6,17 +6,25 @@
 
 `Recorder` writes them; whoever wants to watch (the live view, TensorBoard, W&B) is a `Listener` of it. A line is
 flushed when it is written: after a kill -9 the files tell everything up to that moment.
+
+Watching never ends a run: half a character is written as its escape, a listener that raises is not told again, and
+an event that the disk has no room for is left out.
 """
 
 import json
 import math
 import os
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TextIO
+
+HALF_CHARACTERS = "backslashreplace"
+"""How a lone surrogate is written: half an emoji, which a policy may sample. In a JSON string this is its escape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +39,7 @@ class Event:
 
 
 class Listener(Protocol):
-    """Follows a run. Called in the orchestrator's event loop: must return at once and not raise."""
+    """Follows a run. Called in the orchestrator's event loop: must return at once. One that raises is told no more."""
 
     def on_event(self, event: Event) -> None: ...
 
@@ -49,21 +57,28 @@ class Recorder:
         self.listeners: list[Listener] = []
         self.last_step: int | None = None
         """The latest step that was told of in this life."""
+        self._complained = False
         folder.mkdir(parents=True, exist_ok=True)
         self._events = _open_to_append(folder / "events.jsonl")
         self._metrics = _open_to_append(folder / "metrics.jsonl")
 
     def event(self, kind: str, sentence: str, **fields: Any) -> None:
-        event = Event(self.clock(), kind, sentence, fields)
-        _write_line(self._events, {"time": round(event.time_s, 3), "kind": kind, "sentence": sentence, **fields})
-        for listener in self.listeners:
-            listener.on_event(event)
+        event = Event(self.clock(), kind, _whole(sentence), fields)
+        row = {"time": round(event.time_s, 3), "kind": kind, "sentence": event.sentence, **fields}
+        try:
+            _write_line(self._events, row)
+        except OSError as error:  # the run has lost a line, and must not lose a step for it
+            self._complain(f"events.jsonl cannot be written: {error.strerror}")
+        self._tell(lambda listener: listener.on_event(event))
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Raises OSError, with the file's name, when the row cannot be written: a run without its curve is none."""
         self.last_step = step
-        _write_line(self._metrics, {"step": step, "time": round(self.clock(), 3), **values})
-        for listener in self.listeners:
-            listener.on_metrics(step, values)
+        try:
+            _write_line(self._metrics, {"step": step, "time": round(self.clock(), 3), **values})
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._metrics.name) from error
+        self._tell(lambda listener: listener.on_metrics(step, values))
 
     def rewind(self, last_step: int) -> int:
         """Drop the metrics of steps after `last_step`, which a resume from there repeats. Returns how many lines."""
@@ -79,10 +94,30 @@ class Recorder:
         write_json(self.folder / "summary.json", dict(values))
 
     def close(self) -> None:
-        for listener in self.listeners:
-            listener.close()
-        self._events.close()
-        self._metrics.close()
+        self._tell(lambda listener: listener.close())
+        for stream in (self._events, self._metrics):
+            try:
+                stream.close()
+            except OSError as error:  # what a full disk did not take is still in its buffer
+                self._complain(f"{stream.name} is not whole: {error.strerror}")
+
+    def _tell(self, tell: Callable[[Listener], None]) -> None:
+        for listener in list(self.listeners):
+            try:
+                tell(listener)
+            except Exception as error:
+                if listener in self.listeners:  # it may have failed again while this was told
+                    self.listeners.remove(listener)
+                why = f"{type(error).__name__}: {error}"
+                sentence = f"{type(listener).__name__} is not told of the run any more: {why}."
+                self.event("listener_failed", sentence, traceback=traceback.format_exc())
+
+    def _complain(self, sentence: str) -> None:
+        """Once, and on the terminal: the files are what there is to complain about."""
+        if not self._complained:
+            self._complained = True
+            with suppress(OSError):
+                print(f"ductile: {sentence}", file=sys.stderr)
 
 
 class Stopwatch:
@@ -129,7 +164,7 @@ def write_json(file: Path, value: Any) -> None:
 def write_text(file: Path, text: str) -> None:
     """Atomic: a reader sees the old content or the new, also after a power cut."""
     partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
-    with partial.open("w", encoding="utf-8") as stream:
+    with partial.open("w", encoding="utf-8", errors=HALF_CHARACTERS) as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
@@ -137,7 +172,7 @@ def write_text(file: Path, text: str) -> None:
 
 
 def _open_to_append(file: Path) -> TextIO:
-    stream = file.open("a+", encoding="utf-8")
+    stream = file.open("a+", encoding="utf-8", errors=HALF_CHARACTERS)
     end = stream.seek(0, os.SEEK_END)
     if end:
         # A kill may have cut the last line; the next one must not be glued to it.
@@ -145,6 +180,11 @@ def _open_to_append(file: Path) -> TextIO:
         if stream.read(1) != "\n":
             stream.write("\n")
     return stream
+
+
+def _whole(text: str) -> str:
+    """The text as any file and terminal can take it."""
+    return text.encode(errors=HALF_CHARACTERS).decode()
 
 
 def _write_line(stream: TextIO, value: Mapping[str, Any]) -> None:

@@ -21,11 +21,51 @@ def test_the_first_asks_and_the_second_insists(signum: signal.Signals):
     asyncio.run(story())
 
 
-def test_signals_are_given_back():
+@pytest.fixture
+def terminal():
+    """As where a person types: the suite itself may run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_lost_terminal_asks_however_often_it_says_so(terminal: None):
+    async def story():
+        interrupt = Interrupt()
+        with interrupts(interrupt):
+            for signum in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):
+                os.kill(os.getpid(), signum)
+                await asyncio.sleep(0.01)
+            await asyncio.wait_for(interrupt.asked.wait(), 5)
+            assert not interrupt.insisted.is_set()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.wait_for(interrupt.insisted.wait(), 5)
+
+    asyncio.run(story())
+
+
+def test_under_nohup_a_lost_terminal_is_nothing(terminal: None):
+    async def story():
+        interrupt = Interrupt()
+        with interrupts(interrupt):
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            await asyncio.wait_for(seen.wait(), 5)
+            assert not interrupt.asked.is_set()
+
+    seen = asyncio.Event()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    before = signal.signal(signal.SIGUSR1, lambda *_: seen.set())
+    asyncio.run(story())
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_are_given_back(terminal: None, signum: signal.Signals):
     async def story():
         with interrupts(Interrupt()):
             pass
 
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(signum)
     asyncio.run(story())
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.getsignal(signum) == before

@@ -108,6 +108,24 @@ def test_nothing_is_left(start, end):
     run.assert_all_gone()
 
 
+def test_what_is_sent_to_the_whole_group_ends_no_process_but_the_orchestrator(start):
+    """A batch system's SIGTERM, a lost terminal: the orchestrator decides, and saves the step first."""
+    run = start()
+    others = set(processes_with(run.mark)) - {run.process.pid}
+    assert len(others) == 5
+    for pid in others:
+        assert {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} <= ignored_by(pid)
+    run.process.kill()
+    run.process.wait(GONE_WITHIN_S)
+    run.assert_all_gone()
+
+
+def ignored_by(pid: int) -> set[signal.Signals]:
+    status = Path(f"/proc/{pid}/status").read_text()
+    mask = int(next(line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:")), 16)
+    return {signum for signum in signal.Signals if mask >> (signum - 1) & 1}
+
+
 def test_control_groups_go_with_a_killed_orchestrator(start):
     try:
         groups = CpuCap(0.5)._parent

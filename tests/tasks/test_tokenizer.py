@@ -140,6 +140,15 @@ def test_chats_equal_those_of_transformers(
         assert ours.apply_chat_template(MESSAGES, add_generation_prompt, **variables) == ids
 
 
+def test_half_a_character_is_replaced(tmp_path: Path) -> None:
+    """JSON may hold one, and so may what a policy samples."""
+    tokenizer = Tokenizer.from_folder(make_tokenizer_files(tmp_path))
+    assert tokenizer.encode("a\ud83db") == tokenizer.encode("a\ufffdb")
+    assert tokenizer.encode("\ud83d\ude00") == tokenizer.encode("\U0001f600"), "two halves are one"
+    asked = tokenizer.apply_chat_template([{"role": "user", "content": "\udc00"}])
+    assert asked == tokenizer.apply_chat_template([{"role": "user", "content": "\ufffd"}])
+
+
 def test_special_tokens_and_size(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(make_tokenizer_files(tmp_path))
     assert (tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.eos_token_ids) == (BOS, PAD, (IM_END,))

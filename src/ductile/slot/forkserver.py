@@ -30,7 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ductile.wire.lifeline import signal_on_parent_death
+from ductile.wire.lifeline import leave_signals_to_the_orchestrator, signal_on_parent_death
 
 Say = Callable[[str], None]
 Entry = Callable[[dict[str, Any], Say], None]
@@ -185,8 +185,8 @@ def main(arguments: list[str]) -> None:
     control_fd, parent, *modules = arguments
     # At the parent's end; were the server to be killed instead, nobody could remove the cgroups.
     signal_on_parent_death(int(parent), signal.SIGCONT)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+    leave_signals_to_the_orchestrator()  # so do all that it forks
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     control = socket.socket(fileno=int(control_fd))
     control.set_inheritable(False)
     try:

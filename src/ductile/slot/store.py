@@ -11,7 +11,6 @@ from ductile.slot.forkserver import Say
 
 def host(arguments: dict[str, Any], say: Say) -> None:
     """Say the store's port and serve until killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     store = host_store()
     say(str(store.port))
     while True:

@@ -7,7 +7,6 @@ Any number of roles may live in one slot; each command has one that handles it.
 import importlib
 import os
 import queue
-import signal
 import sys
 import traceback
 from typing import Any
@@ -184,8 +183,7 @@ class StaleEpoch(Exception):
 def main(arguments: dict[str, Any], say: Say) -> None:
     """What the process server forks (`ductile.slot.forkserver`)."""
     settings = msgspec.convert(arguments, SlotSettings)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the orchestrator decides
-    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     if settings.device == "cpu":
         # Slots share cores: batch scheduling and one thread each make collectives several times faster. Threads
         # inherit the policy, so it comes before any.

@@ -54,7 +54,7 @@ class Tokenizer:
         return cls(backend, special_tokens, eos, template, str(folder))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._backend.encode(_whole(text), add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Ids that the vocabulary does not have (a model may be padded beyond it) decode to nothing."""
@@ -107,6 +107,11 @@ class Tokenizer:
     def _id(self, name: str) -> int | None:
         token = self._special_tokens.get(name)
         return None if token is None else self._backend.token_to_id(token)
+
+
+def _whole(text: str) -> str:
+    """The text without half characters (lone surrogates), which no tokenizer takes: U+FFFD stands for each."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:

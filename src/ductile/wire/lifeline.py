@@ -1,10 +1,19 @@
-"""How processes make sure that they do not outlive the one they work for. Linux only."""
+"""How processes make sure that they end with the one they work for, and no sooner. Linux only."""
 
 import ctypes
 import os
 import signal
 
 _PR_SET_PDEATHSIG = 1
+
+SENT_TO_GROUPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What Ctrl-C, a batch system and a lost terminal send to every process of a run."""
+
+
+def leave_signals_to_the_orchestrator() -> None:
+    """Ignore what is sent to the whole group: the orchestrator decides when the step is saved and who is to end."""
+    for signum in SENT_TO_GROUPS:
+        signal.signal(signum, signal.SIG_IGN)
 
 
 def signal_on_parent_death(parent: int, signum: signal.Signals) -> None:
