@@ -97,13 +97,30 @@ class Rollout:
     versions: tuple[int, ...]
     """-1 where the policy did not sample."""
     finish_reason: FinishReason
-    reward: float
+    reward: float | None
+    """None: it could not be scored. Such a rollout is not trained on, and its siblings are compared without it."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     num_turns: int = 1
+    error: str = ""
+    """Why there is no reward."""
 
     @property
     def oldest_version(self) -> int:
         return min(compress(self.versions, self.mask), default=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a reward is told of the policy's last words."""
+
+    text: str
+    """Without the stop string that ended it."""
+    num_tokens: int = 0
+    """Sampled in the whole rollout, over all its turns."""
+    finish_reason: FinishReason = "stop"
+    num_turns: int = 1
+    token_ids: tuple[int, ...] = ()
+    """Of the last turn; empty when no reward asks for them."""
 
 
 @dataclass(frozen=True, slots=True)

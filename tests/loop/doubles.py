@@ -239,6 +239,8 @@ class Stage:
     trainer: Callable[..., FakeTrainer] = FakeTrainer
     generators: Callable[..., FakeGenerators] = FakeGenerators
     scorer: Callable[..., FakeScorer] | None = None
+    graders: Callable[..., Any] = InProcessGraders
+    max_reward_error_share: float = 1.0
     needs_reference: bool = False
     drop_zero_advantage: bool = True
     diary: Diary = field(default_factory=Diary)
@@ -252,7 +254,7 @@ class Stage:
         self.fake_scorer = self.scorer(self.diary) if self.scorer else None
         task, tokenizer = Count(self.num_examples), Letters()
         tasks = {"train": task}
-        episodes = Episodes(tasks, tokenizer, self.fake_generators, InProcessGraders(tasks), max_len_tokens=64)
+        episodes = Episodes(tasks, tokenizer, self.fake_generators, self.graders(tasks), max_len_tokens=64)
         prompts = Prompts(task, tokenizer, ExampleOrder(range(self.num_examples), seed=1), 32, self.position)
         learned, step_of = prompts.learned, lambda: self.loop.step
 
@@ -287,6 +289,7 @@ class Stage:
                 seq_len=self.seq_len,
                 eval_interval=self.eval_interval,
                 save_interval=self.save_interval,
+                max_reward_error_share=self.max_reward_error_share,
             ),
             self.fake_trainer,
             self.fake_generators,

@@ -68,7 +68,7 @@ def test_one_turn(tokenizer):
     assert rollout.token_ids == (*tokenizer.encode("42"), IM_END)
     assert rollout.mask == (True, True, True)
     assert rollout.reward == 1
-    assert rollout.metrics == {"said": 2.0, "reward_error": 0.0}
+    assert rollout.metrics == {"said": 2.0}
     assert (rollout.num_turns, rollout.finish_reason) == (1, "stop")
 
 
@@ -132,10 +132,10 @@ class Failing:
 
 
 @pytest.mark.parametrize("at", ["reply", "reward"])
-def test_a_failing_environment_scores_0(tokenizer, at):
+def test_what_a_failing_environment_says_is_no_reward(tokenizer, at):
     _, rollout = play(tokenizer, Says(tokenizer, ("7", "stop")), graders=Failing(at))
-    assert rollout.reward == 0
-    assert rollout.metrics["reward_error"] == 1
+    assert rollout.reward is None
+    assert rollout.error == f"the {at} took too long"
 
 
 def test_a_request_is_named_by_prompt_member_and_turn(tokenizer):

@@ -3,9 +3,10 @@ import asyncio
 import pytest
 
 from ductile.loop.episode import Episodes
-from ductile.loop.evaluate import Evaluation, pass_at_k
+from ductile.loop.evaluate import Evaluation, RewardsFailed, pass_at_k
 from ductile.observe import Recorder, read_jsonl
 from ductile.records import Prompt, Sampling
+from ductile.tasks.grader import Verdict
 from tests.loop.doubles import Count, Diary, FakeGenerators, InProcessGraders, Letters, run
 
 
@@ -41,6 +42,7 @@ def test_evaluation_reports_average_pass_at_k_and_samples(tmp_path):
     assert report.metrics() == {
         "eval_reward": 0.25,
         "eval_length_mean": 2.0,
+        "eval_reward_error_share": 0.0,
         "eval_pass_at_1": 0.25,
         "eval_pass_at_2": 0.5,
         "eval_pass_at_4": 1.0,
@@ -51,6 +53,44 @@ def test_evaluation_reports_average_pass_at_k_and_samples(tmp_path):
     assert len({request.id for request in generators.requests}) == 20
     event = read_jsonl(tmp_path / "events.jsonl")[0]
     assert event["sentence"] == "Held-out reward after step 7: 0.250, over 20 answers."
+
+
+class FailsOn(InProcessGraders):
+    """Rewards that fail for the answers that `fails` names."""
+
+    def __init__(self, tasks, fails):
+        super().__init__(tasks)
+        self.fails = fails
+
+    async def reward(self, task, example, completion):
+        if self.fails(example):
+            return Verdict(error=f"the reward of example {example} raised KeyError")
+        return await super().reward(task, example, completion)
+
+
+def evaluate_with(tmp_path, fails, **keys):
+    async def evaluate():
+        generators = FakeGenerators(Diary(), digit=lambda request: 1)
+        generators.version = 0
+        tasks = {"train": Count()}
+        episodes = Episodes(tasks, Letters(), generators, FailsOn(tasks, fails), 64)
+        prompts = [Prompt(f"eval/0/{i}", "train", i, (65,)) for i in range(4)]
+        return await Evaluation(episodes, Letters(), tasks, prompts, Sampling(), Recorder(tmp_path), **keys).run(0)
+
+    return run(evaluate())
+
+
+def test_answers_that_could_not_be_scored_are_left_out_of_the_means(tmp_path):
+    report = evaluate_with(tmp_path, lambda example: example == 2, max_reward_error_share=0.25)
+    assert (report.reward_mean, report.pass_at, report.reward_error_share) == (1.0, {1: 1.0}, 0.25)
+
+
+def test_an_evaluation_with_too_many_failed_rewards_ends_the_run(tmp_path):
+    with pytest.raises(RewardsFailed) as error:
+        evaluate_with(tmp_path, lambda example: example > 0, max_reward_error_share=0.5)
+    assert str(error.value) == (
+        "in the evaluation after step 0 3 of 4 rewards failed; the last time the reward of example 3 raised KeyError"
+    )
 
 
 def test_the_first_failure_is_raised_and_the_rest_is_aborted(tmp_path):

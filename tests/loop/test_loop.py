@@ -5,10 +5,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ductile.loop.evaluate import RewardsFailed
 from ductile.loop.progress import Progress
 from ductile.observe import read_jsonl
 from ductile.roles import Late, SlotLost
-from tests.loop.doubles import FakeGenerators, FakeScorer, FakeTrainer, Stage, clock, random_delays, run
+from ductile.tasks.grader import Verdict
+from tests.loop.doubles import (
+    FakeGenerators,
+    FakeScorer,
+    FakeTrainer,
+    InProcessGraders,
+    Stage,
+    clock,
+    random_delays,
+    run,
+)
 
 
 def test_the_order_of_one_round(tmp_path):
@@ -189,6 +200,29 @@ def test_a_batch_without_any_advantage_takes_no_optimizer_step(tmp_path):
     assert stage.fake_trainer.samples == []
     assert "nothing_to_learn" in [row["kind"] for row in read_jsonl(tmp_path / "events.jsonl")]
     assert read_jsonl(tmp_path / "metrics.jsonl")[-1]["groups_equal"] == 4
+
+
+class FailAfter(InProcessGraders):
+    """The rewards of the first 20 answers work, and no other."""
+
+    num_asked = 0
+
+    async def reward(self, task, example, completion):
+        self.num_asked += 1
+        if self.num_asked > 20:
+            return Verdict(error="the reward raised KeyError")
+        return await super().reward(task, example, completion)
+
+
+def test_rewards_that_fail_end_the_run_when_they_are_too_many(tmp_path):
+    stage = Stage(tmp_path, max_steps=9, graders=FailAfter, max_reward_error_share=0.5)
+    with pytest.raises(
+        RewardsFailed, match=r"in step \d \d of 8 rewards failed; the last time the reward raised KeyErr"
+    ):
+        run(stage.go())
+    shares = [row["reward_error_share"] for row in read_jsonl(tmp_path / "metrics.jsonl")]
+    assert shares[0] == 0
+    assert max(shares[:-1]) <= 0.5 < shares[-1]
 
 
 def test_groups_that_are_too_old_are_asked_again(tmp_path):

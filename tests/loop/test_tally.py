@@ -1,3 +1,5 @@
+from math import isnan
+
 import pytest
 
 from ductile.loop.report import per_second, summarise_rl
@@ -24,6 +26,7 @@ def test_metrics_of_a_step():
     expected = {
         "reward_mean": 0.5,
         "reward_std": pytest.approx(0.125**0.5),
+        "reward_error_share": 0.0,
         "length_mean": 2.0,
         "truncated": 0.25,
         "turns_mean": 1.0,
@@ -46,6 +49,17 @@ def test_metrics_of_a_step():
         "seconds/optim_step": 0.25,
     }
     assert metrics == expected
+
+
+def test_a_failed_reward_is_no_reward():
+    tally = Tally(version=0)
+    tally.add([group(rollout(1.0, [0]), rollout(None, [0])), group(rollout(0.0, [0]), rollout(None, [0]))], None)
+    metrics = tally.metrics(1.0, {})
+    assert (metrics["reward_mean"], metrics["reward_std"], metrics["reward_error_share"]) == (0.5, 0.5, 0.5)
+    assert metrics["groups_equal"] == 2
+    tally = Tally(version=0)
+    tally.add([group(rollout(None, [0]))], None)
+    assert isnan(tally.metrics(1.0, {})["reward_mean"])
 
 
 def test_a_step_that_learned_nothing_has_no_loss():

@@ -107,7 +107,9 @@ class OrchestratorConfig(Section):
     seed: int = 0
     shuffle: bool = True
     reward_timeout_s: float = Field(default=30.0, gt=0)
-    """A reward function that takes longer scores 0 and is counted in `reward_errors`."""
+    """A reward function that takes longer has failed: its rollout has no reward, and is counted in `reward_errors`."""
+    max_reward_error_share: float = Field(default=0.5, ge=0, le=1)
+    """The run ends when more than this share of a step's or of an evaluation's rewards failed. 1: never."""
     num_reward_workers: int = Field(default=1, ge=1)
     """Processes that run reward functions."""
     client: ClientConfig = ClientConfig()

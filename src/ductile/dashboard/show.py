@@ -81,7 +81,9 @@ class Lines:
 
 PARTS = (
     ("reward_mean", "reward {:.3f}"),
+    ("reward_error_share", "{:.0%} of rewards failed"),
     ("eval_reward", "held-out {:.3f}"),
+    ("eval_reward_error_share", "{:.0%} of held-out rewards failed"),
     ("length_mean", "length {:.1f}"),
     ("loss", "loss {:.4f}"),
     ("grad_norm", "grad norm {:.3f}"),
@@ -91,8 +93,13 @@ PARTS = (
     ("step_s", "{:.1f} s"),
 )
 
+TROUBLE = frozenset({"reward_error_share", "eval_reward_error_share"})
+"""Told only where there is any."""
+
 
 def step_line(step: int, max_steps: int, metrics: Mapping[str, float]) -> str:
     """`step 12/60  reward 0.531  length 23.1  loss 0.0123  ...`: what the row has, always in this order."""
-    parts = [form.format(metrics[name]) for name, form in PARTS if name in metrics]
+    parts = [
+        form.format(metrics[name]) for name, form in PARTS if name in metrics and (metrics[name] or name not in TROUBLE)
+    ]
     return "  ".join([f"step {step:>{len(str(max_steps))}}/{max_steps}", *parts])

@@ -16,12 +16,15 @@ def closing_rl(result: RunResult) -> str:
     first, last = result.summary["eval_reward_first"], result.summary["eval_reward_last"]
     if first is not None:
         lines.append(f"Held-out reward: {first:.3f} before, {last:.3f} after ({last - first:+.3f}).")
+    if result.summary["reward_errors"]:
+        failed = many(int(result.summary["reward_errors"]), "reward")
+        lines.append(f"{failed} failed, and their rollouts were not trained on: see reward_error in events.jsonl.")
     lines += _slots_time(result.summary)
     if result.model_folder:
         lines.append(f"The model is in {result.model_folder} (Hugging Face format).")
     for sample in result.last.samples if result.last else ():
         lines += ["", f"  asked:    {_one_line(sample.question)}", f"  answered: {_one_line(sample.answer)}"]
-        lines.append(f"  reward:   {sample.reward:g}")
+        lines.append(f"  reward:   {'none, it failed' if sample.reward is None else f'{sample.reward:g}'}")
     return "\n".join(lines)
 
 

@@ -26,6 +26,7 @@ from ductile.launch.cap import CapNotPermitted
 from ductile.launch.folder import FolderInUse, run_folder
 from ductile.launch.interrupt import Interrupt, interrupts
 from ductile.launch.processes import StartFailed
+from ductile.loop.evaluate import RewardsFailed
 from ductile.loop.progress import CheckpointError
 from ductile.loop.sinks import SinkMissing, TensorboardSink, WandbSink
 from ductile.observe import Recorder
@@ -106,7 +107,7 @@ async def _run(session: Session, running: Awaitable[RenderableType]) -> _End:
             return _told(session, "stopped", _End(INTERRUPTED, "stopped at once, as asked"))
         except SlotDied as error:
             return _told(session, "died", _End(FAILED, str(error)))
-        except (SlotLost, Late, Refused) as error:
+        except (SlotLost, Late, Refused, RewardsFailed) as error:
             return _told(session, "failed", _End(FAILED, str(error)))
         if session.interrupt.asked.is_set():
             return _told(session, "stopped", _End(INTERRUPTED, "stopped after a whole step, as asked", closing))

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ductile.config.run import OrchestratorRunConfig
+from ductile.core.batch.rewards import too_many_failed
 from ductile.loop.compose import BENCH_STEPS, to_sampling
 from ductile.loop.episode import Episodes
+from ductile.loop.evaluate import RewardsFailed
 from ductile.loop.overlap import together
 from ductile.loop.report import per_second
 from ductile.loop.tally import Tally
@@ -58,7 +60,7 @@ async def run_alone(
         {"train": config.task.model_dump()},
         config.num_reward_workers,
         config.reward_timeout_s,
-        on_error=lambda sentence: record.event("reward_error", f"Scored 0: {sentence}."),
+        on_error=lambda sentence: record.event("reward_error", f"No reward: {sentence}."),
     )
     order = ExampleOrder(range(len(prepared.task)), config.seed, config.shuffle)
     prompts = Prompts(prepared.task, tokenizer, order, MAX_LEN_TOKENS)
@@ -82,12 +84,15 @@ async def run_alone(
             tally.add(groups, report=None)
             values = {**tally.metrics(*watch.lap()), "reward_errors": float(graders.num_errors)}
             record.metrics(step, {name: value for name, value in values.items() if "off_policy" not in name})
+            if why := too_many_failed(tally.rollouts, config.max_reward_error_share):
+                raise RewardsFailed(f"in batch {step} {why}")
             if stop.is_set():
                 break
     rows = read_jsonl(record.folder / "metrics.jsonl")
+    rewards = [row["reward_mean"] for row in rows if row["reward_mean"] is not None]
     summary = {
         "steps": step,
-        "reward_mean": sum(row["reward_mean"] for row in rows) / max(1, len(rows)),
+        "reward_mean": sum(rewards) / max(1, len(rewards)),
         "wall_s": time.perf_counter() - began_s,
         "tokens_per_s_generate": per_second(rows, "sampled_tokens", ["step_s"]),
         "reward_errors": graders.num_errors,

@@ -105,6 +105,7 @@ def prepare(config: RLConfig) -> Prepared:
         seq_len=config.trainer.model.seq_len,
         eval_interval=orchestrator.eval.interval,
         save_interval=config.ckpt.interval,
+        max_reward_error_share=orchestrator.max_reward_error_share,
     )
     checkpoints = Checkpoints(Path(config.output_dir) / "state", config.ckpt.keep_last)
     resume_step = None if bench or config.ckpt.resume_step is None else checkpoints.find(config.ckpt.resume_step)
@@ -170,6 +171,7 @@ async def run_circle(
             to_sampling(config.orchestrator.eval.sampling),
             record,
             config.orchestrator.eval.samples_per_example,
+            max_reward_error_share=config.orchestrator.max_reward_error_share,
         )
 
         async def save(step: int) -> None:
@@ -217,7 +219,7 @@ def _graders(prepared: Prepared, record: Recorder) -> Graders:
         {name: config.model_dump() for name, config in configs.items() if config and name in prepared.tasks},
         orchestrator.num_reward_workers,
         orchestrator.reward_timeout_s,
-        on_error=lambda sentence: record.event("reward_error", f"Scored 0: {sentence}."),
+        on_error=lambda sentence: record.event("reward_error", f"No reward: {sentence}."),
     )
 
 

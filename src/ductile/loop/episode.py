@@ -74,7 +74,7 @@ class Episodes:
         finished siblings.
 
         Requests are named by prompt, member and turn, so that a generator which draws by name repeats itself when the
-        run is repeated. A reward or a reply that fails scores 0, with `reward_error` 1 among the metrics.
+        run is repeated. Where a reward or a reply fails, the rollout has no reward, and an `error` that says why.
         """
         with self._among_siblings(prompt) as siblings:
             return await self._play(prompt, sampling, member, priority, siblings)
@@ -122,9 +122,10 @@ class Episodes:
             logprobs=tuple(tokens.logprobs),
             versions=tuple(tokens.versions),
             finish_reason=finish,
-            reward=0.0 if error else verdict.reward,
-            metrics={**verdict.metrics, "reward_error": float(error is not None)},
+            reward=None if error else verdict.reward,
+            metrics=verdict.metrics,
             num_turns=num_turns,
+            error=error or "",
         )
 
     @contextmanager

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import comb
+from math import comb, nan
 
+from ductile.core.batch.rewards import scored, too_many_failed
 from ductile.loop.episode import Episodes
 from ductile.loop.overlap import together
 from ductile.observe import Recorder
@@ -17,28 +18,40 @@ PRIORITY = 1
 """Before training's requests: the trainer waits for this answer."""
 
 
+class RewardsFailed(Exception):
+    """Too many rewards failed to go on. The text says how many, of what, and how the last one failed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """One answer for people to read."""
 
     question: str
     answer: str
-    reward: float
+    reward: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class EvalReport:
     reward_mean: float
+    """Of the answers that could be scored; NaN when none could."""
     pass_at: dict[int, float]
     """By k; the unbiased estimate when there are more than k samples."""
     length_mean: float
     """Sampled tokens an answer."""
     num_answers: int
+    reward_error_share: float
+    """Of the answers that could not be scored."""
     samples: tuple[Sampled, ...]
 
     def metrics(self) -> dict[str, float]:
         passes = {f"eval_pass_at_{k}": share for k, share in self.pass_at.items()}
-        return {"eval_reward": self.reward_mean, "eval_length_mean": self.length_mean, **passes}
+        return {
+            "eval_reward": self.reward_mean,
+            "eval_length_mean": self.length_mean,
+            "eval_reward_error_share": self.reward_error_share,
+            **passes,
+        }
 
 
 class Evaluation:
@@ -52,10 +65,12 @@ class Evaluation:
         record: Recorder,
         samples_per_example: int = 1,
         num_shown: int = 3,
+        max_reward_error_share: float = 1.0,
     ) -> None:
         self._episodes, self._tokenizer, self._tasks = episodes, tokenizer, tasks
         self._prompts, self._sampling = prompts, sampling
         self._record, self._samples_per_example, self._num_shown = record, samples_per_example, num_shown
+        self._max_reward_error_share = max_reward_error_share
         self.first: EvalReport | None = None
         self.last: EvalReport | None = None
 
@@ -65,11 +80,16 @@ class Evaluation:
         return len(self._prompts) * self._samples_per_example
 
     async def run(self, step: int) -> EvalReport:
-        """Ask every held-out prompt. Each generation's own deadline bounds it; the first failure is raised."""
+        """Ask every held-out prompt. Each generation's own deadline bounds it; the first failure is raised.
+
+        Raises RewardsFailed when too many answers could not be scored.
+        """
         asked = [(prompt, member) for prompt in self._prompts for member in range(self._samples_per_example)]
         rollouts = await together(
             *(self._episodes.play(prompt, self._sampling, member, PRIORITY) for prompt, member in asked)
         )
+        if why := too_many_failed(rollouts, self._max_reward_error_share):
+            raise RewardsFailed(f"in the evaluation after step {step} {why}")
         self.last = self._report(rollouts)
         self.first = self.first or self.last
         self._record.event(
@@ -83,12 +103,17 @@ class Evaluation:
     def _report(self, rollouts: list[Rollout]) -> EvalReport:
         n = self._samples_per_example
         by_prompt = [rollouts[start : start + n] for start in range(0, len(rollouts), n)]
-        solved = [sum(rollout.reward >= SOLVED for rollout in group) for group in by_prompt]
+        rewards = scored(rollouts)
+        solved = [(len(each), sum(reward >= SOLVED for reward in each)) for each in map(scored, by_prompt)]
         return EvalReport(
-            reward_mean=_mean([rollout.reward for rollout in rollouts]),
-            pass_at={k: _mean([pass_at_k(n, c, k) for c in solved]) for k in _powers_of_two(n)},
+            reward_mean=_mean(rewards) if rewards else nan,
+            pass_at={
+                k: _mean([pass_at_k(num, num_solved, k) for num, num_solved in solved if num >= k])
+                for k in _powers_of_two(n)
+            },
             length_mean=_mean([float(sum(rollout.mask)) for rollout in rollouts]),
             num_answers=len(rollouts),
+            reward_error_share=1 - len(rewards) / max(1, len(rollouts)),
             samples=tuple(
                 Sampled(
                     question=self._tasks[prompt.task].messages(prompt.example)[-1]["content"],

@@ -18,9 +18,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from ductile.core.batch.chunking import shares
+from ductile.core.batch.rewards import too_many_failed
 from ductile.loop.buffer import Buffer, num_tokens
 from ductile.loop.conductor import Conductor
-from ductile.loop.evaluate import Evaluation
+from ductile.loop.evaluate import Evaluation, RewardsFailed
 from ductile.loop.lessons import Lessons
 from ductile.loop.overlap import OneBehind, together, unless
 from ductile.loop.rollouts import Rollouts
@@ -40,6 +41,8 @@ class Plan:
     eval_interval: int | None = None
     """In steps; None: the first weights and the last only. So is `save_interval`, without the first."""
     save_interval: int | None = None
+    max_reward_error_share: float = 1.0
+    """Of a step's rewards; when more fail, the run ends."""
 
     def due(self, interval: int | None, step: int) -> bool:
         return step == self.max_steps or (interval is not None and step % interval == 0)
@@ -121,6 +124,8 @@ class Loop:
             await arrival.finish()
             evaluated = await self.evaluate()
         self.record.metrics(self.step, {**tally.metrics(*self.watch.lap()), **evaluated, **self.counts()})
+        if why := too_many_failed(tally.rollouts, plan.max_reward_error_share):
+            raise RewardsFailed(f"in step {self.step} {why}")
         if plan.due(plan.save_interval, self.step):
             await self.save(self.step)
             self.saved = self.step

@@ -1,6 +1,6 @@
 """What a training step is told of in `metrics.jsonl`: the groups it used and what the trainer made of them.
 
-reward_mean, reward_std          over the batch's answers
+reward_mean, reward_std          over the batch's answers that could be scored
 length_mean                      sampled tokens an answer; truncated: the share that hit its limit
 off_policy_mean, off_policy_max  versions between a sampled token and the weights it trains
 loss, grad_norm, lr              of the trainer, mean over the step's optimizer steps; more as train/<name>
@@ -11,14 +11,16 @@ reward/<name>                    what the task's reward reports besides
 groups_equal, groups_dropped     groups whose rewards are all equal; groups that were too old (since the start)
 train_slots, resizes             of the trainer, at the step's end; resizes since the start
 seconds/resize                   in which the trainer stood still for resizes; part of the other phases' time
-reward_errors                    answers scored 0 by a failing reward (since the start)
+reward_error_share               of the batch's answers that could not be scored, and so are not trained on
+reward_errors                    rewards and replies that failed (since the start)
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import sqrt
+from math import nan, sqrt
 
 from ductile.core.batch.advantage import all_equal
-from ductile.records import RolloutGroup, StepReport
+from ductile.core.batch.rewards import scored
+from ductile.records import Rollout, RolloutGroup, StepReport
 
 AT_WORK = ("forward_backward", "optim_step")
 """The phases in which the trainer computes."""
@@ -40,8 +42,12 @@ class Tally:
             self._reports.append(report)
 
     @property
+    def rollouts(self) -> list[Rollout]:
+        return [rollout for group in self._groups for rollout in group.rollouts]
+
+    @property
     def num_sampled_tokens(self) -> int:
-        return sum(sum(rollout.mask) for group in self._groups for rollout in group.rollouts)
+        return sum(sum(rollout.mask) for rollout in self.rollouts)
 
     @property
     def num_tokens(self) -> int:
@@ -51,8 +57,8 @@ class Tally:
         )
 
     def metrics(self, step_s: float, seconds: Mapping[str, float]) -> dict[str, float]:
-        rollouts = [rollout for group in self._groups for rollout in group.rollouts]
-        rewards = [rollout.reward for rollout in rollouts]
+        rollouts = self.rollouts
+        rewards = scored(rollouts)
         reward_mean = _mean(rewards)
         ages = [
             self._version - version
@@ -62,14 +68,15 @@ class Tally:
         ]
         train_s = sum(seconds.get(phase, 0.0) for phase in AT_WORK)
         values = {
-            "reward_mean": reward_mean,
-            "reward_std": sqrt(_mean([(reward - reward_mean) ** 2 for reward in rewards])),
+            "reward_mean": reward_mean if rewards else nan,
+            "reward_std": sqrt(_mean([(reward - reward_mean) ** 2 for reward in rewards])) if rewards else nan,
+            "reward_error_share": 1 - len(rewards) / len(rollouts) if rollouts else 0.0,
             "length_mean": self.num_sampled_tokens / max(1, len(rollouts)),
             "truncated": _mean([float(rollout.finish_reason == "length") for rollout in rollouts]),
             "turns_mean": _mean([float(rollout.num_turns) for rollout in rollouts]),
             "off_policy_mean": _mean([float(age) for age in ages]),
             "off_policy_max": float(max(ages, default=0)),
-            "groups_equal": float(sum(all_equal([r.reward for r in group.rollouts]) for group in self._groups)),
+            "groups_equal": float(sum(all_equal(scored(group.rollouts)) for group in self._groups)),
         }
         if self._reports:
             values |= {

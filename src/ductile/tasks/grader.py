@@ -2,7 +2,7 @@
 
 `Graders` keeps `num_workers` plain-Python processes (`ductile.tasks.grader_process`), each with its own copy of the
 tasks. A call goes to a free one and has a deadline. A worker that misses it, or dies, is killed and replaced; its
-request scores 0 with an error, and nobody else notices. Every call returns exactly once.
+request has no reward but an error, and nobody else notices. Every call returns exactly once.
 
 Ends: a worker exits when its standard input closes, and the kernel kills it when the orchestrator dies.
 """
@@ -25,9 +25,9 @@ MAX_LINE_BYTES = 64 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of one call. With an `error` (a sentence), `reward` is 0."""
+    """What came of one call. With an `error` (a sentence), there is no reward."""
 
-    reward: float = 0.0
+    reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     error: str | None = None
 

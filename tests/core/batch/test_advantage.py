@@ -1,3 +1,5 @@
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,7 +9,7 @@ from ductile.core.batch.advantage import ADVANTAGES, all_equal, teaches, to_samp
 from ductile.records import Prompt, Rollout, RolloutGroup
 
 
-def group_of(rewards: list[float], prompt: tuple[int, ...] = (5, 6)) -> RolloutGroup:
+def group_of(rewards: Sequence[float | None], prompt: tuple[int, ...] = (5, 6)) -> RolloutGroup:
     return RolloutGroup(
         Prompt("train/0/1", "task", 1, prompt),
         tuple(Rollout((7, 2), (True, True), (-0.7, -0.1), (3, 3), "stop", reward) for reward in rewards),
@@ -74,6 +76,22 @@ def test_all_equal() -> None:
 @given(reward=st.floats(-10, 10), size=st.integers(1, 9))
 def test_equal_rewards_teach_nothing(name: str, reward: float, size: int) -> None:
     assert not teaches(to_samples(group_of([reward] * size), ADVANTAGES[name]))
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_a_rollout_that_could_not_be_scored_changes_nothing_for_its_siblings(name: str) -> None:
+    """With penalties as rewards a 0 for a failed one would be the best answer of all."""
+    group = group_of([-1.0, None, -1.0, -3.0])
+    assert to_samples(group, ADVANTAGES[name]) == to_samples(group_of([-1.0, -1.0, -3.0]), ADVANTAGES[name])
+    assert not teaches(to_samples(group_of([-1.0, -1.0, -1.0, None]), ADVANTAGES[name]))
+    assert to_samples(group_of([None, None]), ADVANTAGES[name]) == []
+
+
+def test_a_custom_advantage_is_asked_for_scored_rollouts_only() -> None:
+    asked = []
+    to_samples(group_of([0.5, None]), lambda rewards, group: asked.append((rewards, len(group.rollouts))) or [1.0])
+    to_samples(group_of([None]), lambda rewards, group: pytest.fail("there is nothing to compare"))
+    assert asked == [([0.5], 1)]
 
 
 def test_a_custom_advantage_teaches_where_rewards_are_equal() -> None:

@@ -1,12 +1,19 @@
-"""How much better than its siblings was each answer, and the samples that say so token by token."""
+"""How much better than its siblings was each answer, and the samples that say so token by token.
+
+A rollout without a reward has no advantage either: it is left out, and its siblings are compared without it.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from math import sqrt
 
 from ductile.records import Prompt, Rollout, RolloutGroup, Sample
 
 Advantage = Callable[[list[float], RolloutGroup], list[float]]
-"""`function(rewards, group)` gives one advantage a rollout. A custom one has this signature too."""
+"""`function(rewards, group)` gives one advantage a rollout. A custom one has this signature too.
+
+The group holds the scored rollouts only.
+"""
 
 
 def mean_baseline(rewards: list[float], group: RolloutGroup) -> list[float]:
@@ -27,11 +34,15 @@ ADVANTAGES: dict[str, Advantage] = {"default": mean_baseline, "grpo": standardis
 
 
 def to_samples(group: RolloutGroup, advantage: Advantage = mean_baseline, temperature: float = 1.0) -> list[Sample]:
-    """One sample a rollout, in order. `temperature` is the one that the answers were sampled with.
+    """One sample a scored rollout, in order. `temperature` is the one that the answers were sampled with.
 
     Raises ValueError when `advantage` does not return one finite number a rollout.
     """
-    advantages = advantage([rollout.reward for rollout in group.rollouts], group)
+    scored = [(rollout, rollout.reward) for rollout in group.rollouts if rollout.reward is not None]
+    if not scored:
+        return []
+    group = replace(group, rollouts=tuple(rollout for rollout, _ in scored))
+    advantages = advantage([reward for _, reward in scored], group)
     _check(advantages, group)
     return [
         _to_sample(group.prompt, rollout, value, temperature)
