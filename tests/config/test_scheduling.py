@@ -9,8 +9,8 @@ from ductile.config.cluster import ClusterConfig
 from ductile.config.errors import ConfigError
 from ductile.config.imports import ImportPathError
 from ductile.config.parse import parse
-from ductile.config.policy import policy_of
 from ductile.config.run import InferenceRunConfig, RLConfig, SFTConfig
+from ductile.config.scheduling import policy_of
 from ductile.config.slots import placement_of
 from ductile.core.cluster.policies.model import Model
 from ductile.core.cluster.policies.rules import Rules

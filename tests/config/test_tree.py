@@ -1,6 +1,5 @@
 """The tree says what there is: every key of the seeds, nothing that is ignored, and help and docs that have it all."""
 
-import ast
 import shlex
 from pathlib import Path
 
@@ -8,46 +7,37 @@ import pytest
 
 import ductile
 from ductile.config.docs import ROOTS, fill_in
-from ductile.config.errors import dotted, flag
+from ductile.config.errors import ConfigError, dotted, flag
 from ductile.config.help import help_text, lines
 from ductile.config.parse import parse
-from ductile.config.run import InferenceRunConfig, RLConfig, SFTConfig, TrainerRunConfig
+from ductile.config.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.schema import keys, walk
 from ductile.config.section import Section
+from ductile.config.unread import UNREAD
+from tests.config.reading import attributes_read
 from tests.config.stories import furnish
 
 SOURCE = Path(ductile.__file__).parent
 PAGE = SOURCE.parents[1] / "docs/config.md"
 
-CONSUMED_BY_CONFIG = {
-    "seq_len": "shared",
-    "resume": "is ckpt.resume_step",
-    "dry_run": "the command line's",
-    "component_placement": "placement",
-    "num_train_gpus": "placement",
-    "num_infer_gpus": "placement",
-    "num_gpus": "placement",
-    "gpus_per_node": "bounds the placement",
-    "auto_scheduler": "config.policy_of",
-    "policy": "config.policy_of",
-    "use_pre_process_policy": "config.policy_of",
-    "use_wait_before_last_iter_policy": "config.policy_of",
-    "dp": "checked against the placement",
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    furnish(tmp_path)
+    return tmp_path
+
+
+MEANS_ONE_THING = {
     "impl": "both values that are built mean the same",
     "attn": "both values that are built mean the same",
     "engine": "there is one",
     "loss_impl": "there is one",
     "pack_function": "there is one",
-    "type": "chooses a variant",
+    "dp": "must be what the placement says",
+    "dry_run": "the command line's own",
 }
-"""Keys that no other package reads, and why that is right."""
-
-
-def _names_read() -> set[str]:
-    """Every attribute that code outside of `config` reads: a key that is used appears there."""
-    files = [file for file in SOURCE.rglob("*.py") if "config" not in file.relative_to(SOURCE).parts]
-    trees = [ast.parse(file.read_text()) for file in files]
-    return {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+"""Keys that no command reads, whose every value that is accepted is true of what it does."""
 
 
 def _built_leaves(section: type[Section], path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
@@ -66,10 +56,90 @@ def _built_leaves(section: type[Section], path: tuple[str, ...] = ()) -> list[tu
 
 
 @pytest.mark.parametrize(("command", "root"), [(command, root) for command, root, _ in ROOTS])
-def test_every_key_is_read_by_code_or_refused(command: str, root: type[Section]) -> None:
-    read = _names_read() | CONSUMED_BY_CONFIG.keys()
-    ignored = {dotted(path) for path in _built_leaves(root) if path[-1] not in read}
+def test_every_key_is_read_by_the_command_or_said_to_be_unread(command: str, root: type[Section]) -> None:
+    read = attributes_read("ductile.launch.run", f"run_{command}") | MEANS_ONE_THING.keys()
+    said = [tuple(key.split(".")) for unread in UNREAD.get(root, ()) for key in unread.keys]
+    ignored = {
+        dotted(path)
+        for path in _built_leaves(root)
+        if path[-1] not in read and not any(path[: len(key)] == key for key in said)
+    }
     assert ignored == set()
+
+
+def test_the_guard_sees_the_command() -> None:
+    """`heartbeat_timeout_s` is read where slots are started, and the server starts none."""
+    assert "heartbeat_timeout_s" in attributes_read("ductile.launch.run", "run_sft")
+    assert "heartbeat_timeout_s" not in attributes_read("ductile.launch.run", "run_inference")
+
+
+OTHER_VALUES = {
+    "cluster.auto_scheduler": "true",
+    "cluster.policy": "static",
+    "cluster.use_pre_process_policy": "true",
+    "cluster.use_wait_before_last_iter_policy": "true",
+    "cluster.component_placement": '{"rollout": "0-3"}',
+    "cluster.cpu_slot_fraction": "0.5",
+    "cluster.heartbeat_timeout_s": "5",
+    "cluster.command_timeout_s": "5",
+    "cluster.start_timeout_s": "5",
+    "trainer.data.fake": "{}",
+    "inference.server": '{"port": 8001}',
+    "orchestrator.client": '{"timeout_s": 9}',
+    "n_minibatches": "2",
+    "max_async_level": "0",
+    "max_off_policy_steps": "3",
+    "eval": '{"num_examples": 3}',
+    "advantage": '{"type": "grpo"}',
+    "drop_zero_advantage": "false",
+    "output_dir": "elsewhere",
+    "deployment.gpus_per_node": "4",
+}
+GOOD_FLAGS = {
+    RLConfig: ["@", "good.toml"],
+    SFTConfig: ["@", "sft.toml"],
+    TrainerRunConfig: ["--model.name", "model", "--data.fake", "--max-steps", "2"],
+    OrchestratorRunConfig: [
+        *("--model.name", "model", "--client.base-url", "http://localhost:8000/v1"),
+        *("--task.type", "builtin", "--task.name", "addition"),
+    ],
+    InferenceRunConfig: ["--model.name", "model"],
+}
+
+
+@pytest.mark.parametrize(
+    ("root", "key", "noted"),
+    [(root, key, unread.noted) for root, all_ in UNREAD.items() for unread in all_ for key in unread.keys],
+    ids=lambda value: value.__name__ if isinstance(value, type) else str(value),
+)
+def test_an_unread_key_is_refused_or_noted(here: Path, root: type[Section], key: str, noted: bool) -> None:
+    path = flag(tuple(key.split(".")))
+    flags = [*GOOD_FLAGS[root], path, OTHER_VALUES[key]]
+    if noted:
+        assert any(key in notice and "no effect here" in notice for notice in parse(root, flags).notices)
+        return
+    with pytest.raises(ConfigError) as caught:
+        parse(root, flags)
+    assert [problem.key for problem in caught.value.problems] == [path]
+    assert "has no effect here: " in str(caught.value)
+
+
+@pytest.mark.parametrize("root", [SFTConfig, TrainerRunConfig])
+def test_roles_that_the_command_does_not_have_get_no_slots(here: Path, root: type[Section]) -> None:
+    placement = '{"actor": 0, "rollout": 1, "inference": 2}'
+    with pytest.raises(ConfigError, match="gives slots to other roles than actor"):
+        parse(root, [*GOOD_FLAGS[root], "--cluster.component-placement", placement])
+
+
+def test_two_numbers_of_steps_that_differ_are_a_contradiction(here: Path) -> None:
+    task = ["--orchestrator.task.type", "builtin", "--orchestrator.task.name", "addition", "--model.name", "model"]
+    with pytest.raises(ConfigError, match=r"contradicts orchestrator.max_steps \(3\): write max_steps"):
+        parse(RLConfig, [*task, "--trainer.max-steps", "2", "--orchestrator.max-steps", "3"])
+
+
+def test_a_server_holds_one_copy(here: Path) -> None:
+    with pytest.raises(ConfigError, match="must be 1: a server holds one copy of the model"):
+        parse(InferenceRunConfig, [*GOOD_FLAGS[InferenceRunConfig], "--parallel.dp", "2"])
 
 
 @pytest.mark.parametrize(("command", "root"), [(command, root) for command, root, _ in ROOTS])
@@ -132,20 +202,15 @@ def test_every_knob_of_the_seeds_is_there(root: type[Section], name: str) -> Non
     assert tuple(name.split(".")) in {path for path, _ in walk(root)}
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    furnish(tmp_path)
-    return tmp_path
-
-
 def test_the_seed_s_two_runs_side_by_side(here: Path) -> None:
     """`CUDA_VISIBLE_DEVICES=2,3 rl @ rl.toml` with a port and an output folder of its own."""
     flags = "--inference.server.port 8001 --orchestrator.client.base-url http://localhost:8001/v1 --output-dir out/exp2"
     parsed = parse(RLConfig, ["@", "good.toml", *flags.split()])
     assert parsed.config.output_dir == "out/exp2"
-    why = "has no effect here: `ductile rl` talks to its own generators, and opens no HTTP port"
-    assert parsed.notices == (f"inference.server {why}", f"orchestrator.client {why}")
+    assert parsed.notices == (
+        "inference.server and orchestrator.client have no effect here: `ductile rl` talks to its own generators, and "
+        "opens no HTTP port",
+    )
 
 
 @pytest.mark.parametrize(("loss", "told"), [("default", 1), ("ipo", 1), ("grpo", 0)])

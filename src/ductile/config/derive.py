@@ -2,7 +2,7 @@
 
 from typing import Any, TypeVar, cast
 
-from ductile.config.run import InferenceRunConfig, RLConfig, SFTConfig, TrainerRunConfig
+from ductile.config.run import RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.section import Section
 from ductile.config.slots import placement_of
 from ductile.core.cluster.placement import Placement
@@ -31,10 +31,6 @@ def derive(config: S) -> tuple[S, tuple[str, ...]]:
         placement = placement_of(config)
         numbers = {"num_gpus": len(placement.train)}
         out = _with(config, deployment=_deployment(config.deployment, numbers, placement, reasons))
-    elif isinstance(config, InferenceRunConfig) and config.parallel.dp is None:
-        dp = len(placement_of(config).generate)
-        out = _with(config, parallel=_with(config.parallel, dp=dp))
-        reasons.append(f"parallel.dp = {dp}: the generate slots, one copy on each")
     return cast(S, out), tuple(reasons)
 
 

@@ -14,6 +14,7 @@ from ductile.config.run import InferenceRunConfig, OrchestratorRunConfig, RLConf
 from ductile.config.schema import REQUIRED, walk
 from ductile.config.section import NotBuilt, Section
 from ductile.config.share import SHARED, Shared
+from ductile.config.unread import UNREAD
 
 ROOTS: tuple[tuple[str, type[Section], str], ...] = (
     ("rl", RLConfig, ""),
@@ -29,7 +30,13 @@ _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 def fill_in(text: str) -> str:
     """The page with its generated parts as they should be now."""
-    parts = {"shared": shared_table(), "renames": rename_table(), "keys": key_tables(), "unbuilt": unbuilt_table()}
+    parts = {
+        "shared": shared_table(),
+        "unread": unread_table(),
+        "renames": rename_table(),
+        "keys": key_tables(),
+        "unbuilt": unbuilt_table(),
+    }
     return _PART.sub(lambda part: f"{part[1]}{parts[part[2]]}\n{part[3]}", text)
 
 
@@ -58,6 +65,15 @@ def rename_table() -> str:
         for (old, new), names in commands.items()
     ]
     return _table(("written", "read as", "by"), rows)
+
+
+def unread_table() -> str:
+    rows = [
+        (f"`{name}`", _codes(unread.keys), "noted" if unread.noted else "refused", unread.why)
+        for name, root, _ in ROOTS
+        for unread in UNREAD.get(root, ())
+    ]
+    return _table(("command", "keys", "when set", "why"), rows)
 
 
 def key_tables() -> str:

@@ -82,3 +82,9 @@ def did_you_mean(word: str, known: Iterable[str], ask: str = " Did you mean {}?"
     """A question that names the most similar of `known`, or nothing."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return ask.format(close[0]) if close else ""
+
+
+def listed(words: Sequence[str]) -> str:
+    """ "a", "a and b", "a, b and c"."""
+    *most, last = words
+    return f"{', '.join(most)} and {last}" if most else last

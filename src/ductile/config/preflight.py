@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from ductile.config.cluster import ClusterConfig
 from ductile.config.finding import Finding
-from ductile.config.inference import InferenceConfig, ServerConfig
+from ductile.config.inference import InferenceConfig
 from ductile.config.on_disk import (
     data_findings,
     file_findings,
@@ -18,53 +18,41 @@ from ductile.config.on_disk import (
     read_spec,
     task_findings,
 )
-from ductile.config.orchestrator import BuiltinTask, ClientConfig, OrchestratorConfig, ReasoningGymTask, TaskConfig
+from ductile.config.orchestrator import BuiltinTask, OrchestratorConfig, ReasoningGymTask, TaskConfig
 from ductile.config.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
-from ductile.config.scheduling import scheduling_findings, unscheduled_findings
+from ductile.config.scheduling import scheduling_findings
 from ductile.config.section import Section
 from ductile.config.slots import placement_of
 from ductile.config.trainer import LinearSchedule, SchedulerConfig
-from ductile.core.cluster.placement import PlacementError
+from ductile.config.unread import unread_findings, unread_notes
+from ductile.core.cluster.placement import PlacementError, compact
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
-FOR_TRAINING = (
-    "n_minibatches", "max_async_level", "max_off_policy_steps", "eval", "advantage", "drop_zero_advantage",
-)  # fmt: skip
-"""Keys of `[orchestrator]` that mean nothing without a trainer."""
 SCORELESS = frozenset({"default", "ipo"})
 """Losses that do not look at the scorer's log-probs."""
 
 
 def preflight(config: Section) -> list[Finding]:
     """Everything between the lines of a config that cannot work."""
+    return [*_of_command(config), *unread_findings(config)]
+
+
+def _of_command(config: Section) -> Iterator[Finding]:
     if isinstance(config, RLConfig):
-        return [*_rl(config), *_placement(config), *scheduling_findings(config.cluster)]
-    if isinstance(config, SFTConfig):
-        return [*_sft(config), *_placement(config), *unscheduled_findings(config.cluster, "sft")]
-    if isinstance(config, TrainerRunConfig):
-        return [*_trainer(config), *_placement(config), *unscheduled_findings(config.cluster, "trainer")]
-    if isinstance(config, OrchestratorRunConfig):
-        return list(_orchestrator_alone(config))
-    if isinstance(config, InferenceRunConfig):
-        return [*_inference_alone(config), *_placement(config), *unscheduled_findings(config.cluster, "inference")]
-    return []
+        yield from [*_rl(config), *_placement(config), *scheduling_findings(config.cluster)]
+    elif isinstance(config, SFTConfig):
+        yield from [*_sft(config), *_placement(config)]
+    elif isinstance(config, TrainerRunConfig):
+        yield from [*_trainer(config), *_placement(config)]
+    elif isinstance(config, OrchestratorRunConfig):
+        yield from _orchestrator_alone(config)
+    elif isinstance(config, InferenceRunConfig):
+        yield from _inference_alone(config)
 
 
 def remarks(config: Section) -> list[str]:
-    """What is accepted, because configs of other systems have it, and does nothing."""
-    if isinstance(config, RLConfig):
-        why = "`ductile rl` talks to its own generators, and opens no HTTP port"
-        without_effect = {
-            "inference.server": config.inference.server != ServerConfig(),
-            "orchestrator.client": config.orchestrator.client != ClientConfig(),
-        }
-    elif isinstance(config, OrchestratorRunConfig):
-        why = "`ductile orchestrator` scores answers, and trains nothing"
-        fields = OrchestratorConfig.model_fields
-        without_effect = {name: getattr(config, name) != fields[name].default for name in FOR_TRAINING}
-    else:
-        return []
-    said = [f"{key} has no effect here: {why}" for key, given in without_effect.items() if given]
+    """What is accepted, because configs of other systems or for other commands have it, and does nothing."""
+    said = list(unread_notes(config))
     if isinstance(config, RLConfig) and config.trainer.loss.type in SCORELESS and placement_of(config).score:
         said.append(
             f'the score slots have no effect here: loss "{config.trainer.loss.type}" compares with what the generators '
@@ -98,8 +86,6 @@ def _rl(config: RLConfig) -> Iterator[Finding]:
         )
     if trainer.loss.type == "sft":
         yield Finding(("trainer.loss.type",), 'is for `ductile sft`. Write "default", "ipo", "grpo" or "custom"')
-    if trainer.data.fake is not None:
-        yield Finding(("trainer.data.fake",), "is for `ductile trainer`: here the generators make the data")
     if orchestrator.client.base_url is not None and _port(orchestrator.client.base_url) != inference.server.port:
         yield Finding(
             ("orchestrator.client.base_url", "inference.server.port"),
@@ -111,6 +97,10 @@ def _rl(config: RLConfig) -> Iterator[Finding]:
     yield from _evaluation(orchestrator, "orchestrator.")
     yield from _lengths(orchestrator, inference.model.max_model_len)
     yield from _generator(inference, "inference.", trainer.model.name)
+    numbers = {trainer.max_steps, orchestrator.max_steps} - {None}
+    if config.max_steps is None and len(numbers) > 1:
+        what = f"contradicts orchestrator.max_steps ({orchestrator.max_steps}): write max_steps, which sets both"
+        yield Finding(("trainer.max_steps", "orchestrator.max_steps"), what)
     max_steps = config.max_steps or trainer.max_steps or orchestrator.max_steps
     num_steps = max_steps * orchestrator.n_minibatches if max_steps and config.bench is None else None
     yield from _schedule(trainer.scheduler, num_steps, "trainer.scheduler")
@@ -167,6 +157,9 @@ def _inference_alone(config: InferenceRunConfig) -> Iterator[Finding]:
         yield _no_model("model.name")
     yield from model_findings("model.name", config.model.name)
     yield from _generator(config, "", config.model.name)
+    if config.parallel.dp not in (None, 1):
+        what = "must be 1: a server holds one copy of the model. Start one server for each copy, on a port of its own"
+        yield Finding(("parallel.dp",), what)
     if config.server.host not in LOOPBACK and config.server.api_key is None:
         yield Finding(
             ("server.host", "server.api_key"),
@@ -281,7 +274,7 @@ def _bench(config: RLConfig | SFTConfig) -> Iterator[Finding]:
         yield Finding(("bench", "resume", "ckpt.resume_step"), what)
 
 
-def _placement(config: RLConfig | SFTConfig | TrainerRunConfig | InferenceRunConfig) -> Iterator[Finding]:
+def _placement(config: RLConfig | SFTConfig | TrainerRunConfig) -> Iterator[Finding]:
     """Slots: whether the placement can be, and whether the numbers that say the same thing say the same."""
     yield from _cluster(config.cluster)
     given = config.cluster.component_placement is not None
@@ -293,6 +286,10 @@ def _placement(config: RLConfig | SFTConfig | TrainerRunConfig | InferenceRunCon
         return
     deployment = config.deployment
     if deployment.type != "single_node":
+        return
+    if not isinstance(config, RLConfig) and (placement.generate or placement.score):
+        what = "gives slots to other roles than actor, and this command only trains. Write "
+        yield Finding(keys, f'{what}{{"actor": "{compact(range(len(placement.train)))}"}}')
         return
     numbers = {
         "num_train_gpus": len(placement.train),
@@ -310,16 +307,13 @@ def _placement(config: RLConfig | SFTConfig | TrainerRunConfig | InferenceRunCon
             ("deployment.gpus_per_node", *keys),
             f"must be at least {placement.num_slots}, the slots that the placement uses",
         )
-    parallel = config.inference.parallel if isinstance(config, RLConfig) else None
-    if isinstance(config, InferenceRunConfig):
-        parallel = config.parallel
-    at = "inference.parallel" if isinstance(config, RLConfig) else "parallel"
-    num_slots = len(placement.generate)
-    if parallel is not None and parallel.dp is not None and parallel.dp * parallel.tp != num_slots:
-        what = f"must be {num_slots // parallel.tp}: {num_slots} generate slots, {parallel.tp} for one copy."
-        yield Finding((f"{at}.dp", f"{at}.tp", *keys, "deployment.num_infer_gpus"), what + " Or leave it out")
-    if not isinstance(config, InferenceRunConfig):
-        yield from _formation(config, len(placement.train))
+    if isinstance(config, RLConfig):
+        parallel, num_slots = config.inference.parallel, len(placement.generate)
+        if parallel.dp is not None and parallel.dp * parallel.tp != num_slots:
+            what = f"must be {num_slots // parallel.tp}: {num_slots} generate slots, {parallel.tp} for one copy."
+            about = ("inference.parallel.dp", "inference.parallel.tp", *keys, "deployment.num_infer_gpus")
+            yield Finding(about, what + " Or leave it out")
+    yield from _formation(config, len(placement.train))
 
 
 def _formation(config: RLConfig | SFTConfig | TrainerRunConfig, num_slots: int) -> Iterator[Finding]:

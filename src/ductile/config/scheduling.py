@@ -1,12 +1,20 @@
-"""What must hold between the keys of dynamic scheduling: a key that would do nothing is said, never ignored."""
+"""The policy that a config asks for: who decides which slot does what while the run is at work.
+
+`[cluster]` says it in four keys. `auto_scheduler` turns it on; `policy` says who decides, and where it says nothing,
+`rules` do; the two `use_..._policy` keys add rules to those. What would do nothing is refused, never ignored.
+"""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from ductile.config.cluster import ClusterConfig
 from ductile.config.errors import did_you_mean
 from ductile.config.finding import Finding
 from ductile.config.imports import ImportPathError
 from ductile.core.cluster.policies.names import NAMES
+
+if TYPE_CHECKING:  # it loads numpy, and so do policies; most configs name none of their own
+    from ductile.core.cluster.orders import Policy
 
 OPTIONAL = ("use_pre_process_policy", "use_wait_before_last_iter_policy")
 """Keys that add a rule to `rules`."""
@@ -18,38 +26,43 @@ def policy_name(cluster: ClusterConfig) -> str:
     return cluster.policy or ("rules" if cluster.auto_scheduler else "static")
 
 
+def policy_of(cluster: ClusterConfig) -> "Policy":
+    """The policy of a run: what `launch` gives to the one that carries decisions out.
+
+    Raises ImportPathError when it is the user's own and cannot be had. `preflight` has asked already, so a config that
+    was found good raises only when the file has changed since.
+    """
+    from ductile.config.policy import named_policy
+
+    return named_policy(
+        policy_name(cluster),
+        pre_process=cluster.use_pre_process_policy,
+        wait_before_last_iter=cluster.use_wait_before_last_iter_policy,
+    )
+
+
 def scheduling_findings(cluster: ClusterConfig) -> Iterator[Finding]:
     """Of `ductile rl`."""
     name, given = policy_name(cluster), _given(cluster)
     known = name in NAMES or _is_import_path(name)
     if not known:
-        what = f"is no policy: write {POLICIES}.{did_you_mean(name, list(NAMES))}"
+        what = f"is not a policy: write {POLICIES}.{did_you_mean(name, list(NAMES))}"
         yield Finding(("cluster.policy",), what)
     for key in OPTIONAL:
         if given[key] and not cluster.auto_scheduler and cluster.policy is None:
-            what = "is a rule of dynamic scheduling, which is off: write auto_scheduler = true too, or leave it out"
+            what = "is a rule of dynamic scheduling, which is off: write auto_scheduler = true too, or leave this out"
             yield Finding((f"cluster.{key}", "cluster.auto_scheduler"), what)
         elif given[key] and known and name != "rules":
-            what = f'is a rule of policy "rules", and the policy is "{name}": write policy = "rules", or leave it out'
+            what = f'belongs to policy "rules", and the policy is "{name}": write policy = "rules", or leave {key} out'
             yield Finding((f"cluster.{key}", "cluster.policy"), what)
     if known and name != "static" and not cluster.auto_scheduler:
         what = 'moves slots, and auto_scheduler is false: write auto_scheduler = true too, or policy = "static"'
         yield Finding(("cluster.policy", "cluster.auto_scheduler"), what)
     if known and name not in NAMES:
-        from ductile.config.policy import named_policy  # policies load numpy, and most configs name none of their own
-
         try:
-            named_policy(name)
+            policy_of(cluster)
         except ImportPathError as error:
             yield Finding(("cluster.policy",), f"cannot be used: {error}")
-
-
-def unscheduled_findings(cluster: ClusterConfig, command: str) -> Iterator[Finding]:
-    """Of the commands whose slots have one role from their start to their end."""
-    for key, given in _given(cluster).items():
-        if given:
-            what = f"is for `ductile rl`: the slots of `ductile {command}` have one role. Leave it out"
-            yield Finding((f"cluster.{key}",), what)
 
 
 def _given(cluster: ClusterConfig) -> dict[str, bool]:

@@ -5,18 +5,14 @@ from typing import cast
 from ductile.config.run import InferenceRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.section import Section
 from ductile.config.trainer import GRPOLoss
-from ductile.core.cluster.placement import Entry, Placement, Role, place
+from ductile.core.cluster.placement import Entry, Placement, place
 
 
-def placement_of(config: Section, num_devices: int | None = None) -> Placement:
-    """Which slot does what.
+def placement_of(config: Section) -> Placement:
+    """Which slot does what. A command without slots of its own (the orchestrator) gets an empty placement.
 
-    Args:
-        config: the config of a command; one without slots of its own (the orchestrator) gets an empty placement.
-        num_devices: GPUs of this machine, where slots are GPUs.
-
-    Raises:
-        PlacementError: the placement cannot be; says why and what to write instead.
+    It follows from the config alone, so that a config means the same on every machine. Raises PlacementError, which
+    says why the placement cannot be and what to write instead.
     """
     if isinstance(config, RLConfig):
         entries = cast("dict[str, Entry] | None", config.cluster.component_placement)
@@ -28,17 +24,13 @@ def placement_of(config: Section, num_devices: int | None = None) -> Placement:
             num_train=deployment.num_train_gpus,
             num_generate=deployment.num_infer_gpus,
             needs=("train", "generate", "score") if needs_scorer(config) else ("train", "generate"),
-            num_devices=num_devices,
         )
     if isinstance(config, SFTConfig | TrainerRunConfig):
         entries = cast("dict[str, Entry] | None", config.cluster.component_placement)
         num_gpus = config.deployment.num_gpus if config.deployment.type == "single_node" else 1
-        return place(entries, num_train=num_gpus, num_generate=0, needs=("train",), num_devices=num_devices)
+        return place(entries, num_train=num_gpus, num_generate=0, needs=("train",))
     if isinstance(config, InferenceRunConfig):
-        entries = cast("dict[str, Entry] | None", config.cluster.component_placement)
-        needs: tuple[Role, ...] = ("generate",)
-        dp = config.parallel.dp or 1
-        return place(entries, num_train=0, num_generate=dp, needs=needs, num_devices=num_devices)
+        return Placement((), (0,), (), "a server is one process on one device")
     return Placement((), (), (), "this command has no slots of its own")
 
 

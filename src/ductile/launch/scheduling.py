@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ductile.config.on_disk import read_spec
-from ductile.config.policy import policy_of
 from ductile.config.run import RLConfig
-from ductile.config.scheduling import policy_name
+from ductile.config.scheduling import policy_name, policy_of
 from ductile.core.cluster.measured import Measured
 from ductile.core.cluster.orders import Decision, Policy
 from ductile.core.cluster.placement import Placement

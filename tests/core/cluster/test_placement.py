@@ -30,7 +30,8 @@ def test_places(entries: dict, train: tuple, generate: tuple, score: tuple) -> N
 REFUSED = [
     (
         {"actr": 0, "rollout": 1},
-        "`actr` is no role: roles are actor (train), rollout (generate) and inference (score). Did you mean `actor`?",
+        "`actr` is not a role: the roles are actor (train), rollout (generate) and inference (score). "
+        "Did you mean `actor`?",
     ),
     (
         {"actor": 0, "train": 1, "rollout": 2},
@@ -40,11 +41,11 @@ REFUSED = [
     ({"actor": "2-0", "rollout": 3}, "`actor: 2-0` runs backwards: write `actor: 0-2`."),
     (
         {"actor": "-1", "rollout": 0},
-        "`actor: -1` is no slot: write numbers from 0 (0), ranges (0-3), lists of them (0-1,3) or all.",
+        "`actor: -1` is not a slot. Write a number from 0 (0), a range (0-3), a list of them (0-1,3) or all.",
     ),
     (
         {"actor": "", "rollout": 0},
-        "`actor: ` is no slot: write numbers from 0 (0), ranges (0-3), lists of them (0-1,3) or all.",
+        "`actor: ` is not a slot. Write a number from 0 (0), a range (0-3), a list of them (0-1,3) or all.",
     ),
     ({"actor": [], "rollout": 0}, "`actor` has no slots: leave it out, or give it some."),
     ({"actor": "0-2,1", "rollout": 3}, "`actor` names slot 1 twice: write `actor: 0-2`."),
@@ -99,23 +100,15 @@ def test_only_needed_roles_get_slots() -> None:
     assert place({"rollout": "0-1"}, needs=("generate",)).generate == (0, 1)
 
 
-def test_gpus_bound_the_slots() -> None:
-    assert place({"actor,rollout": "all"}, num_devices=3).train == (0, 1, 2)
-    with pytest.raises(PlacementError, match="uses 3 slots, and this machine has 2 GPUs: use slots below 2"):
-        place({"actor": 0, "rollout": "1-2"}, num_devices=2)
-
-
 @pytest.mark.parametrize(
-    ("entries", "num_devices", "why"),
+    ("entries", "why"),
     [
-        ({"actor,rollout": "all"}, 4, "`all` is 4 slots, because the machine has so many"),
-        ({"actor,rollout": "all"}, 1, "`all` is 1 slot, because the machine has so many"),
-        ({"actor": "all", "rollout": "0-4"}, None, "`all` is 5 slots, because the other roles name so many"),
-        ({"actor,rollout": "all"}, None, "`all` is 2 slots, because the deployment numbers add up to so many"),
+        ({"actor": "all", "rollout": "0-4"}, "`all` is 5 slots, because the other roles name so many"),
+        ({"actor,rollout": "all"}, "`all` is 2 slots, because the deployment numbers add up to so many"),
     ],
 )
-def test_says_what_all_is(entries: dict, num_devices: int | None, why: str) -> None:
-    assert why in place(entries, num_devices=num_devices).reason
+def test_says_what_all_is(entries: dict, why: str) -> None:
+    assert why in place(entries).reason
 
 
 def test_knows_what_a_slot_does() -> None:

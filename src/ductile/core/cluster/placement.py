@@ -75,7 +75,6 @@ def place(
     num_train: int = 1,
     num_generate: int = 1,
     needs: Sequence[Role] = ("train", "generate"),
-    num_devices: int | None = None,
 ) -> Placement:
     """Give every role its slots.
 
@@ -84,7 +83,6 @@ def place(
         num_train: `deployment.num_train_gpus`. With entries, it only says what `all` means where nothing else does.
         num_generate: `deployment.num_infer_gpus`, likewise.
         needs: roles without which the run makes no sense.
-        num_devices: GPUs of the machine; None where slots are processes, of which there are as many as wanted.
 
     Raises:
         PlacementError: with every complaint at once.
@@ -97,14 +95,14 @@ def place(
         reason = "as the deployment numbers say"
         placement = Placement(train, generate, (), reason)
     else:
-        placement = _from_entries(entries, num_train + num_generate, num_devices)
-    complaints = [*_missing(placement, needs), *_gaps(placement), *_too_many(placement, num_devices)]
+        placement = _from_entries(entries, num_train + num_generate)
+    complaints = [*_missing(placement, needs), *_gaps(placement)]
     if complaints:
         raise PlacementError(complaints)
     return placement
 
 
-def _from_entries(entries: Mapping[str, Entry], num_wanted: int, num_devices: int | None) -> Placement:
+def _from_entries(entries: Mapping[str, Entry], num_wanted: int) -> Placement:
     complaints: list[str] = []
     named: dict[Role, str] = {}
     slots: dict[str, tuple[int, ...] | None] = {}
@@ -127,9 +125,7 @@ def _from_entries(entries: Mapping[str, Entry], num_wanted: int, num_devices: in
     if complaints:
         raise PlacementError(complaints)
     listed = {slot for chosen in slots.values() if chosen is not None for slot in chosen}
-    if num_devices is not None:
-        num_all, because = num_devices, "the machine has"
-    elif listed:
+    if listed:
         num_all, because = max(listed) + 1, "the other roles name"
     else:
         num_all, because = num_wanted, "the deployment numbers add up to"
@@ -167,7 +163,7 @@ def _slots(names: str, entry: Entry) -> tuple[int, ...]:
             )
         elif found is None:
             complaints.append(
-                f"{shown} is no slot: write numbers from 0 (0), ranges (0-3), lists of them (0-1,3) or all."
+                f"{shown} is not a slot. Write a number from 0 (0), a range (0-3), a list of them (0-1,3) or all."
             )
         else:
             first, last = int(found[1]), int(found[2] or found[1])
@@ -190,7 +186,7 @@ def _slots(names: str, entry: Entry) -> tuple[int, ...]:
 def _unknown_role(name: str) -> str:
     close = get_close_matches(name.lower(), ROLES, n=1)
     hint = f" Did you mean `{close[0]}`?" if close else ""
-    return f"`{name}` is no role: roles are actor (train), rollout (generate) and inference (score).{hint}"
+    return f"`{name}` is not a role: the roles are actor (train), rollout (generate) and inference (score).{hint}"
 
 
 def _missing(placement: Placement, needs: Sequence[Role]) -> list[str]:
@@ -226,17 +222,6 @@ def _gaps(placement: Placement) -> list[str]:
     return [
         f"Slot{_list(unused)} would do nothing: slots are numbered from 0 without gaps. Write `{renumbered}`; "
         "CUDA_VISIBLE_DEVICES chooses the physical devices."
-    ]
-
-
-def _too_many(placement: Placement, num_devices: int | None) -> list[str]:
-    highest = max(placement.slots, default=-1)
-    if num_devices is None or highest < num_devices:
-        return []
-    has = many(num_devices, "GPU") if num_devices else "no GPU"
-    return [
-        f"The placement uses {many(highest + 1, 'slot')}, and this machine has {has}: use slots below {num_devices}, "
-        "let roles share a slot (`actor,rollout: 0`), or set cluster.device to cpu."
     ]
 
 
