@@ -79,7 +79,8 @@ class Generation:
     id: str
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Of the processed distribution (temperature, top-k, ... applied), natural log."""
+    """Natural log, at the request's temperature, over the whole vocabulary: top-k, top-p and min-p say which tokens are
+    drawn, not what is reported."""
     versions: tuple[int, ...]
     """The weight version each token was sampled from."""
     finish_reason: FinishReason

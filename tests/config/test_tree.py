@@ -8,11 +8,15 @@ import pytest
 import ductile
 from ductile.config.docs import ROOTS, fill_in
 from ductile.config.errors import ConfigError, dotted, flag
+from ductile.config.fit import fit
 from ductile.config.help import help_text, lines
+from ductile.config.orchestrator import SamplingConfig
 from ductile.config.parse import parse
+from ductile.config.provenance import COMMAND_LINE, Draft, leaves
 from ductile.config.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.schema import keys, walk
 from ductile.config.section import Section
+from ductile.config.trainer import SGDConfig
 from ductile.config.unread import UNREAD
 from tests.config.reading import attributes_read
 from tests.config.stories import furnish
@@ -219,3 +223,53 @@ def test_a_scorer_that_nobody_asks_is_told_of(here: Path, loss: str, told: int) 
     notices = parse(RLConfig, ["@", "good.toml", *shlex.split(placement), "--trainer.loss.type", loss]).notices
     assert len(notices) == told
     assert all(f'loss "{loss}" compares with what the generators say' in notice for notice in notices)
+
+
+@pytest.mark.parametrize(("command", "root"), [(command, root) for command, root, _ in ROOTS])
+def test_one_key_of_a_table_never_changes_another_s_default(command: str, root: type[Section]) -> None:
+    for path, value in leaves(root().model_dump()):
+        draft = Draft()
+        draft.put(path, value, COMMAND_LINE)
+        assert root.model_validate(fit(root, draft).values) == root(), dotted(path)
+
+
+def test_another_variant_has_defaults_of_its_own() -> None:
+    assert SFTConfig.model_validate({"optim": {"type": "sgd"}}).optim == SGDConfig()
+
+
+def test_help_says_the_default_of_the_table_where_it_stands() -> None:
+    said = {dotted(line.path): line.default for line in lines(RLConfig)}
+    assert said["orchestrator.sampling.temperature"] == "1.0"
+    assert said["orchestrator.eval.sampling.temperature"] == "0.0"
+
+
+@pytest.mark.parametrize(
+    ("given", "max_tokens", "stop", "stop_token_ids"),
+    [
+        ("", 128, [], []),
+        ("--orchestrator.sampling.max-tokens 1500 --orchestrator.sampling.stop END", 1500, ["END"], []),
+        ("--orchestrator.sampling.stop-token-ids 3 --orchestrator.eval.sampling.max-tokens 9", 9, [], [3]),
+        ("--orchestrator.sampling.stop END --orchestrator.eval.sampling.stop '[]'", 128, [], []),
+    ],
+)
+def test_evaluation_is_greedy_and_has_the_limits_of_training(
+    here: Path, given: str, max_tokens: int, stop: list[str], stop_token_ids: list[int]
+) -> None:
+    config = parse(RLConfig, ["@", "good.toml", *shlex.split(given)]).config
+    assert config.orchestrator.eval.sampling == SamplingConfig(
+        temperature=0.0, max_tokens=max_tokens, stop=stop, stop_token_ids=stop_token_ids
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ("--orchestrator.sampling.top-p 0.7", "top_p"),
+        ("--orchestrator.sampling.top-k 20", "top_k"),
+        ("--orchestrator.sampling.min-p 0.1", "min_p"),
+        ("--orchestrator.sampling.top-k 0 --orchestrator.eval.sampling.top-p 0.7", None),
+    ],
+)
+def test_training_on_a_part_of_the_vocabulary_is_told_of(here: Path, given: str, named: str | None) -> None:
+    notices = parse(RLConfig, ["@", "good.toml", *given.split()]).notices
+    assert [notice.partition(":")[0] for notice in notices] == ([f"orchestrator.sampling.{named}"] if named else [])

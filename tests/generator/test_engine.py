@@ -71,11 +71,20 @@ def test_greedy_tokens_equal_transformers(families: dict[str, Family], name: str
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0, 1.5])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        *({"temperature": temperature} for temperature in (0.0, 0.7, 1.0, 1.5)),
+        {"temperature": 1.5, "top_p": 0.7},
+        {"temperature": 1.0, "top_k": 5, "min_p": 0.1},
+    ],
+    ids=str,
+)
 def test_logprobs_equal_those_of_the_packed_training_forward(
-    families: dict[str, Family], name: str, temperature: float
+    families: dict[str, Family], name: str, sampling: dict[str, float]
 ) -> None:
-    asked = requests(32, temperature=temperature)
+    """Also where tokens were cut off: the trainer, on the same weights, must find an importance ratio of 1."""
+    asked = requests(32, **sampling)
     done = run(families[name].engine(max_num_batched_tokens=48), asked)
     expected = packed_logprobs(families[name].folder, [(one, done[one.id]) for one in asked])
     for one, logprobs in zip(asked, expected, strict=True):

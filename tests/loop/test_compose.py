@@ -7,13 +7,13 @@ import json
 import pytest
 
 from ductile.config.imports import ImportPathError
-from ductile.config.orchestrator import SamplingConfig
+from ductile.config.orchestrator import SamplingConfig, to_sampling
 from ductile.config.run import OrchestratorRunConfig, RLConfig
 from ductile.loop.alone import prepare_alone, run_alone
-from ductile.loop.compose import prepare, run_circle, to_sampling
+from ductile.loop.compose import prepare, run_circle
 from ductile.loop.progress import CheckpointError
 from ductile.observe import Recorder, read_jsonl
-from ductile.records import Generation, Manifest, StepReport
+from ductile.records import Generation, Manifest, Sampling, StepReport
 from ductile.tasks.task import TaskError
 from ductile.tasks.tokenizer import Tokenizer
 from tests.loop.doubles import read, write
@@ -251,9 +251,22 @@ def test_the_orchestrator_alone(tmp_path, folder):
 
 def test_every_key_of_sampling_reaches_the_generator():
     given = SamplingConfig(
-        temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, max_tokens=9, seed=3, stop=["x"], ignore_eos=True
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        min_p=0.1,
+        max_tokens=9,
+        seed=3,
+        stop=["x"],
+        stop_token_ids=[4],
+        ignore_eos=True,
     )
     sampling = to_sampling(given)
     assert given.model_dump() == {name: getattr(sampling, name) for name in SamplingConfig.model_fields} | {
-        "stop": list(sampling.stop)
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
     }
+
+
+def test_top_k_0_keeps_all_tokens():
+    assert to_sampling(SamplingConfig(top_k=0)) == Sampling()

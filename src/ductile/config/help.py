@@ -30,22 +30,28 @@ class Line:
     """What is missing, or empty."""
 
 
-def lines(section: type[Section], path: Path = (), variant: str = "", not_built: str = "") -> Iterator[Line]:
-    """One line for each key: first the values of a table, then the tables in it."""
+def lines(
+    section: type[Section], path: Path = (), variant: str = "", not_built: str = "", table: object = None
+) -> Iterator[Line]:
+    """One line for each key: first the values of a table, then the tables in it.
+
+    table: the default of the whole table; its values count, where it is of this section, not the section's own.
+    """
     for name, key in sorted(keys(section).items(), key=lambda item: bool(item[1].variants)):
         here = (*path, name)
         missing = key.not_built.sentence() if key.not_built else not_built
         if key.not_built and key.not_built.only:
             missing = f"{', '.join(map(str, key.not_built.only))}: {missing[0].lower()}{missing[1:]}"
         if not key.variants:
-            yield Line(here, key.wants, _default(key), key.help, variant, missing)
+            default: object = getattr(table, name) if isinstance(table, section) else key.default
+            yield Line(here, key.wants, _shown(default), key.help, variant, missing)
             continue
         if key.optional:
             yield Line(here, key.wants, "off" if key.default is None else "on", key.help, variant, missing)
         if key.is_union:
             yield from _union(key, here, missing)
         else:
-            yield from lines(key.variants[0], here, variant, missing)
+            yield from lines(key.variants[0], here, variant, missing, key.default)
 
 
 def _union(key: Key, path: Path, not_built: str) -> Iterator[Line]:
@@ -61,15 +67,15 @@ def _union(key: Key, path: Path, not_built: str) -> Iterator[Line]:
     yield Line((*path, "type"), wants, default, text, "", not_built or unbuilt)
     merged: dict[Line, list[str]] = {}
     for tag, section, mark in zip(key.tags, key.variants, marks, strict=True):
-        for line in lines(section, path, "", mark.sentence() if mark else not_built):
+        for line in lines(section, path, "", mark.sentence() if mark else not_built, key.default):
             if line.path != (*path, "type"):
                 merged.setdefault(line, []).append(tag)
     for line, tags in merged.items():
         yield replace(line, variant="" if len(tags) == len(key.variants) else ", ".join(tags))
 
 
-def _default(key: Key) -> str:
-    return "required" if key.default is REQUIRED else show(key.default)
+def _shown(default: object) -> str:
+    return "required" if default is REQUIRED else show(default)
 
 
 def help_text(command: str, summary: str, root: type[Section], only: str = "") -> str:

@@ -5,16 +5,21 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ductile.config.section import NotBuilt, Section
+from ductile.records import Sampling
 
 
 class SamplingConfig(Section):
     temperature: float = Field(default=1.0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=-1, ge=-1)
+    """-1 and 0 keep all tokens."""
     min_p: float = Field(default=0.0, ge=0, le=1)
     max_tokens: int = Field(default=128, ge=1)
     seed: int | None = None
     stop: list[str] = []
+    """Texts that end an answer; they stay part of it. Special tokens may be written: "<|im_end|>"."""
+    stop_token_ids: list[int] = []
+    """Tokens that end an answer, besides the model's own and the chat template's end of turn."""
     ignore_eos: bool = False
     """Always generate `max_tokens`; for benchmarks."""
 
@@ -69,7 +74,23 @@ class EvalConfig(Section):
     num_examples: int = Field(default=64, ge=1)
     samples_per_example: int = Field(default=1, ge=1)
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)
+    """Greedy. `max_tokens`, `stop` and `stop_token_ids` are those of `orchestrator.sampling`, where they are absent."""
     enabled: bool = True
+
+
+def to_sampling(config: SamplingConfig) -> Sampling:
+    """As generators are asked."""
+    return Sampling(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k or -1,  # 0 means all, too
+        min_p=config.min_p,
+        max_tokens=config.max_tokens,
+        stop=tuple(config.stop),
+        stop_token_ids=tuple(config.stop_token_ids),
+        seed=config.seed,
+        ignore_eos=config.ignore_eos,
+    )
 
 
 class AdvantageConfig(Section):

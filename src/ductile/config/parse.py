@@ -55,14 +55,19 @@ def parse(root: type[S], argv: Sequence[str]) -> Parsed[S]:
 
 def _at_their_source(problems: list[Problem], sharing: Sharing) -> list[Problem]:
     """A wrong shared value is wrong wherever it went: say it once, of the key that the user wrote."""
-    written = {flag(target): flag(source) for target, source in sharing.filled.items()}
     known = {problem.key for problem in problems}
-    moved = [
-        replace(problem, key=written.get(problem.key, problem.key))
-        for problem in problems
-        if written.get(problem.key) not in known
-    ]
-    return list(dict.fromkeys(moved))
+    moved = [(problem, _written(problem.key, sharing)) for problem in problems]
+    return list(
+        dict.fromkeys(replace(problem, key=key) for problem, key in moved if key == problem.key or key not in known)
+    )
+
+
+def _written(key: str, sharing: Sharing) -> str:
+    """The key, or an item of it ("stop.1"), as the user wrote it."""
+    for target, source in sharing.filled.items():
+        if key == flag(target) or key.startswith(f"{flag(target)}."):
+            return flag(source) + key.removeprefix(flag(target))
+    return key
 
 
 def _shared(config: Section, sharing: Sharing) -> Iterator[str]:

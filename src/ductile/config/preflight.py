@@ -9,10 +9,9 @@ from urllib.parse import urlsplit
 
 from ductile.config.cluster import ClusterConfig
 from ductile.config.finding import Finding
-from ductile.config.inference import InferenceConfig
+from ductile.config.generation import generator_findings, length_findings, sampling_findings, sampling_remarks
 from ductile.config.on_disk import (
     data_findings,
-    file_findings,
     model_findings,
     output_findings,
     read_spec,
@@ -58,6 +57,8 @@ def remarks(config: Section) -> list[str]:
             f'the score slots have no effect here: loss "{config.trainer.loss.type}" compares with what the generators '
             'say. They are for "grpo" and "custom"'
         )
+    if isinstance(config, RLConfig):
+        said += sampling_remarks("orchestrator.sampling", config.orchestrator.sampling)
     return said
 
 
@@ -95,8 +96,13 @@ def _rl(config: RLConfig) -> Iterator[Finding]:
     yield from _questions(orchestrator, "orchestrator.")
     yield from _lessons(orchestrator, "orchestrator.")
     yield from _evaluation(orchestrator, "orchestrator.")
-    yield from _lengths(orchestrator, inference.model.max_model_len)
-    yield from _generator(inference, "inference.", trainer.model.name)
+    yield from length_findings(orchestrator, inference.model.max_model_len)
+    tables = {"orchestrator.sampling": orchestrator.sampling}
+    if orchestrator.eval.enabled:
+        tables["orchestrator.eval.sampling"] = orchestrator.eval.sampling
+    for key, sampling in tables.items():
+        yield from sampling_findings(key, sampling, read_spec(trainer.model.name))
+    yield from generator_findings(inference, "inference.", read_spec(trainer.model.name))
     numbers = {trainer.max_steps, orchestrator.max_steps} - {None}
     if config.max_steps is None and len(numbers) > 1:
         what = f"contradicts orchestrator.max_steps ({orchestrator.max_steps}): write max_steps, which sets both"
@@ -149,6 +155,7 @@ def _orchestrator_alone(config: OrchestratorRunConfig) -> Iterator[Finding]:
     if config.client.base_url is None:
         yield Finding(("client.base_url",), 'is missing: write the server to ask, such as "http://127.0.0.1:8000/v1"')
     yield from _questions(config, "")
+    yield from sampling_findings("sampling", config.sampling, read_spec(config.model.name))
     yield from output_findings(config.output_dir, config.clean)
 
 
@@ -156,7 +163,7 @@ def _inference_alone(config: InferenceRunConfig) -> Iterator[Finding]:
     if config.model.name is None:
         yield _no_model("model.name")
     yield from model_findings("model.name", config.model.name)
-    yield from _generator(config, "", config.model.name)
+    yield from generator_findings(config, "", read_spec(config.model.name))
     if config.parallel.dp not in (None, 1):
         what = "must be 1: a server holds one copy of the model. Start one server for each copy, on a port of its own"
         yield Finding(("parallel.dp",), what)
@@ -227,33 +234,6 @@ def _evaluation(config: OrchestratorConfig, at: str) -> Iterator[Finding]:
 
 def _size(task: TaskConfig | None) -> int | None:
     return task.size if isinstance(task, ReasoningGymTask | BuiltinTask) else None
-
-
-def _lengths(config: OrchestratorConfig, max_model_len: int) -> Iterator[Finding]:
-    for at, max_tokens in (
-        ("orchestrator.sampling.max_tokens", config.sampling.max_tokens),
-        ("orchestrator.eval.sampling.max_tokens", config.eval.sampling.max_tokens),
-    ):
-        if max_tokens >= max_model_len and (config.eval.enabled or "eval" not in at):
-            yield Finding(
-                (at, "inference.model.max_model_len"),
-                f"must be less than inference.model.max_model_len ({max_model_len}), which holds the prompt too",
-            )
-
-
-def _generator(config: InferenceConfig, at: str, model: str | None) -> Iterator[Finding]:
-    if config.model.chat_template is not None:
-        yield from file_findings(f"{at}model.chat_template", config.model.chat_template)
-    needed = -(-config.model.max_model_len // config.block_size)
-    if config.num_blocks is not None and config.num_blocks < needed:
-        yield Finding(
-            (f"{at}num_blocks", f"{at}model.max_model_len", f"{at}block_size"),
-            f"must be at least {needed}, to hold one sequence of max_model_len ({config.model.max_model_len}) tokens",
-        )
-    spec = read_spec(model)
-    if spec is not None and config.model.max_model_len > spec.max_position:
-        what = f"must be at most {spec.max_position}, the model's max_position_embeddings"
-        yield Finding((f"{at}model.max_model_len",), what)
 
 
 def _schedule(config: SchedulerConfig, num_steps: int | None, at: str) -> Iterator[Finding]:

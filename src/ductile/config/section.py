@@ -1,8 +1,9 @@
 """The base of every section, and the mark for a key whose feature is not built yet."""
 
 from dataclasses import dataclass
+from typing import Any, cast
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class Section(BaseModel):
@@ -16,6 +17,30 @@ class Section(BaseModel):
         allow_inf_nan=False,  # a deadline of `inf` would be a wait without an end
         protected_namespaces=(),
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tables_keep_their_defaults(cls, given: Any) -> Any:
+        """A table whose default differs from its section's own (evaluation is greedy, SFT has a learning rate of its
+        own) keeps what is not written: one key never changes another's default."""
+        if not isinstance(given, dict):
+            return given
+        table = cast(dict[str, Any], given)
+        defaults = {name: cls.model_fields[name].default for name in table.keys() & cls.model_fields.keys()}
+        return table | {
+            name: _filled(table[name], default) for name, default in defaults.items() if isinstance(default, Section)
+        }
+
+
+def _filled(table: Any, default: Section) -> Any:
+    """The table with the values that its default sets; those of another variant are not for it."""
+    if not isinstance(table, dict):
+        return cast(object, table)
+    given = cast(dict[str, Any], table)
+    variant = default.model_dump().get("type")
+    if given.get("type", variant) != variant:
+        return given
+    return default.model_dump(include=default.model_fields_set) | given
 
 
 @dataclass(frozen=True, slots=True)

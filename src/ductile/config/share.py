@@ -68,6 +68,15 @@ SHARED: dict[type[Section], tuple[Shared, ...]] = {
             must_agree=False,
             why="the parts may be seeded apart",
         ),
+        *(
+            Shared(
+                f"orchestrator.sampling.{limit}",
+                (f"orchestrator.eval.sampling.{limit}",),
+                must_agree=False,
+                why="evaluation may have limits of its own",
+            )
+            for limit in ("max_tokens", "stop", "stop_token_ids")
+        ),
         *_RESUME,
     ),
     SFTConfig: (

@@ -1,9 +1,9 @@
 """What an engine can serve: a pure answer to "why not?", given before a request takes any place."""
 
-import math
 from dataclasses import dataclass
 
-from ductile.records import GenerateRequest, Sampling
+from ductile.core.sampling import wrong_sampling
+from ductile.records import GenerateRequest
 
 
 class RequestRefused(ValueError):
@@ -45,23 +45,3 @@ class Limits:
                 "raise num_blocks or cache_memory_gib, or lower max_tokens"
             )
         return wrong_sampling(request.sampling)
-
-
-COLDEST = 1e-5
-"""Logits divided by less may overflow: one such request would make the whole engine's step fail."""
-
-
-def wrong_sampling(sampling: Sampling) -> str:
-    """Empty when every value makes sense."""
-    temperature = sampling.temperature
-    for name, value, fits, rule in (
-        ("temperature", temperature, temperature == 0 or COLDEST <= temperature < math.inf, f"0 or at least {COLDEST}"),
-        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1"),
-        ("top_k", sampling.top_k, sampling.top_k == -1 or sampling.top_k > 0, "-1 (all) or 1 or more"),
-        ("min_p", sampling.min_p, 0 <= sampling.min_p <= 1, "from 0 to 1"),
-        ("max_tokens", sampling.max_tokens, sampling.max_tokens >= 1, "1 or more"),
-        ("stop", sampling.stop, all(sampling.stop), "strings of at least one character"),
-    ):
-        if not fits:
-            return f"{name} is {value!r}; it must be {rule}"
-    return ""

@@ -3,8 +3,9 @@
 Temperature first, then top-k, then top-p over what top-k kept, then min-p; each keeps the likeliest tokens, so what is
 left is a beginning of the sorted vocabulary, and its length is the smallest of the three.
 
-The reported log-prob is that of the distribution the token was drawn from. With temperature alone that is
-`log_softmax(logits / temperature)`, the number that the trainer recomputes. Greedy tokens report temperature 1.
+The reported log-prob is `log_softmax(logits / temperature)`, over the whole vocabulary also where top-k, top-p or min-p
+left tokens out: the number that the trainer recomputes, so that the same weights give the same one, and a loss sees how
+far the policy has moved since, not how much was cut off. Greedy tokens report temperature 1.
 
 Randomness has no state: the number for a token is a function of its sequence's stream and its position in the answer.
 So it depends neither on what else runs in the batch nor on where the sequence ran before.
@@ -42,18 +43,19 @@ def sample(
     logits = logits.float()
     if any(s.temperature not in (0.0, 1.0) for s in samplings):
         logits = logits / logits.new_tensor([s.temperature or 1.0 for s in samplings])[:, None]
-    filtered = [i for i, s in enumerate(samplings) if s.temperature and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)]
-    if filtered:
-        rows = torch.tensor(filtered, device=logits.device)
-        kept = keep_likeliest(logits[rows], [samplings[i] for i in filtered])
-        logits = logits.index_copy(0, rows, kept)
     logprobs = logits.log_softmax(-1)
 
     greedy = [s.temperature == 0.0 for s in samplings]
     if all(greedy):
         chosen, tokens = logprobs.max(-1)
         return tokens, chosen
-    tokens = inverse_cdf(logprobs, uniforms(streams, positions))
+    candidates = logprobs
+    filtered = [i for i, s in enumerate(samplings) if s.temperature and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)]
+    if filtered:
+        rows = torch.tensor(filtered, device=logits.device)
+        kept = keep_likeliest(logprobs[rows], [samplings[i] for i in filtered])
+        candidates = logprobs.index_copy(0, rows, kept)
+    tokens = inverse_cdf(candidates, uniforms(streams, positions))
     if any(greedy):
         tokens = torch.where(torch.tensor(greedy, device=tokens.device), logprobs.max(-1).indices, tokens)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
@@ -76,7 +78,10 @@ def keep_likeliest(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
 
 
 def inverse_cdf(logprobs: Tensor, numbers: np.ndarray) -> Tensor:
-    """The first token at which the cumulated probability exceeds the number: never one of probability zero."""
+    """The first token at which the cumulated probability exceeds the number: never one of probability zero.
+
+    The probabilities need not add up to 1; the number is a share of their sum.
+    """
     cdf = logprobs.exp().cumsum(-1, dtype=torch.float64)
     targets = torch.from_numpy(numbers).to(cdf.device)[:, None] * cdf[:, -1:]
     return torch.searchsorted(cdf, targets, right=True)[:, 0].clamp(max=logprobs.shape[1] - 1)

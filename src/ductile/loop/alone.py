@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ductile.config.orchestrator import to_sampling
 from ductile.config.run import OrchestratorRunConfig
 from ductile.core.batch.rewards import too_many_failed
-from ductile.loop.compose import BENCH_STEPS, to_sampling
+from ductile.loop.compose import BENCH_STEPS
 from ductile.loop.episode import Episodes
 from ductile.loop.evaluate import RewardsFailed
 from ductile.loop.overlap import together

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ductile.config.imports import ImportPathError, import_object
-from ductile.config.orchestrator import AdvantageConfig, SamplingConfig
+from ductile.config.orchestrator import AdvantageConfig, to_sampling
 from ductile.config.run import RLConfig
 from ductile.config.trainer import GRPOLoss, TrainerConfig
 from ductile.core.batch.advantage import ADVANTAGES, Advantage
@@ -30,7 +30,7 @@ from ductile.loop.report import summarise_rl
 from ductile.loop.rollouts import Rollouts
 from ductile.loop.saving import Saver
 from ductile.observe import Recorder, read_jsonl
-from ductile.records import Prompt, Sampling
+from ductile.records import Prompt
 from ductile.roles import Generators, Scorer, Task, Trainer
 from ductile.tasks.build import build_task
 from ductile.tasks.conversation import first_turn
@@ -277,16 +277,3 @@ def _eval_prompts(
     if prompts and not fitting:
         raise TaskError(f"every held-out prompt has {max_len_tokens} tokens or more (inference.model.max_model_len)")
     return fitting
-
-
-def to_sampling(config: SamplingConfig) -> Sampling:
-    return Sampling(
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        min_p=config.min_p,
-        max_tokens=config.max_tokens,
-        stop=tuple(config.stop),
-        seed=config.seed,
-        ignore_eos=config.ignore_eos,
-    )

@@ -1,0 +1,61 @@
+"""What generators are asked, and what they hold: findings that an engine would otherwise make at the first request."""
+
+from collections.abc import Iterator
+
+from ductile.config.finding import Finding
+from ductile.config.inference import InferenceConfig
+from ductile.config.on_disk import file_findings
+from ductile.config.orchestrator import OrchestratorConfig, SamplingConfig, to_sampling
+from ductile.core.layout.spec import ModelSpec
+from ductile.core.sampling import wrong_values
+
+
+def length_findings(config: OrchestratorConfig, max_model_len: int) -> Iterator[Finding]:
+    limits = {"orchestrator.sampling.max_tokens": config.sampling.max_tokens}
+    if config.eval.enabled and config.eval.sampling.max_tokens != config.sampling.max_tokens:  # else it is said once
+        limits["orchestrator.eval.sampling.max_tokens"] = config.eval.sampling.max_tokens
+    for key, max_tokens in limits.items():
+        if max_tokens >= max_model_len:
+            yield Finding(
+                (key, "inference.model.max_model_len"),
+                f"must be less than inference.model.max_model_len ({max_model_len}), which holds the prompt too",
+            )
+
+
+def sampling_findings(key: str, sampling: SamplingConfig, spec: ModelSpec | None) -> Iterator[Finding]:
+    """`key` is that of the table. spec: of the model, where it can be read."""
+    for name, _, rule in wrong_values(to_sampling(sampling)):
+        yield Finding((f"{key}.{name}",), f"must be {rule}")
+    foreign = [token for token in sampling.stop_token_ids if token < 0 or (spec and token >= spec.vocab_size)]
+    if foreign:
+        rule = f"token ids of the model, 0 to {spec.vocab_size - 1}" if spec else "token ids, which begin at 0"
+        yield Finding((f"{key}.stop_token_ids",), f"must be {rule}: {foreign[0]} is none")
+
+
+def sampling_remarks(key: str, sampling: SamplingConfig) -> list[str]:
+    """What is done with answers that were drawn from a part of the vocabulary."""
+    filters = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
+    names = " and ".join(f"{key}.{name}" for name, cuts in filters.items() if cuts)
+    why = "answers are drawn from the likeliest tokens only, while the loss takes them for draws from all tokens"
+    return [f"{names}: {why} (docs/trainer.md)"] if names else []
+
+
+def generator_findings(config: InferenceConfig, at: str, spec: ModelSpec | None) -> Iterator[Finding]:
+    """`at` stands before the keys of `config`: "inference." or nothing. spec: of the model, where it can be read."""
+    if config.model.chat_template is not None:
+        yield from file_findings(f"{at}model.chat_template", config.model.chat_template)
+    needed = -(-config.model.max_model_len // config.block_size)
+    if config.num_blocks is not None and config.num_blocks < needed:
+        yield Finding(
+            (f"{at}num_blocks", f"{at}model.max_model_len", f"{at}block_size"),
+            f"must be at least {needed}, to hold one sequence of max_model_len ({config.model.max_model_len}) tokens",
+        )
+    if config.max_num_seqs > config.max_num_batched_tokens:
+        yield Finding(
+            (f"{at}max_num_seqs", f"{at}max_num_batched_tokens"),
+            f"must be at most max_num_batched_tokens ({config.max_num_batched_tokens}): each sequence takes a token of "
+            "every step",
+        )
+    if spec is not None and config.model.max_model_len > spec.max_position:
+        what = f"must be at most {spec.max_position}, the model's max_position_embeddings"
+        yield Finding((f"{at}model.max_model_len",), what)

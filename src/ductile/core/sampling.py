@@ -1,0 +1,29 @@
+"""Which values of `Sampling` make sense: asked by `ductile check`, and by the engine at each request."""
+
+import math
+from collections.abc import Iterator
+
+from ductile.records import Sampling
+
+COLDEST = 1e-5
+"""Logits divided by less may overflow: one such request would make the whole engine's step fail."""
+
+
+def wrong_values(sampling: Sampling) -> Iterator[tuple[str, object, str]]:
+    """(field, value, what it must be) of each value that makes no sense."""
+    temperature = sampling.temperature
+    for name, value, fits, rule in (
+        ("temperature", temperature, temperature == 0 or COLDEST <= temperature < math.inf, f"0 or at least {COLDEST}"),
+        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1"),
+        ("top_k", sampling.top_k, sampling.top_k == -1 or sampling.top_k > 0, "-1 (all) or 1 or more"),
+        ("min_p", sampling.min_p, 0 <= sampling.min_p <= 1, "from 0 to 1"),
+        ("max_tokens", sampling.max_tokens, sampling.max_tokens >= 1, "1 or more"),
+        ("stop", sampling.stop, all(sampling.stop), "strings of at least one character"),
+    ):
+        if not fits:
+            yield name, value, rule
+
+
+def wrong_sampling(sampling: Sampling) -> str:
+    """The first thing that makes no sense, in a sentence; empty when there is none."""
+    return next((f"{name} is {value!r}; it must be {rule}" for name, value, rule in wrong_values(sampling)), "")
