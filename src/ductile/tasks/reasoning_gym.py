@@ -1,9 +1,11 @@
 """Any data set of reasoning-gym, by name, with its own configuration and its own scorer."""
 
+import sys
 from dataclasses import fields
 from typing import Any
 
 from ductile.roles import Task
+from ductile.tasks.strict_text import disarm
 from ductile.tasks.task import TaskError, did_you_mean
 
 
@@ -11,6 +13,7 @@ class ReasoningGym(Task):
     """Procedural: example `i` is made when it is asked for, and is the same in every process.
 
     The text between `<answer>` and `</answer>` is scored where the policy writes these tags, else all that it says.
+    The scorers read it as data, also those that would run it (`ductile.tasks.strict_text`).
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class ReasoningGym(Task):
 def _create(name: str, config: dict[str, Any], size: int, seed: int) -> Any:
     from reasoning_gym.factory import DATASETS  # here, as importing it takes two seconds
 
+    disarm(sys.modules)
     if name not in DATASETS:
         raise TaskError(f'reasoning-gym has no data set "{name}"{did_you_mean(name, DATASETS)}')
     dataset_class, config_class = DATASETS[name]
