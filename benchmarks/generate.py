@@ -146,7 +146,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         peer = make_model(Path(folder))
         config = InferenceConfig(model=InferenceModelConfig(max_model_len=512), max_num_seqs=max(args.batches))
-        engine = Engine(load_model(folder), config, eos_token_ids=(), decode=lambda tokens: "")
+        engine = Engine(load_model(folder), config, eos_token_ids=(), decode=lambda tokens, skip_special_tokens: "")
 
     def peer_run(batch: int, order: list[int]) -> Callable[[], Answers]:
         return lambda: run_transformers(peer, prompts, lengths, batch, order)

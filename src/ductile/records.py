@@ -33,6 +33,8 @@ class Sampling:
     seed: int | None = None
     """With a seed, the same request gives the same tokens, whatever else runs in the batch and across a hand-over."""
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    """Whether the text that `stop` is looked for in leaves out special tokens."""
 
 
 @dataclass(frozen=True, slots=True)

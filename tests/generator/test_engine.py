@@ -1,5 +1,6 @@
 """What the engine promises, against `transformers` and against itself under other circumstances."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from ductile.model.attention import PackedAttention
 from ductile.model.checkpoint import load_model
 from ductile.records import GenerateRequest, Generation
 from tests.generator.conftest import FAMILIES, Family, request, run
-from tests.tiny import IM_END
+from tests.tiny import IM_END, IM_START
 
 PROMPTS = ["hello", "a", "what is 1 + 2? " * 5, "The quick brown fox jumps over the lazy dog.", "x" * 33]
 
@@ -367,8 +368,40 @@ def test_weights_that_are_not_finite_are_reported(qwen3: Family) -> None:
     broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in engine.model.named_parameters()}
     engine.load_weights(broken, version=7)
     engine.add(request("r", "x"))
-    with pytest.raises(FloatingPointError, match="request r: weights of version 7 give logits that are not finite"):
-        engine.step()
+    assert engine.step() == []
+    (failure,) = engine.failed.values()
+    assert str(failure) == "request r: weights of version 7 give logits that are not finite"
+    assert not engine.has_work()
+
+
+def test_a_request_that_fails_fails_alone(qwen3: Family, greedy: dict[str, tuple[int, ...]]) -> None:
+    engine = qwen3.engine()
+
+    def decode(token_ids: list[int], skip_special_tokens: bool) -> str:
+        raise UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")
+
+    engine._decode = decode
+    engine.add(request("bad", PROMPTS[1], 24, stop=("x",)))
+    engine.add(request("good", PROMPTS[0], 24))
+    done: dict[str, Generation] = {}
+    failed: dict[str, Exception] = {}
+    while engine.has_work():
+        done |= {generation.id: generation for generation in engine.step()}
+        failed |= engine.failed
+    assert done["good"].token_ids == greedy["0"]
+    assert list(done) == ["good"]
+    assert isinstance(failed["bad"], UnicodeEncodeError)
+    assert engine.pool.num_free == engine.pool.num_blocks
+
+
+@pytest.mark.parametrize("stop", ["<|im_start|>", "<|im_start|>x"])
+def test_a_stop_string_with_special_tokens_stops_when_they_are_shown(qwen3: Family, stop: str) -> None:
+    said = (20, IM_START, *qwen3.tokenizer.encode("x", add_special_tokens=False))
+    one = request("r", "hi", 20, stop=(stop,), skip_special_tokens=False)
+    engine = qwen3.engine()
+    engine.add(replace(one, generated=said, logprobs=(-1.0,) * 3, versions=(0,) * 3))
+    (generation,) = engine.step()
+    assert (generation.token_ids, generation.finish_reason) == (said, "stop")
 
 
 def test_stats(qwen3: Family) -> None:

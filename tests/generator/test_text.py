@@ -4,21 +4,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ductile.generator.text import TextStream
+from ductile.generator.text import NUM_CONTEXT, TextStream
+from ductile.records import Sampling
 
 
-def decode(tokens: list[int]) -> str:
-    return bytes(tokens).decode(errors="replace")
+def decode(tokens: list[int], skip_special_tokens: bool) -> str:
+    """Byte F8, which no text has, is a special token, spelled <s>."""
+    special = b"" if skip_special_tokens else b"<s>"
+    return bytes(tokens).replace(b"\xf8", special).decode(errors="replace")
+
+
+def stream(stop: tuple[str, ...] = (), stop_ids: tuple[int, ...] = (), skip_special_tokens: bool = True) -> TextStream:
+    return TextStream(decode, Sampling(stop=stop, skip_special_tokens=skip_special_tokens), stop_ids)
 
 
 def pieces(text: str, sizes: list[int], stop: tuple[str, ...] = (), stop_ids: tuple[int, ...] = ()) -> list[str]:
     tokens = list(text.encode())
-    stream = TextStream(decode, stop, stop_ids)
     shown: list[str] = []
+    follower = stream(stop, stop_ids)
     while tokens:
         size = sizes.pop(0) if sizes else 1
         part, tokens = tokens[:size], tokens[size:]
-        shown.append(stream.push(part, last=not tokens))
+        shown.append(follower.push(part, last=not tokens))
     return shown
 
 
@@ -54,3 +61,35 @@ def test_what_may_still_change_is_held_back(text: str, stop: tuple[str, ...], ex
 def test_the_token_that_ended_the_answer_is_not_shown() -> None:
     assert pieces("ab!", [3], stop_ids=(ord("!"),)) == ["ab"]
     assert pieces("a!b", [3], stop_ids=(ord("!"),)) == ["a!b"]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.sampled_from([0xF8, *b"ab<s>", *"\u00f1".encode()]), min_size=1, max_size=40),
+    st.lists(st.text("ab<s>\u00f1", min_size=1, max_size=5), min_size=1, max_size=4),
+    st.booleans(),
+)
+def test_generation_ends_where_the_text_is_cut(tokens: list[int], stops: list[str], skip: bool) -> None:
+    """The engine follows token by token, the server what came of a step or all at once; both find the same end."""
+    engine, said = stream(tuple(stops), skip_special_tokens=skip), 0
+    while said < len(tokens) and not engine.stopped:
+        engine.push([tokens[said]], last=False)
+        said += 1
+    whole = decode(tokens[:said], skip)
+    cuts = [whole.index(stop) for stop in stops if stop in whole]
+    assert engine.stopped == bool(cuts)
+    server = stream(tuple(stops), skip_special_tokens=skip)
+    assert server.push(tokens[:said], last=True) == whole[: min(cuts, default=len(whole))]
+
+
+def test_bytes_that_are_no_character_are_not_held_back_for_ever() -> None:
+    follower, lengths = stream(), []
+
+    def counting(tokens: list[int], skip_special_tokens: bool) -> str:
+        lengths.append(len(tokens))
+        return decode(tokens, skip_special_tokens)
+
+    follower._decode = counting
+    shown = "".join(follower.push([0xFF], last=False) for _ in range(200))
+    assert len(shown) > 190
+    assert max(lengths) < 2 * NUM_CONTEXT

@@ -132,6 +132,15 @@ def test_of_a_command_all_requests_are_taken_or_none(
     assert not held.has_work()
 
 
+def test_broken_weights_end_the_generator(qwen3: Family) -> None:
+    held = role(qwen3)
+    with torch.no_grad():
+        next(held._engine.model.parameters()).fill_(torch.nan)
+    held.handle(Generate((request("r", "x"),)))
+    with pytest.raises(FloatingPointError, match="request r: weights of version 0 give logits that are not finite"):
+        held.step()
+
+
 def test_other_commands_are_refused(qwen3: Family) -> None:
     with pytest.raises(Refused, match="slot 3 generates; it cannot execute Withdraw"):
         role(qwen3).handle(Withdraw(1))

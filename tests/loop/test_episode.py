@@ -149,7 +149,7 @@ class EngineGenerators:
 
     def __init__(self, folder):
         settings = InferenceConfig(model=InferenceModelConfig(max_model_len=512), max_num_seqs=1)
-        self.engine = Engine(load_model(folder), settings, (), lambda token_ids: "")
+        self.engine = Engine(load_model(folder), settings, (), lambda token_ids, skip_special_tokens: "")
         self.waiting, self.requests, self.order = {}, {}, []
 
     async def generate(self, request):

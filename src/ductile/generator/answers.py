@@ -16,7 +16,7 @@ Json = dict[str, Any]
 
 
 class Choice:
-    def __init__(self, index: int, request: GenerateRequest, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, index: int, request: GenerateRequest, tokenizer: Tokenizer) -> None:
         self.index = index
         self.prompt = request.prompt
         self.token_ids: list[int] = []
@@ -24,11 +24,7 @@ class Choice:
         self.text = ""
         self.finish_reason: FinishReason | None = None
         stop_ids = () if request.sampling.ignore_eos else tokenizer.eos_token_ids
-        self._stream = TextStream(
-            lambda tokens: tokenizer.decode(tokens, skip_special_tokens),
-            request.sampling.stop,
-            (*stop_ids, *request.sampling.stop_token_ids),
-        )
+        self._stream = TextStream(tokenizer.decode, request.sampling, (*stop_ids, *request.sampling.stop_token_ids))
 
     def push(self, delta: Delta) -> str:
         """Take what was generated; returns the text that it adds."""

@@ -21,6 +21,7 @@ from ductile.generator.pace import StepLoad
 from ductile.generator.sampler import sample, stream_key
 from ductile.generator.scheduler import Chunk, Scheduler
 from ductile.generator.sequence import Sequence
+from ductile.generator.text import TextStream
 from ductile.model.transformer import Transformer
 from ductile.records import CacheNote, FinishReason, GenerateRequest, Generation
 from ductile.wire.messages import EngineStats
@@ -32,12 +33,13 @@ class Engine:
         model: Transformer,
         config: InferenceConfig,
         eos_token_ids: Collection[int],
-        decode: Callable[[list[int]], str],
+        decode: Callable[[list[int], bool], str],
         device: str = "cpu",
         version: int = 0,
     ) -> None:
-        """`model` is on `device` already. `decode` turns tokens into text, for stop strings; `version` names the
-        weights that the model has now. Raises `ValueError` when the cache would hold no sequence at all."""
+        """`model` is on `device` already. `decode` turns tokens into text, without special tokens or with them, for
+        stop strings; `version` names the weights that the model has now. Raises `ValueError` when the cache would hold
+        no sequence at all."""
         dtype = next(model.parameters()).dtype
         num_blocks = num_cache_blocks(model.spec, config, dtype)
         self.config = config
@@ -57,6 +59,8 @@ class Engine:
         self._live: dict[str, Sequence] = {}
         self._ended: list[Generation] = []
         """Ended outside of a step, reported by the next one."""
+        self.failed: dict[str, Exception] = {}
+        """Requests that the last step could not go on with, and why. They are gone; the others do not notice."""
         self._num_arrived = 0
         self._num_sampled = 0
         self.last_step: StepLoad | None = None
@@ -64,10 +68,10 @@ class Engine:
 
     def check(self, *requests: GenerateRequest) -> None:
         """Raise `RequestRefused` when adding these, one after the other, would."""
-        ids = set(self._live)
+        ids: set[str] = set()
         for request in requests:
-            reason = "a request of this id is in flight already" if request.id in ids else self.limits.why_not(request)
-            if reason:
+            known = request.id in ids or request.id in self._live
+            if reason := "a request of this id is in flight already" if known else self.limits.why_not(request):
                 raise RequestRefused(request.id, reason)
             ids.add(request.id)
 
@@ -85,17 +89,19 @@ class Engine:
         """Take a request, a new one or one that another engine began, with what `fetch` returned for it just now.
         Raises `RequestRefused`."""
         self.check(request)
-        stops = frozenset(request.sampling.stop_token_ids)
+        sampling = request.sampling
+        stops = frozenset(sampling.stop_token_ids)
         sequence = Sequence(
             request=request,
             order=(-request.priority, self._num_arrived),
-            stream=stream_key(request.sampling.seed, self.config.seed, request.id),
-            max_len=self.limits.max_len(len(request.prompt), request.sampling.max_tokens),
-            stop_ids=stops if request.sampling.ignore_eos else stops | self._eos_token_ids,
+            stream=stream_key(sampling.seed, self.config.seed, request.id),
+            max_len=self.limits.max_len(len(request.prompt), sampling.max_tokens),
+            stop_ids=stops if sampling.ignore_eos else stops | self._eos_token_ids,
+            text=TextStream(self._decode, sampling) if sampling.stop else None,
             handed=cache,
         )
         self._num_arrived += 1
-        reason = sequence.finish_reason(self._decode)  # one that was handed over may have said its last word already
+        reason = sequence.finish_reason()  # one that was handed over may have said its last word already
         if reason:
             self._ended.append(sequence.generation(reason))
         else:
@@ -130,6 +136,10 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._live or self._ended)
 
+    def running(self) -> list[str]:
+        """The requests in the batch, those that the last step gave a token among them."""
+        return [sequence.request.id for sequence in self.scheduler.running]
+
     def peek(self, id: str, start: int = 0) -> tuple[list[int], list[float]] | None:
         """What a live request has generated from answer token `start` on: tokens, log-probs. None: not live."""
         sequence = self._live.get(id)
@@ -139,7 +149,8 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Generation]:
-        """Run every scheduled sequence a little further. Returns the requests that ended."""
+        """Run every scheduled sequence a little further. Returns the requests that ended; see also `failed`."""
+        self.failed = {}
         chunks = order_for_attention(self.scheduler.schedule())
         self.last_step = StepLoad.of(chunks, len(self.scheduler.fills)) if chunks else None
         for fill in self.scheduler.fills:
@@ -228,14 +239,22 @@ class Engine:
         )
         self._num_sampled += len(sequences)
         for sequence, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
-            if not math.isfinite(logprob):
-                raise FloatingPointError(
-                    f"request {sequence.request.id}: weights of version {self.version} give logits that are not finite"
-                )
-            sequence.append(token, logprob, self.version)
-            reason = sequence.finish_reason(self._decode)
+            try:
+                reason = self._append(sequence, token, logprob)
+            except Exception as error:  # whatever one request makes fail, the others go on
+                self._end(sequence, "abort")
+                self.failed[sequence.request.id] = error
+                continue
             if reason:
                 self._ended.append(self._end(sequence, reason))
+
+    def _append(self, sequence: Sequence, token: int, logprob: float) -> FinishReason | None:
+        if not math.isfinite(logprob):
+            raise FloatingPointError(
+                f"request {sequence.request.id}: weights of version {self.version} give logits that are not finite"
+            )
+        sequence.append(token, logprob, self.version)
+        return sequence.finish_reason()
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> Generation:
         del self._live[sequence.request.id]

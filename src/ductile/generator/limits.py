@@ -30,14 +30,15 @@ class Limits:
         num_prompt = len(request.prompt)
         if not num_prompt:
             return "the prompt has no tokens; it needs at least one"
-        for token in (*request.prompt, *request.generated):
-            if not 0 <= token < self.vocab_size:
-                return f"token id {token} is not in the vocabulary; ids go from 0 to {self.vocab_size - 1}"
-        if num_prompt >= self.max_model_len:
+        if num_prompt >= self.max_model_len:  # first, as it costs nothing however long the prompt is
             return (
                 f"the prompt has {num_prompt} tokens; model.max_model_len {self.max_model_len} leaves room for "
                 f"{self.max_model_len - 1} and one of the answer"
             )
+        for tokens in (request.prompt, request.generated):
+            for token in (min(tokens, default=0), max(tokens, default=0)):
+                if not 0 <= token < self.vocab_size:
+                    return f"token id {token} is not in the vocabulary; ids go from 0 to {self.vocab_size - 1}"
         max_len = self.max_len(num_prompt, request.sampling.max_tokens)
         if max_len > self.cache_tokens:
             return (

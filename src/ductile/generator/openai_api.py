@@ -102,6 +102,7 @@ class SamplingFields(Body):
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             seed=None if self.seed is None else self.seed + choice,
             ignore_eos=bool(self.ignore_eos),
+            skip_special_tokens=self.skip_special_tokens is not False,
         )
 
 

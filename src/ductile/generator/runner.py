@@ -4,27 +4,36 @@ The thread waits for work and steps; the loop never waits for a step. What is as
 the thread makes between two steps; what was generated travels back once a step, in one wake-up of the loop for all.
 
 Whoever waits here waits for the thread. When it fails or is silent for longer than `STALLED_AFTER_S`, every waiter
-gets `EngineFailed`.
+gets `EngineFailed`. A request that the engine cannot take, or cannot go on with, gets `RequestFailed`, and it alone.
 """
 
 import asyncio
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from ductile.generator.engine import Engine
-from ductile.records import FinishReason, GenerateRequest, Sampling
+from ductile.generator.limits import RequestRefused
+from ductile.records import FinishReason, GenerateRequest, Generation, Sampling
 from ductile.wire.messages import EngineStats
 
 STALLED_AFTER_S = 60.0
 """No engine step takes so long."""
 
+PROBE = "probe"
+"""The id of the request that asks an idle engine for a step."""
+
 
 class EngineFailed(Exception):
     """The engine cannot serve any more, or did not step in time. The text says what happened."""
+
+
+class RequestFailed(Exception):
+    """The engine failed at this one request; the others go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +60,9 @@ class _Listener:
 class EngineRunner:
     """Made and used in one asyncio loop. `start` before the first call, `stop` after the last."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, on_failure: Callable[[EngineFailed], None] = lambda failure: None) -> None:
+        """`on_failure` is called in the loop when the thread has failed: nothing can be generated any more."""
+        self._engine, self._on_failure = engine, on_failure
         self._loop = asyncio.get_running_loop()
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._listeners: dict[str, _Listener] = {}
@@ -80,7 +90,7 @@ class EngineRunner:
         """Yields until all requests ended: their tokens after each step, or all at the end.
 
         Whoever stops iterating aborts what has not ended. Raises `RequestRefused` before the first delta,
-        `EngineFailed` at any time.
+        `RequestFailed` and `EngineFailed` at any time.
         """
         mailbox: asyncio.Queue[Delta | Exception] = asyncio.Queue()
         unfinished = {index: request.id for index, request in enumerate(requests)}
@@ -89,7 +99,6 @@ class EngineRunner:
             while unfinished:
                 item = await self._next(mailbox)
                 if isinstance(item, Exception):
-                    unfinished.clear()
                     raise item
                 if item.finish_reason:
                     del unfinished[item.index]
@@ -138,9 +147,10 @@ class EngineRunner:
                     self._step()
             self._engine.abort()
             self._step()
-        except Exception as error:
-            self._failure = EngineFailed(f"the engine failed: {type(error).__name__}: {error}")
-            self._post([(listener.mailbox, self._failure) for listener in self._listeners.values()])
+        except BaseException as error:
+            failure = self._failure = EngineFailed(f"the engine failed: {type(error).__name__}: {error}")
+            self._post([(listener.mailbox, failure) for listener in self._listeners.values()])
+            self._tell(lambda: self._on_failure(failure))
 
     def _make_calls(self, wait_s: float) -> None:
         try:
@@ -153,18 +163,17 @@ class EngineRunner:
 
     def _step(self) -> None:
         ended = {generation.id: generation for generation in self._engine.step()}
+        failed = {id: RequestFailed(f"{type(error).__name__}: {error}") for id, error in self._engine.failed.items()}
         post: list[tuple[asyncio.Queue[Any], Delta | Exception]] = []
-        for id, listener in list(self._listeners.items()):
-            sent = listener.num_sent
-            if id in ended:
-                generation = ended[id]
-                tokens, logprobs = list(generation.token_ids[sent:]), list(generation.logprobs[sent:])
-                post.append((listener.mailbox, Delta(listener.index, tokens, logprobs, generation.finish_reason)))
-                del self._listeners[id]
-            elif listener.each_step and (news := self._engine.peek(id, sent)) and news[0]:
+        for id in (*ended, *failed):
+            if listener := self._listeners.pop(id, None):
+                post.append((listener.mailbox, failed.get(id) or _ending(ended[id], listener)))
+        for id in self._engine.running():  # whoever waits, and there may be thousands, has no news
+            listener = self._listeners.get(id)
+            if listener and listener.each_step and (news := self._engine.peek(id, listener.num_sent)) and news[0]:
                 listener.num_sent += len(news[0])
                 post.append((listener.mailbox, Delta(listener.index, *news, None)))
-        post += [(mailbox, Delta(0, [], [], None)) for mailbox in self._probes]
+        post += [(mailbox, failed.get(PROBE) or Delta(0, [], [], None)) for mailbox in self._probes]
         self._probes.clear()
         self._post(post)
 
@@ -173,20 +182,25 @@ class EngineRunner:
             for mailbox, item in items:
                 mailbox.put_nowait(item)
 
-        if items and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(put_all)
+        if items:
+            self._tell(put_all)
+
+    def _tell(self, news: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # a loop that is closed waits for nothing
+            self._loop.call_soon_threadsafe(news)
 
     def _add(
         self, requests: Sequence[GenerateRequest], mailbox: "asyncio.Queue[Delta | Exception]", each_step: bool
     ) -> None:
         try:
             self._engine.check(*requests)
-        except ValueError as refusal:
+            for index, request in enumerate(requests):
+                self._engine.add(request)
+                self._listeners[request.id] = _Listener(index, mailbox, each_step)
+        except RequestRefused as refusal:
             self._post([(mailbox, refusal)])
-            return
-        for index, request in enumerate(requests):
-            self._engine.add(request)
-            self._listeners[request.id] = _Listener(index, mailbox, each_step)
+        except Exception as error:  # the caller then aborts those that were added
+            self._post([(mailbox, RequestFailed(f"{type(error).__name__}: {error}"))])
 
     def _forget(self, ids: Sequence[str]) -> None:
         for id in ids:
@@ -197,4 +211,9 @@ class EngineRunner:
         self._probes.append(mailbox)
         if not self._engine.has_work():
             one_token = Sampling(temperature=0.0, max_tokens=1)
-            self._engine.add(GenerateRequest("probe", (0,), one_token))
+            self._engine.add(GenerateRequest(PROBE, (0,), one_token))
+
+
+def _ending(generation: Generation, listener: _Listener) -> Delta:
+    tokens, logprobs = generation.token_ids[listener.num_sent :], generation.logprobs[listener.num_sent :]
+    return Delta(listener.index, list(tokens), list(logprobs), generation.finish_reason)

@@ -12,7 +12,7 @@ The first in order always advances: it is never the one that loses its blocks wh
 that cannot fit alone is refused before it comes here.
 """
 
-from bisect import insort
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 from ductile.generator.handoff import HandedCache
@@ -74,10 +74,10 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that ended; its blocks are free."""
         if sequence.blocks:
-            self.running.remove(sequence)
+            _take_out(self.running, sequence)
             self._release(sequence)
         else:
-            self.waiting.remove(sequence)
+            _take_out(self.waiting, sequence)
 
     def weights_changed(self, keep_cache: bool) -> None:
         """What is in the cache belongs to older weights. Running sequences compute theirs again, or keep it."""
@@ -170,7 +170,7 @@ class Scheduler:
         return chunk
 
     def _back_to_waiting(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
+        _take_out(self.running, sequence)
         self._release(sequence)
         self.add(sequence)
 
@@ -183,3 +183,8 @@ class Scheduler:
 
 def _order(sequence: Sequence) -> tuple[int, int]:
     return sequence.order
+
+
+def _take_out(sequences: list[Sequence], sequence: Sequence) -> None:
+    """Of a list in order, found by bisection: a hundred thousand aborts at once must not look through it each."""
+    del sequences[bisect_left(sequences, sequence.order, key=_order)]

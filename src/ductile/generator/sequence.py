@@ -1,9 +1,10 @@
 """A request on its way: its tokens so far, what of them is in the cache, and when it ends."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from ductile.generator.handoff import HandedCache
+from ductile.generator.text import TextStream
 from ductile.records import FinishReason, GenerateRequest, Generation
 
 
@@ -17,6 +18,8 @@ class Sequence:
     max_len: int
     """Prompt plus answer, in tokens, at which it ends."""
     stop_ids: Collection[int]
+    text: TextStream | None = None
+    """Looks for the stop strings; None when there are none."""
     handed: HandedCache | None = None
     """What another engine has computed of it, until it gets blocks here or the weights change."""
     tokens: list[int] = field(init=False)
@@ -37,6 +40,8 @@ class Sequence:
         self.tokens = [*self.request.prompt, *self.request.generated]
         self.logprobs = list(self.request.logprobs)
         self.versions = list(self.request.versions)
+        if self.text and self.request.generated:
+            self.text.push(list(self.request.generated), last=False)
 
     @property
     def num_generated(self) -> int:
@@ -51,24 +56,18 @@ class Sequence:
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
+        if self.text:
+            self.text.push([token], last=False)
 
-    def finish_reason(self, decode: Callable[[list[int]], str]) -> FinishReason | None:
-        """None while it goes on. `decode` is asked only when there are stop strings."""
-        if self.num_generated:
-            if self.tokens[-1] in self.stop_ids:
-                return "stop"
-            if self.request.sampling.stop and self._says_stop(decode):
-                return "stop"
+    def finish_reason(self) -> FinishReason | None:
+        """None while it goes on."""
+        if self.num_generated and self.tokens[-1] in self.stop_ids:
+            return "stop"
+        if self.text and self.text.stopped:
+            return "stop"
         if len(self.tokens) >= self.max_len:
             return "length"
         return None
-
-    def _says_stop(self, decode: Callable[[list[int]], str]) -> bool:
-        # A token that decodes to anything has at least one byte, so a match that ends in the last token begins no
-        # further back than the stop string has bytes. One more, as some decoders strip the first token's space.
-        reach = 1 + max(len(text.encode()) for text in self.request.sampling.stop)
-        tail = decode(self.tokens[-min(reach, self.num_generated) :])
-        return any(text in tail for text in self.request.sampling.stop)
 
     def so_far(self) -> GenerateRequest:
         """What another engine needs to go on with it."""

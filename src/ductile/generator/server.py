@@ -28,7 +28,7 @@ from ductile.generator.answers import Chat, Completion, Json, error
 from ductile.generator.engine import Engine
 from ductile.generator.limits import RequestRefused
 from ductile.generator.openai_api import ChatRequest, CompletionRequest, TokenRequest
-from ductile.generator.runner import EngineFailed
+from ductile.generator.runner import EngineFailed, RequestFailed
 from ductile.generator.service import TOKEN_MAX_TOKENS, ClientGone, Service, UnknownModel
 from ductile.tasks.tokenizer import Tokenizer, TokenizerError
 
@@ -156,6 +156,10 @@ def _translate_errors(app: FastAPI) -> None:
     @app.exception_handler(EngineFailed)
     async def _(http: Request, problem: Exception) -> JSONResponse:
         return JSONResponse(error(str(problem), "server_error"), 503)
+
+    @app.exception_handler(RequestFailed)
+    async def _(http: Request, problem: Exception) -> JSONResponse:
+        return JSONResponse(error(f"this request failed: {problem}", "server_error"), 500)
 
     @app.exception_handler(ClientGone)
     async def _(http: Request, problem: Exception) -> Response:

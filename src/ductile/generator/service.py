@@ -15,7 +15,7 @@ from ductile.generator.answers import Choice, Format, Json, error, usage
 from ductile.generator.engine import Engine
 from ductile.generator.metrics import ServerMetrics
 from ductile.generator.openai_api import SamplingFields, TextRequest, TokenRequest
-from ductile.generator.runner import Delta, EngineFailed, EngineRunner
+from ductile.generator.runner import Delta, EngineFailed, EngineRunner, RequestFailed
 from ductile.records import GenerateRequest
 from ductile.tasks.tokenizer import Tokenizer
 
@@ -49,10 +49,7 @@ class Service:
     ) -> Response:
         head = self._head(body.model, form.prefix)
         requests = make_requests(head["id"], body, prompts, max_tokens, body.priority)
-        choices = [
-            Choice(index, request, self.tokenizer, body.skip_special_tokens is not False)
-            for index, request in enumerate(requests)
-        ]
+        choices = [Choice(index, request, self.tokenizer) for index, request in enumerate(requests)]
         ids: Json = {"prompt_token_ids": list(prompts[0])} if body.return_token_ids and len(prompts) == 1 else {}
         if body.stream:
             deltas = self._deltas(requests, each_step=True)
@@ -71,7 +68,7 @@ class Service:
         head = self._head(body.model, "gen")
         sampling = body.sampling_params
         requests = make_requests(head["id"], sampling, [body.token_ids], TOKEN_MAX_TOKENS, body.priority)
-        choices = [Choice(index, request, self.tokenizer, False) for index, request in enumerate(requests)]
+        choices = [Choice(index, request, self.tokenizer) for index, request in enumerate(requests)]
         await unless_gone(http, self._collect(requests, choices))
         entries: list[Json] = []
         for choice in choices:
@@ -180,7 +177,7 @@ async def _events(
                 yield _event(chunk)
             if closing is not None:
                 yield _event(closing | {"usage": usage(prompts, choices)})
-        except EngineFailed as failure:
+        except (EngineFailed, RequestFailed) as failure:
             yield _event(error(str(failure), "server_error"))
     yield "data: [DONE]\n\n"
 

@@ -1,11 +1,23 @@
-"""From a growing list of tokens to text that may be shown."""
+"""From a growing list of tokens to text that may be shown.
+
+The engine and the server both follow an answer with a `TextStream`, so that generation ends where the text is cut.
+"""
 
 from collections.abc import Callable, Collection
+
+from ductile.records import Sampling
 
 INCOMPLETE = "\ufffd"
 """What decoders write for bytes that are not (yet) a whole character."""
 
-Decode = Callable[[list[int]], str]
+MOST_INCOMPLETE = 3
+"""Bytes of a character that may still lack the last one; more in a row are no character, and never will be."""
+
+NUM_CONTEXT = 8
+"""Tokens that are decoded again, only so that what follows them is spelled right."""
+
+Decode = Callable[[list[int], bool], str]
+"""Tokens, and whether to leave out special ones."""
 
 
 class TextStream:
@@ -15,44 +27,50 @@ class TextStream:
     string itself is never shown, nor is a token that ended the answer.
     """
 
-    def __init__(self, decode: Decode, stop: Collection[str] = (), stop_ids: Collection[int] = ()) -> None:
+    def __init__(self, decode: Decode, sampling: Sampling, stop_ids: Collection[int] = ()) -> None:
         self._decode = decode
-        self._stop = tuple(stop)
+        self._skip_special_tokens = sampling.skip_special_tokens
+        self._stop = sampling.stop
+        self._longest_stop = max(map(len, sampling.stop), default=0)
         self._stop_ids = frozenset(stop_ids)
-        self._tokens: list[int] = []
-        self._context = 0
-        """From here on tokens are decoded; the ones before `_shown` only so that what follows is spelled right."""
-        self._shown = 0
+        self._window: list[int] = []
+        """The context, then tokens that are not all taken."""
+        self._num_taken = 0
+        """Characters of the window's text."""
         self._held = ""
-        self._stopped = False
+        self.stopped = False
+        """Whether a stop string has come."""
 
     def push(self, tokens: list[int], last: bool) -> str:
         """`last`: no more will come, so nothing is held back except what stopped the answer."""
         if last and tokens and tokens[-1] in self._stop_ids:
             tokens = tokens[:-1]
-        self._tokens += tokens
-        if self._stopped:
+        if self.stopped:
             return ""
-        self._held += self._new_text(last)
+        self._held += self._new_text(tokens, last)
         cuts = [at for text in self._stop if (at := self._held.find(text)) >= 0]
         if cuts:
-            self._stopped = True
+            self.stopped = True
             return self._held[: min(cuts)]
         keep = 0 if last else self._may_become_stop()
         shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return shown
 
-    def _new_text(self, last: bool) -> str:
-        before = self._decode(self._tokens[self._context : self._shown])
-        text = self._decode(self._tokens[self._context :])
-        if text.endswith(INCOMPLETE) and not last:
-            return ""
-        self._context, self._shown = self._shown, len(self._tokens)
-        return text[len(before) :]
+    def _new_text(self, tokens: list[int], last: bool) -> str:
+        self._window += tokens
+        text = self._decode(self._window, self._skip_special_tokens)
+        certain = text.rstrip(INCOMPLETE)
+        if not last and 0 < len(text) - len(certain) <= MOST_INCOMPLETE:
+            new, self._num_taken = certain[self._num_taken :], max(self._num_taken, len(certain))
+            return new
+        new = text[self._num_taken :]
+        self._window = self._window[-NUM_CONTEXT:]
+        self._num_taken = len(self._decode(self._window, self._skip_special_tokens))
+        return new
 
     def _may_become_stop(self) -> int:
         """How many characters at the end are the beginning of a stop string."""
-        for size in range(max((len(text) for text in self._stop), default=1) - 1, 0, -1):
-            if any(text.startswith(self._held[-size:]) for text in self._stop if len(self._held) >= size):
+        for size in range(min(self._longest_stop - 1, len(self._held)), 0, -1):
+            if any(text.startswith(self._held[-size:]) for text in self._stop):
                 return size
         return 0

@@ -85,6 +85,8 @@ class GenerateRole:
         events: list[Finished | EngineStats] = []
         start = time.perf_counter()
         generations = self._engine.step()
+        for failure in self._engine.failed.values():
+            raise failure  # in a run nothing that a request says can fail: the weights are broken, or we are
         if self._engine.last_step is not None:
             self._pace.saw(self._engine.last_step, time.perf_counter() - start)
         if generations:
