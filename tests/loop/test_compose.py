@@ -195,10 +195,20 @@ def test_bench_takes_four_steps_and_saves_nothing(tmp_path, folder):
     assert not (tmp_path / "run" / "state").exists()
 
 
-def test_a_reference_is_asked_for_when_the_loss_needs_it(tmp_path, folder):
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"type": "grpo", "kl_coef": 0.1},
+        {"type": "default", "kl_coef": 0.1},
+        {"type": "ipo", "kl_coef": 0.1},
+        {"type": "custom", "import_path": "a.b", "needs_reference": True},
+    ],
+    ids=lambda loss: loss["type"],
+)
+def test_a_reference_is_asked_for_when_the_loss_needs_it(tmp_path, folder, loss):
     from ductile.loop.compose import _lessons
 
-    loss = {"type": "grpo", "kl_coef": 0.1, "normalise": "seq_mean_token_sum"}
+    loss = {**loss, "normalise": "seq_mean_token_sum"}
     lessons = _lessons(prepare(config(tmp_path, folder, trainer__loss=loss)), None)
     assert lessons._needs_reference
     assert lessons._normalisation == "seq_mean_token_sum"

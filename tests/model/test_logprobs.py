@@ -23,15 +23,32 @@ def test_against_log_softmax(monkeypatch: pytest.MonkeyPatch, chunk_elements: in
     upstream = torch.randn(N, generator=generator)
 
     got, entropies = LogprobHead(rows, targets, temperatures)(hidden, weight)
-    got_gradients = torch.autograd.grad((got * upstream).sum(), (hidden, weight))
+    got_gradients = torch.autograd.grad((got * upstream).sum(), (hidden, weight), retain_graph=True)
+    of_both = torch.autograd.grad(((got - 3 * entropies) * upstream).sum(), (hidden, weight), retain_graph=True)
+    of_entropies = torch.autograd.grad((entropies * upstream).sum(), (hidden, weight))
 
     scaled = F.linear(hidden, weight)[rows] / (1.0 if temperatures is None else temperatures[:, None])
     expected = scaled.log_softmax(-1)
     chosen = expected.gather(1, targets[:, None])[:, 0]
     torch.testing.assert_close(got, chosen)
-    torch.testing.assert_close(entropies, -(expected.exp() * expected).sum(-1).detach())
-    torch.testing.assert_close(got_gradients, torch.autograd.grad((chosen * upstream).sum(), (hidden, weight)))
-    assert not entropies.requires_grad
+    wanted = -(expected.exp() * expected).sum(-1)
+    torch.testing.assert_close(entropies, wanted)
+
+    def gradients(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad((values * upstream).sum(), (hidden, weight), retain_graph=True)
+
+    torch.testing.assert_close(got_gradients, gradients(chosen))
+    torch.testing.assert_close(of_both, gradients(chosen - 3 * wanted), rtol=1e-3, atol=2e-4)
+    torch.testing.assert_close(of_entropies, gradients(wanted), rtol=1e-3, atol=2e-4)
+
+
+def test_a_token_of_probability_zero_leaves_the_gradient_of_the_entropy_finite() -> None:
+    hidden = torch.tensor([[1.0, 0.0]], requires_grad=True)
+    weight = torch.tensor([[300.0, 0.0], [0.0, 1.0], [-300.0, 0.0]], requires_grad=True)
+    _, entropies = LogprobHead(torch.tensor([0]), torch.tensor([0]))(hidden, weight)
+    entropies.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.isfinite().all()
 
 
 def test_bf16_weights_give_fp32_scores() -> None:

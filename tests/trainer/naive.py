@@ -82,7 +82,7 @@ def summed_loss(model: Transformer, sample: Sample, loss) -> Tensor:
         entropies=entropies[mask],
         sampled_logprobs=column(sample.logprobs),
         old_logprobs=column(sample.old_logprobs),
-        ref_logprobs=column(sample.ref_logprobs),
+        reference=column(sample.ref_logprobs),
         advantages=column(sample.advantages),
         sequences=torch.zeros(int(mask.sum()), dtype=torch.int64),
     )

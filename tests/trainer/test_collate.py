@@ -18,7 +18,7 @@ def test_trained_tokens_of_all_samples_in_order() -> None:
     assert batch.weights.tolist() == [1.0, 0.25]
     assert batch.sampled_logprobs.tolist() == [-1.0, 0.0]
     assert batch.old_logprobs.tolist() == [-1.0, -3.0]  # the generator's, where the scorer was not asked
-    assert batch.ref_logprobs.tolist() == [0.0, 0.0]
+    assert batch.reference is None  # the loss has not asked for it
     assert batch.advantages.tolist() == [0.5, 0.0]
     assert batch.sequences.tolist() == [0, 1]
 
@@ -40,6 +40,7 @@ def test_temperatures_are_left_out_where_they_do_nothing() -> None:
         (Sample((1, 2), (True, True)), "sample 0 trains on its first token"),
         (Sample((1, 2), (False, True), advantages=(0.0, 1.0)), "sample 0 has no logprobs, which the configured loss"),
         (Sample((1, 2), (False, True), logprobs=(0.0, float("-inf"))), "sample 0 has logprobs that are not finite"),
+        (Sample((1, 2), (False, True), logprobs=(0.0, 1e39)), "sample 0 has logprobs that are not finite"),
         (
             Sample((1, 2), (False, True), logprobs=(0.0, 0.0), weights=(0.0, float("nan"))),
             "weights that are not finite",

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from ductile.config.imports import ImportPathError
 from ductile.config.trainer import CustomLoss, DefaultLoss, GRPOLoss, IPOLoss, LossConfig, SFTLoss
-from ductile.trainer.loss import LossInputs, LossOutputs, make_loss
+from ductile.records import MicroBatch, Sample
+from ductile.trainer.collate import collate
+from ductile.trainer.loss import LossInputs, LossOutputs, make_loss, required_fields
 
 Token = tuple[float, float, float, float, float]
 """log-prob now, as sampled, before the batch, of the reference; advantage"""
@@ -23,31 +25,40 @@ def inputs_of(tokens: list[Token]) -> LossInputs:
         entropies=torch.ones(len(tokens)),
         sampled_logprobs=columns[1],
         old_logprobs=columns[2],
-        ref_logprobs=columns[3],
+        reference=columns[3],
         advantages=columns[4],
         sequences=torch.zeros(len(tokens), dtype=torch.int64),
     )
 
 
-def dppo(token: Token, low: float, high: float, adv_tau: float, kl_tau: float) -> float:
+def dppo(
+    token: Token, low: float, high: float, adv_tau: float, kl_tau: float, c: float = 10.0, kl_coef: float = 0.0
+) -> float:
     now, sampled, _, _, advantage = token
-    change = math.exp(now) - math.exp(sampled)
-    dropped = change > high if advantage > 0 else change < -low
-    return (0.0 if dropped else -adv_tau * advantage * math.exp(now - sampled)) + kl_tau * (now - sampled) ** 2
+    ratio, change = math.exp(now - sampled), math.exp(now) - math.exp(sampled)
+    dropped = change > high if advantage > 0 else change < -low or (advantage < 0 and ratio > c)
+    return (0.0 if dropped else -adv_tau * advantage * ratio) + kl_tau * (now - sampled) ** 2 + kl_coef * kl(token)
 
 
 def ipo(token: Token, threshold: float, adv_tau: float, kl_tau: float) -> float:
     now, sampled, _, _, advantage = token
-    dropped = abs(math.exp(now) - math.exp(sampled)) > threshold
-    return (0.0 if dropped else -adv_tau * advantage * math.exp(now - sampled)) + kl_tau * (now - sampled) ** 2
+    ratio, change = math.exp(now - sampled), math.exp(now) - math.exp(sampled)
+    dropped = abs(change) > threshold or (advantage < 0 and ratio > 10)
+    return (0.0 if dropped else -adv_tau * advantage * ratio) + kl_tau * (now - sampled) ** 2
 
 
-def ppo(token: Token, low: float, high: float, kl_coef: float, cap: float = 2.0) -> float:
-    now, sampled, old, reference, advantage = token
+def ppo(token: Token, low: float, high: float, kl_coef: float, cap: float = 2.0, c: float = 3.0) -> float:
+    now, sampled, old, _, advantage = token
     ratio = math.exp(now - old)
-    kl = math.exp(reference - now) - (reference - now) - 1
-    weight = min(cap, math.exp(old - sampled))
-    return -weight * min(advantage * ratio, advantage * np.clip(ratio, 1 - low, 1 + high)) + kl_coef * kl
+    gain = min(advantage * ratio, advantage * np.clip(ratio, 1 - low, 1 + high))
+    if advantage < 0:
+        gain = max(gain, advantage * c)
+    return -min(cap, math.exp(old - sampled)) * gain + kl_coef * kl(token)
+
+
+def kl(token: Token) -> float:
+    now, _, _, reference, _ = token
+    return math.exp(reference - now) - (reference - now) - 1
 
 
 TABLE: list[tuple[LossConfig, object]] = [
@@ -58,6 +69,8 @@ TABLE: list[tuple[LossConfig, object]] = [
     (GRPOLoss(), lambda t: ppo(t, 0.2, 0.2, 0.0)),
     (GRPOLoss(clip_low=0.1, clip_high=0.28, kl_coef=0.05), lambda t: ppo(t, 0.1, 0.28, 0.05)),
     (GRPOLoss(importance_cap=5.0), lambda t: ppo(t, 0.2, 0.2, 0.0, 5.0)),
+    (GRPOLoss(clip_ratio_c=None), lambda t: ppo(t, 0.2, 0.2, 0.0, c=math.inf)),
+    (DefaultLoss(clip_ratio_c=2.0, kl_coef=0.05), lambda t: dppo(t, 0.2, 0.2, 1.0, 1e-3, 2.0, 0.05)),
     (SFTLoss(), lambda t: -t[0]),
 ]  # fmt: skip
 
@@ -136,6 +149,16 @@ def test_ppo_takes_no_gradient_where_it_clips() -> None:
     assert outputs.metrics["clip_fraction"].tolist() == [1.0, 0.0]
 
 
+@pytest.mark.parametrize("config", [GRPOLoss(), DefaultLoss(kl_tau=0), IPOLoss(kl_tau=0)], ids=lambda c: c.type)
+def test_no_token_that_was_all_but_impossible_owns_the_gradient(config: LossConfig) -> None:
+    """It was sampled at e^-12, has an advantage below 0, and is likely now: its ratio is 98,716."""
+    inputs = inputs_of([(-0.5, -12.0, -12.0, 0.0, -1.0), *[(-1.0, -1.0, -1.0, 0.0, 1.0)] * 99])
+    make_loss(config)(inputs).loss.sum().backward()
+    assert inputs.logprobs.grad is not None
+    shares = inputs.logprobs.grad.abs() / inputs.logprobs.grad.abs().sum()
+    assert shares.max().item() == pytest.approx(1 / 99)
+
+
 def test_mismatch_kl_is_r_minus_log_r_minus_1() -> None:
     outputs = make_loss(DefaultLoss())(inputs_of([(-1.0, -1.5, 0.0, 0.0, 0.0)]))
     assert outputs.metrics["mismatch_kl"].item() == pytest.approx(math.exp(0.5) - 0.5 - 1)
@@ -148,6 +171,19 @@ def example_loss(inputs: LossInputs, scale: float) -> LossOutputs:
 def test_a_loss_of_the_users_own() -> None:
     loss = make_loss(CustomLoss(import_path=f"{__name__}.example_loss", kwargs={"scale": 3.0}))
     assert loss(inputs_of([(-1.0, 0.0, 0.0, 0.0, 0.0)])).loss.tolist() == [3.0]
+
+
+def test_a_loss_of_the_users_own_gets_no_zeros_for_log_probs() -> None:
+    plain, compared = CustomLoss(import_path="a.b"), CustomLoss(import_path="a.b", needs_reference=True)
+    assert required_fields(plain) == ("logprobs", "advantages")
+    assert required_fields(compared) == ("logprobs", "advantages", "ref_logprobs")
+    sample = Sample((1, 2), (False, True), logprobs=(0.0, -1.0), advantages=(0.0, 1.0), ref_logprobs=(0.0, -2.0))
+    zero = torch.zeros(1)
+    asked = collate(MicroBatch((sample,)), required_fields(compared)).loss_inputs(zero, zero)
+    assert asked.ref_logprobs.tolist() == [-2.0]
+    not_asked = collate(MicroBatch((sample,)), required_fields(plain)).loss_inputs(zero, zero)
+    with pytest.raises(ValueError, match="needs_reference = true"):
+        _ = not_asked.ref_logprobs
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 import asyncio
 import time
+import tracemalloc
 
 import pytest
 
 from ductile.records import GenerateRequest, Generation, Sampling
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.fleet import RemoteGenerators
+from ductile.wire.flights import Flights
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.memory import MemoryCarrier
 from ductile.wire.messages import Abort, Command, Done, EngineStats, Finished, Generate, Reply
@@ -172,5 +174,24 @@ def test_late_only_without_any_progress():
         now += 0.1
         with pytest.raises(Late, match=r"slot 0 made no progress for 0.2 s while it had to generate a"):
             await task
+
+    run(story())
+
+
+def test_a_request_that_has_ended_leaves_nothing_behind():
+    async def story():
+        flights = Flights(lambda: 0.0)
+
+        def fly(number: int) -> None:
+            flights.close(flights.open(request(f"train/0/{number}")), aborted=False)
+
+        fly(0)
+        tracemalloc.start()
+        before, _ = tracemalloc.get_traced_memory()
+        for number in range(2000):
+            fly(number)
+        after, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert after - before < 10_000  # an entry each would be 200,000
 
     run(story())

@@ -124,7 +124,7 @@ class OrchestratorConfig(Section):
     advantage: AdvantageConfig = AdvantageConfig()
     drop_zero_advantage: bool = True
     """Leave groups without any advantage out of the gradient (they still count for the batch). With `default` and
-    `grpo` these are the groups whose rewards are all equal."""
+    `grpo` these are the groups whose rewards are all equal. None is left out where a loss needs the reference model."""
     seed: int = 0
     shuffle: bool = True
     reward_timeout_s: float = Field(default=30.0, gt=0)

@@ -22,13 +22,13 @@ from ductile.config.run import InferenceRunConfig, OrchestratorRunConfig, RLConf
 from ductile.config.scheduling import scheduling_findings
 from ductile.config.section import Section
 from ductile.config.slots import placement_of
-from ductile.config.trainer import LinearSchedule, SchedulerConfig
+from ductile.config.trainer import LinearSchedule, SchedulerConfig, needs_reference
 from ductile.config.unread import unread_findings, unread_notes
 from ductile.core.cluster.placement import PlacementError, compact
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 SCORELESS = frozenset({"default", "ipo"})
-"""Losses that do not look at the scorer's log-probs."""
+"""Losses that look at the scorer's log-probs only for their KL term."""
 
 
 def preflight(config: Section) -> list[Finding]:
@@ -52,14 +52,15 @@ def _of_command(config: Section) -> Iterator[Finding]:
 def remarks(config: Section) -> list[str]:
     """What is accepted, because configs of other systems or for other commands have it, and does nothing."""
     said = list(unread_notes(config))
-    if isinstance(config, RLConfig) and config.trainer.loss.type in SCORELESS and placement_of(config).score:
+    if not isinstance(config, RLConfig):
+        return said
+    loss = config.trainer.loss
+    if loss.type in SCORELESS and not needs_reference(loss) and placement_of(config).score:
         said.append(
-            f'the score slots have no effect here: loss "{config.trainer.loss.type}" compares with what the generators '
-            'say. They are for "grpo" and "custom"'
+            f'the score slots have no effect here: loss "{loss.type}" compares with what the generators say. They are '
+            'for "grpo", "custom" and kl_coef'
         )
-    if isinstance(config, RLConfig):
-        said += sampling_remarks("orchestrator.sampling", config.orchestrator.sampling)
-    return said
+    return [*said, *sampling_remarks("orchestrator.sampling", config.orchestrator.sampling)]
 
 
 def _rl(config: RLConfig) -> Iterator[Finding]:
@@ -258,7 +259,11 @@ def _placement(config: RLConfig | SFTConfig | TrainerRunConfig) -> Iterator[Find
     """Slots: whether the placement can be, and whether the numbers that say the same thing say the same."""
     yield from _cluster(config.cluster)
     given = config.cluster.component_placement is not None
-    keys = ("cluster.component_placement",) if given else ("trainer.loss.kl_coef", "deployment")
+    keys = (
+        ("cluster.component_placement",)
+        if given
+        else ("trainer.loss.kl_coef", "trainer.loss.needs_reference", "deployment")
+    )
     try:
         placement = placement_of(config)
     except PlacementError as error:

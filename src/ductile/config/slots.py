@@ -4,7 +4,7 @@ from typing import cast
 
 from ductile.config.run import InferenceRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.section import Section
-from ductile.config.trainer import GRPOLoss
+from ductile.config.trainer import needs_reference
 from ductile.core.cluster.placement import Entry, Placement, place
 
 
@@ -35,5 +35,5 @@ def placement_of(config: Section) -> Placement:
 
 
 def needs_scorer(config: RLConfig) -> bool:
-    """A KL term to the reference model needs the reference model's log-probs."""
-    return isinstance(config.trainer.loss, GRPOLoss) and config.trainer.loss.kl_coef > 0
+    """The reference model's log-probs come from a score slot."""
+    return needs_reference(config.trainer.loss)

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from ductile.config.model import TrainerModelConfig
 from ductile.config.section import NotBuilt, Section
+from ductile.core.batch.normalise import Normalisation
 
 
 class AdamWConfig(Section):
@@ -78,6 +79,13 @@ class DefaultLoss(Section):
     dppo_mask_high: float = Field(default=0.2, ge=0)
     adv_tau: float = Field(default=1.0, ge=0)
     kl_tau: float = Field(default=1e-3, ge=0)
+    clip_ratio_c: float | None = Field(default=10.0, gt=1)
+    """A token with A < 0 that has become more than this many times likelier has no gradient; "None" has no limit."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the k3 KL estimate to the reference model. Above 0 needs a `score` slot."""
+    normalise: Normalisation = "token_mean"
+    """token_mean: each trained token counts alike; seq_mean_token_mean: each sequence counts alike;
+    seq_mean_token_sum: token sums, divided by the number of sequences."""
 
 
 class IPOLoss(Section):
@@ -87,6 +95,12 @@ class IPOLoss(Section):
     ipo_threshold: float = Field(default=0.1, gt=0)
     adv_tau: float = Field(default=1.0, ge=0)
     kl_tau: float = Field(default=1e-3, ge=0)
+    clip_ratio_c: float | None = Field(default=10.0, gt=1)
+    """As in `default`."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """As in `default`."""
+    normalise: Normalisation = "token_mean"
+    """As in `default`."""
 
 
 class GRPOLoss(Section):
@@ -96,14 +110,15 @@ class GRPOLoss(Section):
     clip_low: float = Field(default=0.2, ge=0)
     clip_high: float = Field(default=0.2, ge=0)
     """Larger than `clip_low`: clip-higher (DAPO)."""
+    clip_ratio_c: float | None = Field(default=3.0, gt=1)
+    """Dual clip: a token with A < 0 whose ratio is above this has no gradient; "None" has no limit."""
     importance_cap: float = Field(default=2.0, ge=1)
     """With a `score` slot: a token counts as many times as it was likelier under the weights before the batch than when
     it was sampled, and at most this often."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the k3 KL estimate to the reference model. Above 0 needs a `score` slot."""
-    normalise: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = "token_mean"
-    """token_mean: each trained token counts alike; seq_mean_token_mean: each sequence counts alike;
-    seq_mean_token_sum: token sums, divided by the number of sequences."""
+    normalise: Normalisation = "token_mean"
+    """As in `default`."""
 
 
 class CustomLoss(Section):
@@ -111,6 +126,10 @@ class CustomLoss(Section):
     import_path: str
     """`package.module.function`, called as `function(LossInputs, **kwargs) -> LossOutputs`."""
     kwargs: dict[str, object] = {}
+    needs_reference: bool = False
+    """The function reads `ref_logprobs`. Needs a `score` slot."""
+    normalise: Normalisation = "token_mean"
+    """As in `default`. What the function itself knows of sequences is `LossInputs.sequences`."""
 
 
 class SFTLoss(Section):
@@ -120,6 +139,22 @@ class SFTLoss(Section):
 
 
 LossConfig = Annotated[DefaultLoss | IPOLoss | GRPOLoss | CustomLoss | SFTLoss, Field(discriminator="type")]
+
+
+def needs_reference(loss: LossConfig) -> bool:
+    """Whether the loss reads the reference model's log-probs, which a score slot computes."""
+    match loss:
+        case DefaultLoss() | IPOLoss() | GRPOLoss():
+            return loss.kl_coef > 0
+        case CustomLoss():
+            return loss.needs_reference
+        case SFTLoss():
+            return False
+
+
+def normalisation(loss: LossConfig) -> Normalisation:
+    """What counts alike; in SFT every token."""
+    return "token_mean" if isinstance(loss, SFTLoss) else loss.normalise
 
 
 class FakeDataConfig(Section):

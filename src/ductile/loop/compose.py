@@ -16,7 +16,7 @@ from typing import Any, cast
 from ductile.config.imports import ImportPathError, import_object
 from ductile.config.orchestrator import AdvantageConfig, to_sampling
 from ductile.config.run import RLConfig
-from ductile.config.trainer import GRPOLoss, TrainerConfig
+from ductile.config.trainer import TrainerConfig, needs_reference, normalisation
 from ductile.core.batch.advantage import ADVANTAGES, Advantage
 from ductile.core.cluster.staleness import StalenessBound
 from ductile.loop.buffer import Buffer
@@ -249,10 +249,10 @@ def _lessons(prepared: Prepared, scorer: Scorer | None) -> Lessons:
     return Lessons(
         scorer,
         advantage=prepared.advantage,
-        normalisation=loss.normalise if isinstance(loss, GRPOLoss) else "token_mean",
+        normalisation=normalisation(loss),
         temperature=orchestrator.sampling.temperature,
         drop_zero_advantage=orchestrator.drop_zero_advantage,
-        needs_reference=isinstance(loss, GRPOLoss) and loss.kl_coef > 0,
+        needs_reference=needs_reference(loss),
     )
 
 

@@ -20,16 +20,17 @@ class Lessons:
         drop_zero_advantage: bool = True,
         needs_reference: bool = False,
     ) -> None:
-        """temperature: of the sampling. needs_reference: ask the scorer for the reference model's log-probs too."""
+        """temperature: of the sampling. needs_reference: ask the scorer for the reference model's log-probs too; what
+        is compared with them teaches also where all rewards are equal, so nothing is dropped then."""
         self._scorer, self._advantage = scorer, advantage
         self._normalisation: normalise.Normalisation = normalisation
-        self._temperature, self._drop_zero_advantage = temperature, drop_zero_advantage
+        self._temperature, self._drops = temperature, drop_zero_advantage and not needs_reference
         self._needs_reference = needs_reference
 
     async def prepare(self, groups: Sequence[RolloutGroup]) -> list[Sample]:
         """Weighted samples, scored where there is a scorer. Groups that teach nothing are left out."""
         by_group = [to_samples(group, self._advantage, self._temperature) for group in groups]
-        samples = [sample for group in by_group if teaches(group) or not self._drop_zero_advantage for sample in group]
+        samples = [sample for group in by_group if teaches(group) or not self._drops for sample in group]
         samples = normalise.weigh(samples, self._normalisation)
         if not self._scorer or not samples:
             return samples

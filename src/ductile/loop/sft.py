@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ductile.config.run import FakeData, SFTConfig, TrainerRunConfig
-from ductile.config.trainer import GRPOLoss, SFTLoss, TrainerConfig
+from ductile.config.trainer import SFTLoss, TrainerConfig, normalisation
 from ductile.core.batch import normalise
 from ductile.loop.compose import BENCH_STEPS
 from ductile.loop.progress import Checkpoints, Progress
@@ -109,7 +109,7 @@ def prepare_fake(config: TrainerRunConfig) -> PreparedBatches:
             random_ids=True,
             for_rl=for_rl,
         )
-        return normalise.weigh(samples, _normalisation(config))
+        return normalise.weigh(samples, normalisation(config.loss))
 
     max_steps = BENCH_STEPS if config.bench else config.max_steps or 1
     names = set(TrainerConfig.model_fields)
@@ -142,7 +142,7 @@ async def run_batches(
     Arguments as in `ductile.loop.compose.run_circle`. Raises what the trainer raises.
     """
     began_s = time.perf_counter() if began_s is None else began_s
-    watch, seq_len, mode = Stopwatch(), prepared.trainer.model.seq_len, _normalisation(prepared.trainer)
+    watch, seq_len, mode = Stopwatch(), prepared.trainer.model.seq_len, normalisation(prepared.trainer.loss)
     saver = None
     if prepared.checkpoints is not None:
         saver = Saver(trainer, prepared.checkpoints, record, prepared.model_folder)
@@ -212,10 +212,6 @@ def _fake_batch(fake: FakeData, vocab_size: int) -> Batch:
         variable=fake.length == "variable",
         random_ids=fake.input_ids == "random",
     )
-
-
-def _normalisation(config: TrainerConfig) -> normalise.Normalisation:
-    return config.loss.normalise if isinstance(config.loss, GRPOLoss) else "token_mean"
 
 
 def _vocab_size(folder: str) -> int:

@@ -19,7 +19,7 @@ CHUNK_ELEMENTS = 1 << 25
 class LogprobHead:
     """Called by the model as `head(hidden [T, M], weight [V, M])`; returns fp32 log-probs [N] and entropies [N].
 
-    Entropies carry no gradient.
+    Both have gradients; that of the entropies costs nothing where they are only looked at.
     """
 
     rows: Tensor
@@ -49,24 +49,33 @@ class _ChosenLogprobs(torch.autograd.Function):
             probabilities = (logits - log_total).exp_()
             entropies[rows] = log_total[:, 0] - logits.mul_(probabilities).sum(-1)
             kept = probabilities
-        ctx.save_for_backward(hidden, weight, chosen, targets, temperatures, kept if len(chunks) == 1 else None)
+        kept = kept if len(chunks) == 1 else None
+        ctx.save_for_backward(hidden, weight, chosen, targets, temperatures, entropies, kept)
         ctx.num_hidden = len(all_hidden)
-        ctx.mark_non_differentiable(entropies)
+        ctx.set_materialize_grads(False)
         return logprobs, entropies
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        hidden, weight, chosen, targets, temperatures, kept = ctx.saved_tensors
+    def backward(
+        ctx: Any, of_logprobs: Tensor | None, of_entropies: Tensor | None
+    ) -> tuple[Tensor, Tensor, None, None, None]:
+        hidden, weight, chosen, targets, temperatures, entropies, kept = ctx.saved_tensors
+        grad = torch.zeros_like(entropies) if of_logprobs is None else of_logprobs
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         if temperatures is not None:
             grad = grad / temperatures
+            of_entropies = None if of_entropies is None else of_entropies / temperatures
         for rows in _chunks(len(hidden), len(weight)):
             # d logprob / d logits = onehot(target) - probabilities
-            grad_logits = kept if kept is not None else _logits(hidden, weight, temperatures, rows).softmax(-1)
-            grad_logits = grad_logits * -grad[rows, None]
+            probabilities = kept if kept is not None else _logits(hidden, weight, temperatures, rows).softmax(-1)
+            grad_logits = probabilities * -grad[rows, None]
             grad_logits.scatter_add_(1, targets[rows, None], grad[rows, None])
+            if of_entropies is not None:
+                # d entropy / d logits = -p (log p + entropy)
+                surprise = torch.xlogy(probabilities, probabilities).addcmul_(probabilities, entropies[rows, None])
+                grad_logits.addcmul_(surprise, of_entropies[rows, None], value=-1)
             grad_logits = grad_logits.to(weight.dtype)
             grad_hidden[rows] = grad_logits @ weight
             grad_weight += grad_logits.t() @ hidden[rows]

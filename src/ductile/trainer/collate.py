@@ -10,6 +10,7 @@ from ductile.model.packed import PackedSamples
 from ductile.records import MicroBatch, Sample
 from ductile.trainer.loss import LossInputs
 
+LARGEST = torch.finfo(torch.float32).max
 NOTHING = Sample(token_ids=(0, 0), mask=(False, True))
 """Runs in place of an empty micro-batch, so that the rank takes its part in every gather and reduction."""
 
@@ -24,7 +25,7 @@ class Batch:
     num_trained: int
     sampled_logprobs: Tensor
     old_logprobs: Tensor
-    ref_logprobs: Tensor
+    reference: Tensor | None
     advantages: Tensor
     sequences: Tensor
 
@@ -34,14 +35,14 @@ class Batch:
             entropies,
             self.sampled_logprobs,
             self.old_logprobs,
-            self.ref_logprobs,
+            self.reference,
             self.advantages,
             self.sequences,
         )
 
 
 def collate(micro_batch: MicroBatch, required: Sequence[str] = (), device: str | torch.device = "cpu") -> Batch:
-    """Raises ValueError when a sample lacks one of the `required` lists, or has a value that is not finite."""
+    """Raises ValueError when a sample lacks one of the `required` lists, or has a value that fp32 cannot hold."""
     # Samples without a trained token have nothing to say in the loss, and other tokens cannot see them.
     samples = [sample for sample in micro_batch.samples if any(sample.mask)]
     num_trained = sum(sum(sample.mask) for sample in samples)
@@ -55,7 +56,7 @@ def collate(micro_batch: MicroBatch, required: Sequence[str] = (), device: str |
         num_trained=num_trained,
         sampled_logprobs=of_tokens([sample.logprobs for sample in samples]),
         old_logprobs=of_tokens([sample.old_logprobs or sample.logprobs for sample in samples]),
-        ref_logprobs=of_tokens([sample.ref_logprobs for sample in samples]),
+        reference=of_tokens([sample.ref_logprobs for sample in samples]) if "ref_logprobs" in required else None,
         advantages=of_tokens([sample.advantages for sample in samples]),
         sequences=torch.tensor([i for i, s in enumerate(samples) for t in s.mask if t], device=device),
     )
@@ -93,5 +94,5 @@ def _check(sample: Sample, index: int, required: Sequence[str]) -> None:
     for name, values in lists.items():
         if not values and name in required:
             raise ValueError(f"sample {index} has no {name}, which the configured loss needs")
-        if not all(abs(value) < float("inf") for value in values):
-            raise ValueError(f"sample {index} has {name} that are not finite numbers")
+        if not all(abs(value) <= LARGEST for value in values):
+            raise ValueError(f"sample {index} has {name} that are not finite numbers in fp32")

@@ -5,8 +5,11 @@ this batch (from the scorer, or q); r = p/q or p/o; w = min(o/q, importance_cap)
 
     default  DPPO    -A r, unless p moved too far from q in A's direction;  + kl_tau (log p/q)^2
     ipo              the same, unless |p - q| is too large
-    grpo     PPO     -w min(A r, A clip(r));  + kl_coef k3(p, reference)
+    grpo     PPO     -w min(A r, A clip(r))
     sft              -log p
+
+All but sft: where A < 0 and r > clip_ratio_c there is no gradient (dual clip), or one token that was all but
+impossible when it was sampled could own the whole batch's;  + kl_coef k3(p, reference).
 
 A scorer's o is of the newest weights, but tokens may be older: the clip then says how far one batch may move the
 policy, and w corrects for who sampled the tokens (decoupled PPO). Without a scorer o is q, w is 1,
@@ -19,12 +22,21 @@ the arithmetic, and 0 * inf would poison the whole gradient. Beyond the clamp a 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from math import log
 
 import torch
 from torch import Tensor
 
 from ductile.config.imports import import_object
-from ductile.config.trainer import CustomLoss, DefaultLoss, GRPOLoss, IPOLoss, LossConfig, SFTLoss
+from ductile.config.trainer import (
+    CustomLoss,
+    DefaultLoss,
+    GRPOLoss,
+    IPOLoss,
+    LossConfig,
+    SFTLoss,
+    needs_reference,
+)
 
 MAX_LOG_RATIO = 20.0
 """A ratio of 5e8: far beyond what means anything, far below what overflows."""
@@ -32,20 +44,31 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """The N trained tokens of one micro-batch, all tensors [N]. Only `logprobs` has a gradient."""
+    """The N trained tokens of one micro-batch, all tensors [N]. Only the first two have a gradient."""
 
     logprobs: Tensor
     """Under the weights in training."""
     entropies: Tensor
+    """Of the whole distribution that the token was drawn from, under the weights in training."""
     sampled_logprobs: Tensor
     """As the generator reported them; 0 in SFT."""
     old_logprobs: Tensor
     """From the scorer, or else the generator's."""
-    ref_logprobs: Tensor
-    """Of the reference model; 0 where a sample has none."""
+    reference: Tensor | None
+    """`ref_logprobs`; None for a loss that has not asked for them."""
     advantages: Tensor
     sequences: Tensor
     """int64: which of the micro-batch's samples the token belongs to."""
+
+    @property
+    def ref_logprobs(self) -> Tensor:
+        """Of the reference model. Raises ValueError for a loss that has not asked for them."""
+        if self.reference is None:
+            raise ValueError(
+                "the loss reads ref_logprobs and has not asked for them: write trainer.loss.needs_reference = true, "
+                "and give the run a score slot"
+            )
+        return self.reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,27 +106,28 @@ def policy_gradient(inputs: LossInputs, config: DefaultLoss | IPOLoss) -> LossOu
     else:
         too_high, too_low = change > config.dppo_mask_high, change < -config.dppo_mask_low
         dropped = torch.where(inputs.advantages > 0, too_high, too_low)
+    dropped = dropped | _beyond(config.clip_ratio_c, log_ratio, inputs.advantages)
     kept = -config.adv_tau * inputs.advantages * bounded_exp(log_ratio)
     loss = kept.masked_fill(dropped, 0.0) + config.kl_tau * log_ratio.square()
-    return LossOutputs(loss, {"masked_fraction": dropped.float(), **_common_metrics(inputs)})
+    return _near_reference(LossOutputs(loss, {"masked_fraction": dropped.float()}), inputs, config.kl_coef)
 
 
 def clipped(inputs: LossInputs, config: GRPOLoss) -> LossOutputs:
-    ratio = bounded_exp(inputs.logprobs - inputs.old_logprobs)
+    log_ratio = inputs.logprobs - inputs.old_logprobs
+    ratio = bounded_exp(log_ratio)
     plain = -inputs.advantages * ratio
     limited = -inputs.advantages * ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     importance = bounded_exp(inputs.old_logprobs - inputs.sampled_logprobs).clamp(max=config.importance_cap)
-    loss = importance * torch.maximum(plain, limited)
-    metrics = {"clip_fraction": (limited > plain).float(), "importance": importance, **_common_metrics(inputs)}
-    if config.kl_coef:
-        kl = k3(inputs.ref_logprobs - inputs.logprobs)
-        metrics["kl_to_reference"] = kl.detach()
-        loss = loss + config.kl_coef * kl
-    return LossOutputs(loss, metrics)
+    worse, beyond = torch.maximum(plain, limited), _beyond(config.clip_ratio_c, log_ratio, inputs.advantages)
+    if config.clip_ratio_c is not None:
+        worse = torch.where(beyond, -inputs.advantages * config.clip_ratio_c, worse)
+    loss = importance * worse
+    metrics = {"clip_fraction": ((limited > plain) | beyond).float(), "importance": importance}
+    return _near_reference(LossOutputs(loss, metrics), inputs, config.kl_coef)
 
 
 def negative_log_likelihood(inputs: LossInputs) -> LossOutputs:
-    return LossOutputs(-inputs.logprobs, {"entropy": inputs.entropies})
+    return LossOutputs(-inputs.logprobs, {"entropy": inputs.entropies.detach()})
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -115,17 +139,25 @@ def k3(log_ratio: Tensor) -> Tensor:
     return bounded_exp(log_ratio) - log_ratio - 1
 
 
-def _common_metrics(inputs: LossInputs) -> dict[str, Tensor]:
+def _beyond(limit: float | None, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    """Where a token that should become rarer has become more than `limit` times likelier: its gradient grows with r."""
+    if limit is None:
+        return torch.zeros_like(advantages, dtype=torch.bool)
+    return (advantages < 0) & (log_ratio.detach() > log(limit))
+
+
+def _near_reference(outputs: LossOutputs, inputs: LossInputs, kl_coef: float) -> LossOutputs:
+    """With the KL term, and with what policy gradients report alike."""
     log_ratio = (inputs.logprobs - inputs.sampled_logprobs).detach()
-    return {"entropy": inputs.entropies, "mismatch_kl": k3(log_ratio)}
+    metrics = {**outputs.metrics, "entropy": inputs.entropies.detach(), "mismatch_kl": k3(log_ratio)}
+    if not kl_coef:
+        return LossOutputs(outputs.loss, metrics)
+    kl = k3(inputs.ref_logprobs - inputs.logprobs)
+    return LossOutputs(outputs.loss + kl_coef * kl, {**metrics, "kl_to_reference": kl.detach()})
 
 
 def required_fields(config: LossConfig) -> tuple[str, ...]:
-    """Which lists of a `Sample` this loss cannot do without."""
-    match config:
-        case DefaultLoss() | IPOLoss():
-            return ("logprobs", "advantages")
-        case GRPOLoss():
-            return ("logprobs", "advantages", "ref_logprobs") if config.kl_coef else ("logprobs", "advantages")
-        case SFTLoss() | CustomLoss():
-            return ()
+    """Which lists of a `Sample` this loss cannot do without: zeros in their place would be taken for log-probs."""
+    if isinstance(config, SFTLoss):
+        return ()
+    return ("logprobs", "advantages", *(("ref_logprobs",) if needs_reference(config) else ()))

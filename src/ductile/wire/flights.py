@@ -81,7 +81,8 @@ class Flights:
     def close(self, flight: Flight, aborted: bool) -> None:
         del self._by_name[flight.name]
         flight.arrival.cancel()  # nobody waits for it any more
-        self._num_aborted[flight.request.id] += aborted
+        if aborted:  # an entry for each request that was ever made would only grow
+            self._num_aborted[flight.request.id] += 1
         self._news.tell()
 
     def board(self, flight: Flight, slot: int | None) -> None:

@@ -20,8 +20,14 @@ def group_of(rewards: Sequence[float | None], prompt: tuple[int, ...] = (5, 6)) 
 def test_against_numpy(rewards: list[float]) -> None:
     group = group_of(rewards)
     np.testing.assert_allclose(ADVANTAGES["default"](rewards, group), np.array(rewards) - np.mean(rewards), atol=1e-9)
-    expected = (np.array(rewards) - np.mean(rewards)) / (np.std(rewards) + 1e-6)
+    expected = (np.array(rewards) - np.mean(rewards)) / (np.std(rewards, ddof=len(rewards) > 1) + 1e-6)
     np.testing.assert_allclose(ADVANTAGES["grpo"](rewards, group), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_grpo_divides_by_the_unbiased_deviation_as_torch_std_does() -> None:
+    assert ADVANTAGES["grpo"]([1.0, 0.0, 0.0, 0.0], group_of([1.0, 0.0, 0.0, 0.0])) == pytest.approx(
+        [1.5, -0.5, -0.5, -0.5], abs=1e-5
+    )
 
 
 def test_a_sample_is_the_example_of_its_docstring() -> None:
@@ -60,7 +66,11 @@ def test_greedy_answers_are_trained_at_temperature_one() -> None:
 
 @pytest.mark.parametrize(
     ("returned", "message"),
-    [([1.0], "returned 1 values for the 2 rollouts"), ([float("nan"), 0.0], "rollout 0 of prompt train/0/1 is nan")],
+    [
+        ([1.0], "returned 1 values for the 2 rollouts"),
+        ([float("nan"), 0.0], "rollout 0 of prompt train/0/1 is nan"),
+        ([0.0, 1e39], "rollout 1 of prompt train/0/1 is 1e\\+39; it must be a finite number in fp32"),
+    ],
 )
 def test_a_wrong_custom_function_is_told_so(returned: list[float], message: str) -> None:
     with pytest.raises(ValueError, match=message):

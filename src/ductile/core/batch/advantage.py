@@ -7,7 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import sqrt
 
+from numpy import finfo, float32
+
 from ductile.records import Prompt, Rollout, RolloutGroup, Sample
+
+LARGEST = float(finfo(float32).max)
+"""The trainer computes in fp32: a larger number is infinite there."""
 
 Advantage = Callable[[list[float], RolloutGroup], list[float]]
 """`function(rewards, group)` gives one advantage a rollout. A custom one has this signature too.
@@ -23,9 +28,12 @@ def mean_baseline(rewards: list[float], group: RolloutGroup) -> list[float]:
 
 
 def standardised(rewards: list[float], group: RolloutGroup, eps: float = 1e-6) -> list[float]:
-    """Reward minus the group's mean, over its standard deviation ("grpo"). Equal rewards give 0, not 0/0."""
+    """Reward minus the group's mean, over its standard deviation ("grpo"). Equal rewards give 0, not 0/0.
+
+    The deviation is the unbiased one, over n - 1, as `torch.std` and so verl and TRL have it.
+    """
     centred = mean_baseline(rewards, group)
-    std = sqrt(sum(value * value for value in centred) / max(1, len(centred)))
+    std = sqrt(sum(value * value for value in centred) / max(1, len(centred) - 1))
     return [value / (std + eps) for value in centred]
 
 
@@ -82,5 +90,8 @@ def _check(advantages: Sequence[float], group: RolloutGroup) -> None:
             f"prompt {group.prompt.id}; it must return one a rollout"
         )
     for rollout, value in enumerate(advantages):
-        if not abs(value) < float("inf"):
-            raise ValueError(f"the advantage of rollout {rollout} of prompt {group.prompt.id} is {value}")
+        if not abs(value) <= LARGEST:
+            raise ValueError(
+                f"the advantage of rollout {rollout} of prompt {group.prompt.id} is {value}; it must be a finite "
+                "number in fp32"
+            )
