@@ -29,12 +29,12 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     """Generation ends after one of these; the token is part of the output, so that it can be trained on."""
     stop: tuple[str, ...] = ()
-    """Generation ends when the decoded text contains one of these."""
+    """Generation ends when the decoded text contains one of these, with special tokens spelled out or without them."""
     seed: int | None = None
     """With a seed, the same request gives the same tokens, whatever else runs in the batch and across a hand-over."""
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    """Whether the text that `stop` is looked for in leaves out special tokens."""
+    """Whether the text that is shown leaves out special tokens."""
 
 
 @dataclass(frozen=True, slots=True)

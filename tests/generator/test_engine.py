@@ -1,5 +1,7 @@
 """What the engine promises, against `transformers` and against itself under other circumstances."""
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,13 +9,17 @@ from typing import Any
 import pytest
 import torch
 
+from ductile.config.inference import InferenceConfig, InferenceModelConfig
+from ductile.generator.answers import Choice
 from ductile.generator.engine import Engine
 from ductile.generator.limits import RequestRefused
+from ductile.generator.runner import Delta
+from ductile.generator.worker import load_engine
 from ductile.model.attention import PackedAttention
 from ductile.model.checkpoint import load_model
-from ductile.records import GenerateRequest, Generation
+from ductile.records import GenerateRequest, Generation, Sampling
 from tests.generator.conftest import FAMILIES, Family, request, run
-from tests.tiny import IM_END, IM_START
+from tests.tiny import IM_END, IM_START, PAD
 
 PROMPTS = ["hello", "a", "what is 1 + 2? " * 5, "The quick brown fox jumps over the lazy dog.", "x" * 33]
 
@@ -303,6 +309,43 @@ def test_end_of_sequence_stops_unless_ignored(qwen3: Family, greedy: dict[str, t
     assert done["heeding"].token_ids == greedy["0"][: greedy["0"].index(eos) + 1]
     assert done["heeding"].finish_reason == "stop"
     assert done["ignoring"].token_ids == greedy["0"]
+
+
+@pytest.mark.parametrize("stop", ["<|im_start|>", "/<|im_start|>", "/<|im_start|>#", "/#"])
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+def test_a_stop_string_may_have_special_tokens_and_the_server_agrees(
+    qwen3: Family, stop: str, skip_special_tokens: bool
+) -> None:
+    said = qwen3.tokenizer.encode("/<|im_start|>#")
+    sampling = Sampling(max_tokens=20, stop=(stop,), ignore_eos=True, skip_special_tokens=skip_special_tokens)
+    one = GenerateRequest("r", (10,), sampling)
+    engine = qwen3.engine()
+    for last in range(1, len(said) + 1):
+        part = tuple(said[:last])
+        engine.add(replace(one, generated=part, logprobs=(-1.0,) * last, versions=(0,) * last))
+        if not engine.num_generated():  # it has ended
+            break
+        engine.abort()
+        engine.step()
+    (ended,) = engine.step()
+    assert (ended.finish_reason, len(ended.token_ids)) == ("stop", 3 if stop.endswith("#") else 2)
+    choice = Choice(0, one, qwen3.tokenizer)
+    choice.push(Delta(0, list(ended.token_ids), list(ended.logprobs), ended.finish_reason))
+    whole = qwen3.tokenizer.decode(list(ended.token_ids), skip_special_tokens)
+    assert choice.text == whole.partition(stop)[0]
+
+
+def test_a_base_model_stops_at_the_end_of_turn_of_its_template(qwen3: Family, tmp_path: Path) -> None:
+    folder = shutil.copytree(qwen3.folder, tmp_path / "base")
+    for name, settings in {
+        "tokenizer_config.json": {"eos_token": "<|pad|>"},
+        "config.json": {"eos_token_id": PAD},
+    }.items():
+        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | settings))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": PAD}))
+    engine = load_engine(InferenceConfig(model=InferenceModelConfig(name=str(folder), max_model_len=256)), "cpu")
+    engine.add(GenerateRequest("r", (10,), Sampling(), generated=(20, IM_END), logprobs=(-1.0,) * 2, versions=(0,) * 2))
+    assert [generation.finish_reason for generation in engine.step()] == ["stop"]
 
 
 @pytest.mark.parametrize("length", [1, 2, 4])

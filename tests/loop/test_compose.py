@@ -89,6 +89,7 @@ class Learns:
         a, b = text.split("\n")[1].rstrip("=").split("+")
         member = int(request.id.split("/")[3])
         right = member <= self.version
+        self.stop_token_ids = request.sampling.stop_token_ids
         ids = (*self.tokenizer.encode(str(int(a) + int(b)) if right else "no"), IM_END)
         await asyncio.sleep(0)
         return Generation(request.id, ids, (-0.1,) * len(ids), (self.version,) * len(ids), "stop")
@@ -246,7 +247,9 @@ def test_the_orchestrator_alone(tmp_path, folder):
     async def go():
         prepared = prepare_alone(OrchestratorRunConfig.model_validate(tree))
         record = Recorder(tmp_path / "run")
-        summary = await run_alone(prepared, Learns(folder), record, asyncio.Event())
+        server = Learns(folder)
+        summary = await run_alone(prepared, server, record, asyncio.Event())
+        assert server.stop_token_ids == (IM_END,), "the server may know of no end of turn"
         record.close()
         return summary
 

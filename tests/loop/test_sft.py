@@ -48,6 +48,24 @@ def test_answers_are_trained_and_nothing_else(tokenizer):
     assert trained_text(tokenizer, token_ids, mask) == "yo<|im_end|>me<|im_end|>"
 
 
+def test_a_base_model_learns_to_end_its_turns_as_the_template_does(folder):
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|pad|>"}))
+    base = Tokenizer.from_folder(folder)
+    token_ids, mask = tokenise(base, CHAT)
+    assert token_ids == base.apply_chat_template(CHAT, add_generation_prompt=False)[:-1]
+    assert trained_text(base, token_ids, mask) == "yo<|im_end|>me<|im_end|>"
+
+
+def test_white_space_that_the_template_cuts_is_not_trained(folder):
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    template = settings["chat_template"].replace("message['content']", "message['content'] | trim")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    chat = [*CHAT[:2], {"role": "assistant", "content": "\nyo  "}]
+    token_ids, mask = tokenise(Tokenizer.from_folder(folder), chat)
+    assert trained_text(Tokenizer.from_folder(folder), token_ids, mask) == "yo<|im_end|>"
+
+
 def test_everything_is_trained_when_asked_for(tokenizer):
     token_ids, mask = tokenise(tokenizer, CHAT, "all")
     assert mask == [False] + [True] * (len(token_ids) - 1)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ductile.model.checkpoint import load_model, read_spec, read_tensors, save_model
 from ductile.model.transformer import Transformer
 from tests.model.test_parity import documents, packed_logits
-from tests.tiny import make_hf_model, make_model_folder, make_tokenizer_files
+from tests.tiny import IM_END, PAD, make_hf_model, make_model_folder, make_tokenizer_files
 
 
 def tensors_of(model: Transformer) -> dict[str, Tensor]:
@@ -103,6 +103,27 @@ def test_config_of_transformers_4_keeps_its_spelling(tmp_path: Path) -> None:
     model = load_model(source)
     save_model(tmp_path / "saved", model.spec, tensors_of(model), source)
     assert json.loads((tmp_path / "saved/config.json").read_text()) == config
+
+
+@pytest.mark.parametrize(
+    ("said", "trained", "expected"),
+    [
+        ({"eos_token_id": PAD, "top_k": 20}, (PAD, IM_END), {"eos_token_id": [PAD, IM_END], "top_k": 20}),
+        ({"eos_token_id": [PAD, IM_END]}, (IM_END, PAD), {"eos_token_id": [PAD, IM_END]}),
+        (None, (IM_END,), None),  # config.json says so
+        (None, (IM_END, PAD), {"eos_token_id": [IM_END, PAD]}),
+    ],
+)
+def test_what_ends_a_turn_is_written_where_others_look_for_it(
+    tmp_path: Path, said: dict[str, Any] | None, trained: tuple[int, ...], expected: dict[str, Any] | None
+) -> None:
+    source = make_model_folder(tmp_path / "source")
+    settings = source / "generation_config.json"
+    settings.unlink() if said is None else settings.write_text(json.dumps(said))
+    model = load_model(source)
+    save_model(tmp_path / "saved", model.spec, tensors_of(model), source, eos_token_ids=trained)
+    written = tmp_path / "saved/generation_config.json"
+    assert (json.loads(written.read_text()) if written.exists() else None) == expected
 
 
 def test_random_weights_need_only_a_config(tmp_path: Path) -> None:

@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from ductile.tasks.conversation import end_of_turn, first_turn, next_turn
+from ductile.tasks.conversation import as_written, end_of_turn, first_turn, next_turn
 from ductile.tasks.tokenizer import Tokenizer
-from tests.tiny import IM_END, make_tokenizer_files
+from tests.tiny import IM_END, PAD, make_tokenizer_files
 
 USER = {"role": "user", "content": "hi"}
 REPLY = [{"role": "user", "content": "more"}]
@@ -13,6 +13,13 @@ REPLY = [{"role": "user", "content": "more"}]
 @pytest.fixture
 def tokenizer(tmp_path):
     return Tokenizer.from_folder(make_tokenizer_files(tmp_path))
+
+
+def base_model(folder):
+    make_tokenizer_files(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|pad|>"}))
+    return Tokenizer.from_folder(folder)
 
 
 def show(tokenizer, token_ids):
@@ -61,7 +68,51 @@ def test_an_environment_that_repeats_the_placeholders_does_not_disturb(tokenizer
 
 
 def test_end_of_turn_comes_from_the_template(tokenizer):
-    assert end_of_turn(tokenizer, [USER]) == IM_END
+    assert end_of_turn(tokenizer, [USER]) == [IM_END]
+
+
+def test_a_base_model_s_turn_ends_as_its_template_ends_it(tmp_path):
+    """Qwen2.5's base models: a ChatML template, and the end of a text as the only eos."""
+    base = base_model(tmp_path)
+    assert base.eos_token_ids == (PAD, IM_END)
+    assert end_of_turn(base, [USER]) == [IM_END]
+    answer = [*base.encode("yo"), IM_END]
+    together = first_turn(base, [USER]) + answer + next_turn(base, [USER], answer, REPLY)
+    assert together == base.apply_chat_template([USER, {"role": "assistant", "content": "yo"}, *REPLY])
+
+
+def test_what_stands_before_the_last_token_of_a_turn_belongs_to_its_end(tmp_path):
+    """Llama 2's template: a space, then the token."""
+    template = tmp_path / "llama.jinja"
+    template.write_text(
+        "{% for m in messages %}{% if m['role'] == 'user' %}[{{ m['content'] }}]{% else %} {{ m['content'] }} "
+        "<|im_end|>{% endif %}{% endfor %}"
+    )
+    llama = Tokenizer.from_folder(make_tokenizer_files(tmp_path / "m"), chat_template=template)
+    end = end_of_turn(llama, [USER])
+    assert show(llama, end) == " <|im_end|>"
+    assert show(llama, next_turn(llama, [USER], [*llama.encode("yo"), *end], REPLY)) == "[more]"
+
+
+def test_an_eos_in_the_environment_s_words_does_not_disturb(tmp_path):
+    template = tmp_path / "plain.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'user' %}<|im_end|>{% endif %}\n{% endfor %}"
+    )
+    plain = Tokenizer.from_folder(make_tokenizer_files(tmp_path / "m"), chat_template=template)
+    assert end_of_turn(plain, [USER]) == [IM_END]
+    between = next_turn(plain, [USER], [*plain.encode("yo"), IM_END], REPLY)
+    assert show(plain, between) == "more<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"), [("m['content'] | trim", "yo\n\nthere"), ("m['content']", "\n yo\n\nthere ")]
+)
+def test_an_answer_is_written_as_the_template_writes_it(tmp_path, written, expected):
+    template = tmp_path / "trim.jinja"
+    template.write_text("{% for m in messages %}<|im_start|>{{ " + written + " }}<|im_end|>{% endfor %}")
+    tokenizer = Tokenizer.from_folder(make_tokenizer_files(tmp_path / "m"), chat_template=template)
+    assert as_written(tokenizer, [USER], "\n yo\n\nthere ") == expected
 
 
 def test_without_a_chat_template_texts_are_lines(tmp_path):
@@ -74,4 +125,5 @@ def test_without_a_chat_template_texts_are_lines(tmp_path):
     assert base.chat_template is None
     assert show(base, first_turn(base, [{"role": "system", "content": "Add."}, USER])) == "Add.\nhi"
     assert show(base, next_turn(base, [USER], base.encode("yo"), REPLY)) == "\nmore\n"
-    assert end_of_turn(base, [USER]) == IM_END
+    assert end_of_turn(base, [USER]) == [IM_END]
+    assert as_written(base, [USER], " yo ") == " yo "

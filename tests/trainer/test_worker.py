@@ -1,5 +1,6 @@
 """The train role, driven by its messages in real processes."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -27,7 +28,7 @@ from ductile.wire.messages import (
     Withdraw,
 )
 from tests.ranks import result_of, start, stop
-from tests.tiny import make_model_folder
+from tests.tiny import IM_END, PAD, make_model_folder
 from tests.trainer.naive import make_samples
 
 SAMPLES = make_samples((9, 14, 5))
@@ -35,7 +36,11 @@ SAMPLES = make_samples((9, 14, 5))
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = make_model_folder(tmp_path_factory.mktemp("model"), "qwen3")
+    """Of a base model: its template ends a turn with a token that its files do not name as an end."""
+    folder = make_model_folder(tmp_path_factory.mktemp("model"), "qwen3", eos_token_id=PAD)
+    files = {"tokenizer_config.json": {"eos_token": "<|pad|>"}, "generation_config.json": {"eos_token_id": PAD}}
+    for name, settings in files.items():
+        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | settings))
     sections = {"model": {"name": str(folder)}, "loss": SFTLoss(), "optim": SGDConfig(lr=0.1)}
     return TrainerConfig.model_validate(sections).model_dump()
 
@@ -109,6 +114,7 @@ def test_a_whole_life_on_two_slots(settings: dict[str, Any], tmp_path: Path) -> 
     assert exported.keys() == first["published"].keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in first["published"].items())
     assert (tmp_path / "hf" / "tokenizer.json").is_file()
+    assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"] == [PAD, IM_END]
 
 
 def die_in_the_middle(place: Place, settings: dict[str, Any]) -> list[str]:

@@ -6,6 +6,7 @@ it was sampled from. Nothing here blocks, sleeps or knows of processes.
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from ductile.generator.scheduler import Chunk, Scheduler
 from ductile.generator.sequence import Sequence
 from ductile.generator.text import TextStream
 from ductile.model.transformer import Transformer
-from ductile.records import CacheNote, FinishReason, GenerateRequest, Generation
+from ductile.records import CacheNote, FinishReason, GenerateRequest, Generation, Sampling
 from ductile.wire.messages import EngineStats
 
 
@@ -97,7 +98,8 @@ class Engine:
             stream=stream_key(sampling.seed, self.config.seed, request.id),
             max_len=self.limits.max_len(len(request.prompt), sampling.max_tokens),
             stop_ids=stops if sampling.ignore_eos else stops | self._eos_token_ids,
-            text=TextStream(self._decode, sampling) if sampling.stop else None,
+            # Special tokens may be written as stop strings ("<|im_end|>"), also where the text is shown without them.
+            texts=[TextStream(self._decode, shown) for shown in _with_specials_and_without(sampling) if shown.stop],
             handed=cache,
         )
         self._num_arrived += 1
@@ -260,6 +262,10 @@ class Engine:
         del self._live[sequence.request.id]
         self.scheduler.remove(sequence)
         return sequence.generation(reason)
+
+
+def _with_specials_and_without(sampling: Sampling) -> tuple[Sampling, Sampling]:
+    return replace(sampling, skip_special_tokens=False), replace(sampling, skip_special_tokens=True)
 
 
 def num_cache_blocks(spec: ModelSpec, config: InferenceConfig, dtype: torch.dtype) -> int:

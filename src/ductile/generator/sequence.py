@@ -18,8 +18,8 @@ class Sequence:
     max_len: int
     """Prompt plus answer, in tokens, at which it ends."""
     stop_ids: Collection[int]
-    text: TextStream | None = None
-    """Looks for the stop strings; None when there are none."""
+    texts: Collection[TextStream] = ()
+    """They look for the stop strings; empty when there are none."""
     handed: HandedCache | None = None
     """What another engine has computed of it, until it gets blocks here or the weights change."""
     tokens: list[int] = field(init=False)
@@ -40,8 +40,8 @@ class Sequence:
         self.tokens = [*self.request.prompt, *self.request.generated]
         self.logprobs = list(self.request.logprobs)
         self.versions = list(self.request.versions)
-        if self.text and self.request.generated:
-            self.text.push(list(self.request.generated), last=False)
+        for text in self.texts if self.request.generated else ():
+            text.push(list(self.request.generated), last=False)
 
     @property
     def num_generated(self) -> int:
@@ -56,14 +56,14 @@ class Sequence:
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
-        if self.text:
-            self.text.push([token], last=False)
+        for text in self.texts:
+            text.push([token], last=False)
 
     def finish_reason(self) -> FinishReason | None:
         """None while it goes on."""
         if self.num_generated and self.tokens[-1] in self.stop_ids:
             return "stop"
-        if self.text and self.text.stopped:
+        if any(text.stopped for text in self.texts):
             return "stop"
         if len(self.tokens) >= self.max_len:
             return "length"

@@ -8,7 +8,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,8 @@ async def run_alone(
     order = ExampleOrder(range(len(prepared.task)), config.seed, config.shuffle)
     prompts = Prompts(prepared.task, tokenizer, order, MAX_LEN_TOKENS)
     sampling, group_size = to_sampling(config.sampling), config.rollouts_per_example
+    if not sampling.ignore_eos:  # whatever the server takes for the end of a turn
+        sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *tokenizer.eos_token_ids))
     async with graders:
         episodes = Episodes(tasks, tokenizer, generators, graders, MAX_LEN_TOKENS)
         seats = asyncio.Semaphore(generators.capacity)

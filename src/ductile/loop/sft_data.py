@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ductile.records import Sample
-from ductile.tasks.conversation import ChatTokenizer, end_of_turn, first_turn, next_turn
+from ductile.tasks.conversation import ChatTokenizer, as_written, end_of_turn, first_turn, next_turn
 from ductile.tasks.rows import conversation, read_rows
 from ductile.tasks.task import TaskError
 
@@ -45,7 +45,7 @@ def tokenise(
     tokenizer: ChatTokenizer, messages: Sequence[Message], loss_on: Literal["assistant", "all"] = "assistant"
 ) -> tuple[list[int], list[bool]]:
     """(token ids, trained or not). The same tokens that a generator sees and samples, turn by turn; each answer ends
-    with its end-of-turn token. What follows the last answer is left out.
+    as the chat template ends it. What follows the last answer is left out.
 
     Example, answers in capitals:   user: hi   assistant: YO   user: and   assistant: ME
         <user>hi<end><assistant>    F F F F
@@ -59,8 +59,8 @@ def tokenise(
     token_ids = first_turn(tokenizer, first)
     mask = [False] * len(token_ids)
     for turn, following in zip(turns, [*turns[1:], None], strict=True):
-        answer = tokenizer.encode(messages[turn]["content"], add_special_tokens=False)
-        answer += [] if end is None else [end]
+        content = as_written(tokenizer, first, messages[turn]["content"])
+        answer = tokenizer.encode(content, add_special_tokens=False) + end
         token_ids += answer
         mask += [True] * len(answer)
         if following is not None:

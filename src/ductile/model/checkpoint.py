@@ -6,7 +6,7 @@ Both ways go parameter by parameter (`ductile.core.layout.parameters`), so that 
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -20,8 +20,9 @@ from ductile.model.safetensors_writer import Entry, write_safetensors
 from ductile.model.transformer import Transformer
 from ductile.model.weight_files import CONFIG, DTYPES, INDEX, WEIGHTS, ModelFolderError, WeightFiles, read_json
 
+GENERATION_CONFIG = "generation_config.json"
 COPIED = (
-    "generation_config.json",
+    GENERATION_CONFIG,
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -131,8 +132,10 @@ def save_model(
     source: str | Path,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5_000_000_000,
+    eos_token_ids: Sequence[int] = (),
 ) -> None:
     """Write a Hugging Face folder: weights, and `source`'s config and tokenizer files. `dtype` None keeps the tensors'.
+    `eos_token_ids`: what ends generation; where `source` does not say all of them, the new folder does.
 
     `tensors` are full, under our names; each is asked for once, in the order of `parameters(spec)`, and let go before
     the next, so a mapping that gathers on demand is enough. The folder appears whole or not at all; one that was there
@@ -150,6 +153,7 @@ def save_model(
             dtype, in_order = first.dtype, chain([first], in_order)
             del first
         _write_config(building, spec, Path(source), dtype)
+        _write_eos(building, eos_token_ids)
         _write_weights(building, spec, in_order, dtype, max_shard_bytes)
         _replace(folder, building)
     finally:
@@ -167,6 +171,16 @@ def _write_config(building: Path, spec: ModelSpec, source: Path, dtype: torch.dt
     for name in COPIED:
         if (source / name).is_file():
             shutil.copyfile(source / name, building / name)
+
+
+def _write_eos(building: Path, eos_token_ids: Sequence[int]) -> None:
+    """A policy that was trained to end its turns with the chat template's token must be stopped there by others too."""
+    path = building / GENERATION_CONFIG
+    settings = read_json(path) if path.is_file() else {}
+    known = settings.get("eos_token_id", read_json(building / CONFIG).get("eos_token_id"))
+    if not set(eos_token_ids) <= set(known if isinstance(known, list) else [known]):
+        settings["eos_token_id"] = list(eos_token_ids)
+        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_weights(

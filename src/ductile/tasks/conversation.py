@@ -48,21 +48,35 @@ def next_turn(tokenizer: ChatTokenizer, first: Messages, answer: Sequence[int], 
     if tokenizer.chat_template is None:
         text = "".join(f"\n{message['content']}" for message in reply) + "\n"
         return tokenizer.encode(text, add_special_tokens=False)
-    between = _after_answer(tokenizer.chat_template, first, reply, add_generation_prompt=True)
-    ended = bool(answer) and answer[-1] == between[0] and answer[-1] in tokenizer.eos_token_ids
-    return between[1:] if ended else between
+    between = after_answer(tokenizer.chat_template, first, reply, add_generation_prompt=True)
+    if answer and answer[-1] in tokenizer.eos_token_ids:
+        for end in (end_of_turn(tokenizer, first), between[:1]):
+            if end[-1:] == [answer[-1]] and between[: len(end)] == end:
+                return between[len(end) :]
+    return between
 
 
-def end_of_turn(tokenizer: ChatTokenizer, first: Messages) -> int | None:
-    """The token that ends the assistant's turn: what SFT teaches to say last."""
+def end_of_turn(tokenizer: ChatTokenizer, first: Messages) -> list[int]:
+    """What the assistant's turn ends with, a token that ends generation last: what SFT teaches to say at its end."""
     if tokenizer.chat_template is not None:
-        for token in _after_answer(tokenizer.chat_template, first, [], add_generation_prompt=False):
+        after = after_answer(tokenizer.chat_template, first, [], add_generation_prompt=False)
+        for index, token in enumerate(after):
             if token in tokenizer.eos_token_ids:
-                return token
-    return tokenizer.eos_token_ids[0] if tokenizer.eos_token_ids else None
+                return after[: index + 1]
+    return list(tokenizer.eos_token_ids[:1])
 
 
-def _after_answer(template: ApplyTemplate, first: Messages, reply: Messages, add_generation_prompt: bool) -> list[int]:
+def as_written(tokenizer: ChatTokenizer, first: Messages, content: str) -> str:
+    """An assistant's content as the chat template writes it: many templates cut the white space around it."""
+    if tokenizer.chat_template is None or content == content.strip():
+        return content
+    bare, spaced = (
+        tokenizer.chat_template([*first, {"role": "assistant", "content": text}], False) for text in ("0", " \n0\n ")
+    )
+    return content.strip() if spaced == bare else content
+
+
+def after_answer(template: ApplyTemplate, first: Messages, reply: Messages, add_generation_prompt: bool) -> list[int]:
     """The tokens behind an assistant's answer that stands between `first` and `reply`."""
     a, b = (
         template([*first, {"role": "assistant", "content": answer}, *reply], add_generation_prompt)

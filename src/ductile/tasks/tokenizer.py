@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 
 from ductile.tasks.chat_template import ChatTemplate, ChatTemplateError
-from ductile.tasks.conversation import ApplyTemplate
+from ductile.tasks.conversation import ApplyTemplate, after_answer
 
 Message = Mapping[str, Any]
 
@@ -38,8 +38,10 @@ class Tokenizer:
         self._special_tokens = dict(special_tokens)
         self._chat_template = chat_template
         self._source = source
-        self.eos_token_ids = tuple(eos_token_ids)
-        """Generation ends after any of these: those of generation_config.json, config.json and the tokenizer."""
+        self.eos_token_ids = tuple(dict.fromkeys([*eos_token_ids, *self._end_of_turn()]))
+        """Generation ends after any of these: those of generation_config.json, config.json and the tokenizer, and what
+        the chat template ends an assistant's turn with (base models come with a template, and with the end of a text as
+        their only eos)."""
 
     @classmethod
     def from_folder(cls, folder: str | Path, chat_template: str | Path | None = None) -> "Tokenizer":
@@ -90,6 +92,18 @@ class Tokenizer:
     def chat_template(self) -> ApplyTemplate | None:
         """`apply_chat_template`, where the folder has a template."""
         return None if self._chat_template is None else self.apply_chat_template
+
+    def _end_of_turn(self) -> list[int]:
+        """The special token that the chat template writes behind an answer, if there is one."""
+        if self._chat_template is None:
+            return []
+        question = [{"role": "user", "content": "0"}]
+        try:
+            after = after_answer(self.apply_chat_template, question, [], add_generation_prompt=False)
+        except TokenizerError:  # a template that wants other messages
+            return []
+        added = self._backend.get_added_tokens_decoder()
+        return [token for token in after if token in added and added[token].special][:1]
 
     @property
     def vocab_size(self) -> int:

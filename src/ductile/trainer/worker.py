@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from ductile.model.checkpoint import save_model
 from ductile.parallel.ranks import Ranks
 from ductile.records import Change, Formation, StepReport
 from ductile.roles import Place
+from ductile.tasks.tokenizer import Tokenizer
 from ductile.trainer import checkpoint
 from ductile.trainer.prepare import Standing
 from ductile.trainer.resize import Resize
@@ -152,8 +154,13 @@ class TrainRole:
 
     def _export(self, path: str) -> None:
         spec, dtype = self._live.spec, self._live.precision.parameters
-        source = self._config.model.name or ""
-        self._first_only(lambda tensors: save_model(path, spec, _InOrder(tensors), source, dtype), dtype)
+        source = Path(self._config.model.name or "")
+        eos = Tokenizer.from_folder(source).eos_token_ids if (source / "tokenizer.json").is_file() else ()
+
+        def save(tensors: Tensors) -> None:
+            save_model(path, spec, _InOrder(tensors), source, dtype, eos_token_ids=eos)
+
+        self._first_only(save, dtype)
 
     def _first_only(self, use: Callable[[Tensors], T], dtype: torch.dtype | None = None) -> T | None:
         """The first member does something with the full tensors; the others help to gather them.
