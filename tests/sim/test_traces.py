@@ -18,18 +18,18 @@ FOLDER = Path(__file__).parent / "traces"
 POLICIES = {"rules": Rules(), "rules_policies": Rules(True, True), "model": Model()}
 
 
-def trace(name):
-    result = simulate(scenario(), POLICIES[name])
+def trace(policy, world=None):
+    result = simulate(world or scenario(), policy)
     lines = [f"{each.at_s:6.1f} s  {each.decision.reason}" for each in result.changes]
     return "\n".join([*lines, "", gantt(result.spans), ""])
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_policy_decides_what_it_decided(name):
-    assert trace(name) == (FOLDER / f"{name}.txt").read_text()
+    assert trace(POLICIES[name]) == (FOLDER / f"{name}.txt").read_text()
 
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     for name in POLICIES:
-        (FOLDER / f"{name}.txt").write_text(trace(name))
+        (FOLDER / f"{name}.txt").write_text(trace(POLICIES[name]))

@@ -16,6 +16,9 @@ from math import sqrt
 from ductile.core.cluster.cost import DecodeSpeed
 from ductile.records import GenerateRequest
 
+HAIR = 1e-6
+"""Tokens by which sums of floats may miss a whole one."""
+
 
 @dataclass(slots=True, eq=False)
 class Flight:
@@ -87,6 +90,10 @@ class Engine:
         """Tokens so far, as of `settle`."""
         return flight.generated if flight.joined_at is None else self._progress - flight.joined_at
 
+    def tokens(self, flight: Flight) -> int:
+        """Whole tokens so far; one that rounding has left a hair before its end is there."""
+        return int(self.generated(flight) + HAIR)
+
     def settle(self) -> None:
         """Bring the books up to now."""
         self._settle()
@@ -154,7 +161,7 @@ class Engine:
         self._at_s = self._loop.time()
         self._advance(self._ends[0][0] - self._progress)
         done: list[Flight] = []
-        while self._ends and self._ends[0][0] <= self._progress + 1e-6:
+        while self._ends and self._ends[0][0] <= self._progress + HAIR:
             flight = heapq.heappop(self._ends)[2]
             flight.generated, flight.joined_at = flight.num_tokens, None
             self._context -= flight.prompt_tokens + flight.num_tokens

@@ -12,7 +12,7 @@ import random
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import fsum, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ class Recording:
 
     def mean_s(self, step_s: Sequence[float]) -> float:
         """Of the steps that are compared."""
-        return sum(step_s[place] for place in self.counted) / len(self.counted)
+        return fsum(step_s[place] for place in self.counted) / len(self.counted)
 
     def sentence(self) -> str:
         """What was taken."""

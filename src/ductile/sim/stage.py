@@ -8,6 +8,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import fsum
 
 from ductile.core.cluster.cost import carriage
 from ductile.core.cluster.ledger import Activity, Ledger, idle_cause
@@ -89,7 +90,7 @@ class Stage:
     def begin(self, version: int) -> None:
         self.version = version
         if version:
-            self.step_s.append(self.now_s - sum(self.step_s))
+            self.step_s.append(self.now_s - fsum(self.step_s))
 
     def hold_training(self, held: bool) -> None:
         (self.may_train.clear if held else self.may_train.set)()
@@ -288,7 +289,7 @@ class Stage:
                     name,
                     slot,
                     flight.prompt_tokens,
-                    int(engine.generated(flight)),
+                    engine.tokens(flight),
                     work.max_tokens,
                     flight.request.group,
                 )

@@ -13,6 +13,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ductile.core.cluster.arithmetic import least_squares
+
 Amount = TypeVar("Amount", float, npt.NDArray[np.float64])
 """One number, or one for each of the plans that are compared."""
 
@@ -44,12 +46,12 @@ class DecodeSpeed:
         columns = [np.ones_like(seconds), sequences, context]
         used = [column for column in range(3) if column == 0 or np.ptp(columns[column]) > 0]
         while True:
-            found = np.linalg.lstsq(np.stack([columns[column] for column in used], 1), seconds, rcond=None)[0]
+            found = least_squares([columns[column] for column in used], seconds)
             negative = [column for column, value in zip(used, found, strict=True) if value < 0]
             if not negative or len(used) == 1:
                 break
             used.remove(max(negative))  # the cache before the batch, the batch before the step
-        parts = dict(zip(used, (max(0.0, float(value)) for value in found), strict=True))
+        parts = dict(zip(used, (max(0.0, value) for value in found), strict=True))
         return DecodeSpeed(parts.get(0, 0.0), parts.get(1, 0.0), parts.get(2, 0.0))
 
 

@@ -4,10 +4,12 @@ What took far longer than the others lead to expect is left out, as long as most
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from math import fsum
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
+
+from ductile.core.cluster.arithmetic import Floats, dot, least_squares, ordered_sum
 
 FAR_OFF = 3.0
 """What took so many times what the others lead to expect is left out."""
@@ -39,10 +41,10 @@ def line(rows: Sequence[tuple[float, ...]]) -> Parts:
     """`seconds = start + one amount` by least squares, neither of them negative."""
     amounts, seconds = _columns(rows)
     if np.ptp(amounts) > 0:
-        one, start = np.polyfit(amounts, seconds, 1)
+        start, one = least_squares([np.ones_like(amounts), amounts], seconds)
         if start > 0 and one > 0:
-            return float(start), float(one)
-    return 0.0, float(amounts @ seconds / (amounts @ amounts))
+            return start, one
+    return 0.0, float(dot(amounts, seconds) / dot(amounts, amounts))
 
 
 def by_slots(per_token_s: Mapping[int, float]) -> Parts:
@@ -52,14 +54,14 @@ def by_slots(per_token_s: Mapping[int, float]) -> Parts:
     the machine's pace, which changes from minute to minute. So nearly equal numbers say little of the overhead, and far
     ones much: least squares with `PACE` as the noise and `OVERHEAD` as what is expected beforehand.
     """
-    mean_s = sum(per_token_s.values()) / len(per_token_s)
+    mean_s = fsum(per_token_s.values()) / len(per_token_s)
     rows = [((1.0, slots - 1.0), seconds / mean_s) for slots, seconds in per_token_s.items()]
     rows.append(((0.0, PACE / OVERHEAD), 0.0))
     columns, wanted = (np.array([row[part] for row in rows], float) for part in (0, 1))
-    alone, other = np.linalg.lstsq(columns, wanted, rcond=None)[0]
+    alone, other = least_squares([*columns.T], wanted)
     if other <= 0 or alone <= 0:
         return mean_s, 0.0
-    return float(alone) * mean_s, float(other / alone)
+    return alone * mean_s, other / alone
 
 
 def handing_off(rows: Sequence[tuple[float, float]], expected: Parts) -> Parts:
@@ -75,17 +77,16 @@ def handing_off(rows: Sequence[tuple[float, float]], expected: Parts) -> Parts:
         sizes, seconds = _columns([*rows, (0.0, start_s), (EXPECTED_BYTES, EXPECTED_BYTES * byte_s)])
         starts = np.ones_like(sizes)
         starts[-1] = 0.0  # bytes without messages
-        columns = np.stack([starts, sizes / EXPECTED_BYTES], 1)
-        start, expected_bytes = np.linalg.lstsq(columns, seconds, rcond=None)[0]
+        start, expected_bytes = least_squares([starts, sizes / EXPECTED_BYTES], seconds)
         if start <= 0:
-            return start_s, float(sizes @ np.maximum(0.0, seconds - start_s * starts) / (sizes @ sizes))
+            return start_s, float(dot(sizes, np.maximum(0.0, seconds - start_s * starts)) / dot(sizes, sizes))
         if expected_bytes <= 0:
-            return float(starts @ np.maximum(0.0, seconds - byte_s * sizes) / starts.sum()), byte_s
-        return float(start), float(expected_bytes / EXPECTED_BYTES)
+            return float(dot(starts, np.maximum(0.0, seconds - byte_s * sizes)) / ordered_sum(starts)), byte_s
+        return start, expected_bytes / EXPECTED_BYTES
 
     return fit(near(rows, fit))
 
 
-def _columns(rows: Sequence[tuple[float, ...]]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+def _columns(rows: Sequence[tuple[float, ...]]) -> tuple[Floats, Floats]:
     """Amounts and seconds."""
     return np.array([row[0] for row in rows], np.float64), np.array([row[1] for row in rows], np.float64)

@@ -16,7 +16,8 @@ from ductile.core.cluster.placement import Role, many, slots_of
 from ductile.core.cluster.state import ClusterState, Unfinished
 
 Remaining = Mapping[str, float]
-"""Predicted tokens still to come, by rollout."""
+"""Predicted tokens still to come, by rollout; each a whole number of `1 / TOKEN_PARTS`."""
+TOKEN_PARTS = 1024.0
 
 
 def length_model(state: ClusterState) -> Survival:
@@ -31,7 +32,9 @@ def remaining_tokens(state: ClusterState, lengths: Survival | None = None) -> di
     lengths = lengths or length_model(state)
     generated = np.array([rollout.generated for rollout in state.unfinished], float)
     room = np.array([rollout.limit for rollout in state.unfinished], float) - generated
-    left = np.minimum(lengths.remaining(generated), room).tolist()
+    # In parts of a token that floats add and subtract without error: equal loads are equal in whatever order they were
+    # added up.
+    left = np.minimum(np.round(lengths.remaining(generated) * TOKEN_PARTS) / TOKEN_PARTS, room).tolist()
     return dict(zip([rollout.id for rollout in state.unfinished], left, strict=True))
 
 

@@ -6,6 +6,7 @@ Every second of a slot belongs to exactly one activity, and every idle second to
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import fsum
 from typing import Literal
 
 from ductile.core.cluster.placement import Role
@@ -138,7 +139,7 @@ class Ledger:
 
     def slot_seconds(self, now_s: float) -> float:
         """What there was to spend: each slot's time from `open` to now or to `close`, added up."""
-        return sum(self._until(slot, now_s) - account.opened_s for slot, account in self._accounts.items())
+        return fsum(self._until(slot, now_s) - account.opened_s for slot, account in self._accounts.items())
 
     def totals(self, now_s: float) -> dict[Activity, float]:
         """Seconds by activity, all slots together; their sum is `slot_seconds`."""

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from ductile.core.cluster.arithmetic import Floats, interpolate
 
 PRIOR_WEIGHT = 2.0
 NUM_CELLS = 96
@@ -31,11 +30,11 @@ class Survival:
 
     def more_than(self, tokens: Sequence[int] | Floats) -> Floats:
         """P(length > tokens)."""
-        return np.interp(np.asarray(tokens, float), self.edges, self.alive)
+        return interpolate(np.asarray(tokens, float), self.edges, self.alive)
 
     def remaining(self, generated: Sequence[int] | Floats) -> Floats:
         """Expected tokens still to come, of answers that have so many and go on."""
-        return np.interp(np.asarray(generated, float), self.edges, self.rest)
+        return interpolate(np.asarray(generated, float), self.edges, self.rest)
 
     def mean(self) -> float:
         return float(self.rest[0])
@@ -48,7 +47,8 @@ def survival(
 
     ended: lengths of answers that the model ended. cut: of those that hit a limit. unfinished: tokens so far.
     """
-    edges = max_tokens * (np.arange(NUM_CELLS + 1) / NUM_CELLS) ** 1.5
+    shares = np.arange(NUM_CELLS + 1) / NUM_CELLS
+    edges = max_tokens * shares * np.sqrt(shares)
     deaths, censored = histogram(ended, edges), histogram([*cut, *unfinished], edges)
     # In each cell: how many got as far as its start, and how many ended in it. Who was censored inside counts half.
     at_risk = _from_here(deaths + censored) - censored / 2

@@ -17,6 +17,7 @@ only one resize, its first.
 
 from collections import deque
 from collections.abc import Hashable, Iterable
+from math import fsum
 from statistics import median
 from typing import Literal, TypeVar
 
@@ -148,8 +149,8 @@ class Measured:
         # As a ratio to the line: what is left of a short micro-step without its start may be less than nothing.
         per_slots = {
             number: per_token_s
-            * sum(seconds for _, seconds, slots in rows if slots == number)
-            / sum(start_s + per_token_s * tokens for tokens, _, slots in rows if slots == number)
+            * fsum(seconds for _, seconds, slots in rows if slots == number)
+            / fsum(start_s + per_token_s * tokens for tokens, _, slots in rows if slots == number)
             for number in {row[2] for row in rows}
         }
         alone_s, overhead = by_slots(per_slots)
@@ -176,7 +177,7 @@ class Measured:
     def _per(self, what: str, otherwise: float) -> float:
         """Amounts and seconds are added up: small ones are mostly what every one costs."""
         seen = self._rates.get(what)
-        return sum(amount for amount, _ in seen) / sum(seconds for _, seconds in seen) if seen else otherwise
+        return fsum(amount for amount, _ in seen) / fsum(seconds for _, seconds in seen) if seen else otherwise
 
     def _keep(self, windows: dict[K, deque[T]], key: K, value: T) -> None:
         windows.setdefault(key, deque(maxlen=WINDOW)).append(value)

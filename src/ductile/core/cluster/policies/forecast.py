@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ductile.core.cluster.arithmetic import Floats, chance_of_any, dot, interpolate, mixed_power, ordered_sum
 from ductile.core.cluster.cost import carriage
-from ductile.core.cluster.lengths import Floats, Survival, histogram
+from ductile.core.cluster.lengths import Survival, histogram
 from ductile.core.cluster.state import ClusterState
 
 NUM_AGES = 48
@@ -50,7 +51,7 @@ class Work:
 
     @property
     def to_generate(self) -> float:
-        return float(self.ages.sum()) + self.unstarted
+        return float(ordered_sum(self.ages)) + self.unstarted
 
 
 def work(state: ClusterState, lengths: Survival) -> Work:
@@ -64,10 +65,11 @@ def work(state: ClusterState, lengths: Survival) -> Work:
     go_on = np.where(alive[:-1] > 1e-12, alive[1:] / np.maximum(alive[:-1], 1e-12), 0.0)
     prompts = [rollout.prompt_tokens for rollout in state.unfinished]
     prompt = state.lengths.prompt_mean or (sum(prompts) / len(prompts) if prompts else 0.0)
-    under_way = float(generated.sum() + lengths.remaining(generated).sum()) + prompt * len(generated)
+    under_way = float(ordered_sum(generated) + ordered_sum(lengths.remaining(generated))) + prompt * len(generated)
     longest = float((generated + lengths.remaining(generated)).max()) if len(generated) else 0.0
     if batch.to_start:
-        longest = max(longest, float(np.interp(-1 / batch.to_start, -lengths.alive, lengths.edges)))
+        # The length that one of so many is expected to exceed.
+        longest = max(longest, float(interpolate(np.array(-1 / batch.to_start), -lengths.alive, lengths.edges)))
     groups = len({rollout.group for rollout in state.unfinished}) + batch.to_start / max(1, batch.group_size)
     return Work(
         ages=ages,
@@ -116,13 +118,13 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
     now_s, busy_s, stalled_s = np.zeros(num_plans), plans.delay_train_s.copy(), plans.delay_generate_s.copy()
     # What is ready counts as taken: the trainer has begun with it, or would now.
     taken, trained, total = np.full(num_plans, todo.ready_tokens), np.zeros(num_plans), todo.to_generate
-    mean_age = (np.arange(NUM_AGES) + 0.5) * todo.round_tokens + todo.prompt_tokens
+    mean_age = (np.arange(NUM_AGES, dtype=np.float64) + 0.5) * todo.round_tokens + todo.prompt_tokens
     carried_s = carriage(1.0, speeds, state.costs).seconds
     num_rounds = 0
     while total > 0:
-        running = ages.sum(1)
+        running = ordered_sum(ages)
         left = running + unstarted
-        context = ages @ mean_age
+        context = dot(ages, mean_age)
         moved, paused_s = stage.advance(state, plans, left, num_slots)
         stalled_s += context * moved * carried_s / stage.generators + moved * state.costs.handoff_s
         busy_s += paused_s
@@ -141,7 +143,7 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
         each = np.maximum(running / stage.generators, 1.0)
         token_s = speeds.decode.seconds(each, context / stage.generators)
         # Once fewer than one is expected to be left, a round counts as much as it is likely to happen.
-        seconds = todo.round_tokens * token_s * -np.expm1(-left)
+        seconds = todo.round_tokens * token_s * chance_of_any(left)
         # Over-full generators take turns.
         seconds *= np.maximum(1.0, running / (stage.generators * full))
         seconds += started * todo.prompt_tokens / speeds.prefill_tokens_per_s / stage.generators
@@ -212,7 +214,7 @@ class _Stage:
 
 def _taken(state: ClusterState, todo: Work, taken: Floats, share_left: Floats, trainers: Floats) -> Floats:
     """Tokens that the trainer has taken by now, of those whose groups are whole."""
-    whole = np.minimum(np.maximum(0.0, 1.0 - share_left), 1.0) ** todo.members
+    whole = mixed_power(np.minimum(np.maximum(0.0, 1.0 - share_left), 1.0), todo.members)
     there = todo.ready_tokens + todo.coming_tokens * whole
     # It takes all there is, but not before there is a full micro-batch for every slot, or a quarter of the update: on
     # average, half of that waits.

@@ -18,9 +18,11 @@ It is asked after events (a micro-step, a rollout that ended, new weights) and n
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import fsum
 
 import numpy as np
 
+from ductile.core.cluster.arithmetic import EQUAL
 from ductile.core.cluster.cost import carriage
 from ductile.core.cluster.handoff import Remaining, change, length_model, remaining_tokens, spread
 from ductile.core.cluster.orders import Decision, Prediction, complaints, sentence
@@ -100,7 +102,7 @@ class Model:
         best: tuple[int, Prediction] | None = None
         for count, start in first.items():
             go_s = float(finish_s[start : last[count]].min())
-            cost_s = sum(arrangements.split_delays_s(count) if count != ALL else arrangements.everybody_delays_s())
+            cost_s = fsum(arrangements.split_delays_s(count) if count != ALL else arrangements.everybody_delays_s())
             # Generators can always get fewer later: doing so now is compared with never, as long as later is not
             # better. Getting more is compared with the best that can be made of what there is. Both together cannot go
             # in circles.
@@ -109,7 +111,8 @@ class Model:
             if _changed_lately(state, self.patience):
                 least_s *= 2
             pays = stay_s - go_s > least_s and go_s <= later_s * (1 + self.margin / 2)
-            if pays and (best is None or go_s < best[1].go_s):
+            # Of candidates that are equally good the first one is taken, not the one that rounding favours.
+            if pays and (best is None or go_s < best[1].go_s * (1 - EQUAL)):
                 best = count, Prediction(stay_s, go_s, cost_s)
         return best
 
@@ -196,7 +199,7 @@ def _even_out(state: ClusterState, arrangements: Arrangements, remaining: Remain
     context = arrangements.moved_context(0) / len(state.unfinished)
     token_s = decode.per_sequence_s + decode.per_context_s * context
     longest_s = decode.step_s * max(remaining.values())
-    stay_s, even = longest_s + token_s * max(before.values()), sum(before.values()) / len(before)
+    stay_s, even = longest_s + token_s * max(before.values()), fsum(before.values()) / len(before)
     # Nobody can have less than all have on average. Most often that is not enough, and how to spread need not be found.
     if token_s * (max(before.values()) - even) < state.costs.handoff_s + 5 * margin * stay_s:
         return Decision(hold_training=hold)

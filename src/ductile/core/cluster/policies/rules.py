@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
+from ductile.core.cluster.arithmetic import whole_times
 from ductile.core.cluster.handoff import change, remaining_tokens
 from ductile.core.cluster.orders import Decision, Order, complaints, sentence
 from ductile.core.cluster.placement import Role, many
@@ -111,7 +112,7 @@ def _carries(state: ClusterState) -> int:
     decode, most = state.speeds.decode, state.limits.max_num_seqs
     context = sum(rollout.context_tokens for rollout in state.unfinished) / max(1, len(state.unfinished))
     each_s = decode.per_sequence_s + decode.per_context_s * context
-    return max(1, min(most, int(decode.step_s / each_s))) if each_s > 0 else most
+    return max(1, min(most, whole_times(decode.step_s, each_s))) if each_s > 0 else most
 
 
 def _cheapest_to_free(state: ClusterState, generators: list[int]) -> list[int]:
