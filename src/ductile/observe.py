@@ -145,6 +145,13 @@ class Stopwatch:
         return total_s, seconds
 
 
+def described(error: BaseException) -> str:
+    """The error in a line, with the place that raised it: "ZeroDivisionError: float division by zero (adv.py:12)"."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
 def read_jsonl(file: Path) -> list[dict[str, Any]]:
     """The file's objects. A last line that was cut off by a kill is left out."""
     rows: list[dict[str, Any]] = []

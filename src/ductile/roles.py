@@ -22,6 +22,10 @@ class Refused(Exception):
     """A slot answered with an error. The text is the slot's sentence; `__notes__` has its traceback."""
 
 
+class CustomCodeFailed(Exception):
+    """A function of the user's raised, or returned what is of no use. The text names its key, and what and where."""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a role runs, as the orchestrator decided it. The constructor argument of every `SlotRole`."""

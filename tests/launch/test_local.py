@@ -72,6 +72,19 @@ def test_a_slot_that_fails_at_its_own_work(tmp_path: Path, step: str, sentence: 
         assert "out of blocks" in (tmp_path / "slot_0.log").read_text()
 
 
+def test_a_mistake_in_the_orchestrators_own_books_ends_the_run_with_a_sentence(tmp_path: Path):
+    """Somebody who listens raises: asyncio would only log it, and the run would go on from wrong books, or wait."""
+
+    async def story():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        async with LocalCluster([0], CPU, tmp_path, ECHO) as cluster:
+            cluster.mailbox.subscribe(lambda slot, event: {}["books"])
+            sentence = await asyncio.wait_for(cluster.death(), 10)  # a heartbeat comes every second
+            assert re.match(r"what slot 0.* said \(Heartbeat\) could not be taken in: KeyError: 'books' \(", sentence)
+
+    run(story())
+
+
 def test_a_silent_slot_is_lost_and_killed(tmp_path: Path):
     async def story():
         config = ClusterConfig(device="cpu", heartbeat_timeout_s=2.5)

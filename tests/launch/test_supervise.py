@@ -8,16 +8,22 @@ from pathlib import Path
 import pytest
 
 from ductile.config.run import RLConfig, TrainerRunConfig
-from ductile.launch.attend import SlotDied, Stopped
 from ductile.launch.processes import StartFailed
 from ductile.launch.supervise import Session, supervise
+from ductile.loop.attend import SlotDied, Stopped
+from ductile.loop.progress import Checkpoints, Progress
 from ductile.observe import read_jsonl
-from ductile.roles import Late, Refused, SlotLost
+from ductile.roles import CustomCodeFailed, Late, Refused, SlotLost
 from ductile.tasks.task import TaskError
 
 
 def end(tmp_path: Path, run, config=RLConfig, prepare=lambda config: None) -> int:
     return supervise("rl", config(output_dir=str(tmp_path)), prepare, lambda prepared: 3, run)
+
+
+def save(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "state")
+    checkpoints.commit(checkpoints.begin(3), Progress(3))
 
 
 def raising(error: Exception):
@@ -30,6 +36,7 @@ def raising(error: Exception):
 @pytest.mark.parametrize(
     ("error", "code", "sentence"),
     [
+        (CustomCodeFailed("orchestrator.advantage failed"), 1, "orchestrator.advantage failed."),
         (SlotDied("slot 1 (train, pid 7) was killed by SIGKILL while idle"), 1, "Slot 1 (train, pid 7) was killed"),
         (SlotLost("slot 1 is gone"), 1, "Slot 1 is gone."),
         (Late("slot 1 did not answer Score within 5 s"), 1, "Slot 1 did not answer"),
@@ -42,6 +49,7 @@ def raising(error: Exception):
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
 )
 def test_every_end_has_its_code_and_its_sentence(tmp_path: Path, capsys, error: Exception, code: int, sentence: str):
+    save(tmp_path)
     assert end(tmp_path, raising(error)) == code
     said = capsys.readouterr().err
     assert said.startswith("ductile rl: ")
@@ -66,9 +74,25 @@ def test_a_command_that_cannot_be_resumed_does_not_offer_it(tmp_path: Path, caps
     assert "--resume" not in said
 
 
+def test_nothing_is_offered_where_there_is_nothing_to_go_on_from(tmp_path: Path, capsys):
+    assert end(tmp_path, raising(SlotLost("slot 1 is gone"))) == 1
+    assert capsys.readouterr().err == f"ductile rl: Slot 1 is gone. Logs: {tmp_path / 'logs'}.\n"
+
+
 def test_a_programming_error_is_not_dressed_up(tmp_path: Path):
-    with pytest.raises(ZeroDivisionError):
-        end(tmp_path, raising(ZeroDivisionError()))
+    async def run(config, prepared, session: Session):
+        session.record.metrics(1, {})
+        raise ZeroDivisionError("float division by zero")
+
+    save(tmp_path)
+    with pytest.raises(ZeroDivisionError) as raised:
+        end(tmp_path, run)
+    [note] = raised.value.__notes__
+    assert note.endswith(f"Go on with: ductile rl @ {tmp_path / 'config.toml'} --resume")
+    [event] = read_jsonl(tmp_path / "events.jsonl")
+    assert event["kind"] == "failed"
+    assert event["sentence"].startswith("ZeroDivisionError: float division by zero (test_supervise.py:")
+    assert "Traceback" in event["traceback"]
 
 
 def test_nothing_is_deleted_when_the_preparation_fails(tmp_path: Path, capsys):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ductile.core.batch.advantage import mean_baseline
+from ductile.core.batch.advantage import Advantage, mean_baseline
 from ductile.core.cluster.staleness import StalenessBound
 from ductile.loop.buffer import Buffer
 from ductile.loop.episode import Episodes
@@ -243,6 +243,9 @@ class Stage:
     max_reward_error_share: float = 1.0
     needs_reference: bool = False
     drop_zero_advantage: bool = True
+    advantage: Advantage = mean_baseline
+    death: Callable[[], Coroutine[Any, Any, str]] | None = None
+    """Returns when a process that the run needs is gone."""
     diary: Diary = field(default_factory=Diary)
     saved: list[tuple[int, PromptPosition]] = field(default_factory=list)
     learned: list[tuple[int, Prompt]] = field(default_factory=list)
@@ -298,7 +301,7 @@ class Stage:
             self.buffer,
             Lessons(
                 self.fake_scorer,
-                advantage=mean_baseline,
+                advantage=self.advantage,
                 needs_reference=self.needs_reference,
                 drop_zero_advantage=self.drop_zero_advantage,
             ),
@@ -311,7 +314,7 @@ class Stage:
         )
         meanwhile = asyncio.create_task(during(self)) if during else None
         try:
-            return await self.loop.run()
+            return await self.loop.run(self.death() if self.death else None)
         finally:
             if meanwhile:
                 await meanwhile

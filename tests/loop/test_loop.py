@@ -5,10 +5,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ductile.core.batch.advantage import mean_baseline
+from ductile.loop.attend import SlotDied
 from ductile.loop.evaluate import RewardsFailed
 from ductile.loop.progress import Progress
 from ductile.observe import read_jsonl
-from ductile.roles import Late, SlotLost
+from ductile.roles import CustomCodeFailed, Late, SlotLost
 from ductile.tasks.grader import Verdict
 from tests.loop.doubles import (
     FakeGenerators,
@@ -274,6 +276,11 @@ def test_evaluation_sees_one_version_and_comes_first_last_and_when_due(tmp_path)
     assert min(evaluated) > max(request.priority for request in requests if "eval" not in request.id)
 
 
+async def after_step_1(stage):
+    while not stage.fake_trainer.steps:
+        await stage.buffer.changed()
+
+
 async def stop_soon(stage):
     await asyncio.sleep(2.0)
     stage.stop.set()
@@ -352,8 +359,110 @@ def test_an_error_of_a_generator_ends_the_run_with_its_sentence(tmp_path):
     stage = Stage(tmp_path, generators=Breaks)
     with pytest.raises(SlotLost, match="slot 1 was killed"):
         run(stage.go())
-    assert stage.saved == []
+    assert [step for step, _ in stage.saved] == [2], "the trainer is as good as before"
     assert stage.fake_generators.num_running == 0
+
+
+def test_a_group_that_has_failed_is_not_there_to_be_stopped(tmp_path):
+    """It is still in the books when the next version goes live, too old by then: that must not hide what failed."""
+
+    class Breaks(FakeGenerators):
+        async def generate(self, request):
+            if len(self.requests) == 4:
+                raise SlotLost("slot 1 was killed by SIGKILL while it ran Generate")
+            return await super().generate(request)
+
+    stage = Stage(tmp_path, max_off_policy_steps=1, generators=Breaks)
+    with pytest.raises(SlotLost, match="slot 1 was killed"):
+        run(stage.go())
+    stage.buffer.next_version(9)
+    assert stage.buffer.hopeless()
+    stage.rollouts.now_live(9)
+
+
+def test_ctrl_c_does_not_wait_for_generators_to_take_weights(tmp_path):
+    """The running step is saved at once, and nobody would sample from its weights."""
+
+    class Deaf(FakeGenerators):
+        async def receive(self, manifest):
+            if manifest.version == 1:
+                await asyncio.sleep(100)
+                raise Late("slot 1 did not answer Receive within 100 s")
+            await super().receive(manifest)
+
+    async def stop(stage):
+        await after_step_1(stage)
+        stage.stop.set()
+
+    stage = Stage(tmp_path, max_steps=50, generators=Deaf)
+    with pytest.raises(Late, match="Receive"):
+        run(stage.go(stop))
+    [saved_s] = [at for at, what in stage.diary.lines if what == "checkpoint 2"]
+    assert saved_s < 10
+    assert stage.diary.what("publish") == ["publish 0", "publish 1"]
+
+
+def test_an_advantage_function_that_raises_ends_the_run_with_a_sentence_and_its_steps_saved(tmp_path):
+    def unfair(rewards, group):
+        if stage.loop.step == 2:
+            return [1 / 0]
+        return mean_baseline(rewards, group)
+
+    stage = Stage(tmp_path, max_steps=50, advantage=unfair)
+    said = r"orchestrator.advantage failed on prompt train/0/\d+: ZeroDivisionError: division by zero \(test_loop.py:"
+    with pytest.raises(CustomCodeFailed, match=said):
+        run(stage.go())
+    assert [step for step, _ in stage.saved] == [2]
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+
+
+def test_a_failing_evaluation_neither_loses_the_step_nor_its_row(tmp_path):
+    class Dies(FakeGenerators):
+        async def generate(self, request):
+            if request.id.startswith("eval") and self.version == 2:
+                raise SlotLost("slot 1 was killed by SIGKILL while it ran Generate")
+            return await super().generate(request)
+
+    stage = Stage(tmp_path, max_steps=4, eval_prompts=2, eval_interval=2, generators=Dies)
+    with pytest.raises(SlotLost):
+        run(stage.go())
+    assert [step for step, _ in stage.saved] == [2]
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("optim_s", [0.1, 20.0])
+def test_a_death_leaves_no_optimizer_step_half_done(tmp_path, optim_s):
+    """The weights and the books of what they have learned are saved together."""
+
+    async def death():
+        await asyncio.sleep(7.3)
+        return "slot 1 (generate, pid 7) was killed by SIGKILL while idle"
+
+    stage = Stage(tmp_path, max_steps=50, trainer=partial(FakeTrainer, optim_s=optim_s), death=death)
+    with pytest.raises(SlotDied, match="slot 1"):
+        run(stage.go())
+    [(step, _)] = stage.saved
+    assert step == stage.fake_trainer.steps
+    assert len(stage.learned) == 4 * step
+
+
+def test_a_trainer_that_cannot_be_saved_is_an_event_and_the_cause_is_raised(tmp_path):
+    class Dies(FakeTrainer):
+        async def publish(self, version):
+            if version == 2:
+                raise SlotLost("slot 0 (train) was killed by SIGKILL")
+            return await super().publish(version)
+
+    async def save(step):
+        raise SlotLost("slot 0 (train) is gone")
+
+    async def no_save(stage):
+        stage.loop.save = save
+
+    with pytest.raises(SlotLost, match="was killed by SIGKILL"):
+        run(Stage(tmp_path, max_steps=5, trainer=Dies).go(no_save))
+    told = [row["sentence"] for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == "not_saved"]
+    assert told == ["What was trained since the last checkpoint cannot be saved: slot 0 (train) is gone."]
 
 
 def test_an_error_of_the_trainer_is_not_hidden_by_slow_generators(tmp_path):

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from ductile.loop.overlap import OneBehind, together, unless
+from ductile.loop.overlap import OneBehind, together, undisturbed, unless
 from tests.loop.doubles import clock, run
 
 
@@ -102,3 +102,30 @@ def test_unless():
     assert run(go(1, "done")) == (None, 1.0, [("cancelled", 1.0)])
     with pytest.raises(ValueError, match="broken"):
         run(go(9, ValueError("broken")))
+
+
+def cancelled_at(*moments_s: float, work):
+    """(How it ended, when)."""
+
+    async def go():
+        task = asyncio.create_task(undisturbed(work))
+        for moment_s in moments_s:
+            asyncio.get_running_loop().call_later(moment_s, task.cancel)
+        outcome = (await asyncio.gather(task, return_exceptions=True))[0]
+        return outcome if isinstance(outcome, str) else type(outcome).__name__, clock()
+
+    return run(go())
+
+
+def test_what_must_not_be_left_half_done_is_finished_first():
+    log = []
+    assert cancelled_at(work=after(5, "done", log)) == ("done", 5.0)
+    assert cancelled_at(1, work=after(5, "done", log)) == ("CancelledError", 5.0)
+    assert log == [("done", 5.0)] * 2
+    assert cancelled_at(1, work=after(5, ValueError("broken"))) == ("CancelledError", 5.0)
+
+
+def test_who_insists_does_not_wait_for_it():
+    log = []
+    assert cancelled_at(1, 2, work=after(5, "done", log)) == ("CancelledError", 2.0)
+    assert log == [("cancelled", 2.0)]

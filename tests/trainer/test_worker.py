@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from ductile.fabric import rendezvous
 from ductile.model.checkpoint import load_model
 from ductile.records import MicroBatch, Sample
 from ductile.roles import Place
+from ductile.trainer.loss import LossInputs, LossOutputs
+from ductile.trainer.trainer import LossFailed
 from ductile.trainer.worker import TrainRole
 from ductile.weights.subscriber import WeightsUnavailable, receive
 from ductile.wire.messages import (
@@ -146,6 +149,36 @@ def fail_alone(place: Place, settings: dict[str, Any]) -> str:
     with pytest.raises((ValueError, RuntimeError)) as caught:
         role.handle(ForwardBackward(work))
     return str(caught.value)
+
+
+def no_long_answers(inputs: LossInputs) -> LossOutputs:
+    """A loss of a user's, which only the first member's samples make fail."""
+    if len(inputs.logprobs) > 1:
+        raise ZeroDivisionError("float division by zero")
+    return LossOutputs(inputs.logprobs)
+
+
+def survive(place: Place, settings: dict[str, Any], folder: str) -> tuple[str, bool]:
+    role = TrainRole(settings, place)
+    said = ""
+    try:
+        role.handle(ForwardBackward(share(place)))
+    except LossFailed as error:
+        said = str(error)
+    saved = role.handle(SaveState(f"{folder}/state")) == Done()
+    role.close()
+    return said, saved
+
+
+@pytest.mark.parametrize("members", [(0,), (0, 1)])
+def test_a_loss_that_raises_leaves_a_trainer_that_can_be_saved(
+    settings: dict[str, Any], tmp_path: Path, members: tuple[int, ...]
+) -> None:
+    loss = {"type": "custom", "import_path": "tests.trainer.test_worker.no_long_answers"}
+    (said, _), *others = saved = on_slots(members, survive, settings | {"loss": loss}, str(tmp_path))
+    assert re.match(r"trainer\.loss failed: ZeroDivisionError: float division by zero \(test_worker\.py:\d+\)$", said)
+    assert all(not what for what, _ in others)
+    assert all(is_saved for _, is_saved in saved)
 
 
 def test_one_members_error_frees_the_others(settings: dict[str, Any]) -> None:

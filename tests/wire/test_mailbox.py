@@ -1,6 +1,7 @@
 """What asking means, on both carriers."""
 
 import asyncio
+import re
 import time
 
 import pytest
@@ -186,6 +187,24 @@ def test_events_reach_every_listener_until_it_leaves(slots):
             emit[1](STATS)
             await eventually(lambda: len(heard) == 3)
             assert heard[2:] == ["second"]
+
+    run(story())
+
+
+def test_a_listener_that_raises_is_told_of_and_stops_nobody(slots):
+    async def story():
+        async with slots({0: answer}) as (mailbox, emit):
+            told, heard = [], []
+            asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+            mailbox._on_error = lambda sentence, error: told.append((sentence, error))
+            mailbox.subscribe(lambda slot, event: {}["books"])
+            mailbox.subscribe(lambda slot, event: heard.append(event))
+            emit[0](STATS)
+            await eventually(lambda: heard)
+            [(sentence, error)] = told
+            assert re.fullmatch(r"what slot 0.* said \(EngineStats\) could not be taken in", sentence)
+            assert isinstance(error, KeyError)
+            assert await mailbox.ask(0, Ping(), 5) == Done()
 
     run(story())
 

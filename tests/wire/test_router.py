@@ -44,6 +44,21 @@ def test_strangers_are_dropped_counted_and_disturb_nobody(frames: list[bytes], r
     asyncio.run(asyncio.wait_for(story(), 20))
 
 
+def test_a_receiver_that_fails_is_told_of():
+    async def story():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        told = []
+        router = Router(TOKEN, on_error=lambda sentence, error: told.append((sentence, repr(error))))
+        router.listen(lambda slot, envelope: {}["books"])
+        slot = SocketSlot(0, router.address, lambda slot, command: Done())
+        await eventually(lambda: told)
+        assert told == [("the slots cannot be heard any more", "KeyError('books')")]
+        slot.stop()
+        await router.close()
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+
+
 def test_a_stale_token_never_becomes_a_slot():
     async def story():
         router = Router(TOKEN)

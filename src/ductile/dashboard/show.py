@@ -7,7 +7,7 @@ with show("ductile rl: runs/quickstart", max_steps=60) as view:
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol, TextIO
 
 from rich.console import Console
@@ -37,14 +37,19 @@ def show(title: str, max_steps: int, stream: TextIO | None = None) -> Iterator[V
         yield Lines(max_steps, out)
         return
     follower = Follower(title, max_steps, time.monotonic)
-    with Live(
+    live = Live(
         console=Console(file=out),
         get_renderable=lambda: render(follower.state),
         refresh_per_second=REFRESH_HZ,
         redirect_stdout=False,
         redirect_stderr=False,
-    ):
+    )
+    live.start()
+    try:
         yield follower
+    finally:
+        with suppress(OSError):  # the terminal may be gone, and the run goes on to save its step
+            live.stop()
 
 
 class Lines:

@@ -13,6 +13,8 @@ from types import TracebackType
 from ductile.config.cluster import ClusterConfig
 from ductile.launch.cap import CpuCap
 from ductile.launch.processes import Process, ProcessServer, StartFailed
+from ductile.observe import described
+from ductile.wire.heard import heard
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Done, Event, Hello, RoleName, Stop
 from ductile.wire.router import Router
@@ -82,8 +84,8 @@ class LocalCluster:
         self._stopping = False
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._token = secrets.token_bytes(32)
-        self._router = Router(self._token)
-        self.mailbox = Mailbox(self._router)
+        self._router = Router(self._token, self._deaf)
+        self.mailbox = Mailbox(self._router, on_error=self._deaf)
         # Every process of the run carries its name, so that anybody can find what belongs together.
         memory = {name: os.environ.get(name, value) for name, value in FREED_MEMORY_STAYS.items()}
         environment = {
@@ -92,7 +94,7 @@ class LocalCluster:
             "TOKENIZERS_PARALLELISM": "false",
             "DUCTILE_RUN": f"{os.getpid()}-{id(self):x}",
         }
-        self._server = ProcessServer(self._logs / "processes.log", environment, self._on_exit)
+        self._server = ProcessServer(self._logs / "processes.log", environment, self._on_exit, self._deaf)
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
                 await self._start()
@@ -150,6 +152,10 @@ class LocalCluster:
         if not self._death.done():
             self._death.set_result(sentence)
 
+    def _deaf(self, sentence: str, error: Exception) -> None:
+        """The orchestrator itself has failed to take something in: a run must not go on from wrong books."""
+        self.fail(f"{sentence}: {described(error)}")
+
     def peak_bytes(self) -> float:
         """The most memory that each slot's process ever had, all together."""
         return float(sum(_peak_bytes(process.pid) for process in self.processes.values() if process.code is None))
@@ -191,6 +197,9 @@ class LocalCluster:
                 self.processes[slot] = await self._fork_slot(slot)
             await self._or_death(greeted)
         self._watching = asyncio.create_task(self._watch())
+        self._watching.add_done_callback(
+            lambda task: heard(task, "nobody sees any more which slots are silent", self._deaf)
+        )
 
     async def _count_devices(self) -> int | None:
         if self._config.device == "cpu":

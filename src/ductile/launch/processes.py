@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ductile.wire.heard import heard
+
 
 class StartFailed(Exception):
     """A process could not be started. The text says which, why, and which log to read."""
@@ -56,8 +58,15 @@ class ProcessServer:
     When the server itself ends, it is reported first; the kernel has killed all its processes, which come after.
     """
 
-    def __init__(self, log: Path, environment: Mapping[str, str], on_exit: Callable[[Process], None]) -> None:
-        self._log = log
+    def __init__(
+        self,
+        log: Path,
+        environment: Mapping[str, str],
+        on_exit: Callable[[Process], None],
+        on_error: Callable[[str, Exception], None] = lambda sentence, error: None,
+    ) -> None:
+        """on_error: told with a sentence when nobody hears any more which processes end."""
+        self._log, self._on_error = log, on_error
         self._environment = dict(environment)
         self._on_exit = on_exit
         self._processes: dict[str, Process] = {}
@@ -74,6 +83,9 @@ class ProcessServer:
         """
         self._spawn(modules)
         self._hearing = asyncio.create_task(self._hear())
+        self._hearing.add_done_callback(
+            lambda task: heard(task, "the process server cannot be heard any more", self._on_error)
+        )
         try:
             await asyncio.wait_for(asyncio.shield(self._ready), deadline_s)
         except TimeoutError:

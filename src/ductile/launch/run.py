@@ -19,7 +19,6 @@ from ductile.config.slots import placement_of
 from ductile.config.trainer import BenchConfig, TrainerConfig
 from ductile.core.cluster.placement import SPELLED, Placement
 from ductile.launch.activity import SlotActivity
-from ductile.launch.attend import attend
 from ductile.launch.changes import Changes
 from ductile.launch.closing import closing_alone, closing_batches, closing_rl
 from ductile.launch.endpoint import Endpoint
@@ -28,6 +27,7 @@ from ductile.launch.local import ROLES, LocalCluster
 from ductile.launch.scheduling import Crew, Scheduling
 from ductile.launch.supervise import Session, supervise
 from ductile.loop.alone import PreparedAlone, prepare_alone, run_alone
+from ductile.loop.attend import attend
 from ductile.loop.bench import Bench
 from ductile.loop.client import HttpGenerators
 from ductile.loop.compose import Prepared, prepare, run_circle
@@ -97,8 +97,9 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
                 changes.metrics,
                 scheduling.watch,
                 scheduling.spent,
+                cluster.death(),
             )
-            result = await attend(circle, session.interrupt.insisted, cluster.death())
+            result = await attend(circle, session.interrupt.insisted)
     finally:
         await cluster.stop()
     return _finish(bench, config.bench) if bench else closing_rl(result)
@@ -127,8 +128,9 @@ async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatch
                 lambda: {"train": trainer.formation.members},
                 session.began_s,
                 changes.metrics,
+                cluster.death(),
             )
-            summary = await attend(batches, session.interrupt.insisted, cluster.death())
+            summary = await attend(batches, session.interrupt.insisted)
     finally:
         await cluster.stop()
     return _finish(bench, config.bench) if bench else closing_batches(summary, prepared.model_folder)

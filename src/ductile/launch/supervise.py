@@ -7,10 +7,12 @@
 """
 
 import asyncio
+import os
 import sys
 import time
+import traceback
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -21,16 +23,16 @@ from ductile.config.dump import to_table, write_resolved
 from ductile.config.imports import ImportPathError
 from ductile.config.run import OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.dashboard.show import View, show
-from ductile.launch.attend import SlotDied, Stopped
 from ductile.launch.cap import CapNotPermitted
 from ductile.launch.folder import FolderInUse, run_folder
 from ductile.launch.interrupt import Interrupt, interrupts
 from ductile.launch.processes import StartFailed
+from ductile.loop.attend import SlotDied, Stopped
 from ductile.loop.evaluate import RewardsFailed
-from ductile.loop.progress import CheckpointError
+from ductile.loop.progress import CheckpointError, Checkpoints
 from ductile.loop.sinks import SinkMissing, TensorboardSink, WandbSink
-from ductile.observe import Recorder
-from ductile.roles import Late, Refused, SlotLost
+from ductile.observe import Recorder, described
+from ductile.roles import CustomCodeFailed, Late, Refused, SlotLost
 from ductile.tasks.task import TaskError
 from ductile.tasks.tokenizer import TokenizerError
 
@@ -95,6 +97,9 @@ def supervise(
         # A full disk, say, may come in the middle of a run, too.
         started = session is not None and session.record.last_step is not None
         end = _End(FAILED if started else NOT_STARTED, str(error))
+    except Exception as error:  # a mistake of ours: with its traceback, and still with how to go on
+        error.add_note(f"ductile {command} failed.{_after(command, config)}")
+        raise
     _say(end, command, config)
     return end.code
 
@@ -107,8 +112,13 @@ async def _run(session: Session, running: Awaitable[RenderableType]) -> _End:
             return _told(session, "stopped", _End(INTERRUPTED, "stopped at once, as asked"))
         except SlotDied as error:
             return _told(session, "died", _End(FAILED, str(error)))
-        except (SlotLost, Late, Refused, RewardsFailed) as error:
+        except (SlotLost, Late, Refused, RewardsFailed, CustomCodeFailed) as error:
             return _told(session, "failed", _End(FAILED, str(error)))
+        except Exception as error:
+            if session.record.last_step is not None:
+                sentence = str(error) if isinstance(error, UNFIT) else described(error)
+                session.record.event("failed", f"{_capital(sentence)}.", traceback=traceback.format_exc())
+            raise
         if session.interrupt.asked.is_set():
             return _told(session, "stopped", _End(INTERRUPTED, "stopped after a whole step, as asked", closing))
         return _End(DONE, closing=closing)
@@ -120,17 +130,27 @@ def _told(session: Session, kind: str, end: _End) -> _End:
 
 
 def _say(end: _End, command: str, config: Config) -> None:
-    if end.closing:
-        Console(soft_wrap=True, highlight=False, markup=False).print(end.closing)
-    if not end.sentence:
-        return
+    try:
+        if end.closing:
+            Console(soft_wrap=True, highlight=False, markup=False).print(end.closing)
+            sys.stdout.flush()
+        if end.sentence:
+            after = "" if end.code == NOT_STARTED else _after(command, config)
+            print(f"ductile {command}: {_capital(end.sentence)}.{after}", file=sys.stderr)
+    except (
+        OSError
+    ):  # the terminal is gone. What is still in the buffer must not fail once more at the interpreter's end
+        with open(os.devnull, "w") as nowhere, suppress(OSError):
+            os.dup2(nowhere.fileno(), 1)
+
+
+def _after(command: str, config: Config) -> str:
+    """Where to look, and how to go on if there is a checkpoint to go on from."""
     folder = Path(config.output_dir)
-    after = ""
-    if end.code != NOT_STARTED:
-        after = f" Logs: {folder / 'logs'}."
-        if isinstance(config, RLConfig | SFTConfig):
-            after += f" Go on with: ductile {command} @ {folder / 'config.toml'} --resume"
-    print(f"ductile {command}: {_capital(end.sentence)}.{after}", file=sys.stderr)
+    logs = f" Logs: {folder / 'logs'}."
+    if not isinstance(config, RLConfig | SFTConfig) or not Checkpoints(folder / "state").steps():
+        return logs
+    return f"{logs} Go on with: ductile {command} @ {folder / 'config.toml'} --resume"
 
 
 def _add_sinks(record: Recorder, config: Config) -> None:

@@ -7,7 +7,7 @@ result = await run_circle(prepared, trainer, generators, scorer, record, stop)
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,6 +135,7 @@ async def run_circle(
     counts: Callable[[], Mapping[str, float]] = dict,
     watch: Callable[[Loop], Conductor | None] = lambda loop: None,
     spent: Callable[[], Mapping[str, object]] = dict,
+    death: Coroutine[Any, Any, str] | None = None,
 ) -> RunResult:
     """Run until `max_steps` or `stop`; writes metrics, checkpoints, `model/` and `summary.json`.
 
@@ -142,8 +143,9 @@ async def run_circle(
     summary.
     began_s: `time.perf_counter()` of the command's start, for `wall_s`; default: now. counts: further metrics.
     watch: told of the loop before it begins; returns who moves slots between roles meanwhile, if somebody does.
-    spent: what the slots did with their time, for the summary.
-    Raises what a role raises (SlotLost, Late, Refused), and TaskError when a task cannot be made in a grader.
+    spent: what the slots did with their time, for the summary. death: as in `Loop.run`.
+    Raises what a role raises (SlotLost, Late, Refused), SlotDied, CustomCodeFailed, and TaskError when a task cannot be
+    made in a grader; what was trained is saved by then.
     """
     began_s = time.perf_counter() if began_s is None else began_s
     config, plan, progress = prepared.config, prepared.plan, prepared.progress
@@ -199,7 +201,7 @@ async def run_circle(
         )
         loop.conductor = watch(loop)
         async with loop.conductor.at_work(buffer.fail) if loop.conductor else nullcontext():
-            step = await loop.run()
+            step = await loop.run(death)
     wall_s = earlier_s + time.perf_counter() - began_s
     summary = summarise_rl(read_jsonl(record.folder / "metrics.jsonl"), slots(), wall_s) | dict(spent())
     record.summary(summary)

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 from ductile.core.batch import normalise
 from ductile.core.batch.advantage import Advantage, mean_baseline, teaches, to_samples
+from ductile.observe import described
 from ductile.records import RolloutGroup, Sample
-from ductile.roles import Scorer
+from ductile.roles import CustomCodeFailed, Scorer
 
 
 class Lessons:
@@ -28,8 +29,11 @@ class Lessons:
         self._needs_reference = needs_reference
 
     async def prepare(self, groups: Sequence[RolloutGroup]) -> list[Sample]:
-        """Weighted samples, scored where there is a scorer. Groups that teach nothing are left out."""
-        by_group = [to_samples(group, self._advantage, self._temperature) for group in groups]
+        """Weighted samples, scored where there is a scorer. Groups that teach nothing are left out.
+
+        Raises CustomCodeFailed when the advantage function does.
+        """
+        by_group = [self._to_samples(group) for group in groups]
         samples = [sample for group in by_group if teaches(group) or not self._drops for sample in group]
         samples = normalise.weigh(samples, self._normalisation)
         if not self._scorer or not samples:
@@ -40,6 +44,14 @@ class Lessons:
             ref = await self._scorer.score(samples, "reference")
             samples = [replace(sample, ref_logprobs=values) for sample, values in zip(samples, ref, strict=True)]
         return samples
+
+    def _to_samples(self, group: RolloutGroup) -> list[Sample]:
+        try:
+            return to_samples(group, self._advantage, self._temperature)
+        except Exception as error:  # the function may be anybody's
+            raise CustomCodeFailed(
+                f"orchestrator.advantage failed on prompt {group.prompt.id}: {described(error)}"
+            ) from error
 
     def divisor(self, samples: Sequence[Sample]) -> float:
         """Their share in what the summed loss of an optimizer step is divided by."""

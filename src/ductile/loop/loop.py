@@ -14,20 +14,22 @@ Written only against the Protocols of `ductile.roles`: processes, tests and simu
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ductile.core.batch.chunking import shares
 from ductile.core.batch.rewards import too_many_failed
 from ductile.loop.buffer import Buffer, num_tokens
 from ductile.loop.conductor import Conductor
+from ductile.loop.ending import saved_in_the_end
 from ductile.loop.evaluate import Evaluation, RewardsFailed
 from ductile.loop.lessons import Lessons
-from ductile.loop.overlap import OneBehind, together, unless
+from ductile.loop.overlap import OneBehind, together, undisturbed, unless
 from ductile.loop.rollouts import Rollouts
 from ductile.loop.tally import Tally
 from ductile.observe import Recorder, Stopwatch
-from ductile.records import Manifest, RolloutGroup, Sample, StepReport
+from ductile.records import Manifest, RolloutGroup, Sample
 from ductile.roles import Generators, Scorer, Trainer
 
 
@@ -85,6 +87,7 @@ class Loop:
         self.rollouts, self.buffer, self.lessons, self.evaluation = rollouts, buffer, lessons, evaluation
         self.save, self.counts, self.record, self.stop, self.step = save, counts, record, stop, step
         self.saved = step
+        """The latest step that there was an attempt to save."""
         self.watch = Stopwatch()
         self.conductor: Conductor | None = None
         """Moves slots between roles; None: they keep those that they have."""
@@ -96,8 +99,17 @@ class Loop:
         self.to_evaluate = 0
         """Answers that it is going to ask for, and has not yet."""
 
-    async def run(self) -> int:
-        """Train until `max_steps` or `stop`, then save. Returns the step. What a role raises ends it, unsaved."""
+    async def run(self, death: Coroutine[Any, Any, str] | None = None) -> int:
+        """Train until `max_steps` or `stop`. Returns the step.
+
+        However it ends, what was trained is saved. What a role raises ends it, and so does `death`, which returns when
+        a process is lost that the run needs; it is raised when that is done.
+        """
+        await saved_in_the_end(self.turns(), self.save_trained, self.record, death)
+        return self.step
+
+    async def turns(self) -> None:
+        """Step after step, from the first weights to the last ones."""
         async with OneBehind(on_error=self.buffer.fail) as arrival:
             await self.make_live(self.step, arrival, evaluates=self.step == 0)
             await arrival.finish()
@@ -107,32 +119,37 @@ class Loop:
                 self.watch.lap()
                 while self.step < self.plan.max_steps and not self.stop.is_set():
                     await self.turn(arrival)
-        if self.saved < self.step:
-            await self.save(self.step)
-        return self.step
+            await self.save_trained()  # before anybody waits for the last weights to arrive
 
     async def turn(self, arrival: OneBehind) -> None:
         """A step: once round the circle."""
-        plan, tally, evaluated = self.plan, Tally(version=self.step), dict[str, float]()
-        for num_groups in shares(plan.groups_per_step, plan.n_minibatches):
-            groups, report = await self.train(num_groups)
-            tally.add(groups, report)
-        self.step += 1
-        due = plan.due(plan.eval_interval, self.step)
-        await self.make_live(self.step, arrival, evaluates=due)
-        if due:
-            await arrival.finish()
-            evaluated = await self.evaluate()
-        self.record.metrics(self.step, {**tally.metrics(*self.watch.lap()), **evaluated, **self.counts()})
+        plan, tally, evaluated = self.plan, Tally(self.step), dict[str, float]()
+        try:
+            for update, num_groups in enumerate(shares(plan.groups_per_step, plan.n_minibatches), start=1):
+                await self.train(num_groups, tally, ends_step=update == plan.n_minibatches)
+            due = plan.due(plan.eval_interval, self.step)
+            if not self.stop.is_set():  # nobody would sample from these weights
+                await self.make_live(self.step, arrival, evaluates=due)
+            if due:
+                await arrival.finish()
+                evaluated = await self.evaluate()
+        finally:
+            if self.step > tally.version:  # it is trained, and is told of, whatever fails after that
+                self.record.metrics(self.step, {**tally.metrics(*self.watch.lap()), **evaluated, **self.counts()})
         if why := too_many_failed(tally.rollouts, plan.max_reward_error_share):
             raise RewardsFailed(f"in step {self.step} {why}")
         if plan.due(plan.save_interval, self.step):
-            await self.save(self.step)
-            self.saved = self.step
+            await self.save_trained()
 
-    async def train(self, num_groups: int) -> tuple[list[RolloutGroup], StepReport | None]:
+    async def save_trained(self) -> None:
+        """Save the step, unless that was tried before."""
+        if self.saved < self.step:
+            self.saved = self.step
+            await undisturbed(self.save(self.step))
+
+    async def train(self, num_groups: int, tally: Tally, ends_step: bool) -> None:
         """One optimizer step. While the trainer works on a chunk, the next one is generated, taken and scored."""
-        groups, divisor, report = list[RolloutGroup](), 0.0, None
+        groups, divisor = list[RolloutGroup](), 0.0
         async with OneBehind(on_error=self.buffer.fail) as behind:
             while len(groups) < num_groups:
                 chunk = await self.take(num_groups - len(groups), num_groups)
@@ -145,14 +162,21 @@ class Loop:
                     await behind.start(self.forward_backward(samples))
                     self.hand, self.handing_over = Hand(), self.hand
                 groups += chunk
+        # The weights and the books of what they have learned belong together.
+        await undisturbed(self.update(groups, divisor, tally, ends_step))
+
+    async def update(self, groups: Sequence[RolloutGroup], divisor: float, tally: Tally, ends_step: bool) -> None:
+        """The optimizer uses what has been accumulated from the groups."""
+        report = None
         if divisor:
             with self.watch("optim_step"):
                 report = await self.trainer.optim_step(divisor)
         else:
-            sentence = f"Step {self.step + 1} learns nothing from {num_groups} groups: no answer beats its siblings."
+            sentence = f"Step {self.step + 1} learns nothing from {len(groups)} groups: no answer beats its siblings."
             self.record.event("nothing_to_learn", sentence)
         self.buffer.learned(groups)
-        return groups, report
+        tally.add(groups, report)
+        self.step += ends_step
 
     async def take(self, wanted: int, groups_per_update: int) -> list[RolloutGroup]:
         with self.watch("wait"):

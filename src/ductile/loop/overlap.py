@@ -1,7 +1,7 @@
 """Doing things at the same time without losing sight of any."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -29,6 +29,23 @@ async def unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None
         for task in (working, waiting):
             task.cancel()
         await asyncio.gather(working, waiting, return_exceptions=True)
+
+
+async def undisturbed(work: Awaitable[T]) -> T:
+    """The result of `work`, which must not be left half done: a cancellation is raised when it has ended.
+
+    A second cancellation ends it: nobody wants to wait any more.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        try:
+            await asyncio.wait([task])
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        raise
 
 
 class OneBehind:

@@ -42,7 +42,8 @@ class Rollouts:
         """The generators sample from `version` now. What can only become too old is stopped and asked again."""
         self._buffer.now_live(version)
         for prompt in self._buffer.hopeless():
-            self._groups[prompt].cancel()
+            if group := self._groups.get(prompt):  # none when it has failed, or when the run is about to end
+                group.cancel()
 
     @property
     def partial(self) -> tuple[int, int]:

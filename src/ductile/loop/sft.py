@@ -7,7 +7,7 @@ summary = await run_batches(prepared, trainer, record, stop, slots)
 import asyncio
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from ductile.config.run import FakeData, SFTConfig, TrainerRunConfig
 from ductile.config.trainer import SFTLoss, TrainerConfig, normalisation
 from ductile.core.batch import normalise
 from ductile.loop.compose import BENCH_STEPS
+from ductile.loop.ending import saved_in_the_end
+from ductile.loop.overlap import undisturbed
 from ductile.loop.progress import Checkpoints, Progress
 from ductile.loop.report import per_second
 from ductile.loop.saving import Saver
@@ -136,39 +138,25 @@ async def run_batches(
     slots: Callable[[], Mapping[str, Sequence[int]]],
     began_s: float | None = None,
     counts: Callable[[], Mapping[str, float]] = dict,
+    death: Coroutine[Any, Any, str] | None = None,
 ) -> dict[str, Any]:
     """Train until `max_steps` or `stop`, save where that is wanted, and write and return the summary.
 
-    Arguments as in `ductile.loop.compose.run_circle`. Raises what the trainer raises.
+    Arguments as in `ductile.loop.compose.run_circle`. Raises what the trainer raises, and SlotDied; what was trained is
+    saved by then, if it can be.
     """
     began_s = time.perf_counter() if began_s is None else began_s
-    watch, seq_len, mode = Stopwatch(), prepared.trainer.model.seq_len, normalisation(prepared.trainer.loss)
     saver = None
     if prepared.checkpoints is not None:
         saver = Saver(trainer, prepared.checkpoints, record, prepared.model_folder)
         await saver.resume(prepared.progress, prepared.resume_asked)
     record.event("data", prepared.sentence, **prepared.facts)
     earlier_s = sum(row.get("step_s") or 0.0 for row in read_jsonl(record.folder / "metrics.jsonl"))
-    step = saved = prepared.progress.step
-    watch.lap()
-    while step < prepared.max_steps and not stop.is_set():
-        samples = prepared.batch(step)
-        with watch("forward_backward"):
-            await trainer.forward_backward(samples, seq_len)
-        with watch("optim_step"):
-            report = await trainer.optim_step(normalise.divisor(samples, mode))
-        step += 1
-        record.metrics(step, {**_metrics(samples, report, *watch.lap()), **counts()})
-        due = prepared.save_interval is not None and step % prepared.save_interval == 0
-        if saver and (due or step == prepared.max_steps):
-            with watch("save"):
-                await saver.save(Progress(step))
-            saved = step
-    if saver and saved < step:
-        await saver.save(Progress(step))
+    training = _Training(prepared, trainer, record, saver, counts)
+    await saved_in_the_end(training.run(stop), training.save, record, death)
     rows = read_jsonl(record.folder / "metrics.jsonl")
     summary = {
-        "steps": step,
+        "steps": training.step,
         "loss_first": rows[0]["loss"] if rows else None,
         "loss_last": rows[-1]["loss"] if rows else None,
         "wall_s": earlier_s + time.perf_counter() - began_s,
@@ -178,6 +166,51 @@ async def run_batches(
     }
     record.summary(summary)
     return summary
+
+
+class _Training:
+    """Step after step."""
+
+    def __init__(
+        self,
+        prepared: PreparedBatches,
+        trainer: Trainer,
+        record: Recorder,
+        saver: Saver | None,
+        counts: Callable[[], Mapping[str, float]],
+    ) -> None:
+        self.step = prepared.progress.step
+        """Steps that are done."""
+        self._saved = self.step
+        """The latest step that there was an attempt to save."""
+        self._prepared, self._trainer, self._record, self._saver = prepared, trainer, record, saver
+        self._counts, self._watch = counts, Stopwatch()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        prepared = self._prepared
+        self._watch.lap()
+        while self.step < prepared.max_steps and not stop.is_set():
+            samples = prepared.batch(self.step)
+            with self._watch("forward_backward"):
+                await self._trainer.forward_backward(samples, prepared.trainer.model.seq_len)
+            await undisturbed(self._update(samples))
+            if prepared.save_interval is not None and self.step % prepared.save_interval == 0:
+                with self._watch("save"):
+                    await self.save()
+
+    async def save(self) -> None:
+        """Save the step, unless that was tried before."""
+        if self._saver and self._saved < self.step:
+            self._saved = self.step
+            await undisturbed(self._saver.save(Progress(self.step)))
+
+    async def _update(self, samples: Sequence[Sample]) -> None:
+        with self._watch("optim_step"):
+            report = await self._trainer.optim_step(
+                normalise.divisor(samples, normalisation(self._prepared.trainer.loss))
+            )
+        self.step += 1
+        self._record.metrics(self.step, {**_metrics(samples, report, *self._watch.lap()), **self._counts()})
 
 
 def _metrics(

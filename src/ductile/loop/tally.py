@@ -31,7 +31,7 @@ class Tally:
 
     def __init__(self, version: int) -> None:
         """version: of the weights that the step trains."""
-        self._version = version
+        self.version = version
         self._groups: list[RolloutGroup] = []
         self._reports: list[StepReport] = []
 
@@ -61,7 +61,7 @@ class Tally:
         rewards = scored(rollouts)
         reward_mean = _mean(rewards)
         ages = [
-            self._version - version
+            self.version - version
             for rollout in rollouts
             for version, sampled in zip(rollout.versions, rollout.mask, strict=True)
             if sampled

@@ -4,6 +4,7 @@ The loss is a weighted sum over tokens, over micro-batches and over ranks, and s
 on the way; `optim_step` divides once. So it does not matter how many ranks there are, or which of them ran what.
 """
 
+import traceback
 from collections.abc import Iterator, MutableMapping, Sequence
 from math import isfinite, sqrt
 
@@ -14,6 +15,7 @@ from ductile.config.trainer import TrainerConfig
 from ductile.core.layout.spec import ModelSpec
 from ductile.model.checkpoint import ModelFolderError, random_tensors, read_spec, read_tensors, truncate
 from ductile.model.transformer import Transformer
+from ductile.observe import described
 from ductile.parallel import apply, data
 from ductile.parallel.ranks import Ranks
 from ductile.records import MicroBatch, StepReport, TrainProgress
@@ -21,6 +23,11 @@ from ductile.trainer.collate import Batch, collate
 from ductile.trainer.loss import make_loss, required_fields
 from ductile.trainer.optimizer import make_optimizer, set_num_steps, supported
 from ductile.trainer.schedule import learning_rate
+
+
+class LossFailed(Exception):
+    """The loss function raised. Weights and moments are as they were, and all ranks are in step."""
+
 
 METRIC = "metric/"
 """Before the names of a loss's metrics among the trainer's own sums: a custom one may be called "loss"."""
@@ -67,11 +74,12 @@ class Trainer:
         """Add to the accumulated gradient; returns this rank's trained tokens.
 
         Equally many micro-batches on every rank. Raises ValueError for a sample that cannot be trained on, before any
-        rank waits for another.
+        rank waits for another; LossFailed for a loss function that raises, when nobody waits for this rank any more.
         """
         batches = [collate(micro_batch, self._required, self.device) for micro_batch in micro_batches]
-        for batch in batches:
-            self._run(batch)
+        failures = [failure for batch in batches if (failure := self._run(batch))]
+        if failures:
+            raise LossFailed(f"trainer.loss failed: {failures[0]}")
         return sum(batch.num_trained for batch in batches)
 
     def optim_step(self, divisor: float) -> StepReport:
@@ -150,12 +158,18 @@ class Trainer:
     def _lr_at(self, step: int) -> float:
         return learning_rate(self.config.scheduler, self._optim.lr, step, self.config.max_steps)
 
-    def _run(self, batch: Batch) -> None:
+    def _run(self, batch: Batch) -> str:
+        """Returns how the loss function failed, or ""."""
         logprobs, entropies = batch.packed.score(self.model)
-        outputs = self._loss(batch.loss_inputs(logprobs, entropies))
-        # Without trained tokens: zeros for every parameter, whatever a custom loss made of the made-up token.
-        weighted = batch.weights * outputs.loss if batch.num_trained else 0.0 * logprobs
-        loss = weighted.sum()
+        try:
+            outputs = self._loss(batch.loss_inputs(logprobs, entropies))
+            # Without trained tokens: zeros for every parameter, whatever a custom loss made of the made-up token.
+            weighted = batch.weights * outputs.loss if batch.num_trained else 0.0 * logprobs
+            loss = weighted.sum()
+        except Exception as error:  # it may be anybody's
+            traceback.print_exc()
+            (0.0 * logprobs).sum().backward()  # the other ranks wait for this one's part
+            return described(error)
         loss.backward()
         sums = {"loss": loss.detach(), "num_tokens": torch.tensor(batch.num_trained)}
         for name, values in outputs.metrics.items():
@@ -163,6 +177,7 @@ class Trainer:
         for name, value in sums.items():
             value = value.to(self.device, torch.float64)
             self._sums[name] = self._sums[name] + value if name in self._sums else value
+        return ""
 
     def _totals(self, gradients: list[Tensor]) -> dict[str, float]:
         """The sums since the last step, and the square of the gradient, over all ranks: one reduction."""

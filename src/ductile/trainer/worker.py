@@ -20,7 +20,7 @@ from ductile.trainer import checkpoint
 from ductile.trainer.prepare import Standing
 from ductile.trainer.resize import Resize
 from ductile.trainer.state import StatePlans
-from ductile.trainer.trainer import Trainer, spec_of
+from ductile.trainer.trainer import LossFailed, Trainer, spec_of
 from ductile.weights.publisher import Publisher
 from ductile.wire.messages import (
     Commit,
@@ -55,7 +55,8 @@ class TrainRole:
     without a part of the state.
 
     When one of them fails in the middle of a collective, it abandons its groups, so that the others get an error
-    within milliseconds instead of waiting for the timeout. The role is lost then: `Drop` it and hold it anew.
+    within milliseconds instead of waiting for the timeout. The role is lost then: `Drop` it and hold it anew. A loss
+    function that raises leaves it whole.
     """
 
     def __init__(self, settings: Mapping[str, Any], place: Place) -> None:
@@ -194,6 +195,8 @@ class TrainRole:
             raise RuntimeError("this slot has no part of the trainer's state: it is joining, or has left")
         try:
             yield standing
+        except LossFailed:
+            raise  # the trainer is as good as before, and can be saved
         except Exception as error:
             standing.trainer = None
             standing.groups.abandon(error)

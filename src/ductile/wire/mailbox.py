@@ -42,7 +42,13 @@ class _Question:
 class Mailbox:
     """Questions and answers by sequence number. All of it runs in one event loop."""
 
-    def __init__(self, carrier: Carrier, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        carrier: Carrier,
+        clock: Callable[[], float] = time.monotonic,
+        on_error: Callable[[str, Exception], None] = lambda sentence, error: None,
+    ) -> None:
+        """on_error: told when a listener raises, with a sentence. Its books are wrong from then on."""
         self.epoch = 0
         """Sent with every command; slots refuse older ones than they have seen."""
         self.lost: dict[int, str] = {}
@@ -55,7 +61,7 @@ class Mailbox:
         self._roles: dict[int, list[str]] = {}
         self._pids: dict[int, int] = {}
         self._carrier = carrier
-        self._clock = clock
+        self._clock, self._on_error = clock, on_error
         self._sequence = itertools.count(1)
         self._questions: dict[int, _Question] = {}
         self._listeners: list[Listener] = []
@@ -190,9 +196,17 @@ class Mailbox:
                 self.unused[type(body).__name__] += 1
 
     def _tell(self, slot: int, event: Event) -> None:
-        # Through the loop, so that a listener that raises is reported there and neither stops the others nor us.
+        # Through the loop: whoever asked or is waited for goes on before anybody hears of it.
         for listener in self._listeners:
-            asyncio.get_running_loop().call_soon(listener, slot, event)
+            asyncio.get_running_loop().call_soon(self._call, listener, slot, event)
+
+    def _call(self, listener: Listener, slot: int, event: Event) -> None:
+        try:
+            listener(slot, event)
+        except Exception as error:
+            sentence = f"what {self.describe(slot)} said ({type(event).__name__}) could not be taken in"
+            self._on_error(sentence, error)
+            raise  # to asyncio's log, with its traceback
 
     async def _outcome(self, slot: int, command: Command, deadline_s: float) -> Outcome:
         try:

@@ -16,13 +16,15 @@ import zmq.asyncio
 
 from ductile.roles import SlotLost
 from ductile.wire.codec import MAX_FRAME_BYTES, BadFrame, decode, encode
+from ductile.wire.heard import heard
 from ductile.wire.messages import Envelope, Hello
 
 
 class Router:
     """A `Carrier` (`ductile.wire.mailbox`). Made inside a running event loop; `close` ends it."""
 
-    def __init__(self, token: bytes) -> None:
+    def __init__(self, token: bytes, on_error: Callable[[str, Exception], None] = lambda sentence, error: None) -> None:
+        """on_error: told with a sentence when nobody hears the slots any more."""
         self.dropped: Counter[str] = Counter()
         """Messages that were not let in, by reason."""
         self._token = token
@@ -37,9 +39,13 @@ class Router:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self.address = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
         self._receiving: asyncio.Task[None] | None = None
+        self._on_error = on_error
 
     def listen(self, deliver: Callable[[int, Envelope], None]) -> None:
         self._receiving = asyncio.create_task(self._receive(deliver))
+        self._receiving.add_done_callback(
+            lambda task: heard(task, "the slots cannot be heard any more", self._on_error)
+        )
 
     async def post(self, slot: int, envelope: Envelope) -> None:
         connection = self._connections.get(slot)

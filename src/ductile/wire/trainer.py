@@ -281,9 +281,16 @@ class RemoteTrainer:
 
     async def _micro_step(self, row: Row) -> Mapping[int, ForwardBackwardDone]:
         members = self.formation.members
-        commands = {slot: ForwardBackward((part,)) for slot, part in zip(members, row, strict=True)}
-        return await ask_each(self._mailbox, commands, self._timeout_s, ForwardBackwardDone)
+        return await self._ask(
+            {slot: ForwardBackward((part,)) for slot, part in zip(members, row, strict=True)}, ForwardBackwardDone
+        )
 
     async def _all(self, command: Command, expected: type[R]) -> Mapping[int, R]:
-        commands = dict.fromkeys(self.formation.members, command)
-        return await ask_each(self._mailbox, commands, self._timeout_s, expected)
+        return await self._ask(dict.fromkeys(self.formation.members, command), expected)
+
+    async def _ask(self, commands: Mapping[int, Command], expected: type[R]) -> Mapping[int, R]:
+        try:
+            return await ask_each(self._mailbox, commands, self._timeout_s, expected)
+        except Late as error:  # whatever else is asked, saving too, would wait behind this as long again
+            self.lose(SlotLost(str(error)))
+            raise

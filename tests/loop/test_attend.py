@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from ductile.launch.attend import SlotDied, Stopped, attend
+from ductile.loop.attend import SlotDied, Stopped, attend
 
 
 async def forever() -> str:

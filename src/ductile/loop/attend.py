@@ -20,25 +20,28 @@ class Stopped(Exception):
 
 async def attend(
     work: Coroutine[Any, Any, T],
-    stop: asyncio.Event,
+    stop: asyncio.Event | None = None,
     death: Coroutine[Any, Any, str] | None = None,
     cancel_s: float = 3.0,
 ) -> T:
     """The result of `work`; or, as soon as `stop` is set or `death` returns, Stopped or SlotDied.
 
-    `work` is cancelled then and has `cancel_s` to clean up. When it fails by itself, a death that becomes known a
-    moment later is the cause, and is raised instead with the failure behind it.
+    `work` is cancelled then and has `cancel_s` to clean up, and so it has when `attend` itself is cancelled. When it
+    fails by itself, a death that becomes known a moment later is the cause, and is raised instead with the failure
+    behind it.
     """
     working = asyncio.ensure_future(work)
-    stopping = asyncio.ensure_future(stop.wait())
+    stopping = asyncio.ensure_future((stop or asyncio.Event()).wait())
     dying = asyncio.ensure_future(death or asyncio.Event().wait())
     try:
-        await asyncio.wait([working, stopping, dying], return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            working.cancel()
-            await asyncio.wait([working], timeout=cancel_s)
+        try:
+            await asyncio.wait([working, stopping, dying], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not working.done():
+                working.cancel()
+                await asyncio.wait([working], timeout=cancel_s)
         failure = None if not working.done() or working.cancelled() else working.exception()
-        if failure and not dying.done():
+        if failure and death and not dying.done():
             await asyncio.wait([dying], timeout=CAUSE_S)
         if working.done() and not working.cancelled() and not failure:
             return working.result()
