@@ -1,14 +1,16 @@
 """The command line from outside: what it prints, what it returns, what it does not import."""
 
+import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import ductile
 from ductile.cli import COMMANDS, QUESTIONS, main
-from tests.config.stories import furnish
+from tests.config.stories import MODEL, furnish
 
 PYTHON = [sys.executable, "-m", "ductile"]
 
@@ -30,7 +32,6 @@ def ductile_command(*words: str) -> subprocess.CompletedProcess[str]:
         ["--version"],
         *([name, "--help"] for name in [*COMMANDS, *QUESTIONS]),
         ["status", "--run", "nowhere"],
-        ["check", "rl", "@", "good.toml"],
         ["rl", "@", "good.toml", "--dry-run"],
         ["rl", "--no-such-key"],
     ],
@@ -38,23 +39,26 @@ def ductile_command(*words: str) -> subprocess.CompletedProcess[str]:
 )
 def test_answers_without_torch(words: list[str]) -> None:
     """Also without what else is slow to import and that an answer does not need."""
+    imported = imported_by(*words)
+    assert "ductile.cli" in imported
+    assert imported & {*HEAVY, "numpy", "rich.console", "asyncio", "tokenizers"} == set()
+
+
+def test_check_reads_what_the_config_names_without_torch() -> None:
+    """It prepares the run as the run would: with the tokenizer and the task, and without a slot."""
+    imported = imported_by("check", "rl", "@", "good.toml")
+    assert "ductile.loop.compose" in imported
+    assert imported & HEAVY == set()
+
+
+HEAVY = frozenset({"torch", "transformers", "fastapi", "zmq", "reasoning_gym"})
+
+
+def imported_by(*words: str) -> set[str]:
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "ductile", *words], capture_output=True, text=True, timeout=60
     )
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    assert "ductile.cli" in imported
-    slow = {
-        "torch",
-        "transformers",
-        "numpy",
-        "rich.console",
-        "fastapi",
-        "zmq",
-        "asyncio",
-        "reasoning_gym",
-        "tokenizers",
-    }
-    assert imported & slow == set()
+    return {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
 
 
 def test_overview_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,6 +159,63 @@ def test_check_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     url = "http://127.0.0.1:8000/v1"
     assert main(["check", "orchestrator", "--model.name", "model", *task, "--client.base-url", url]) == 0
     assert "http://127.0.0.1:<a free port>/v1" in capsys.readouterr().out
+
+
+def _truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+TASK = ["--task.type", "builtin", "--task.name", "addition", "--client.base-url", "http://127.0.0.1:9/v1"]
+MINE = "--orchestrator.advantage.type custom --orchestrator.advantage.import-path"
+# What a command would refuse at its start, once the config itself is good: how the folder is spoiled, words, sentence.
+REFUSED_AT_THE_START: list[tuple[Callable[[], object], list[str], str]] = [
+    (lambda: Path("model/tokenizer.json").write_text("{}"), ["rl", "@", "good.toml"], "tokenizer.json cannot be read"),
+    (lambda: Path("model/tokenizer.json").write_text("{}"), ["sft", "@", "sft.toml"], "tokenizer.json cannot be read"),
+    (
+        lambda: Path("model/tokenizer.json").write_text("{}"),
+        ["inference", "--model.name", "model"],
+        "tokenizer.json cannot be read",
+    ),
+    (
+        lambda: Path("model/tokenizer.json").write_text("{}"),
+        ["orchestrator", "--model.name", "model", *TASK],
+        "tokenizer.json cannot be read",
+    ),
+    (lambda: _truncate(Path("model/model.safetensors")), ["rl", "@", "good.toml"], "is not a whole safetensors file"),
+    (
+        lambda: _truncate(Path("model/model.safetensors")),
+        ["trainer", "--model.name", "model", "--data.fake", "--max-steps", "1"],
+        "is not a whole safetensors file",
+    ),
+    (
+        lambda: Path("model/config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": 3})),
+        ["inference", "--model.name", "model"],
+        "do not have model.layers.2.input_layernorm.weight, which config.json calls for",
+    ),
+    (
+        lambda: Path("model/config.json").write_text(json.dumps(MODEL | {"intermediate_size": 48})),
+        ["sft", "@", "sft.toml"],
+        "has shape [64, 32], and config.json calls for [48, 32]",
+    ),
+    (lambda: None, ["rl", "@", "good.toml", "--orchestrator.task.name", "additoin"], 'no built-in task "additoin"'),
+    (lambda: None, ["rl", "@", "good.toml", "--ckpt.resume-step", "7"], "has no complete checkpoint of step 7"),
+    (lambda: None, ["sft", "@", "sft.toml", "--ckpt.resume-step", "7"], "has no complete checkpoint of step 7"),
+    (lambda: Path("data.jsonl").write_text("{}\n"), ["sft", "@", "sft.toml"], "data.jsonl:1: has neither messages"),
+    (
+        lambda: Path("mine.py").write_text(""),
+        ["rl", "@", "good.toml", *MINE.split(), "mine.py:f"],
+        "names 'f', which mine.py does not define",
+    ),
+]
+
+
+@pytest.mark.parametrize(("spoil", "words", "said"), REFUSED_AT_THE_START, ids=lambda value: str(value)[-40:])
+def test_check_finds_what_the_start_would_refuse(
+    spoil: Callable[[], object], words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil()
+    assert main(["check", *words]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_dry_run_writes_what_can_be_run_again(capsys: pytest.CaptureFixture[str]) -> None:

@@ -186,7 +186,12 @@ def _check(words: list[str]) -> int:
     if parsed is None:
         return BAD_CONFIG
     from ductile.config.summary import summary
+    from ductile.launch.rehearse import complaint
 
+    what = complaint(parsed.config)
+    if what:
+        print(f"ductile check: {what.rstrip('.')}.", file=sys.stderr)
+        return BAD_CONFIG
     print(summary(parsed, command.name))
     return 0
 

@@ -14,14 +14,18 @@
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import shlex
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ductile.cli import main
+from ductile.core.layout.parameters import parameters
+from ductile.core.layout.spec import spec_from_hf
 
 FILE = Path(__file__).with_name("wrong_configs.txt")
 
@@ -56,6 +60,25 @@ MODEL = {
 }
 
 
+TOKENIZER = {
+    "version": "1.0",
+    "added_tokens": [],
+    "model": {"type": "WordLevel", "vocab": {"<end>": 0, "?": 1}, "unk_token": "?"},
+}
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def weights(config: dict[str, Any]) -> bytes:
+    """A whole safetensors file of the model, all zeros."""
+    header: dict[str, Any] = {}
+    end = 0
+    for part in (part for parameter in parameters(spec_from_hf(config)) for part in parameter.parts):
+        start, end = end, end + 2 * math.prod(part.shape)
+        header[part.name] = {"dtype": "BF16", "shape": part.shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(end)
+
+
 @dataclass(frozen=True)
 class Story:
     title: str
@@ -83,8 +106,9 @@ def furnish(folder: Path) -> None:
     """What every story finds: a good model, good data, good configs."""
     (folder / "model").mkdir()
     (folder / "model/config.json").write_text(json.dumps(MODEL))
-    (folder / "model/tokenizer.json").write_text("{}")
-    (folder / "model/model.safetensors").write_text("")
+    (folder / "model/tokenizer.json").write_text(json.dumps(TOKENIZER))
+    (folder / "model/tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>", "chat_template": TEMPLATE}))
+    (folder / "model/model.safetensors").write_bytes(weights(MODEL))
     (folder / "data.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n')
     (folder / "good.toml").write_text(GOOD)
     (folder / "sft.toml").write_text(GOOD_SFT)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import ductile.config
-from ductile.config.imports import ImportPathError, import_object
+from ductile.config.imports import ImportPathError, import_object, unfit
 
 
 def test_a_module_beside_the_command_is_found_as_the_cli_starts_it(tmp_path):
@@ -47,3 +47,26 @@ def test_modules_of_config_import_each_other_in_one_direction() -> None:
         names = {node.module.removeprefix("ductile.config.") for node in imports if node.module}
         graph[file.stem] = names - {""}
     assert len(list(TopologicalSorter(graph).static_order())) > len(graph)  # raises CycleError, which names the cycle
+
+
+UNFIT = [
+    ("mine.py:reward", ""),
+    ("mine.py:helper", ""),
+    ("mine.py:rewards", "names 'rewards', which mine.py does not define. Did you mean reward?"),
+    ("broken.py:reward", "cannot be imported: broken.py, line 1: "),
+    ("gone.py:reward", "names a file that is not there (looked for "),
+    ("json.dumps", ""),
+    ("beside.anything", ""),
+    ("no_such_package.thing", "cannot be imported: there is no module no_such_package"),
+    ("reward", "is not an import path: write package.module.name or file.py:name"),
+]
+
+
+@pytest.mark.parametrize(("path", "said"), UNFIT)
+def test_what_cannot_be_imported_is_found_without_running_it(path, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("raise SystemExit\nfrom os import path as helper\ndef reward(): ...\n")
+    (tmp_path / "broken.py").write_text("def reward(:\n")
+    (tmp_path / "beside.py").write_text("raise SystemExit\n")
+    found = unfit(path)
+    assert found.startswith(said) if said else found == ""

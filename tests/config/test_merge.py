@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from ductile.config.errors import ConfigError
 from ductile.config.flags import read
 from ductile.config.parse import parse
-from ductile.config.run import OrchestratorRunConfig, RLConfig, SFTConfig
+from ductile.config.run import OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.schema import value_at
+from ductile.config.section import Section
 from tests.config.stories import furnish
 
 
@@ -165,3 +167,43 @@ def test_every_value_knows_where_it_came_from() -> None:
         ("seed",): "command line",
     }
     assert {path: str(draft.origin(path)) for path in where} == where
+
+
+def test_a_flag_switches_a_union_over_a_file_with_the_other_variant_s_keys() -> None:
+    parsed = parse(SFTConfig, ["@", "sft.toml", *["--data.type", "fake", "--data.length", "variable", "--bench"]])
+    assert parsed.config.data.model_dump(include={"type", "length"}) == {"type": "fake", "length": "variable"}
+    assert 'data.path is left out: data.type = "fake" (command line) has no such key' in parsed.notices
+
+
+def test_a_later_file_switches_a_union_and_what_both_variants_have_stays() -> None:
+    Path("adamw.toml").write_text("[trainer.optim]\nlr = 0.5\nbetas1 = 0.8\neps = 1e-6\n")
+    Path("sgd.toml").write_text('[trainer.optim]\ntype = "sgd"\nmomentum = 0.5\n')
+    parsed = parse(RLConfig, ["@", "good.toml", "@", "adamw.toml", "@", "sgd.toml"])
+    optim = parsed.config.trainer.optim.model_dump(include={"type", "lr", "momentum"})
+    assert optim == {"type": "sgd", "lr": 0.5, "momentum": 0.5}
+    said = 'trainer.optim.betas1 and trainer.optim.eps are left out: trainer.optim.type = "sgd" (sgd.toml:2)'
+    assert parsed.notices == (f"{said} has no such key",)
+
+
+def test_keys_of_another_variant_from_the_same_source_as_the_type_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r'belongs to --data.type = "sft", not to "fake"'):
+        parse(SFTConfig, ["@", "sft.toml", "--data.type", "fake", "--data.shuffle"])
+
+
+def test_a_bench_of_sft_needs_no_data() -> None:
+    assert parse(SFTConfig, ["--model.name", "model", "--bench"]).config.bench is not None
+    with pytest.raises(ConfigError, match=r"data\.path"):
+        parse(SFTConfig, ["--model.name", "model"])
+
+
+BENCHES: list[tuple[type[Section], str]] = [
+    (RLConfig, "@ good.toml"),
+    (SFTConfig, "@ sft.toml"),
+    (TrainerRunConfig, "--model.name model --data.fake --max-steps 10"),
+]
+
+
+@pytest.mark.parametrize(("root", "flags"), BENCHES)
+def test_a_bench_takes_its_own_number_of_steps_and_says_so(root: type[Section], flags: str) -> None:
+    said = "max_steps has no effect here: --bench takes bench.steps = 3"
+    assert said in parse(root, [*flags.split(), "--bench.steps", "3"]).notices

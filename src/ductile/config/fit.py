@@ -1,15 +1,16 @@
 """Fit given values to the tree: fill in what is understood, and say what does not fit.
 
 Understood without being said: the text "None", a table without a `type` (it takes the default's), an empty table in
-YAML, a table written as JSON text. What remains, the kind and the bounds of each value, is pydantic's to judge
-(`judge.py`).
+YAML, a table written as JSON text. A `type` from a later source than keys of another variant (a flag over a file)
+switches the variant, and leaves those keys out with a notice. What remains, the kind and the bounds of each value, is
+pydantic's to judge (`judge.py`).
 """
 
 import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from ductile.config.errors import Problem, about, did_you_mean, flag, show
+from ductile.config.errors import Problem, about, did_you_mean, dotted, flag, listed, show
 from ductile.config.provenance import Draft, Path, as_table
 from ductile.config.schema import Key, find, keys
 from ductile.config.section import Section
@@ -24,6 +25,7 @@ class Fit:
     problems: list[Problem] = field(default_factory=list[Problem])
     rejected: list[Path] = field(default_factory=list[Path])
     """Keys that have a problem already; checks across sections do not speak of them again."""
+    notices: list[str] = field(default_factory=list[str])
 
 
 def fit(root: type[Section], draft: Draft) -> Fit:
@@ -37,8 +39,16 @@ def _table(
 ) -> dict[str, Any]:
     known = keys(section)
     fitted: dict[str, Any] = {}
+    left_behind = _left_behind(root, section, given, path, draft)
+    if left_behind:
+        names, chosen = listed([dotted((*path, name)) for name in left_behind]), draft.origin((*path, "type"))
+        verb = "is" if len(left_behind) == 1 else "are"
+        kind = f"{dotted((*path, 'type'))} = {show(given['type'])}"
+        result.notices.append(f"{names} {verb} left out: {kind} ({chosen}) has no such key")
     for name, value in given.items():
         here = (*path, name)
+        if name in left_behind:
+            continue
         if name in known:
             fits, fitted_value = _value(root, known[name], value, here, draft, result)
             if fits:
@@ -47,6 +57,24 @@ def _table(
             result.problems.append(_unknown(root, section, here, value, draft))
             result.rejected.append(here)
     return fitted
+
+
+def _left_behind(
+    root: type[Section], section: type[Section], given: dict[str, Any], path: Path, draft: Draft
+) -> list[str]:
+    """Keys of other variants, from earlier sources than the `type` that chose this one."""
+    at = (*path, "type")
+    if not draft.has(at):
+        return []
+    others = {
+        name
+        for union in (key for key in find(root, path) if key.is_union and section in key.variants)
+        for variant in union.variants
+        for name in keys(variant)
+    }
+    chosen = draft.origin(at).layer
+    foreign = [name for name in given if name in others and name not in keys(section)]
+    return [name for name in foreign if draft.origin((*path, name)).layer < chosen]
 
 
 def _value(root: type[Section], key: Key, value: Any, path: Path, draft: Draft, result: Fit) -> tuple[bool, Any]:

@@ -3,13 +3,20 @@
 Packages are found in the folder where the command was started, too, as they are by `python -m`.
 """
 
+import ast
 import importlib
 import importlib.util
 import os
+import re
 import sys
+from difflib import get_close_matches
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
+_IN_FILE = re.compile(r"(.+\.py):[A-Za-z_]\w*")
 
 
 class ImportPathError(Exception):
@@ -24,11 +31,53 @@ def import_object(import_path: str) -> Any:
     separator = ":" if ":" in import_path else "."
     source, _, attribute = import_path.rpartition(separator)
     if not source or not attribute:
-        raise ImportPathError(f"{import_path!r} is no import path; write package.module.name or file.py:name")
+        raise ImportPathError(f"{import_path!r} is not an import path; write package.module.name or file.py:name")
     module = _load_file(Path(source), import_path) if source.endswith(".py") else _load_module(source, import_path)
     if attribute not in vars(module):
         raise ImportPathError(f"{import_path!r}: {source} has no {attribute!r}")
     return vars(module)[attribute]
+
+
+def unfit(import_path: str) -> str:
+    """What keeps `import_path` from being imported, as far as can be seen without running it; "" when nothing does.
+
+    A file is parsed, and should define the name somewhere. Of a package only the outermost is looked for.
+    """
+    if _IN_FILE.fullmatch(import_path):
+        file, _, attribute = import_path.rpartition(":")
+        return _unfit_file(Path(file), attribute)
+    if _DOTTED.fullmatch(import_path) is None:
+        return "is not an import path: write package.module.name or file.py:name"
+    package = re.split(r"[.:]", import_path)[0]
+    if package not in sys.modules and PathFinder.find_spec(package, [os.getcwd(), *sys.path]) is None:
+        return f"cannot be imported: there is no module {package}, neither installed nor in {os.getcwd()}"
+    return ""
+
+
+def _unfit_file(file: Path, attribute: str) -> str:
+    if not file.is_file():
+        return f"names a file that is not there (looked for {file.absolute()})"
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        return f"cannot be imported: {file}{line}: {error.msg if isinstance(error, SyntaxError) else error}"
+    names = {name for node in ast.walk(tree) for name in _defined(node)}
+    if attribute in names or "*" in names:
+        return ""
+    near = get_close_matches(attribute, names, n=1)
+    return f"names {attribute!r}, which {file} does not define." + (f" Did you mean {near[0]}?" if near else "")
+
+
+def _defined(node: ast.AST) -> list[str]:
+    """The names that a statement gives; "*" for those that cannot be seen."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        return [node.id]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [(alias.asname or alias.name).partition(".")[0] for alias in node.names]
+    return []
 
 
 def _load_module(name: str, import_path: str) -> ModuleType:

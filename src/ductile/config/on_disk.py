@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from ductile.config.finding import Finding
+from ductile.config.imports import unfit
 from ductile.config.orchestrator import ImportTask, JsonlTask, TaskConfig
 from ductile.config.run import JsonlData, SFTData
 from ductile.core.layout.spec import ModelSpec, SpecError, spec_from_hf
-
-_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
-_IN_FILE = re.compile(r"(.+\.py):[A-Za-z_]\w*")
 
 
 def read_spec(name: str | None) -> ModelSpec | None:
@@ -38,7 +36,9 @@ def model_findings(
     if not folder.is_dir():
         hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not name.startswith(".")
         hint = f". For a model of the Hugging Face hub: hf download {name} --local-dir {folder.name}" if hub else ""
-        what = "is a file, not a model folder" if folder.exists() else f"is no folder (looked for {folder.absolute()})"
+        what = (
+            "is a file, not a model folder" if folder.exists() else f"does not exist (looked for {folder.absolute()})"
+        )
         yield Finding((key,), what + hint)
         return
     try:
@@ -88,27 +88,24 @@ def data_findings(data: SFTData) -> Iterator[Finding]:
 def task_findings(task: TaskConfig, at: str) -> Iterator[Finding]:
     if isinstance(task, JsonlTask):
         yield from file_findings(f"{at}.path", task.path)
-        yield from _import_findings(f"{at}.reward", task.reward)
+        yield from import_findings(f"{at}.reward", task.reward)
     elif isinstance(task, ImportTask):
-        yield from _import_findings(f"{at}.import_path", task.import_path)
+        yield from import_findings(f"{at}.import_path", task.import_path)
 
 
 def file_findings(key: str, name: str) -> Iterator[Finding]:
     path = Path(name)
     if not path.is_file():
-        what = "is a folder, not a file" if path.is_dir() else f"is no file (looked for {path.absolute()})"
+        what = "is a folder, not a file" if path.is_dir() else f"does not exist (looked for {path.absolute()})"
         yield Finding((key,), what)
     elif path.stat().st_size == 0:
         yield Finding((key,), "is an empty file")
 
 
-def _import_findings(key: str, name: str) -> Iterator[Finding]:
-    in_file = _IN_FILE.fullmatch(name)
-    if in_file is not None:
-        if not Path(in_file[1]).is_file():
-            yield Finding((key,), f"names a file that is not there (looked for {Path(in_file[1]).absolute()})")
-    elif _DOTTED.fullmatch(name) is None:
-        yield Finding((key,), "is no import path: write package.module.name or file.py:name")
+def import_findings(key: str, import_path: str) -> Iterator[Finding]:
+    """What keeps code that the config names from being imported, without running it."""
+    if what := unfit(import_path):
+        yield Finding((key,), what)
 
 
 def output_findings(

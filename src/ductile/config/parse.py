@@ -42,14 +42,15 @@ def parse(root: type[S], argv: Sequence[str]) -> Parsed[S]:
     """
     given = read(root, argv)
     sharing = share(root, given.draft)
-    config, problems = judge(root, fit(root, sharing.draft), sharing.draft)
+    fitted = fit(root, sharing.draft)
+    config, problems = judge(root, fitted, sharing.draft)
     problems = [*given.problems, *sharing.problems, *_at_their_source(problems, sharing)]
     if not given.all_read:
         problems = [problem for problem in problems if problem.value is not None or problem.origin != DEFAULT]
     if problems or config is None:
         raise ConfigError(problems)
     config, derived = derive(cast(S, config))
-    notices = (*given.notices, *remarks(config))
+    notices = (*given.notices, *fitted.notices, *remarks(config))
     return Parsed(config, sharing.draft, notices, tuple(given.files), (*_shared(config, sharing), *derived))
 
 

@@ -12,17 +12,24 @@ from ductile.config.finding import Finding
 from ductile.config.generation import generator_findings, length_findings, sampling_findings, sampling_remarks
 from ductile.config.on_disk import (
     data_findings,
+    import_findings,
     model_findings,
     output_findings,
     read_spec,
     task_findings,
 )
 from ductile.config.orchestrator import BuiltinTask, OrchestratorConfig, ReasoningGymTask, TaskConfig
-from ductile.config.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
+from ductile.config.run import (
+    InferenceRunConfig,
+    OrchestratorRunConfig,
+    RLConfig,
+    SFTConfig,
+    TrainerRunConfig,
+)
 from ductile.config.scheduling import scheduling_findings
 from ductile.config.section import Section
 from ductile.config.slots import placement_of
-from ductile.config.trainer import LinearSchedule, SchedulerConfig, needs_reference
+from ductile.config.trainer import CustomLoss, LinearSchedule, LossConfig, SchedulerConfig, needs_reference
 from ductile.config.unread import unread_findings, unread_notes
 from ductile.core.cluster.placement import PlacementError, compact
 
@@ -51,7 +58,7 @@ def _of_command(config: Section) -> Iterator[Finding]:
 
 def remarks(config: Section) -> list[str]:
     """What is accepted, because configs of other systems or for other commands have it, and does nothing."""
-    said = list(unread_notes(config))
+    said = [*unread_notes(config), *_bench_notes(config)]
     if not isinstance(config, RLConfig):
         return said
     loss = config.trainer.loss
@@ -94,6 +101,7 @@ def _rl(config: RLConfig) -> Iterator[Finding]:
             f"names another server than this run's own (inference.server.port {inference.server.port}). Leave it out: "
             "`ductile rl` knows its generators",
         )
+    yield from _loss(trainer.loss, "trainer.")
     yield from _questions(orchestrator, "orchestrator.")
     yield from _lessons(orchestrator, "orchestrator.")
     yield from _evaluation(orchestrator, "orchestrator.")
@@ -122,7 +130,8 @@ def _sft(config: SFTConfig) -> Iterator[Finding]:
     yield from model_findings(
         "model.name", config.model.name, num_layers=debug.num_layers, random_init=debug.random_init
     )
-    yield from data_findings(config.data)
+    if config.bench is None:  # else the data is made up
+        yield from data_findings(config.data)
     if config.model.seq_len < config.data.seq_len:
         yield Finding(
             ("model.seq_len", "data.seq_len"),
@@ -145,6 +154,11 @@ def _trainer(config: TrainerRunConfig) -> Iterator[Finding]:
         yield Finding(("data.fake",), what)
     if config.max_steps is None and config.bench is None:
         yield Finding(("max_steps",), "is missing: write how many steps to take")
+    yield from _loss(config.loss, "")
+    if needs_reference(config.loss):
+        what = "compares with a reference model, and made-up data has no log-probs of one. Leave it out"
+        key = "needs_reference" if isinstance(config.loss, CustomLoss) else "kl_coef"
+        yield Finding((f"loss.{key}",), what)
     yield from _schedule(config.scheduler, config.max_steps if config.bench is None else None, "scheduler")
     yield from output_findings(config.output_dir, config.clean)
 
@@ -155,6 +169,9 @@ def _orchestrator_alone(config: OrchestratorRunConfig) -> Iterator[Finding]:
     yield from model_findings("model.name", config.model.name, needs_weights=False)
     if config.client.base_url is None:
         yield Finding(("client.base_url",), 'is missing: write the server to ask, such as "http://127.0.0.1:8000/v1"')
+    elif not config.client.base_url.startswith(("http://", "https://")):
+        what = 'must be the address of a server, with http:// or https://, such as "http://127.0.0.1:8000/v1"'
+        yield Finding(("client.base_url",), what)
     yield from _questions(config, "")
     yield from sampling_findings("sampling", config.sampling, read_spec(config.model.name))
     yield from output_findings(config.output_dir, config.clean)
@@ -173,6 +190,11 @@ def _inference_alone(config: InferenceRunConfig) -> Iterator[Finding]:
             ("server.host", "server.api_key"),
             "can be reached from other machines, so server.api_key must be set. Set it, or write 127.0.0.1",
         )
+
+
+def _loss(config: LossConfig, at: str) -> Iterator[Finding]:
+    if isinstance(config, CustomLoss):
+        yield from import_findings(f"{at}loss.import_path", config.import_path)
 
 
 def _questions(config: OrchestratorConfig, at: str) -> Iterator[Finding]:
@@ -216,6 +238,8 @@ def _lessons(config: OrchestratorConfig, at: str) -> Iterator[Finding]:
     if (config.advantage.type == "custom") != (config.advantage.import_path is not None):
         what = "is missing: write the function to call" if config.advantage.type == "custom" else "needs type custom"
         yield Finding((f"{at}advantage.import_path", f"{at}advantage.type"), what)
+    elif config.advantage.import_path is not None:
+        yield from import_findings(f"{at}advantage.import_path", config.advantage.import_path)
 
 
 def _evaluation(config: OrchestratorConfig, at: str) -> Iterator[Finding]:
@@ -247,6 +271,13 @@ def _schedule(config: SchedulerConfig, num_steps: int | None, at: str) -> Iterat
             if decay
             else f"must be at most {num_steps}, the optimizer steps of the run",
         )
+
+
+def _bench_notes(config: Section) -> Iterator[str]:
+    if not isinstance(config, RLConfig | SFTConfig | TrainerRunConfig | OrchestratorRunConfig):
+        return
+    if config.bench is not None and config.max_steps not in (None, config.bench.steps):
+        yield f"max_steps has no effect here: --bench takes bench.steps = {config.bench.steps}"
 
 
 def _bench(config: RLConfig | SFTConfig) -> Iterator[Finding]:

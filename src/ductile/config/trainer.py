@@ -197,6 +197,8 @@ class CheckpointConfig(Section):
 
 
 class BenchConfig(Section):
+    steps: int = Field(default=4, ge=2)
+    """Steps to take, whatever `max_steps` says. The first one warms up, and is not counted."""
     output_json: str | None = None
     """Write the figures here too."""
 

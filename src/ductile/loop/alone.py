@@ -15,7 +15,6 @@ from typing import Any
 from ductile.config.orchestrator import to_sampling
 from ductile.config.run import OrchestratorRunConfig
 from ductile.core.batch.rewards import too_many_failed
-from ductile.loop.compose import BENCH_STEPS
 from ductile.loop.episode import Episodes
 from ductile.loop.evaluate import RewardsFailed
 from ductile.loop.overlap import together
@@ -46,7 +45,7 @@ def prepare_alone(config: OrchestratorRunConfig) -> PreparedAlone:
     assert config.task is not None, "preflight asks for a task"
     task = build_task(config.task)
     one_epoch = max(1, len(task) * config.rollouts_per_example // config.batch_size)
-    max_steps = BENCH_STEPS if config.bench else config.max_steps or one_epoch
+    max_steps = config.bench.steps if config.bench else config.max_steps or one_epoch
     return PreparedAlone(config, Tokenizer.from_folder(str(config.model.name)), task, max_steps)
 
 

@@ -39,9 +39,6 @@ from ductile.tasks.prompts import ExampleOrder, Prompts, split
 from ductile.tasks.task import TaskError
 from ductile.tasks.tokenizer import Tokenizer
 
-BENCH_STEPS = 4
-"""The first one warms up."""
-
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -97,7 +94,7 @@ def prepare(config: RLConfig) -> Prepared:
     groups_per_step = orchestrator.batch_size // orchestrator.rollouts_per_example
     one_epoch = max(1, len(train_examples) // groups_per_step)
     given = config.max_steps or config.trainer.max_steps or orchestrator.max_steps
-    max_steps = BENCH_STEPS if bench else given or one_epoch
+    max_steps = config.bench.steps if config.bench else given or one_epoch
     plan = Plan(
         max_steps=max_steps,
         groups_per_step=groups_per_step,

@@ -15,7 +15,6 @@ from typing import Any
 from ductile.config.run import FakeData, SFTConfig, TrainerRunConfig
 from ductile.config.trainer import SFTLoss, TrainerConfig, normalisation
 from ductile.core.batch import normalise
-from ductile.loop.compose import BENCH_STEPS
 from ductile.loop.ending import saved_in_the_end
 from ductile.loop.overlap import undisturbed
 from ductile.loop.progress import Checkpoints, Progress
@@ -66,7 +65,7 @@ def prepare_sft(config: SFTConfig) -> PreparedBatches:
             f"{len(read.samples)} samples from {data.path}; {read.num_cut} were cut to {data.seq_len} tokens, "
             f"{read.num_skipped} had no answer within them and are skipped."
         )
-    max_steps = BENCH_STEPS if bench else config.max_steps or one_epoch
+    max_steps = config.bench.steps if config.bench else config.max_steps or one_epoch
     checkpoints = None if bench else Checkpoints(Path(config.output_dir) / "state", config.ckpt.keep_last)
     resume_step = None
     if checkpoints and config.ckpt.resume_step is not None:
@@ -113,7 +112,7 @@ def prepare_fake(config: TrainerRunConfig) -> PreparedBatches:
         )
         return normalise.weigh(samples, normalisation(config.loss))
 
-    max_steps = BENCH_STEPS if config.bench else config.max_steps or 1
+    max_steps = config.bench.steps if config.bench else config.max_steps or 1
     names = set(TrainerConfig.model_fields)
     trainer = TrainerConfig(**{name: value for name, value in config if name in names})
     return PreparedBatches(

@@ -1,6 +1,7 @@
 """TensorBoard and W&B as listeners of a run. Both are optional packages, imported only when asked for."""
 
 import importlib
+import importlib.util
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -58,11 +59,21 @@ class WandbSink:
         self._run.finish()
 
 
+def need(package: str) -> None:
+    """Raises SinkMissing when the package is not installed. Imports nothing."""
+    if importlib.util.find_spec(package) is None:
+        raise _missing(package, "there is no such package here")
+
+
 def _import(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise SinkMissing(
-            f"[{package}] is set, but the package {package} is not installed ({error}): "
-            f"pip install 'ductile[{package}]', or leave the table out"
-        ) from error
+        raise _missing(package, str(error)) from error
+
+
+def _missing(package: str, why: str) -> SinkMissing:
+    return SinkMissing(
+        f"[{package}] is set, but the package {package} is not installed ({why}): "
+        f"pip install 'ductile[{package}]', or leave the table out"
+    )
