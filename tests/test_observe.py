@@ -4,7 +4,9 @@ import sys
 
 import pytest
 
+from ductile.disk import DiskError
 from ductile.observe import Recorder, Stopwatch, read_jsonl
+from tests.full_disk import fill, small_disk
 
 
 class Watcher:
@@ -61,6 +63,45 @@ def test_a_cut_line_neither_hides_the_next_one_nor_breaks_reading(tmp_path):
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 3]
 
 
+@pytest.mark.parametrize(
+    "end",
+    ['{"kind": "decided", "sentence": "2 → 3"}\n'.encode()[:-8], b'{"x": "\xe2\x86', b"\0" * 512, b"17\n", b"null"],
+    ids=["half a line", "half a character", "a hole", "no object", "no object, cut"],
+)
+def test_a_journal_is_read_to_its_last_whole_line_and_continued(tmp_path, end):
+    """What a kill, a full disk or a power cut leaves."""
+    file = tmp_path / "events.jsonl"
+    file.write_bytes('{"kind": "a", "sentence": "→"}\n'.encode() + end)
+    assert [row["kind"] for row in read_jsonl(file)] == ["a"]
+    record = Recorder(tmp_path)
+    record.event("b", "Gone on.")
+    record.close()
+    assert [row["kind"] for row in read_jsonl(file)] == ["a", "b"]
+
+
+def test_lines_wait_for_a_full_disk(tmp_path):
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
+        record, watcher = Recorder(disk), Watcher()
+        record.listeners.append(watcher)
+        ballast = fill(disk)
+        for step in range(1, 4):
+            record.metrics(step, {"x": step})
+        assert read_jsonl(disk / "metrics.jsonl") == []
+        assert (disk / "metrics.jsonl").stat().st_size == 0
+        (told,) = watcher.events
+        assert told.sentence == (
+            f"{disk / 'metrics.jsonl'} cannot be written: No space left on device (0 B free). "
+            "Its lines wait in memory until it can be."
+        )
+        with pytest.raises(DiskError, match=r"summary.json cannot be written: No space left on device \(0 B free\)"):
+            record.summary({"steps": 3})
+        assert [path.name for path in disk.glob(".*")] == []
+        ballast.unlink()
+        record.metrics(4, {"x": 4})
+        record.close()
+        assert [row["step"] for row in read_jsonl(disk / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
 def test_a_line_may_hold_what_other_readers_take_for_a_line_s_end(tmp_path):
     record = Recorder(tmp_path)
     record.event("reward_error", "Scored 0: it said \u2028 and \x85.")
@@ -95,17 +136,22 @@ def test_a_watcher_that_fails_is_told_no_more_and_the_others_are(tmp_path):
     assert sorted(event.sentence for event in watcher.events) == sorted([*sentences, "Saved step 4."])
 
 
-def test_an_event_that_the_disk_has_no_room_for_ends_nothing_and_a_lost_row_says_where(tmp_path, capsys):
-    full = "/dev/full"
-    (tmp_path / "events.jsonl").symlink_to(full)
-    (tmp_path / "metrics.jsonl").symlink_to(full)
-    record = Recorder(tmp_path)
+def test_what_the_disk_has_no_room_for_ends_nothing_and_is_told(tmp_path, capsys):
+    for name in ("events.jsonl", "metrics.jsonl"):
+        (tmp_path / name).symlink_to("/dev/full")
+    record, watcher = Recorder(tmp_path), Watcher()
+    record.listeners.append(watcher)
     record.event("saved", "Saved step 3.")
     record.event("saved", "Saved step 4.")
-    with pytest.raises(OSError, match=r"No space left on device: '.*metrics.jsonl'"):
-        record.metrics(3, {"loss": 0.5})
+    record.metrics(3, {"loss": 0.5})
     record.close()
-    assert capsys.readouterr().err == "ductile: events.jsonl cannot be written: No space left on device\n"
+    told = [event.sentence for event in watcher.events if event.kind == "journal_unwritable"]
+    assert len(told) == 2
+    assert told[0].startswith(f"{tmp_path / 'events.jsonl'} cannot be written: No space left on device (")
+    assert capsys.readouterr().err.splitlines() == [
+        f"ductile: {tmp_path / 'events.jsonl'} cannot be written, and its last 2 lines are lost",
+        f"ductile: {tmp_path / 'metrics.jsonl'} cannot be written, and its last line is lost",
+    ]
 
 
 def test_rewind_keeps_what_the_checkpoint_knows(tmp_path):

@@ -5,10 +5,10 @@
     summary.json    the run in a dozen numbers, written at its end
 
 `Recorder` writes them; whoever wants to watch (the live view, TensorBoard, W&B) is a `Listener` of it. A line is
-flushed when it is written: after a kill -9 the files tell everything up to that moment.
+with the kernel when it is written: after a kill -9 the files tell everything up to that moment.
 
 Watching never ends a run: half a character is written as its escape, a listener that raises is not told again, and
-an event that the disk has no room for is left out.
+what the disk has no room for waits in memory until it has.
 """
 
 import json
@@ -21,7 +21,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, cast
+
+from ductile.disk import named, write_whole
 
 HALF_CHARACTERS = "backslashreplace"
 """How a lone surrogate is written: half an emoji, which a policy may sample. In a JSON string this is its escape."""
@@ -57,27 +59,18 @@ class Recorder:
         self.listeners: list[Listener] = []
         self.last_step: int | None = None
         """The latest step that was told of in this life."""
-        self._complained = False
         folder.mkdir(parents=True, exist_ok=True)
-        self._events = _open_to_append(folder / "events.jsonl")
-        self._metrics = _open_to_append(folder / "metrics.jsonl")
+        self._events = _Journal(folder / "events.jsonl", self._unwritable)
+        self._metrics = _Journal(folder / "metrics.jsonl", self._unwritable)
 
     def event(self, kind: str, sentence: str, **fields: Any) -> None:
         event = Event(self.clock(), kind, _whole(sentence), fields)
-        row = {"time": round(event.time_s, 3), "kind": kind, "sentence": event.sentence, **fields}
-        try:
-            _write_line(self._events, row)
-        except OSError as error:  # the run has lost a line, and must not lose a step for it
-            self._complain(f"events.jsonl cannot be written: {error.strerror}")
+        self._events.append({"time": round(event.time_s, 3), "kind": kind, "sentence": event.sentence, **fields})
         self._tell(lambda listener: listener.on_event(event))
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Raises OSError, with the file's name, when the row cannot be written: a run without its curve is none."""
         self.last_step = step
-        try:
-            _write_line(self._metrics, {"step": step, "time": round(self.clock(), 3), **values})
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, self._metrics.name) from error
+        self._metrics.append({"step": step, "time": round(self.clock(), 3), **values})
         self._tell(lambda listener: listener.on_metrics(step, values))
 
     def rewind(self, last_step: int) -> int:
@@ -86,8 +79,8 @@ class Recorder:
         rows = read_jsonl(file)
         kept = [row for row in rows if row["step"] <= last_step]
         self._metrics.close()
-        write_text(file, "".join(_line(row) for row in kept))
-        self._metrics = _open_to_append(file)
+        write_whole(file, "".join(_line(row) for row in kept))
+        self._metrics = _Journal(file, self._unwritable)
         return len(rows) - len(kept)
 
     def summary(self, values: Mapping[str, Any]) -> None:
@@ -95,11 +88,10 @@ class Recorder:
 
     def close(self) -> None:
         self._tell(lambda listener: listener.close())
-        for stream in (self._events, self._metrics):
-            try:
-                stream.close()
-            except OSError as error:  # what a full disk did not take is still in its buffer
-                self._complain(f"{stream.name} is not whole: {error.strerror}")
+        for journal in (self._events, self._metrics):
+            if lost := journal.close():
+                with suppress(OSError):
+                    print(f"ductile: {lost}", file=sys.stderr)
 
     def _tell(self, tell: Callable[[Listener], None]) -> None:
         for listener in list(self.listeners):
@@ -112,12 +104,52 @@ class Recorder:
                 sentence = f"{type(listener).__name__} is not told of the run any more: {why}."
                 self.event("listener_failed", sentence, traceback=traceback.format_exc())
 
-    def _complain(self, sentence: str) -> None:
-        """Once, and on the terminal: the files are what there is to complain about."""
-        if not self._complained:
-            self._complained = True
+    def _unwritable(self, sentence: str) -> None:
+        event = Event(self.clock(), "journal_unwritable", sentence)
+        self._tell(lambda listener: listener.on_event(event))
+
+
+class _Journal:
+    """Lines at the end of a file, each whole or not there.
+
+    While the disk is full they wait in memory: what is trained and not yet saved is worth more than its metrics.
+    """
+
+    def __init__(self, file: Path, on_error: Callable[[str], None]) -> None:
+        """on_error: told, once, of a disk that takes no more. Raises OSError when the file cannot be opened."""
+        self._file, self._on_error = file, on_error
+        self._stream = file.open("ab", buffering=0)
+        self._waiting = b"" if _ends_whole(file) else b"\n"  # the next line must not be glued to one that a kill cut
+        self._is_told = False
+
+    def append(self, value: Mapping[str, Any]) -> None:
+        self._waiting += _line(value).encode(errors=HALF_CHARACTERS)
+        self._write()
+
+    def close(self) -> str:
+        """A sentence when lines are lost, because the disk is full to the end."""
+        if len(self._waiting) > 1:
+            self._write()
+        self._stream.close()
+        if not self._is_told:
+            return ""
+        num_lost = self._waiting.strip().count(b"\n") + 1
+        lines = "line is" if num_lost == 1 else f"{num_lost} lines are"
+        return f"{self._file} cannot be written, and its last {lines} lost"
+
+    def _write(self) -> None:
+        end, written = self._stream.seek(0, os.SEEK_END), 0
+        try:
+            while written < len(self._waiting):  # a disk that is nearly full takes a part
+                written += self._stream.write(self._waiting[written:])
+        except OSError as error:
             with suppress(OSError):
-                print(f"ductile: {sentence}", file=sys.stderr)
+                os.ftruncate(self._stream.fileno(), end)
+            if not self._is_told:
+                self._on_error(f"{named(error, self._file)}. Its lines wait in memory until it can be.")
+            self._is_told = True
+        else:
+            self._waiting, self._is_told = b"", False
 
 
 class Stopwatch:
@@ -153,40 +185,22 @@ def described(error: BaseException) -> str:
 
 
 def read_jsonl(file: Path) -> list[dict[str, Any]]:
-    """The file's objects. A last line that was cut off by a kill is left out."""
+    """The file's objects. Lines that a kill, a full disk or a power cut left half written are left out."""
     rows: list[dict[str, Any]] = []
     # Not splitlines(): a JSON string may hold U+2028 and its like, which are no line ends here.
-    for line in file.read_text(encoding="utf-8").split("\n") if file.exists() else []:
+    for line in file.read_bytes().split(b"\n") if file.exists() else []:
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
+            row = cast(object, json.loads(line))
+        except ValueError:  # half a line; UnicodeDecodeError, which it is, too: half a character
             continue
+        if isinstance(row, dict):
+            rows.append(cast(dict[str, Any], row))
     return rows
 
 
 def write_json(file: Path, value: Any) -> None:
-    write_text(file, json.dumps(_finite(value), indent=2, sort_keys=False) + "\n")
-
-
-def write_text(file: Path, text: str) -> None:
-    """Atomic: a reader sees the old content or the new, also after a power cut."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
-    with partial.open("w", encoding="utf-8", errors=HALF_CHARACTERS) as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(file)
-
-
-def _open_to_append(file: Path) -> TextIO:
-    stream = file.open("a+", encoding="utf-8", errors=HALF_CHARACTERS)
-    end = stream.seek(0, os.SEEK_END)
-    if end:
-        # A kill may have cut the last line; the next one must not be glued to it.
-        stream.seek(end - 1)
-        if stream.read(1) != "\n":
-            stream.write("\n")
-    return stream
+    """As `ductile.disk.write_whole`."""
+    write_whole(file, json.dumps(_finite(value), indent=2, sort_keys=False) + "\n")
 
 
 def _whole(text: str) -> str:
@@ -194,9 +208,11 @@ def _whole(text: str) -> str:
     return text.encode(errors=HALF_CHARACTERS).decode()
 
 
-def _write_line(stream: TextIO, value: Mapping[str, Any]) -> None:
-    stream.write(_line(value))
-    stream.flush()
+def _ends_whole(file: Path) -> bool:
+    with file.open("rb") as stream:
+        end = stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, end - 1))
+        return stream.read(1) in (b"", b"\n")
 
 
 def _line(value: Mapping[str, Any]) -> str:

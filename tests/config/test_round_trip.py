@@ -41,7 +41,7 @@ def sections(section: type[Section]) -> st.SearchStrategy[dict[str, Any]]:
 def values(annotation: Any, marks: list[Any]) -> st.SearchStrategy[Any]:
     origin, inside = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return values(inside[0], marks)
+        return values(inside[0], [*marks, *inside[1:]])
     if origin is Union or origin is types.UnionType:
         return st.one_of([values(option, marks) for option in inside])
     if origin is Literal:

@@ -13,7 +13,7 @@ from ductile.config.cluster import ClusterConfig
 from ductile.launch.local import FREED_MEMORY_STAYS, LocalCluster
 from ductile.launch.processes import Process, ProcessServer, StartFailed
 from ductile.records import GenerateRequest, Sampling
-from ductile.roles import SlotLost
+from ductile.roles import Refused, SlotLost
 from ductile.wire.messages import Generate, Hold, OptimStep, Ping
 from tests.launch.processes import is_running
 from tests.slot.echo import ECHO
@@ -48,6 +48,29 @@ def test_a_killed_slot_is_told_in_a_sentence_and_fails_what_was_asked(tmp_path: 
             await mailbox.ask(0, Ping(), 10)
             pids = [process.pid for process in cluster.processes.values()]
         assert_gone(pids)
+
+    run(story())
+
+
+def test_a_slot_whose_log_is_on_a_full_disk_lives_on_and_says_what_is_wrong(tmp_path: Path):
+    async def story():
+        (tmp_path / "slot_0.log").symlink_to("/dev/full")
+        async with LocalCluster([0], CPU, tmp_path, ECHO) as cluster:
+            with pytest.raises(Refused, match="does not hold the role"):
+                await cluster.mailbox.ask(0, OptimStep(1.0), 10)
+            await cluster.mailbox.ask(0, Ping(), 10)
+
+    run(story())
+
+
+def test_a_process_whose_log_is_on_a_full_disk_says_why_it_ended(tmp_path: Path):
+    async def story():
+        server = ProcessServer(tmp_path / "log", {}, lambda process: None)
+        await server.start(["ductile.slot.store"], 30)
+        process = await server.fork("store", "ductile.slot.store:no_such_thing", {}, Path("/dev/full"))
+        await asyncio.wait_for(process.ended.wait(), 10)
+        assert process.ending == "ended with exit code 1 (KeyError: 'no_such_thing')"
+        await server.stop(5)
 
     run(story())
 

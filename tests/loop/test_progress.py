@@ -1,16 +1,21 @@
 import asyncio
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
+from ductile.config.trainer import CheckpointConfig
+from ductile.disk import DiskError
 from ductile.loop.progress import CheckpointError, Checkpoints, Progress
-from ductile.loop.saving import Saver
+from ductile.loop.saving import Saver, is_time, where_to_begin
 from ductile.observe import Recorder, read_jsonl
+from ductile.roles import Refused
 from ductile.tasks.prompts import PromptPosition
 from tests.loop.doubles import read, write
 
@@ -52,17 +57,76 @@ def test_what_is_not_complete_is_not_there(tmp_path):
     (tmp_path / "step_9_copy").mkdir()
     assert checkpoints.steps() == [1]
     assert checkpoints.find(-1) == 1
+    assert checkpoints.damaged() == {
+        2: "complete.json is missing",
+        3: "trainer/shard has 3 bytes of 7",
+        4: "trainer/shard is missing",
+    }
+
+
+def test_what_is_damaged_is_set_aside_and_never_deleted(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    for step in (1, 2, 3):
+        save(Checkpoints(tmp_path, keep_last=None), step)
+    for step in (2, 3):
+        (checkpoints.path(step) / "trainer" / "shard").unlink()
+    (tmp_path / "damaged_step_3").mkdir()
     checkpoints.begin(5)
-    checkpoints.sweep(last_step=1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_9_copy"]
+    said = checkpoints.tidy(last_step=1)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [
+        "damaged_step_2", "damaged_step_3", "damaged_step_3.2", "step_1",
+    ]  # fmt: skip
+    assert said[0] == (
+        f"The checkpoint of step 2 is not whole (trainer/shard is missing): it is {tmp_path / 'damaged_step_2'} now."
+    )
+    save(checkpoints, 6)
+    assert (tmp_path / "damaged_step_2" / "progress.json").exists()
+    assert checkpoints.steps() == [6]
 
 
-def test_sweep_forgets_the_future(tmp_path):
+def test_later_checkpoints_go_when_the_first_new_one_is_there(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep_last=None)
     for step in (1, 2, 3):
         save(checkpoints, step)
-    checkpoints.sweep(last_step=2)
+    checkpoints.tidy(last_step=2)
     assert checkpoints.steps() == [1, 2]
+    assert (tmp_path / "superseded_step_3" / "complete.json").exists()
+    save(checkpoints, 3, "anew")
+    assert checkpoints.steps() == [1, 2, 3]
+    assert not (tmp_path / "superseded_step_3").exists()
+
+
+def test_when_no_checkpoint_is_whole_the_run_does_not_start_anew(tmp_path):
+    """A backup without dot files leaves such checkpoints."""
+    checkpoints = Checkpoints(tmp_path / "state", keep_last=None)
+    for step in (2, 4):
+        save(checkpoints, step)
+        (checkpoints.path(step) / "trainer" / "shard").unlink()
+    for asked in (-1, 4):
+        with pytest.raises(CheckpointError, match="step_2 is not whole: trainer/shard is missing; step_4 is not whole"):
+            where_to_begin(checkpoints, asked, tmp_path / "model")
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["step_2", "step_4"]
+
+
+def test_a_model_whose_checkpoints_are_gone_is_not_replaced(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "state")
+    assert where_to_begin(checkpoints, -1, tmp_path / "model") == Progress()
+    (tmp_path / "model").mkdir()
+    with pytest.raises(CheckpointError, match="has no checkpoint to go on from, but"):
+        where_to_begin(checkpoints, -1, tmp_path / "model")
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
+def test_a_disk_that_does_not_answer_is_no_missing_file(tmp_path, monkeypatch, number):
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 2)
+
+    def fail(path, **kwargs):
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(Path, "stat", fail)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        checkpoints.find(-1)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +219,23 @@ def test_saver_and_resume(tmp_path):
     assert sentences[-1] == "Resumed after step 2; the metrics of 3 later steps are written anew."
 
 
-def test_a_failing_save_leaves_the_one_before(tmp_path):
+def test_what_cannot_be_loaded_costs_nothing(tmp_path):
+    class Other(Keeper):
+        async def load(self, path):
+            raise Refused("step_2 does not fit this model")
+
+    record, checkpoints = Recorder(tmp_path), Checkpoints(tmp_path / "state", keep_last=None)
+    for step in (2, 4):
+        record.metrics(step, {"loss": step})
+        save(checkpoints, step)
+    with pytest.raises(Refused):
+        asyncio.run(Saver(Other(), checkpoints, record, None).resume(Progress(2), asked=True))
+    record.close()
+    assert checkpoints.steps() == [2, 4]
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 2
+
+
+def test_a_failing_save_leaves_the_one_before_and_no_rubbish(tmp_path):
     class Full(Keeper):
         async def save(self, path):
             await super().save(path)
@@ -169,5 +249,58 @@ def test_a_failing_save_leaves_the_one_before(tmp_path):
     with pytest.raises(OSError, match="No space left"):
         asyncio.run(saver.save(Progress(2)))
     record.close()
-    assert Checkpoints(tmp_path / "state").find(-1) == 1
+    assert [path.name for path in (tmp_path / "state").iterdir()] == ["step_1"]
     assert json.loads((tmp_path / "state/step_1/complete.json").read_text())["step"] == 1
+
+
+def test_room_is_asked_for_before_anything_is_written(tmp_path, monkeypatch):
+    record, trainer = Recorder(tmp_path), Keeper()
+    checkpoints = Checkpoints(tmp_path / "state")
+    saver = Saver(trainer, checkpoints, record, tmp_path / "model")
+    asyncio.run(saver.save(Progress(1)))
+    monkeypatch.setattr("ductile.disk.free_bytes", lambda path: 100)
+    with pytest.raises(DiskError, match=r"No space left on device: the checkpoint of step 2 needs \d+ B, .* has 100 B"):
+        asyncio.run(saver.save(Progress(2)))
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["step_1"]
+    trainer.calls.clear()
+    asyncio.run(saver.save(Progress(1)))  # saved already: it is exported only
+    assert trainer.calls == [str(tmp_path / "model")]
+    record.close()
+
+
+@pytest.mark.parametrize(
+    ("since_s", "took_s", "due"),
+    [(599, 0, False), (600, 0, True), (600, 30, True), (600, 31, False), (619, 31, False), (621, 31, True)],
+)
+def test_by_itself_a_run_saves_every_ten_minutes_or_for_a_twentieth_of_its_time(since_s, took_s, due):
+    assert is_time(since_s, took_s) is due
+
+
+def test_when_a_save_is_due(tmp_path):
+    now = [0.0]
+
+    class Slow(Keeper):
+        async def save(self, path):
+            now[0] += 60.0
+            await super().save(path)
+
+    def saver(interval):
+        config = CheckpointConfig(interval=interval)
+        return Saver(Slow(), Checkpoints(tmp_path / "state"), record, None, config, clock=lambda: now[0])
+
+    record = Recorder(tmp_path)
+    auto, steps, never = saver("auto"), saver(4), saver(None)
+    now[0] = 599.0
+    assert [[s.is_due(step) for step in (3, 4)] for s in (auto, steps, never)] == [
+        [False] * 2,
+        [False, True],
+        [False] * 2,
+    ]
+    now[0] = 600.0
+    assert auto.is_due(3)
+    asyncio.run(auto.save(Progress(3)))
+    now[0] += 1199.0
+    assert not auto.is_due(4)
+    now[0] += 1.0
+    assert auto.is_due(4)
+    record.close()

@@ -1,9 +1,13 @@
 """A state knows no layout: what two ranks wrote, one and three read, bit for bit, and go on the same."""
 
+import io
+import os
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from ductile.config.trainer import AdamWConfig, SFTLoss, SGDConfig, TrainerConfig
 from ductile.fabric.groups import Groups
@@ -97,3 +101,59 @@ def test_half_a_state_and_a_strangers_state_are_refused(folder: Path, tmp_path: 
     theirs = settings.model_copy(update={"model": settings.model.model_copy(update={"name": str(other)})})
     (said,) = run_ranks(1, load_wrongly, theirs.model_dump(), str(path))
     assert f"{path} does not fit this model and optimizer" in said
+
+
+def save_on_a_full_disk(groups: Groups, members: tuple[int, ...], settings: dict, path: str) -> tuple[str, int]:
+    trainer = Trainer(TrainerConfig.model_validate(settings), Ranks(groups, Formation(members)))
+    with pytest.raises(StateError) as caught:
+        save_state(trainer, path)
+    step(trainer, trainer.ranks.rank)
+    return str(caught.value), trainer.step
+
+
+def test_a_full_disk_of_one_rank_is_named_on_all_and_they_train_on(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    path.mkdir()
+    (path / "__1_0.distcp").symlink_to("/dev/full")  # where the second rank writes
+    settings = TrainerConfig.model_validate({"model": {"name": str(folder)}, "loss": SFTLoss()})
+    for said, num_steps in run_ranks(2, save_on_a_full_disk, settings.model_dump(), str(path)):
+        assert said.startswith(f"{path} cannot be written: No space left on device (")
+        assert num_steps == 1
+
+
+class Stranger:
+    """Pickles as a call of a function of our own choice."""
+
+    def __init__(self, function: object, *arguments: object) -> None:
+        self.call = (function, arguments)
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return self.call
+
+
+@pytest.mark.parametrize("how", ["metadata", "bytes", "elsewhere"])
+def test_nothing_that_a_stranger_wrote_into_a_checkpoint_is_called(folder: Path, tmp_path: Path, how: str) -> None:
+    path, proof = tmp_path / "state", tmp_path / "proof"
+    settings = TrainerConfig.model_validate({"model": {"name": str(folder)}, "loss": SFTLoss()}).model_dump()
+    run_ranks(1, train_and_save, settings, str(path))
+    metadata = pickle.loads((path / ".metadata").read_bytes())  # noqa: S301 (our own)
+    if how == "metadata":
+        metadata.planner_data = Stranger(os.mkdir, str(proof))
+        reason = ".metadata names posix.mkdir, which no checkpoint needs"
+    elif how == "bytes":
+        stranger = io.BytesIO()
+        torch.save(Stranger(os.mkdir, str(proof)), stranger)
+        (index,) = (index for index in metadata.storage_data if index.fqn == "num_updates")
+        info = metadata.storage_data[index]
+        (path / "__9_0.distcp").write_bytes(stranger.getvalue())
+        metadata.storage_data[index] = type(info)("__9_0.distcp", 0, len(stranger.getvalue()))
+        metadata.state_dict_metadata["num_updates"] = BytesStorageMetadata()
+        reason = "BytesStorageMetadata, which no checkpoint needs"
+    else:
+        index, info = next(iter(metadata.storage_data.items()))
+        metadata.storage_data[index] = type(info)("../elsewhere", info.offset, info.length)
+        reason = ".metadata names the file ../elsewhere, which is not in its folder"
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    (said,) = run_ranks(1, load_wrongly, settings, str(path))
+    assert reason in said
+    assert not proof.exists()

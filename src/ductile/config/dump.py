@@ -5,7 +5,6 @@ a table of free names, or a list, with a null in it is written as JSON text. Sec
 """
 
 import json
-import os
 from pathlib import Path as FilePath
 from typing import Any, cast
 
@@ -15,6 +14,7 @@ from ductile.config.derive import without_derived
 from ductile.config.errors import SECRETS
 from ductile.config.schema import keys
 from ductile.config.section import Section
+from ductile.disk import write_whole
 
 ASKED_ONCE = frozenset({"dry_run", "clean"})
 
@@ -47,10 +47,8 @@ def write_resolved(config: Section, folder: str | FilePath, command: str) -> Fil
     """
     path = FilePath(folder) / "config.toml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".toml.partial")
     text = _toml(without_derived(to_table(config)))
-    partial.write_text(f"# Resolved by ductile. Run it again: ductile {command} @ {path}\n\n{text}")
-    os.replace(partial, path)
+    write_whole(path, f"# Resolved by ductile. Run it again: ductile {command} @ {path}\n\n{text}")
     return path
 
 

@@ -1,6 +1,7 @@
 """Files and folders that a config names: are they there, and are they what they should be? Reads headers, no data."""
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,9 +115,30 @@ def output_findings(
     """A run never writes over another one unasked. `clean` with `resume` is a contradiction of shared keys already."""
     folder = Path(output_dir)
     goes_on = resume or resume_step is not None
+    try:
+        found = _of_a_run(folder)
+    except OSError as error:
+        yield Finding(("output_dir",), f"cannot be looked into: {error.strerror} ({error.filename})")
+        return
     if clean and goes_on and not resume:
         yield Finding(("ckpt.resume_step", "clean"), "contradicts clean: it deletes what is to be resumed")
     elif folder.exists() and not folder.is_dir():
         yield Finding(("output_dir",), "is a file, not a folder")
-    elif (folder / "metrics.jsonl").exists() and not clean and not goes_on:
-        yield Finding(("output_dir",), "holds a run already: --resume goes on with it, --clean deletes it first")
+    elif found is not None and not clean and not goes_on:
+        what = f"holds a run already ({found}): --resume goes on with it, --clean deletes it first"
+        yield Finding(("output_dir",), what)
+
+
+def _of_a_run(folder: Path) -> Path | None:
+    """Something that a run has written into `folder`, and that another one would replace or go on with.
+
+    Raises OSError when that cannot be seen: a folder that is not read is not empty.
+    """
+    for name in ("metrics.jsonl", "model"):
+        if os.path.lexists(folder / name):
+            return folder / name
+    try:
+        states = sorted(path for path in (folder / "state").iterdir() if path.name.startswith("step_"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return states[0] if states else None

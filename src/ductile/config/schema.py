@@ -93,7 +93,7 @@ def walk(section: type[Section], path: tuple[str, ...] = ()) -> Iterator[tuple[t
 
 
 def _key(name: str, info: FieldInfo) -> Key:
-    metadata = list(info.metadata)
+    metadata = [*info.metadata, *_marks(info.annotation)]
     options = list(_options(info.annotation))
     optional = type(None) in options
     options = [option for option in options if option is not type(None)]
@@ -125,6 +125,15 @@ def _options(annotation: Any) -> Iterator[Any]:
             yield from _options(option)
     else:
         yield annotation
+
+
+def _marks(annotation: Any) -> Iterator[Any]:
+    """Of one option of several: `Ge(1)` of `Annotated[int, Ge(1)] | None`."""
+    if get_origin(annotation) is Annotated:
+        yield from get_args(annotation)[1:]
+    elif get_origin(annotation) in (Union, types.UnionType):
+        for option in get_args(annotation):
+            yield from _marks(option)
 
 
 def _shape(options: list[Any], sections: tuple[type[Section], ...]) -> Shape:

@@ -2,6 +2,7 @@
 
 from typing import Annotated, Literal
 
+from annotated_types import Ge
 from pydantic import Field
 
 from ductile.config.model import TrainerModelConfig
@@ -176,10 +177,11 @@ class WeightsCheckpointConfig(Section):
 
 
 class CheckpointConfig(Section):
-    interval: int | None = Field(default=None, ge=1)
-    """Save every n steps; a run always saves at its end and on Ctrl-C."""
+    interval: Annotated[int, Ge(1)] | Literal["auto"] | None = "auto"
+    """Save every n steps. "auto": every ten minutes, or less often, so that saving takes at most 5% of the time;
+    "None": only at the end and on Ctrl-C, when every run saves."""
     keep_last: int | None = Field(default=2, ge=1)
-    """Complete checkpoints to keep; "None" keeps all."""
+    """Complete checkpoints to keep; "None" keeps all. A save needs room for one more."""
     resume_step: int | None = Field(default=None, ge=-1)
     """Resume from this step; -1 is the latest complete one."""
     export_model: bool = True

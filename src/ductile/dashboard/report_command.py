@@ -22,14 +22,14 @@ def main(words: Sequence[str]) -> int:
     # Help answers at once: what reads and draws is loaded when there is something to draw.
     from ductile.dashboard.report import render
     from ductile.dashboard.story import NoStory, read_story
-    from ductile.observe import write_text
+    from ductile.disk import write_whole
 
     folder = Path(asked.run or asked.named)
     file = asked.output or folder / "report.html"
     try:
         story = read_story(folder)
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, render(story))
+        write_whole(file, render(story))
     except (NoStory, OSError, ValueError) as error:
         sentence = str(error).rstrip(".")
         print(f"ductile report: {sentence[:1].upper()}{sentence[1:]}.", file=sys.stderr)

@@ -28,7 +28,7 @@ from ductile.loop.loop import Loop, Plan
 from ductile.loop.progress import Checkpoints, Progress
 from ductile.loop.report import summarise_rl
 from ductile.loop.rollouts import Rollouts
-from ductile.loop.saving import Saver
+from ductile.loop.saving import Saver, where_to_begin
 from ductile.observe import Recorder, read_jsonl
 from ductile.records import Prompt
 from ductile.roles import Generators, Scorer, Task, Trainer
@@ -101,11 +101,10 @@ def prepare(config: RLConfig) -> Prepared:
         n_minibatches=orchestrator.n_minibatches,
         seq_len=config.trainer.model.seq_len,
         eval_interval=orchestrator.eval.interval,
-        save_interval=config.ckpt.interval,
         max_reward_error_share=orchestrator.max_reward_error_share,
     )
     checkpoints = Checkpoints(Path(config.output_dir) / "state", config.ckpt.keep_last)
-    resume_step = None if bench or config.ckpt.resume_step is None else checkpoints.find(config.ckpt.resume_step)
+    resume_step = None if bench else config.ckpt.resume_step
     return Prepared(
         config=config,
         plan=plan,
@@ -116,7 +115,7 @@ def prepare(config: RLConfig) -> Prepared:
         eval_prompts=eval_prompts,
         advantage=_advantage(orchestrator.advantage),
         checkpoints=checkpoints,
-        progress=Progress() if resume_step is None else checkpoints.load(resume_step),
+        progress=where_to_begin(checkpoints, resume_step, Path(config.output_dir) / "model"),
     )
 
 
@@ -147,8 +146,9 @@ async def run_circle(
     began_s = time.perf_counter() if began_s is None else began_s
     config, plan, progress = prepared.config, prepared.plan, prepared.progress
     model_folder = prepared.folder / "model" if config.ckpt.export_model and config.bench is None else None
-    saver = Saver(trainer, prepared.checkpoints, record, model_folder)
-    await saver.resume(progress, asked=config.ckpt.resume_step is not None)
+    saver = Saver(trainer, prepared.checkpoints, record, model_folder, config.ckpt)
+    if config.bench is None:
+        await saver.resume(progress, asked=config.ckpt.resume_step is not None)
     earlier_s = sum(row.get("step_s") or 0.0 for row in read_jsonl(record.folder / "metrics.jsonl"))
     async with _graders(prepared, record) as graders:
         episodes = Episodes(
@@ -187,6 +187,7 @@ async def run_circle(
             lessons=_lessons(prepared, scorer),
             evaluation=evaluation if prepared.eval_prompts else None,
             save=save,
+            save_due=saver.is_due,
             counts=lambda: {
                 "groups_dropped": float(buffer.num_dropped),
                 "reward_errors": float(graders.num_errors),

@@ -41,8 +41,7 @@ class Plan:
     """Optimizer steps a step."""
     seq_len: int = 2048
     eval_interval: int | None = None
-    """In steps; None: the first weights and the last only. So is `save_interval`, without the first."""
-    save_interval: int | None = None
+    """In steps; None: the first weights and the last only."""
     max_reward_error_share: float = 1.0
     """Of a step's rewards; when more fail, the run ends."""
 
@@ -76,16 +75,18 @@ class Loop:
         lessons: Lessons,
         evaluation: Evaluation | None,
         save: Callable[[int], Awaitable[None]],
+        save_due: Callable[[int], bool],
         counts: Callable[[], dict[str, float]],
         record: Recorder,
         stop: asyncio.Event,
         step: int = 0,
     ) -> None:
-        """save(step): writes a checkpoint. counts: further metrics, of the run so far. stop: once set, the running step
-        is the last. step: what is done already."""
+        """save(step): writes a checkpoint. save_due(step): whether to, in the middle of the run. counts: further
+        metrics, of the run so far. stop: once set, the running step is the last. step: what is done already."""
         self.plan, self.trainer, self.generators, self.scorer = plan, trainer, generators, scorer
         self.rollouts, self.buffer, self.lessons, self.evaluation = rollouts, buffer, lessons, evaluation
-        self.save, self.counts, self.record, self.stop, self.step = save, counts, record, stop, step
+        self.save, self.save_due, self.counts = save, save_due, counts
+        self.record, self.stop, self.step = record, stop, step
         self.saved = step
         """The latest step that there was an attempt to save."""
         self.watch = Stopwatch()
@@ -138,7 +139,7 @@ class Loop:
                 self.record.metrics(self.step, {**tally.metrics(*self.watch.lap()), **evaluated, **self.counts()})
         if why := too_many_failed(tally.rollouts, plan.max_reward_error_share):
             raise RewardsFailed(f"in step {self.step} {why}")
-        if plan.due(plan.save_interval, self.step):
+        if self.step == plan.max_steps or self.save_due(self.step):
             await self.save_trained()
 
     async def save_trained(self) -> None:

@@ -4,18 +4,22 @@
     state/step_20/progress.json   step and data position
     state/step_20/complete.json   every file with its size; written last
 
-A checkpoint is made under another name and renamed when it is whole, so `step_20` is complete or not there. What a kill
-leaves half done is swept away at the next start.
+A checkpoint is made under another name and renamed when it is whole, so a kill never leaves half of one under its name,
+and what it does leave, `partial_step_20`, goes at the next start. A `step_20` of which something is missing was whole
+once: a copy, a backup or a disk lost a part of it. It is renamed `damaged_step_20`, and never deleted.
+
+A run that goes on from an earlier step renames the later checkpoints `superseded_step_20`, and deletes them when it has
+saved one of its own.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ductile.disk import folder_bytes, named, require_room, sync
 from ductile.observe import write_json
 from ductile.tasks.prompts import PromptPosition
 
@@ -47,31 +51,49 @@ class Checkpoints:
         self.folder, self._keep_last = folder, keep_last
 
     def steps(self) -> list[int]:
-        """Of the complete checkpoints, oldest first."""
-        names = (path.name.removeprefix("step_") for path in self.folder.glob("step_*"))
-        return sorted(int(name) for name in names if name.isdecimal() and self._is_complete(int(name)))
+        """Of the complete checkpoints, oldest first. Raises OSError when the folder cannot be read."""
+        return [step for step, wrong in self._all() if not wrong]
+
+    def damaged(self) -> dict[int, str]:
+        """The others, with what is wrong with them. Raises OSError."""
+        return {step: wrong for step, wrong in self._all() if wrong}
 
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step}"
 
     def begin(self, step: int) -> Path:
+        """Raises DiskError when there is less room than the latest checkpoint takes, or none for a folder."""
         partial = self.folder / f"partial_step_{step}"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        self.discard(partial)
+        steps = self.steps()
+        if steps:
+            require_room(self.folder, folder_bytes(self.path(steps[-1])), f"the checkpoint of step {step}")
+        try:
+            partial.mkdir(parents=True)
+        except OSError as error:
+            raise named(error, partial) from error
         return partial
 
+    def discard(self, partial: Path) -> None:
+        """Delete what is no checkpoint, or none any more: it must not keep a full disk full."""
+        shutil.rmtree(partial, ignore_errors=True)
+
     def commit(self, partial: Path, progress: Progress) -> Path:
-        """Raises FileExistsError when the step is saved already."""
-        if self.path(progress.step).exists():
-            raise FileExistsError(f"{self.path(progress.step)} exists")
-        write_json(partial / PROGRESS, asdict(progress))
-        files = {str(file.relative_to(partial)): file.stat().st_size for file in _files(partial)}
-        write_json(partial / COMPLETE, {"step": progress.step, "files": files})
-        _sync(partial)
-        partial.rename(self.path(progress.step))
-        _sync(self.folder)
+        """Raises FileExistsError when the step is saved already, DiskError when the disk does not take it."""
+        path = self.path(progress.step)
+        if path.exists():
+            raise FileExistsError(f"{path} exists")
+        try:
+            write_json(partial / PROGRESS, asdict(progress))
+            files = {str(file.relative_to(partial)): file.stat().st_size for file in _files(partial)}
+            write_json(partial / COMPLETE, {"step": progress.step, "files": files})
+            _sync(partial)
+            partial.rename(path)
+            sync(self.folder)
+        except OSError as error:
+            raise named(error, path) from error
         self._forget_old()
-        return self.path(progress.step)
+        return path
 
     def load(self, step: int) -> Progress:
         """Raises CheckpointError."""
@@ -82,39 +104,85 @@ class Checkpoints:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
 
     def find(self, resume_step: int) -> int | None:
-        """The step to go on from; -1 asks for the latest, which may not exist yet (None).
+        """The step to go on from; -1 asks for the latest. None: there never was one.
 
-        Raises CheckpointError when a certain step is asked for and not there.
+        Raises CheckpointError when a certain step is asked for and not there, or when none is whole; OSError when the
+        folder cannot be read.
         """
-        steps = self.steps()
+        steps, damaged = self.steps(), self.damaged()
+        if resume_step in steps or (resume_step == -1 and steps):
+            return steps[-1] if resume_step == -1 else resume_step
+        broken = "; ".join(f"step_{step} is not whole: {wrong}" for step, wrong in damaged.items())
         if resume_step == -1:
-            return steps[-1] if steps else None
-        if resume_step not in steps:
-            there = f"there are {', '.join(map(str, steps))}" if steps else "there is none"
-            raise CheckpointError(f"{self.folder} has no complete checkpoint of step {resume_step}; {there}")
-        return resume_step
+            if not damaged:
+                return None
+            raise CheckpointError(
+                f"{self.folder} has no complete checkpoint; {broken}. Nothing was changed: bring back what is missing, "
+                "or give another --output-dir to start from the beginning"
+            )
+        there = f"there are {', '.join(map(str, steps))}" if steps else "there is none"
+        what = f"{self.folder} has no complete checkpoint of step {resume_step}; {there}"
+        raise CheckpointError(f"{what}; {broken}" if broken else what)
 
-    def sweep(self, last_step: int) -> None:
-        """Remove what was left half done, and checkpoints of steps after `last_step`, which are to be done again."""
-        for path in self.folder.glob("partial_step_*"):
-            shutil.rmtree(path)
-        for path in self.folder.glob("step_*"):
-            number = path.name.removeprefix("step_")
-            if number.isdecimal() and (int(number) > last_step or not self._is_complete(int(number))):
-                shutil.rmtree(path)
+    def tidy(self, last_step: int) -> list[str]:
+        """Before a run goes on after `last_step`: remove what was left half done, rename what it does not go on from.
 
-    def _is_complete(self, step: int) -> bool:
+        Returns a sentence for each checkpoint that is called otherwise now.
+        """
+        for partial in self.folder.glob("partial_step_*"):
+            self.discard(partial)
+        said: list[str] = []
+        for step, wrong in self.damaged().items():
+            aside = self._rename(step, "damaged")
+            said.append(f"The checkpoint of step {step} is not whole ({wrong}): it is {aside} now.")
+        for step in self.steps():
+            if step > last_step:
+                aside = self._rename(step, "superseded")
+                said.append(f"The checkpoint of step {step} is {aside} until the next one is saved.")
+        return said
+
+    def _all(self) -> list[tuple[int, str]]:
+        """Each step with a checkpoint, in order, and what is wrong with it; "" for a complete one."""
         try:
-            files = json.loads((self.path(step) / COMPLETE).read_text())["files"]
-            return all((self.path(step) / name).stat().st_size == size for name, size in files.items())
-        except (OSError, ValueError, KeyError):
-            return False
+            # Not `glob`, which takes a folder that may not be read for an empty one.
+            names = [path.name.removeprefix("step_") for path in self.folder.iterdir() if path.name.startswith("step_")]
+        except FileNotFoundError:
+            return []
+        steps = sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
+        return [(step, self._wrong(step)) for step in steps]
+
+    def _wrong(self, step: int) -> str:
+        """Only what is surely not there is missing: a disk that does not answer raises its OSError."""
+        folder = self.path(step)
+        try:
+            files = json.loads((folder / COMPLETE).read_bytes())["files"].items()
+        except (FileNotFoundError, NotADirectoryError):
+            return f"{COMPLETE} is missing"
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return f"{COMPLETE} cannot be read"
+        for name, size in files:
+            try:
+                there = (folder / name).stat().st_size
+            except (FileNotFoundError, NotADirectoryError):
+                return f"{name} is missing"
+            if there != size:
+                return f"{name} has {there} bytes of {size}"
+        return ""
+
+    def _rename(self, step: int, word: str) -> Path:
+        """To a name that is free."""
+        aside, number = self.folder / f"{word}_step_{step}", 1
+        while aside.exists():
+            number += 1
+            aside = self.folder / f"{word}_step_{step}.{number}"
+        return self.path(step).rename(aside)
 
     def _forget_old(self) -> None:
         for step in self.steps()[: -self._keep_last] if self._keep_last else []:
             # Renamed first: a kill in the middle must not leave half a checkpoint under a good name.
-            doomed = self.path(step).rename(self.folder / f"partial_step_{step}")
-            shutil.rmtree(doomed)
+            self.discard(self.path(step).rename(self.folder / f"partial_step_{step}"))
+        for superseded in self.folder.glob("superseded_step_*"):
+            self.discard(superseded)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -122,10 +190,6 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _sync(folder: Path) -> None:
-    """The files' content and the folder's entries, to disk."""
-    for path in [*_files(folder), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    """Files and folders, to disk."""
+    for path in [*folder.rglob("*"), folder]:
+        sync(path)

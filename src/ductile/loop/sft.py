@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from ductile.config.run import FakeData, SFTConfig, TrainerRunConfig
-from ductile.config.trainer import SFTLoss, TrainerConfig, normalisation
+from ductile.config.trainer import CheckpointConfig, SFTLoss, TrainerConfig, normalisation
 from ductile.core.batch import normalise
 from ductile.loop.ending import saved_in_the_end
 from ductile.loop.overlap import undisturbed
 from ductile.loop.progress import Checkpoints, Progress
 from ductile.loop.report import per_second
-from ductile.loop.saving import Saver
+from ductile.loop.saving import Saver, where_to_begin
 from ductile.loop.sft_data import fake_samples, read_conversations
 from ductile.observe import Recorder, Stopwatch, read_jsonl
 from ductile.records import Sample, StepReport
@@ -36,7 +36,7 @@ class PreparedBatches:
     trainer: TrainerConfig
     batch: Batch
     max_steps: int
-    save_interval: int | None
+    ckpt: CheckpointConfig
     checkpoints: Checkpoints | None
     """None saves nothing."""
     progress: Progress
@@ -67,9 +67,9 @@ def prepare_sft(config: SFTConfig) -> PreparedBatches:
         )
     max_steps = config.bench.steps if config.bench else config.max_steps or one_epoch
     checkpoints = None if bench else Checkpoints(Path(config.output_dir) / "state", config.ckpt.keep_last)
-    resume_step = None
-    if checkpoints and config.ckpt.resume_step is not None:
-        resume_step = checkpoints.find(config.ckpt.resume_step)
+    progress = Progress()
+    if checkpoints:
+        progress = where_to_begin(checkpoints, config.ckpt.resume_step, Path(config.output_dir) / "model")
     return PreparedBatches(
         trainer=TrainerConfig(
             model=config.model,
@@ -84,9 +84,9 @@ def prepare_sft(config: SFTConfig) -> PreparedBatches:
         ),
         batch=batch,
         max_steps=max_steps,
-        save_interval=config.ckpt.interval,
+        ckpt=config.ckpt,
         checkpoints=checkpoints,
-        progress=checkpoints.load(resume_step) if checkpoints and resume_step is not None else Progress(),
+        progress=progress,
         resume_asked=config.ckpt.resume_step is not None,
         model_folder=Path(config.output_dir) / "model" if config.ckpt.export_model and not bench else None,
         facts=facts,
@@ -119,7 +119,7 @@ def prepare_fake(config: TrainerRunConfig) -> PreparedBatches:
         trainer=trainer.model_copy(update={"max_steps": max_steps}),
         batch=batch,
         max_steps=max_steps,
-        save_interval=None,
+        ckpt=CheckpointConfig(),
         checkpoints=None,
         progress=Progress(),
         resume_asked=False,
@@ -147,7 +147,7 @@ async def run_batches(
     began_s = time.perf_counter() if began_s is None else began_s
     saver = None
     if prepared.checkpoints is not None:
-        saver = Saver(trainer, prepared.checkpoints, record, prepared.model_folder)
+        saver = Saver(trainer, prepared.checkpoints, record, prepared.model_folder, prepared.ckpt)
         await saver.resume(prepared.progress, prepared.resume_asked)
     record.event("data", prepared.sentence, **prepared.facts)
     earlier_s = sum(row.get("step_s") or 0.0 for row in read_jsonl(record.folder / "metrics.jsonl"))
@@ -193,7 +193,7 @@ class _Training:
             with self._watch("forward_backward"):
                 await self._trainer.forward_backward(samples, prepared.trainer.model.seq_len)
             await undisturbed(self._update(samples))
-            if prepared.save_interval is not None and self.step % prepared.save_interval == 0:
+            if self._saver and self._saver.is_due(self.step):
                 with self._watch("save"):
                     await self.save()
 

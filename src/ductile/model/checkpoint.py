@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ductile.core.layout.parameters import Parameter, parameters
 from ductile.core.layout.spec import ModelSpec, SpecError, spec_from_hf
+from ductile.disk import named
 from ductile.model.safetensors_writer import Entry, write_safetensors
 from ductile.model.transformer import Transformer
 from ductile.model.weight_files import CONFIG, DTYPES, INDEX, WEIGHTS, ModelFolderError, WeightFiles, read_json
@@ -139,7 +140,7 @@ def save_model(
 
     `tensors` are full, under our names; each is asked for once, in the order of `parameters(spec)`, and let go before
     the next, so a mapping that gathers on demand is enough. The folder appears whole or not at all; one that was there
-    before is replaced.
+    before is replaced. Raises DiskError when it cannot be written.
     """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -156,6 +157,8 @@ def save_model(
         _write_eos(building, eos_token_ids)
         _write_weights(building, spec, in_order, dtype, max_shard_bytes)
         _replace(folder, building)
+    except OSError as error:
+        raise named(error, folder) from error
     finally:
         shutil.rmtree(building, ignore_errors=True)
 

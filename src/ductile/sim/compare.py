@@ -5,7 +5,8 @@ from pathlib import Path
 
 from ductile.config.simulate import SimulateConfig
 from ductile.core.cluster.placement import many
-from ductile.observe import write_json, write_text
+from ductile.disk import write_whole
+from ductile.observe import write_json
 from ductile.sim.arms import Outcome, run_arms
 from ductile.sim.configured import configured
 from ductile.sim.recording import read_recording
@@ -54,4 +55,4 @@ def _write(folder: Path, outcomes: Sequence[Outcome]) -> None:
     write_json(folder / "simulated.json", {"arms": [outcome.as_json() for outcome in outcomes]})
     for outcome in outcomes:
         title = f"{outcome.name}: {outcome.result.wall_s:.1f} s, {outcome.result.idle_share:.1%} idle"
-        write_text(folder / f"{outcome.name}.svg", svg(outcome.result.spans, title))
+        write_whole(folder / f"{outcome.name}.svg", svg(outcome.result.spans, title))

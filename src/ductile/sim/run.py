@@ -127,6 +127,7 @@ def _loop(scenario: Scenario, stage: Stage, conductor: Conductor, record: Record
         Lessons(scorer, drop_zero_advantage=False),
         evaluation=None,
         save=_nothing,
+        save_due=lambda step: False,
         counts=dict,
         record=record,
         stop=stop,

@@ -161,8 +161,9 @@ def _live(request: dict[str, Any], say_fd: int, server: int) -> None:
         entry(request["arguments"], lambda text: _say(say_fd, text))
         code = 0
     except BaseException as error:
-        traceback.print_exc()
         _say(say_fd, f"{type(error).__name__}: {error}")
+        with suppress(OSError):  # the log may be on a disk that is full
+            traceback.print_exc()
     finally:
         with suppress(Exception):
             sys.stdout.flush()

@@ -9,6 +9,7 @@ import os
 import queue
 import sys
 import traceback
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -110,7 +111,8 @@ class Worker:
             try:
                 reply = self._execute(envelope.epoch, command)
             except Exception as error:
-                traceback.print_exc()
+                with suppress(OSError):  # the log may be on the disk that is full
+                    traceback.print_exc()
                 reply = Failed(f"{name} failed: {type(error).__name__}: {error}", traceback.format_exc())
         try:
             self._link.send(envelope.seq, reply)

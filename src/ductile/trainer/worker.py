@@ -13,6 +13,7 @@ from ductile.config.trainer import TrainerConfig
 from ductile.fabric.groups import Groups
 from ductile.model.checkpoint import save_model
 from ductile.parallel.ranks import Ranks
+from ductile.parallel.state import StateError
 from ductile.records import Change, Formation, StepReport
 from ductile.roles import Place
 from ductile.tasks.tokenizer import Tokenizer
@@ -87,8 +88,7 @@ class TrainRole:
             case Withdraw(version=version):
                 self._publisher.withdraw(version)
             case SaveState(path=path):
-                with self._together():
-                    checkpoint.save_state(self._live, path)
+                self._save(path)
             case LoadState(path=path):
                 with self._together():
                     checkpoint.load_state(self._live, path)
@@ -152,6 +152,17 @@ class TrainRole:
     def _optim_step(self, divisor: float) -> StepReport:
         with self._together():
             return self._live.optim_step(divisor)
+
+    def _save(self, path: str) -> None:
+        """A disk that is full ends no group: all members hear of it in the same place, and none has lost anything."""
+        full: StateError | None = None
+        with self._together():
+            try:
+                checkpoint.save_state(self._live, path)
+            except StateError as error:
+                full = error
+        if full is not None:
+            raise full
 
     def _export(self, path: str) -> None:
         spec, dtype = self._live.spec, self._live.precision.parameters
