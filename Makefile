@@ -13,7 +13,7 @@ setup: .venv/.installed
 	touch $@
 
 quickstart: setup
-	$(BIN)/ductile rl @ examples/quickstart/rl.toml
+	$(BIN)/ductile rl @ examples/quickstart/rl.toml --cluster.auto-scheduler
 
 check: setup
 	$(BIN)/ruff format --check .

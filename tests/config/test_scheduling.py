@@ -46,6 +46,14 @@ class Mine:
 
 class Deaf:
     pass
+
+class Curt:
+    def decide(self):
+        return Decision()
+
+class Later:
+    async def decide(self, state):
+        return Decision()
 """
 
 
@@ -61,27 +69,32 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("file", "seed", "train", "generate", "score", "policy"),
     [
         ("disaggregated.yaml", SEED_DISAGGREGATED, (6, 7), (0, 1, 2, 3), (4, 5), Static()),
-        ("dynamic.yaml", SEED_DYNAMIC, (0, 1), (2, 3, 4, 5), (6, 7), Rules(pre_process=True)),
+        ("dynamic.yaml", SEED_DYNAMIC, (0, 1), (2, 3, 4, 5), (6, 7), Model(wait_before_last_iter=False)),
     ],
 )
-def test_the_seed_s_examples_run_unchanged(here, capsys, file, seed, train, generate, score, policy) -> None:
+@pytest.mark.parametrize("base", ["good.toml", "examples/quickstart/rl.toml"])
+def test_the_seed_s_examples_run_unchanged(here, monkeypatch, capsys, base, file, seed, train, generate, score, policy):
     text = "".join(line for line in (EXAMPLES / file).read_text().splitlines(True) if not line.startswith("#"))
     assert text == seed
-    assert main(["check", "rl", "@", "good.toml", "@", str(EXAMPLES / file)]) == 0
-    assert ("policy    rules, with pre-process" in capsys.readouterr().out) == (policy != Static())
-    config = parse(RLConfig, ["@", "good.toml", "@", str(EXAMPLES / file)]).config
+    if base.startswith("examples"):
+        monkeypatch.chdir(EXAMPLES.parents[1])
+    assert main(["check", "rl", "@", base, "@", str(EXAMPLES / file), "--output-dir", str(here / "out")]) == 0
+    said = "policy    model, with pre-process, without wait before the last iteration: slots change roles"
+    assert (said in capsys.readouterr().out) == (policy != Static())
+    config = parse(RLConfig, ["@", base, "@", str(EXAMPLES / file)]).config
+    assert config.cluster.auto_scheduler == (policy != Static())
     placement = placement_of(config)
     assert (placement.train, placement.generate, placement.score) == (train, generate, score)
     assert policy_of(config.cluster) == policy
 
 
 @pytest.mark.parametrize(
-    ("file", "policy"), [("disaggregated.yaml", ""), ("dynamic.yaml", "policy    rules, with pre-process")]
+    ("file", "policy"), [("disaggregated.yaml", ""), ("dynamic.yaml", "policy    model, with pre-process")]
 )
 def test_the_command_in_an_example_s_comment_does_what_the_comment_says(monkeypatch, capsys, file, policy) -> None:
     monkeypatch.chdir(EXAMPLES.parents[1])
     (command,) = [line for line in (EXAMPLES / file).read_text().splitlines() if line.startswith("#   ductile ")]
-    assert main(command.split()[2:]) == 0
+    assert main(["check", *command.split()[2:]]) == 0
     said = capsys.readouterr().out
     assert policy in said
     assert ("slots change roles" in said) == bool(policy)
@@ -95,7 +108,7 @@ def test_any_order_of_roles_is_scheduled_and_a_scorer_is_optional(here, placemen
         word for role, slots in placement.items() for word in (f"--cluster.component-placement.{role}", str(slots))
     ]
     config = parse(RLConfig, ["@", "good.toml", "--cluster.auto-scheduler", *words]).config
-    assert policy_of(config.cluster) == Rules()
+    assert policy_of(config.cluster) == Model()
 
 
 @pytest.mark.parametrize(
@@ -103,9 +116,12 @@ def test_any_order_of_roles_is_scheduled_and_a_scorer_is_optional(here, placemen
     [
         ({}, Static()),
         ({"policy": "static"}, Static()),
-        ({"auto_scheduler": True}, Rules()),
-        ({"auto_scheduler": True, "use_wait_before_last_iter_policy": True}, Rules(False, True)),
+        ({"auto_scheduler": True}, Model()),
+        ({"auto_scheduler": True, "use_wait_before_last_iter_policy": True}, Model()),
+        ({"auto_scheduler": True, "use_pre_process_policy": False}, Model(pre_process=False)),
+        ({"auto_scheduler": True, "policy": "rules"}, Rules()),
         ({"auto_scheduler": True, "policy": "rules", "use_pre_process_policy": True}, Rules(True, False)),
+        ({"auto_scheduler": True, "policy": "rules", "use_wait_before_last_iter_policy": True}, Rules(False, True)),
         ({"auto_scheduler": True, "policy": "model"}, Model()),
         ({"auto_scheduler": True, "policy": "static"}, Static()),
         ({"auto_scheduler": True, "policy": "in_turns"}, InTurns()),
@@ -133,19 +149,21 @@ SCHEDULED = ["--cluster.auto-scheduler"]
 @pytest.mark.parametrize(
     ("words", "key", "said"),
     [
-        (["--cluster.policy", "modle", *SCHEDULED], "policy", 'write "static", "rules", "model" or the import path'),
+        (["--cluster.policy", "modle", *SCHEDULED], "policy", 'write "model", "rules", "static", "in_turns" or the'),
         (["--cluster.policy", "modle", *SCHEDULED], "policy", "Did you mean model?"),
         (["--cluster.policy", "model"], "policy", "write auto_scheduler = true too"),
         (["--cluster.policy", "mine.py:Mine"], "policy", "write auto_scheduler = true too"),
         (["--cluster.use-pre-process-policy"], "use-pre-process-policy", "write auto_scheduler = true too"),
         (
-            [*SCHEDULED, "--cluster.policy", "model", "--cluster.use-wait-before-last-iter-policy"],
+            [*SCHEDULED, "--cluster.policy", "in_turns", "--cluster.use-wait-before-last-iter-policy"],
             "use-wait-before-last-iter-policy",
-            'the policy is "model": write policy = "rules"',
+            'the policy is "in_turns": write policy = "model", or leave use_wait_before_last_iter_policy out',
         ),
         ([*SCHEDULED, "--cluster.policy", "nowhere.at.All"], "policy", "cannot import nowhere.at"),
         ([*SCHEDULED, "--cluster.policy", "mine.py:Yours"], "policy", "mine.py has no 'Yours'"),
-        ([*SCHEDULED, "--cluster.policy", "mine.py:Deaf"], "policy", "has no method decide(state)"),
+        ([*SCHEDULED, "--cluster.policy", "mine.py:Deaf"], "policy", "has no method decide(self, state)"),
+        ([*SCHEDULED, "--cluster.policy", "mine.py:Curt"], "policy", "has decide(self), and is called with one state"),
+        ([*SCHEDULED, "--cluster.policy", "mine.py:Later"], "policy", "has an async decide, and nobody awaits it"),
         ([*SCHEDULED, "--cluster.policy", "json.dumps"], "policy", "cannot be called without arguments"),
     ],
 )

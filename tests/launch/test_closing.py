@@ -34,6 +34,12 @@ def test_what_the_slots_did_with_their_time_and_what_moving_them_was_to_save():
     ]
 
 
+def test_a_policy_that_was_refused_is_told_again():
+    refused = "The policy is not asked any more, and the slots go back to what the configuration gave them: it failed."
+    lines = closing_rl(RunResult(60, {**SUMMARY, "policy_refused": refused}, None, None, None)).splitlines()
+    assert refused in lines
+
+
 def test_one_step_and_one_move_are_singular():
     spent = {"time_by_activity": {"train": 1.0}, "idle_by_cause": {}, "num_switches": 1, "expected_gain_s": None}
     lines = closing_rl(RunResult(1, {**SUMMARY, **spent, "steps": 1}, None, None, None)).splitlines()

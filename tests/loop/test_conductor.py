@@ -10,7 +10,8 @@ from ductile.core.cluster.cost import TrainSpeed
 from ductile.core.cluster.orders import Decision, Handoff, Move, Prediction
 from ductile.core.cluster.policies.rules import Home
 from ductile.core.cluster.state import SlotState
-from ductile.loop.conductor import BadDecision, Conductor, NotDone
+from ductile.loop.asking import BadDecision
+from ductile.loop.conductor import Conductor, NotDone
 from ductile.observe import Recorder, read_jsonl
 from ductile.records import Formation
 from tests.core.cluster.scenes import scene
@@ -397,7 +398,7 @@ def test_a_policy_that_fails_is_refused_as_well(tmp_path):
 def test_without_a_substitute_a_bad_decision_ends_the_run(tmp_path):
     _, errors, _ = conducted(tmp_path, scene(), Scripted(moved(Move(9, G, T))), one_event)
     assert [type(error) for error in errors] == [BadDecision]
-    assert "slot 9 is no member" in str(errors[0])
+    assert "there is no slot 9" in str(errors[0])
 
 
 def test_a_change_that_fails_is_told_and_not_tried_again_at_once(tmp_path):
@@ -436,6 +437,50 @@ def test_what_nobody_thought_of_ends_the_run(tmp_path):
     stage, errors, _ = conducted(tmp_path, scene(), Scripted(moved(Move(0, T, B))), one_event, kind=Breaks)
     assert stage.under_way == 0
     assert [type(error) for error in errors] == [ZeroDivisionError]
+
+
+def test_training_that_waits_without_orders_is_told_when_that_begins_changes_and_ends(tmp_path):
+    """And not after each rollout of which there is one fewer."""
+    policy = Scripted(
+        *(Decision(hold_training=True, reason=f"training waits for {left} rollouts") for left in (12, 11, 1)),
+        *[Decision(hold_training=True, reason="training waits for scores")] * 3,
+        *[Decision()] * 3,
+        *[Decision(reason="training does not wait")] * 3,
+        Decision(hold_training=True),
+        Decision(),
+    )
+
+    async def many_events(conductor, stage):
+        for _ in range(14):
+            conductor.notify()
+            await asyncio.sleep(1)
+
+    _, _, events = conducted(tmp_path, scene(), policy, many_events)
+    assert [(event["sentence"], event["holds"]) for event in events if event["kind"] == "held"] == [
+        ("Training waits for 12 rollouts.", True),
+        ("Training waits for scores.", True),
+        ("Training goes on.", False),
+        ("Training does not wait.", False),
+        ("Training waits.", True),
+        ("Training goes on.", False),
+    ]
+    assert len(policy.asked) == 14
+
+
+def test_a_hold_that_came_with_orders_is_told_with_them_and_its_end_alone(tmp_path):
+    policy = Scripted(moved(Move(0, T, B), hold_training=True), Decision(hold_training=True), Decision())
+
+    async def three_events(conductor, stage):
+        for _ in range(3):
+            conductor.notify()
+            await asyncio.sleep(5)
+
+    _, _, events = conducted(tmp_path, scene(), policy, three_events)
+    assert [event["sentence"] for event in events] == [
+        "Slots move.",
+        "Done in 1.00 s: slot 0 train → train+generate.",
+        "Training goes on.",
+    ]
 
 
 def test_the_formation_keeps_its_order_and_joiners_come_last(tmp_path):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from ductile.core.batch.advantage import mean_baseline
 from ductile.loop.attend import SlotDied
 from ductile.loop.evaluate import RewardsFailed
+from ductile.loop.overlap import Hold
 from ductile.loop.progress import Progress
 from ductile.observe import read_jsonl
 from ductile.roles import CustomCodeFailed, Late, SlotLost
@@ -59,6 +60,59 @@ def test_the_next_chunk_is_scored_while_the_trainer_works(tmp_path):
     assert len(scored) == len(trained) == 3
     assert scored[1] < trained[0]
     assert scored[2] == trained[0], "one chunk ahead, not more: the scorer must not outrun the trainer"
+
+
+class UntilAllIsScored:
+    """In place of a conductor: training waits until all that the step trains on is scored."""
+
+    def __init__(self, loop):
+        self.hold, self.loop = Hold(), loop
+        self.notify()
+
+    def notify(self):
+        self.hold.set(self.loop.buffer.num_taken < 8 or self.loop.scoring.rollouts > 0)
+
+    def settle(self, version):
+        pass
+
+    async def joined(self):
+        pass
+
+    def go_on(self):
+        pass
+
+
+class HeldTrainer(FakeTrainer):
+    hold: Hold
+
+    async def forward_backward(self, samples, seq_len):
+        self.diary.note(f"given {len(samples)}")
+        await self.hold.over.wait()
+        await super().forward_backward(samples, seq_len)
+
+
+@pytest.mark.parametrize("capacity", [3, 64])
+def test_a_trainer_that_is_held_until_all_is_scored_goes_on(tmp_path, capacity):
+    """Else chunk upon chunk would wait for the trainer to take the one before."""
+
+    async def hold(stage):
+        stage.loop.conductor = UntilAllIsScored(stage.loop)
+        stage.fake_trainer.hold = stage.loop.conductor.hold
+
+    stage = Stage(
+        tmp_path,
+        max_steps=1,
+        groups_per_step=8,
+        generators=partial(FakeGenerators, capacity=capacity, num_tokens=8),
+        trainer=HeldTrainer,
+        scorer=FakeScorer,
+        drop_zero_advantage=False,
+    )
+    assert run(stage.go(hold)) == 1
+    assert len(stage.diary.what("score")) > 2
+    assert len(stage.diary.what("given")) == 2, "what was scored meanwhile goes to the trainer as one"
+    assert len(stage.fake_trainer.samples) == 16
+    assert stage.fake_trainer.divisors == [16 * 8]
 
 
 def test_every_sample_has_the_scorers_logprobs(tmp_path):

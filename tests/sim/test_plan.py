@@ -1,14 +1,24 @@
 """`ductile plan` and `ductile simulate --run`: a run's own recording, on other placements and with other policies."""
 
 import json
+import tomllib
 
 import pytest
 
+from ductile.config.parse import parse
+from ductile.config.run import RLConfig
+from ductile.config.scheduling import policy_of
+from ductile.config.slots import placement_of
 from ductile.core.cluster.placement import Placement
+from ductile.core.cluster.policies.model import Model
+from ductile.core.cluster.policies.names import NAMES
+from ductile.core.cluster.policies.rules import Rules
+from ductile.core.cluster.policies.static import InTurns, Static
 from ductile.observe import Recorder
 from ductile.sim import command, plan_command
-from ductile.sim.plan import Case, case_of, own_case, verdict
+from ductile.sim.plan import CONFIGURED, Case, case_of, own_case, verdict
 from ductile.sim.recording import NoRecording, read_recording, recorded_scenario
+from tests.config.stories import furnish
 from tests.sim.recorded import record_run
 from tests.sim.scenarios import scenario
 
@@ -154,7 +164,34 @@ def test_the_table_has_every_way_and_ends_in_a_sentence(run, tmp_path, capsys):
     }
     assert plan["error"] == pytest.approx(plan["predicted"]["step_s"] / plan["measured_step_s"] - 1)
     assert f"A step took {plan['measured_step_s']:.2f} s" in said
-    assert said.rstrip().splitlines()[-1].lower() == plan["verdict"].lower()
+    assert plan["verdict"].lower() in [line.lower() for line in said.splitlines()]
+    for name in {case["policy"] for case in plan["cases"]} - set(NAMES):
+        assert f"\n{name}: policy " in said, "a row that is no value of cluster.policy is explained"
+    assert plan["toml"] in said
+    best = min(plan["cases"], key=lambda case: case["step_s"])
+    assert tomllib.loads(plan["toml"])["cluster"]["policy"] == CONFIGURED.get(best["policy"], (best["policy"], ()))[0]
+
+
+@pytest.mark.parametrize(
+    ("case", "policy"),
+    [
+        (("static", 8.0, (0,), (1, 2, 3)), Static()),
+        (("model", 8.0), Model()),
+        (("rules", 8.0), Rules()),
+        (("rules_policies", 8.0), Rules(True, True)),
+        (("collocated", 8.0, (0, 1, 2, 3), (0, 1, 2, 3)), InTurns()),
+    ],
+)
+def test_a_way_is_written_as_a_config_that_means_it_over_one_that_says_otherwise(tmp_path, monkeypatch, case, policy):
+    monkeypatch.chdir(tmp_path)
+    furnish(tmp_path)
+    case = _case(*case)
+    (tmp_path / "way.toml").write_text(case.toml())
+    (tmp_path / "other.toml").write_text(_case("model", 9.0, (0, 1), (2, 3)).toml())
+    config = parse(RLConfig, ["@", "good.toml", "@", "other.toml", "@", "way.toml"]).config
+    assert policy_of(config.cluster) == policy
+    placement = placement_of(config)
+    assert (placement.train, placement.generate) == (case.placement.train, case.placement.generate)
 
 
 def _case(policy, step_s, train=(0, 1), generate=(2, 3)):
@@ -169,7 +206,8 @@ COLLOCATED = _case("collocated", 10.5, (0, 1, 2, 3), (0, 1, 2, 3))
     [
         (
             [_case("model", 7.8, (0,), (1, 2, 3)), _case("model", 7.81), COLLOCATED],
-            "policy model on the same placement saves 22% against this run's own way; collocated would be 5% slower.",
+            "policy model on the same placement saves 22% against this run's own way; collocated would be 5% "
+            "slower than this run.",
         ),
         (
             [_case("static", 8.0, (0,), (1, 2, 3))],
@@ -177,8 +215,8 @@ COLLOCATED = _case("collocated", 10.5, (0, 1, 2, 3), (0, 1, 2, 3))
         ),
         (
             [_case("model", 9.95), COLLOCATED],
-            "nothing here is faster than this run's own way, policy static begun on train 0-1, generate 2-3; "
-            "collocated would be 5% slower.",
+            "nothing here is faster than this run's own way, policy static begun with train 0-1, generate 2-3; "
+            "collocated would be 5% slower than this run.",
         ),
         (
             [_case("model", 9.0), _case("collocated", 8.0, (0, 1, 2, 3), (0, 1, 2, 3))],
@@ -195,8 +233,9 @@ def test_the_verdict(others, said):
     [
         (
             [_case("static", 13.0), _case("static", 12.0, (0,), (1, 2, 3)), _case("model", 10.0), COLLOCATED],
-            "nothing here is faster than this run's own way, policy model begun on train 0-1, generate 2-3; the best "
-            "placement without a scheduler, train 0, generate 1-3, would be 20% slower; collocated would be 5% slower.",
+            "nothing here is faster than this run's own way, policy model begun with train 0-1, generate 2-3; the best "
+            "split whose slots keep their roles, train 0, generate 1-3, would be 20% slower than this run; collocated "
+            "would be 5% slower than this run.",
         ),
         (
             [_case("static", 9.0), _case("model", 10.0)],

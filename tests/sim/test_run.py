@@ -9,7 +9,7 @@ from ductile.core.cluster.orders import Decision, Move
 from ductile.core.cluster.policies.model import Model
 from ductile.core.cluster.policies.rules import Rules
 from ductile.core.cluster.policies.static import InTurns, Static
-from ductile.loop.conductor import BadDecision
+from ductile.loop.asking import BadDecision
 from ductile.observe import read_jsonl
 from ductile.sim.arms import run_arms
 from ductile.sim.command import main
@@ -41,6 +41,21 @@ def test_every_rollout_is_trained_once_and_every_second_is_accounted_for(policy,
     assert sum(span.seconds for span in result.spans) == pytest.approx(result.wall_s * result.num_slots)
 
 
+@pytest.mark.parametrize("n_minibatches", [1, 2, 5])
+@pytest.mark.parametrize("score_tokens_per_s", [100, 5000])
+def test_a_trainer_that_waits_for_scores_gets_them(n_minibatches, score_tokens_per_s):
+    """However slow the scorer: all that the optimizer step wants is scored while the trainer is held."""
+    work = scenario({"actor": 0, "rollout": "1-3", "inference": 4}, score=True, n_minibatches=n_minibatches)
+    work = replace(work, speeds=replace(work.speeds, score_tokens_per_s=score_tokens_per_s))
+    result = simulate(work, Rules(wait_before_last_iter=True))
+    assert len(result.step_s) == 2
+    takes = [change for change in result.changes if Move(4, ("score",), ("train",)) in change.decision.moves]
+    assert takes, "all slots take the last part, the scorer too"
+    scored = [span for span in result.spans if span.activity == "score"]
+    for change in takes:
+        assert not [span for span in scored if span.start_s < change.at_s < span.end_s], "none is still to be scored"
+
+
 def test_the_work_is_the_same_whatever_the_slots_do():
     tokens = {simulate(scenario(), policy).num_tokens for policy in POLICIES}
     assert len(tokens) == 1
@@ -63,7 +78,7 @@ def test_nobody_is_left_idle_for_want_of_a_decision():
 def test_decisions_are_sentences_in_the_events(tmp_path):
     simulate(scenario(), Model(), tmp_path)
     said = [row["sentence"] for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == "decided"]
-    assert any("generate → train" in sentence and "expected gain" in sentence for sentence in said)
+    assert any("generate → train" in sentence and "net gain" in sentence for sentence in said)
 
 
 def test_a_policy_that_orders_what_cannot_be_ends_the_run_with_a_sentence():
@@ -136,6 +151,15 @@ def test_what_cannot_be_simulated_is_refused_before_anything_is(capsys, words, s
     told = capsys.readouterr()
     assert said in told.err
     assert told.out == ""
+
+
+def test_a_policy_of_one_s_own_that_answers_with_nothing_is_a_sentence_that_names_its_arm(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("class Mine:\n    def decide(self, state):\n        pass\n")
+    words = ["--arms", json.dumps(["static", f"{tmp_path}/mine.py:Mine"]), "--output-dir", str(tmp_path / "out")]
+    assert main([*words, "--work.steps", "1"]) == 2
+    said = capsys.readouterr().err
+    assert "mine.py:Mine: the policy cannot be used: it answered with None, and not with a Decision" in said
+    assert "Traceback" not in said
 
 
 def test_causes_are_words_and_those_that_round_to_nothing_are_left_out():

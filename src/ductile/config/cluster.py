@@ -15,14 +15,16 @@ class ClusterConfig(Section):
     node_groups: Annotated[list[dict[str, object]] | None, NotBuilt("several nodes")] = None
     auto_scheduler: bool = False
     """Slots change roles while the run is at work, as `policy` decides."""
-    use_pre_process_policy: bool = False
-    """Of `rules`: train slots generate too until half of a step's rollouts are finished."""
-    use_wait_before_last_iter_policy: bool = False
-    """Of `rules`: the last optimizer step of a batch waits for generation, and is taken on all slots."""
+    use_pre_process_policy: bool | None = None
+    """Train slots may generate at a step's start, while training waits: `model` does so where it pays (false forbids
+    it), `rules` do so until half of the step's rollouts are finished (only if true)."""
+    use_wait_before_last_iter_policy: bool | None = None
+    """The last optimizer step of a batch may wait for generation and scoring, to be taken on all slots: `model` does so
+    where it pays (false forbids it), `rules` always do (only if true)."""
     policy: str | None = None
-    """Who decides: "static" (nobody moves), "rules" (the default with `auto_scheduler`), "model" (moves what pays, by
-    what was measured), "in_turns" (all generate, then all train: for `actor,rollout: all`), or your own class as
-    `package.module.Class` or `file.py:Class`."""
+    """Who decides: "model" (the default with `auto_scheduler`: moves what pays, as measured), "rules" (rules of
+    thumb), "static" (nobody moves), "in_turns" (all generate, then all train: for `actor,rollout: all`), or your own
+    class as `package.module.Class` or `file.py:Class`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     cpu_slot_fraction: float | None = Field(default=None, gt=0, le=1)
     """Cap each slot's process to this share of one core (cgroup v1 or v2 `cpu` controller; needs permission)."""

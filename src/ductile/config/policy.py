@@ -1,5 +1,6 @@
 """A policy by its name, ready to be asked which slot does what: built in, or the user's own."""
 
+import inspect
 from typing import Any
 
 from ductile.config.imports import ImportPathError, import_object
@@ -8,7 +9,7 @@ from ductile.core.cluster.policies.named import policy
 from ductile.core.cluster.policies.names import NAMES
 
 
-def named_policy(name: str, *, pre_process: bool = False, wait_before_last_iter: bool = False) -> Policy:
+def named_policy(name: str, *, pre_process: bool | None = None, wait_before_last_iter: bool | None = None) -> Policy:
     """A built-in policy by its name, or the user's own by its import path: a class to be called without arguments.
 
     Raises ImportPathError, whose sentence says what is wrong with the name.
@@ -21,5 +22,24 @@ def named_policy(name: str, *, pre_process: bool = False, wait_before_last_iter:
     except Exception as error:
         raise ImportPathError(f"{name!r} cannot be called without arguments: {error}") from error
     if not isinstance(made, Policy):
-        raise ImportPathError(f"{name!r} is not a policy: it has no method decide(state)")
+        raise ImportPathError(f"{name!r} is not a policy: it has no method decide(self, state)")
+    _check_signature(name, made)
     return made
+
+
+def _check_signature(name: str, policy: Policy) -> None:
+    """Raises ImportPathError when `policy.decide(state)` cannot be called, or would not be an answer."""
+    decide = policy.decide
+    try:
+        signature = inspect.signature(decide)
+    except ValueError:
+        return  # written in C: nobody knows
+    try:
+        signature.bind(None)
+    except TypeError:
+        found = f"decide{signature}".replace("decide(", "decide(self, ").replace("self, )", "self)")
+        raise ImportPathError(
+            f"{name!r} has {found}, and is called with one state: write decide(self, state)"
+        ) from None
+    if inspect.iscoroutinefunction(decide):
+        raise ImportPathError(f"{name!r} has an async decide, and nobody awaits it: write def decide(self, state)")

@@ -11,19 +11,19 @@ from ductile.config.cluster import ClusterConfig
 from ductile.config.errors import did_you_mean
 from ductile.config.finding import Finding
 from ductile.config.imports import ImportPathError
-from ductile.core.cluster.policies.names import NAMES
+from ductile.core.cluster.policies.names import DEFAULT, NAMES, WITH_OPTIONS
 
 if TYPE_CHECKING:  # it loads numpy, and so do policies; most configs name none of their own
     from ductile.core.cluster.orders import Policy
 
 OPTIONAL = ("use_pre_process_policy", "use_wait_before_last_iter_policy")
-"""Keys that add a rule to `rules`."""
-POLICIES = '"static", "rules", "model" or the import path of your own (package.module.Class, file.py:Class)'
+"""Keys that `model` takes as permissions, and `rules` as further rules."""
+POLICIES = '"model", "rules", "static", "in_turns" or the import path of your own (package.module.Class, file.py:Class)'
 
 
 def policy_name(cluster: ClusterConfig) -> str:
     """One of `NAMES`, or an import path: what `cluster.policy` is when nobody wrote it."""
-    return cluster.policy or ("rules" if cluster.auto_scheduler else "static")
+    return cluster.policy or (DEFAULT if cluster.auto_scheduler else "static")
 
 
 def policy_of(cluster: ClusterConfig) -> "Policy":
@@ -50,10 +50,13 @@ def scheduling_findings(cluster: ClusterConfig) -> Iterator[Finding]:
         yield Finding(("cluster.policy",), what)
     for key in OPTIONAL:
         if given[key] and not cluster.auto_scheduler and cluster.policy is None:
-            what = "is a rule of dynamic scheduling, which is off: write auto_scheduler = true too, or leave this out"
+            what = f"is of dynamic scheduling, which is off: write auto_scheduler = true too, or leave {key} out"
             yield Finding((f"cluster.{key}", "cluster.auto_scheduler"), what)
-        elif given[key] and known and name != "rules":
-            what = f'belongs to policy "rules", and the policy is "{name}": write policy = "rules", or leave {key} out'
+        elif given[key] and known and name not in WITH_OPTIONS:
+            what = (
+                f'is for the policies "model" and "rules", and the policy is "{name}": write policy = "model", or '
+                f"leave {key} out"
+            )
             yield Finding((f"cluster.{key}", "cluster.policy"), what)
     if known and name != "static" and not cluster.auto_scheduler:
         what = 'moves slots, and auto_scheduler is false: write auto_scheduler = true too, or policy = "static"'
@@ -70,8 +73,8 @@ def _given(cluster: ClusterConfig) -> dict[str, bool]:
     return {
         "auto_scheduler": cluster.auto_scheduler,
         "policy": cluster.policy is not None,
-        "use_pre_process_policy": cluster.use_pre_process_policy,
-        "use_wait_before_last_iter_policy": cluster.use_wait_before_last_iter_policy,
+        "use_pre_process_policy": bool(cluster.use_pre_process_policy),
+        "use_wait_before_last_iter_policy": bool(cluster.use_wait_before_last_iter_policy),
     }
 
 

@@ -9,6 +9,7 @@ from ductile.config.run import OrchestratorRunConfig, RLConfig, RunConfig, SFTCo
 from ductile.config.scheduling import policy_name
 from ductile.config.slots import placement_of
 from ductile.core.cluster.placement import Placement, many
+from ductile.core.cluster.policies.names import described
 
 Row = tuple[str, str]
 
@@ -97,12 +98,5 @@ def _scheduling(config: RunConfig) -> Iterator[Row]:
     if not isinstance(config, RLConfig) or not config.cluster.auto_scheduler:
         return
     cluster = config.cluster
-    rules = {
-        "pre-process": cluster.use_pre_process_policy,
-        "wait before the last iteration": cluster.use_wait_before_last_iter_policy,
-    }
-    further = " and ".join(name for name, asked in rules.items() if asked)
-    yield (
-        "policy",
-        policy_name(cluster) + (f", with {further}" if further else "") + ": slots change roles as it decides",
-    )
+    who = described(policy_name(cluster), cluster.use_pre_process_policy, cluster.use_wait_before_last_iter_policy)
+    yield "policy", f"{who}: slots change roles as it decides"

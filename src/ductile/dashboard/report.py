@@ -9,6 +9,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ductile.core.cluster.placement import compact
+from ductile.core.cluster.policies.names import described
 from ductile.dashboard.causes import CAUSES, named
 from ductile.dashboard.colours import COLOURS
 from ductile.dashboard.curve import HEIGHT, WIDTH, curves
@@ -68,11 +69,8 @@ def _facts(story: Story) -> Iterator[tuple[str, str]]:
         setting = story.setting
         roles = (("train", setting.home.train), ("generate", setting.home.generate), ("score", setting.home.score))
         yield "slots at the start", ", ".join(f"{role} {compact(slots)}" for role, slots in roles if slots)
-        rules = (
-            ("pre-process", setting.use_pre_process_policy),
-            ("wait before the last iteration", setting.use_wait_before_last_iter_policy),
-        )
-        yield "policy", ", ".join([setting.policy, *(name for name, asked in rules if asked)])
+        options = setting.use_pre_process_policy, setting.use_wait_before_last_iter_policy
+        yield "policy", described(setting.policy, *options)
         yield "a step", f"{setting.groups_per_step} prompts with {setting.group_size} answers each"
     if story.profiles:
         yield "idle", f"{story.idle_share:.1%} of all slots' time"

@@ -17,7 +17,7 @@ from ductile.observe import read_jsonl
 Row = Mapping[str, Any]
 
 RESIZES = frozenset({"resized", "resize_rolled_back"})
-DECISIONS = frozenset({"decided", "switched", "refused"})
+DECISIONS = frozenset({"decided", "held", "switched", "refused"})
 
 
 class NoStory(Exception):

@@ -57,6 +57,8 @@ def _slots_time(summary: Mapping[str, Any]) -> list[str]:
         expected_s = summary["expected_gain_s"]
         expected = f", to save {expected_s:.1f} s by its own predictions" if expected_s is not None else ""
         lines.append(f"The scheduler moved slots or rollouts {many(summary['num_switches'], 'time')}{expected}.")
+    if refused := summary.get("policy_refused"):
+        lines.append(refused)
     return lines
 
 

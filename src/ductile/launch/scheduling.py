@@ -115,6 +115,7 @@ class Scheduling:
             "idle_by_cause": {cause: seconds / all_s for cause, seconds in ledger.idle(now_s).items()},
             "switch_share": totals.get("switch", 0.0) / all_s,
             "num_switches": self._num_switches(),
+            "policy_refused": (self._conductor.refused or None) if self._conductor else None,
             "deciding_share": self._deciding_share(),
             "time_by_activity": {activity: seconds / all_s for activity, seconds in totals.items()},
             "expected_gain_s": self._expected_gain_s(),

@@ -1,6 +1,6 @@
 """Asks the policy after events, and has its decisions carried out. Real runs and simulated ones go through this code.
 
-    events  ->  policy.decide(stage.state())  ->  complaints?  ->  the stage's parts, in this order:
+    events  ->  ask(policy, stage.state())  ->  the stage's parts, in this order:
 
     1. rollouts leave with what they have, for generators that are there; then their slots give up what they did
     2. the trainer resizes               beside it, slots that are not about to leave the trainer take roles on
@@ -21,17 +21,18 @@ It knows no slots: a `Stage` has them.
 
 import asyncio
 import time
-import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ductile.core.cluster.orders import Decision, Handoff, Move, Policy, complaints, formation_after
-from ductile.core.cluster.placement import Role, slots_of
+from ductile.core.cluster.orders import Decision, Handoff, Move, Policy, formation_after
+from ductile.core.cluster.placement import Role
 from ductile.core.cluster.state import ClusterState
-from ductile.loop.overlap import together
+from ductile.loop.asking import BadDecision, ask
+from ductile.loop.decisions import Change, DecisionLog
+from ductile.loop.overlap import Hold, together
 from ductile.observe import Recorder
 from ductile.records import Formation
 
@@ -41,10 +42,6 @@ REST = 100.0
 MOST_PATIENCE_S = 60.0
 """After changes that failed. The first failure costs a second, each further one twice the last."""
 KEPT = 1 << 16
-
-
-class BadDecision(Exception):
-    """A policy ordered what cannot be, or failed. The text says what."""
 
 
 class NotDone(Exception):
@@ -91,16 +88,6 @@ class Stage(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A decision as it was carried out."""
-
-    at_s: float
-    seconds: float
-    decision: Decision
-    failures: tuple[str, ...] = ()
-
-
 def rest_s(took_s: float) -> float:
     """How long nothing is decided after a decision that took so long."""
     return max(LEAST_REST_S, REST * took_s)
@@ -123,7 +110,11 @@ class Conductor:
         """Real seconds that each decision took the policy."""
         self.deciding_s = 0.0
         """Of this thread, that all decisions took: the state, the policy, and what holds and complaints are about."""
-        self._policy, self._stage, self._record = policy, stage, record
+        self.hold = Hold()
+        """Of training."""
+        self.refused = ""
+        """Why the policy is not asked any more, as a sentence; empty while it is asked."""
+        self._policy, self._stage, self._log = policy, stage, DecisionLog(record)
         self._otherwise, self._rest_s = otherwise, rest_s
         self._change: asyncio.Task[None] | None = None
         """That is under way."""
@@ -160,7 +151,7 @@ class Conductor:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._stage.hold_training(False)
+            self._hold_training(False)
         if self._failed is not None:
             raise self._failed
 
@@ -200,9 +191,13 @@ class Conductor:
         except Exception as error:
             self._fail(error)
 
+    def _hold_training(self, held: bool) -> None:
+        self._stage.hold_training(held)
+        self.hold.set(held)
+
     def _fail(self, error: Exception) -> None:
         self._failed = error
-        self._stage.hold_training(False)
+        self._hold_training(False)
         self._on_error(error)
 
     def _decide(self) -> None:
@@ -212,12 +207,12 @@ class Conductor:
         self._asked = True
         decision = self._ask(state)
         # Slots that train hear of a handoff after their micro-steps: training that waited waits until they have.
-        stage.hold_training(decision.hold_training or (state.trainer.held and bool(decision.handoffs)))
+        self._hold_training(decision.hold_training or (state.trainer.held and bool(decision.handoffs)))
         took_s = time.thread_time() - began_s
         self.deciding_s += took_s
         self._not_before_s = stage.now_s + self._rest_s(took_s)
+        self._log.decided(decision, at_s)
         if decision.orders:
-            self._tell(decision, at_s)
             way, self._patience_s = _Way.of(state, decision), state.patience_s
             if way.taken_on:
                 self._joined.clear()
@@ -239,7 +234,7 @@ class Conductor:
     def _note(self, change: Change) -> None:
         self.changes.append(change)
         self.num_changes += 1
-        self._tell_end(change)
+        self._log.changed(change)
         self._num_failed = self._num_failed + 1 if change.failures else 0
         if change.failures:
             # The same state would give the same decision, at once and again and again.
@@ -253,43 +248,15 @@ class Conductor:
         except BadDecision as error:
             if self._otherwise is None:
                 raise
-            sentence = f"The policy is not asked any more, slots go back where they were configured: {error}."
-            self._record.event("refused", sentence, traceback=traceback.format_exc())
+            self.refused = self._log.refused(error)
             self._policy, self._otherwise = self._otherwise, None
         return self._answer(state)
 
     def _answer(self, state: ClusterState) -> Decision:
         """Raises BadDecision."""
-        began_s = time.perf_counter()
-        try:
-            decision = self._policy.decide(state)
-        except Exception as error:  # a policy may be anybody's
-            raise BadDecision(f"the policy failed with {type(error).__name__}: {error}") from error
-        self.decide_s.append(time.perf_counter() - began_s)
-        if wrong := complaints(state, decision):
-            raise BadDecision(f"at {state.now_s:.1f} s the policy ordered what cannot be: {'; '.join(wrong)}")
+        decision, took_s = ask(self._policy, state)
+        self.decide_s.append(took_s)
         return decision
-
-    def _tell(self, decision: Decision, at_s: float) -> None:
-        prediction = decision.prediction
-        expected = {"cost_s": prediction.cost_s, "gain_s": prediction.gain_s} if prediction else {}
-        sentence = decision.reason[:1].upper() + decision.reason[1:]
-        self._record.event("decided", f"{sentence}.", at_s=round(at_s, 3), **expected)
-
-    def _tell_end(self, change: Change) -> None:
-        slots = slots_of({move.slot for move in change.decision.moves}) if change.decision.moves else "Handoff"
-        sentence = f"{slots[:1].upper()}{slots[1:]}: done in {change.seconds:.2f} s."
-        if change.failures:
-            sentence = f"{slots[:1].upper()}{slots[1:]}: not all was done: {'; '.join(change.failures)}."
-        self._record.event(
-            "switched",
-            sentence,
-            at_s=round(change.at_s, 3),
-            seconds=round(change.seconds, 4),
-            slots=sorted({move.slot for move in change.decision.moves}),
-            num_handoffs=len(change.decision.handoffs),
-            failures=change.failures,
-        )
 
     # -- changes
 
@@ -321,7 +288,7 @@ class Conductor:
 
         try:
             await leave({slot.slot for slot in state.slots} - way.waiting)
-            stage.hold_training(decision.hold_training)
+            self._hold_training(decision.hold_training)
             resized, others = await together(resize(), take_on())
             failures += [*resized, *others]
             if not resized:

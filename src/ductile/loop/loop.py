@@ -56,11 +56,13 @@ class Hand:
     rollouts: int = 0
     tokens: int = 0
     """Prompts and answers."""
-    scored: bool = True
 
     @staticmethod
-    def of(groups: Sequence[RolloutGroup], scored: bool) -> "Hand":
-        return Hand(sum(len(group.rollouts) for group in groups), sum(map(num_tokens, groups)), scored)
+    def of(groups: Sequence[RolloutGroup]) -> "Hand":
+        return Hand(sum(len(group.rollouts) for group in groups), sum(map(num_tokens, groups)))
+
+    def __add__(self, other: "Hand") -> "Hand":
+        return Hand(self.rollouts + other.rollouts, self.tokens + other.tokens)
 
 
 class Loop:
@@ -92,6 +94,8 @@ class Loop:
         self.watch = Stopwatch()
         self.conductor: Conductor | None = None
         """Moves slots between roles; None: they keep those that they have."""
+        self.scoring = Hand()
+        """What is being scored: out of the buffer, and not yet in the hand."""
         self.hand = Hand()
         self.handing_over = Hand()
         """Out of the hand, and not yet with the trainer: for one turn of the event loop."""
@@ -149,20 +153,22 @@ class Loop:
             await undisturbed(self.save(self.step))
 
     async def train(self, num_groups: int, tally: Tally, ends_step: bool) -> None:
-        """One optimizer step. While the trainer works on a chunk, the next one is generated, taken and scored."""
+        """One optimizer step. While the trainer works on a chunk, the next one is generated, taken and scored; while
+        the policy holds the trainer, all others too, and then they go to it as one."""
         groups, divisor = list[RolloutGroup](), 0.0
         async with OneBehind(on_error=self.buffer.fail) as behind:
             while len(groups) < num_groups:
                 chunk = await self.take(num_groups - len(groups), num_groups)
-                self.hand = Hand.of(chunk, scored=self.scorer is None)
-                with self.watch("score"):
-                    samples = await self.lessons.prepare(chunk)
-                self.hand = Hand.of(chunk if samples else (), scored=True)
+                samples = list[Sample]()
+                while chunk:
+                    groups += chunk
+                    taught = await self.score(chunk)
+                    divisor += self.lessons.divisor(taught)
+                    samples += taught
+                    chunk = await self.take_while_held(behind, num_groups - len(groups), num_groups)
                 if samples:
-                    divisor += self.lessons.divisor(samples)
                     await behind.start(self.forward_backward(samples))
                     self.hand, self.handing_over = Hand(), self.hand
-                groups += chunk
         # The weights and the books of what they have learned belong together.
         await undisturbed(self.update(groups, divisor, tally, ends_step))
 
@@ -178,6 +184,27 @@ class Loop:
         self.buffer.learned(groups)
         tally.add(groups, report)
         self.step += ends_step
+
+    async def score(self, chunk: Sequence[RolloutGroup]) -> list[Sample]:
+        """From the groups to what they teach, which is then in the hand."""
+        self.scoring = Hand.of(chunk)
+        with self.watch("score"):
+            samples = await self.lessons.prepare(chunk)
+        self.hand, self.scoring = (self.hand + self.scoring if samples else self.hand), Hand()
+        if self.scorer and self.conductor:
+            self.conductor.notify()
+        return samples
+
+    async def take_while_held(self, behind: OneBehind, wanted: int, groups_per_update: int) -> list[RolloutGroup]:
+        """The next chunk, if the policy holds the trainer: it may wait until all is scored, and then nobody else would
+        ask for that. Empty once the trainer has done what it has, or nothing is wanted."""
+        if self.scorer is None or self.conductor is None or not wanted:
+            return []
+        hold = self.conductor.hold
+        while not behind.idle.is_set() and await unless(behind.idle, hold.begun.wait()):
+            if chunk := await unless(hold.over, self.take(wanted, groups_per_update)):
+                return chunk
+        return []
 
     async def take(self, wanted: int, groups_per_update: int) -> list[RolloutGroup]:
         with self.watch("wait"):

@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from ductile.core.cluster.state import Batch
-from ductile.loop.loop import Loop
+from ductile.loop.loop import Hand, Loop
 
 
 class Training(Protocol):
@@ -42,37 +42,29 @@ class Monitor:
     def samples_ready(self) -> int:
         """Rollouts that the trainer could have or has been given."""
         loop = self.loop
-        held = loop.hand.rollouts + loop.handing_over.rollouts
-        return len(loop.buffer) * self._group_size + held + self._training.pending_samples
+        held = loop.scoring + loop.hand + loop.handing_over
+        return len(loop.buffer) * self._group_size + held.rollouts + self._training.pending_samples
 
     def batch(self) -> Batch:
         """A last evaluation is a step that trains nothing: generators are needed once more."""
         loop, buffer, plan = self.loop, self.loop.buffer, self.loop.plan
-        hand, given, pending, size = loop.hand, loop.handing_over, self._training, self._group_size
-        ready, ready_tokens = pending.pending_samples + given.rollouts, pending.pending_tokens + given.tokens
-        to_score = to_score_tokens = 0
-        waiting, waiting_tokens = len(buffer) * size, buffer.waiting_tokens
-        if loop.scorer is None:
-            ready, ready_tokens = ready + waiting + hand.rollouts, ready_tokens + waiting_tokens + hand.tokens
-        else:
-            unscored = (0, 0) if hand.scored else (hand.rollouts, hand.tokens)
-            to_score, to_score_tokens = waiting + unscored[0], waiting_tokens + unscored[1]
-            ready, ready_tokens = ready + hand.rollouts - unscored[0], ready_tokens + hand.tokens - unscored[1]
+        pending, size = self._training, self._group_size
+        with_trainer = Hand(pending.pending_samples, pending.pending_tokens) + loop.handing_over + loop.hand
+        to_score = Hand(len(buffer) * size, buffer.waiting_tokens) + loop.scoring
+        ready, to_score = (with_trainer, to_score) if loop.scorer else (with_trainer + to_score, Hand())
         is_over = buffer.version >= plan.max_steps
         partial, partial_tokens = loop.rollouts.partial
         return Batch(
             step=buffer.version,
             num_rollouts=0 if is_over else plan.groups_per_step * size,
             group_size=size,
-            trained=0
-            if is_over
-            else buffer.num_taken * size - hand.rollouts - given.rollouts - pending.pending_samples,
-            ready=ready,
-            ready_tokens=ready_tokens,
+            trained=0 if is_over else buffer.num_taken * size - (with_trainer + loop.scoring).rollouts,
+            ready=ready.rollouts,
+            ready_tokens=ready.tokens,
             partial=partial,
             partial_tokens=partial_tokens,
-            to_score=to_score,
-            to_score_tokens=to_score_tokens,
+            to_score=to_score.rollouts,
+            to_score_tokens=to_score.tokens,
             to_start=self.to_start,
             update=buffer.num_updates,
             num_updates=plan.n_minibatches,

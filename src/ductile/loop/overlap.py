@@ -56,6 +56,9 @@ class OneBehind:
     """
 
     def __init__(self, on_error: Callable[[BaseException], None]) -> None:
+        self.idle = asyncio.Event()
+        """Nothing runs."""
+        self.idle.set()
         self._on_error = on_error
         self._task: asyncio.Task[Any] | None = None
 
@@ -66,6 +69,7 @@ class OneBehind:
             work.close()
             raise
         self._task = asyncio.create_task(work)
+        self.idle.clear()
         self._task.add_done_callback(self._done)
 
     async def __aenter__(self) -> "OneBehind":
@@ -90,5 +94,20 @@ class OneBehind:
                 raise
 
     def _done(self, task: "asyncio.Task[Any]") -> None:
+        if self._task in (task, None):  # the next one may run already
+            self.idle.set()
         if not task.cancelled() and (error := task.exception()):
             self._on_error(error)
+
+
+class Hold:
+    """Something may not go on: others can wait for that to begin, and for its end."""
+
+    def __init__(self) -> None:
+        self.begun, self.over = asyncio.Event(), asyncio.Event()
+        self.over.set()
+
+    def set(self, held: bool) -> None:
+        begins, ends = (self.begun, self.over) if held else (self.over, self.begun)
+        begins.set()
+        ends.clear()

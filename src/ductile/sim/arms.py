@@ -11,6 +11,7 @@ from ductile.core.cluster.orders import Policy
 from ductile.core.cluster.placement import Placement, compact
 from ductile.core.cluster.policies.names import NAMES
 from ductile.core.cluster.policies.static import InTurns, Static
+from ductile.loop.asking import BadDecision
 from ductile.sim.run import Simulated, simulate
 from ductile.sim.scenario import Scenario
 
@@ -103,4 +104,7 @@ def together(placement: Placement) -> Placement:
 
 
 def _run(name: str, scenario: Scenario, policy: Policy) -> Outcome:
-    return Outcome(name, scenario.placement, simulate(scenario, policy))
+    try:
+        return Outcome(name, scenario.placement, simulate(scenario, policy))
+    except BadDecision as error:
+        raise BadDecision(f"arm {name}: the policy cannot be used: {error}") from error

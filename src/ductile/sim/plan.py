@@ -3,21 +3,31 @@
 Its own way is predicted too, so that a reader sees how far to trust the rest.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ductile.config.policy import named_policy
 from ductile.core.cluster.orders import Policy
 from ductile.core.cluster.placement import Placement, compact
+from ductile.core.cluster.policies.names import described
 from ductile.core.cluster.policies.static import InTurns
 from ductile.core.cluster.profile import Setting
-from ductile.sim.arms import COLLOCATED, named, splits, together
+from ductile.sim.arms import COLLOCATED, RULES_POLICIES, named, splits, together
 from ductile.sim.recording import Recording, recorded_scenario
 from ductile.sim.run import Simulated, simulate
 from ductile.sim.scenario import Scenario
 
-POLICIES = ("static", "rules", "rules_policies", "model")
+POLICIES = ("static", "rules", RULES_POLICIES, "model")
+CONFIGURED: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    RULES_POLICIES: ("rules", ("use_pre_process_policy", "use_wait_before_last_iter_policy")),
+    COLLOCATED: ("in_turns", ()),
+}
+"""Rows that are no value of `cluster.policy`: which value they are, and with which keys."""
+NOTES = (
+    f'{RULES_POLICIES}: policy "rules" with use_pre_process_policy and use_wait_before_last_iter_policy.',
+    f'{COLLOCATED}: policy "in_turns" with all slots in `actor,rollout`: all generate, then all train.',
+)
 WORTH = 0.01
 """A smaller share of a step is no difference."""
 
@@ -48,6 +58,16 @@ class Case:
     def way(self) -> str:
         """ "policy model", "collocated"."""
         return COLLOCATED if self.policy == COLLOCATED else f"policy {self.policy}"
+
+    def toml(self) -> str:
+        """A config that has it, laid over the run's own."""
+        name, options = CONFIGURED.get(self.policy, (self.policy, ()))
+        keys = [f"auto_scheduler = {'false' if name == 'static' else 'true'}", f'policy = "{name}"']
+        keys += [f"{option} = true" for option in options]
+        placement = self.placement
+        roles = (("actor", placement.train), ("rollout", placement.generate), ("inference", placement.score))
+        slots = [f'{role} = "{compact(held)}"' for role, held in roles if held]
+        return "\n".join(["[cluster]", *keys, "", "[cluster.component_placement]", *slots])
 
     @property
     def slots(self) -> str:
@@ -86,7 +106,8 @@ def case_of(recording: Recording, setting: Setting) -> Case:
         pre_process=setting.use_pre_process_policy,
         wait_before_last_iter=setting.use_wait_before_last_iter_policy,
     )
-    return Case.of(_name(setting), scenario, recording, simulate(scenario, policy))
+    options = setting.use_pre_process_policy, setting.use_wait_before_last_iter_policy
+    return Case.of(described(setting.policy, *options), scenario, recording, simulate(scenario, policy))
 
 
 def other_cases(recording: Recording) -> Iterator[Case]:
@@ -102,42 +123,39 @@ def other_cases(recording: Recording) -> Iterator[Case]:
         yield Case.of(name, there, recording, simulate(there, policy))
 
 
-def verdict(own: Case, others: Sequence[Case]) -> str:
-    """What the table comes to, in a sentence or two."""
+def better(own: Case, others: Sequence[Case]) -> Case | None:
+    """The fastest way, if it is worth a change; of equally fast ones, one that leaves the placement as it is."""
     best = min(others, key=lambda case: case.step_s, default=own)
-    # Of equally fast ways, the one that leaves the placement as it is.
     best = next((case for case in others if _alike(case, own) and case.step_s <= best.step_s * (1 + WORTH)), best)
     if best.step_s > own.step_s * (1 - WORTH):
-        said = f"nothing here is faster than this run's own way, {own.way} begun on {own.slots}"
+        return None
+    return replace(best, placement=own.placement) if _alike(best, own) else best
+
+
+def verdict(own: Case, others: Sequence[Case]) -> str:
+    """What the table comes to, in a sentence or two."""
+    best = better(own, others)
+    if best is None:
+        said = f"nothing here is faster than this run's own way, {own.way} begun with {own.slots}"
     else:
         where = "the same placement" if _alike(best, own) else best.slots
         said = f"{best.way} on {where} saves {1 - best.step_s / own.step_s:.0%} against this run's own way"
     beside: list[str] = []
     fixed = min((case for case in others if case.policy == "static"), key=lambda case: case.step_s, default=None)
-    if fixed is not None and fixed is not best and own.policy not in ("static", "in_turns"):
-        beside.append(f"the best placement without a scheduler, {fixed.slots}, would be {_than(fixed, own)}")
+    if fixed is not None and (best is None or best.policy != "static") and own.policy not in ("static", "in_turns"):
+        beside.append(f"the best split whose slots keep their roles, {fixed.slots}, would be {_than(fixed, own)}")
     collocated = next((case for case in others if case.policy == COLLOCATED), None)
-    if collocated is not None and collocated is not best and own.policy != "in_turns":
+    if collocated is not None and (best is None or best.policy != COLLOCATED) and own.policy != "in_turns":
         beside.append(f"collocated would be {_than(collocated, own)}")
     return f"{'; '.join([said, *beside])}."
 
 
 def _than(case: Case, own: Case) -> str:
-    """ "5% slower"."""
+    """ "5% slower than this run"."""
     change = case.step_s / own.step_s - 1
-    return "as fast" if abs(change) < WORTH else f"{abs(change):.0%} {'slower' if change > 0 else 'faster'}"
-
-
-def _name(setting: Setting) -> str:
-    if setting.policy != "rules":
-        return setting.policy
-    both = (setting.use_pre_process_policy, setting.use_wait_before_last_iter_policy)
-    return {
-        (False, False): "rules",
-        (True, False): "rules_pre_process",
-        (False, True): "rules_wait_before_last_iter",
-        (True, True): "rules_policies",
-    }[both]
+    if abs(change) < WORTH:
+        return "as fast as this run"
+    return f"{abs(change):.0%} {'slower' if change > 0 else 'faster'} than this run"
 
 
 def _alike(one: Case, other: Case) -> bool:

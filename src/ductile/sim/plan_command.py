@@ -24,7 +24,7 @@ def main(words: Sequence[str]) -> int:
     asked = parser.parse_args(list(words))
     # Help answers at once: what simulates is loaded when there is something to simulate.
     from ductile.config.imports import ImportPathError
-    from ductile.loop.conductor import BadDecision
+    from ductile.loop.asking import BadDecision
     from ductile.sim.recording import read_recording
 
     try:
@@ -38,7 +38,7 @@ def main(words: Sequence[str]) -> int:
 
 def _plan(recording: "Recording", file: Path | None) -> None:
     from ductile.observe import write_json
-    from ductile.sim.plan import other_cases, own_case, verdict
+    from ductile.sim.plan import NOTES, better, other_cases, own_case, verdict
 
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)  # a table that cannot be written is known before it is made
@@ -46,20 +46,24 @@ def _plan(recording: "Recording", file: Path | None) -> None:
     own, measured_s = own_case(recording), recording.step_s
     error = own.step_s / measured_s - 1
     print(
-        f"This run: {own.way}, begun on {own.slots}. A step took {measured_s:.2f} s; predicted {own.step_s:.2f} s "
+        f"This run: {own.way}, begun with {own.slots}. A step took {measured_s:.2f} s; predicted {own.step_s:.2f} s "
         f"({error:+.1%}), {own.idle_share:.0%} idle.\n"
     )
-    print(f"{'policy':16}{'train':>9}{'generate':>10}{'step':>11}{'idle':>8}{'switches a step':>17}{'to this run':>13}")
+    print(
+        f"{'policy':16}{'train':>9}{'generate':>10}{'step':>11}{'idle':>8}{'switches a step':>17}{'vs. this run':>14}"
+    )
     others: list[Case] = []
     for case in other_cases(recording):
         others.append(case)
         print(
             f"{case.policy:16}{len(case.placement.train):>9}{len(case.placement.generate):>10}{case.step_s:>9.2f} s"
-            f"{case.idle_share:>8.0%}{case.switches_per_step:>17.1f}{case.step_s / own.step_s - 1:>+13.0%}",
+            f"{case.idle_share:>8.0%}{case.switches_per_step:>17.1f}{case.step_s / own.step_s - 1:>+14.0%}",
             flush=True,
         )
-    said = verdict(own, others)
-    print(f"\n{said[:1].upper()}{said[1:]}")
+    said, best = verdict(own, others), better(own, others)
+    print("", *NOTES, "", f"{said[:1].upper()}{said[1:]}", sep="\n")
+    if best is not None:
+        print("", "As TOML, to lay over the run's config (`@ this.toml`):", "", best.toml(), sep="\n")
     if file is not None:
         write_json(
             file,
@@ -71,5 +75,6 @@ def _plan(recording: "Recording", file: Path | None) -> None:
                 "error": error,
                 "cases": [case.as_json() for case in others],
                 "verdict": said,
+                "toml": best.toml() if best else None,
             },
         )

@@ -10,7 +10,8 @@ from ductile.core.cluster.ledger import Activity, IdleCause, Ledger, Span
 from ductile.core.cluster.orders import Policy
 from ductile.core.cluster.staleness import StalenessBound
 from ductile.loop.buffer import Buffer
-from ductile.loop.conductor import Change, Conductor
+from ductile.loop.conductor import Conductor
+from ductile.loop.decisions import Change
 from ductile.loop.episode import Episodes
 from ductile.loop.lessons import Lessons
 from ductile.loop.loop import Loop, Plan

@@ -12,7 +12,7 @@ GENERATE, TRAIN = ("generate",), ("train",)
 @pytest.mark.parametrize(
     ("orders", "sentence"),
     [
-        ([Move(9, GENERATE, TRAIN)], "slot 9 is no member"),
+        ([Move(9, GENERATE, TRAIN)], "there is no slot 9"),
         ([Move(2, TRAIN, GENERATE)], "slot 2 holds generate, not train"),
         ([Move(2, GENERATE, GENERATE)], "slot 2 holds generate already"),
         ([Move(5, GENERATE, ())], "slot 5 is not ready"),

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from ductile.core.cluster.placement import Role, many, slots_of
+from ductile.core.cluster.placement import SPELLED, Role, many, slots_of
 from ductile.core.cluster.state import ClusterState, Limits
 from ductile.records import Formation
 
@@ -36,6 +36,7 @@ class Handoff:
 
 
 Order = Move | Handoff
+ORDERS = 'Move(slot, before, after), whose roles are tuples like ("train", "generate"), or Handoff(id, source, target)'
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,30 @@ def complaints(state: ClusterState, decision: Decision) -> list[str]:
     return found or [*_broken_floors(state, state.limits, after), *_wrong_moment(state, after)]
 
 
+def malformed(answer: object) -> str:
+    """What a policy answered with, when it is not a `Decision` made of what it should be made of; else empty."""
+    match answer:
+        case Decision(orders=tuple(), reason=str(), prediction=None | Prediction()):
+            for order in answer.orders:
+                if not _is_order(order):
+                    return f"the order {order!r}: write {ORDERS}"
+            return ""
+        case Decision():
+            return f"{answer!r}: orders must be a tuple, reason a sentence, prediction a Prediction or None"
+        case None:
+            return "None, and not with a Decision: does a branch of `decide` lack its `return`?"
+        case _:
+            return f"a {type(answer).__name__}, and not with a Decision: write `return Decision(orders, reason)`"
+
+
+def _is_order(order: object) -> bool:
+    match order:
+        case Move(before=tuple(), after=tuple()):
+            return {*order.before, *order.after} <= SPELLED.keys()
+        case _:
+            return isinstance(order, Handoff)
+
+
 def _wrong_moves(state: ClusterState, decision: Decision) -> Iterator[str]:
     known = {slot.slot: slot for slot in state.slots}
     for slot, times in Counter(move.slot for move in decision.moves).items():
@@ -115,7 +140,7 @@ def _wrong_moves(state: ClusterState, decision: Decision) -> Iterator[str]:
     for move in decision.moves:
         slot = known.get(move.slot)
         if slot is None:
-            yield f"slot {move.slot} is no member"
+            yield f"there is no slot {move.slot}"
         elif not slot.ready:
             yield f"slot {move.slot} is not ready for another order"
         elif move.before != slot.roles:

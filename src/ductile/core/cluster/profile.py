@@ -33,8 +33,9 @@ class Setting:
     max_off_policy_steps: int = 8
     block_size: int = 16
     """Tokens of a cache block."""
-    use_pre_process_policy: bool = False
-    use_wait_before_last_iter_policy: bool = False
+    use_pre_process_policy: bool | None = None
+    """As configured, None when it was not; so is the next one."""
+    use_wait_before_last_iter_policy: bool | None = None
 
     def as_fields(self) -> dict[str, Any]:
         return asdict(self)

@@ -84,14 +84,28 @@ class Batch:
 
     @property
     def missing(self) -> int:
-        """Of what the step trains on: not yet generated, or waiting for siblings. What only has to be scored is not
-        missing: it is scored as the trainer asks for it, so a trainer that waited for it would wait for ever."""
+        """Of what the step trains on: not yet generated, or waiting for siblings. What only has to be scored is
+        `unscored`, and not missing."""
         return max(0, self.left - self.ready - self.to_score)
 
     @property
+    def unscored(self) -> int:
+        """Of what the step trains on: generated, and still to be scored. A trainer that is held may wait for it: all
+        that the optimizer step wants is scored meanwhile, and not only the next chunk."""
+        return max(0, self.left - self.ready - self.missing)
+
+    @property
+    def all_scored(self) -> bool:
+        """Nothing is left to score, and nothing will be: what waits for its rewards only is still to come."""
+        return not self.to_score and not self.missing
+
+    @property
     def last_update(self) -> bool:
-        """What is left is the last optimizer step's share; of a batch with one optimizer step, the last quarter."""
-        return self.left <= self.num_rollouts / (self.num_updates if self.num_updates > 1 else 4)
+        """What is left is the last optimizer step's share, which is none larger than the others'; of a batch with one
+        optimizer step, the last quarter."""
+        if self.num_updates == 1:
+            return self.left <= self.num_rollouts / 4
+        return self.left <= self.num_rollouts // self.group_size // self.num_updates * self.group_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,26 @@ def test_train_slots_that_kept_their_generators_need_no_orders_to_generate():
     assert (decision.moves, decision.hold_training) == ((), True)
 
 
+def test_without_the_permission_no_train_slot_generates_at_the_start_of_a_step():
+    state = scene(to_start=64, group_size=2, limits=Limits(max_num_seqs=16))
+    decision = Model(pre_process=False).decide(state)
+    assert not decision.hold_training
+    assert not any({"train", "generate"} <= {*roles} for roles in roles_after(state, decision).values())
+    assert Model(wait_before_last_iter=False).decide(state) == decide(state), "that one is about the last part"
+
+
+@pytest.mark.parametrize(("trained", "permission"), [(0, "pre_process"), (48, "wait_before_last_iter")])
+def test_training_waits_for_what_its_slots_generate_where_that_is_permitted(trained, permission):
+    """Four slots that all train and generate, as configured: four long answers are left."""
+    running = {slot: [300] for slot in range(4)}
+    state = scene({"actor,rollout": "0-3"}, running=running, trained=trained, ready=60 - trained, ready_tokens=4000)
+    other = {"pre_process": "wait_before_last_iter", "wait_before_last_iter": "pre_process"}[permission]
+    assert decide(state).hold_training
+    assert Model(**{other: False}).decide(state).hold_training
+    assert not Model(**{permission: False}).decide(state).hold_training
+    assert decide(state).reason == "training waits while its slots generate"
+
+
 def test_training_begins_without_a_resize_when_handing_off_is_enough():
     decision = decide(late())
     assert decision.moves == ()

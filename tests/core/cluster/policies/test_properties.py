@@ -14,6 +14,7 @@ from ductile.core.cluster.state import Lengths, Limits, SlotState, TrainerState,
 from tests.core.cluster.scenes import scene
 
 POLICIES = [Static(), InTurns(), Rules(), Rules(True, False), Rules(False, True), Rules(True, True), Model()]
+POLICIES += [Model(pre_process=False, wait_before_last_iter=False)]
 
 
 @st.composite

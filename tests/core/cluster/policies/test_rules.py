@@ -62,7 +62,7 @@ def test_scorers_train_when_nothing_is_left_to_score():
     placement = {"actor": 0, "rollout": 1, "inference": 2}
     busy = scene(placement, running={}, trained=10, to_score=3)
     assert kept(busy, Rules().decide(busy)) == {"train": [0, 1], "generate": [], "score": [2]}
-    done = scene(placement, roles={1: ("train",)}, trained=10)
+    done = scene(placement, roles={1: ("train",)}, trained=10, ready=54)
     assert kept(done, Rules().decide(done))["train"] == [0, 1, 2]
 
 
@@ -116,7 +116,17 @@ def test_without_memory_for_both_nothing_is_lent():
     from ductile.core.cluster.state import Limits
 
     state = scene(trained=0, to_start=64, limits=Limits(may_share=False))
-    assert Rules(pre_process=True).decide(state).orders == ()
+    decision = Rules(pre_process=True).decide(state)
+    assert decision.orders == ()
+    assert not decision.hold_training, "nobody would generate instead"
+    assert decision.reason == "training does not wait: no train slot has memory for a generator besides"
+
+
+def test_where_train_slots_generate_by_configuration_training_waits_for_them():
+    state = scene({"actor,rollout": "0-3"}, trained=0, to_start=64)
+    decision = Rules(pre_process=True).decide(state)
+    assert decision.hold_training
+    assert "until half" in decision.reason
 
 
 @pytest.mark.parametrize(
@@ -126,7 +136,26 @@ def test_the_last_part_of_the_batch_waits_for_all_slots(num_updates, trained, wa
     rules = Rules(wait_before_last_iter=True)
     state = scene(running={2: [9] * 8}, trained=trained, ready=8, num_updates=num_updates)
     assert rules.decide(state).hold_training is waits
+    unscored = scene(running={}, held=True, trained=trained, ready=8, to_score=56 - trained, num_updates=num_updates)
+    decision = rules.decide(unscored)
+    assert decision.hold_training is waits
+    assert not waits or f"waits for the scores of {56 - trained} rollouts" in decision.reason
     done = scene(running={}, held=True, trained=trained, ready=64 - trained, num_updates=num_updates)
     decision = rules.decide(done)
     assert not decision.hold_training
     assert kept(done, decision)["train"] == [0, 1, 2, 3, 4, 5]
+
+
+def test_shares_that_differ_are_waited_for_only_once_the_optimizer_step_before_is_trained():
+    """Of seven groups of 8 the first of two optimizer steps has four: more are trained before the last one begins."""
+    rules = Rules(wait_before_last_iter=True)
+    state = scene(running={2: [9] * 8}, num_rollouts=56, group_size=8, trained=29, ready=3, num_updates=2)
+    assert not rules.decide(state).hold_training
+    state = scene(running={2: [9] * 8}, num_rollouts=56, group_size=8, trained=32, ready=8, num_updates=2)
+    assert rules.decide(state).hold_training
+
+
+def test_scorers_stay_while_finished_rollouts_still_wait_for_their_rewards():
+    """Nothing is left to generate and nothing is there to score yet, but it will be."""
+    state = scene({"actor": 0, "rollout": 1, "inference": 2}, trained=10, ready=50)
+    assert kept(state, Rules().decide(state))["score"] == [2]

@@ -12,6 +12,9 @@
    Slots that need not give up a role keep it: a step that generates on all slots and then trains on most of them takes
    handoffs, and no resize.
 
+Two permissions say whether training may wait for what train slots generate: `pre_process` until the batch's last part,
+`wait_before_last_iter` in it.
+
 It is asked after events (a micro-step, a rollout that ended, new weights) and never polls. It keeps no state: the same
 `ClusterState` gives the same answer.
 """
@@ -39,6 +42,7 @@ TRAIN: tuple[Role, ...] = ("train",)
 BOTH: tuple[Role, ...] = ("train", "generate")
 ALL = 0
 """As a number of generators: all slots, and training waits."""
+WAITS = "training waits while its slots generate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,10 @@ class Model:
     """And this share of its cost besides."""
     patience: float = 4.0
     """Less than this many resizes after a change, the next one must gain twice as much."""
+    pre_process: bool = True
+    """Train slots may generate, and training wait for it, while more than the batch's last part is left to train."""
+    wait_before_last_iter: bool = True
+    """So they may in the batch's last part: before it is trained, training may wait until all slots can train it."""
 
     def decide(self, state: ClusterState) -> Decision:
         if not state.batch.steps_left:
@@ -68,7 +76,7 @@ class Model:
         arrangements = Arrangements(state, pool, remaining)
         best = self._best(state, len(pool), todo, arrangements)
         if best is None:
-            return _even_out(state, arrangements, remaining, self.margin)
+            return _even_out(state, arrangements, remaining, self.margin, may_wait=self._may_wait(state))
         count, prediction = best
         return _decision(state, arrangements, count, prediction, remaining)
 
@@ -89,7 +97,7 @@ class Model:
             first[count] = len(rows)
             delays_s = arrangements.split_delays_s(count)
             rows += [(count, num_slots - count, np.inf, count, 0.0, fill, *delays_s) for fill in FILLS]
-        if state.limits.may_share and len(arrangements.generators_now) < num_slots:
+        if self._may_wait(state) and state.limits.may_share and len(arrangements.generators_now) < num_slots:
             first[ALL] = len(rows)
             rows += _futures(state, todo, arrangements, counts, (num_slots, 0), arrangements.everybody_delays_s())
         if not first:
@@ -116,12 +124,16 @@ class Model:
                 best = count, Prediction(stay_s, go_s, cost_s)
         return best
 
+    def _may_wait(self, state: ClusterState) -> bool:
+        """Training, for what train slots generate meanwhile."""
+        return self.wait_before_last_iter if state.batch.last_update else self.pre_process
+
     def _all_train(self, state: ClusterState, pool: Sequence[int], todo: Work) -> Decision:
         """Nothing is left to generate: the rest is trained on all slots, when it is worth the way there and back.
 
         Generators stay where there is memory for both: the next step finds them there."""
         members = {*state.trainer.formation.members}
-        scorers = [slot for slot in state.of("score") if slot in state.ready and not state.batch.to_score]
+        scorers = [slot for slot in state.of("score") if slot in state.ready and state.batch.all_scored]
         idle = [slot for slot in (*pool, *scorers) if slot not in members]
         tokens, speed = todo.ready_tokens + todo.coming_tokens, state.speeds.train
         cost_s = state.costs.resize_s
@@ -170,7 +182,8 @@ def _decision(
     orders = change(state, roles, generators)
     if len(generators) > arrangements.num_generators and not state.batch.to_start:
         orders = (*orders, *spread(state, sorted(generators), remaining))
-    return Decision(orders, sentence(orders, _figures(prediction)), hold, prediction)
+    alone = () if orders else (WAITS if hold else "training goes on",)
+    return Decision(orders, sentence(orders, *alone, _figures(prediction)), hold, prediction)
 
 
 def _keeps_floors(state: ClusterState, num_slots: int, count: int) -> bool:
@@ -186,26 +199,29 @@ def _counts(now: int, most: int) -> list[int]:
     return sorted(count for count in near | {most * part // 8 for part in range(1, 9)} | {1} if 1 <= count <= most)
 
 
-def _even_out(state: ClusterState, arrangements: Arrangements, remaining: Remaining, margin: float) -> Decision:
+def _even_out(
+    state: ClusterState, arrangements: Arrangements, remaining: Remaining, margin: float, *, may_wait: bool
+) -> Decision:
     """The same slots, but no generator has much more before it than the others."""
     decode = state.speeds.decode
     # Where train slots generate too, a micro-step would stop their sequences: it was found not to be worth that.
-    hold = arrangements.shared and state.batch.missing > 0
+    hold = may_wait and arrangements.shared and state.batch.missing > 0
+    stay = Decision(reason=WAITS if hold else "", hold_training=hold)
     now = arrangements.generators_now
     generators = sorted(now if arrangements.shared else now - arrangements.members)
     before = {slot: arrangements.tokens_left[slot] for slot in generators}
     if state.batch.to_start or not before:
-        return Decision(hold_training=hold)
+        return stay
     context = arrangements.moved_context(0) / len(state.unfinished)
     token_s = decode.per_sequence_s + decode.per_context_s * context
     longest_s = decode.step_s * max(remaining.values())
     stay_s, even = longest_s + token_s * max(before.values()), fsum(before.values()) / len(before)
     # Nobody can have less than all have on average. Most often that is not enough, and how to spread need not be found.
     if token_s * (max(before.values()) - even) < state.costs.handoff_s + 5 * margin * stay_s:
-        return Decision(hold_training=hold)
+        return stay
     handoffs = spread(state, generators, remaining)
     if not handoffs:
-        return Decision(hold_training=hold)
+        return stay
     rollouts = {rollout.id: rollout for rollout in state.unfinished}
     after, stall_s = dict(before), dict.fromkeys(generators, 0.0)
     for order in handoffs:
@@ -216,7 +232,7 @@ def _even_out(state: ClusterState, arrangements: Arrangements, remaining: Remain
     cost_s = max(stall_s.values()) + state.costs.handoff_s
     go_s = longest_s + token_s * max(after.values()) + cost_s
     if stay_s - go_s <= cost_s + 5 * margin * stay_s:
-        return Decision(hold_training=hold)
+        return stay
     prediction = Prediction(stay_s, go_s, cost_s)
     return Decision(handoffs, sentence(handoffs, _figures(prediction)), hold, prediction)
 
@@ -240,4 +256,4 @@ def _recall_scorers(state: ClusterState) -> Decision:
 def _figures(prediction: Prediction) -> str:
     if prediction.stay_s == float("inf"):
         return f"cost {prediction.cost_s:.2g} s, nothing would be generated otherwise"
-    return f"cost {prediction.cost_s:.2g} s, expected gain {prediction.gain_s:.2g} s"
+    return f"cost {prediction.cost_s:.2g} s, net gain {prediction.gain_s:.2g} s"

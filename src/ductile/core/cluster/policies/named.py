@@ -8,12 +8,17 @@ from ductile.core.cluster.policies.rules import Rules
 from ductile.core.cluster.policies.static import InTurns, Static
 
 
-def policy(name: str, *, pre_process: bool = False, wait_before_last_iter: bool = False) -> Policy:
-    """The built-in policy of that name; the two flags are of `rules`. Raises ValueError for another name."""
+def policy(name: str, *, pre_process: bool | None = None, wait_before_last_iter: bool | None = None) -> Policy:
+    """The built-in policy of that name. Raises ValueError for another name.
+
+    The two options: `rules` do what is True, and `model` may do what is not False.
+    """
     made: Mapping[str, Callable[[], Policy]] = {
         "static": Static,
-        "rules": lambda: Rules(pre_process, wait_before_last_iter),
-        "model": Model,
+        "rules": lambda: Rules(pre_process is True, wait_before_last_iter is True),
+        "model": lambda: Model(
+            pre_process=pre_process is not False, wait_before_last_iter=wait_before_last_iter is not False
+        ),
         "in_turns": InTurns,
     }
     if name not in made:

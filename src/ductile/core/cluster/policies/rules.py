@@ -11,6 +11,7 @@ At every micro-step boundary of a step that has begun to train:
 When the next step begins every slot returns to what the configuration gave it. Two further rules, each on request:
 
 - `pre_process`: until half of the step's rollouts are finished, the train slots generate too, and the trainer waits.
+  Where no train slot has memory for a generator besides, it waits for nothing.
 - `wait_before_last_iter`: before its last optimizer step (of a batch with one: before its last quarter) the trainer
   waits until generation and scoring are done, and then takes all slots.
 
@@ -26,7 +27,7 @@ from ductile.core.cluster.arithmetic import whole_times
 from ductile.core.cluster.handoff import change, remaining_tokens
 from ductile.core.cluster.orders import Decision, Order, complaints, sentence
 from ductile.core.cluster.placement import Role, many
-from ductile.core.cluster.state import ClusterState
+from ductile.core.cluster.state import Batch, ClusterState
 
 TRAIN: tuple[Role, ...] = ("train",)
 
@@ -43,25 +44,29 @@ class Rules:
             return Decision(hold_training=state.trainer.held)
         if state.step_begins:
             return self._before_the_step(state)
-        if self.wait_before_last_iter and state.batch.last_update and state.batch.missing:
-            why = f"the last part of the batch waits for {many(state.batch.missing, 'rollout')}, to train on all slots"
-            return Decision(hold_training=True, reason="" if state.trainer.held else why)
+        if self.wait_before_last_iter and state.batch.last_update and (awaited := _awaited(state.batch)):
+            why = f"the last part of the batch waits for {awaited}, to train on all slots"
+            return Decision(hold_training=True, reason=why)
         return self._during_the_step(state)
 
     def _before_the_step(self, state: ClusterState) -> Decision:
         home = _home(state)
         missing, half = state.batch.missing, state.batch.num_rollouts // 2
-        lend = self.pre_process and not state.batch.trained and missing > half
-        if lend:
+        early = self.pre_process and not state.batch.trained and missing > half
+        if early:
             home |= {slot: _with_generate(home[slot]) for slot in _lendable(state, home)}
         orders = _orders(state, home)
+        # Of those that cannot generate nobody does so sooner because the trainer waits.
+        lend = early and any({"train", "generate"} <= {*roles} for roles in home.values())
         if lend:
             why = f"train slots generate until half of the step's rollouts ({state.batch.num_rollouts}) are finished"
+        elif early:
+            why = "training does not wait: no train slot has memory for a generator besides"
         elif self.pre_process and state.trainer.held:
             why = f"training starts: {many(missing, 'rollout')} missing, at most half of the step's"
         else:
             why = "every slot returns to what the configuration gave it"
-        return Decision(orders, sentence(orders, why) if orders else "", hold_training=lend)
+        return Decision(orders, sentence(orders, why) if orders or early else "", hold_training=lend)
 
     def _during_the_step(self, state: ClusterState) -> Decision:
         to_generate, may_move = state.num_to_generate, state.ready
@@ -73,7 +78,7 @@ class Rules:
         num_others = len(state.of("generate")) - len(generators)
         surplus = len(generators) - max(0, needed - num_others)
         roles = {slot: TRAIN for slot in _cheapest_to_free(state, generators)[: max(0, surplus)]}
-        if not to_generate and not state.batch.to_score:
+        if not to_generate and state.batch.all_scored:
             roles |= {slot: TRAIN for slot in state.of("score") if slot in may_move}
         roles |= {slot.slot: TRAIN for slot in state.slots if slot.ready and not slot.roles}
         orders = _orders(state, roles)
@@ -90,6 +95,13 @@ class Home:
     def decide(self, state: ClusterState) -> Decision:
         orders = _orders(state, _home(state)) if state.trainer.at_boundary else ()
         return Decision(orders, sentence(orders, "as configured") if orders else "")
+
+
+def _awaited(batch: Batch) -> str:
+    """What the step trains on and the trainer cannot have yet: "3 rollouts and the scores of 8 rollouts"."""
+    missing = many(batch.missing, "rollout") if batch.missing else ""
+    unscored = f"the scores of {many(batch.unscored, 'rollout')}" if batch.unscored else ""
+    return " and ".join(part for part in (missing, unscored) if part)
 
 
 def _home(state: ClusterState) -> dict[int, tuple[Role, ...]]:

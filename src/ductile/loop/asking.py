@@ -1,0 +1,42 @@
+"""Asks a policy, which may be anybody's: whatever it does comes out as a decision that can be carried out, or as a
+sentence."""
+
+import inspect
+import time
+import traceback
+
+from ductile.core.cluster.orders import ORDERS, Decision, Policy, complaints, malformed
+from ductile.core.cluster.state import ClusterState
+
+
+class BadDecision(Exception):
+    """A policy ordered what cannot be, answered with something else than a decision, or failed. The text says what."""
+
+
+def ask(policy: Policy, state: ClusterState) -> tuple[Decision, float]:
+    """The decision, and the real seconds that it took the policy. Raises BadDecision."""
+    began_s = time.perf_counter()
+    try:
+        decision = policy.decide(state)
+    except Exception as error:
+        raise BadDecision(f"it failed with {type(error).__name__}: {error}{_place(error)}") from error
+    took_s = time.perf_counter() - began_s
+    if inspect.iscoroutine(decision):
+        decision.close()
+    try:
+        answered = malformed(decision)
+        wrong = [] if answered else complaints(state, decision)
+    except Exception as error:
+        raise BadDecision(f"its orders cannot be read, {type(error).__name__}: {error}: write {ORDERS}") from error
+    if answered:
+        raise BadDecision(f"it answered with {answered}")
+    if wrong:
+        raise BadDecision(f"at {state.now_s:.1f} s it gave orders that cannot be carried out: {'; '.join(wrong)}")
+    return decision, took_s
+
+
+def _place(error: Exception) -> str:
+    """ " (policy.py:12)": where the policy's own file was at work; empty when its call was refused."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""

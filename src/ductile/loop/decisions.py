@@ -1,0 +1,76 @@
+"""What a run writes down of its policy's decisions: events with a sentence each.
+
+decided     orders, and why; with what the policy expects of them
+held        training waits, or goes on again, or there is something to say; nobody changes roles for it
+switched    a change is done, or what of it is not
+refused     the policy is not asked any more
+"""
+
+import re
+import traceback
+from dataclasses import dataclass
+
+from ductile.core.cluster.orders import Decision, sentence
+from ductile.observe import Recorder
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A decision as it was carried out."""
+
+    at_s: float
+    seconds: float
+    decision: Decision
+    failures: tuple[str, ...] = ()
+
+
+class DecisionLog:
+    def __init__(self, record: Recorder) -> None:
+        self._record = record
+        self._holds = False
+        self._why = ""
+        """Without its numbers: a policy that counts what it waits for would say something else after each rollout."""
+
+    def decided(self, decision: Decision, at_s: float) -> None:
+        """A decision without orders is told of when training begins or ceases to wait, or for another reason."""
+        holds, began = decision.hold_training, decision.hold_training != self._holds
+        why = re.sub(r"\d+", "", decision.reason)
+        if decision.orders:
+            self._record.event("decided", _as_sentence(decision.reason), at_s=round(at_s, 3), **_expected(decision))
+        elif began or (decision.reason and why != self._why):
+            said = decision.reason or ("training waits" if holds else "training goes on")
+            self._record.event("held", _as_sentence(said), at_s=round(at_s, 3), holds=holds)
+        self._holds = holds
+        if decision.orders or decision.reason or began:
+            self._why = why
+
+    def changed(self, change: Change) -> None:
+        """A change is at its end."""
+        what = sentence(change.decision.moves or change.decision.handoffs)
+        said = f"Done in {change.seconds:.2f} s: {what}."
+        if change.failures:
+            said = f"Not all was done of {what}: {'; '.join(change.failures)}."
+        self._record.event(
+            "switched",
+            said,
+            at_s=round(change.at_s, 3),
+            seconds=round(change.seconds, 4),
+            slots=sorted({move.slot for move in change.decision.moves}),
+            num_handoffs=len(change.decision.handoffs),
+            failures=change.failures,
+        )
+
+    def refused(self, error: Exception) -> str:
+        """To be called while the error is handled. Returns the sentence."""
+        said = f"The policy is not asked any more, and the slots go back to what the configuration gave them: {error}."
+        self._record.event("refused", said, traceback=traceback.format_exc())
+        return said
+
+
+def _as_sentence(reason: str) -> str:
+    return f"{reason[:1].upper()}{reason[1:]}."
+
+
+def _expected(decision: Decision) -> dict[str, float]:
+    prediction = decision.prediction
+    return {"cost_s": prediction.cost_s, "gain_s": prediction.gain_s} if prediction else {}
