@@ -401,9 +401,15 @@ def test_impossible_requests_are_refused_with_the_reason(qwen3: Family, bad: Gen
     assert engine.stats().num_waiting == 1
 
 
-def test_a_cache_that_holds_nothing_is_refused(qwen3: Family) -> None:
-    with pytest.raises(ValueError, match="cache_memory_gib 1e-06 holds 0 blocks of 16 tokens; it must hold at least 2"):
-        qwen3.engine(cache_memory_gib=1e-6)
+@pytest.mark.parametrize(("gib", "tokens"), [(1e-6, 0), (5e-5, 208)])
+def test_a_cache_that_does_not_hold_one_sequence_is_refused(qwen3: Family, gib: float, tokens: int) -> None:
+    said = f"cache_memory_gib {gib} gives the KV cache room for {tokens} tokens, and model.max_model_len is 256"
+    with pytest.raises(ValueError, match=said):
+        qwen3.engine(cache_memory_gib=gib)
+
+
+def test_the_cache_is_as_large_as_is_of_use(qwen3: Family) -> None:
+    assert qwen3.engine(max_num_seqs=4).limits.cache_tokens == 4 * 256
 
 
 def test_weights_that_are_not_finite_are_reported(qwen3: Family) -> None:

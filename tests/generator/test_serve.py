@@ -184,7 +184,7 @@ def test_answers_under_way_are_finished_before_the_server_goes(qwen3: Family, tm
         ),
         ({"server": {"host": "example.invalid", "api_key": "x"}}, "cannot listen on example.invalid:8000"),
         ({"parallel": {"dp": 2}}, "parallel.dp is 2; a server holds one copy of the model"),
-        ({"cache_memory_gib": 1e-6}, "cache_memory_gib 1e-06 holds 0 blocks"),
+        ({"cache_memory_gib": 1e-6}, "cache_memory_gib 1e-06 gives the KV cache room for 0 tokens"),
         ({"model": {"chat_template": "/nowhere.jinja"}}, "/nowhere.jinja"),
     ],
 )

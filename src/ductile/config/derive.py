@@ -5,6 +5,7 @@ from typing import Any, TypeVar, cast
 from ductile.config.run import RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.section import Section
 from ductile.config.slots import placement_of
+from ductile.core.cache_size import GPU_UTILIZATION, GPU_UTILIZATION_SHARED
 from ductile.core.cluster.placement import Placement
 
 S = TypeVar("S", bound=Section)
@@ -24,6 +25,13 @@ def derive(config: S) -> tuple[S, tuple[str, ...]]:
             dp = len(placement.generate) // inference.parallel.tp
             inference = _with(inference, parallel=_with(inference.parallel, dp=dp))
             reasons.append(f"inference.parallel.dp = {dp}: the generate slots, one copy on each")
+        if inference.gpu_memory_utilization is None and config.cluster.device != "cpu":
+            others = {*placement.train, *placement.score}
+            shared = config.cluster.auto_scheduler or bool(others & set(placement.generate))
+            inference = _with(inference, gpu_memory_utilization=GPU_UTILIZATION_SHARED if shared else GPU_UTILIZATION)
+            if shared:
+                why = "slots that generate may train or score as well"
+                reasons.append(f"inference.gpu_memory_utilization = {GPU_UTILIZATION_SHARED}: {why}")
         numbers = {"num_train_gpus": len(placement.train), "num_infer_gpus": len(placement.generate)}
         deployment = _deployment(config.deployment, numbers, placement, reasons)
         out = _with(config, inference=inference, deployment=deployment)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from ductile.config.finding import Finding
 from ductile.config.inference import InferenceConfig
+from ductile.config.lengths import cache_tokens
 from ductile.config.on_disk import file_findings
 from ductile.config.orchestrator import OrchestratorConfig, SamplingConfig, to_sampling
 from ductile.core.layout.spec import ModelSpec
@@ -40,8 +41,9 @@ def sampling_remarks(key: str, sampling: SamplingConfig) -> list[str]:
     return [f"{names}: {why} (docs/trainer.md)"] if names else []
 
 
-def generator_findings(config: InferenceConfig, at: str, spec: ModelSpec | None) -> Iterator[Finding]:
-    """`at` stands before the keys of `config`: "inference." or nothing. spec: of the model, where it can be read."""
+def generator_findings(config: InferenceConfig, at: str, spec: ModelSpec | None, device: str) -> Iterator[Finding]:
+    """`at` stands before the keys of `config`: "inference." or nothing. spec: of the model, where it can be read.
+    device: `cluster.device`."""
     if config.model.chat_template is not None:
         yield from file_findings(f"{at}model.chat_template", config.model.chat_template)
     needed = -(-config.model.max_model_len // config.block_size)
@@ -49,6 +51,16 @@ def generator_findings(config: InferenceConfig, at: str, spec: ModelSpec | None)
         yield Finding(
             (f"{at}num_blocks", f"{at}model.max_model_len", f"{at}block_size"),
             f"must be at least {needed}, to hold one sequence of max_model_len ({config.model.max_model_len}) tokens",
+        )
+    holds = cache_tokens(config, spec, device) if spec is not None and config.num_blocks is None else None
+    if holds is not None and holds < config.model.max_model_len:
+        given = config.cache_memory_gib is not None
+        why = (
+            "cache_memory_gib holds" if given else "the KV cache has a sixteenth of this machine's memory, which holds"
+        )
+        yield Finding(
+            (f"{at}model.max_model_len", f"{at}cache_memory_gib"),
+            f"must be at most {holds}: {why} no more tokens. Or write a larger {at}cache_memory_gib",
         )
     if config.max_num_seqs > config.max_num_batched_tokens:
         yield Finding(

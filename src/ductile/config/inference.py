@@ -27,7 +27,8 @@ class InferenceModelConfig(ModelConfig):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto`: bfloat16 on a GPU, float32 on a CPU."""
     max_model_len: int = Field(default=2048, ge=2)
-    """Longest prompt plus answer, in tokens."""
+    """Longest prompt plus answer, in tokens. Left out: the model's max_position_embeddings, in `rl` this at most, in
+    `inference` as far as the KV cache holds them."""
     chat_template: str | None = None
     """A Jinja file; default: the model folder's own."""
 
@@ -49,8 +50,13 @@ class InferenceConfig(Section):
     block_size: int = Field(default=16, ge=1)
     """Tokens in a KV-cache block."""
     num_blocks: int | None = Field(default=None, ge=2)
-    """KV-cache blocks; default: enough for `max_num_seqs` sequences of `max_model_len`, within `cache_memory_gib`."""
-    cache_memory_gib: float = Field(default=1.0, gt=0)
+    """KV-cache blocks; default: enough for `max_num_seqs` sequences of `max_model_len`, as far as the memory goes."""
+    cache_memory_gib: float | None = Field(default=None, gt=0)
+    """The KV cache's memory. Default: on a GPU what `gpu_memory_utilization` leaves beside the weights, on a CPU a
+    sixteenth of the machine's memory, 4 at most."""
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """Share of a GPU's memory that a generator takes, weights and cache together. Default: 0.9, and in `rl` 0.4 where
+    slots that generate may train or score as well."""
     enable_prefix_caching: bool = True
     keep_cache_on_update: bool = False
     """When new weights arrive, sequences in flight keep the keys and values of the old ones instead of computing them

@@ -13,14 +13,16 @@ from pydantic import ValidationError
 from ductile.config.errors import Problem, about, did_you_mean, flag, show
 from ductile.config.finding import Finding
 from ductile.config.fit import Fit
+from ductile.config.lengths import follow
 from ductile.config.preflight import preflight
 from ductile.config.provenance import DEFAULT, Draft, Path, as_table
 from ductile.config.schema import REQUIRED, find, keys, value_at
 from ductile.config.section import Section
 
 
-def judge(root: type[Section], fitted: Fit, draft: Draft) -> tuple[Section | None, list[Problem]]:
-    """The config, and everything that is wrong with it. None when not even a part of it could be judged."""
+def judge(root: type[Section], fitted: Fit, draft: Draft) -> tuple[Section | None, list[Problem], tuple[str, ...]]:
+    """The config, everything that is wrong with it, and a sentence for each length that follows from the model. None
+    when not even a part of the config could be judged."""
     problems = list(fitted.problems)
     rejected = list(fitted.rejected)
     values = fitted.values
@@ -36,13 +38,14 @@ def judge(root: type[Section], fitted: Fit, draft: Draft) -> tuple[Section | Non
             rejected += new
             values = _without(values, list(wrong))
     if config is None:
-        return None, problems
+        return None, problems, ()
+    config, followed = follow(config)
     findings = [*_not_built(config), *preflight(config)]
     for finding in findings:
         paths = [tuple(key.split(".")) for key in finding.keys]
         if not any(_covered(path, rejected) or _covers(path, rejected) for path in paths):
             problems.append(_from_finding(config, finding, paths[0], draft))
-    return config, problems
+    return config, problems, followed
 
 
 def _wrong(root: type[Section], error: ValidationError) -> dict[Path, bool]:

@@ -43,7 +43,7 @@ def parse(root: type[S], argv: Sequence[str]) -> Parsed[S]:
     given = read(root, argv)
     sharing = share(root, given.draft)
     fitted = fit(root, sharing.draft)
-    config, problems = judge(root, fitted, sharing.draft)
+    config, problems, followed = judge(root, fitted, sharing.draft)
     problems = [*given.problems, *sharing.problems, *_at_their_source(problems, sharing)]
     if not given.all_read:
         problems = [problem for problem in problems if problem.value is not None or problem.origin != DEFAULT]
@@ -51,7 +51,8 @@ def parse(root: type[S], argv: Sequence[str]) -> Parsed[S]:
         raise ConfigError(problems)
     config, derived = derive(cast(S, config))
     notices = (*given.notices, *fitted.notices, *remarks(config))
-    return Parsed(config, sharing.draft, notices, tuple(given.files), (*_shared(config, sharing), *derived))
+    followed = (*_shared(config, sharing), *followed, *derived)
+    return Parsed(config, sharing.draft, notices, tuple(given.files), followed)
 
 
 def _at_their_source(problems: list[Problem], sharing: Sharing) -> list[Problem]:

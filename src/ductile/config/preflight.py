@@ -111,7 +111,7 @@ def _rl(config: RLConfig) -> Iterator[Finding]:
         tables["orchestrator.eval.sampling"] = orchestrator.eval.sampling
     for key, sampling in tables.items():
         yield from sampling_findings(key, sampling, read_spec(trainer.model.name))
-    yield from generator_findings(inference, "inference.", read_spec(trainer.model.name))
+    yield from generator_findings(inference, "inference.", read_spec(trainer.model.name), config.cluster.device)
     numbers = {trainer.max_steps, orchestrator.max_steps} - {None}
     if config.max_steps is None and len(numbers) > 1:
         what = f"contradicts orchestrator.max_steps ({orchestrator.max_steps}): write max_steps, which sets both"
@@ -181,7 +181,7 @@ def _inference_alone(config: InferenceRunConfig) -> Iterator[Finding]:
     if config.model.name is None:
         yield _no_model("model.name")
     yield from model_findings("model.name", config.model.name)
-    yield from generator_findings(config, "", read_spec(config.model.name))
+    yield from generator_findings(config, "", read_spec(config.model.name), config.cluster.device)
     if config.parallel.dp not in (None, 1):
         what = "must be 1: a server holds one copy of the model. Start one server for each copy, on a port of its own"
         yield Finding(("parallel.dp",), what)

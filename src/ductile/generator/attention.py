@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from ductile.core.cache_size import token_bytes
 from ductile.core.layout.spec import ModelSpec
 from ductile.generator import sequence
 from ductile.generator.scheduler import Chunk
@@ -56,7 +57,7 @@ class KVCache:
 
     @staticmethod
     def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-        return 2 * spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+        return token_bytes(spec, dtype.itemsize) * block_size
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Put k and v [T, K, D] where `slots` [T] says: block * block_size + offset."""

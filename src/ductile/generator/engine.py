@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ductile.config.inference import InferenceConfig
+from ductile.config.lengths import host_memory_bytes
+from ductile.core import cache_size
 from ductile.core.layout.spec import ModelSpec
 from ductile.generator.attention import KVCache, PagedAttention, order_for_attention
 from ductile.generator.handoff import CacheUnavailable, HandedCache, fetch
@@ -39,10 +41,11 @@ class Engine:
         version: int = 0,
     ) -> None:
         """`model` is on `device` already. `decode` turns tokens into text, without special tokens or with them, for
-        stop strings; `version` names the weights that the model has now. Raises `ValueError` when the cache would hold
-        no sequence at all."""
+        stop strings; `version` names the weights that the model has now. Raises `ValueError` when the cache would not
+        hold one sequence at its longest."""
         dtype = next(model.parameters()).dtype
-        num_blocks = num_cache_blocks(model.spec, config, dtype)
+        weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        num_blocks = num_cache_blocks(model.spec, config, dtype, device, weights_bytes)
         self.config = config
         self.model = model.requires_grad_(False).eval()
         self.version = version
@@ -268,15 +271,34 @@ def _with_specials_and_without(sampling: Sampling) -> tuple[Sampling, Sampling]:
     return replace(sampling, skip_special_tokens=False), replace(sampling, skip_special_tokens=True)
 
 
-def num_cache_blocks(spec: ModelSpec, config: InferenceConfig, dtype: torch.dtype) -> int:
-    """What `num_blocks` says, or enough for every sequence at its longest, as far as the memory goes."""
+def num_cache_blocks(
+    spec: ModelSpec, config: InferenceConfig, dtype: torch.dtype, device: str = "cpu", weights_bytes: int = 0
+) -> int:
+    """What `num_blocks` says, or enough for every sequence at its longest, as far as the memory goes.
+
+    Raises `ValueError` when it does not go as far as one such sequence.
+    """
     if config.num_blocks is not None:
         return config.num_blocks
-    wanted = config.max_num_seqs * -(-config.model.max_model_len // config.block_size)
-    affordable = int(config.cache_memory_gib * 2**30) // KVCache.block_bytes(spec, config.block_size, dtype)
-    if affordable < 2:
+    one = -(-config.model.max_model_len // config.block_size)
+    cache_bytes, source = _cache_bytes(config, device, weights_bytes)
+    block_bytes = KVCache.block_bytes(spec, config.block_size, dtype)
+    fitting = cache_size.num_blocks(cache_bytes, block_bytes, wanted=config.max_num_seqs * one)
+    if fitting < one:
         raise ValueError(
-            f"cache_memory_gib {config.cache_memory_gib} holds {affordable} blocks of {config.block_size} tokens; "
-            "it must hold at least 2"
+            f"{source} gives the KV cache room for {fitting * config.block_size} tokens, and model.max_model_len is "
+            f"{config.model.max_model_len}: lower it, or raise cache_memory_gib"
         )
-    return min(wanted, affordable)
+    return fitting
+
+
+def _cache_bytes(config: InferenceConfig, device: str, weights_bytes: int) -> tuple[int, str]:
+    """Memory for the cache, and what decided it."""
+    if config.cache_memory_gib is not None:
+        return int(config.cache_memory_gib * 2**30), f"cache_memory_gib {config.cache_memory_gib}"
+    if not device.startswith("cuda"):
+        return cache_size.cpu_cache_bytes(host_memory_bytes()), "a sixteenth of the machine's memory"
+    utilization = config.gpu_memory_utilization or cache_size.GPU_UTILIZATION
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    found = cache_size.gpu_cache_bytes(total_bytes, free_bytes, weights_bytes, utilization)
+    return found, f"gpu_memory_utilization {utilization}"

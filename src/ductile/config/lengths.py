@@ -1,0 +1,80 @@
+"""Lengths that follow from the model's config.json, and what the KV cache holds on this machine."""
+
+import os
+from pathlib import Path
+from typing import TypeVar, cast
+
+from ductile.config.inference import InferenceConfig
+from ductile.config.on_disk import read_spec
+from ductile.config.run import InferenceRunConfig, RLConfig
+from ductile.config.section import Section
+from ductile.core.cache_size import cpu_cache_bytes, token_bytes
+from ductile.core.layout.spec import ModelSpec
+
+S = TypeVar("S", bound=Section)
+
+
+def follow(config: S) -> tuple[S, tuple[str, ...]]:
+    """The config with lengths that nobody wrote as the model has them, and a sentence for each that changed."""
+    if isinstance(config, RLConfig):
+        return cast("tuple[S, tuple[str, ...]]", _rl(config))
+    if isinstance(config, InferenceRunConfig):
+        return cast("tuple[S, tuple[str, ...]]", _inference(config))
+    return config, ()
+
+
+def _rl(config: RLConfig) -> tuple[RLConfig, tuple[str, ...]]:
+    """A rollout is trained on as a whole, so its length is bounded by what a micro-batch takes, too."""
+    trainer, inference = config.trainer.model, config.inference.model
+    reasons: list[str] = []
+    spec = read_spec(trainer.name)
+    if spec is not None and "max_model_len" not in inference.model_fields_set:
+        bounds = [inference.max_model_len, spec.max_position]
+        bounds += [trainer.seq_len] if "seq_len" in trainer.model_fields_set else []
+        if (length := max(2, min(bounds))) != inference.max_model_len:
+            inference = inference.model_copy(update={"max_model_len": length})
+            said = "trainer.model.seq_len" if length != spec.max_position else "the model's max_position_embeddings"
+            reasons.append(f"inference.model.max_model_len = {length}: {said}")
+    if "seq_len" not in trainer.model_fields_set and inference.max_model_len > trainer.seq_len:
+        trainer = trainer.model_copy(update={"seq_len": inference.max_model_len})
+        reasons.append(f"trainer.model.seq_len = {trainer.seq_len}: inference.model.max_model_len, a whole answer")
+    parts = {
+        "trainer": config.trainer.model_copy(update={"model": trainer}),
+        "inference": config.inference.model_copy(update={"model": inference}),
+    }
+    return (config.model_copy(update=parts) if reasons else config), tuple(reasons)
+
+
+def _inference(config: InferenceRunConfig) -> tuple[InferenceRunConfig, tuple[str, ...]]:
+    spec = read_spec(config.model.name)
+    if spec is None or "max_model_len" in config.model.model_fields_set:
+        return config, ()
+    length, why = spec.max_position, "the model's max_position_embeddings"
+    holds = cache_tokens(config, spec, config.cluster.device)
+    if holds is not None and holds < length:
+        length, why = max(2, holds), f"what the KV cache holds; the model's max_position_embeddings are {length}"
+    model = config.model.model_copy(update={"max_model_len": length})
+    return config.model_copy(update={"model": model}), (f"model.max_model_len = {length}: {why}",)
+
+
+def cache_tokens(config: InferenceConfig, spec: ModelSpec, device: str) -> int | None:
+    """Tokens that the cache may hold at most; None where that is known only on the GPU, when the model is loaded.
+
+    device: `cluster.device`.
+    """
+    if config.num_blocks is not None:
+        return config.num_blocks * config.block_size
+    maybe_gpu = device == "cuda" or (device == "auto" and Path("/dev/nvidiactl").exists())
+    if config.cache_memory_gib is not None:
+        cache_bytes = int(config.cache_memory_gib * 2**30)
+    elif maybe_gpu:
+        return None
+    else:
+        cache_bytes = cpu_cache_bytes(host_memory_bytes())
+    narrow = config.model.dtype == "bfloat16" or (config.model.dtype == "auto" and maybe_gpu)
+    block_bytes = token_bytes(spec, 2 if narrow else 4) * config.block_size
+    return cache_bytes // block_bytes * config.block_size
+
+
+def host_memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,83 @@
+"""Lengths follow config.json where nobody wrote them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ductile.config import lengths
+from ductile.config.parse import parse
+from ductile.config.run import InferenceRunConfig, RLConfig
+from tests.config.stories import MODEL, furnish
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    furnish(tmp_path)
+
+
+def write_model(max_position: int) -> None:
+    Path("model/config.json").write_text(json.dumps(MODEL | {"max_position_embeddings": max_position}))
+
+
+@pytest.mark.parametrize(
+    ("max_position", "given", "max_model_len", "seq_len"),
+    [
+        (256, "", 256, 2048),  # a micro-batch packs several answers
+        (40960, "", 2048, 2048),  # as many tokens as that model allows would be no default for training
+        (4096, "--inference.model.max-model-len 4096", 4096, 4096),
+        (4096, "--trainer.model.seq-len 512", 512, 512),
+        (256, "--seq-len 200", 200, 200),
+        (4096, "--inference.model.max-model-len 300 --trainer.model.seq-len 400", 300, 400),
+    ],
+)
+def test_of_rl(max_position: int, given: str, max_model_len: int, seq_len: int) -> None:
+    write_model(max_position)
+    config = parse(RLConfig, ["@", "good.toml", *given.split()]).config
+    assert (config.inference.model.max_model_len, config.trainer.model.seq_len) == (max_model_len, seq_len)
+
+
+@pytest.mark.parametrize(
+    ("max_position", "given", "max_model_len"),
+    [
+        (256, "", 256),
+        (40960, "", 40960),
+        (40960, "--model.max-model-len 100", 100),
+        (40960, "--num-blocks 10", 160),
+        (40960, "--cache-memory-gib 0.001", 4192),  # 256 bytes a token
+    ],
+)
+def test_of_a_server(max_position: int, given: str, max_model_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ductile inference --model.name runs/quickstart/model --server.port 8000`, as the docs have it."""
+    monkeypatch.setattr(lengths, "host_memory_bytes", lambda: 2**36)
+    write_model(max_position)
+    words = ["--model.name", "model", "--cluster.device", "cpu", *given.split()]
+    assert parse(InferenceRunConfig, words).config.model.max_model_len == max_model_len
+
+
+def test_what_follows_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(256)
+    said = parse(RLConfig, ["@", "good.toml"]).derived
+    assert "inference.model.max_model_len = 256: the model's max_position_embeddings" in said
+    monkeypatch.setattr(lengths, "host_memory_bytes", lambda: 2**20 - 1)
+    parsed = parse(InferenceRunConfig, ["--model.name", "model", "--cluster.device", "cpu"])
+    why = "what the KV cache holds; the model's max_position_embeddings are 256"
+    assert f"model.max_model_len = 240: {why}" in parsed.derived
+
+
+@pytest.mark.parametrize(
+    ("placement", "given", "share"),
+    [
+        ("", "", 0.9),
+        ("", "--cluster.auto-scheduler", 0.4),
+        ('{"actor,rollout": "all"}', "", 0.4),
+        ('{"actor": 0, "rollout": "1-2", "inference": 2}', "", 0.4),
+        ("", "--inference.gpu-memory-utilization 0.5", 0.5),
+        ("", "--cluster.device cpu", None),
+    ],
+)
+def test_the_share_of_a_gpu_leaves_room_for_other_roles(placement: str, given: str, share: float | None) -> None:
+    where = ["--cluster.component-placement", placement] if placement else []
+    config = parse(RLConfig, ["@", "good.toml", *where, *given.split()]).config
+    assert config.inference.gpu_memory_utilization == share
