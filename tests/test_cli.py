@@ -153,6 +153,19 @@ def test_check_takes_a_bare_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ductile sft: the config is good." in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("words", [["check"], ["check", "rl"], ["rl"]])
+def test_a_config_of_another_command_is_recognised(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.toml").write_text('[data]\npath = "data.jsonl"\n[model]\nname = "model"\n[optim]\nlr = 1e-4\n')
+    assert main([*words, "@", "mine.toml"]) == 2
+    said = capsys.readouterr().err
+    assert said.endswith("a config of `ductile sft`. To check it: ductile check sft @ mine.toml\n")
+
+
+def test_one_key_that_does_not_exist_is_no_other_command_s_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "@", "good.toml", "--data.path", "data.jsonl"]) == 2
+    assert "looks like" not in capsys.readouterr().err
+
+
 def test_check_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "trainer", "--model.name", "model", "--data.fake", "--max-steps", "3"]) == 0
     assert main(["check", "inference", "--model.name", "model", "--server.port", "0"]) == 0

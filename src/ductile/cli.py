@@ -5,6 +5,7 @@ never load torch.
 """
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -211,10 +212,32 @@ def _parse(command: Command, words: list[str], who: str) -> Parsed[RunConfig] | 
         parsed = parse(command.root, words)
     except ConfigError as error:
         print(f"{who}: {error}", file=sys.stderr)
+        if other := _meant_for(command, words, error):
+            line = shlex.join(["ductile", "check", other, *words])
+            print(f"\nThis looks like a config of `ductile {other}`. To check it: {line}", file=sys.stderr)
         return None
     for notice in parsed.notices:
         print(f"note: {notice}", file=sys.stderr)
     return parsed
+
+
+def _meant_for(command: Command, words: list[str], error: ConfigError) -> str:
+    """The first command that knows these keys, where this one does not know several of them; else ""."""
+    if _num_unknown(error) < 2:
+        return ""  # a slip, which has a suggestion of its own
+    for other in COMMANDS.values():
+        try:
+            parse(other.root, words)
+        except ConfigError as its_error:
+            if _num_unknown(its_error):
+                continue
+        if other is not command:
+            return other.name
+    return ""
+
+
+def _num_unknown(error: ConfigError) -> int:
+    return sum(problem.what.startswith("does not exist") for problem in error.problems)
 
 
 def _dry_run(command: Command, parsed: Parsed[RunConfig]) -> int:

@@ -210,6 +210,9 @@ def _value(found: list[Key], path: Path, assignment: _Assignment) -> Any:
             return False
         if key.optional:
             return None
+        if any("enabled" in keys(section) for section in key.variants):
+            switch = flag((*path, "enabled")).replace("--", "--no-")
+            raise _refuse(assignment, f"is a table that is always there. To turn it off, write {switch}")
         raise _refuse(assignment, f"cannot be turned off: it must be {key.wants}")
     if words is None:
         if key.shape == "bool" or key.has_bool:

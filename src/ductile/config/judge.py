@@ -72,8 +72,8 @@ def _problem(root: type[Section], path: Path, missing: bool, values: dict[str, A
     section_keys = [key for key in candidates if tag is None or _belongs(root, at, key, tag)]
     key = (section_keys or candidates)[0]
     if missing:
-        help_text = f" ({key.help})" if key.help else ""
-        return Problem(f"is missing: write {key.wants}{help_text}", flag(path), None, draft.origin(path[:-1]))
+        what = f"is missing. {key.help}" if key.help else f"is missing: write {key.wants}"
+        return Problem(what, flag(path), None, draft.origin(path[:-1]))
     value = _get(values, path)
     if isinstance(path[-1], int):
         return about(path, value, draft.origin(path), f"does not fit: {flag(at)} must be {key.wants}")

@@ -41,7 +41,7 @@ class ReasoningGymTask(Section):
 class JsonlTask(Section):
     type: Literal["jsonl"] = "jsonl"
     path: str
-    """One JSON object a line, with `prompt` (text) or `messages`, and whatever the reward needs."""
+    """A file with one JSON object a line, with `prompt` (text) or `messages`, and whatever the reward needs."""
     reward: str
     """`package.module.function` or `file.py:function`, called as `reward(row, answer) -> float | (float, metrics)`."""
     system_prompt: str | None = None

@@ -3,6 +3,7 @@
 from difflib import get_close_matches
 
 from ductile.config.errors import Problem, dotted, flag
+from ductile.config.foreign import ours
 from ductile.config.provenance import COMMAND_LINE, Origin, Path
 from ductile.config.schema import find, keys, walk
 from ductile.config.section import Section
@@ -14,7 +15,7 @@ def unknown_key(root: type[Section], path: Path, origin: Origin, typed: str, val
         above = find(root, path[:length])
         if above and not any(key.variants for key in above):
             return Problem(f"does not exist: {flag(path[:length])} is a value, not a table", typed, value, origin)
-    near = _nearest(root, path)
+    near = ours(root, path) or _nearest(root, path)
     hint = f" Did you mean {(flag if origin == COMMAND_LINE else dotted)(near)}?" if near else ""
     return Problem("does not exist." + hint, typed, value, origin)
 

@@ -1,0 +1,57 @@
+"""The names that other systems' users type lead to ductile's keys."""
+
+from pathlib import Path
+
+import pytest
+
+from ductile.config.docs import ROOTS
+from ductile.config.errors import ConfigError
+from ductile.config.foreign import FOREIGN, ours
+from ductile.config.parse import parse
+from ductile.config.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
+from ductile.config.schema import find
+from ductile.config.section import Section
+from tests.config.stories import furnish
+
+
+@pytest.mark.parametrize("foreign", FOREIGN)
+def test_each_name_leads_to_keys_that_there_are(foreign: str) -> None:
+    for key in FOREIGN[foreign]:
+        path = tuple(key.split("."))
+        assert any(find(root, path) for _, root, _ in ROOTS), key
+    assert ours(RLConfig, ("made", "up", foreign)) is not None
+
+
+SUGGESTED: list[tuple[type[Section], str, str]] = [
+    (RLConfig, "--orchestrator.task.file", "--orchestrator.task.path"),
+    (RLConfig, "--orchestrator.group", "--orchestrator.rollouts-per-example"),
+    (RLConfig, "--optim.learning-rate", "--trainer.optim.lr"),
+    (RLConfig, "--num_epochs", "--max-steps"),
+    (RLConfig, "--per_device_train_batch_size", "--orchestrator.batch-size"),
+    (RLConfig, "--num-generations", "--orchestrator.rollouts-per-example"),
+    (RLConfig, "--actor_rollout_ref.rollout.n", "--orchestrator.rollouts-per-example"),
+    (RLConfig, "--actor_rollout_ref.actor.kl_loss_coef", "--trainer.loss.kl-coef"),
+    (RLConfig, "--data.max_response_length", "--orchestrator.sampling.max-tokens"),
+    (RLConfig, "--trainer.test_freq", "--orchestrator.eval.interval"),
+    (SFTConfig, "--per_device_train_batch_size", "--data.batch-size"),
+    (SFTConfig, "--max_seq_length", "--data.seq-len"),
+    (SFTConfig, "--learning_rate", "--optim.lr"),
+    (SFTConfig, "--dataset_name", "--data.path"),
+    (TrainerRunConfig, "--max_grad_norm", "--optim.max-norm"),
+    (OrchestratorRunConfig, "--num_generations", "--rollouts-per-example"),
+    (InferenceRunConfig, "--tensor_parallel_size", "--parallel.tp"),
+    (InferenceRunConfig, "--max_model_len", "--model.max-model-len"),
+    (InferenceRunConfig, "--gpu_memory_utilization", "--cache-memory-gib"),
+]
+
+
+@pytest.mark.parametrize(("root", "typed", "suggested"), SUGGESTED)
+def test_a_foreign_name_is_answered_with_ours(
+    root: type[Section], typed: str, suggested: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    furnish(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        parse(root, [typed, "1"])
+    what = next(problem.what for problem in caught.value.problems if problem.key == typed)
+    assert what == f"does not exist. Did you mean {suggested}?"
