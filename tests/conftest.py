@@ -1,8 +1,14 @@
 """One thread a process, as in the product's CPU workers: the suite must not depend on how many cores there are. Nor on
 how fast they are: no example of hypothesis has a deadline."""
 
+import os
+from pathlib import Path
+
 import hypothesis
 import torch
+
+# Processes of a run import nothing from the current folder; roles of the tests' own are found like this.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("ductile", deadline=None)

@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ductile.launch.cap import CapNotPermitted, CpuCap
+from ductile.wire.sockets import SocketFolder
 from tests.launch.processes import processes_with
 
 GONE_WITHIN_S = 10.0
@@ -23,13 +26,17 @@ class Orchestrator:
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.mark = f"DUCTILE_TEST={uuid.uuid4().hex}"
         name, _, value = self.mark.partition("=")
+        self.temporary = Path(tempfile.mkdtemp(prefix="orphans-", dir="/tmp"))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.launch.orchestrate", str(folder), *arguments],
             stdout=subprocess.PIPE,
-            env={**os.environ, name: value},
+            env={**os.environ, name: value, "TMPDIR": str(self.temporary)},
         )
         assert self.process.stdout is not None
         self.pids = json.loads(self.process.stdout.readline())
+
+    def sockets(self) -> list[Path]:
+        return list(self.temporary.glob("ductile-*"))
 
     def assert_all_gone(self) -> None:
         deadline = time.monotonic() + GONE_WITHIN_S
@@ -43,6 +50,7 @@ class Orchestrator:
         self.process.wait(10)
         assert self.process.stdout is not None
         self.process.stdout.close()
+        shutil.rmtree(self.temporary)
 
 
 @pytest.fixture
@@ -103,9 +111,14 @@ def interrupt_the_whole_group(run: Orchestrator) -> None:
 def test_nothing_is_left(start, end):
     run = start()
     assert len(processes_with(run.mark)) == 6  # orchestrator, process server, store, three slots
+    (folder,) = run.sockets()
     end(run)
     run.process.wait(GONE_WITHIN_S)
     run.assert_all_gone()
+    if folder.exists():  # nobody was left to remove it: the next run does
+        assert end is kill_orchestrator_and_server
+        SocketFolder([str(run.temporary)]).remove()
+    assert run.sockets() == []
 
 
 def test_what_is_sent_to_the_whole_group_ends_no_process_but_the_orchestrator(start):

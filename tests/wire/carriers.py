@@ -16,6 +16,7 @@ from ductile.wire.messages import Command, Envelope, Event, Hello
 from ductile.wire.router import Router
 
 TOKEN = b"the run's token, 32 bytes of it."
+ON_LOOPBACK = "tcp://127.0.0.1:*"
 
 
 async def eventually(condition: Callable[[], bool], deadline_s: float = 10.0) -> None:
@@ -71,7 +72,7 @@ async def memory_slots(answers: Mapping[int, Answer]) -> AsyncIterator[tuple[Mai
 
 @asynccontextmanager
 async def socket_slots(answers: Mapping[int, Answer]) -> AsyncIterator[tuple[Mailbox, dict]]:
-    router = Router(TOKEN)
+    router = Router(TOKEN, ON_LOOPBACK)
     mailbox = Mailbox(router)
     slots = [SocketSlot(slot, router.address, answer) for slot, answer in answers.items()]
     try:

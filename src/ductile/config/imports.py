@@ -1,6 +1,7 @@
 """Code that a config names: `package.module.attribute`, or `file.py:attribute`.
 
-Packages are found in the folder where the command was started, too, as they are by `python -m`.
+Packages are found in the folder where the command was started, too, and there last of all: a file that happens to lie
+in it never takes the place of a library.
 """
 
 import ast
@@ -32,9 +33,11 @@ def import_object(import_path: str) -> Any:
     source, _, attribute = import_path.rpartition(separator)
     if not source or not attribute:
         raise ImportPathError(f"{import_path!r} is not an import path; write package.module.name or file.py:name")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     module = _load_file(Path(source), import_path) if source.endswith(".py") else _load_module(source, import_path)
     if attribute not in vars(module):
-        raise ImportPathError(f"{import_path!r}: {source} has no {attribute!r}")
+        raise ImportPathError(f"{import_path!r}: {source} has no {attribute!r}{_where(module)}")
     return vars(module)[attribute]
 
 
@@ -80,9 +83,12 @@ def _defined(node: ast.AST) -> list[str]:
     return []
 
 
+def _where(module: ModuleType) -> str:
+    """A library's module of the same name may have been found instead of the user's."""
+    return f" (found in {module.__file__})" if module.__file__ else ""
+
+
 def _load_module(name: str, import_path: str) -> ModuleType:
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     try:
         return importlib.import_module(name)
     except Exception as error:

@@ -18,6 +18,7 @@ from ductile.wire.heard import heard
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Done, Event, Hello, RoleName, Stop
 from ductile.wire.router import Router
+from ductile.wire.sockets import SocketFolder
 
 ROLES: dict[RoleName, str] = {
     "train": "ductile.trainer.worker:TrainRole",
@@ -84,7 +85,8 @@ class LocalCluster:
         self._stopping = False
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._token = secrets.token_bytes(32)
-        self._router = Router(self._token, self._deaf)
+        self._sockets = SocketFolder()
+        self._router = Router(self._token, self._sockets.address, self._deaf)
         self.mailbox = Mailbox(self._router, on_error=self._deaf)
         # Every process of the run carries its name, so that anybody can find what belongs together.
         memory = {name: os.environ.get(name, value) for name, value in FREED_MEMORY_STAYS.items()}
@@ -94,7 +96,8 @@ class LocalCluster:
             "TOKENIZERS_PARALLELISM": "false",
             "DUCTILE_RUN": f"{os.getpid()}-{id(self):x}",
         }
-        self._server = ProcessServer(self._logs / "processes.log", environment, self._on_exit, self._deaf)
+        log, sockets = self._logs / "processes.log", self._sockets.path
+        self._server = ProcessServer(log, environment, self._on_exit, self._deaf, sockets)
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
                 await self._start()
@@ -180,6 +183,7 @@ class LocalCluster:
                 task.cancel()
         await self._server.stop(KILL_S)
         await self._router.close()
+        self._sockets.remove()
         if self._cap:
             self._cap.close()
 

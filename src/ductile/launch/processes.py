@@ -64,9 +64,11 @@ class ProcessServer:
         environment: Mapping[str, str],
         on_exit: Callable[[Process], None],
         on_error: Callable[[str, Exception], None] = lambda sentence, error: None,
+        sockets: Path | None = None,
     ) -> None:
-        """on_error: told with a sentence when nobody hears any more which processes end."""
-        self._log, self._on_error = log, on_error
+        """on_error: told with a sentence when nobody hears any more which processes end. sockets: a folder that the
+        server removes at its end, which comes after that of whoever uses it."""
+        self._log, self._on_error, self._sockets = log, on_error, sockets
         self._environment = dict(environment)
         self._on_exit = on_exit
         self._processes: dict[str, Process] = {}
@@ -146,7 +148,10 @@ class ProcessServer:
         self._control.setblocking(False)
         with theirs, self._log.open("ab") as log:
             self._server = subprocess.Popen(
-                [sys.executable, "-m", "ductile.slot.forkserver", str(theirs.fileno()), str(os.getpid()), *modules],
+                [
+                    *(sys.executable, "-P", "-m", "ductile.slot.forkserver"),
+                    *(str(theirs.fileno()), str(os.getpid()), str(self._sockets or ""), *modules),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -67,7 +67,7 @@ def run_inference(config: InferenceRunConfig) -> int:
     """
     fd = os.memfd_create("ductile-inference-config", 0)
     os.write(fd, config.model_dump_json().encode())
-    os.execv(sys.executable, [sys.executable, "-m", "ductile.generator.serve", f"/proc/self/fd/{fd}"])
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "ductile.generator.serve", f"/proc/self/fd/{fd}"])
 
 
 async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> RenderableType:

@@ -1,6 +1,7 @@
 """The process server: imports the heavy modules once, forks a process on request, and buries it when it ends.
 
-Runs as `python -m ductile.slot.forkserver CONTROL_FD PARENT_PID MODULE...`. Forked processes are ready in milliseconds
+Runs as `python -P -m ductile.slot.forkserver CONTROL_FD PARENT_PID SOCKETS MODULE...` (-P: nothing is imported from
+the current folder). Forked processes are ready in milliseconds
 and share the imported pages. The server itself never touches CUDA and never starts a thread: a fork would inherit half
 of either. On the control socket it speaks JSON, a line each:
 
@@ -12,7 +13,8 @@ of either. On the control socket it speaks JSON, a line each:
 
 Nobody is left behind, whoever dies:
 
-- The parent ends: the server wakes (SIGCONT, should it be stopped), kills its children, removes their cgroups, leaves.
+- The parent ends: the server wakes (SIGCONT, should it be stopped), kills its children, removes their cgroups and the
+  folder of the run's sockets, leaves.
 - The server ends: the kernel kills its children (`signal_on_parent_death`).
 """
 
@@ -28,9 +30,11 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ductile.wire.lifeline import leave_signals_to_the_orchestrator, signal_on_parent_death
+from ductile.wire.sockets import remove_folder
 
 Say = Callable[[str], None]
 Entry = Callable[[dict[str, Any], Say], None]
@@ -47,8 +51,8 @@ class _Child:
 
 
 class ForkServer:
-    def __init__(self, control: socket.socket, parent: int) -> None:
-        self._control = control
+    def __init__(self, control: socket.socket, parent: int, sockets: str) -> None:
+        self._control, self._sockets = control, sockets
         self._selector = selectors.DefaultSelector()
         self._received = b""
         self._parent_fd = os.pidfd_open(parent)
@@ -125,6 +129,8 @@ class ForkServer:
         for child in self._children.values():
             os.waitpid(child.pid, 0)
             _remove_cgroup(child.cgroup)
+        if self._sockets:
+            remove_folder(Path(self._sockets))
         os._exit(0)
 
     def _forget(self) -> None:
@@ -183,7 +189,7 @@ def _remove_cgroup(path: str) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    control_fd, parent, *modules = arguments
+    control_fd, parent, sockets, *modules = arguments
     # At the parent's end; were the server to be killed instead, nobody could remove the cgroups.
     signal_on_parent_death(int(parent), signal.SIGCONT)
     leave_signals_to_the_orchestrator()  # so do all that it forks
@@ -201,7 +207,7 @@ def main(arguments: list[str]) -> None:
         os._exit(1)
     gc.collect()
     gc.freeze()  # collections in the children do not touch, and so do not copy, the shared pages
-    ForkServer(control, int(parent)).serve()
+    ForkServer(control, int(parent), sockets).serve()
 
 
 if __name__ == "__main__":

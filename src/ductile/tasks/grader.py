@@ -141,6 +141,7 @@ class _Worker:
     async def start() -> "_Worker":
         process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",  # nothing is imported from the current folder
             "-m",
             "ductile.tasks.grader_process",
             str(os.getpid()),

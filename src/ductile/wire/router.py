@@ -1,4 +1,6 @@
-"""The orchestrator's socket: a ZeroMQ ROUTER on loopback. Each message has four frames, from a slot:
+"""The orchestrator's socket: a ZeroMQ ROUTER, as a rule in a folder that only its owner can enter.
+
+Each message has four frames, from a slot:
 
     [ ZeroMQ's name of the connection | the run's token | slot number | envelope ]
 
@@ -23,8 +25,14 @@ from ductile.wire.messages import Envelope, Hello
 class Router:
     """A `Carrier` (`ductile.wire.mailbox`). Made inside a running event loop; `close` ends it."""
 
-    def __init__(self, token: bytes, on_error: Callable[[str, Exception], None] = lambda sentence, error: None) -> None:
-        """on_error: told with a sentence when nobody hears the slots any more."""
+    def __init__(
+        self,
+        token: bytes,
+        address: str,
+        on_error: Callable[[str, Exception], None] = lambda sentence, error: None,
+    ) -> None:
+        """address: as ZeroMQ has it, such as `ductile.wire.sockets` has, or with "*" for a free port. on_error: told
+        with a sentence when nobody hears the slots any more."""
         self.dropped: Counter[str] = Counter()
         """Messages that were not let in, by reason."""
         self._token = token
@@ -37,7 +45,8 @@ class Router:
         # No high-water mark: at the mark a send waits, and one stopped slot would hold up the commands to all others.
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
-        self.address = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+        self._socket.bind(address)
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._receiving: asyncio.Task[None] | None = None
         self._on_error = on_error
 

@@ -1,0 +1,72 @@
+"""The folder of a run's sockets on this machine. Only its owner can enter it, so nobody else can reach them.
+
+A TCP port on loopback is open to every user of the machine, and ZeroMQ reads whole messages before anybody can look
+whether they carry the run's token. Slots on other machines will need TCP with CURVE instead: an address says which.
+"""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+MAX_PATH_BYTES = 107
+"""What the kernel takes for the path of a socket (`sun_path`), without the zero at its end."""
+_PREFIX, _SOCKET, _LOCK = "ductile-", "slots", "lock"
+
+
+class SocketFolder:
+    def __init__(self, parents: Sequence[str] = ()) -> None:
+        """A new folder in the first of `parents` that is there and whose name leaves room for a socket below it.
+
+        Default: where temporary files go, or /tmp. What a run left there that was killed with its process server goes.
+        Raises OSError.
+        """
+        parent = _first_that_fits(parents or (tempfile.gettempdir(), "/tmp"))
+        _sweep(parent)
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))  # mode 0700
+        # The kernel drops the lock with its holder, whatever ends it. Under its name it is locked from the start.
+        unnamed = self.path / f"{_LOCK}.new"
+        self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        unnamed.rename(self.path / _LOCK)
+
+    @property
+    def address(self) -> str:
+        """Where slots find the orchestrator."""
+        return f"ipc://{self.path / _SOCKET}"
+
+    def remove(self) -> None:
+        remove_folder(self.path)
+        os.close(self._lock)
+
+
+def remove_folder(path: Path) -> None:
+    """Does nothing when somebody else was faster."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _first_that_fits(parents: Sequence[str]) -> Path:
+    for parent in map(Path, parents):
+        longest = parent / f"{_PREFIX}12345678" / _SOCKET
+        if parent.is_dir() and len(os.fsencode(longest)) <= MAX_PATH_BYTES:
+            return parent
+    raise OSError(f"no folder for the run's sockets: none of {', '.join(parents)} is there with a short enough name")
+
+
+def _sweep(parent: Path) -> None:
+    for folder in parent.glob(f"{_PREFIX}*"):
+        try:
+            if folder.stat(follow_symlinks=False).st_uid != os.getuid():
+                continue
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove_folder(folder)
+        except BlockingIOError:
+            pass  # its run is alive
+        finally:
+            os.close(lock)
