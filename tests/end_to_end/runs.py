@@ -2,9 +2,12 @@
 
 import json
 import os
+import pty
+import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -73,19 +76,33 @@ class Run:
     """One life of a run."""
 
     def __init__(
-        self, config: Path, *flags: str, command: str = "rl", module: str = "ductile", **environment: str
+        self,
+        config: Path,
+        *flags: str,
+        command: str = "rl",
+        module: str = "ductile",
+        terminal: bool = False,
+        **environment: str,
     ) -> None:
+        """terminal: on one of its own, which `self.terminal.close()` takes away."""
         self.folder = config.parent / "run"
         self.began_s = time.time()
         self.mark = f"DUCTILE_TEST={uuid.uuid4().hex}"
         name, _, value = self.mark.partition("=")
         self.output = (config.parent / f"output_{value}").open("w+")
+        self.terminal = Terminal(Path(self.output.name)) if terminal else None
+        # A session of its own: signals to its process group are not ours. The suite itself may run under nohup.
+        prefix = ["env", "--default-signal=HUP", "setsid", *(["--ctty"] if terminal else [])]
+        screen = self.terminal.slave if self.terminal else self.output
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, command, "@", str(config), *flags],
-            stdout=self.output,
+            [*prefix, sys.executable, "-m", module, command, "@", str(config), *flags],
+            stdin=screen if self.terminal else subprocess.DEVNULL,
+            stdout=screen,
             stderr=subprocess.STDOUT,
             env={**os.environ, **environment, name: value},
         )
+        if self.terminal:
+            os.close(self.terminal.slave)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Those of this life."""
@@ -128,6 +145,35 @@ class Run:
         for pid in processes_with(self.mark):
             os.kill(pid, signal.SIGKILL)
         self.output.close()
+        if self.terminal:
+            self.terminal.close()
+
+
+class Terminal:
+    """A pseudo terminal. What is written to it goes into `file`."""
+
+    def __init__(self, file: Path) -> None:
+        self._master, self.slave = pty.openpty()
+        self._file, self._closing = file, threading.Event()
+        self._thread = threading.Thread(target=self._copy, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """As when the window is closed, or the line is cut: SIGHUP, and nothing can be written any more."""
+        if not self._closing.is_set():
+            self._closing.set()
+            self._thread.join(5)
+            os.close(self._master)
+
+    def _copy(self) -> None:
+        with self._file.open("ab") as file:
+            while not self._closing.is_set():
+                if select.select([self._master], [], [], 0.05)[0]:
+                    try:
+                        file.write(os.read(self._master, 65536))
+                    except OSError:  # nobody has the other end any more
+                        return
+                    file.flush()
 
 
 def checkpointed_steps(folder: Path) -> list[int]:

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import random
 from collections.abc import Callable, Coroutine
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ from typing import Any
 from ductile.core.batch.advantage import Advantage, mean_baseline
 from ductile.core.cluster.staleness import StalenessBound
 from ductile.loop.buffer import Buffer
+from ductile.loop.conductor import Conductor
 from ductile.loop.episode import Episodes
 from ductile.loop.evaluate import Evaluation
 from ductile.loop.lessons import Lessons
 from ductile.loop.loop import Loop, Plan
+from ductile.loop.progress import Checkpoints, Progress
 from ductile.loop.rollouts import Rollouts
+from ductile.loop.saving import Saver
 from ductile.observe import Recorder
 from ductile.records import GenerateRequest, Generation, Manifest, Prompt, Sampling, StepReport
 from ductile.roles import Task
@@ -42,6 +46,15 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def time(self):
         return self._now
+
+    def run_in_executor(self, executor, func, *args):
+        """Threads know no virtual time: their work is done at once."""
+        future = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -246,6 +259,9 @@ class Stage:
     advantage: Advantage = mean_baseline
     death: Callable[[], Coroutine[Any, Any, str]] | None = None
     """Returns when a process that the run needs is gone."""
+    conductor: Callable[["Stage"], Conductor] | None = None
+    checkpoints: Checkpoints | None = None
+    """Where the trainer's state is really saved; None notes that it would be."""
     diary: Diary = field(default_factory=Diary)
     saved: list[tuple[int, PromptPosition]] = field(default_factory=list)
     learned: list[tuple[int, Prompt]] = field(default_factory=list)
@@ -282,6 +298,9 @@ class Stage:
 
         async def save(step):
             self.diary.note(f"checkpoint {step}")
+            if self.checkpoints:
+                saver = Saver(self.fake_trainer, self.checkpoints, self.record, model_folder=None)
+                await saver.save(Progress(step, self.buffer.position()))
             self.saved.append((step, self.buffer.position()))
 
         self.loop = Loop(
@@ -313,8 +332,10 @@ class Stage:
             self.step,
         )
         meanwhile = asyncio.create_task(during(self)) if during else None
+        conductor = self.loop.conductor = self.conductor(self) if self.conductor else None
         try:
-            return await self.loop.run(self.death() if self.death else None)
+            async with conductor.at_work(self.buffer.fail) if conductor else nullcontext():
+                return await self.loop.run(self.death() if self.death else None)
         finally:
             if meanwhile:
                 await meanwhile

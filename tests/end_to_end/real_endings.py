@@ -1,0 +1,184 @@
+"""Endings of a run in real processes: signals, deaths, a full disk. At a random moment, on a tiny model.
+
+`Ending.of(seed)` draws one. `take_place` has it happen, looks at what is on disk, and goes on.
+"""
+
+import ctypes
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.runs import Run, checkpointed_steps, write_config, write_sft
+from tests.launch.processes import processes_with
+
+ENDS_WITHIN_S = 60.0
+NEVER = 100_000
+KEPT = 2
+"""Checkpoints, where nothing else is said."""
+DISK_MIB = 3
+KILLED_SILENTLY = -signal.SIGKILL
+
+
+@dataclass(frozen=True)
+class Ending:
+    kind: str
+    command: str
+    interval: int
+    """Of its checkpoints."""
+    step: int
+    """Trained before it is struck."""
+    delay_s: float
+    """After that step."""
+    flags: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(seed: int) -> "Ending":
+        draw = random.Random(seed)
+        kind, command = KINDS[seed % len(KINDS)]
+        interval = 1 if kind == "disk full" else draw.choice([1, 3, NEVER])
+        flags = ("--ckpt.keep-last", "1000") if kind == "disk full" else ()
+        if command == "rl" and seed >= len(KINDS):  # slots change their roles meanwhile
+            flags = (*flags, "--cluster.auto-scheduler", "--cluster.policy", draw.choice(["model", "rules"]))
+        return Ending(kind, command, interval, draw.randint(1, 4), draw.uniform(0, 0.8), flags)
+
+    def __str__(self) -> str:
+        how = "saving at the end" if self.interval == NEVER else f"saving every {self.interval}"
+        return (
+            f"{' '.join((self.command, *self.flags))}: {self.kind}, {self.delay_s:.2f} s after step {self.step}, {how}"
+        )
+
+
+def _pid_of(run: Run, name: str) -> int:
+    """Of the process server, the store or a grader, which tell nobody."""
+    found = processes_with(run.mark)
+    marks = {"process server": "ductile.slot.forkserver", "grader": "ductile.tasks.grader_process"}
+    if name in marks:
+        slots = {event["pid"] for event in run.events("slot_started")}
+        return min(pid for pid, command in found.items() if marks[name] in command and pid not in slots)
+    server, slots = _pid_of(run, "process server"), {event["pid"] for event in run.events("slot_started")}
+    forked = {pid for pid in found if _parent(pid) == server}
+    return (forked - slots).pop()
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _send(signum: signal.Signals) -> Callable[[Run], None]:
+    return lambda run: run.process.send_signal(signum)
+
+
+def _send_group(signum: signal.Signals) -> Callable[[Run], None]:
+    return lambda run: os.killpg(run.process.pid, signum)
+
+
+def _kill_slot(role: str) -> Callable[[Run], None]:
+    return lambda run: os.kill(run.pid_of(role), signal.SIGKILL)
+
+
+def _kill(name: str) -> Callable[[Run], None]:
+    return lambda run: os.kill(_pid_of(run, name), signal.SIGKILL)
+
+
+def _lose_terminal(run: Run) -> None:
+    assert run.terminal is not None
+    run.terminal.close()
+
+
+def _kill_grader(run: Run) -> None:
+    """Nothing ends by that; Ctrl-C a moment later does."""
+    _kill("grader")(run)
+    run.until_step(run.metrics()[-1]["step"] + 1)
+    run.process.send_signal(signal.SIGINT)
+
+
+STRIKES: dict[str, tuple[Callable[[Run], None], int]] = {
+    "SIGINT": (_send(signal.SIGINT), 130),
+    "SIGTERM": (_send(signal.SIGTERM), 130),
+    "SIGINT to the group": (_send_group(signal.SIGINT), 130),
+    "SIGTERM to the group": (_send_group(signal.SIGTERM), 130),
+    "SIGHUP to the group": (_send_group(signal.SIGHUP), 130),
+    "terminal lost": (_lose_terminal, 130),
+    "kill -9 of generate": (_kill_slot("generate"), 1),
+    "kill -9 of score": (_kill_slot("score"), 1),
+    "kill -9 of the store": (_kill("store"), 1),
+    "kill -9 of a grader": (_kill_grader, 130),
+    "kill -9 of train": (_kill_slot("train"), 1),
+    "kill -9 of the process server": (_kill("process server"), 1),
+    "kill -9 of the orchestrator": (_send(signal.SIGKILL), KILLED_SILENTLY),
+    "disk full": (lambda run: None, 1),
+}
+"""By kind: what is done, and the exit code."""
+TRAINER_LOST = {"kill -9 of train", "kill -9 of the process server", "kill -9 of the orchestrator", "disk full"}
+"""The last checkpoint that was due is there; after all others, whatever was trained."""
+ONLY_RL = {"kill -9 of generate", "kill -9 of score", "kill -9 of a grader"}
+KINDS = tuple(
+    (kind, command) for kind in STRIKES for command in ("rl", "sft") if command == "rl" or kind not in ONLY_RL
+)
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[Callable[[], None]]:
+    """A disk of its own for `folder`. Yields what makes it large."""
+    folder.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def mount(size_mib: int, flags: int = 0) -> None:
+        if libc.mount(b"tmpfs", str(folder).encode(), b"tmpfs", flags, f"size={size_mib}m".encode()) != 0:
+            pytest.skip(f"mounting a small tmpfs is not permitted here: {os.strerror(ctypes.get_errno())}")
+
+    mount(DISK_MIB)
+    MS_REMOUNT, MNT_DETACH = 32, 2
+    try:
+        yield lambda: mount(256, MS_REMOUNT)
+    finally:
+        libc.umount2(str(folder).encode(), MNT_DETACH)
+
+
+def take_place(ending: Ending, folder: Path, model: Path, start: Any) -> str:
+    """Returns a line that tells of it."""
+    write = write_config if ending.command == "rl" else write_sft
+    config = write(folder, model, max_steps=NEVER, interval=ending.interval)
+    if ending.kind == "disk full":
+        with small_disk(folder / "run") as enlarge:
+            return _end_and_go_on(ending, config, start, enlarge)
+    return _end_and_go_on(ending, config, start, lambda: None)
+
+
+def _end_and_go_on(ending: Ending, config: Path, start: Any, mend: Callable[[], None]) -> str:
+    strike, code = STRIKES[ending.kind]
+    life = start(config, *ending.flags, command=ending.command, terminal=ending.kind == "terminal lost")
+    if ending.kind != "disk full":
+        life.until_step(ending.step)
+        time.sleep(ending.delay_s)
+    before = checkpointed_steps(life.folder)
+    strike(life)
+    assert life.ends(ENDS_WITHIN_S) == code, life.said()
+    saved, trained = checkpointed_steps(life.folder), life.metrics()[-1]["step"]
+    assert not before or before[-1] in saved or (len(saved) == KEPT and saved[0] > before[-1]), (before, saved)
+    if ending.kind in TRAINER_LOST:
+        due = [step for step in range(1, trained) if step % ending.interval == 0]
+        assert max(saved, default=0) >= max(due, default=0), (saved, trained)
+    else:
+        assert max(saved, default=0) == trained, (saved, trained)
+    if ending.kind == "disk full":
+        assert "No space left on device" in life.said()
+        assert not list((life.folder / "state").glob("partial_*"))
+    if code != KILLED_SILENTLY and ending.kind != "terminal lost":
+        assert ("Go on with: " in life.said()) == bool(saved), life.said()
+    mend()
+    last = max(saved, default=0)
+    again = start(config, "--resume", "--max-steps", str(last + 2), command=ending.command)
+    assert again.ends(ENDS_WITHIN_S) == 0, again.said()
+    first = 0 if ending.command == "rl" else 1
+    assert [row["step"] for row in again.metrics()] == list(range(first, last + 3))
+    assert max(checkpointed_steps(again.folder)) == last + 2
+    return f"{ending}: trained {trained}, saved {last}"
