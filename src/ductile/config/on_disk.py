@@ -1,7 +1,6 @@
 """Files and folders that a config names: are they there, and are they what they should be? Reads headers, no data."""
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,38 +106,3 @@ def import_findings(key: str, import_path: str) -> Iterator[Finding]:
     """What keeps code that the config names from being imported, without running it."""
     if what := unfit(import_path):
         yield Finding((key,), what)
-
-
-def output_findings(
-    output_dir: str, clean: bool, resume: bool = False, resume_step: int | None = None
-) -> Iterator[Finding]:
-    """A run never writes over another one unasked. `clean` with `resume` is a contradiction of shared keys already."""
-    folder = Path(output_dir)
-    goes_on = resume or resume_step is not None
-    try:
-        found = _of_a_run(folder)
-    except OSError as error:
-        yield Finding(("output_dir",), f"cannot be looked into: {error.strerror} ({error.filename})")
-        return
-    if clean and goes_on and not resume:
-        yield Finding(("ckpt.resume_step", "clean"), "contradicts clean: it deletes what is to be resumed")
-    elif folder.exists() and not folder.is_dir():
-        yield Finding(("output_dir",), "is a file, not a folder")
-    elif found is not None and not clean and not goes_on:
-        what = f"holds a run already ({found}): --resume goes on with it, --clean deletes it first"
-        yield Finding(("output_dir",), what)
-
-
-def _of_a_run(folder: Path) -> Path | None:
-    """Something that a run has written into `folder`, and that another one would replace or go on with.
-
-    Raises OSError when that cannot be seen: a folder that is not read is not empty.
-    """
-    for name in ("metrics.jsonl", "model"):
-        if os.path.lexists(folder / name):
-            return folder / name
-    try:
-        states = sorted(path for path in (folder / "state").iterdir() if path.name.startswith("step_"))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return states[0] if states else None

@@ -14,7 +14,6 @@ from ductile.config.on_disk import (
     data_findings,
     import_findings,
     model_findings,
-    output_findings,
     read_spec,
     task_findings,
 )
@@ -31,6 +30,7 @@ from ductile.config.section import Section
 from ductile.config.slots import placement_of
 from ductile.config.trainer import CustomLoss, LinearSchedule, LossConfig, SchedulerConfig, needs_reference
 from ductile.config.unread import unread_findings, unread_notes
+from ductile.config.written import output_findings
 from ductile.core.cluster.placement import PlacementError, compact
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -120,7 +120,7 @@ def _rl(config: RLConfig) -> Iterator[Finding]:
     num_steps = max_steps * orchestrator.n_minibatches if max_steps and config.bench is None else None
     yield from _schedule(trainer.scheduler, num_steps, "trainer.scheduler")
     yield from _bench(config)
-    yield from output_findings(config.output_dir, config.clean, config.resume, config.ckpt.resume_step)
+    yield from output_findings(config)
 
 
 def _sft(config: SFTConfig) -> Iterator[Finding]:
@@ -139,7 +139,7 @@ def _sft(config: SFTConfig) -> Iterator[Finding]:
         )
     yield from _schedule(config.scheduler, config.max_steps if config.bench is None else None, "scheduler")
     yield from _bench(config)
-    yield from output_findings(config.output_dir, config.clean, config.resume, config.ckpt.resume_step)
+    yield from output_findings(config)
 
 
 def _trainer(config: TrainerRunConfig) -> Iterator[Finding]:
@@ -160,7 +160,7 @@ def _trainer(config: TrainerRunConfig) -> Iterator[Finding]:
         key = "needs_reference" if isinstance(config.loss, CustomLoss) else "kl_coef"
         yield Finding((f"loss.{key}",), what)
     yield from _schedule(config.scheduler, config.max_steps if config.bench is None else None, "scheduler")
-    yield from output_findings(config.output_dir, config.clean)
+    yield from output_findings(config)
 
 
 def _orchestrator_alone(config: OrchestratorRunConfig) -> Iterator[Finding]:
@@ -174,7 +174,7 @@ def _orchestrator_alone(config: OrchestratorRunConfig) -> Iterator[Finding]:
         yield Finding(("client.base_url",), what)
     yield from _questions(config, "")
     yield from sampling_findings("sampling", config.sampling, read_spec(config.model.name))
-    yield from output_findings(config.output_dir, config.clean)
+    yield from output_findings(config)
 
 
 def _inference_alone(config: InferenceRunConfig) -> Iterator[Finding]:

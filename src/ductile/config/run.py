@@ -82,7 +82,7 @@ class RLConfig(Section):
     wandb: WandbConfig | None = None
     tensorboard: TensorboardConfig | None = None
     bench: BenchConfig | None = None
-    """A few steps, a table of figures, no checkpoints."""
+    """A few steps and a table of figures; nothing in `output_dir` is touched."""
     dry_run: bool = False
     """Write the resolved config to `output_dir` and exit."""
 

@@ -3,15 +3,12 @@
 import fcntl
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-WRITTEN = (
-    "config.toml", "control.json", "events.jsonl", "logs", "metrics.jsonl", "model", "rollouts.jsonl", "state",
-    "summary.json", "tensorboard", "wandb",
-)  # fmt: skip
-"""All that runs write. Whatever else lies in the folder belongs to somebody else."""
+from ductile.config.written import WRITTEN
 
 
 class FolderInUse(Exception):
@@ -38,10 +35,21 @@ def run_folder(output_dir: str, clean: bool) -> Iterator[Path]:
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
+        for name in WRITTEN:
+            for left in folder.glob(f".{name}.*partial"):  # of a writer that was killed
+                if left.is_file():
+                    left.unlink()
         if clean:
             _delete(folder)
         (folder / "logs").mkdir(exist_ok=True)
         yield folder
+
+
+def bench_folder() -> Path:
+    """A new folder for a benchmark, so that it touches no run."""
+    folder = Path(tempfile.mkdtemp(prefix="ductile-bench-"))
+    (folder / "logs").mkdir()
+    return folder
 
 
 def _delete(folder: Path) -> None:

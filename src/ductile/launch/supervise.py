@@ -8,6 +8,7 @@
 
 import asyncio
 import os
+import shutil
 import sys
 import time
 import traceback
@@ -24,7 +25,7 @@ from ductile.config.imports import ImportPathError
 from ductile.config.run import OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.dashboard.show import View, show
 from ductile.launch.cap import CapNotPermitted
-from ductile.launch.folder import FolderInUse, run_folder
+from ductile.launch.folder import FolderInUse, bench_folder, run_folder
 from ductile.launch.interrupt import Interrupt, interrupts
 from ductile.launch.processes import StartFailed
 from ductile.loop.attend import SlotDied, Stopped
@@ -83,7 +84,8 @@ def supervise(
     try:
         prepared = prepare(config)
         with ExitStack() as stack:
-            folder = stack.enter_context(run_folder(config.output_dir, config.clean))
+            benches = config.bench is not None
+            folder = bench_folder() if benches else stack.enter_context(run_folder(config.output_dir, config.clean))
             # Without `clean`: what lies in the folder must not delete the folder when it is run again to go on.
             write_resolved(config.model_copy(update={"clean": False}), folder, command)
             record = Recorder(folder)
@@ -93,14 +95,16 @@ def supervise(
             record.listeners.append(view)
             session = Session(folder, record, view)
             end = asyncio.run(_run(session, run(config, prepared, session)))
+            if benches and end.code != FAILED:
+                shutil.rmtree(folder, ignore_errors=True)
     except UNFIT as error:
         # A full disk, say, may come in the middle of a run, too.
         started = session is not None and session.record.last_step is not None
         end = _End(FAILED if started else NOT_STARTED, str(error))
     except Exception as error:  # a mistake of ours: with its traceback, and still with how to go on
-        error.add_note(f"ductile {command} failed.{_after(command, config)}")
+        error.add_note(f"ductile {command} failed.{_after(command, config, session)}")
         raise
-    _say(end, command, config)
+    _say(end, command, config, session)
     return end.code
 
 
@@ -129,13 +133,13 @@ def _told(session: Session, kind: str, end: _End) -> _End:
     return end
 
 
-def _say(end: _End, command: str, config: Config) -> None:
+def _say(end: _End, command: str, config: Config, session: Session | None) -> None:
     try:
         if end.closing:
             Console(soft_wrap=True, highlight=False, markup=False).print(end.closing)
             sys.stdout.flush()
         if end.sentence:
-            after = "" if end.code == NOT_STARTED else _after(command, config)
+            after = "" if end.code == NOT_STARTED else _after(command, config, session)
             print(f"ductile {command}: {_capital(end.sentence)}.{after}", file=sys.stderr)
     except (
         OSError
@@ -144,17 +148,21 @@ def _say(end: _End, command: str, config: Config) -> None:
             os.dup2(nowhere.fileno(), 1)
 
 
-def _after(command: str, config: Config) -> str:
+def _after(command: str, config: Config, session: Session | None) -> str:
     """Where to look, and how to go on if there is a checkpoint to go on from."""
-    folder = Path(config.output_dir)
+    folder = session.folder if session else Path(config.output_dir)
     logs = f" Logs: {folder / 'logs'}."
-    if not isinstance(config, RLConfig | SFTConfig) or not Checkpoints(folder / "state").steps():
+    if (
+        config.bench is not None
+        or not isinstance(config, RLConfig | SFTConfig)
+        or not Checkpoints(folder / "state").steps()
+    ):
         return logs
     return f"{logs} Go on with: ductile {command} @ {folder / 'config.toml'} --resume"
 
 
 def _add_sinks(record: Recorder, config: Config) -> None:
-    if not isinstance(config, RLConfig | SFTConfig):
+    if not isinstance(config, RLConfig | SFTConfig) or config.bench is not None:
         return
     if config.tensorboard:
         record.listeners.append(TensorboardSink(Path(config.tensorboard.dir or record.folder / "tensorboard")))

@@ -1,0 +1,116 @@
+"""What a run writes below its `output_dir`, and what of the user's must not lie there: it would be lost."""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+from ductile.config.finding import Finding
+from ductile.config.run import OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
+from ductile.config.section import Section
+
+WRITTEN = (
+    "config.toml", "control.json", "events.jsonl", "logs", "metrics.jsonl", "model", "rollouts.jsonl", "state",
+    "summary.json", "tensorboard", "wandb", ".model.old", ".model.partial",
+)  # fmt: skip
+"""All that runs write, with what a killed one leaves. Whatever else lies in the folder belongs to somebody else."""
+MARKS = (".lock", "events.jsonl", "config.toml")
+"""Each run makes them first of all: a folder without any is no run's."""
+RESOLVED = "# Resolved by ductile."
+"""How a `config.toml` begins that a run wrote."""
+
+Run = RLConfig | SFTConfig | TrainerRunConfig | OrchestratorRunConfig
+
+
+def output_findings(config: Run) -> Iterator[Finding]:
+    """A run writes over nothing unasked, and deletes nothing but what runs have written.
+
+    `clean` with `resume` is a contradiction of shared keys already. A benchmark writes elsewhere.
+    """
+    if config.bench is not None and not config.dry_run:
+        return
+    try:
+        yield from [*_folder(config), *_inputs(config)]
+    except OSError as error:
+        yield Finding(("output_dir",), f"cannot be looked into: {error.strerror} ({error.filename})")
+
+
+def _folder(config: Run) -> Iterator[Finding]:
+    folder, resume = Path(config.output_dir), isinstance(config, RLConfig | SFTConfig) and config.resume
+    resume_step = config.ckpt.resume_step if isinstance(config, RLConfig | SFTConfig) else None
+    goes_on = resume or resume_step is not None
+    if config.clean and goes_on and not resume:
+        yield Finding(("ckpt.resume_step", "clean"), "contradicts clean: it deletes what is to be resumed")
+    elif folder.exists() and not folder.is_dir():
+        yield Finding(("output_dir",), "is a file, not a folder")
+    elif goes_on:
+        return
+    elif (theirs := folder / "config.toml").is_file() and not theirs.read_bytes().startswith(RESOLVED.encode()):
+        what = f"has a config.toml that no run wrote, and this one would replace it ({theirs}): give it another name"
+        yield Finding(("output_dir",), what)
+    elif config.clean:
+        found = next((folder / name for name in WRITTEN if os.path.lexists(folder / name)), None)
+        if found is not None and not any((folder / mark).exists() for mark in MARKS):
+            what = f"would delete {found}, but no run has been at work in {folder}: delete it yourself, or give another"
+            yield Finding(("output_dir", "clean"), f"{what} output_dir")
+    elif (found := _of_a_run(folder)) is not None:
+        what = f"holds a run already ({found}): --resume goes on with it, --clean deletes it first"
+        yield Finding(("output_dir",), what)
+
+
+def _of_a_run(folder: Path) -> Path | None:
+    """Something that a run has written into `folder`, and that another one would replace or go on with.
+
+    Raises OSError when that cannot be seen: a folder that is not read is not empty.
+    """
+    for name in ("metrics.jsonl", "model"):
+        if os.path.lexists(folder / name):
+            return folder / name
+    try:
+        states = sorted(path for path in (folder / "state").iterdir() if path.name.startswith("step_"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return states[0] if states else None
+
+
+def _inputs(config: Run) -> Iterator[Finding]:
+    """Files that the run reads and would lose: below `output_dir` under a name that it writes, links followed."""
+    written = {name: Path(config.output_dir) / name for name in WRITTEN}
+    seen = set[Path]()
+    for key, named in _named(config):
+        for file in (named, *(sorted(named.iterdir()) if named.is_dir() else ())):  # a model may be a folder of links
+            place = next((path for path in written.values() if _is_in(file, path)), None)
+            if place is not None and named not in seen:
+                seen.add(named)
+                does = "deletes" if config.clean else "writes"
+                inside = "" if file == place else f", and {file} lies there"
+                what = f"would be lost: this run {does} {place}{inside}. Copy it elsewhere, or give another output_dir"
+                yield Finding((key, "output_dir"), what)
+
+
+def _is_in(file: Path, place: Path) -> bool:
+    """As they are named, or as their links resolve: what is deleted may be the link or what it leads to."""
+    for see in (os.path.abspath, os.path.realpath):
+        inner, outer = Path(see(file)), Path(see(place))
+        if inner == outer or outer in inner.parents:
+            return True
+    return False
+
+
+def _named(section: Section, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Path]]:
+    """Every file or folder that the config names for reading, with its key."""
+    for name in type(section).model_fields:
+        value, key = cast(object, getattr(section, name)), (*path, name)
+        if isinstance(value, Section):
+            yield from _named(value, key)
+        elif not isinstance(value, str):
+            continue
+        elif name in ("path", "chat_template") or key[-2:] == ("model", "name"):
+            yield ".".join(key), Path(value)
+        elif name in ("import_path", "reward", "policy") and ("." in value or ":" in value):
+            file, _, _ = value.rpartition(":")
+            package = re.split(r"[.:]", value)[0]
+            for source in [Path(file)] if file.endswith(".py") else [Path(package), Path(package + ".py")]:
+                if source.exists():
+                    yield ".".join(key), source

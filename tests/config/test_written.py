@@ -1,0 +1,91 @@
+"""Nothing that is the user's is deleted or replaced: what `check` lets a run do in a folder, and what it does not."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ductile.config.run import SFTConfig
+from ductile.config.written import WRITTEN, output_findings
+from ductile.launch.folder import run_folder
+
+
+def findings(tmp_path: Path, **changes) -> str:
+    settings = {"output_dir": str(tmp_path / "run"), "model": {"name": str(tmp_path / "base")}} | changes
+    return "; ".join(finding.what for finding in output_findings(SFTConfig.model_validate(settings)))
+
+
+def model_in(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_text("weights")
+    return folder
+
+
+@pytest.mark.parametrize("how", ["link to the model", "link to the run", "linked weights", "linked output", "dots"])
+def test_links_are_followed(tmp_path, how):
+    run = tmp_path / "run"
+    with run_folder(str(run), clean=False):
+        pass
+    inside, base = run / "model", tmp_path / "base"
+    match how:
+        case "link to the model":  # what is deleted is a link, and the run would write to where it leads
+            inside.symlink_to(model_in(base))
+        case "link to the run":
+            base.symlink_to(model_in(inside))
+        case "linked weights":
+            model_in(inside)
+            base.mkdir()
+            (base / "model.safetensors").symlink_to(inside / "model.safetensors")
+        case "linked output":
+            model_in(inside)
+            (tmp_path / "other").symlink_to(run)
+            base = tmp_path / "other/model"
+        case _:
+            base = model_in(inside).parent / "logs/../model"
+    for flags in ({"clean": True}, {"resume": True}):
+        assert "would be lost: this run" in findings(tmp_path, model={"name": str(base)}, **flags)
+
+
+def test_what_lies_beside_is_fine(tmp_path, monkeypatch):
+    base = model_in(tmp_path / "base")
+    model_in(tmp_path / "run/models/base")
+    for name in (base, tmp_path / "run", tmp_path / "run/models/base"):
+        assert findings(tmp_path, model={"name": str(name)}) == ""
+    monkeypatch.chdir(tmp_path)
+    model_in(tmp_path / "model")
+    assert "would be lost" not in findings(tmp_path, model={"name": "base"})
+
+
+def test_a_benchmark_may_be_of_a_config_whose_run_is_there(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text("{}\n")
+    assert "holds a run already" in findings(tmp_path)
+    assert findings(tmp_path, bench={}) == findings(tmp_path, bench={}, clean=True) == ""
+    assert "holds a run already" in findings(tmp_path, bench={}, dry_run=True)
+
+
+def test_a_folder_that_cannot_be_read_is_not_empty(tmp_path, monkeypatch):
+    (tmp_path / "run/state").mkdir(parents=True)
+
+    def fail(path):
+        raise PermissionError(13, os.strerror(13), str(path))
+
+    monkeypatch.setattr(Path, "iterdir", fail)
+    assert findings(tmp_path) == f"cannot be looked into: Permission denied ({tmp_path / 'run/state'})"
+
+
+def test_what_a_killed_writer_left_goes_at_the_next_start(tmp_path):
+    for name in (".metrics.jsonl.partial", ".control.json.123.partial", ".notes.partial"):
+        (tmp_path / name).write_text("half")
+    with run_folder(str(tmp_path), clean=False):
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", ".notes.partial", "logs"]
+
+
+def test_all_that_clean_deletes_is_known_to_the_check(tmp_path):
+    for name in WRITTEN:
+        folder = tmp_path / name.strip(".") / "run"
+        (folder / name).mkdir(parents=True)
+        (folder / "events.jsonl").touch() if name != "events.jsonl" else None
+        what = findings(tmp_path, output_dir=str(folder), model={"name": str(folder / name)}, clean=True)
+        assert "would be lost" in what, name
