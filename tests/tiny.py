@@ -62,6 +62,15 @@ def make_tokenizer_files(path: str | Path) -> Path:
     return path
 
 
+def may_think(folder: Path) -> Path:
+    """Give the folder's template a variable, as Qwen3's has it."""
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    mute = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    settings["chat_template"] = settings["chat_template"].replace("{% endif %}", mute + "{% endif %}")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
 def hf_config(family: str = "qwen3", **overrides: Any) -> Any:
     """A small `transformers` config of the family; `overrides` are its own keys."""
     import transformers

@@ -17,7 +17,7 @@ from ductile.records import Generation, Manifest, Sampling, StepReport
 from ductile.tasks.task import TaskError
 from ductile.tasks.tokenizer import Tokenizer
 from tests.loop.doubles import read, write
-from tests.tiny import IM_END, make_tokenizer_files
+from tests.tiny import IM_END, make_tokenizer_files, may_think
 
 BASE = {
     "max_steps": 3,
@@ -239,6 +239,18 @@ def test_what_is_wrong_is_found_before_anything_starts(tmp_path, folder, changes
 def test_a_custom_advantage(tmp_path, folder):
     advantage = {"type": "custom", "import_path": "tests.loop.test_compose.custom_advantage"}
     assert prepare(config(tmp_path, folder, orchestrator__advantage=advantage)).advantage([1, 2], None) == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(("variables", "thinks"), [({}, True), ({"enable_thinking": False}, False)])
+def test_variables_of_the_chat_template_reach_every_prompt(tmp_path, folder, variables, thinks):
+    may_think(folder)
+    rl = prepare(config(tmp_path, folder, orchestrator__chat_template_kwargs=variables))
+    tree = BASE["orchestrator"] | {"model": {"name": str(folder)}, "chat_template_kwargs": variables}
+    alone = prepare_alone(OrchestratorRunConfig.model_validate(tree | {"output_dir": str(tmp_path / "alone")}))
+    question = [{"role": "user", "content": "1+1="}]
+    prompts = [prompt.token_ids for prompt in rl.eval_prompts]
+    prompts += [tokenizer.apply_chat_template(question) for tokenizer in (rl.tokenizer, alone.tokenizer)]
+    assert [rl.tokenizer.decode(prompt).endswith("assistant\n") for prompt in prompts] == [thinks] * 6
 
 
 def test_the_orchestrator_alone(tmp_path, folder):

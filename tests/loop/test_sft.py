@@ -13,7 +13,7 @@ from ductile.records import StepReport
 from ductile.tasks.task import TaskError
 from ductile.tasks.tokenizer import Tokenizer
 from tests.loop.doubles import read, write
-from tests.tiny import make_tokenizer_files
+from tests.tiny import make_tokenizer_files, may_think
 
 
 @pytest.fixture
@@ -64,6 +64,14 @@ def test_white_space_that_the_template_cuts_is_not_trained(folder):
     chat = [*CHAT[:2], {"role": "assistant", "content": "\nyo  "}]
     token_ids, mask = tokenise(Tokenizer.from_folder(folder), chat)
     assert trained_text(Tokenizer.from_folder(folder), token_ids, mask) == "yo<|im_end|>"
+
+
+def test_variables_of_the_chat_template_reach_every_sample(tmp_path, folder):
+    data = {"type": "sft", "path": str(tmp_path / "rows.jsonl"), "batch_size": 1, "seq_len": 64}
+    data["chat_template_kwargs"] = {"enable_thinking": False}
+    (sample,) = prepare_sft(config(tmp_path, may_think(folder), data=data)).batch(0)
+    said = Tokenizer.from_folder(folder).decode(sample.token_ids)
+    assert said.count("assistant\n<think></think>") == 1
 
 
 def test_everything_is_trained_when_asked_for(tokenizer):

@@ -1,6 +1,6 @@
 """What generators are asked, and what they hold: findings that an engine would otherwise make at the first request."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ductile.config.finding import Finding
 from ductile.config.inference import InferenceConfig
@@ -39,6 +39,12 @@ def sampling_remarks(key: str, sampling: SamplingConfig) -> list[str]:
     names = " and ".join(f"{key}.{name}" for name, cuts in filters.items() if cuts)
     why = "answers are drawn from the likeliest tokens only, while the loss takes them for draws from all tokens"
     return [f"{names}: {why} (docs/trainer.md)"] if names else []
+
+
+def template_findings(key: str, variables: Mapping[str, object]) -> Iterator[Finding]:
+    """Variables of a chat template that it gets from us anyhow."""
+    for name in sorted({"self", "messages", "add_generation_prompt"} & variables.keys()):
+        yield Finding((key,), f"has {name}, which every template gets anyhow. Leave it out")
 
 
 def generator_findings(config: InferenceConfig, at: str, spec: ModelSpec | None, device: str) -> Iterator[Finding]:

@@ -120,6 +120,8 @@ class OrchestratorConfig(Section):
     max_off_policy_steps: int = Field(default=8, ge=0)
     """A group whose oldest token is more versions behind than this is thrown away, and asked again."""
     sampling: SamplingConfig = SamplingConfig()
+    chat_template_kwargs: dict[str, object] = {}
+    """Variables of the chat template: {"enable_thinking": false}."""
     eval: EvalConfig = EvalConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     drop_zero_advantage: bool = True

@@ -9,7 +9,13 @@ from urllib.parse import urlsplit
 
 from ductile.config.cluster import ClusterConfig
 from ductile.config.finding import Finding
-from ductile.config.generation import generator_findings, length_findings, sampling_findings, sampling_remarks
+from ductile.config.generation import (
+    generator_findings,
+    length_findings,
+    sampling_findings,
+    sampling_remarks,
+    template_findings,
+)
 from ductile.config.on_disk import (
     data_findings,
     import_findings,
@@ -105,6 +111,7 @@ def _rl(config: RLConfig) -> Iterator[Finding]:
     yield from _questions(orchestrator, "orchestrator.")
     yield from _lessons(orchestrator, "orchestrator.")
     yield from _evaluation(orchestrator, "orchestrator.")
+    yield from template_findings("orchestrator.chat_template_kwargs", orchestrator.chat_template_kwargs)
     yield from length_findings(orchestrator, inference.model.max_model_len)
     tables = {"orchestrator.sampling": orchestrator.sampling}
     if orchestrator.eval.enabled:
@@ -132,6 +139,8 @@ def _sft(config: SFTConfig) -> Iterator[Finding]:
     )
     if config.bench is None:  # else the data is made up
         yield from data_findings(config.data)
+    if config.data.type == "sft":
+        yield from template_findings("data.chat_template_kwargs", config.data.chat_template_kwargs)
     if config.model.seq_len < config.data.seq_len:
         yield Finding(
             ("model.seq_len", "data.seq_len"),
@@ -174,6 +183,7 @@ def _orchestrator_alone(config: OrchestratorRunConfig) -> Iterator[Finding]:
         yield Finding(("client.base_url",), what)
     yield from _questions(config, "")
     yield from sampling_findings("sampling", config.sampling, read_spec(config.model.name))
+    yield from template_findings("chat_template_kwargs", config.chat_template_kwargs)
     yield from output_findings(config)
 
 

@@ -104,6 +104,8 @@ class JsonlData(Section):
     shuffle: bool = True
     loss_on: Literal["assistant", "all"] = "assistant"
     """Which tokens are trained: the assistant's turns (or the completion), or everything."""
+    chat_template_kwargs: dict[str, object] = {}
+    """Variables of the chat template: {"enable_thinking": false}."""
 
 
 class FakeData(Section):

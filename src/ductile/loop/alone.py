@@ -46,7 +46,8 @@ def prepare_alone(config: OrchestratorRunConfig) -> PreparedAlone:
     task = build_task(config.task)
     one_epoch = max(1, len(task) * config.rollouts_per_example // config.batch_size)
     max_steps = config.bench.steps if config.bench else config.max_steps or one_epoch
-    return PreparedAlone(config, Tokenizer.from_folder(str(config.model.name)), task, max_steps)
+    tokenizer = Tokenizer.from_folder(str(config.model.name), chat_template_kwargs=config.chat_template_kwargs)
+    return PreparedAlone(config, tokenizer, task, max_steps)
 
 
 async def run_alone(

@@ -55,7 +55,8 @@ def prepare_sft(config: SFTConfig) -> PreparedBatches:
         batch = _fake_batch(fake, vocab_size=_vocab_size(str(config.model.name)))
         one_epoch, sentence = 1, f"Made-up data, {fake.batch_size} samples a step."
     else:
-        tokenizer = Tokenizer.from_folder(str(config.model.name))
+        folder = str(config.model.name)
+        tokenizer = Tokenizer.from_folder(folder, chat_template_kwargs=data.chat_template_kwargs)
         read = read_conversations(str(data.path), tokenizer, data.seq_len, data.loss_on)
         order = ExampleOrder(range(len(read.samples)), config.seed, data.shuffle)
         batch = _batch_of(read.samples, order, data.batch_size)

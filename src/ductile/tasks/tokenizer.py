@@ -31,6 +31,7 @@ class Tokenizer:
         eos_token_ids: Sequence[int],
         chat_template: ChatTemplate | None,
         source: str = "",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         backend.no_padding()
         backend.no_truncation()
@@ -38,14 +39,21 @@ class Tokenizer:
         self._special_tokens = dict(special_tokens)
         self._chat_template = chat_template
         self._source = source
+        self._chat_template_kwargs = dict(chat_template_kwargs or {})
         self.eos_token_ids = tuple(dict.fromkeys([*eos_token_ids, *self._end_of_turn()]))
         """Generation ends after any of these: those of generation_config.json, config.json and the tokenizer, and what
         the chat template ends an assistant's turn with (base models come with a template, and with the end of a text as
         their only eos)."""
 
     @classmethod
-    def from_folder(cls, folder: str | Path, chat_template: str | Path | None = None) -> "Tokenizer":
-        """`chat_template` is a Jinja file to use instead of the folder's own."""
+    def from_folder(
+        cls,
+        folder: str | Path,
+        chat_template: str | Path | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> "Tokenizer":
+        """`chat_template` is a Jinja file to use instead of the folder's own, `chat_template_kwargs` are variables for
+        every conversation."""
         folder = Path(folder)
         backend = _read_backend(folder / "tokenizer.json")
         settings = _read_optional(folder / "tokenizer_config.json")
@@ -53,7 +61,7 @@ class Tokenizer:
         _refuse_foreign(folder, backend)
         eos = _eos_token_ids(folder, backend, special_tokens.get("eos_token"))
         template = _read_template(folder, settings, chat_template)
-        return cls(backend, special_tokens, eos, template, str(folder))
+        return cls(backend, special_tokens, eos, template, str(folder), chat_template_kwargs)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._backend.encode(_whole(text), add_special_tokens=add_special_tokens).ids
@@ -75,7 +83,7 @@ class Tokenizer:
             )
         try:
             return self._chat_template.render(
-                **{"tools": None, "documents": None, **self._special_tokens, **variables},
+                **{"tools": None, "documents": None, **self._special_tokens, **self._chat_template_kwargs, **variables},
                 messages=list(messages),
                 add_generation_prompt=add_generation_prompt,
             )
