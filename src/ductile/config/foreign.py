@@ -104,8 +104,11 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "tensor_parallel_size": ("inference.parallel.tp",),
     "tensor_model_parallel_size": ("inference.parallel.tp",),
     "data_parallel_size": ("inference.parallel.dp",),
-    "gpu_memory_utilization": ("inference.cache_memory_gib",),
-    "vllm_gpu_memory_utilization": ("inference.cache_memory_gib",),
+    "gpu_memory_utilization": ("inference.gpu_memory_utilization",),
+    "vllm_gpu_memory_utilization": ("inference.gpu_memory_utilization",),
+    "chat_template_kwargs": ("orchestrator.chat_template_kwargs", "data.chat_template_kwargs"),
+    "apply_chat_template_kwargs": ("orchestrator.chat_template_kwargs", "data.chat_template_kwargs"),
+    "stop_token_ids": ("orchestrator.sampling.stop_token_ids",),
     "use_vllm": ("inference.engine",),
 }
 """The last word of their key, and ours, as `ductile rl` or the other commands have it: the first that there is."""
