@@ -22,6 +22,7 @@ from ductile.config.run import (
     SFTConfig,
     TrainerRunConfig,
 )
+from ductile.config.secrets import without_secrets
 
 BAD_CONFIG = 2
 """Exit status when nothing was started because the command line or a config is wrong."""
@@ -168,6 +169,7 @@ def _main(argv: Sequence[str] | None) -> int:
         return BAD_CONFIG
     if parsed.config.dry_run:
         return _dry_run(command, parsed)
+    sys.argv[1:] = without_secrets(sys.argv[1:])  # W&B and benchmarks write it down
     try:
         return command.run(parsed.config)
     except KeyboardInterrupt:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from ductile.config.docs import ROOTS
 from ductile.config.dump import ASKED_ONCE, to_toml, write_resolved
-from ductile.config.errors import SECRETS
 from ductile.config.fit import fit
 from ductile.config.parse import parse
 from ductile.config.provenance import Draft
 from ductile.config.run import RLConfig
+from ductile.config.secrets import SECRETS
 from ductile.config.section import Section
 from tests.config.stories import furnish
 

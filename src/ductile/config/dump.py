@@ -11,8 +11,8 @@ from typing import Any, cast
 import tomli_w
 
 from ductile.config.derive import without_derived
-from ductile.config.errors import SECRETS
 from ductile.config.schema import keys
+from ductile.config.secrets import SECRETS
 from ductile.config.section import Section
 from ductile.disk import write_whole
 

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from ductile.config.provenance import COMMAND_LINE, DEFAULT, NOWHERE, Origin, Path
-
-SECRETS = frozenset({"api_key"})
-"""Keys whose values are neither shown nor written."""
+from ductile.config.secrets import SECRETS, without_userinfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +65,14 @@ def show(value: object, path: Path = ()) -> str:
         return "***"
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    text = "None" if value is None else json.dumps(value, ensure_ascii=False, default=str)
+    text = without_userinfo("None" if value is None else json.dumps(value, ensure_ascii=False, default=str))
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def about(path: Path, value: object, origin: Origin, what: str) -> Problem:
     """A problem with the value at `path`."""
     if isinstance(value, str) and origin == COMMAND_LINE and path[-1] not in SECRETS:
-        return Problem(what, flag(path), value or '""', origin)
+        return Problem(what, flag(path), without_userinfo(value) or '""', origin)
     return Problem(what, flag(path), show(value, path), origin)
 
 

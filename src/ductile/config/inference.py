@@ -14,6 +14,8 @@ class ServerConfig(Section):
     """0 takes a free port and prints it."""
     api_key: str | None = None
     """When set, requests need `Authorization: Bearer <api_key>`. Required for a host that is not loopback."""
+    api_key_var: str | None = None
+    """The environment variable that holds the key: what is typed as `api_key` others on the machine can see."""
 
 
 class ParallelConfig(Section):

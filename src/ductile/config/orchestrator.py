@@ -104,6 +104,8 @@ class ClientConfig(Section):
     base_url: str | None = None
     """An OpenAI-compatible server, `http://host:port/v1`. Only for `ductile orchestrator`; `ductile rl` has its own."""
     api_key: str | None = None
+    api_key_var: str | None = None
+    """The environment variable that holds the key: what is typed as `api_key` others on the machine can see."""
     timeout_s: float = Field(default=600.0, gt=0)
 
 

@@ -7,6 +7,7 @@ with "no such folder". Each finding says what to write instead.
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from ductile.config.access import client_findings, server_findings
 from ductile.config.cluster import ClusterConfig
 from ductile.config.finding import Finding
 from ductile.config.generation import (
@@ -39,7 +40,6 @@ from ductile.config.unread import unread_findings, unread_notes
 from ductile.config.written import output_findings
 from ductile.core.cluster.placement import PlacementError, compact
 
-LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 SCORELESS = frozenset({"default", "ipo"})
 """Losses that look at the scorer's log-probs only for their KL term."""
 
@@ -108,6 +108,7 @@ def _rl(config: RLConfig) -> Iterator[Finding]:
             "`ductile rl` knows its generators",
         )
     yield from _loss(trainer.loss, "trainer.")
+    yield from client_findings(orchestrator.client, "orchestrator.client")
     yield from _questions(orchestrator, "orchestrator.")
     yield from _lessons(orchestrator, "orchestrator.")
     yield from _evaluation(orchestrator, "orchestrator.")
@@ -181,6 +182,7 @@ def _orchestrator_alone(config: OrchestratorRunConfig) -> Iterator[Finding]:
     elif not config.client.base_url.startswith(("http://", "https://")):
         what = 'must be the address of a server, with http:// or https://, such as "http://127.0.0.1:8000/v1"'
         yield Finding(("client.base_url",), what)
+    yield from client_findings(config.client, "client")
     yield from _questions(config, "")
     yield from sampling_findings("sampling", config.sampling, read_spec(config.model.name))
     yield from template_findings("chat_template_kwargs", config.chat_template_kwargs)
@@ -195,11 +197,7 @@ def _inference_alone(config: InferenceRunConfig) -> Iterator[Finding]:
     if config.parallel.dp not in (None, 1):
         what = "must be 1: a server holds one copy of the model. Start one server for each copy, on a port of its own"
         yield Finding(("parallel.dp",), what)
-    if config.server.host not in LOOPBACK and config.server.api_key is None:
-        yield Finding(
-            ("server.host", "server.api_key"),
-            "can be reached from other machines, so server.api_key must be set. Set it, or write 127.0.0.1",
-        )
+    yield from server_findings(config.server, "server")
 
 
 def _loss(config: LossConfig, at: str) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ from rich.live import Live
 
 from ductile.core.cluster.ledger import Activity
 from ductile.dashboard.follow import Follower
+from ductile.dashboard.printable import printable
 from ductile.dashboard.view import render
 from ductile.observe import Event, Listener
 
@@ -81,7 +82,7 @@ class Lines:
         pass
 
     def _print(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        print(printable(text), file=self._stream, flush=True)
 
 
 PARTS = (

@@ -9,6 +9,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ductile.dashboard.printable import printable
+
 BARS = "▁▂▃▄▅▆▇█"
 TREND_WIDTH = 32
 STYLES = {
@@ -130,5 +132,5 @@ def _slots(slots: Sequence[SlotView]) -> RenderableType:
 def _events(events: Sequence[Happening]) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for event in events:
-        table.add_row(Text(duration(event.after_s), style="dim"), Text(event.sentence, overflow="fold"))
+        table.add_row(Text(duration(event.after_s), style="dim"), Text(printable(event.sentence), overflow="fold"))
     return table

@@ -6,6 +6,7 @@ from typing import Any
 
 from ductile.core.cluster.placement import many
 from ductile.dashboard.causes import named
+from ductile.dashboard.printable import printable
 from ductile.dashboard.view import duration
 from ductile.loop.compose import RunResult
 
@@ -77,4 +78,4 @@ def _took(summary: Mapping[str, Any]) -> str:
 
 
 def _one_line(text: str) -> str:
-    return text.strip().replace("\n", "\\n")
+    return printable(text.strip())

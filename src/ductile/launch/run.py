@@ -15,6 +15,7 @@ from rich.console import Group, RenderableType
 
 from ductile.config.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.scheduling import policy_name
+from ductile.config.secrets import secret_of
 from ductile.config.slots import placement_of
 from ductile.config.trainer import BenchConfig, TrainerConfig
 from ductile.core.cluster.placement import SPELLED, Placement
@@ -65,6 +66,9 @@ def run_inference(config: InferenceRunConfig) -> int:
 
     The config, which may hold a key, goes through memory.
     """
+    server = config.server
+    key = {"api_key": secret_of(server.api_key, server.api_key_var)}
+    config = config.model_copy(update={"server": server.model_copy(update=key)})
     fd = os.memfd_create("ductile-inference-config", 0)
     os.write(fd, config.model_dump_json().encode())
     os.execv(sys.executable, [sys.executable, "-P", "-m", "ductile.generator.serve", f"/proc/self/fd/{fd}"])
@@ -139,7 +143,8 @@ async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatch
 async def _alone(config: OrchestratorRunConfig, prepared: PreparedAlone, session: Session) -> RenderableType:
     """Rollouts from somebody else's server."""
     client = config.client
-    generators = HttpGenerators(str(client.base_url), client.api_key, client.timeout_s)
+    api_key = secret_of(client.api_key, client.api_key_var)
+    generators = HttpGenerators(str(client.base_url), api_key, client.timeout_s)
     bench = _bench(config.bench, None, session)
     async with generators:
         running = run_alone(prepared, generators, session.record, session.interrupt.asked)
