@@ -133,6 +133,18 @@ def test_a_resolved_file_runs_on_other_slots(
     assert (moved.deployment.num_train_gpus, moved.inference.parallel.dp) == (3, 1)
 
 
+@pytest.mark.parametrize("flags", [["--resume"], ["--ckpt.resume-step", "3"]])
+def test_a_resumed_run_leaves_a_file_that_begins_one(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else `--clean` contradicts it, and running the file again as it is resumes."""
+    monkeypatch.chdir(tmp_path)
+    furnish(tmp_path)
+    write_resolved(parse(RLConfig, ["@", "good.toml", *flags]).config, "run", "rl")
+    again = parse(RLConfig, ["@", "run/config.toml", "--clean"]).config
+    assert (again.resume, again.ckpt.resume_step, again.clean) == (False, None, True)
+
+
 def test_secrets_and_what_is_asked_once_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     furnish(tmp_path)

@@ -14,7 +14,7 @@ import pytest
 from tests.end_to_end import real_endings, virtual_endings
 from tests.end_to_end.real_endings import Ending
 
-NUM_VIRTUAL = int(os.environ.get("ENDINGS_VIRTUAL", "54"))
+NUM_VIRTUAL = int(os.environ.get("ENDINGS_VIRTUAL", "180"))
 NUM_REAL = os.environ.get("ENDINGS_REAL")
 IN_SUITE = tuple(
     real_endings.KINDS.index(kind)

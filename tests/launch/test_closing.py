@@ -1,15 +1,31 @@
 from pathlib import Path
 
+import pytest
+
 from ductile.launch.closing import closing_alone, closing_batches, closing_rl
 from ductile.loop.compose import RunResult
 from ductile.loop.evaluate import EvalReport, Sampled
 
-SUMMARY = {"steps": 60, "wall_s": 187.4, "eval_reward_first": 0.21, "eval_reward_last": 0.7}
+SUMMARY = {
+    "steps": 60,
+    "max_steps": 60,
+    "began_at_step": 0,
+    "wall_s": 187.4,
+    "life_s": 187.4,
+    "eval_reward_first": 0.21,
+    "eval_step_first": 0,
+    "eval_reward_last": 0.7,
+    "eval_step_last": 60,
+    "reward_errors": 0,
+}
+
+
+def report(step: int) -> EvalReport:
+    return EvalReport(0.7, {1: 0.7}, 9.0, 2, 0.0, (Sampled("1 + 2 =\n", "[3]\nend", 1.0),), step)
 
 
 def test_rl_says_where_the_model_is_what_it_gained_and_shows_answers():
-    report = EvalReport(0.7, {1: 0.7}, 9.0, 2, (Sampled("1 + 2 =\n", "[3]\nend", 1.0),))
-    assert closing_rl(RunResult(60, SUMMARY, None, report, Path("runs/x/model"))).splitlines() == [
+    assert closing_rl(RunResult(60, SUMMARY, None, report(60), Path("runs/x/model"))).splitlines() == [
         "Done: 60 steps in 3:07.",
         "Held-out reward: 0.210 before, 0.700 after (+0.490).",
         "The model is in runs/x/model (Hugging Face format).",
@@ -18,6 +34,43 @@ def test_rl_says_where_the_model_is_what_it_gained_and_shows_answers():
         "  answered: [3]\\nend",
         "  reward:   1",
     ]
+
+
+def test_what_was_measured_before_training_only_is_not_told_as_its_result():
+    summary = {**SUMMARY, "steps": 47, "eval_reward_last": 0.21, "eval_step_last": 0}
+    assert closing_rl(RunResult(47, summary, None, report(0), None)).splitlines() == [
+        "Stopped after step 47 of 60, in 3:07.",
+        "Held-out reward: 0.210 before any training; it has not been measured since.",
+        "Answers before any training:",
+        "",
+        "  asked:    1 + 2 =",
+        "  answered: [3]\\nend",
+        "  reward:   1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("measured", "line"),
+    [
+        ({"eval_step_last": 40}, "Held-out reward: 0.210 before, 0.700 after step 40 (+0.490)."),
+        ({"eval_step_first": 20}, "Held-out reward: 0.210 after step 20, 0.700 after (+0.490)."),
+        ({"eval_step_first": 60, "eval_reward_first": 0.7}, "Held-out reward: 0.700 after step 60."),
+        (
+            {"eval_step_first": 40, "eval_step_last": 40, "eval_reward_last": 0.21},
+            "Held-out reward: 0.210 after step 40; it has not been measured since.",
+        ),
+    ],
+)
+def test_every_held_out_reward_says_when_it_was_measured(measured: dict[str, float], line: str):
+    assert closing_rl(RunResult(60, {**SUMMARY, **measured}, None, None, None)).splitlines()[1] == line
+
+
+def test_several_lives_are_told_apart():
+    resumed = {**SUMMARY, "began_at_step": 47, "life_s": 24.0}
+    first, *_ = closing_rl(RunResult(60, resumed, None, None, None)).splitlines()
+    assert first == "Done: 60 steps in 3:07, 13 of these steps since it was resumed, in 0:24."
+    first, *_ = closing_rl(RunResult(48, {**resumed, "steps": 48}, None, None, None)).splitlines()
+    assert first == "Stopped after step 48 of 60, in 3:07, 1 of these steps since it was resumed, in 0:24."
 
 
 def test_what_the_slots_did_with_their_time_and_what_moving_them_was_to_save():
@@ -42,7 +95,7 @@ def test_a_policy_that_was_refused_is_told_again():
 
 def test_one_step_and_one_move_are_singular():
     spent = {"time_by_activity": {"train": 1.0}, "idle_by_cause": {}, "num_switches": 1, "expected_gain_s": None}
-    lines = closing_rl(RunResult(1, {**SUMMARY, **spent, "steps": 1}, None, None, None)).splitlines()
+    lines = closing_rl(RunResult(1, {**SUMMARY, **spent, "steps": 1, "max_steps": 1}, None, None, None)).splitlines()
     assert lines[0].startswith("Done: 1 step in ")
     assert lines[-1] == "The scheduler moved slots or rollouts 1 time."
 
@@ -59,7 +112,15 @@ def test_without_evaluation_or_export_it_is_short():
 
 
 def test_the_others(tmp_path: Path):
-    summary = {"steps": 2, "wall_s": 5, "loss_first": 2.0, "loss_last": 1.5, "reward_mean": 0.25}
+    summary = {
+        "steps": 2,
+        "max_steps": 2,
+        "began_at_step": 0,
+        "wall_s": 5,
+        "loss_first": 2.0,
+        "loss_last": 1.5,
+        "reward_mean": 0.25,
+    }
     assert closing_batches(summary, tmp_path).splitlines() == [
         "Done: 2 steps in 0:05.",
         "Loss: 2.0000 at the first step, 1.5000 at the last.",

@@ -14,15 +14,15 @@ from ductile.loop.compose import RunResult
 def closing_rl(result: RunResult) -> str:
     """Where the model is, what it gained, and three answers to look at."""
     lines = [_took(result.summary)]
-    first, last = result.summary["eval_reward_first"], result.summary["eval_reward_last"]
-    if first is not None:
-        lines.append(f"Held-out reward: {first:.3f} before, {last:.3f} after ({last - first:+.3f}).")
+    lines += _held_out(result.summary)
     if result.summary["reward_errors"]:
         failed = many(int(result.summary["reward_errors"]), "reward")
         lines.append(f"{failed} failed, and their rollouts were not trained on: see reward_error in events.jsonl.")
     lines += _slots_time(result.summary)
     if result.model_folder:
         lines.append(f"The model is in {result.model_folder} (Hugging Face format).")
+    if result.last and result.last.step != result.step:
+        lines.append(f"Answers {_when(result.last.step)}:")
     for sample in result.last.samples if result.last else ():
         lines += ["", f"  asked:    {_one_line(sample.question)}", f"  answered: {_one_line(sample.answer)}"]
         lines.append(f"  reward:   {'none, it failed' if sample.reward is None else f'{sample.reward:g}'}")
@@ -46,6 +46,25 @@ def closing_alone(summary: Mapping[str, Any], folder: Path) -> str:
             f"The answers are in {folder / 'rollouts.jsonl'}.",
         ]
     )
+
+
+def _held_out(summary: Mapping[str, Any]) -> list[str]:
+    """What was measured, and when: a run that was stopped may not have been measured since."""
+    (before, first), (after, last) = (
+        (summary[f"eval_step_{n}"], summary[f"eval_reward_{n}"]) for n in ("first", "last")
+    )
+    if first is None:
+        return []
+    if before == after:
+        since = "" if after == summary["steps"] else "; it has not been measured since"
+        return [f"Held-out reward: {first:.3f} {_when(before)}{since}."]
+    began = "before" if before == 0 else _when(before)
+    ended = "after" if after == summary["steps"] else _when(after)
+    return [f"Held-out reward: {first:.3f} {began}, {last:.3f} {ended} ({last - first:+.3f})."]
+
+
+def _when(step: int) -> str:
+    return f"after step {step}" if step else "before any training"
 
 
 def _slots_time(summary: Mapping[str, Any]) -> list[str]:
@@ -74,7 +93,12 @@ def _shares(shares: Mapping[str, float], parts: Mapping[str, str] | None = None)
 
 
 def _took(summary: Mapping[str, Any]) -> str:
-    return f"Done: {many(summary['steps'], 'step')} in {duration(summary['wall_s'])}."
+    steps, max_steps, began_at_step = summary["steps"], summary["max_steps"], summary["began_at_step"]
+    done = f"Stopped after step {steps} of {max_steps}," if steps < max_steps else f"Done: {many(steps, 'step')}"
+    here = ""
+    if began_at_step:
+        here = f", {steps - began_at_step} of these steps since it was resumed, in {duration(summary['life_s'])}"
+    return f"{done} in {duration(summary['wall_s'])}{here}."
 
 
 def _one_line(text: str) -> str:

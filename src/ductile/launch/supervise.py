@@ -86,8 +86,7 @@ def supervise(
         with ExitStack() as stack:
             benches = config.bench is not None
             folder = bench_folder() if benches else stack.enter_context(run_folder(config.output_dir, config.clean))
-            # Without `clean`: what lies in the folder must not delete the folder when it is run again to go on.
-            write_resolved(config.model_copy(update={"clean": False}), folder, command)
+            write_resolved(config, folder, command)
             record = Recorder(folder)
             stack.callback(record.close)
             _add_sinks(record, config)

@@ -18,7 +18,7 @@ from ductile.core.batch.rewards import too_many_failed
 from ductile.loop.episode import Episodes
 from ductile.loop.evaluate import RewardsFailed
 from ductile.loop.overlap import together
-from ductile.loop.report import per_second
+from ductile.loop.report import per_second, this_life
 from ductile.loop.tally import Tally
 from ductile.observe import Recorder, Stopwatch, read_jsonl
 from ductile.records import Prompt, RolloutGroup
@@ -93,10 +93,12 @@ async def run_alone(
                 break
     rows = read_jsonl(record.folder / "metrics.jsonl")
     rewards = [row["reward_mean"] for row in rows if row["reward_mean"] is not None]
+    life_s = time.perf_counter() - began_s
     summary = {
         "steps": step,
         "reward_mean": sum(rewards) / max(1, len(rewards)),
-        "wall_s": time.perf_counter() - began_s,
+        "wall_s": life_s,
+        **this_life(prepared.max_steps, 0, life_s),
         "tokens_per_s_generate": per_second(rows, "sampled_tokens", ["step_s"]),
         "reward_errors": graders.num_errors,
     }

@@ -26,7 +26,7 @@ from ductile.loop.evaluate import EvalReport, Evaluation
 from ductile.loop.lessons import Lessons
 from ductile.loop.loop import Loop, Plan
 from ductile.loop.progress import Checkpoints, Progress
-from ductile.loop.report import summarise_rl
+from ductile.loop.report import summarise_rl, this_life
 from ductile.loop.rollouts import Rollouts
 from ductile.loop.saving import Saver, where_to_begin
 from ductile.observe import Recorder, read_jsonl
@@ -201,8 +201,9 @@ async def run_circle(
         loop.conductor = watch(loop)
         async with loop.conductor.at_work(buffer.fail) if loop.conductor else nullcontext():
             step = await loop.run(death)
-    wall_s = earlier_s + time.perf_counter() - began_s
-    summary = summarise_rl(read_jsonl(record.folder / "metrics.jsonl"), slots(), wall_s) | dict(spent())
+    life_s = time.perf_counter() - began_s
+    summary = summarise_rl(read_jsonl(record.folder / "metrics.jsonl"), slots(), earlier_s + life_s)
+    summary |= {**this_life(plan.max_steps, progress.step, life_s), **spent()}
     record.summary(summary)
     return RunResult(
         step=step,

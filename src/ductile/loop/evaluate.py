@@ -43,6 +43,8 @@ class EvalReport:
     reward_error_share: float
     """Of the answers that could not be scored."""
     samples: tuple[Sampled, ...]
+    step: int
+    """After which the policy was asked; 0 before any training."""
 
     def metrics(self) -> dict[str, float]:
         passes = {f"eval_pass_at_{k}": share for k, share in self.pass_at.items()}
@@ -90,7 +92,7 @@ class Evaluation:
         )
         if why := too_many_failed(rollouts, self._max_reward_error_share):
             raise RewardsFailed(f"in the evaluation after step {step} {why}")
-        self.last = self._report(rollouts)
+        self.last = self._report(rollouts, step)
         self.first = self.first or self.last
         self._record.event(
             "evaluated",
@@ -100,7 +102,7 @@ class Evaluation:
         )
         return self.last
 
-    def _report(self, rollouts: list[Rollout]) -> EvalReport:
+    def _report(self, rollouts: list[Rollout], step: int) -> EvalReport:
         n = self._samples_per_example
         by_prompt = [rollouts[start : start + n] for start in range(0, len(rollouts), n)]
         rewards = scored(rollouts)
@@ -114,6 +116,7 @@ class Evaluation:
             length_mean=_mean([float(sum(rollout.mask)) for rollout in rollouts]),
             num_answers=len(rollouts),
             reward_error_share=1 - len(rewards) / max(1, len(rollouts)),
+            step=step,
             samples=tuple(
                 Sampled(
                     question=self._tasks[prompt.task].messages(prompt.example)[-1]["content"],

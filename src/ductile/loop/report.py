@@ -13,12 +13,15 @@ def summarise_rl(rows: Sequence[Row], slots: Mapping[str, Sequence[int]], wall_s
     rows.
     """
     steps = [row for row in rows if row["step"] > 0]
-    evaluated = [row["eval_reward"] for row in rows if row.get("eval_reward") is not None]
+    evaluated = [row for row in rows if row.get("eval_reward") is not None]
+    first, last = (evaluated[0], evaluated[-1]) if evaluated else ({}, {})
     rewards = [row["reward_mean"] for row in steps if row.get("reward_mean") is not None]
     return {
         "steps": steps[-1]["step"] if steps else 0,
-        "eval_reward_first": evaluated[0] if evaluated else None,
-        "eval_reward_last": evaluated[-1] if evaluated else None,
+        "eval_reward_first": first.get("eval_reward"),
+        "eval_step_first": first.get("step"),
+        "eval_reward_last": last.get("eval_reward"),
+        "eval_step_last": last.get("step"),
         "reward_first": rewards[0] if rewards else None,
         "reward_last": rewards[-1] if rewards else None,
         "wall_s": wall_s,
@@ -29,6 +32,11 @@ def summarise_rl(rows: Sequence[Row], slots: Mapping[str, Sequence[int]], wall_s
         "reward_errors": steps[-1]["reward_errors"] if steps else 0,
         "slots": {role: list(members) for role, members in slots.items()},
     }
+
+
+def this_life(max_steps: int, began_at_step: int, life_s: float) -> dict[str, Any]:
+    """For every summary: how far the run was to go, and what of it was done since it was started, or resumed, last."""
+    return {"max_steps": max_steps, "began_at_step": began_at_step, "life_s": life_s}
 
 
 def per_second(rows: Sequence[Row], amount: str, seconds: Sequence[str]) -> float:

@@ -18,7 +18,7 @@ from ductile.core.batch import normalise
 from ductile.loop.ending import saved_in_the_end
 from ductile.loop.overlap import undisturbed
 from ductile.loop.progress import Checkpoints, Progress
-from ductile.loop.report import per_second
+from ductile.loop.report import per_second, this_life
 from ductile.loop.saving import Saver, where_to_begin
 from ductile.loop.sft_data import fake_samples, read_conversations
 from ductile.observe import Recorder, Stopwatch, read_jsonl
@@ -155,11 +155,13 @@ async def run_batches(
     training = _Training(prepared, trainer, record, saver, counts)
     await saved_in_the_end(training.run(stop), training.save, record, death)
     rows = read_jsonl(record.folder / "metrics.jsonl")
+    life_s = time.perf_counter() - began_s
     summary = {
         "steps": training.step,
         "loss_first": rows[0]["loss"] if rows else None,
         "loss_last": rows[-1]["loss"] if rows else None,
-        "wall_s": earlier_s + time.perf_counter() - began_s,
+        "wall_s": earlier_s + life_s,
+        **this_life(prepared.max_steps, prepared.progress.step, life_s),
         "tokens_per_s_train": per_second(rows, "tokens", ["seconds/forward_backward", "seconds/optim_step"]),
         **prepared.facts,
         "slots": {role: list(members) for role, members in slots().items()},
