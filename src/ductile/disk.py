@@ -1,10 +1,12 @@
 """Writing to disks that fill up and fail: errors name path, cause and room, and files are whole or not there."""
 
+import ctypes
 import errno
 import os
 import shutil
 from pathlib import Path
 
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -61,6 +63,23 @@ def write_whole(file: Path, text: str) -> None:
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise named(error, file) from error
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Swap what two names mean, in one instant; False where the system or the file system cannot (NFS, say)."""
+    renameat2 = ctypes.CDLL(None, use_errno=True)["renameat2"]
+    return renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0
+
+
+def stranger(file: Path, folder: Path) -> Path | None:
+    """Where `file`, of somebody's model folder, leads when it is a link to something that is no file of the folder.
+
+    A link to a file of the same name is fine: people share a tokenizer so. So are the blobs of a Hugging Face cache.
+    """
+    target, home = Path(os.path.realpath(file)), Path(os.path.realpath(folder))
+    if target.name == file.name or home in target.parents or target.parent == home.parent.parent / "blobs":
+        return None
+    return target
 
 
 def sync(path: Path) -> None:

@@ -65,7 +65,9 @@ class Trainer(Protocol):
 
     async def load(self, path: str) -> None: ...
 
-    async def export(self, path: str) -> None: ...
+    async def export(self, path: str, dtype: str) -> None:
+        """Write an HF folder. dtype: as `ckpt.export_dtype`."""
+        ...
 
 
 class Generators(Protocol):

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from ductile.config.on_disk import model_findings
 from ductile.config.run import SFTConfig
 from ductile.config.written import WRITTEN, output_findings
 from ductile.launch.folder import run_folder
+from tests.config.stories import furnish
 
 
 def findings(tmp_path: Path, **changes) -> str:
@@ -89,3 +91,14 @@ def test_all_that_clean_deletes_is_known_to_the_check(tmp_path):
         (folder / "events.jsonl").touch() if name != "events.jsonl" else None
         what = findings(tmp_path, output_dir=str(folder), model={"name": str(folder / name)}, clean=True)
         assert "would be lost" in what, name
+
+
+def test_a_link_out_of_a_model_folder_is_refused_before_it_is_copied(tmp_path):
+    furnish(tmp_path)
+    (tmp_path / "secret").write_text("my password")
+    (tmp_path / "model/LICENSE").symlink_to(tmp_path / "secret")
+    (finding,) = model_findings("model.name", str(tmp_path / "model"))
+    assert finding.what == (
+        f"has LICENSE, a link to {tmp_path / 'secret'}, which would be copied into the models that are written. "
+        "Put the file itself there, or take the link away"
+    )

@@ -174,7 +174,7 @@ class FakeTrainer:
     async def load(self, path):
         self.diary.note("load")
 
-    async def export(self, path):
+    async def export(self, path, dtype):
         self.diary.note("export")
 
 

@@ -77,7 +77,7 @@ class Learns:
     async def load(self, path):
         self.step = int(read(path))
 
-    async def export(self, path):
+    async def export(self, path, dtype):
         self.calls.append(path)
         write(path, "model")
 

@@ -195,7 +195,7 @@ class Keeper:
     async def load(self, path):
         self.weights = read(path)
 
-    async def export(self, path):
+    async def export(self, path, dtype):
         self.calls.append(path)
 
 

@@ -144,7 +144,7 @@ class Memory:
     async def load(self, path):
         self.step = int(read(path))
 
-    async def export(self, path):
+    async def export(self, path, dtype):
         pass
 
 

@@ -156,6 +156,10 @@ BROKEN_SHARDED: dict[str, tuple[Break, str]] = {
         index(lambda files: {name: file for name, file in files.items() if name != Q}),
         f"{{folder}}/model.safetensors.index.json does not have {Q}, which config.json calls for",
     ),
+    "elsewhere": (
+        index(lambda files: files | {Q: "../model.safetensors"}),
+        "names ../model.safetensors, which is not a file of its folder; download it again",
+    ),
     "listed_in_the_wrong_file": (
         index(lambda files: files | {Q: files["model.embed_tokens.weight"]}),
         f"does not have {Q}, though model.safetensors.index.json says so; download it again",

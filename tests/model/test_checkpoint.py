@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ductile.model.checkpoint import load_model, read_spec, read_tensors, save_model
+from ductile.model.checkpoint import load_model, read_spec, read_tensors, save_model, stored_dtype
 from ductile.model.transformer import Transformer
+from ductile.model.weight_files import ModelFolderError
 from tests.model.test_parity import documents, packed_logits
 from tests.tiny import IM_END, PAD, make_hf_model, make_model_folder, make_tokenizer_files
 
@@ -228,3 +229,87 @@ def test_tensors_can_be_read_one_by_one(tmp_path: Path) -> None:
     read = dict(read_tensors(folder, model.spec))
     assert list(read) == [name for name, _ in model.named_parameters()]
     assert all(torch.equal(read[name], parameter) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"dtype": "bfloat16"}, torch.bfloat16),
+        ({"torch_dtype": "float16"}, torch.float16),
+        ({"dtype": "float32", "torch_dtype": "bfloat16"}, torch.float32),
+        ({}, None),
+        ({"dtype": "float8_e4m3fn"}, None),
+        ({"dtype": None}, None),
+    ],
+)
+def test_the_dtype_of_a_folder_s_weights(config: dict[str, Any], expected: torch.dtype | None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert stored_dtype(tmp_path) == expected
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_model_folder_is_there_all_the_time(
+    can_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where names cannot be swapped, a writer that was killed in between has its old folder back at the next save."""
+    source = make_model_folder(tmp_path / "source")
+    model, saved = load_model(source), tmp_path / "saved"
+    save_model(saved, model.spec, tensors_of(model), source)
+    rename = Path.rename
+    missing: list[str] = []
+
+    def watched(path: Path, target: Path) -> Path:
+        result = rename(path, target)
+        if not saved.exists():
+            missing.append(path.name)
+            raise KeyboardInterrupt  # as good as a kill: nothing else is done
+        return result
+
+    monkeypatch.setattr(Path, "rename", watched)
+    if can_exchange:
+        save_model(saved, model.spec, tensors_of(model), source)
+        assert missing == []
+        return
+    monkeypatch.setattr("ductile.model.checkpoint.exchange", lambda one, other: False)
+    with pytest.raises(KeyboardInterrupt):
+        save_model(saved, model.spec, tensors_of(model), source)
+    assert missing == ["saved"]
+    with pytest.raises(RuntimeError, match="the gather failed"):
+        save_model(saved, model.spec, Gathered(tensors_of(model), fail_at="norm.weight"), source)
+    assert load_model(saved).spec == model.spec
+
+
+def test_a_linked_folder_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    source = make_model_folder(tmp_path / "source")
+    model, saved = load_model(source), tmp_path / "saved"
+    saved.symlink_to(source)
+    save_model(saved, model.spec, tensors_of(model), source)
+    assert not saved.is_symlink()
+    assert load_model(saved).spec == load_model(source).spec
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved", "source"]
+
+
+def test_a_link_out_of_the_source_is_not_copied(tmp_path: Path) -> None:
+    source = make_model_folder(tmp_path / "source")
+    model = load_model(source)
+    (tmp_path / "secret").write_text("my password")
+    (source / "LICENSE").symlink_to(tmp_path / "secret")
+    with pytest.raises(ModelFolderError, match=r"LICENSE is a link to .*secret, which is not copied into a model"):
+        save_model(tmp_path / "saved", model.spec, tensors_of(model), source)
+    assert not (tmp_path / "saved").exists()
+
+
+def test_links_of_a_hugging_face_cache_and_of_shared_tokenizers_are_copied(tmp_path: Path) -> None:
+    plain = make_model_folder(tmp_path / "plain")
+    blobs, snapshot = tmp_path / "hub/blobs", tmp_path / "hub/snapshots/abc"
+    for folder in (blobs, snapshot):
+        folder.mkdir(parents=True)
+    for number, file in enumerate(sorted(plain.iterdir())):
+        if file.name == "tokenizer.json":
+            (snapshot / file.name).symlink_to(file)
+        else:
+            (snapshot / file.name).symlink_to(file.rename(blobs / str(number)))
+    model = load_model(snapshot)
+    save_model(tmp_path / "saved", model.spec, tensors_of(model), snapshot)
+    assert not (tmp_path / "saved/tokenizer.json").is_symlink()
+    assert load_model(tmp_path / "saved").spec == model.spec

@@ -76,7 +76,8 @@ def live(place: Place, settings: dict[str, Any], folder: str) -> dict[str, Any]:
     if manifest is not None:
         published = {name: tensor.clone() for name, tensor in receive(manifest).items()}
     role.handle(SaveState(f"{folder}/state"))
-    role.handle(ExportModel(f"{folder}/hf"))
+    role.handle(ExportModel(f"{folder}/hf", "auto"))
+    role.handle(ExportModel(f"{folder}/half", "bfloat16"))
     role.handle(ForwardBackward(share(place)))
     role.handle(OptimStep(1.0))
     role.handle(LoadState(f"{folder}/state"))
@@ -117,6 +118,8 @@ def test_a_whole_life_on_two_slots(settings: dict[str, Any], tmp_path: Path) -> 
     assert exported.keys() == first["published"].keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in first["published"].items())
     assert (tmp_path / "hf" / "tokenizer.json").is_file()
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("hf", "half")]
+    assert sizes[1] < 0.6 * sizes[0], "bfloat16 was asked for"
     assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"] == [PAD, IM_END]
 
 
@@ -191,7 +194,7 @@ def fail_to_export(place: Place, settings: dict[str, Any], path: str) -> tuple[s
     role = TrainRole(settings, place)
     said = "exported"
     try:
-        role.handle(ExportModel(path))
+        role.handle(ExportModel(path, "auto"))
     except OSError as error:
         said = type(error).__name__
     return said, role.handle(ForwardBackward(share(place))).num_tokens

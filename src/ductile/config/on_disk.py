@@ -11,6 +11,7 @@ from ductile.config.imports import unfit
 from ductile.config.orchestrator import ImportTask, JsonlTask, TaskConfig
 from ductile.config.run import JsonlData, SFTData
 from ductile.core.layout.spec import ModelSpec, SpecError, spec_from_hf
+from ductile.disk import stranger
 
 
 def read_spec(name: str | None) -> ModelSpec | None:
@@ -61,6 +62,10 @@ def model_findings(
         others = [path.name for path in sorted(folder.glob("*.bin"))]
         hint = f"; {others[0]} is not read: save it as safetensors" if others else ""
         yield Finding((key,), f"is a folder without weights (*.safetensors){hint}")
+    for file in sorted(folder.iterdir()):
+        if file.suffix != ".safetensors" and file.is_file() and (target := stranger(file, folder)):
+            what = f"has {file.name}, a link to {target}, which would be copied into the models that are written"
+            yield Finding((key,), f"{what}. Put the file itself there, or take the link away")
     if num_layers is not None and num_layers > spec.num_layers:
         at = key.removesuffix("name") + "debug.num_layers"
         yield Finding((at, key), f"must be at most {spec.num_layers}, the layers of the model")

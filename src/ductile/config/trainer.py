@@ -186,6 +186,8 @@ class CheckpointConfig(Section):
     """Resume from this step; -1 is the latest complete one."""
     export_model: bool = True
     """Also write an HF folder at each save."""
+    export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of its weights. "auto": what the config.json of `model.name` says."""
     keep_interval: Annotated[int | None, NotBuilt("keeping every n-th checkpoint for good")] = Field(default=None, ge=1)
     output_dir: Annotated[str | None, NotBuilt("checkpoints outside `output_dir`")] = None
     skip_progress: Annotated[bool, NotBuilt("resuming a part of the state")] = False

@@ -53,7 +53,7 @@ class Saver:
             require_room(
                 self._model_folder.parent, folder_bytes(self._model_folder), f"the model in {self._model_folder}"
             )
-            await self._trainer.export(str(self._model_folder))
+            await self._trainer.export(str(self._model_folder), self._config.export_dtype)
             self._record.event("exported", f"The model of step {progress.step} is in {self._model_folder}.")
         self._since_s = self._clock()
         self._took_s = self._since_s - began_s

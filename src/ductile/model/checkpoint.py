@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ductile.core.layout.parameters import Parameter, parameters
 from ductile.core.layout.spec import ModelSpec, SpecError, spec_from_hf
-from ductile.disk import named
+from ductile.disk import exchange, named, stranger, sync
 from ductile.model.safetensors_writer import Entry, write_safetensors
 from ductile.model.transformer import Transformer
 from ductile.model.weight_files import CONFIG, DTYPES, INDEX, WEIGHTS, ModelFolderError, WeightFiles, read_json
@@ -46,6 +46,17 @@ def read_spec(folder: str | Path) -> ModelSpec:
         return spec_from_hf(read_json(path))
     except SpecError as error:
         raise ModelFolderError(f"{path}: {error}") from error
+
+
+def stored_dtype(folder: str | Path) -> torch.dtype | None:
+    """Of the weights, as `config.json` says it; None where it does not, or says one that we do not write."""
+    config = read_json(Path(folder) / CONFIG)
+    return dtype_named(config.get("dtype", config.get("torch_dtype")))  # transformers 5's word, and 4's
+
+
+def dtype_named(name: object) -> torch.dtype | None:
+    """ "bfloat16" as torch knows it."""
+    return next((dtype for dtype in DTYPES if str(dtype) == f"torch.{name}"), None)
 
 
 def load_model(
@@ -144,8 +155,10 @@ def save_model(
     """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    building = folder.with_name(f".{folder.name}.partial")
+    building, old = (folder.with_name(f".{folder.name}.{word}") for word in ("partial", "old"))
     shutil.rmtree(building, ignore_errors=True)  # of a writer that was killed
+    if old.exists() and not folder.exists():
+        old.rename(folder)  # it was killed between two renames
     building.mkdir()
     try:
         in_order = (tensors[parameter.name] for parameter in parameters(spec))
@@ -156,7 +169,7 @@ def save_model(
         _write_config(building, spec, Path(source), dtype)
         _write_eos(building, eos_token_ids)
         _write_weights(building, spec, in_order, dtype, max_shard_bytes)
-        _replace(folder, building)
+        _replace(folder, building, old)
     except OSError as error:
         raise named(error, folder) from error
     finally:
@@ -173,6 +186,8 @@ def _write_config(building: Path, spec: ModelSpec, source: Path, dtype: torch.dt
     (building / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for name in COPIED:
         if (source / name).is_file():
+            if target := stranger(source / name, source):
+                raise ModelFolderError(f"{source / name} is a link to {target}, which is not copied into a model")
             shutil.copyfile(source / name, building / name)
 
 
@@ -222,13 +237,26 @@ def _bytes(tensor: Tensor, parameter: Parameter, dtype: torch.dtype) -> memoryvi
     return memoryview(whole.flatten().view(torch.uint8).numpy().data)
 
 
-def _replace(folder: Path, building: Path) -> None:
-    """A directory cannot be renamed over a filled one, so the old one steps aside first."""
-    if folder.exists():
-        old = folder.with_name(f".{folder.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        folder.rename(old)
+def _replace(folder: Path, building: Path, old: Path) -> None:
+    """At no moment is there no folder, where the file system can swap two names; else the old one steps aside first."""
+    for path in [*building.rglob("*"), building]:
+        sync(path)
+    if not folder.exists():
         building.rename(folder)
-        shutil.rmtree(old)
     else:
-        building.rename(folder)
+        _delete(old)
+        if exchange(building, folder):
+            building.rename(old)
+        else:
+            folder.rename(old)
+            building.rename(folder)
+    sync(folder.parent)
+    _delete(old)
+
+
+def _delete(folder: Path) -> None:
+    """Of a link, the link."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)

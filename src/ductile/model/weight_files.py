@@ -94,6 +94,9 @@ class WeightFiles:
     def _open(self, file: str) -> Any:
         if file not in self._opened:
             path = self._folder / file
+            if Path(file).name != file:
+                what = f"{self.listed_in} names {file}, which is not a file of its folder; download it again"
+                raise ModelFolderError(what)
             if not path.is_file():
                 raise ModelFolderError(f"{path} is missing, but {INDEX} names it; download it again")
             try:

@@ -121,7 +121,7 @@ class SimTrainer:
     async def load(self, path: str) -> None:
         pass
 
-    async def export(self, path: str) -> None:
+    async def export(self, path: str, dtype: str) -> None:
         pass
 
 

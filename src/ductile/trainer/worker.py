@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ductile.config.trainer import TrainerConfig
 from ductile.fabric.groups import Groups
-from ductile.model.checkpoint import save_model
+from ductile.model.checkpoint import dtype_named, save_model, stored_dtype
 from ductile.parallel.ranks import Ranks
 from ductile.parallel.state import StateError
 from ductile.records import Change, Formation, StepReport
@@ -92,8 +92,8 @@ class TrainRole:
             case LoadState(path=path):
                 with self._together():
                     checkpoint.load_state(self._live, path)
-            case ExportModel(path=path):
-                self._export(path)
+            case ExportModel(path=path, dtype=dtype):
+                self._export(path, dtype)
             case Prepare(change=change):
                 self._prepare(change)
             case Ready(epoch=epoch):
@@ -164,9 +164,10 @@ class TrainRole:
         if full is not None:
             raise full
 
-    def _export(self, path: str) -> None:
-        spec, dtype = self._live.spec, self._live.precision.parameters
-        source = Path(self._config.model.name or "")
+    def _export(self, path: str, named_dtype: str) -> None:
+        spec, source = self._live.spec, Path(self._config.model.name or "")
+        wanted = stored_dtype(source) if named_dtype == "auto" else dtype_named(named_dtype)
+        dtype = wanted or self._live.precision.parameters
         eos = Tokenizer.from_folder(source).eos_token_ids if (source / "tokenizer.json").is_file() else ()
 
         def save(tensors: Tensors) -> None:

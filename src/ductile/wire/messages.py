@@ -100,6 +100,8 @@ class ExportModel(Message):
     """Write an HF folder. Answered by `Done`."""
 
     path: str
+    dtype: str
+    """As `ckpt.export_dtype`."""
 
 
 # -- Commands: train, a resize (docs/resize.md) ------------------------------------------------------------------------

@@ -181,9 +181,9 @@ class RemoteTrainer:
             await self._all(LoadState(path), Done)
             self.with_gradient = False
 
-    async def export(self, path: str) -> None:
+    async def export(self, path: str, dtype: str) -> None:
         async with self._own_turn():
-            await self._all(ExportModel(path), Done)
+            await self._all(ExportModel(path, dtype), Done)
 
     @asynccontextmanager
     async def boundary(self) -> AsyncIterator[None]:
