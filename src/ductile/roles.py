@@ -110,7 +110,11 @@ class Task(Protocol):
         ...
 
     def reward(self, example: int, answer: str) -> "float | tuple[float, dict[str, float]]":
-        """Score the policy's last words: a reward, or (reward, metrics)."""
+        """Score the policy's last words: a reward, or (reward, metrics); also as an `async def`.
+
+        It may ask for more by name: `def reward(self, example, answer, num_tokens, finish_reason)`
+        (`ductile.config.reward_signature.FACTS`).
+        """
         ...
 
     def reply(self, example: int, messages: list[dict[str, str]]) -> list[dict[str, str]] | None:

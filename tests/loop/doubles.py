@@ -113,8 +113,8 @@ class InProcessGraders:
     def __init__(self, tasks):
         self.tasks, self.num_errors = tasks, 0
 
-    async def reward(self, task, example, answer):
-        return Verdict(*score(self.tasks[task], example, answer))
+    async def reward(self, task, example, completion):
+        return Verdict(*score(self.tasks[task], example, completion))
 
     async def reply(self, task, example, messages):
         return Reply(self.tasks[task].reply(example, messages))

@@ -127,7 +127,7 @@ class Failing:
     async def reply(self, task, example, messages):
         return Reply(error="the reply took too long") if self.at == "reply" else Reply()
 
-    async def reward(self, task, example, answer):
+    async def reward(self, task, example, completion):
         return Verdict(error="the reward took too long") if self.at == "reward" else Verdict(1.0)
 
 

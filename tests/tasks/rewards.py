@@ -1,8 +1,17 @@
 """Reward functions as users write them, the bad ones included."""
 
+import contextlib
+import multiprocessing
 import os
+import resource
+import signal
+import socket
+import stat
+import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 
 def exact(row, answer):
@@ -42,6 +51,55 @@ def misbehaves(row, answer):
             import ctypes
 
             ctypes.string_at(0)
+        case "half a second":
+            time.sleep(0.5)
+        case "many metrics":
+            return 1.0, {f"{number:08}": 0.0 for number in range(100_000)}
+        case "connect":
+            socket.create_connection(("192.0.2.1", 80), timeout=5)
+        case "own server":
+            with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
+                return 1.0
+        case "memory":
+            bytearray(4 << 30)
+        case "long file":
+            with tempfile.TemporaryFile() as file:
+                file.write(bytes(4 << 20))
+        case "core":
+            return float(resource.getrlimit(resource.RLIMIT_CORE)[0])
+        case "privileges":
+            with open("/proc/self/status") as file:
+                return float("NoNewPrivs:\t1" in file.read())
+        case "subprocess":
+            return float(subprocess.run(["echo", "2"], capture_output=True, text=True, check=True).stdout) / 2
+        case "pool":
+            with multiprocessing.get_context("fork").Pool(2) as pool:
+                return pool.map(float, [1, 0])[0]
+        case "terminate":
+            process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+            process.start()
+            process.terminate()
+            process.join()
+            return float(process.exitcode == -signal.SIGTERM)
+    match answer.split(" ", 1):
+        case ["env", name]:
+            return float(name in os.environ)
+        case ["port", port]:
+            with socket.create_connection(("127.0.0.1", int(port)), timeout=5):
+                return 1.0
+        case ["pipe", line]:
+            for fd in range(3, 20):
+                with contextlib.suppress(OSError):
+                    if stat.S_ISFIFO(os.fstat(fd).st_mode):
+                        os.write(fd, line.encode("latin-1") + b"\n")
+            return 1.0
+        case ["leaves", what]:
+            file = what.removeprefix("child ")
+            daemon = "import os, sys; os.setsid(); os.fork() and os._exit(0); os.execvp('sleep', ['sleep', '98765'])"
+            subprocess.run([sys.executable, "-c", daemon], check=True)
+            with subprocess.Popen(["sleep", "1000"]):
+                time.sleep(0.2)
+                Path(file).touch()
     return 1.0
 
 

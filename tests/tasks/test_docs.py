@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from ductile.config.orchestrator import ImportTask
+from ductile.records import Completion
 from ductile.tasks.build import build_task
 from ductile.tasks.task import score, takes_turns
 
@@ -20,7 +21,7 @@ def test_the_task_of_the_docs(tmp_path):
     (tmp_path / "capitals.py").write_text(task_code)
     task = build_task(ImportTask(import_path=f"{tmp_path}/capitals.py:Capitals"))
     assert len(task) == 4
-    assert score(task, 1, "It is Tokyo.") == (1.0, {"words": 3.0})
+    assert score(task, 1, Completion("It is Tokyo.")) == (1.0, {"words": 3.0})
     assert not takes_turns(task)
 
     (tmp_path / "turns.py").write_text(task_code + "\n" + reply_code)

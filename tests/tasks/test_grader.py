@@ -1,13 +1,19 @@
 import asyncio
 import contextlib
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import time
+from pathlib import Path
 
 import pytest
 
+from ductile.config.orchestrator import GradersConfig
+from ductile.records import Completion
 from ductile.tasks.grader import Graders
 from ductile.tasks.task import TaskError
 
@@ -22,12 +28,14 @@ def config(tmp_path):
     }
 
 
-def grade(config, answers, num_workers=1, timeout_s=30.0):
+def grade(config, answers, num_workers=1, timeout_s=30.0, limits=GradersConfig()):  # noqa: B008 (frozen)
     async def run():
         errors = []
-        async with Graders({"train": config}, num_workers, timeout_s, errors.append) as graders:
-            verdicts = await asyncio.gather(*(graders.reward("train", 0, answer) for answer in answers))
-            pids = [worker._process.pid for worker in graders._workers]
+        async with Graders(
+            {"train": config}, num_workers, timeout_s, lambda *told: errors.append(told[0]), limits=limits
+        ) as graders:
+            verdicts = await asyncio.gather(*(graders.reward("train", 0, Completion(answer)) for answer in answers))
+            pids = [worker.pid for worker in graders._workers]
         return verdicts, errors, pids, graders.num_errors
 
     return asyncio.run(run())
@@ -36,17 +44,17 @@ def grade(config, answers, num_workers=1, timeout_s=30.0):
 @pytest.mark.parametrize(
     ("answer", "sentence"),
     [
-        ("exit", "the reward of train example 0 ended its process (exit code 7)"),
-        ("segfault", "the reward of train example 0 ended its process (SIGSEGV)"),
-        ("raise", "the reward of train example 0 raised KeyError: 'solution'"),
-        ("sys.exit", "the reward of train example 0 raised SystemExit: 3"),
-        ("text", "is of no use: the reward of example 0 is 'good'; it must be a finite number"),
-        ("nan", "is of no use: the reward of example 0 is nan; it must be a finite number"),
+        ("exit", "the reward of example 0 ended its process (exit code 7)"),
+        ("segfault", "the reward of example 0 ended its process (SIGSEGV)"),
+        ("raise", "the reward of example 0 raised KeyError: 'solution' (rewards.py:"),
+        ("sys.exit", "the reward of example 0 raised SystemExit: 3 (rewards.py:"),
+        ("text", "the reward of example 0 returned 'good'; it must return a finite number"),
+        ("nan", "the reward of example 0 returned nan; it must return a finite number"),
     ],
 )
-def test_a_failing_reward_scores_0_and_the_others_are_not_disturbed(config, answer, sentence):
+def test_a_failing_reward_is_an_error_and_the_others_are_not_disturbed(config, answer, sentence):
     verdicts, errors, _, num_errors = grade(config, ["fine", answer, "fine"])
-    assert [verdict.reward for verdict in verdicts] == [1, 0, 1]
+    assert [verdict.reward for verdict in verdicts] == [1, None, 1]
     assert verdicts[1].error is not None
     assert sentence in verdicts[1].error
     assert errors == [verdicts[1].error]
@@ -56,8 +64,8 @@ def test_a_failing_reward_scores_0_and_the_others_are_not_disturbed(config, answ
 @pytest.mark.parametrize("answer", ["hang", "sleep"])
 def test_a_hanging_reward_is_killed(config, answer):
     verdicts, errors, pids, _ = grade(config, [answer, "fine"], timeout_s=1)
-    assert [verdict.reward for verdict in verdicts] == [0, 1]
-    assert errors == ["the reward of train example 0 took longer than 1 s and was stopped"]
+    assert [verdict.reward for verdict in verdicts] == [None, 1]
+    assert errors == ["the reward of example 0 took longer than 1 s and was stopped"]
     assert all(not alive(pid) for pid in pids)
 
 
@@ -78,7 +86,7 @@ def test_graders_do_not_load_torch(config):
 def test_several_workers_answer_each_request_once(config):
     answers = [answer for _ in range(10) for answer in ("fine", "raise", "print", "exit")]
     verdicts, errors, _, num_errors = grade(config, answers, num_workers=3)
-    assert [verdict.reward for verdict in verdicts] == [1, 0, 0.25, 0] * 10
+    assert [verdict.reward for verdict in verdicts] == [1, None, 0.25, None] * 10
     assert num_errors == len(errors) == 20
 
 
@@ -93,27 +101,40 @@ def test_a_cancelled_call_does_not_give_its_answer_to_the_next(config):
         async with Graders({"train": config}, 1, 30) as graders:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.5):
-                    await graders.reward("train", 0, "sleep")
-            return await graders.reward("train", 0, "print")
+                    await graders.reward("train", 0, Completion("sleep"))
+            return await graders.reward("train", 0, Completion("print"))
 
     assert asyncio.run(run()).reward == 0.25
 
 
-def test_a_replacement_that_nobody_waits_for_any_more_is_stopped(config):
+def test_a_replacement_that_nobody_waits_for_any_more_serves_the_next(config):
     async def run():
         async with Graders({"train": config}, 1, 30) as graders:
-            await graders.reward("train", 0, "exit")
-            asking = asyncio.create_task(graders.reward("train", 0, "fine"))
+            await graders.reward("train", 0, Completion("exit"))
+            asking = asyncio.create_task(graders.reward("train", 0, Completion("fine")))
             while not graders._workers:  # noqa: ASYNC110 (nobody tells of it)
                 await asyncio.sleep(0.01)
             (starting,) = graders._workers
             asking.cancel()
             await asyncio.wait([asking])
-            return starting._process.returncode, await graders.reward("train", 0, "fine")
+            return starting.pid, await graders.reward("train", 0, Completion("fine"))
 
-    code, verdict = asyncio.run(run())
-    assert code == -signal.SIGKILL
+    pid, verdict = asyncio.run(run())
     assert verdict.reward == 1
+    assert not alive(pid)
+
+
+def test_a_cancelled_call_that_ends_soon_costs_no_process(config):
+    async def run():
+        async with Graders({"train": config}, 1, 30) as graders:
+            before = {worker.pid for worker in graders._workers}
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await graders.reward("train", 0, Completion("half a second"))
+            verdict = await graders.reward("train", 0, Completion("print"))
+            return verdict.reward, before == {worker.pid for worker in graders._workers}
+
+    assert asyncio.run(run()) == (0.25, True)
 
 
 def test_replies_of_a_task_with_several_turns():
@@ -138,9 +159,9 @@ def test_a_failing_reply_is_an_error_in_a_sentence():
             return [(await graders.reply("train", example, [])).error for example in (1, 0)]
 
     raised, malformed = asyncio.run(run())
-    assert raised == "the reply of train example 1 raised ValueError: lost the thread"
+    assert raised.startswith("the reply of example 1 raised ValueError: lost the thread (rewards.py:")
     assert malformed == (
-        "the reply of train example 0 is of no use: [{'role': 'user', 'text': 'hm'}] must be None or a list of "
+        "the reply of example 0 returned [{'role': 'user', 'text': 'hm'}]; it must return None or a list of "
         '{"role": ..., "content": ...}'
     )
 
@@ -154,11 +175,12 @@ def test_a_task_that_cannot_be_made_stops_the_start():
 def test_graders_die_with_a_killed_orchestrator(config, answer, tmp_path):
     code = textwrap.dedent(f"""
         import asyncio
+        from ductile.records import Completion
         from ductile.tasks.grader import Graders
         async def main():
             async with Graders({{"train": {config!r}}}) as graders:
-                print(*(worker._process.pid for worker in graders._workers), flush=True)
-                await graders.reward("train", 0, {answer!r})
+                print(*(worker.pid for worker in graders._workers), flush=True)
+                await graders.reward("train", 0, Completion({answer!r}))
         asyncio.run(main())
     """)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as orchestrator:
@@ -172,6 +194,183 @@ def test_graders_die_with_a_killed_orchestrator(config, answer, tmp_path):
             return
         subprocess.run(["sleep", "0.02"], check=True)
     pytest.fail(f"grader {pid} outlived its orchestrator")
+
+
+def test_the_sentence_and_the_traceback_name_the_line(config, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        'def reward(row, answer):\n    return {}["\\ud83d" * 5000 if answer == "long" else answer]\n'
+    )
+
+    async def run():
+        told = []
+        config["reward"] = f"{tmp_path}/mine.py:reward"
+        async with Graders({"train": config}, 1, 30, lambda *what: told.append(what)) as graders:
+            await graders.reward("train", 0, Completion("x"))
+            await graders.reward("train", 0, Completion("long"))
+        return told
+
+    (sentence, traceback), (long, _) = asyncio.run(run())
+    assert sentence == "the reward of example 0 raised KeyError: 'x' (mine.py:2)"
+    assert "return {}[" in traceback
+    assert len(long) < 2100
+    assert long.endswith("(mine.py:2)")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"type": "Scored", "number": 1000, "reward": 9, "metrics": {}}',
+        b'{"reward": 9, "metrics": {}}',
+        b"[]",
+        b'{"type": "Scored", "number": 2, "reward": "9", "metrics": {}}',
+        b"\xff",
+    ],
+)
+def test_a_line_in_the_pipe_that_is_no_answer_costs_its_writer_and_shifts_nothing(config, line):
+    verdicts, errors, _, _ = grade(config, ["fine", "pipe " + line.decode("latin-1"), "raise", "fine"])
+    assert [verdict.reward for verdict in verdicts] == [1, None, None, 1]
+    assert errors[0] == "the reward of example 0 wrote something else than its answer into the grader's pipe"
+
+
+def test_an_answer_too_long_to_read_is_an_error(config, monkeypatch):
+    monkeypatch.setattr("ductile.tasks.grader_worker.MAX_LINE_BYTES", 1 << 20)
+    verdicts, errors, _, _ = grade(config, ["many metrics", "fine"])
+    assert [verdict.reward for verdict in verdicts] == [None, 1]
+    assert errors == ["the reward of example 0 answered with more than 1 MiB"]
+
+
+def test_rewards_see_no_secrets_but_what_is_passed_on(config, monkeypatch):
+    secrets = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "HTTPS_PROXY")
+    for name in secrets:
+        monkeypatch.setenv(name, "sk-secret")
+    answers = [f"env {name}" for name in (*secrets, "PATH", "HOME")]
+    seen = [verdict.reward for verdict in grade(config, answers)[0]]
+    assert seen == [0, 0, 0, 0, 0, 1, 1]
+    passed = grade(config, answers, limits=GradersConfig(env=["OPENAI_API_KEY"]))[0]
+    assert [verdict.reward for verdict in passed] == [0, 0, 0, 1, 0, 1, 1]
+
+
+def notes_and_verdicts(config, answers, **limits):
+    async def run():
+        notes = []
+        limits_ = GradersConfig(**limits)
+        async with Graders({"train": config}, 1, 30, on_note=notes.append, limits=limits_) as graders:
+            return notes, [await graders.reward("train", 0, Completion(answer)) for answer in answers]
+
+    return asyncio.run(run())
+
+
+def test_rewards_have_no_network_but_their_own_loopback(config):
+    notes, (outside, inside) = notes_and_verdicts(config, ["connect", "own server"])
+    if notes:
+        pytest.skip(notes[0])
+    assert outside.error is not None
+    assert "raised OSError: [Errno 101] Network is unreachable" in outside.error
+    assert outside.error.endswith("; rewards have no network: orchestrator.graders.network = true gives them one")
+    assert inside.reward == 1
+
+
+def test_the_network_is_there_when_it_is_asked_for(config):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        answer = f"port {server.getsockname()[1]}"
+        notes, (closed,) = notes_and_verdicts(config, [answer])
+        _, (opened,) = notes_and_verdicts(config, [answer], network=True)
+    assert opened.reward == 1
+    assert bool(closed.error) == (not notes)
+
+
+def test_what_cannot_be_fenced_is_said(config, monkeypatch):
+    """Where the kernel permits no namespaces, rewards work as before, children and all, and a note tells of it."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "no_namespaces"))
+    notes, verdicts = notes_and_verdicts(config, ["fine", "exit", "subprocess", "fine"])
+    assert [verdict.reward for verdict in verdicts] == [1, None, 1, 1]
+    assert notes == [
+        "Rewards can reach the network and see other processes: this machine permits no namespaces "
+        "(Operation not permitted)."
+    ]
+
+
+def test_limits_of_a_reward(config):
+    answers = ["memory", "long file", "core", "privileges", "fine"]
+    _, verdicts = notes_and_verdicts(config, answers, max_memory_gib=2, max_file_gib=0.001)
+    memory, long_file, core, privileges, fine = verdicts
+    assert memory.error is not None
+    assert "raised MemoryError" in memory.error
+    assert long_file.error is not None
+    assert "File too large" in long_file.error
+    assert (core.reward, privileges.reward, fine.reward) == (0, 1, 1)
+
+
+def test_a_reward_may_start_processes(config):
+    assert [verdict.reward for verdict in grade(config, ["subprocess", "pool", "terminate"])[0]] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("fenced", [True, False])
+@pytest.mark.parametrize("killed", ["orchestrator", "keeper", "inner keeper", "grader"])
+def test_what_a_reward_has_started_does_not_outlive_it(config, killed, fenced, tmp_path):
+    file = tmp_path / "pid"
+    env = {} if fenced else {"PYTHONPATH": str(Path(__file__).parent / "no_namespaces")}
+    code = textwrap.dedent(f"""
+        import asyncio
+        from ductile.records import Completion
+        from ductile.tasks.grader import Graders
+        async def main():
+            async with Graders({{"train": {config!r}}}, 1, 60) as graders:
+                print(*(worker.pid for worker in graders._workers), flush=True)
+                await graders.reward("train", 0, Completion("leaves child {file}"))
+        asyncio.run(main())
+    """)
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ | env
+    ) as orchestrator:
+        try:
+            assert orchestrator.stdout is not None
+            keeper = int(orchestrator.stdout.readline())
+            wait_for(file.exists)
+            (inner,) = children(keeper)
+            grader = children(inner)[0]  # behind it may be orphans that were adopted
+            family = [keeper, inner, grader, *descendants(grader)]
+            assert len(family) >= 4
+            victim = {"orchestrator": orchestrator.pid, "keeper": keeper, "inner keeper": inner, "grader": grader}[
+                killed
+            ]
+            # The child that has a session of its own, and lost its parent, is found by what it runs.
+            daemon = [pid for pid in all_pids() if f"sleep\x00{DAEMON_S}" in command_line(pid)]
+            assert len(daemon) == 1
+            os.kill(victim, signal.SIGKILL)
+            wait_for(lambda: not any(alive(pid) for pid in (*family[1:], *daemon)))
+        finally:
+            orchestrator.kill()
+
+
+DAEMON_S = 98765
+
+
+def children(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(child) for child in file.read().split()]
+
+
+def descendants(pid):
+    return [further for child in children(pid) for further in (child, *descendants(child))]
+
+
+def all_pids():
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def command_line(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def wait_for(condition, timeout_s=20.0):
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until, "it did not come"
+        time.sleep(0.02)
 
 
 def alive(pid: int) -> bool:

@@ -3,6 +3,7 @@ import json
 import pytest
 
 from ductile.config.orchestrator import BuiltinTask, ImportTask, JsonlTask, ReasoningGymTask
+from ductile.records import Completion
 from ductile.tasks.build import build_task
 from ductile.tasks.rows import conversation, read_rows
 from ductile.tasks.task import TaskError, score, takes_turns
@@ -28,8 +29,8 @@ def test_jsonl(tmp_path):
     assert len(task) == 2
     assert task.messages(0) == [{"role": "user", "content": "1+1="}]
     assert task.messages(1) == [{"role": "user", "content": "2+2="}]
-    assert score(task, 1, "4") == (1.0, {})
-    assert score(task, 0, "3") == (0.0, {})
+    assert score(task, 1, Completion("4")) == (1.0, {})
+    assert score(task, 0, Completion("3")) == (0.0, {})
     assert not takes_turns(task)
 
 
@@ -37,13 +38,13 @@ def test_jsonl_with_a_system_prompt_and_metrics(tmp_path):
     config = jsonl(tmp_path, {"prompt": "1+1="}, reward="tests.tasks.rewards.with_metrics")
     task = build_task(config.model_copy(update={"system_prompt": "Be brief."}))
     assert task.messages(0)[0] == {"role": "system", "content": "Be brief."}
-    assert score(task, 0, "two") == (0.5, {"length": 3.0})
+    assert score(task, 0, Completion("two")) == (0.5, {"length": 3.0})
 
 
 def test_a_reward_in_a_file_beside_the_data(tmp_path):
     (tmp_path / "mine.py").write_text("def reward(row, answer):\n    return len(answer)\n")
     task = build_task(jsonl(tmp_path, {"prompt": "1+1="}, reward=f"{tmp_path}/mine.py:reward"))
-    assert score(task, 0, "two") == (3.0, {})
+    assert score(task, 0, Completion("two")) == (3.0, {})
 
 
 def test_a_line_separator_inside_text_is_no_end_of_line(tmp_path):
@@ -181,8 +182,8 @@ def test_addition():
     task = build_task(BuiltinTask(name="addition", config={"max_value": 20}))
     a, b = task.messages(0)[0]["content"].rstrip("=").split("+")
     assert max(int(a), int(b)) <= 20
-    assert score(task, 0, str(int(a) + int(b))) == (1.0, {"is_number": 1.0})
-    assert score(task, 0, "-1") == (0.0, {"is_number": 0.0})
+    assert score(task, 0, Completion(str(int(a) + int(b)))) == (1.0, {"is_number": 1.0})
+    assert score(task, 0, Completion("-1")) == (0.0, {"is_number": 0.0})
 
 
 def test_reverse_counts_letters_in_their_place():
@@ -210,4 +211,4 @@ def test_guess_number_takes_turns():
 def test_a_task_need_not_inherit_nor_reply():
     task = build_task(ImportTask(import_path="tests.tasks.rewards.Echo", kwargs={"word": "yo"}))
     assert not takes_turns(task)
-    assert score(task, 0, "yo") == (1.0, {})
+    assert score(task, 0, Completion("yo")) == (1.0, {})

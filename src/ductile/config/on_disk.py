@@ -93,7 +93,8 @@ def data_findings(data: SFTData) -> Iterator[Finding]:
 def task_findings(task: TaskConfig, at: str) -> Iterator[Finding]:
     if isinstance(task, JsonlTask):
         yield from file_findings(f"{at}.path", task.path)
-        yield from import_findings(f"{at}.reward", task.reward)
+        for path in [task.reward] if isinstance(task.reward, str) else task.reward:
+            yield from import_findings(f"{at}.reward", path)
     elif isinstance(task, ImportTask):
         yield from import_findings(f"{at}.import_path", task.import_path)
 

@@ -41,9 +41,12 @@ class ReasoningGymTask(Section):
 class JsonlTask(Section):
     type: Literal["jsonl"] = "jsonl"
     path: str
-    """A file with one JSON object a line, with `prompt` (text) or `messages`, and whatever the reward needs."""
-    reward: str
-    """`package.module.function` or `file.py:function`, called as `reward(row, answer) -> float | (float, metrics)`."""
+    """The path of a file with one JSON object a line: `prompt` (text) or `messages`, and whatever the reward needs."""
+    reward: str | list[str]
+    """`package.module.function` or `file.py:function`, called as `reward(row, answer) -> float | (float, metrics)`, or
+    with lists, as TRL does, when it asks for `completions`. Of several functions the rewards are added up."""
+    reward_weights: list[float] | None = None
+    """What each of several functions' rewards is multiplied by; default: 1."""
     system_prompt: str | None = None
 
 
@@ -100,6 +103,22 @@ class AdvantageConfig(Section):
     """For `custom`: `function(rewards: list[float], group: RolloutGroup) -> list[float]`."""
 
 
+class GradersConfig(Section):
+    """What a reward may use of this machine: each of its processes, and whatever they start."""
+
+    env: list[str] = []
+    """Names of environment variables that rewards see. Without that they see PATH, HOME, the locale and the like, and
+    no keys or tokens."""
+    network: bool = False
+    """Rewards may use the network, as a judge behind an API needs it."""
+    max_memory_gib: float | None = Field(default=32.0, ge=0.5)
+    """Address space of each process."""
+    max_processes: int | None = Field(default=1024, ge=8)
+    """Processes and threads that rewards may add to those that the user has. The kernel does not count root's."""
+    max_file_gib: float | None = Field(default=4.0, gt=0)
+    """The longest file that a reward may write."""
+
+
 class ClientConfig(Section):
     base_url: str | None = None
     """An OpenAI-compatible server, `http://host:port/v1`. Only for `ductile orchestrator`; `ductile rl` has its own."""
@@ -135,8 +154,9 @@ class OrchestratorConfig(Section):
     """A reward function that takes longer has failed: its rollout has no reward, and is counted in `reward_errors`."""
     max_reward_error_share: float = Field(default=0.5, ge=0, le=1)
     """The run ends when more than this share of a step's or of an evaluation's rewards failed. 1: never."""
-    num_reward_workers: int = Field(default=1, ge=1)
-    """Processes that run reward functions."""
+    num_reward_workers: int | None = Field(default=None, ge=1)
+    """Processes that run reward functions, started as they are needed; default: half of the cores, at most 8."""
+    graders: GradersConfig = GradersConfig()
     client: ClientConfig = ClientConfig()
     max_steps: int | None = Field(default=None, ge=1)
     oversampling_factor: Annotated[float, NotBuilt("oversampling")] = 1.0

@@ -61,7 +61,11 @@ async def run_alone(
         {"train": config.task.model_dump()},
         config.num_reward_workers,
         config.reward_timeout_s,
-        on_error=lambda sentence: record.event("reward_error", f"No reward: {sentence}."),
+        on_error=lambda sentence, traceback: record.event(
+            "reward_error", f"No reward: {sentence}.", traceback=traceback
+        ),
+        on_note=lambda sentence: record.event("graders_not_fenced", sentence),
+        limits=config.graders,
     )
     order = ExampleOrder(range(len(prepared.task)), config.seed, config.shuffle)
     prompts = Prompts(prepared.task, tokenizer, order, MAX_LEN_TOKENS)

@@ -221,7 +221,11 @@ def _graders(prepared: Prepared, record: Recorder) -> Graders:
         {name: config.model_dump() for name, config in configs.items() if config and name in prepared.tasks},
         orchestrator.num_reward_workers,
         orchestrator.reward_timeout_s,
-        on_error=lambda sentence: record.event("reward_error", f"No reward: {sentence}."),
+        on_error=lambda sentence, traceback: record.event(
+            "reward_error", f"No reward: {sentence}.", traceback=traceback
+        ),
+        on_note=lambda sentence: record.event("graders_not_fenced", sentence),
+        limits=orchestrator.graders,
     )
 
 

@@ -1,15 +1,15 @@
 """One prompt, one answer: turn by turn with the task's environment, to a scored Rollout."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from ductile.core.cluster.priority import priority as priority_of_turn
-from ductile.records import GenerateRequest, Generation, Prompt, Rollout, Sampling
+from ductile.records import Completion, GenerateRequest, Generation, Prompt, Rollout, Sampling
 from ductile.roles import Generators, Task
 from ductile.tasks.conversation import ChatTokenizer, next_turn
-from ductile.tasks.grader import Graders
+from ductile.tasks.grader import Graders, Verdict
 from ductile.tasks.task import takes_turns
 
 ABOVE_TURNS = 1_000_000
@@ -100,7 +100,10 @@ class Episodes:
             )
             tokens.sampled(generation)
             num_turns += 1
-            finish, answer = generation.finish_reason, self._tokenizer.decode(generation.token_ids)
+            finish = generation.finish_reason
+            answer = before_stop(
+                self._tokenizer.decode(generation.token_ids), sampling.stop if finish == "stop" else ()
+            )
             if finish != "stop" or not takes_turns(task):
                 break
             messages.append({"role": "assistant", "content": answer})
@@ -114,18 +117,20 @@ class Episodes:
                 break
             tokens.given(between)
             messages += reply.messages
-        verdict = await self._graders.reward(prompt.task, prompt.example, answer)
-        error = error or verdict.error
+        verdict = Verdict(error=error)
+        if not error:
+            completion = Completion(answer, sum(tokens.mask), finish, num_turns, generation.token_ids)
+            verdict = await self._graders.reward(prompt.task, prompt.example, completion)
         return Rollout(
             token_ids=tuple(tokens.ids),
             mask=tuple(tokens.mask),
             logprobs=tuple(tokens.logprobs),
             versions=tuple(tokens.versions),
             finish_reason=finish,
-            reward=None if error else verdict.reward,
+            reward=verdict.reward,
             metrics=verdict.metrics,
             num_turns=num_turns,
-            error=error or "",
+            error=verdict.error or "",
         )
 
     @contextmanager
@@ -139,6 +144,12 @@ class Episodes:
             siblings.num_playing -= 1
             if not siblings.num_playing:
                 self._groups.pop(prompt.id)
+
+
+def before_stop(text: str, stop: Sequence[str]) -> str:
+    """The text up to the first of the strings that ended it: they are sampled and trained on, and no part of what the
+    policy said."""
+    return text[: min((at for at in map(text.find, filter(None, stop)) if at >= 0), default=len(text))]
 
 
 def _of_turn(sampling: Sampling, prompt: Prompt, member: int, turn: int, room: int) -> Sampling:

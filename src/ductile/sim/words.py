@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from ductile.records import Completion
 from ductile.roles import Task
 from ductile.tasks.conversation import Messages
 from ductile.tasks.grader import Graders, Reply, Verdict
@@ -44,7 +45,7 @@ class NoGraders(Graders):
     def __init__(self) -> None:
         """No processes."""
 
-    async def reward(self, task: str, example: int, answer: str) -> Verdict:
+    async def reward(self, task: str, example: int, completion: Completion) -> Verdict:
         return Verdict(0.0, {})
 
     async def reply(self, task: str, example: int, messages: Messages) -> Reply:

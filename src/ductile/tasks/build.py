@@ -26,7 +26,7 @@ def build_task(config: AnyTaskConfig) -> Task:
                 question_template=config.question_template,
             )
         case JsonlTask():
-            return JsonlDataset(config.path, config.reward, config.system_prompt)
+            return JsonlDataset(config.path, config.reward, config.system_prompt, weights=config.reward_weights)
         case BuiltinTask():
             return make_builtin(config.name, dict(config.config), config.size, config.seed)
         case ImportTask():

@@ -1,26 +1,44 @@
 """Rewards are other people's code: they hang, crash, print and call `os._exit`. So they run in processes of their own.
 
-`Graders` keeps `num_workers` plain-Python processes (`ductile.tasks.grader_process`), each with its own copy of the
-tasks. A call goes to a free one and has a deadline. A worker that misses it, or dies, is killed and replaced; its
-request has no reward but an error, and nobody else notices. Every call returns exactly once.
+`Graders` keeps up to `num_workers` plain-Python processes (`ductile.tasks.keeper`), each with its own copy of the
+tasks, and starts them as they are needed. A call goes to a free one and has a deadline. A worker that misses it, or
+dies, is killed and replaced; its request has no reward but an error, and nobody else notices. Every call returns
+exactly once. One that nobody waits for any more has a moment to end by itself: a new worker would take longer to start.
 
-Ends: a worker exits when its standard input closes, and the kernel kills it when the orchestrator dies.
+Ends: a worker exits when its standard input closes, and the kernel kills it when the orchestrator dies; so do the
+processes that a reward has started.
 """
 
 import asyncio
-import contextlib
-import json
 import os
-import signal
-import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
+from ductile.config.orchestrator import GradersConfig
+from ductile.records import Completion
+from ductile.tasks.grader_protocol import (
+    Answer,
+    AskReply,
+    AskReward,
+    Failed,
+    MakeTasks,
+    Ready,
+    Replied,
+    Request,
+    Scored,
+    whole,
+)
+from ductile.tasks.grader_worker import Worker, WorkerLost
 from ductile.tasks.task import TaskError
 
 START_TIMEOUT_S = 120.0  # importing a reward's libraries on a busy machine
-MAX_LINE_BYTES = 64 * 1024 * 1024
+ABANDONED_TIMEOUT_S = 2.0
+"""Of a call whose group was dropped; most rewards take less than a new process would."""
+MAX_WORKERS = 8
+"""Where nobody says how many."""
+
+A = TypeVar("A", Scored, Replied)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,147 +58,126 @@ class Reply:
     error: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    sentence: str
+
+
 class Graders:
-    """`async with Graders({"train": config}) as graders: await graders.reward("train", 17, "42")`."""
+    """`async with Graders({"train": config}) as graders: await graders.reward("train", 17, Completion("42"))`."""
 
     def __init__(
         self,
         tasks: Mapping[str, Mapping[str, Any]],
-        num_workers: int = 1,
+        num_workers: int | None = None,
         timeout_s: float = 30.0,
-        on_error: Callable[[str], None] = lambda sentence: None,
+        on_error: Callable[[str, str], None] = lambda sentence, traceback: None,
+        on_note: Callable[[str], None] = lambda sentence: None,
+        limits: GradersConfig = GradersConfig(),  # noqa: B008 (frozen)
     ) -> None:
         """tasks: by the name that calls use, each a dumped task config (`ductile.config.orchestrator.TaskConfig`).
-        on_error: told in a sentence of every reward that failed."""
+        on_error: told of every reward that failed, in a sentence and with its traceback. on_note: told once what
+        rewards could not be kept from."""
         self._tasks = {name: dict(config) for name, config in tasks.items()}
-        self._num_workers, self._timeout_s, self._on_error = num_workers, timeout_s, on_error
-        self._free: asyncio.Queue[_Worker | None] = asyncio.Queue()
-        self._workers: set[_Worker] = set()
+        self._num_workers, self._timeout_s = num_workers or default_num_workers(), timeout_s
+        self._on_error, self._on_note, self._limits = on_error, on_note, limits.model_dump()
+        self._want_token_ids: frozenset[str] = frozenset()
+        self._free: asyncio.LifoQueue[Worker | None] = asyncio.LifoQueue()
+        """None: a worker that is not started yet, or has died. One that is there is taken first."""
+        self._workers: set[Worker] = set()
+        self._calls: set[asyncio.Task[Answer]] = set()
+        self._noted = False
         self.num_errors = 0
 
     async def __aenter__(self) -> "Graders":
         """Raises TaskError when a task cannot be made in a worker."""
         try:
-            started = await asyncio.gather(*(self._start() for _ in range(self._num_workers)), return_exceptions=True)
-            for worker in started:
-                if isinstance(worker, BaseException):
-                    raise worker
-                self._free.put_nowait(worker)
+            first = await self._start()
         except BaseException:
             await self.__aexit__()
             raise
+        for worker in (*[None] * (self._num_workers - 1), first):
+            self._free.put_nowait(worker)
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        calls = list(self._calls)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
         await asyncio.gather(*(worker.kill() for worker in list(self._workers)))
         self._workers.clear()
 
-    async def reward(self, task: str, example: int, answer: str) -> Verdict:
-        answer_or_error = await self._ask({"do": "reward", "task": task, "example": example, "answer": answer})
-        if isinstance(answer_or_error, str):
-            return Verdict(error=answer_or_error)
-        return Verdict(answer_or_error["reward"], answer_or_error["metrics"])
+    async def reward(self, task: str, example: int, completion: Completion) -> Verdict:
+        token_ids = completion.token_ids if task in self._want_token_ids else ()
+        completion = replace(completion, text=whole(completion.text), token_ids=token_ids)
+        scored = await self._ask(Scored, lambda number: AskReward(number, task, example, completion))
+        return (
+            Verdict(error=scored.sentence) if isinstance(scored, _Failure) else Verdict(scored.reward, scored.metrics)
+        )
 
     async def reply(self, task: str, example: int, messages: list[dict[str, str]]) -> Reply:
-        answer_or_error = await self._ask({"do": "reply", "task": task, "example": example, "messages": messages})
-        return Reply(error=answer_or_error) if isinstance(answer_or_error, str) else Reply(answer_or_error["messages"])
+        messages = [{**message, "content": whole(message["content"])} for message in messages]
+        replied = await self._ask(Replied, lambda number: AskReply(number, task, example, messages))
+        return Reply(error=replied.sentence) if isinstance(replied, _Failure) else Reply(replied.messages)
 
-    async def _ask(self, request: dict[str, Any]) -> dict[str, Any] | str:
-        """The worker's answer, or a sentence on what went wrong."""
+    async def _ask(self, wanted: type[A], request: Callable[[int], AskReward | AskReply]) -> A | _Failure:
         worker = await self._free.get()
+        call = asyncio.create_task(self._call(worker, request))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
         try:
-            worker = worker or await self._start()  # None: the one before died; its replacement starts when needed
-            answer = await worker.ask(request, self._timeout_s)
-            worker_stays = worker
+            answer = await asyncio.shield(call)
+        except asyncio.CancelledError:
+            asyncio.get_running_loop().call_later(ABANDONED_TIMEOUT_S, call.cancel)
+            raise
+        if isinstance(answer, wanted):
+            return answer
+        assert isinstance(answer, Failed)
+        asked = request(0)
+        what = "reward" if isinstance(asked, AskReward) else "reply"
+        of = f"{asked.task} example" if len(self._tasks) > 1 else "example"
+        sentence = f"the {what} of {of} {asked.example} {answer.error}"
+        self.num_errors += 1
+        self._on_error(sentence, answer.traceback)
+        return _Failure(sentence)
+
+    async def _call(self, worker: Worker | None, request: Callable[[int], Request]) -> Answer:
+        """Ends by itself, whoever waits for it: the worker is free again, or lost."""
+        try:
+            worker = worker or await self._start()
+            return await worker.ask(request(worker.number()), self._timeout_s)
         except BaseException as error:
-            # A cancelled call leaves an unread answer in the pipe: that worker cannot be used again either.
-            worker_stays = None
             if worker is not None:
                 self._workers.discard(worker)
                 await asyncio.shield(worker.kill())
-            if not isinstance(error, _WorkerLost):
+                worker = None
+            if not isinstance(error, WorkerLost):
                 raise
-            answer = {"error": str(error)}
+            return Failed(0, str(error))
         finally:
-            self._free.put_nowait(worker_stays)
-        if "error" not in answer:
-            return answer
-        what = "reward" if request["do"] == "reward" else "reply"
-        sentence = f"the {what} of {request['task']} example {request['example']} {answer['error']}"
-        self.num_errors += 1
-        self._on_error(sentence)
-        return sentence
+            self._free.put_nowait(worker)
 
-    async def _start(self) -> "_Worker":
-        worker = await _Worker.start()
+    async def _start(self) -> Worker:
+        worker = await Worker.start(self._limits)
         self._workers.add(worker)
         try:
-            answer = await worker.ask({"do": "tasks", "tasks": self._tasks}, START_TIMEOUT_S)
-            if "error" in answer:
-                raise TaskError(answer["error"])
+            answer = await worker.ask(MakeTasks(worker.number(), self._tasks, self._timeout_s), START_TIMEOUT_S)
+            if not isinstance(answer, Ready):
+                raise TaskError(answer.error if isinstance(answer, Failed) else f"a grader process answered {answer}")
         except BaseException as error:  # cancelled, too: nobody else knows of this worker
             self._workers.discard(worker)
             await asyncio.shield(worker.kill())
-            if isinstance(error, _WorkerLost):
+            if isinstance(error, WorkerLost):
                 raise TaskError(f"a grader process {error} while it made its tasks") from None
             raise
+        self._want_token_ids = frozenset(answer.want_token_ids)
+        for note in () if self._noted else answer.notes:
+            self._on_note(note)
+        self._noted = True
         return worker
 
 
-class _WorkerLost(Exception):
-    """The text goes on after "the reward of ..."."""
-
-
-class _Worker:
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._process, self._in, self._out = process, process.stdin, process.stdout
-
-    @staticmethod
-    async def start() -> "_Worker":
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",  # nothing is imported from the current folder
-            "-m",
-            "ductile.tasks.grader_process",
-            str(os.getpid()),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=MAX_LINE_BYTES,
-            start_new_session=True,  # Ctrl-C is the orchestrator's; and what a reward starts is killed with its group
-        )
-        return _Worker(process)
-
-    async def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Raises _WorkerLost when there is no answer in time, or never will be."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                self._in.write(json.dumps(request).encode() + b"\n")
-                await self._in.drain()
-                line = await self._out.readline()
-        except TimeoutError:
-            raise _WorkerLost(f"took longer than {timeout_s:g} s and was stopped") from None
-        except ConnectionError:
-            line = b""
-        if not line:
-            raise _WorkerLost(f"ended its process ({await self._ending()})")
-        try:
-            return json.loads(line)
-        except ValueError:
-            raise _WorkerLost("wrote something else than its answer into the grader's pipe") from None
-
-    async def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._in.close()
-        async with asyncio.timeout(10):  # SIGKILL leaves nothing to wait for but the kernel
-            await self._process.wait()
-
-    async def _ending(self) -> str:
-        try:
-            async with asyncio.timeout(1):
-                code = await self._process.wait()
-        except TimeoutError:
-            return "it closed its output"
-        return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+def default_num_workers() -> int:
+    """Half of the cores that this process may use: the other half belongs to those who make the work."""
+    return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // 2))

@@ -1,62 +1,152 @@
-"""A grader's process: reads one JSON request a line, writes one JSON answer a line.
+"""A grader's process, inside its keepers: answers one request a line (`ductile.tasks.grader_protocol`).
 
-Requests: `{"do": "tasks", "tasks": {name: config}}` first, then `reward` and `reply`. They travel on
-descriptors that user code does not know: what a reward prints goes to standard error, and it has nothing to read.
+Requests travel on descriptors that user code does not know: what a reward prints goes to standard error, and it has
+nothing to read.
 """
 
-import ctypes
-import json
+import asyncio
+import errno
 import os
 import queue
+import resource
 import signal
-import sys
+import socket
 import threading
+import time
+import traceback
+from collections.abc import Awaitable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 from pydantic import TypeAdapter
 
+from ductile.config.blame import raised
 from ductile.config.orchestrator import TaskConfig
 from ductile.roles import Task
 from ductile.tasks.build import build_task
-from ductile.tasks.task import TaskError, reply, score
+from ductile.tasks.grader_protocol import (
+    Answer,
+    AskReply,
+    AskReward,
+    Failed,
+    MakeTasks,
+    Ready,
+    Replied,
+    Request,
+    Scored,
+    decode_request,
+    encode,
+    sayable,
+    whole,
+)
+from ductile.tasks.jsonl import JsonlDataset
+from ductile.tasks.task import TaskError, awaited, reply, score, signature_of
+
+UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN)
 
 
-def main(parent: int) -> None:
-    _die_with(parent)
+def serve(notes: Sequence[str], has_network: bool) -> None:
+    """Until standard input ends. notes: what could not be taken from rewards. has_network: whether they have one."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    tasks: dict[str, Task] = {}
+    _outlast_polite_signals()
+    grader = Grader(notes, has_network)
     for request in _requests(requests):
-        try:
-            answer = _execute(request, tasks)
-        except TaskError as error:
-            answer = {"error": str(error)}
-        except BaseException as error:  # SystemExit too: a reward may call sys.exit
-            answer = {"error": f"raised {type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer).encode() + b"\n")
+        answers.write(encode(grader.answer(request)) + b"\n")
         answers.flush()
 
 
-def _execute(request: dict[str, Any], tasks: dict[str, Task]) -> dict[str, Any]:
-    if request["do"] == "tasks":
-        adapter: TypeAdapter[Any] = TypeAdapter(TaskConfig)
-        tasks.update({name: build_task(adapter.validate_python(config)) for name, config in request["tasks"].items()})
-        return {}
-    task = tasks[request["task"]]
-    if request["do"] == "reward":
+class Grader:
+    def __init__(self, notes: Sequence[str], has_network: bool) -> None:
+        self._notes, self._has_network = notes, has_network
+        self._tasks: dict[str, Task] = {}
+        self._timeout_s = 0.0
+        self._runner: asyncio.Runner | None = None
+
+    def answer(self, request: Request) -> Answer:
         try:
-            reward, metrics = score(task, request["example"], request["answer"])
+            return self._execute(request)
         except TaskError as error:
-            return {"error": f"is of no use: {error}"}
-        return {"reward": reward, "metrics": metrics}
-    try:
-        return {"messages": reply(task, request["example"], request["messages"])}
-    except TaskError as error:
-        return {"error": f"is of no use: {error}"}
+            return Failed(request.number, sayable(str(error)))
+        except BaseException as error:  # SystemExit too: a reward may call sys.exit
+            hint = "" if self._has_network or not _wanted_network(error) else (
+                "; rewards have no network: orchestrator.graders.network = true gives them one"
+            )  # fmt: skip
+            told = "".join(traceback.format_exception(error))
+            return Failed(request.number, sayable(f"raised {raised(error)}{hint}"), sayable(told, 8000))
+
+    def _execute(self, request: Request) -> Answer:
+        match request:
+            case MakeTasks():
+                return self._make(request)
+            case AskReward():
+                self._allow_cpu()
+                task = self._tasks[request.task]
+                reward, metrics = score(task, request.example, request.completion, self._run)
+                return Scored(request.number, reward, {sayable(name): value for name, value in metrics.items()})
+            case AskReply():
+                self._allow_cpu()
+                said = reply(self._tasks[request.task], request.example, request.messages)
+                if said is not None:
+                    said = [{"role": sayable(m["role"]), "content": whole(m["content"])} for m in said]
+                return Replied(request.number, said)
+
+    def _make(self, request: MakeTasks) -> Ready:
+        adapter: TypeAdapter[Any] = TypeAdapter(TaskConfig)
+        self._timeout_s = request.timeout_s
+        for name, config in request.tasks.items():
+            self._tasks[name] = build_task(adapter.validate_python(config))
+        return Ready(
+            request.number, list(self._notes), [n for n, task in self._tasks.items() if _wants_token_ids(task)]
+        )
+
+    def _run(self, value: Awaitable[Any]) -> Any:
+        """In one event loop for all calls: a client that a reward keeps belongs to the loop that it was made in."""
+        self._runner = self._runner or asyncio.Runner()
+        return self._runner.run(awaited(value))
+
+    def _allow_cpu(self) -> None:
+        """As much as all cores could give this call before its deadline. The kernel then ends what nobody stops."""
+        used_s = time.process_time()
+        allowed_s = int(used_s + (self._timeout_s + 1) * (os.cpu_count() or 1)) + 1
+        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        allowed_s = allowed_s if hard == resource.RLIM_INFINITY else min(allowed_s, hard)
+        resource.setrlimit(resource.RLIMIT_CPU, (allowed_s, hard))
 
 
-def _requests(stream: BinaryIO):
+def _wants_token_ids(task: Task) -> bool:
+    return task.wants_token_ids if isinstance(task, JsonlDataset) else signature_of(task).wants_token_ids
+
+
+def _wanted_network(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, socket.gaierror) or (isinstance(error, OSError) and error.errno in UNREACHABLE):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _outlast_polite_signals() -> None:
+    """A batch system sends SIGTERM to every process of a run, so that its step ends in order: rewards go on until the
+    orchestrator has no more of them. What a reward starts is stopped by these signals as ever."""
+
+    polite = (signal.SIGTERM, signal.SIGHUP)
+
+    def restore() -> None:
+        for each in polite:
+            signal.signal(each, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, polite)
+
+    for each in polite:
+        signal.signal(each, lambda *_: None)  # a handler ends with exec, as an ignored signal would not
+    os.register_at_fork(  # blocked meanwhile: a signal to a child that is just born must find it as it will be
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, polite),
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, polite),
+        after_in_child=restore,
+    )
+
+
+def _requests(stream: BinaryIO) -> Iterator[Request]:
     """Read in a side thread: when the orchestrator goes away the process ends at once, also inside a hung reward.
 
     Rewards run in the main thread, as some of them set alarms.
@@ -70,17 +160,4 @@ def _requests(stream: BinaryIO):
 
     threading.Thread(target=read, daemon=True).start()
     while True:
-        yield json.loads(lines.get())
-
-
-def _die_with(parent: int) -> None:
-    """On Linux the kernel kills this process when its parent dies, even while it is stuck in C code."""
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
-        os._exit(0)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
+        yield decode_request(lines.get())

@@ -1,27 +1,45 @@
 """A local JSONL file with a reward function of yours."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import fsum
+from numbers import Real
 from typing import Any
 
 from ductile.config.imports import ImportPathError, import_object
+from ductile.config.reward_signature import RewardSignature, WrongSignature, reward_signature
 from ductile.roles import Task
 from ductile.tasks.rows import Row, conversation, read_rows
 from ductile.tasks.task import TaskError
 
-Reward = Callable[[Row, str], Any]
-"""`reward(row, answer)` gives a number, or (number, metrics)."""
+
+@dataclass(frozen=True, slots=True)
+class _Reward:
+    name: str
+    function: Callable[..., Any]
+    signature: RewardSignature
+    weight: float
 
 
 class JsonlDataset(Task):
-    """Each line is a question; `reward(row, answer)` gets the whole line, so that it may hold the solution.
+    """Each line is a prompt; a reward gets the whole line, so that it may hold the solution.
 
-    The reward is imported where it is first used, in a grader process: it may need what the orchestrator does not.
+    The rewards are imported where they are first used, in a grader process: they may need what the orchestrator does
+    not.
     """
 
-    def __init__(self, path: str, reward: str, system_prompt: str | None = None, name: str = "jsonl") -> None:
+    def __init__(
+        self,
+        path: str,
+        reward: str | Sequence[str],
+        system_prompt: str | None = None,
+        name: str = "jsonl",
+        weights: Sequence[float] | None = None,
+    ) -> None:
         self.name = name
-        self._reward_path = reward
-        self._reward: Reward | None = None
+        self._reward_paths = [reward] if isinstance(reward, str) else list(reward)
+        self._weights = list(weights or [1.0] * len(self._reward_paths))
+        self._rewards: list[_Reward] = []
         rows = read_rows(path)
         self._rows = [row for _, row in rows]
         system = [{"role": "system", "content": system_prompt}] if system_prompt else []
@@ -33,17 +51,81 @@ class JsonlDataset(Task):
     def messages(self, example: int) -> list[dict[str, str]]:
         return list(self._messages[example])
 
-    def reward(self, example: int, answer: str) -> float | tuple[float, dict[str, float]]:
-        if self._reward is None:
-            self._reward = _import_function(self._reward_path)
-        return self._reward(self._rows[example], answer)
+    @property
+    def rewards(self) -> list[_Reward]:
+        if not self._rewards:
+            self._rewards = [
+                _import_reward(path, weight) for path, weight in zip(self._reward_paths, self._weights, strict=True)
+            ]
+        return self._rewards
+
+    @property
+    def wants_token_ids(self) -> bool:
+        return any(reward.signature.wants_token_ids for reward in self.rewards)
+
+    def reward(self, example: int, answer: str, **facts: Any) -> Any:
+        """One function's reward as it is; of several the weighted sum, and each one among the metrics."""
+        calls = [(reward, _call(reward, self._rows[example], answer, facts)) for reward in self.rewards]
+        if any(isinstance(value, Awaitable) for _, value in calls):
+            return _summed_later(calls)
+        return _summed(calls)
 
 
-def _import_function(import_path: str) -> Reward:
+def _call(reward: _Reward, row: Row, answer: str, facts: dict[str, Any]) -> Any:
+    signature = reward.signature
+    if signature.style == "row":
+        return reward.function(row, answer, **{name: facts[name] for name in facts if signature.wants(name)})
+    as_messages = "messages" in row
+    there = {name: value for name, value in row.items() if name not in ("prompt", "messages", "completion")} | {
+        "prompts": row["messages"] if as_messages else row["prompt"],
+        "completions": [{"role": "assistant", "content": answer}] if as_messages else answer,
+        "completion_ids": list(facts.get("token_ids", ())),
+        **{name: value for name, value in facts.items() if name != "token_ids"},
+    }
+    return reward.function(**{name: [value] for name, value in there.items() if signature.wants(name)})
+
+
+async def _summed_later(calls: Sequence[tuple[_Reward, Any]]) -> Any:
+    return _summed([(reward, await value if isinstance(value, Awaitable) else value) for reward, value in calls])
+
+
+def _summed(calls: Sequence[tuple[_Reward, Any]]) -> Any:
+    values = [(reward, _of_one(reward, value)) for reward, value in calls]
+    if len(values) == 1 and values[0][0].weight == 1:
+        return values[0][1]
+    total, metrics = list[float](), dict[str, float]()
+    for reward, value in values:
+        number, own = value if isinstance(value, tuple) else (value, {})
+        if number is None and reward.signature.style == "lists":
+            continue  # TRL's word for "this is not for me"
+        if not isinstance(number, Real):
+            raise TaskError(f"by {reward.name} returned {number!r}; it must return a finite number")
+        total.append(reward.weight * float(number))
+        metrics |= {**own, reward.name: float(number)}
+    if not total:
+        raise TaskError("returned None, from each of its functions")
+    return fsum(total), metrics
+
+
+def _of_one(reward: _Reward, value: Any) -> Any:
+    """The reward of the one completion that a function of lists was asked for."""
+    if reward.signature.style == "row":
+        return value
+    values = list(value) if isinstance(value, Iterable) else []  # a list, an array or a tensor
+    if len(values) != 1:
+        raise TaskError(f"by {reward.name} returned {value!r}; it must return a list with a number for each completion")
+    return values[0]
+
+
+def _import_reward(import_path: str, weight: float) -> _Reward:
     try:
         function = import_object(import_path)
     except ImportPathError as error:
         raise TaskError(f"orchestrator.task.reward: {error}") from error
     if not callable(function):
         raise TaskError(f"orchestrator.task.reward: {import_path} is {type(function).__name__}, not a function")
-    return function
+    try:
+        signature = reward_signature(function)
+    except WrongSignature as error:
+        raise TaskError(f"orchestrator.task.reward: {import_path} {error}") from None
+    return _Reward(import_path.replace(":", ".").rpartition(".")[2], function, signature, weight)

@@ -3,12 +3,18 @@
 The protocol itself is `ductile.roles.Task`.
 """
 
+import asyncio
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from difflib import get_close_matches
 from numbers import Real
+from typing import Any, TypeVar
 
+from ductile.config.reward_signature import FACTS, RewardSignature, WrongSignature, reward_signature
+from ductile.records import Completion
 from ductile.roles import Task
+
+T = TypeVar("T")
 
 
 class TaskError(Exception):
@@ -20,25 +26,55 @@ def takes_turns(task: Task) -> bool:
     return getattr(type(task), "reply", Task.reply) is not Task.reply
 
 
-def score(task: Task, example: int, answer: str) -> tuple[float, dict[str, float]]:
-    """`task.reward` as (reward, metrics), whichever of its two forms it takes.
+def facts_of(completion: Completion) -> dict[str, Any]:
+    """What a reward may ask for by name (`ductile.config.reward_signature.FACTS`)."""
+    return {name: getattr(completion, name) for name in FACTS}
 
-    Raises TaskError when it returns neither, or a reward that is no finite number.
+
+async def awaited(value: Awaitable[T]) -> T:
+    return await value
+
+
+def run_alone(value: Awaitable[T]) -> T:
+    return asyncio.run(awaited(value))
+
+
+def score(
+    task: Task, example: int, completion: Completion, run: Callable[[Awaitable[Any]], Any] = run_alone
+) -> tuple[float, dict[str, float]]:
+    """`task.reward` as (reward, metrics), whichever of its forms it takes. run: waits for what an async one returns.
+
+    Raises TaskError when it returns neither, or a reward that is no finite number; the text goes on after "the reward
+    of example 3".
     """
-    value = task.reward(example, answer)
+    value: Any = task.reward(example, completion.text, **_asked_for(task, completion))
+    value = run(value) if isinstance(value, Awaitable) else value
     reward, metrics = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
     if not isinstance(reward, Real) or not math.isfinite(reward):
-        raise TaskError(f"the reward of example {example} is {reward!r}; it must be a finite number")
+        raise TaskError(f"returned {reward!r}; it must return a finite number")
     if not isinstance(metrics, Mapping) or not all(isinstance(number, Real) for number in metrics.values()):
-        raise TaskError(f"the metrics of example {example} are {metrics!r}; they must be a dict of numbers")
+        raise TaskError(f"returned the metrics {metrics!r}; they must be a dict of numbers")
     return float(reward), {str(name): float(number) for name, number in metrics.items()}
+
+
+def _asked_for(task: Task, completion: Completion) -> dict[str, Any]:
+    signature = signature_of(task)
+    return {name: value for name, value in facts_of(completion).items() if signature.wants(name)}
+
+
+def signature_of(task: Task) -> RewardSignature:
+    """Of its `reward`. Raises TaskError when nobody could call that."""
+    try:
+        return reward_signature(task.reward, first="example")
+    except WrongSignature as error:
+        raise TaskError(f"the method `reward` of {type(task).__name__} {error}") from None
 
 
 def reply(task: Task, example: int, messages: list[dict[str, str]]) -> list[dict[str, str]] | None:
     """`task.reply`; None of a task of one turn. Raises TaskError when it is not a list of messages."""
     said = task.reply(example, messages) if takes_turns(task) else None
     if said is not None and not (isinstance(said, list) and all(map(_is_message, said))):
-        raise TaskError(f'{said!r} must be None or a list of {{"role": ..., "content": ...}}')
+        raise TaskError(f'returned {said!r}; it must return None or a list of {{"role": ..., "content": ...}}')
     return said
 
 

@@ -1,0 +1,72 @@
+"""How a reward function wants to be called, read off its parameters.
+
+    def reward(row, answer)                                  the line of the file, the policy's last words
+    def reward(row, answer, num_tokens, finish_reason)       and any of FACTS, by name
+    def reward(completions, solution, **kwargs)              TRL's: lists, and the line's values by name
+
+A task's method is called with the example's number in the row's place. All of them may be `async`.
+"""
+
+import inspect
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+FACTS = ("num_tokens", "finish_reason", "num_turns", "token_ids")
+"""What a reward may ask for besides the text (`ductile.records.Completion`)."""
+OF_TRL = ("completions", "completion_ids")
+"""A function with one of these parameters is called as TRL calls it."""
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class WrongSignature(Exception):
+    """The text goes on after the function's name: "takes no ..."."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSignature:
+    style: Literal["row", "lists"]
+    by_name: frozenset[str] = frozenset()
+    """What it is given by name; with `takes_all`, whatever there is."""
+    takes_all: bool = False
+
+    def wants(self, name: str) -> bool:
+        return self.takes_all or name in self.by_name
+
+    @property
+    def wants_token_ids(self) -> bool:
+        return self.wants("token_ids" if self.style == "row" else "completion_ids")
+
+
+def reward_signature(function: Callable[..., Any], first: str = "row") -> RewardSignature:
+    """first: what the function is about, in words. Raises WrongSignature."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return RewardSignature("row")  # written in C: it tells nothing of itself
+    kinds = {parameter.kind for parameter in parameters.values()}
+    takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+    names = [name for name, parameter in parameters.items() if parameter.kind in _BY_NAME]
+    if not set(OF_TRL).isdisjoint(names):
+        return RewardSignature("lists", frozenset(names), takes_all)
+    positional = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    if len(positional) < 2 and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        raise WrongSignature(
+            f"takes ({', '.join(map(str, parameters.values()))}); it is called with ({first}, answer), or with lists "
+            "by name when it asks for `completions`"
+        )
+    others = frozenset(names) - set(positional[:2])
+    for name in sorted(others - set(FACTS)):
+        if parameters[name].default is inspect.Parameter.empty:
+            raise WrongSignature(
+                f"asks for `{name}`; besides ({first}, answer) there is {_listed(FACTS)}, or give it a default"
+            )
+    return RewardSignature("row", others & set(FACTS), takes_all)
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)

@@ -1,0 +1,138 @@
+"""One grader process as the orchestrator holds it: start, ask, kill."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ductile.tasks.grader_protocol import MAX_LINE_BYTES, Answer, Request, decode_answer, encode
+
+LEAVE = signal.SIGUSR1
+"""As `ductile.tasks.keeper` has it."""
+LEAVE_TIMEOUT_S = 5.0
+ENV = frozenset(
+    [
+        "PATH",
+        "HOME",
+        "USER",
+        "LOGNAME",
+        "SHELL",
+        "LANG",
+        "LANGUAGE",
+        "TZ",
+        "TMPDIR",
+        "TMP",
+        "TEMP",
+        "TERM",
+        "LD_LIBRARY_PATH",
+        "VIRTUAL_ENV",
+        "CONDA_PREFIX",
+        "SSL_CERT_FILE",
+        "SSL_CERT_DIR",
+        "HF_HOME",
+        "HF_HUB_CACHE",
+        "HF_DATASETS_CACHE",
+        "HF_HUB_OFFLINE",
+        "NLTK_DATA",
+        "TOKENIZERS_PARALLELISM",
+        "OMP_NUM_THREADS",
+        "MKL_NUM_THREADS",
+        "OPENBLAS_NUM_THREADS",
+    ]
+)
+"""What rewards see of the environment: where things are, and nothing that opens a door."""
+ENV_PREFIXES = ("LC_", "PYTHON", "XDG_")
+
+
+class WorkerLost(Exception):
+    """The text goes on after "the reward of ..."."""
+
+
+def clean_environment(environment: Mapping[str, str], passed: Sequence[str]) -> dict[str, str]:
+    """passed: further names."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in ENV or name in passed or name.startswith(ENV_PREFIXES)
+    }
+
+
+class Worker:
+    """Answers one request at a time. After WorkerLost it is of no more use: `kill` it."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self.pid = process.pid
+        self._process, self._in, self._out = process, process.stdin, process.stdout
+        self._next = 0
+
+    @staticmethod
+    async def start(limits: Mapping[str, Any]) -> "Worker":
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",
+            "-m",
+            "ductile.tasks.keeper",
+            str(os.getpid()),
+            json.dumps(limits),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=MAX_LINE_BYTES,
+            env=clean_environment(os.environ, limits["env"]),
+            start_new_session=True,  # Ctrl-C is the orchestrator's
+        )
+        return Worker(process)
+
+    def number(self) -> int:
+        """Of the next request."""
+        self._next += 1
+        return self._next
+
+    async def ask(self, request: Request, timeout_s: float) -> Answer:
+        """Raises WorkerLost when there is no answer in time, or never will be."""
+        line = encode(request) + b"\n"
+        try:
+            async with asyncio.timeout(timeout_s):
+                self._in.write(line)
+                await self._in.drain()
+                line = await self._out.readline()
+        except TimeoutError:
+            raise WorkerLost(f"took longer than {timeout_s:g} s and was stopped") from None
+        except ConnectionError:
+            line = b""
+        except ValueError:
+            raise WorkerLost(f"answered with more than {MAX_LINE_BYTES >> 20} MiB") from None
+        if not line:
+            raise WorkerLost(f"ended its process ({await self._ending()})")
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            answer = decode_answer(line)
+            if answer.number == request.number:
+                return answer
+        raise WorkerLost("wrote something else than its answer into the grader's pipe")
+
+    async def kill(self) -> None:
+        """With all that a reward has started."""
+        for end, wait_s in ((LEAVE, LEAVE_TIMEOUT_S), (signal.SIGKILL, 10.0)):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, end) if end == signal.SIGKILL else os.kill(self.pid, end)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._process.wait()
+                    break
+        self._in.close()
+
+    async def _ending(self) -> str:
+        try:
+            async with asyncio.timeout(1):
+                code = await self._process.wait()
+        except TimeoutError:
+            return "it closed its output"
+        number = -code if code < 0 else code - 128  # a keeper tells of a signal as a shell does
+        return signal.Signals(number).name if number in set(signal.Signals) else f"exit code {code}"
