@@ -80,7 +80,7 @@ class Graders:
         rewards could not be kept from."""
         self._tasks = {name: dict(config) for name, config in tasks.items()}
         self._num_workers, self._timeout_s = num_workers or default_num_workers(), timeout_s
-        self._on_error, self._on_note, self._limits = on_error, on_note, limits.model_dump()
+        self._on_error, self._on_note, self._limits = on_error, on_note, limits
         self._want_token_ids: frozenset[str] = frozenset()
         self._free: asyncio.LifoQueue[Worker | None] = asyncio.LifoQueue()
         """None: a worker that is not started yet, or has died. One that is there is taken first."""

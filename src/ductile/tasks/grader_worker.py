@@ -7,10 +7,10 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 
+from ductile.config.orchestrator import GradersConfig
 from ductile.tasks.grader_protocol import MAX_LINE_BYTES, Answer, Request, decode_answer, encode
 
 LEAVE = signal.SIGUSR1
@@ -74,18 +74,24 @@ class Worker:
         self._next = 0
 
     @staticmethod
-    async def start(limits: Mapping[str, Any]) -> "Worker":
+    async def start(limits: GradersConfig) -> "Worker":
+        fence = {
+            "network": limits.network,
+            "max_memory_gib": limits.max_memory_gib,
+            "max_processes": limits.max_processes,
+            "max_file_gib": limits.max_file_gib,
+        }
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",
             "-m",
             "ductile.tasks.keeper",
             str(os.getpid()),
-            json.dumps(limits),
+            json.dumps(fence),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=MAX_LINE_BYTES,
-            env=clean_environment(os.environ, limits["env"]),
+            env=clean_environment(os.environ, limits.env),
             start_new_session=True,  # Ctrl-C is the orchestrator's
         )
         return Worker(process)

@@ -36,7 +36,7 @@ GIB = 1 << 30
 
 
 def main(parent: int, limits: Mapping[str, Any]) -> None:
-    """limits: the dumped `ductile.config.orchestrator.GradersConfig`."""
+    """limits: those of `ductile.config.orchestrator.GradersConfig`."""
     notes: list[str] = []
     linux = sys.platform == "linux"
     inside = linux and _unshare(bool(limits["network"]), notes)
