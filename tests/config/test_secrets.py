@@ -69,3 +69,18 @@ def test_a_key_from_the_environment(
     assert secret_of(None, "DUCTILE_TEST_KEY") == "sk-1"
     assert cli.main([*command, "--client.api-key", "sk-2"]) == 2
     assert "contradicts client.api_key" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["", "1234567"])
+def test_a_servers_key_that_can_be_guessed_is_refused(
+    here: Path, key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["inference", "--model.name", "model", "--dry-run"]
+    assert cli.main([*command, "--server.api-key", key]) == 2
+    assert "must be a key of at least 8 characters" in capsys.readouterr().err
+    monkeypatch.setenv("DUCTILE_TEST_KEY", key)
+    assert cli.main([*command, "--server.api-key-var", "DUCTILE_TEST_KEY"]) == 2
+    expected = "must name an environment variable with a key of at least 8" if key else "variable that is not set"
+    assert expected in capsys.readouterr().err
+    monkeypatch.setenv("DUCTILE_TEST_KEY", "12345678")
+    assert cli.main([*command, "--server.api-key-var", "DUCTILE_TEST_KEY"]) == 0

@@ -22,14 +22,16 @@ from tests.generator.conftest import Family, request, run
 
 
 @contextmanager
-def server(folder: Path, tmp_path: Path, **settings: Any) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A process and its URL. It is killed at the end, if it still runs."""
+def server(
+    folder: Path, tmp_path: Path, *, main: str = "", **settings: Any
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A process and its URL. It is killed at the end, if it still runs. `main` is a script to run in its place."""
     model = {"name": str(folder), "max_model_len": 20_000}
     config = {"model": model, "server": {"port": 0, **settings.pop("server", {})}, "block_size": 64} | settings
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     process = subprocess.Popen(
-        [sys.executable, "-m", "ductile.generator.serve", str(path)],
+        [sys.executable, *(("-c", main) if main else ("-m", "ductile.generator.serve")), str(path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -140,7 +142,7 @@ def test_the_client_streams(client: openai.OpenAI, qwen3: Family) -> None:
 def test_the_client_sees_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match=r"temperature is -1\.0; it must be 0 or at least 1e-05"):
         client.completions.create(model="", prompt="x", temperature=-1, extra_body={"model": None})
-    with pytest.raises(openai.NotFoundError, match="'other' is not served here"):
+    with pytest.raises(openai.NotFoundError, match='the model "other" is not served here'):
         client.completions.create(model="other", prompt="x")
 
 
@@ -173,6 +175,39 @@ def test_answers_under_way_are_finished_before_the_server_goes(qwen3: Family, tm
         assert process.wait(20) == 0
 
 
+BREAKS = """
+import sys
+from ductile.generator.engine import Engine
+from ductile.generator.serve import main
+
+step = Engine.step
+
+def breaking(engine):
+    if any(sequence.request.prompt == (7, 7, 7) for sequence in engine._live.values()):
+        raise RuntimeError("device lost")
+    return step(engine)
+
+Engine.step = breaking
+sys.exit(main())
+"""
+
+
+def test_a_server_whose_engine_is_dead_ends(qwen3: Family, tmp_path: Path) -> None:
+    with server(qwen3.folder, tmp_path, main=BREAKS) as (url, process):
+        body = {"prompt": "hello", "max_tokens": 19_000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as under_way:
+            lines = under_way.iter_lines()
+            next(lines)
+            last = httpx.post(f"{url}/v1/completions", json={"prompt": [7, 7, 7]}, timeout=30)
+            rest = [line for line in lines if line]
+        assert last.status_code == 503
+        assert last.json()["error"]["message"] == "the engine failed: RuntimeError: device lost"
+        assert "the engine failed: RuntimeError: device lost" in rest[-2]
+        assert process.wait(20) == 1
+        assert process.stdout is not None
+        assert process.stdout.read() == "ductile inference: the engine failed: RuntimeError: device lost\n"
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -182,7 +217,9 @@ def test_answers_under_way_are_finished_before_the_server_goes(qwen3: Family, tm
             {"server": {"host": "0.0.0.0"}},
             "server.host '0.0.0.0' can be reached from other machines; set server.api_key",
         ),
-        ({"server": {"host": "example.invalid", "api_key": "x"}}, "cannot listen on example.invalid:8000"),
+        ({"server": {"host": "example.invalid", "api_key": "x" * 8}}, "cannot listen on example.invalid:8000"),
+        ({"server": {"api_key": "1234567", "port": 0}}, "server.api_key must have at least 8 characters"),
+        ({"server": {"api_key": "", "port": 0}}, "server.api_key must have at least 8 characters"),
         ({"parallel": {"dp": 2}}, "parallel.dp is 2; a server holds one copy of the model"),
         ({"cache_memory_gib": 1e-6}, "cache_memory_gib 1e-06 gives the KV cache room for 0 tokens"),
         ({"model": {"chat_template": "/nowhere.jinja"}}, "/nowhere.jinja"),

@@ -3,23 +3,32 @@
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from ductile.config.inference import ServerConfig
 from ductile.generator.engine import Engine
+from ductile.generator.handoff import HandedCache
+from ductile.generator.runner import EngineFailed
 from ductile.generator.server import create_app
-from ductile.records import Generation
+from ductile.records import GenerateRequest, Generation
 from tests.generator.conftest import Family, request, run
 
 Client = TestClient
 
 
+def local(app: FastAPI) -> Client:
+    return TestClient(app, base_url="http://127.0.0.1:8000")
+
+
 @pytest.fixture(scope="module")
 def client(qwen3: Family) -> Iterator[Client]:
     engine = qwen3.engine(num_blocks=8)
-    with TestClient(create_app(engine, qwen3.tokenizer, "tiny")) as client:
+    with local(create_app(engine, qwen3.tokenizer, "tiny")) as client:
         yield client
 
 
@@ -31,42 +40,61 @@ def events(text: str) -> list[Any]:
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("completions", {"prompt": "x", "temperature": -1}, "temperature is -1.0; it must be 0 or at least 1e-05"),
-    ("completions", {"prompt": "x", "temperature": "hot"}, "temperature: Input should be a valid number"),
+    ("completions", {"prompt": "x", "temperature": "hot"}, 'temperature is "hot"; it must be a number'),
     ("completions", {"prompt": "x", "top_p": 0}, "top_p is 0.0; it must be above 0 and at most 1"),
     ("completions", {"prompt": "x", "top_k": -2}, "top_k is -2; it must be -1 (all) or 1 or more"),
     ("completions", {"prompt": "x", "min_p": 2}, "min_p is 2.0; it must be from 0 to 1"),
     ("completions", {"prompt": "x", "max_tokens": 0}, "max_tokens is 0; it must be 1 or more"),
-    ("completions", {"prompt": "x", "max_tokens": 1.5}, "max_tokens: Input should be a valid integer"),
-    ("completions", {"prompt": "x", "n": 0}, "n: Input should be greater than or equal to 1"),
+    ("completions", {"prompt": "x", "max_tokens": 1.5}, "max_tokens is 1.5; it must be a whole number"),
+    ("completions", {"prompt": "x", "n": 0}, "n is 0; it must be 1 or more"),
     ("completions", {"prompt": "x", "stop": ""}, "stop is ('',); it must be strings of at least one character"),
-    ("completions", {"prompt": "x", "logprobs": 5}, "logprobs: Input should be less than or equal to 1"),
-    ("completions", {"prompt": "x", "echo": True}, "echo = True is not offered by this server; leave it out"),
+    ("completions", {"prompt": "x", "logprobs": 5}, "logprobs is 5; it must be 0 or 1: only the sampled"),
+    ("completions", {"prompt": "x", "echo": True}, "echo = true is not offered by this server; leave it out"),
     ("completions", {"prompt": "x", "best_of": 3}, "best_of = 3 is not offered"),
-    ("completions", {"prompt": "x", "temprature": 1}, "temprature: Extra inputs are not permitted"),
-    ("completions", {}, "prompt: Field required"),
+    (
+        "completions",
+        {"prompt": "x", "temprature": 1},
+        "temprature is not a field of this request. Did you mean temperature?",
+    ),
+    ("completions", {}, "prompt is missing"),
     ("completions", {"prompt": ""}, "the prompt has no tokens; it needs at least one"),
     ("completions", {"prompt": []}, "the prompt has no tokens"),
     ("completions", {"prompt": ["x", []]}, "the prompt has no tokens"),
-    ("completions", {"prompt": 7}, "prompt: must be a text, a list of token ids, or a list of these"),
-    ("completions", {"prompt": [5, "x"]}, "prompt: must be a text"),
-    ("completions", {"prompt": [[5], [True]]}, "prompt: must be a text"),
+    ("completions", {"prompt": 7}, "prompt is 7; it must be a text, a list of token ids, or a list of these"),
+    ("completions", {"prompt": [5, "x"]}, 'prompt is [5, "x"]; it must be a text'),
+    ("completions", {"prompt": [[5], [True]]}, "prompt is [[5], [true]]; it must be a text"),
     ("completions", {"prompt": [5, 9999]}, "token id 9999 is not in the vocabulary; ids go from 0 to 101"),
+    ("completions", {"prompt": "x", "seed": 10**4299}, "seed is 1000000000"),
+    ("completions", {"prompt": "x", "seed": 2**63 - 1}, "it must be less than 9223372036854774784"),
+    ("completions", {"prompt": "x", "n": 2000}, "n is 2000; it must be 1024 or less"),
+    ("completions", {"prompt": ["x"] * 5, "n": 1000}, "5 prompts and n = 1000 make 5000 sequences"),
+    ("completions", {"prompt": "x", "stop": list("abcde")}, "stop may hold at most 4 texts of at most 256 characters"),
+    ("completions", {"prompt": "x", "stop": "a" * 257}, "stop may hold at most 4 texts of at most 256 characters"),
+    ("completions", {"prompt": "x", "stop": [7]}, "stop is [7]; it must be a text or a list of texts"),
+    ("completions", {"prompt": "x", "stop_token_ids": [1] * 129}, "it must be a list of at most 128"),
+    ("completions", {"prompt": "x", "max_tokens": 256}, "max_tokens is 256, and the prompt has 1 tokens;"),
+    ("completions", {"prompt": "x" * 4000}, "the prompt has 4000 characters; model.max_model_len 256 leaves room for"),
+    ("completions", {"prompt": "x", "tools": "t" * 100_000}, 'tools = "tttttttttttttt'),
     ("completions", {"prompt": "x" * 256}, "the prompt has 256 tokens; model.max_model_len 256 leaves room for 255"),
     ("completions", {"prompt": "x", "max_tokens": 200}, "may reach 201 tokens and the whole cache holds 128"),
     ("completions", {"prompt": "x", "stream": True, "max_tokens": 0}, "max_tokens is 0; it must be 1 or more"),
-    ("chat/completions", {"messages": []}, "messages: List should have at least 1 item"),
-    ("chat/completions", {"messages": [{"content": "x"}]}, "messages.0.role: Field required"),
+    ("chat/completions", {"messages": []}, "messages is []; it must be a list of at least 1"),
+    ("chat/completions", {"messages": [{"content": "x"}]}, "messages.0.role is missing"),
     (
         "chat/completions",
         {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages": []}},
-        "chat_template_kwargs: messages is no variable of the template's own",
+        "chat_template_kwargs may not hold messages, which the request gives by itself",
     ),
     (
         "chat/completions",
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "messages.0.content: content of type 'image_url' is not understood; only 'text' is",
+        'a part of the content is {"type": "image_url"}; it must be {"type": "text", "text": "..."}',
     ),
-    ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 3}, "top_logprobs"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 3},
+        "top_logprobs = 3 is not offered",
+    ),
     (
         "chat/completions",
         {"messages": [{"role": "user", "content": "x"}], "tools": [{}]},
@@ -75,7 +103,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (
         "chat/completions",
         {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}},
-        "response_format = {'type': 'json_object'} is not offered",
+        'response_format = {"type": "json_object"} is not offered',
     ),
 ]
 
@@ -86,6 +114,7 @@ def test_bad_requests(client: Client, route: str, body: dict[str, Any], message:
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert message in error["message"]
+    assert len(error["message"]) < 300
     assert error["type"] == "invalid_request_error"
 
 
@@ -94,18 +123,64 @@ def test_bad_token_request(client: Client) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "token_ids")
 
 
-def test_a_body_that_is_not_json(client: Client) -> None:
-    answer = client.post("/v1/completions", content='{"prompt":', headers={"content-type": "application/json"})
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"prompt":', "the body is not JSON: EOF while parsing a value at line 1 column 10"),
+        (b"", "the body is not JSON: EOF"),
+        (b'{"prompt": "\\ud800"}', "the body is not JSON: unexpected end of hex escape"),
+        (b'{"prompt": "\xed\xa0\x80"}', "the body is not JSON: invalid unicode code point"),
+        (b'{"prompt": "\xff"}', "the body is not JSON"),
+        (b'{"prompt": "x", "temperature": NaN}', "the body is not JSON"),
+        (b'{"prompt": "x", "temperature": 1e999}', "temperature is inf; it must be a finite number"),
+        (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", "the body is not JSON: number out of range"),
+        (b'{"prompt": ' + b"[" * 50_000, "the body is not JSON: recursion limit exceeded"),
+        (b'{"prompt": [' + b"[]," * 100_000 + b"[]]}", "the body has more than 65536 lists and objects"),
+        (b"[1, 2]", "the body is [1, 2]; it must be a JSON object with the request's fields"),
+        (b'{"best_off": 3}', "best_off is not a field of this request. Did you mean best_of?"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_bodies_that_are_no_request(client: Client, body: bytes, message: str) -> None:
+    answer = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+
+
+def test_brackets_in_a_text_are_no_lists(client: Client) -> None:
+    answer = client.post("/v1/completions", json={"prompt": '[\\"{' * 30_000})
+    assert "the prompt has 120000 characters" in answer.json()["error"]["message"]
+
+
+def test_only_json_of_a_modest_size_is_read(client: Client) -> None:
+    answer = client.post("/v1/completions", content="{}", headers={"content-type": "text/plain"})
     assert (answer.status_code, answer.json()["error"]["message"]) == (
-        400,
-        "the body is not JSON, from character 10 on",
+        415,
+        "the body must be JSON: Content-Type: application/json",
     )
+    answer = client.post("/v1/completions", json={"prompt": "x" * 5 * 2**20})
+    assert answer.status_code == 413
+    assert "more than 4194304 bytes; raise server.max_body_bytes" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "[2001:db8::1]:80", ""]
+)
+def test_without_a_key_only_names_of_this_machine_are_answered(client: Client, host: str) -> None:
+    for route in ("/v1/models", "/health", "/metrics"):
+        answer = client.get(route, headers={"host": host})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (403, "permission_error")
+
+
+@pytest.mark.parametrize("host", ["localhost:8000", "LOCALHOST", "127.0.0.1", "127.8.9.1:1", "[::1]:8000"])
+def test_names_of_this_machine(client: Client, host: str) -> None:
+    assert client.get("/v1/models", headers={"host": host}).status_code == 200
 
 
 def test_unknown_model_and_route(client: Client) -> None:
     answer = client.post("/v1/completions", json={"model": "gpt-9", "prompt": "x"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
-    assert "'gpt-9' is not served here; this is 'tiny'" in answer.json()["error"]["message"]
+    assert 'the model "gpt-9" is not served here; this is "tiny"' in answer.json()["error"]["message"]
     answer = client.get("/v1/nothing")
     assert (answer.status_code, answer.json()["error"]["message"]) == (404, "GET /v1/nothing: Not Found")
 
@@ -113,6 +188,20 @@ def test_unknown_model_and_route(client: Client) -> None:
 def test_models(client: Client) -> None:
     (model,) = client.get("/v1/models").json()["data"]
     assert (model["id"], model["max_model_len"], model["weight_version"]) == ("tiny", 256, 0)
+
+
+def test_the_model_has_the_name_that_it_is_given(qwen3: Family) -> None:
+    config = ServerConfig(served_model_name="org/letters")
+    with local(create_app(qwen3.engine(), qwen3.tokenizer, "/home/me/secret/model", config)) as client:
+        (model,) = client.get("/v1/models").json()["data"]
+        assert model["id"] == "org/letters"
+        assert client.get("/v1/models/org/letters").json() == model
+        answers = [client.get("/v1/models/other"), client.post("/v1/completions", json={"model": "x", "prompt": "x"})]
+        for answer in answers:
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+            assert "secret" not in answer.text
+        body = {"model": "org/letters", "prompt": "x", "max_tokens": 1}
+        assert client.post("/v1/completions", json=body).json()["model"] == "org/letters"
 
 
 def test_tokens_in_tokens_out(client: Client, qwen3: Family) -> None:
@@ -225,7 +314,7 @@ def over(kind: type[Engine], family: Family) -> Engine:
 
 
 def test_health_says_when_the_engine_is_stuck(qwen3: Family) -> None:
-    with TestClient(create_app(over(Stuck, qwen3), qwen3.tokenizer, "tiny", health_deadline_s=0.2)) as client:
+    with local(create_app(over(Stuck, qwen3), qwen3.tokenizer, "tiny", health_deadline_s=0.2)) as client:
         answer = client.get("/health")
         assert answer.status_code == 503
         assert answer.json()["error"]["message"] == "the engine did not finish a step within 0.2 s"
@@ -234,7 +323,8 @@ def test_health_says_when_the_engine_is_stuck(qwen3: Family) -> None:
 
 
 def test_a_failed_engine_tells_everybody(qwen3: Family) -> None:
-    with TestClient(create_app(over(Broken, qwen3), qwen3.tokenizer, "tiny")) as client:
+    failures: list[EngineFailed] = []
+    with local(create_app(over(Broken, qwen3), qwen3.tokenizer, "tiny", on_failure=failures.append)) as client:
         for answer in (
             client.post("/v1/completions", json={"prompt": "x"}),
             client.post("/v1/completions", json={"prompt": "x", "stream": True}),
@@ -243,28 +333,110 @@ def test_a_failed_engine_tells_everybody(qwen3: Family) -> None:
         ):
             assert answer.status_code == 503
             assert answer.json()["error"]["message"] == "the engine failed: RuntimeError: out of memory"
+        assert [str(failure) for failure in failures] == ["the engine failed: RuntimeError: out of memory"]
+
+
+class Picky(Engine):
+    """An engine that fails at a request of three tokens: when it comes, or when it is on its way."""
+
+    when = "add"
+
+    def add(self, request: GenerateRequest, cache: HandedCache | None = None) -> None:
+        if self.when == "add" and len(request.prompt) == 3:
+            raise OverflowError("three")
+        super().add(request, cache)
+
+    def step(self) -> list[Generation]:
+        done = super().step()
+        for id, sequence in list(self._live.items()):
+            if self.when == "step" and len(sequence.request.prompt) == 3:
+                self._end(sequence, "abort")
+                self.failed[id] = OverflowError("three")
+        return done
+
+
+@pytest.mark.parametrize("when", ["add", "step"])
+def test_a_request_that_fails_ends_alone(qwen3: Family, when: str) -> None:
+    engine = over(Picky, qwen3)
+    engine.when = when  # pyright: ignore[reportAttributeAccessIssue]
+    with local(create_app(engine, qwen3.tokenizer, "tiny")) as client:
+        body = {"prompt": [[5, 6], [5, 6, 7]], "max_tokens": 200, "ignore_eos": True}
+        answer = client.post("/v1/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+        assert answer.json()["error"]["message"] == "this request failed: OverflowError: three"
+        good = client.post("/v1/completions", json=body | {"prompt": [5, 6]}).json()
+        assert good["usage"]["completion_tokens"] == 200
+        assert client.get("/health").status_code == 200
+        assert "ductile_sequences_running 0.0" in client.get("/metrics").text  # the other choice was aborted
+
+
+def test_a_full_server_says_so(qwen3: Family) -> None:
+    config = ServerConfig(max_sequences=3)
+    with local(create_app(over(Stuck, qwen3), qwen3.tokenizer, "tiny", config)) as client:
+        Stuck.release.clear()
+        body = {"prompt": "x", "n": 2, "max_tokens": 2}
+        with ThreadPoolExecutor() as pool:
+            first, second = (pool.submit(client.post, "/v1/completions", json=body) for _ in range(2))
+            done, _ = wait((first, second), return_when=FIRST_COMPLETED)
+            (full,) = done
+            Stuck.release.set()
+        assert full.result().status_code == 503
+        assert full.result().headers["retry-after"] == "1"
+        assert "server.max_sequences is 3: there is no room for 2 more now" in full.result().json()["error"]["message"]
+        assert {first.result().status_code, second.result().status_code} == {200, 503}
+        assert client.post("/v1/completions", json=body).status_code == 200
+
+
+def test_a_stop_string_of_special_tokens_ends_generation_where_it_ends_the_text(qwen3: Family) -> None:
+    with local(create_app(qwen3.engine(), qwen3.tokenizer, "tiny")) as client:
+        fixed = {"prompt": "hello", "max_tokens": 200, "temperature": 50, "seed": 3, "ignore_eos": True}
+        fixed |= {"skip_special_tokens": False, "return_token_ids": True}
+        (plain,) = client.post("/v1/completions", json=fixed).json()["choices"]
+        at = plain["text"].index("<|im_start|>")
+        stop = plain["text"][at : at + len("<|im_start|>") + 1]
+        for stream in (False, True):
+            answer = client.post("/v1/completions", json=fixed | {"stop": stop, "stream": stream})
+            parts = [event["choices"][0] for event in events(answer.text)] if stream else answer.json()["choices"]
+            assert "".join(part["text"] for part in parts) == plain["text"][:at]
+            assert parts[-1]["finish_reason"] == "stop"
+            said = [token for part in parts for token in part["token_ids"]]
+            assert qwen3.tokenizer.decode(said, skip_special_tokens=False) == plain["text"][: at + len(stop)]
 
 
 def test_the_api_key_is_asked_for(qwen3: Family) -> None:
-    with TestClient(create_app(qwen3.engine(), qwen3.tokenizer, "tiny", api_key="s3cret")) as client:
+    with local(create_app(qwen3.engine(), qwen3.tokenizer, "tiny", ServerConfig(api_key="s3cret-s3cret"))) as client:
         body = {"prompt": "x", "max_tokens": 1}
-        for headers in ({}, {"Authorization": "Bearer other"}, {"Authorization": "s3cret"}):
+        for headers in (
+            {},
+            {"Authorization": "Bearer other"},
+            {"Authorization": "s3cret-s3cret"},
+            {"Authorization": b"Bearer \xe9"},
+        ):
             for answer in (
                 client.get("/v1/models", headers=headers),
                 client.post("/v1/completions", json=body, headers=headers),
             ):
                 assert answer.status_code == 401
+                assert answer.headers["www-authenticate"] == "Bearer"
                 assert answer.json()["error"]["type"] == "authentication_error"
                 assert "s3cret" not in answer.text
-        right = {"Authorization": "Bearer s3cret"}
+        right = {"Authorization": "Bearer s3cret-s3cret"}
         assert client.post("/v1/completions", json=body, headers=right).status_code == 200
+        assert client.post("/v1/completions", json=body, headers={"authorization": "bearer s3cret-s3cret"}).is_success
         assert client.get("/health").status_code == 200
+        assert client.get("/health", headers={"host": "any.example"}).status_code == 200
+
+
+def test_the_key_is_asked_for_before_a_body_is_looked_at(qwen3: Family) -> None:
+    with local(create_app(qwen3.engine(), qwen3.tokenizer, "tiny", ServerConfig(api_key="s3cret-s3cret"))) as client:
+        for content in ("{", "x" * 5 * 2**20):
+            assert client.post("/v1/completions", content=content).status_code == 401
 
 
 def test_an_answer_that_ends_with_the_end_token_does_not_show_it(qwen3: Family) -> None:
     plain = run(qwen3.engine(), [request("r", "hello", 8)])["r"].token_ids
     engine = Engine(qwen3.engine().model, qwen3.engine().config, (plain[3],), qwen3.tokenizer.decode)
-    with TestClient(create_app(engine, qwen3.tokenizer, "tiny")) as client:
+    with local(create_app(engine, qwen3.tokenizer, "tiny")) as client:
         body = {
             "prompt": "hello",
             "temperature": 0,

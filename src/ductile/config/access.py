@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from ductile.config.finding import Finding
-from ductile.config.inference import ServerConfig
+from ductile.config.inference import MIN_KEY_CHARS, ServerConfig
 from ductile.config.orchestrator import ClientConfig
 from ductile.config.secrets import has_userinfo, secret_of
 
@@ -19,6 +19,11 @@ def client_findings(config: ClientConfig, at: str) -> Iterator[Finding]:
 
 def server_findings(config: ServerConfig, at: str) -> Iterator[Finding]:
     yield from _key(config, at)
+    long_enough = f"a key of at least {MIN_KEY_CHARS} characters"
+    if config.api_key is not None and len(config.api_key) < MIN_KEY_CHARS:
+        yield Finding((f"{at}.api_key",), f"must be {long_enough}")
+    elif config.api_key is None and 0 < len(secret_of(None, config.api_key_var) or "") < MIN_KEY_CHARS:
+        yield Finding((f"{at}.api_key_var",), f"must name an environment variable with {long_enough}")
     if config.host not in LOOPBACK and config.api_key is None and config.api_key_var is None:
         yield Finding(
             (f"{at}.host", f"{at}.api_key"),

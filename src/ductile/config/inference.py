@@ -7,15 +7,30 @@ from pydantic import Field
 from ductile.config.model import ModelConfig
 from ductile.config.section import NotBuilt, Section
 
+MIN_KEY_CHARS = 8
+"""Shorter keys can be guessed."""
+
 
 class ServerConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     """0 takes a free port and prints it."""
     api_key: str | None = None
-    """When set, requests need `Authorization: Bearer <api_key>`. Required for a host that is not loopback."""
+    """When set, requests need `Authorization: Bearer <api_key>`. Required for a host that is not loopback; at least 8
+    characters."""
     api_key_var: str | None = None
     """The environment variable that holds the key: what is typed as `api_key` others on the machine can see."""
+    served_model_name: str | None = Field(default=None, min_length=1)
+    """What clients call the model; default: `model.name`."""
+    max_connections: int = Field(default=1024, ge=1)
+    """Beyond it, the connection that has waited longest without a whole request makes room for the new one."""
+    max_sequences: int = Field(default=4096, ge=1)
+    """Sequences (prompts times `n`) in the server at a time. A request that alone has more is refused; one that finds
+    no room gets 503, to be tried again."""
+    max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
+    """Of one request."""
+    timeout_s: float = Field(default=30.0, gt=0)
+    """A client has this long to send a request's headers, again for its body, and to take what was sent to it."""
 
 
 class ParallelConfig(Section):

@@ -25,6 +25,10 @@ class Limits:
         """Prompt plus answer, in tokens, at which generation ends."""
         return min(prompt_len + max_tokens, self.max_model_len)
 
+    def room(self, prompt_len: int) -> int:
+        """For an answer, in tokens: as the model and the whole cache go."""
+        return min(self.max_model_len, self.cache_tokens) - prompt_len
+
     def why_not(self, request: GenerateRequest) -> str:
         """Empty when the request can be served."""
         num_prompt = len(request.prompt)
@@ -38,7 +42,9 @@ class Limits:
         for tokens in (request.prompt, request.generated):
             for token in (min(tokens, default=0), max(tokens, default=0)):
                 if not 0 <= token < self.vocab_size:
-                    return f"token id {token} is not in the vocabulary; ids go from 0 to {self.vocab_size - 1}"
+                    return (
+                        f"token id {str(token)[:40]} is not in the vocabulary; ids go from 0 to {self.vocab_size - 1}"
+                    )
         max_len = self.max_len(num_prompt, request.sampling.max_tokens)
         if max_len > self.cache_tokens:
             return (

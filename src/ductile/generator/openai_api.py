@@ -6,8 +6,10 @@ is refused. Nothing that would change an answer is ignored.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
+from ductile.config.errors import did_you_mean, show
 from ductile.records import Sampling
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -22,6 +24,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "suffix": (None, ""),
     "min_tokens": (None, 0),
     "prompt_logprobs": (None,),
+    "top_logprobs": (None, 0),
     "include_stop_str_in_output": (None, False),
     "continue_final_message": (None, False),
     "truncate_prompt_tokens": (None,),
@@ -56,8 +59,29 @@ IGNORED = frozenset(
 )
 """Fields that say nothing about the answer."""
 
-TokenIds = Annotated[list[int], Field(min_length=1)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
+Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""Of 64 bits, as everywhere below."""
+
+MAX_CHOICES = 1024
+"""Of one prompt."""
+
+MAX_STOPS = 4
+"""OpenAI's limit."""
+
+MAX_STOP_CHARS = 256
+"""Of a stop string: whatever may become one is held back, and looked at again with every token."""
+
+MAX_STOP_TOKEN_IDS = 128
+
+
+def _sampled_only(logprobs: Any) -> Any:
+    if type(logprobs) is int and logprobs not in (0, 1):
+        raise ValueError(f"logprobs is {show(logprobs)}; it must be 0 or 1: only the sampled tokens' are offered")
+    return logprobs
+
+
+Logprobs = Annotated[int | None, BeforeValidator(_sampled_only)]
 
 
 class Body(BaseModel):
@@ -68,29 +92,45 @@ class Body(BaseModel):
     def _refuse_what_we_do_not_offer(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        known = cls.model_fields.keys() | NEUTRAL.keys() | IGNORED
+        for name in data.keys() - known:
+            near = did_you_mean(name[:80], known)
+            raise PydanticCustomError("unknown_field", "", {"name": name[:80], "near": near})
         for name, neutral in NEUTRAL.items():
             if name in data and data[name] not in neutral:
-                raise ValueError(f"{name} = {data[name]!r} is not offered by this server; leave it out")
+                raise ValueError(f"{name} = {show(data[name])} is not offered by this server; leave it out")
         return {name: value for name, value in data.items() if name not in NEUTRAL and name not in IGNORED}
 
 
 class SamplingFields(Body):
     """Null means the default, as clients send it."""
 
-    n: Annotated[int, Field(ge=1, le=1024)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     temperature: Number | None = None
     top_p: Number | None = None
-    top_k: int | None = None
+    top_k: Int | None = None
     min_p: Number | None = None
-    max_tokens: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    max_tokens: Int | None = None
+    seed: Annotated[Int, Field(lt=2**63 - MAX_CHOICES)] | None = None
+    """Choice number k of a prompt gets the seed plus k."""
+    stop: list[str] | None = None
+    """In the body also a single text."""
+    stop_token_ids: Annotated[list[Int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
 
-    def sampling(self, default_max_tokens: int, choice: int) -> Sampling:
-        """Of choice number `choice`: each gets a seed of its own, or all would be the same."""
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _several_stops(cls, stop: Any) -> Any:
+        stops = [stop] if isinstance(stop, str) else stop
+        if stops is None or (isinstance(stops, list) and all(isinstance(one, str) for one in stops)):
+            if stops and (len(stops) > MAX_STOPS or max(map(len, stops)) > MAX_STOP_CHARS):
+                raise ValueError(f"stop may hold at most {MAX_STOPS} texts of at most {MAX_STOP_CHARS} characters each")
+            return stops
+        raise ValueError(f"stop is {show(stop)}; it must be a text or a list of texts")
+
+    def sampling(self, default_max_tokens: int) -> Sampling:
+        """Of choice 0."""
         top_k = self.top_k if self.top_k is not None else -1
         return Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -99,8 +139,8 @@ class SamplingFields(Body):
             min_p=self.min_p or 0.0,
             max_tokens=default_max_tokens if self.max_tokens is None else self.max_tokens,
             stop_token_ids=tuple(self.stop_token_ids or ()),
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            seed=None if self.seed is None else self.seed + choice,
+            stop=tuple(self.stop or ()),
+            seed=self.seed,
             ignore_eos=bool(self.ignore_eos),
             skip_special_tokens=self.skip_special_tokens is not False,
         )
@@ -121,14 +161,14 @@ class TextRequest(SamplingFields):
     """Put `prompt_token_ids` into the answer and `token_ids` into its choices."""
     return_tokens_as_token_ids: bool | None = None
     """Spell the tokens of `logprobs` "token_id:123"."""
-    priority: int | None = None
+    priority: Int | None = None
     """vLLM's: the lower goes first."""
 
 
 class CompletionRequest(TextRequest):
     prompt: list[str | list[int]]
     """In the body: a text, a list of token ids, or a list of either. Here always a list of prompts."""
-    logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
+    logprobs: Logprobs = None
     """0 and 1 both give the sampled token's; there are no alternatives."""
     add_special_tokens: bool | None = None
 
@@ -139,7 +179,9 @@ class CompletionRequest(TextRequest):
         for one in several:
             ids = isinstance(one, list) and all(type(part) is int for part in one)
             if not isinstance(one, str) and not ids:
-                raise ValueError("must be a text, a list of token ids, or a list of these")
+                raise ValueError(
+                    f"prompt is {show(prompt)}; it must be a text, a list of token ids, or a list of these"
+                )
         return several
 
 
@@ -148,28 +190,30 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | None = None
+    """In the body a text, or a list of parts that are."""
 
-    @field_validator("content")
+    @field_validator("content", mode="before")
     @classmethod
-    def _join_parts(cls, content: str | list[dict[str, Any]] | None) -> str | None:
+    def _join_parts(cls, content: Any) -> Any:
         """Content in parts becomes one text, which is what templates expect."""
-        if not isinstance(content, list):
+        if content is None or isinstance(content, str):
             return content
+        if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+            raise ValueError(f"content is {show(content)}; it must be a text or a list of parts")
         for part in content:
-            if part.get("type") != "text":
-                raise ValueError(f"content of type {part.get('type')!r} is not understood; only 'text' is")
-        return "".join(str(part.get("text", "")) for part in content)
+            if part.get("type") != "text" or not isinstance(part.get("text", ""), str):
+                raise ValueError(f'a part of the content is {show(part)}; it must be {{"type": "text", "text": "..."}}')
+        return "".join(part.get("text", "") for part in content)
 
     def for_template(self) -> dict[str, Any]:
         return {name: value for name, value in self.model_dump().items() if value is not None}
 
 
 class ChatRequest(TextRequest):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: int | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
+    max_completion_tokens: Int | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -178,7 +222,7 @@ class ChatRequest(TextRequest):
     def _of_the_template(cls, variables: dict[str, Any] | None) -> dict[str, Any] | None:
         taken = sorted({"self", "messages", "add_generation_prompt"} & (variables or {}).keys())
         if taken:
-            raise ValueError(f"{taken[0]} is no variable of the template's own; leave it out")
+            raise ValueError(f"chat_template_kwargs may not hold {taken[0]}, which the request gives by itself")
         return variables
 
     @model_validator(mode="after")
@@ -191,14 +235,14 @@ class ChatRequest(TextRequest):
 class TokenSampling(SamplingFields):
     """`sampling_params` of the token endpoint."""
 
-    logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
+    logprobs: Logprobs = None
 
 
 class TokenRequest(Body):
     """`POST /inference/v1/generate`: tokens in, tokens out."""
 
     model: str | None = None
-    token_ids: TokenIds
+    token_ids: Annotated[list[int], Field(min_length=1), FailFast()]
     sampling_params: TokenSampling
     stream: Literal[False] | None = None
-    priority: int | None = None
+    priority: Int | None = None

@@ -3,7 +3,9 @@
 Run as `python -m ductile.generator.serve config.json`, so that the one who launches it needs no torch.
 """
 
-import ipaddress
+import logging
+import os
+import resource
 import signal
 import socket
 import sys
@@ -11,9 +13,14 @@ from pathlib import Path
 
 import torch
 import uvicorn
+from fastapi import FastAPI
 
-from ductile.config.inference import ServerConfig
+from ductile.config.inference import MIN_KEY_CHARS, ServerConfig
 from ductile.config.run import InferenceRunConfig
+from ductile.generator.connection import Crowd, crowded
+from ductile.generator.door import is_loopback
+from ductile.generator.log_limit import LogLimit
+from ductile.generator.runner import EngineFailed
 from ductile.generator.server import create_app
 from ductile.generator.worker import load_engine
 from ductile.model.checkpoint import ModelFolderError
@@ -23,12 +30,17 @@ DRAIN_S = 30
 """After the first signal, answers under way have this long; a second signal ends them at once."""
 
 
+BACKLOG = 128
+"""Connections that the kernel holds until they are accepted."""
+
+
 class ServeError(Exception):
     """The server cannot start. The text names the key and what to write instead."""
 
 
 def serve(config: InferenceRunConfig) -> int:
-    """Returns the exit code: 0 after SIGINT or SIGTERM, 1 when it could not start (the reason is on stderr)."""
+    """Returns the exit code: 0 after SIGINT or SIGTERM, 1 when it could not start or its engine is dead (stderr says
+    why)."""
     try:
         name, listener = _model_name(config), _listen(config.server)
     except ServeError as error:
@@ -39,16 +51,56 @@ def serve(config: InferenceRunConfig) -> int:
             engine = load_engine(config, _device(config), tokenizer)
         except (ModelFolderError, TokenizerError, ValueError) as error:
             return _complain(error)
-        app = create_app(engine, tokenizer, name, config.server.api_key)
-        server = uvicorn.Server(
-            uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN_S)
-        )
+        failures: list[EngineFailed] = []
+
+        def end(failure: EngineFailed) -> None:
+            failures.append(failure)
+            server.should_exit = True
+
+        server = _server(create_app(engine, tokenizer, name, config.server, end), config.server)
         # uvicorn takes these two for itself and raises them again once it is through; by then they have been heeded.
         signal.signal(signal.SIGINT, lambda signum, frame: None)
         signal.signal(signal.SIGTERM, lambda signum, frame: None)
         print(f"serving {name} on {_url(listener)}", flush=True)
         server.run(sockets=[listener])
-    return 0
+    return _complain(failures[0]) if failures else 0
+
+
+def _server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
+    num_connections = _room_for(config.max_connections)
+    settings = uvicorn.Config(
+        app,
+        http=crowded(Crowd(num_connections, config.timeout_s, config.max_body_bytes)),
+        ws="none",
+        log_level="error",
+        access_log=False,
+        # Few at once: a connection whose request follows right away must not be the one that makes room.
+        backlog=max(1, min(BACKLOG, num_connections // 4)),
+        timeout_graceful_shutdown=DRAIN_S,
+    )
+    for name in ("uvicorn.error", "asyncio"):
+        logging.getLogger(name).addFilter(LogLimit())
+    return _Server(settings)
+
+
+class _Server(uvicorn.Server):
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)  # asyncio has set it to what it accepts in one go
+
+
+def _room_for(num_connections: int) -> int:
+    """So many connections, or a third of what the process may have open beside its other files: those that make room
+    for new ones are closed a moment after these have come."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_others = len(os.listdir("/proc/self/fd")) + 16
+    wanted = num_others + 3 * num_connections
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return max(1, min(num_connections, (wanted - num_others) // 3))
 
 
 def _model_name(config: InferenceRunConfig) -> str:
@@ -62,25 +114,20 @@ def _model_name(config: InferenceRunConfig) -> str:
 
 
 def _listen(server: ServerConfig) -> socket.socket:
-    if server.api_key is None and not _is_loopback(server.host):
+    if server.api_key is None and not is_loopback(server.host):
         raise ServeError(
             f"server.host {server.host!r} can be reached from other machines; set server.api_key "
             "(clients then send it as a bearer token), or use 127.0.0.1"
         )
+    if server.api_key is not None and len(server.api_key) < MIN_KEY_CHARS:
+        raise ServeError(f"server.api_key must have at least {MIN_KEY_CHARS} characters")
     try:
         family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-        return socket.create_server((server.host, server.port), family=family, backlog=2048)
+        return socket.create_server((server.host, server.port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise ServeError(
             f"cannot listen on {server.host}:{server.port}: {error.strerror}; server.port = 0 takes a free port"
         ) from error
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _url(listener: socket.socket) -> str:

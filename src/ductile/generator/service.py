@@ -4,15 +4,18 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 
+from ductile.config.errors import show
 from ductile.generator.answers import Choice, Format, Json, error, usage
 from ductile.generator.engine import Engine
+from ductile.generator.limits import RequestRefused
 from ductile.generator.metrics import ServerMetrics
 from ductile.generator.openai_api import SamplingFields, TextRequest, TokenRequest
 from ductile.generator.runner import Delta, EngineFailed, EngineRunner, RequestFailed
@@ -33,22 +36,50 @@ class UnknownModel(Exception):
     """The request names a model that is not served."""
 
 
-class Service:
-    """Made in the loop that serves. Raises `UnknownModel`, `RequestRefused`, `EngineFailed`, `ClientGone`."""
+class Overloaded(Exception):
+    """There is no room for the request's sequences now."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, model_id: str) -> None:
+
+class Service:
+    """Made in the loop that serves. Raises `UnknownModel`, `RequestRefused`, `Overloaded`, `RequestFailed`,
+    `EngineFailed`, `ClientGone`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        model_id: str,
+        max_sequences: int,
+        on_failure: Callable[[EngineFailed], None],
+    ) -> None:
+        """`on_failure` is called when the engine is dead."""
         self.model_id = model_id
-        self.max_model_len = engine.config.model.max_model_len
+        self.limits = engine.limits
         self.tokenizer = tokenizer
         self.created = int(time.time())
-        self.runner = EngineRunner(engine)
+        self.runner = EngineRunner(engine, on_failure)
         self.metrics = ServerMetrics(engine.stats)
+        self._max_sequences, self._num_sequences = max_sequences, 0
+        self._longest_token = tokenizer.longest_token
+
+    async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """In a thread, once it is certain that none of them is far too long for the model."""
+        longest = max(map(len, texts), default=0)
+        most = self.limits.max_model_len * self._longest_token
+        if longest > most:
+            raise RequestRefused(
+                "",
+                f"the prompt has {longest} characters; model.max_model_len {self.limits.max_model_len} leaves room for "
+                f"no more than {most}, were all its tokens the longest of the vocabulary",
+            )
+        return await asyncio.to_thread(self.tokenizer.encode_many, texts, add_special_tokens)
 
     async def answer_text(
-        self, body: TextRequest, form: Format, prompts: Sequence[Sequence[int]], max_tokens: int, http: Request
+        self, body: TextRequest, form: Format, prompts: Sequence[Sequence[int]], max_tokens: int | None, http: Request
     ) -> Response:
-        head = self._head(body.model, form.prefix)
-        requests = make_requests(head["id"], body, prompts, max_tokens, body.priority)
+        """`max_tokens` is for a request that says none; None: as many as there is room for."""
+        head = self.head(body.model, form.prefix)
+        requests = self.make_requests(head["id"], body, prompts, max_tokens, body.priority)
         choices = [Choice(index, request, self.tokenizer) for index, request in enumerate(requests)]
         ids: Json = {"prompt_token_ids": list(prompts[0])} if body.return_token_ids and len(prompts) == 1 else {}
         if body.stream:
@@ -60,39 +91,88 @@ class Service:
             closing = head | {"object": form.chunk_object, "choices": []} if with_usage else None
             return StreamingResponse(_events(chunks, closing, prompts, choices), media_type="text/event-stream")
         await unless_gone(http, self._collect(requests, choices))
-        entries = [form.whole(choice) for choice in choices]
-        body_out = head | {"object": form.whole_object} | ids | {"choices": entries, "usage": usage(prompts, choices)}
-        return JSONResponse(body_out)
+        around = head | {"object": form.whole_object} | ids | {"usage": usage(prompts, choices)}
+        return await asyncio.to_thread(_whole, around, form.whole, choices)
 
     async def answer_tokens(self, body: TokenRequest, http: Request) -> Response:
-        head = self._head(body.model, "gen")
+        head = self.head(body.model, "gen")
         sampling = body.sampling_params
-        requests = make_requests(head["id"], sampling, [body.token_ids], TOKEN_MAX_TOKENS, body.priority)
+        requests = self.make_requests(head["id"], sampling, [body.token_ids], TOKEN_MAX_TOKENS, body.priority)
         choices = [Choice(index, request, self.tokenizer) for index, request in enumerate(requests)]
         await unless_gone(http, self._collect(requests, choices))
-        entries: list[Json] = []
-        for choice in choices:
+
+        def entry(choice: Choice) -> Json:
             content = [
                 {"token": f"token_id:{token_id}", "logprob": logprob}
                 for token_id, logprob in zip(choice.token_ids, choice.logprobs, strict=True)
             ]
-            entries.append(
-                {
-                    "index": choice.index,
-                    "token_ids": choice.token_ids,
-                    "logprobs": None if sampling.logprobs is None else {"content": content},
-                    "finish_reason": choice.finish_reason,
-                }
-            )
-        return JSONResponse({"request_id": head["id"], "choices": entries, "prompt_logprobs": None})
+            return {
+                "index": choice.index,
+                "token_ids": choice.token_ids,
+                "logprobs": None if sampling.logprobs is None else {"content": content},
+                "finish_reason": choice.finish_reason,
+            }
 
-    def _head(self, model: str | None, prefix: str) -> Json:
+        around = {"request_id": head["id"], "prompt_logprobs": None}
+        return await asyncio.to_thread(_whole, around, entry, choices)
+
+    def head(self, model: str | None, prefix: str) -> Json:
         if model is not None and model != self.model_id:
-            raise UnknownModel(f"the model {model!r} is not served here; this is {self.model_id!r}")
+            raise UnknownModel(f"the model {show(model)} is not served here; this is {show(self.model_id)}")
         return {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model_id}
 
+    def make_requests(
+        self,
+        id: str,
+        body: SamplingFields,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int | None,
+        priority: int | None,
+    ) -> list[GenerateRequest]:
+        """One for each prompt and choice, in the order of the answer's choices. `priority` is vLLM's: the lower goes
+        first."""
+        num_choices = body.n or 1
+        if len(prompts) * num_choices > self._max_sequences:
+            raise RequestRefused(
+                id,
+                f"{len(prompts)} prompts and n = {num_choices} make {len(prompts) * num_choices} sequences; "
+                f"server.max_sequences allows {self._max_sequences}",
+            )
+        requests: list[GenerateRequest] = []
+        for number, prompt in enumerate(prompts):
+            shared, room = tuple(prompt), self.limits.room(len(prompt))
+            default = room if max_tokens is None else min(max_tokens, room)
+            sampling = body.sampling(max(1, default))
+            window = self.limits.max_model_len - len(prompt)
+            if 0 < window < sampling.max_tokens:
+                raise RequestRefused(
+                    id,
+                    f"max_tokens is {sampling.max_tokens}, and the prompt has {len(prompt)} tokens; "
+                    f"model.max_model_len {self.limits.max_model_len} leaves room for {window}",
+                )
+            for choice in range(num_choices):
+                # Each gets a seed of its own, or all would be the same.
+                seeded = sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + choice)
+                group = f"{id}-{number}"
+                requests.append(GenerateRequest(f"{group}-{choice}", shared, seeded, group, priority=-(priority or 0)))
+        return requests
+
     async def _deltas(self, requests: Sequence[GenerateRequest], each_step: bool) -> AsyncGenerator[Delta]:
-        """`EngineRunner.generate`, counted."""
+        """`EngineRunner.generate`, counted and limited."""
+        if self._num_sequences + len(requests) > self._max_sequences:
+            raise Overloaded(
+                f"{self._num_sequences} sequences are in the server, and server.max_sequences is "
+                f"{self._max_sequences}: there is no room for {len(requests)} more now; try again later"
+            )
+        self._num_sequences += len(requests)
+        try:
+            async with aclosing(self._counted(requests, each_step)) as deltas:
+                async for delta in deltas:
+                    yield delta
+        finally:
+            self._num_sequences -= len(requests)
+
+    async def _counted(self, requests: Sequence[GenerateRequest], each_step: bool) -> AsyncGenerator[Delta]:
         started, first = time.monotonic(), True
         async with aclosing(self.runner.generate(requests, each_step)) as deltas:
             async for delta in deltas:
@@ -110,23 +190,14 @@ class Service:
         async with aclosing(self._deltas(requests, each_step=False)) as deltas:
             async for delta in deltas:
                 choices[delta.index].push(delta)
+                await asyncio.sleep(0)  # a step may end a thousand of them, and others are waiting
 
 
-def make_requests(
-    id: str, body: SamplingFields, prompts: Sequence[Sequence[int]], max_tokens: int, priority: int | None
-) -> list[GenerateRequest]:
-    """One for each prompt and choice, in the order of the answer's choices. `priority` is vLLM's: lower goes first."""
-    return [
-        GenerateRequest(
-            id=f"{id}-{number}-{choice}",
-            prompt=tuple(prompt),
-            sampling=body.sampling(max_tokens, choice),
-            group=f"{id}-{number}",
-            priority=-(priority or 0),
-        )
-        for number, prompt in enumerate(prompts)
-        for choice in range(body.n or 1)
-    ]
+def _whole(around: Json, entry: Callable[[Choice], Json], choices: Sequence[Choice]) -> Response:
+    """An answer's JSON, for a thread: with many choices it takes a while. One piece a choice, as none of them may hold
+    the interpreter for long."""
+    entries = ", ".join(json.dumps(entry(choice)) for choice in choices)
+    return Response(f'{json.dumps(around)[:-1]}, "choices": [{entries}]}}', media_type="application/json")
 
 
 async def unless_gone(http: Request, work: "Coroutine[Any, Any, T]") -> T:

@@ -66,6 +66,11 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._backend.encode(_whole(text), add_special_tokens=add_special_tokens).ids
 
+    def encode_many(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """For long texts in a thread: other threads run meanwhile, which `encode` does not allow."""
+        batches = (self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens) for text in texts)
+        return [batch[0].ids for batch in batches]
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Ids that the vocabulary does not have (a model may be padded beyond it) decode to nothing."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -117,6 +122,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Ids are below this, added tokens included. A model's own `vocab_size` may be larger."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @property
+    def longest_token(self) -> int:
+        """At most so many characters of a text become one token."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     @property
     def bos_token_id(self) -> int | None:

@@ -1,0 +1,30 @@
+"""At most so many log lines in so much time: what strangers can cause must not fill a disk."""
+
+import logging
+import time
+from collections.abc import Callable
+
+WINDOW_S = 10.0
+MOST_LINES = 5
+"""In a window."""
+
+
+class LogLimit(logging.Filter):
+    """Goes on a logger. The first line after a time of too many says how many were left out."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._window_began_s = -WINDOW_S
+        self._num_lines = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now = self._clock()
+        if now - self._window_began_s >= WINDOW_S:
+            left_out = self._num_lines - MOST_LINES
+            if left_out > 0:
+                record.msg = f"{record.getMessage()} ({left_out} more lines were left out before this one)"
+                record.args = ()
+            self._window_began_s, self._num_lines = now, 0
+        self._num_lines += 1
+        return self._num_lines <= MOST_LINES
