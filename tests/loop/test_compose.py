@@ -175,6 +175,22 @@ def test_resume_goes_on_where_the_run_was(tmp_path, folder):
     assert "Resumed after step 2" in (tmp_path / "run" / "events.jsonl").read_text()
 
 
+def test_a_run_goes_on_with_the_reference_that_it_began_with(tmp_path, folder):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(bytes(100_000))
+    loss = {"type": "grpo", "kl_coef": 0.1}
+    circle(config(tmp_path, folder, trainer__loss=loss, ckpt__interval=1), folder)
+    later = config(tmp_path, folder, trainer__loss=loss, max_steps=5, ckpt__resume_step=-1)
+    assert prepare(later).progress.step == 3
+    weights.write_bytes(bytes(50_000) + bytes([1] * 50_000))
+    with pytest.raises(
+        CheckpointError, match=r"other weights than those that .*step_3 was trained with as the KL term's"
+    ):
+        prepare(later)
+    without = config(tmp_path, folder, max_steps=5, ckpt__resume_step=-1)
+    assert prepare(without).progress.step == 3  # nothing compares with them
+
+
 def test_resuming_a_run_without_a_checkpoint_starts_it(tmp_path, folder):
     run = tmp_path / "run"
     killed = Recorder(run)  # in its second step, before the first save

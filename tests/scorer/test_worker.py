@@ -12,7 +12,7 @@ from ductile.config.trainer import TrainerConfig
 from ductile.core.batch.packing import pack
 from ductile.fabric.groups import Groups
 from ductile.model.attention import PackedAttention
-from ductile.model.checkpoint import load_model
+from ductile.model.checkpoint import load_model, save_model
 from ductile.model.packed import PackedSamples
 from ductile.model.transformer import Transformer
 from ductile.parallel.ranks import Ranks
@@ -67,6 +67,15 @@ def test_policy_and_reference_start_equal_and_part_with_the_first_version(folder
     publisher.close()
     assert_scores(role.handle(Score(SAMPLES, "policy")).logprobs, trained)  # it holds a copy
     role.close()
+
+
+def test_the_reference_is_what_lay_at_model_name_when_the_role_began(folder: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(folder, tmp_path / "model")
+    sections = {"model": {"name": str(model), "seq_len": 32}, "loss": {"type": "grpo", "kl_coef": 0.1}}
+    role = ScoreRole(TrainerConfig.model_validate(sections).model_dump(), PLACE)
+    trained = load_model(folder, random_init=True, seed=9)
+    save_model(model, trained.spec, dict(trained.named_parameters()), folder)
+    assert_scores(role.handle(Score(SAMPLES, "reference")).logprobs, load_model(folder))
 
 
 def test_another_models_version_is_refused_and_changes_nothing(folder: Path) -> None:

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from ductile.loop.evaluate import EvalReport, Evaluation
 from ductile.loop.lessons import Lessons
 from ductile.loop.loop import Loop, Plan
 from ductile.loop.progress import Checkpoints, Progress
+from ductile.loop.reference import pinned
 from ductile.loop.report import summarise_rl, this_life
 from ductile.loop.rollouts import Rollouts
 from ductile.loop.saving import Saver, where_to_begin
@@ -106,6 +107,10 @@ def prepare(config: RLConfig) -> Prepared:
     )
     checkpoints = Checkpoints(Path(config.output_dir) / "state", config.ckpt.keep_last)
     resume_step = None if bench else config.ckpt.resume_step
+    progress = where_to_begin(checkpoints, resume_step, Path(config.output_dir) / "model")
+    if needs_reference(config.trainer.loss):
+        reference = pinned(progress, Path(str(config.trainer.model.name)), checkpoints.path(progress.step))
+        progress = replace(progress, reference=reference)
     return Prepared(
         config=config,
         plan=plan,
@@ -116,7 +121,7 @@ def prepare(config: RLConfig) -> Prepared:
         eval_prompts=eval_prompts,
         advantage=_advantage(orchestrator.advantage),
         checkpoints=checkpoints,
-        progress=where_to_begin(checkpoints, resume_step, Path(config.output_dir) / "model"),
+        progress=progress,
     )
 
 
@@ -176,7 +181,7 @@ async def run_circle(
 
         async def save(step: int) -> None:
             if config.bench is None:
-                await saver.save(Progress(step, buffer.position()))
+                await saver.save(Progress(step, buffer.position(), progress.reference))
 
         loop = Loop(
             plan=plan,

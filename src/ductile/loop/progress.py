@@ -37,11 +37,13 @@ class Progress:
     step: int = 0
     """Batches trained on; also the version of the weights."""
     prompts: PromptPosition = field(default_factory=PromptPosition)
+    reference: str = ""
+    """Fingerprint of the reference model of a KL term; empty where there is none."""
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> "Progress":
         prompts = PromptPosition(value["prompts"]["next"], tuple(value["prompts"]["under_way"]))
-        return Progress(value["step"], prompts)
+        return Progress(value["step"], prompts, str(value.get("reference", "")))
 
 
 class Checkpoints:

@@ -1,7 +1,8 @@
 """The score role of one slot: log-probs of sampled tokens, as the trainer would compute them.
 
-It holds the policy, which follows published weights (one that joins has none before the first `Receive`), and, from the
-first time that it is asked for, the reference: the weights that the run started from, always from disk.
+It holds the policy, which follows published weights (one that joins has none before the first `Receive`), and the
+reference: the weights that the run started from, from disk, as soon as it begins where the loss needs them, and else
+when they are asked for.
 """
 
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from ductile.config.trainer import TrainerConfig
+from ductile.config.trainer import TrainerConfig, needs_reference
 from ductile.core.batch.packing import pack
 from ductile.fabric import heap
 from ductile.model.checkpoint import ModelFolderError, empty_model, load_model, read_spec, truncate
@@ -34,7 +35,8 @@ class ScoreRole:
         self._policy = self._load() if self._has_weights else self._allocate()
         self._version = 0
         self._lent = Publisher()
-        self._reference: Transformer | None = None
+        # At once: what lies at model.name may be newer later.
+        self._reference: Transformer | None = self._load() if needs_reference(self._config.loss) else None
 
     def handle(self, command: Any) -> Any:
         match command:
