@@ -129,7 +129,7 @@ OVERVIEW = f"""ductile {__version__}: elastic RL post-training
   plan          the same for a run that was recorded, from what it measured: ductile plan --run runs/x
   report        a run as one HTML file, who did what when: ductile report runs/x
 
-  ductile <command> --help          all keys of a command
+  ductile <command> --help          all keys of a command; --help-all: also those that are not built yet
   ductile <command> --help optim    those with "optim" in their name
   ductile <command> ... --dry-run   write the resolved config and stop
 """
@@ -200,12 +200,13 @@ def _check(words: list[str]) -> int:
 
 
 def _wants_help(command: Command, words: list[str]) -> bool:
-    at = next((index for index, word in enumerate(words) if word in ("-h", "--help")), None)
+    at = next((index for index, word in enumerate(words) if word in ("-h", "--help", "--help-all")), None)
     if at is None:
         return False
     from ductile.config.help import help_text
 
-    print(help_text(command.name, command.summary, command.root, words[at + 1] if at + 1 < len(words) else ""))
+    only = words[at + 1] if at + 1 < len(words) else ""
+    print(help_text(command.name, command.summary, command.root, only, unbuilt=words[at] == "--help-all"))
     return True
 
 

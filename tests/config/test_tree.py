@@ -148,9 +148,23 @@ def test_a_server_holds_one_copy(here: Path) -> None:
 
 @pytest.mark.parametrize(("command", "root"), [(command, root) for command, root, _ in ROOTS])
 def test_help_has_every_key(command: str, root: type[Section]) -> None:
-    said = help_text(command, "", root)
+    said = help_text(command, "", root, unbuilt=True)
     missing = [flag(path) for path, key in walk(root) if not key.variants and f"  {flag(path)}  " not in said]
     assert missing == []
+
+
+@pytest.mark.parametrize(("command", "root"), [(command, root) for command, root, _ in ROOTS])
+def test_help_leaves_out_what_is_not_built(command: str, root: type[Section]) -> None:
+    said = help_text(command, "", root)
+    shown = {path for path, key in walk(root) if not key.variants and f"  {flag(path)}  " in said}
+    assert {path for path in shown if path[-1] != "type"} == {p for p in _built_leaves(root) if p[-1] != "type"}
+    assert "--help-all shows them" in " ".join(said.split())
+
+
+def test_help_for_a_word_finds_variants_other_systems_names_and_what_is_not_built() -> None:
+    assert "--orchestrator.task.path" in help_text("rl", "", RLConfig, "jsonl")
+    assert "--max-steps" in help_text("rl", "", RLConfig, "num_epochs")
+    assert "Not built yet: LoRA" in help_text("rl", "", RLConfig, "lora")
 
 
 def test_docs_are_up_to_date() -> None:

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from ductile.config.model import TrainerModelConfig
 from ductile.model import logprobs
-from ductile.model.logprobs import LogprobHead
+from ductile.model.logprobs import LogprobHead, _logits
 
 T, M, V, N = 30, 8, 11, 17
 
@@ -58,3 +59,16 @@ def test_bf16_weights_give_fp32_scores() -> None:
     got.sum().backward()
     assert hidden.grad is not None
     assert hidden.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("size", "num_logits"), [("auto", 6 * V), (4, 4 * V), ("disabled", N * V)])
+def test_the_config_says_how_many_logits_exist_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, size: int | str, num_logits: int
+) -> None:
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 6 * V)
+    seen: list[slice] = []
+    monkeypatch.setattr(logprobs, "_logits", lambda *args: seen.append(args[-1]) or _logits(*args))
+    model = TrainerModelConfig.model_validate({"fused_lm_head_token_chunk_size": size})
+    head = LogprobHead(torch.arange(N), torch.zeros(N, dtype=torch.int64), None, model.head_chunk_tokens)
+    head(torch.randn(T, M), torch.randn(V, M))
+    assert max(rows.stop - rows.start for rows in seen) * V == num_logits

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ductile.config.errors import did_you_mean, flag, show
+from ductile.config.foreign import ours
 from ductile.config.provenance import Path
 from ductile.config.schema import REQUIRED, Key, keys
 from ductile.config.section import Section
@@ -28,6 +29,8 @@ class Line:
     """The `type` that the key belongs to, where its table is a union: "sgd"."""
     not_built: str = ""
     """What is missing, or empty."""
+    built: bool = True
+    """False where every value but the default is refused."""
 
 
 def lines(
@@ -42,12 +45,14 @@ def lines(
         missing = key.not_built.sentence() if key.not_built else not_built
         if key.not_built and key.not_built.only:
             missing = f"{', '.join(map(str, key.not_built.only))}: {missing[0].lower()}{missing[1:]}"
+        built = not not_built and (key.not_built is None or bool(key.not_built.only))
         if not key.variants:
             default: object = getattr(table, name) if isinstance(table, section) else key.default
-            yield Line(here, key.wants, _shown(default), key.help, variant, missing)
+            yield Line(here, key.wants, _shown(default), key.help, variant, missing, built)
             continue
         if key.optional:
-            yield Line(here, key.wants, "off" if key.default is None else "on", key.help, variant, missing)
+            default = "off" if key.default is None else "on"
+            yield Line(here, key.wants, default, key.help, variant, missing, built)
         if key.is_union:
             yield from _union(key, here, missing)
         else:
@@ -64,7 +69,7 @@ def _union(key: Key, path: Path, not_built: str) -> Iterator[Line]:
     wants = "one of " + ", ".join(f'"{tag}"' for tag in key.tags)
     text = " ".join(f"{tag}: {doc}" for tag, doc in about if doc)
     default = f'"{key.default_tag}"' if key.default_tag else "required"
-    yield Line((*path, "type"), wants, default, text, "", not_built or unbuilt)
+    yield Line((*path, "type"), wants, default, text, "", not_built or unbuilt, not not_built)
     merged: dict[Line, list[str]] = {}
     for tag, section, mark in zip(key.tags, key.variants, marks, strict=True):
         for line in lines(section, path, "", mark.sentence() if mark else not_built, key.default):
@@ -78,18 +83,27 @@ def _shown(default: object) -> str:
     return "required" if default is REQUIRED else show(default)
 
 
-def help_text(command: str, summary: str, root: type[Section], only: str = "") -> str:
-    """The keys of a command, or those with `only` in their name. Fits the terminal."""
+def help_text(command: str, summary: str, root: type[Section], only: str = "", *, unbuilt: bool = False) -> str:
+    """The keys of a command, or those with `only` in their name or their variant's. Fits the terminal.
+
+    Keys whose feature is not built are there when `unbuilt` asks for them, or when `only` does.
+    """
     width = min(120, shutil.get_terminal_size((100, 24)).columns)
     word = only.lstrip("-").replace("-", "_").lower()
     everything = list(lines(root))
-    chosen = [line for line in everything if word in ".".join(map(str, line.path))]
+    chosen = [line for line in everything if word in ".".join(map(str, line.path)) or (word and word in line.variant)]
+    if not chosen and (key := ours(root, (word,))):
+        return help_text(command, summary, root, ".".join(map(str, key)))
     if not chosen:
         near = did_you_mean(word, [".".join(map(str, line.path)) for line in everything])
         return f"ductile {command} has no key with {only} in its name.{near}"
     out = [f"ductile {command}: {summary}", "", f"  ductile {command} [@ file ...] [--key value ...]", ""]
     if not only:
         out += [*textwrap.wrap(HOW, width), ""]
+    num_left_out = 0
+    if not only and not unbuilt:
+        num_left_out = sum(not line.built for line in chosen)
+        chosen = [line for line in chosen if line.built]
     group: Path | None = None
     for line in chosen:
         if line.path[:-1] != group:
@@ -97,6 +111,9 @@ def help_text(command: str, summary: str, root: type[Section], only: str = "") -
             title = ".".join(map(str, group))
             out += ["", f"[{title}]"] if title else []
         out += _entry(line, width)
+    if num_left_out:
+        left_out = f"{num_left_out} keys whose features are not built yet are left out."
+        out += ["", *textwrap.wrap(f"{left_out} ductile {command} --help-all shows them.", width)]
     return "\n".join(out)
 
 

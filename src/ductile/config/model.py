@@ -1,7 +1,9 @@
 """[model] and [trainer.model]: which weights, in which precision, and how they are spread."""
 
+import sys
 from typing import Annotated, Literal
 
+from annotated_types import Ge
 from pydantic import Field
 
 from ductile.config.section import NotBuilt, Section
@@ -68,10 +70,10 @@ class TrainerModelConfig(ModelConfig):
     )
     """`auto` and `custom` are ductile's own models; there is no other implementation."""
     attn: Annotated[
-        Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "fa4"],
+        Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "fa3", "fa4"],
         NotBuilt(
             "attention kernels of other packages",
-            only=("eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "fa4"),
+            only=("eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "fa3", "fa4"),
             instead='Write "sdpa".',
         ),
     ] = "auto"
@@ -110,7 +112,13 @@ class TrainerModelConfig(ModelConfig):
     fp8: Annotated[bool, NotBuilt("8-bit training")] = False
     quantization: Annotated[QuantizationConfig | None, NotBuilt("8-bit training")] = None
     lora: Annotated[LoraConfig | None, NotBuilt("LoRA")] = None
-    fused_lm_head_token_chunk_size: Annotated[int | Literal["auto", "disabled"], NotBuilt("LM head chunking")] = (
-        "disabled"
-    )
+    fused_lm_head_token_chunk_size: Annotated[int, Ge(1)] | Literal["auto", "disabled"] = "auto"
+    """Tokens whose logits exist at a time, when trained tokens are scored: auto: as many as have 2^25 logits (128 MiB);
+    disabled: all of a micro-batch."""
     debug: DebugConfig = DebugConfig()
+
+    @property
+    def head_chunk_tokens(self) -> int | None:
+        """As the head takes it; None lets it choose."""
+        size = self.fused_lm_head_token_chunk_size
+        return {"auto": None, "disabled": sys.maxsize}[size] if isinstance(size, str) else size

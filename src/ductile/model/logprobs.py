@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_ELEMENTS = 1 << 25
-"""Logits of one chunk: 128 MiB in fp32."""
+"""Logits of one chunk, where its tokens are not given: 128 MiB in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +28,28 @@ class LogprobHead:
     """[N] int64: the tokens."""
     temperatures: Tensor | None = None
     """[N] fp32, by which logits are divided; None is 1."""
+    chunk_tokens: int | None = None
+    """Tokens that are scored at a time; None: as many as have `CHUNK_ELEMENTS` logits."""
 
     def __call__(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return _ChosenLogprobs.apply(hidden, weight, self.rows, self.targets, self.temperatures)  # pyright: ignore
+        size = self.chunk_tokens or max(1, CHUNK_ELEMENTS // len(weight))
+        return _ChosenLogprobs.apply(hidden, weight, self.rows, self.targets, self.temperatures, size)  # pyright: ignore
 
 
 class _ChosenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, all_hidden: Tensor, weight: Tensor, chosen: Tensor, targets: Tensor, temperatures: Tensor | None
+        ctx: Any,
+        all_hidden: Tensor,
+        weight: Tensor,
+        chosen: Tensor,
+        targets: Tensor,
+        temperatures: Tensor | None,
+        chunk_tokens: int,
     ) -> tuple[Tensor, Tensor]:
         hidden = all_hidden[chosen]
         logprobs, entropies = (torch.empty(len(hidden), device=hidden.device) for _ in range(2))
-        chunks = _chunks(len(hidden), len(weight))
+        chunks = _chunks(len(hidden), chunk_tokens)
         kept = None
         for rows in chunks:
             logits = _logits(hidden, weight, temperatures, rows)
@@ -51,7 +60,7 @@ class _ChosenLogprobs(torch.autograd.Function):
             kept = probabilities
         kept = kept if len(chunks) == 1 else None
         ctx.save_for_backward(hidden, weight, chosen, targets, temperatures, entropies, kept)
-        ctx.num_hidden = len(all_hidden)
+        ctx.num_hidden, ctx.chunk_tokens = len(all_hidden), chunk_tokens
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
@@ -59,7 +68,7 @@ class _ChosenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, of_logprobs: Tensor | None, of_entropies: Tensor | None
-    ) -> tuple[Tensor, Tensor, None, None, None]:
+    ) -> tuple[Tensor, Tensor, None, None, None, None]:
         hidden, weight, chosen, targets, temperatures, entropies, kept = ctx.saved_tensors
         grad = torch.zeros_like(entropies) if of_logprobs is None else of_logprobs
         grad_hidden = torch.empty_like(hidden)
@@ -67,7 +76,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         if temperatures is not None:
             grad = grad / temperatures
             of_entropies = None if of_entropies is None else of_entropies / temperatures
-        for rows in _chunks(len(hidden), len(weight)):
+        for rows in _chunks(len(hidden), ctx.chunk_tokens):
             # d logprob / d logits = onehot(target) - probabilities
             probabilities = kept if kept is not None else _logits(hidden, weight, temperatures, rows).softmax(-1)
             grad_logits = probabilities * -grad[rows, None]
@@ -81,11 +90,10 @@ class _ChosenLogprobs(torch.autograd.Function):
             grad_weight += grad_logits.t() @ hidden[rows]
         # A row may speak about several tokens: the first ones of all answers to a prompt.
         grad_all = hidden.new_zeros((ctx.num_hidden, hidden.shape[1])).index_add_(0, chosen, grad_hidden)
-        return grad_all, grad_weight.to(weight.dtype), None, None, None
+        return grad_all, grad_weight.to(weight.dtype), None, None, None, None
 
 
-def _chunks(num_rows: int, vocab_size: int) -> list[slice]:
-    size = max(1, CHUNK_ELEMENTS // vocab_size)
+def _chunks(num_rows: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
 
 

@@ -81,9 +81,12 @@ class PackedSamples:
         ]
         return cls(as_tensor[0], as_tensor[1], tuple(stems), tuple(branches), as_tensor[2], as_tensor[3], temperatures)
 
-    def score(self, model: Transformer) -> tuple[Tensor, Tensor]:
-        """Log-probs [N] (with gradient, if enabled) and entropies [N] of the scored tokens."""
-        head = LogprobHead(self.rows, self.targets, self.temperatures)
+    def score(self, model: Transformer, chunk_tokens: int | None = None) -> tuple[Tensor, Tensor]:
+        """Log-probs [N] (with gradient, if enabled) and entropies [N] of the scored tokens.
+
+        chunk_tokens: as `LogprobHead` has it.
+        """
+        head = LogprobHead(self.rows, self.targets, self.temperatures, chunk_tokens)
         return model(self.token_ids, self.positions, PackedAttention(self.stems, self.branches), head)
 
 

@@ -102,7 +102,7 @@ class ScoreRole:
     @torch.no_grad()
     def _score(self, micro_batch: MicroBatch, model: Transformer) -> dict[Sample, tuple[float, ...]]:
         packed = PackedSamples.of(micro_batch.samples, self._device)
-        logprobs, _ = packed.score(model)
+        logprobs, _ = packed.score(model, self._config.model.head_chunk_tokens)
         in_order = iter(logprobs.tolist())
         return {
             sample: tuple(next(in_order) if is_scored else 0.0 for is_scored in sample.mask)

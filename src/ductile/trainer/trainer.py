@@ -160,7 +160,7 @@ class Trainer:
 
     def _run(self, batch: Batch) -> str:
         """Returns how the loss function failed, or ""."""
-        logprobs, entropies = batch.packed.score(self.model)
+        logprobs, entropies = batch.packed.score(self.model, self.config.model.head_chunk_tokens)
         try:
             outputs = self._loss(batch.loss_inputs(logprobs, entropies))
             # Without trained tokens: zeros for every parameter, whatever a custom loss made of the made-up token.
