@@ -134,10 +134,11 @@ class Diary:
 
 
 class FakeTrainer:
-    def __init__(self, diary, num_ranks=1, chunk_s=0.5, optim_s=0.1):
+    def __init__(self, diary, num_ranks=1, chunk_s=0.5, optim_s=0.1, skips=()):
         self.diary, self.num_ranks, self.chunk_s, self.optim_s = diary, num_ranks, chunk_s, optim_s
         self.samples, self.divisors, self.steps, self.busy = [], [], 0, False
         self.fail_at: int | None = None
+        self.skips = skips
 
     async def forward_backward(self, samples, seq_len):
         assert not self.busy, "two forward_backward at once"
@@ -155,11 +156,14 @@ class FakeTrainer:
 
     async def optim_step(self, divisor):
         assert not self.busy, "optim_step before forward_backward was done"
+        self.steps += 1
+        if divisor == 0:
+            return StepReport(self.steps, loss=0.0, grad_norm=0.0, lr=1e-3, num_tokens=0)
         self.divisors.append(divisor)
         await asyncio.sleep(self.optim_s)
-        self.steps += 1
         self.diary.note("optim_step")
-        return StepReport(self.steps, loss=1.0, grad_norm=0.5, lr=1e-3, num_tokens=int(divisor))
+        skipped = {"skipped": 1.0} if self.steps in self.skips else {}
+        return StepReport(self.steps, 1.0, grad_norm=0.5, lr=1e-3, num_tokens=int(divisor), metrics=skipped)
 
     async def publish(self, version):
         self.diary.note(f"publish {version}")
@@ -254,6 +258,7 @@ class Stage:
     scorer: Callable[..., FakeScorer] | None = None
     graders: Callable[..., Any] = InProcessGraders
     max_reward_error_share: float = 1.0
+    max_skipped_steps: int | None = 10
     needs_reference: bool = False
     drop_zero_advantage: bool = True
     advantage: Advantage = mean_baseline
@@ -311,6 +316,7 @@ class Stage:
                 seq_len=self.seq_len,
                 eval_interval=self.eval_interval,
                 max_reward_error_share=self.max_reward_error_share,
+                max_skipped_steps=self.max_skipped_steps,
             ),
             self.fake_trainer,
             self.fake_generators,

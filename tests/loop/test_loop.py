@@ -10,6 +10,7 @@ from ductile.loop.attend import SlotDied
 from ductile.loop.evaluate import RewardsFailed
 from ductile.loop.overlap import Hold
 from ductile.loop.progress import Progress
+from ductile.loop.skips import Diverged
 from ductile.observe import read_jsonl
 from ductile.roles import CustomCodeFailed, Late, SlotLost
 from ductile.tasks.grader import Verdict
@@ -252,8 +253,9 @@ def test_minibatches_are_optimizer_steps_over_shares_of_the_groups(tmp_path):
 def test_a_batch_without_any_advantage_takes_no_optimizer_step(tmp_path):
     stage = Stage(tmp_path, max_steps=2, generators=partial(FakeGenerators, digit=lambda request: 1))
     assert run(stage.go()) == 2
-    assert stage.fake_trainer.steps == 0
+    assert stage.fake_trainer.divisors == []
     assert stage.fake_trainer.samples == []
+    assert stage.fake_trainer.steps == 2  # of the schedule, which ends with the run
     assert "nothing_to_learn" in [row["kind"] for row in read_jsonl(tmp_path / "events.jsonl")]
     assert read_jsonl(tmp_path / "metrics.jsonl")[-1]["groups_equal"] == 4
 
@@ -554,3 +556,37 @@ def test_cancelling_the_run_leaves_nothing_behind(tmp_path):
     run(cancelled(stage))
     assert stage.fake_generators.num_running == 0
     assert not stage.fake_trainer.busy
+
+
+def test_steps_that_are_thrown_away_are_told_and_too_many_in_a_row_end_the_run_saved(tmp_path):
+    trainer = partial(FakeTrainer, skips={2, 4, 5, 7, 8, 9, 10})
+    stage = Stage(tmp_path, max_steps=20, max_skipped_steps=3, trainer=trainer)
+    with pytest.raises(Diverged, match=r"the gradients of the last 3 optimizer steps were not finite"):
+        run(stage.go())
+    told = [row["step"] for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == "step_skipped"]
+    assert told == [2, 4, 5, 7, 8, 9]
+    assert read_jsonl(tmp_path / "metrics.jsonl")[-1]["step"] == 9
+    assert stage.saved[-1][0] == 9
+
+
+def test_without_a_limit_steps_are_thrown_away_for_ever(tmp_path):
+    stage = Stage(tmp_path, max_steps=5, max_skipped_steps=None, trainer=partial(FakeTrainer, skips=range(9)))
+    assert run(stage.go()) == 5
+
+
+def test_a_prompt_that_is_dropped_twice_is_told_once_with_what_to_change(tmp_path):
+    class OneSlowGroup(FakeGenerators):
+        slow = ""
+
+        async def generate(self, request):
+            self.slow = self.slow or request.group
+            self.delay = lambda request: 30.0 if request.group == self.slow and self.version < 7 else 0.5
+            return await super().generate(request)
+
+    stage = Stage(tmp_path, max_steps=10, max_off_policy_steps=1, generators=OneSlowGroup)
+    run(stage.go())
+    events = read_jsonl(tmp_path / "events.jsonl")
+    assert len([row for row in events if row["kind"] == "group_dropped"]) > 2
+    (told,) = [row for row in events if row["kind"] == "prompt_dropped_twice"]
+    assert told["prompt"] == stage.fake_generators.slow
+    assert "orchestrator.max_off_policy_steps (1)" in told["sentence"]

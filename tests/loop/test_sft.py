@@ -1,6 +1,7 @@
 import asyncio
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -8,6 +9,7 @@ from ductile.config.run import SFTConfig, TrainerRunConfig
 from ductile.loop.progress import CheckpointError
 from ductile.loop.sft import prepare_fake, prepare_sft, run_batches
 from ductile.loop.sft_data import fake_samples, read_conversations, tokenise
+from ductile.loop.skips import Diverged
 from ductile.observe import Recorder, read_jsonl
 from ductile.records import StepReport
 from ductile.tasks.task import TaskError
@@ -229,3 +231,17 @@ def test_the_trainer_alone(tmp_path, folder):
     assert summary["steps"] == 2
     assert trainer.divisors == [3.0, 3.0]
     assert all(sample.weights for sample in prepared.batch(0))
+
+
+def test_steps_that_are_thrown_away_end_the_run_saved(tmp_path, folder):
+    class Diverging(Memory):
+        async def optim_step(self, divisor):
+            report = await super().optim_step(divisor)
+            return replace(report, metrics={"skipped": float(self.step > 2)})
+
+    prepared = prepare_sft(config(tmp_path, folder, max_steps=9, optim={"type": "adamw", "max_skipped_steps": 2}))
+    record = Recorder(tmp_path / "run")
+    with pytest.raises(Diverged, match="the last 2 optimizer steps were not finite"):
+        asyncio.run(run_batches(prepared, Diverging(), record, asyncio.Event(), dict))
+    assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert (tmp_path / "run" / "state" / "step_4").is_dir()

@@ -119,6 +119,20 @@ def test_the_schedule_sets_the_learning_rate(folder: Path, alone: Ranks) -> None
     assert lrs == [0.5, 1.0, 1.0, 0.5]
 
 
+def test_a_batch_that_taught_nothing_counts_for_the_schedule_and_moves_no_weight(folder: Path, alone: Ranks) -> None:
+    scheduler = {"type": "linear", "warmup_steps": 0, "decay_steps": 4}
+    config = config_for(folder, optim=SGDConfig(lr=1.0), loss=SFTLoss(), scheduler=scheduler, max_steps=4)
+    trainer = Trainer(config, alone)
+    before = {name: tensor.clone() for name, tensor in trainer.full_tensors()}
+    assert [trainer.optim_step(0.0).lr for _ in range(3)] == [1.0, 0.75, 0.5]
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.full_tensors())
+    assert trainer.num_updates == 0
+    trainer.forward_backward([MicroBatch(tuple(make_samples((6,))))])
+    with pytest.raises(ValueError, match="is 0, and there is a gradient"):
+        trainer.optim_step(0.0)
+    assert trainer.optim_step(1.0).lr == 0.25
+
+
 def test_a_gradient_that_is_not_finite_changes_nothing(folder: Path, alone: Ranks) -> None:
     trainer = Trainer(config_for(folder, loss=DefaultLoss(), optim=AdamWConfig(lr=1e-2)), alone)
     before = {name: tensor.clone() for name, tensor in trainer.full_tensors()}

@@ -16,6 +16,8 @@ class AdamWConfig(Section):
     weight_decay: float = Field(default=0.01, ge=0)
     max_norm: float | None = Field(default=1.0, gt=0)
     """Clip the global gradient norm to this; "None" turns clipping off."""
+    max_skipped_steps: int | None = Field(default=10, ge=1)
+    """The run ends, saved, when so many steps in a row were thrown away because their gradients were not finite."""
     betas1: float = Field(default=0.9, ge=0, lt=1)
     betas2: float = Field(default=0.999, ge=0, lt=1)
     eps: float = Field(default=1e-8, gt=0)
@@ -26,6 +28,8 @@ class SGDConfig(Section):
     lr: float = Field(default=1e-6, gt=0)
     weight_decay: float = Field(default=0.01, ge=0)
     max_norm: float | None = Field(default=1.0, gt=0)
+    max_skipped_steps: int | None = Field(default=10, ge=1)
+    """As in `adamw`."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
     nesterov: bool = True
 
@@ -35,6 +39,7 @@ class MuonConfig(Section):
     lr: float = Field(default=1e-6, gt=0)
     weight_decay: float = Field(default=0.01, ge=0)
     max_norm: float | None = Field(default=1.0, gt=0)
+    max_skipped_steps: int | None = Field(default=10, ge=1)
     mu: float = Field(default=0.95, ge=0, lt=1)
     betas1: float = Field(default=0.9, ge=0, lt=1)
     betas2: float = Field(default=0.95, ge=0, lt=1)
@@ -45,6 +50,7 @@ class SignSGDConfig(Section):
     lr: float = Field(default=1e-6, gt=0)
     weight_decay: float = Field(default=0.01, ge=0)
     max_norm: float | None = Field(default=1.0, gt=0)
+    max_skipped_steps: int | None = Field(default=10, ge=1)
 
 
 OptimConfig = Annotated[AdamWConfig | SGDConfig | MuonConfig | SignSGDConfig, Field(discriminator="type")]

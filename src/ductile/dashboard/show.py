@@ -20,7 +20,9 @@ from ductile.dashboard.view import render
 from ductile.observe import Event, Listener
 
 REFRESH_HZ = 2
-OFTEN = frozenset({"group_dropped", "reward_error", "prompt_skipped", "nothing_to_learn"})
+OFTEN = frozenset(
+    {"group_dropped", "prompt_dropped_twice", "step_skipped", "reward_error", "prompt_skipped", "nothing_to_learn"}
+)
 """Events that may come in hundreds: the first of each kind is printed, all are in events.jsonl."""
 
 

@@ -32,6 +32,7 @@ from ductile.loop.attend import SlotDied, Stopped
 from ductile.loop.evaluate import RewardsFailed
 from ductile.loop.progress import CheckpointError, Checkpoints
 from ductile.loop.sinks import SinkMissing, TensorboardSink, WandbSink
+from ductile.loop.skips import Diverged
 from ductile.observe import Recorder, described
 from ductile.roles import CustomCodeFailed, Late, Refused, SlotLost
 from ductile.tasks.task import TaskError
@@ -115,7 +116,7 @@ async def _run(session: Session, running: Awaitable[RenderableType]) -> _End:
             return _told(session, "stopped", _End(INTERRUPTED, "stopped at once, as asked"))
         except SlotDied as error:
             return _told(session, "died", _End(FAILED, str(error)))
-        except (SlotLost, Late, Refused, RewardsFailed, CustomCodeFailed) as error:
+        except (SlotLost, Late, Refused, RewardsFailed, CustomCodeFailed, Diverged) as error:
             return _told(session, "failed", _End(FAILED, str(error)))
         except Exception as error:
             if session.record.last_step is not None:

@@ -6,13 +6,14 @@ started, which are too old. `Rollouts` puts groups in, `Loop` takes them out; th
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ductile.core.batch.chunking import chunk
 from ductile.core.cluster.staleness import Freshness, StalenessBound, admission, freshness
 from ductile.observe import Recorder
-from ductile.records import Prompt, RolloutGroup
+from ductile.records import Prompt, Rollout, RolloutGroup
 from ductile.roles import Late
 from ductile.tasks.prompts import PromptPosition, Prompts
 
@@ -60,6 +61,11 @@ class Buffer:
         """Told of whatever `changed` returns for."""
         self.num_dropped = 0
         """Groups that were too old to train on; their prompts are asked again."""
+        self.num_dropped_answers = 0
+        """Of these groups, as far as they were finished."""
+        self.num_dropped_tokens = 0
+        """Sampled, in these answers."""
+        self._drops: Counter[str] = Counter()
         self._prompts, self._bound, self._record = prompts, bound, record
         self._max_steps, self._timeout_s, self._stop = max_steps, timeout_s, stop
         self._running: dict[str, int] = {}  # prompt id -> version when it was started
@@ -100,7 +106,7 @@ class Buffer:
 
     def give_up(self, prompt: Prompt) -> None:
         """Stop waiting for its answers, and ask it again."""
-        self._drop(prompt, self._freshness(self._running.pop(prompt.id)))
+        self._drop(prompt, (), self._freshness(self._running.pop(prompt.id)))
 
     def fail(self, error: BaseException) -> None:
         """From now on `take` raises this: the side that should fill the buffer has failed."""
@@ -153,6 +159,7 @@ class Buffer:
         """The optimizer has used them: a resume does not ask these prompts again."""
         self.num_updates += 1
         for group in groups:
+            self._drops.pop(group.prompt.id, None)
             self._prompts.learned(group.prompt)
 
     def next_version(self, version: int) -> None:
@@ -181,14 +188,25 @@ class Buffer:
         if stale:
             self._waiting = [each for each in self._waiting if verdicts[each.oldest_version].fresh]
         for each in stale:
-            self._drop(each.group.prompt, verdicts[each.oldest_version])
+            self._drop(each.group.prompt, each.group.rollouts, verdicts[each.oldest_version])
 
-    def _drop(self, prompt: Prompt, verdict: Freshness) -> None:
+    def _drop(self, prompt: Prompt, rollouts: Sequence[Rollout], verdict: Freshness) -> None:
         self.num_dropped += 1
+        self.num_dropped_answers += len(rollouts)
+        self.num_dropped_tokens += sum(sum(rollout.mask) for rollout in rollouts)
+        self._drops[prompt.id] += 1
         self._prompts.give_back(prompt)
         self._record.event(
             "group_dropped", f"Dropped {prompt.id} and ask it again: {verdict.reason}.", prompt=prompt.id
         )
+        if self._drops[prompt.id] == 2:
+            self._record.event(
+                "prompt_dropped_twice",
+                f"{prompt.id} was dropped twice: its answers take longer than orchestrator.max_off_policy_steps "
+                f"({self._bound.max_off_policy_steps}) steps. Nothing is learned from answers as long as these; raise "
+                "it, or lower orchestrator.sampling.max_tokens.",
+                prompt=prompt.id,
+            )
         self.wake()
 
     def wake(self) -> None:

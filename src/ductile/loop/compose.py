@@ -104,6 +104,7 @@ def prepare(config: RLConfig) -> Prepared:
         seq_len=config.trainer.model.seq_len,
         eval_interval=orchestrator.eval.interval,
         max_reward_error_share=orchestrator.max_reward_error_share,
+        max_skipped_steps=config.trainer.optim.max_skipped_steps,
     )
     checkpoints = Checkpoints(Path(config.output_dir) / "state", config.ckpt.keep_last)
     resume_step = None if bench else config.ckpt.resume_step
@@ -196,6 +197,8 @@ async def run_circle(
             save_due=saver.is_due,
             counts=lambda: {
                 "groups_dropped": float(buffer.num_dropped),
+                "dropped_tokens": float(buffer.num_dropped_tokens),
+                "dropped_length_mean": buffer.num_dropped_tokens / max(1, buffer.num_dropped_answers),
                 "reward_errors": float(graders.num_errors),
                 **counts(),
             },

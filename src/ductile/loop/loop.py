@@ -27,6 +27,7 @@ from ductile.loop.evaluate import Evaluation, RewardsFailed
 from ductile.loop.lessons import Lessons
 from ductile.loop.overlap import OneBehind, together, undisturbed, unless
 from ductile.loop.rollouts import Rollouts
+from ductile.loop.skips import Skips
 from ductile.loop.tally import Tally
 from ductile.observe import Recorder, Stopwatch
 from ductile.records import Manifest, RolloutGroup, Sample
@@ -40,6 +41,8 @@ class Plan:
     n_minibatches: int = 1
     """Optimizer steps a step."""
     seq_len: int = 2048
+    max_skipped_steps: int | None = None
+    """Optimizer steps in a row without a finite gradient that end the run."""
     eval_interval: int | None = None
     """In steps; None: the first weights and the last only."""
     max_reward_error_share: float = 1.0
@@ -92,6 +95,7 @@ class Loop:
         self.saved = step
         """The latest step that there was an attempt to save."""
         self.watch = Stopwatch()
+        self.skips = Skips(plan.max_skipped_steps, record)
         self.conductor: Conductor | None = None
         """Moves slots between roles; None: they keep those that they have."""
         self.scoring = Hand()
@@ -143,6 +147,7 @@ class Loop:
                 self.record.metrics(self.step, {**tally.metrics(*self.watch.lap()), **evaluated, **self.counts()})
         if why := too_many_failed(tally.rollouts, plan.max_reward_error_share):
             raise RewardsFailed(f"in step {self.step} {why}")
+        self.skips.check()
         if self.step == plan.max_steps or self.save_due(self.step):
             await self.save_trained()
 
@@ -178,9 +183,11 @@ class Loop:
         if divisor:
             with self.watch("optim_step"):
                 report = await self.trainer.optim_step(divisor)
+            self.skips.note(report)
         else:
             sentence = f"Step {self.step + 1} learns nothing from {len(groups)} groups: no answer beats its siblings."
             self.record.event("nothing_to_learn", sentence)
+            await self.trainer.optim_step(0.0)  # the learning rate follows the batches
         self.buffer.learned(groups)
         tally.add(groups, report)
         self.step += ends_step

@@ -21,6 +21,7 @@ from ductile.loop.progress import Checkpoints, Progress
 from ductile.loop.report import per_second, this_life
 from ductile.loop.saving import Saver, where_to_begin
 from ductile.loop.sft_data import fake_samples, read_conversations
+from ductile.loop.skips import Skips
 from ductile.observe import Recorder, Stopwatch, read_jsonl
 from ductile.records import Sample, StepReport
 from ductile.roles import Trainer
@@ -187,6 +188,7 @@ class _Training:
         """The latest step that there was an attempt to save."""
         self._prepared, self._trainer, self._record, self._saver = prepared, trainer, record, saver
         self._counts, self._watch = counts, Stopwatch()
+        self._skips = Skips(prepared.trainer.optim.max_skipped_steps, record)
 
     async def run(self, stop: asyncio.Event) -> None:
         prepared = self._prepared
@@ -212,7 +214,9 @@ class _Training:
                 normalise.divisor(samples, normalisation(self._prepared.trainer.loss))
             )
         self.step += 1
+        self._skips.note(report)
         self._record.metrics(self.step, {**_metrics(samples, report, *self._watch.lap()), **self._counts()})
+        self._skips.check()
 
 
 def _metrics(

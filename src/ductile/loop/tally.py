@@ -9,6 +9,8 @@ tokens_per_s_train               prompt and sampled tokens by the seconds that t
 seconds/<phase>                  wall time by phase; phases overlap
 reward/<name>                    what the task's reward reports besides
 groups_equal, groups_dropped     groups whose rewards are all equal; groups that were too old (since the start)
+dropped_tokens                   sampled in vain, in the finished answers of groups that were too old (since the start)
+dropped_length_mean              of these answers; above length_mean, long answers are not learned from
 train_slots, resizes             of the trainer, at the step's end; resizes since the start
 seconds/resize                   in which the trainer stood still for resizes; part of the other phases' time
 reward_error_share               of the batch's answers that could not be scored, and so are not trained on

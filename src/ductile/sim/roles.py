@@ -100,6 +100,8 @@ class SimTrainer:
 
     async def optim_step(self, divisor: float) -> StepReport:
         stage = self._stage
+        if divisor == 0:
+            return StepReport(stage.num_updates, loss=0.0, grad_norm=0.0, lr=0.0, num_tokens=0)
         async with stage.boundary:
             await stage.busy("train", stage.formation.members, stage.scenario.speeds.optim_s)
         stage.num_updates += 1

@@ -54,9 +54,9 @@ class Trainer:
         self.device = torch.device(device)
         self.precision = apply.Precision.of(config.model, device)
         self.step = 0
-        """Optimizer steps asked for; the schedule follows it."""
+        """Optimizer steps asked for, those without a gradient too; the schedule follows it."""
         self.num_updates = 0
-        """Those that changed the weights: all but the skipped ones."""
+        """Those that changed the weights: not those that were skipped, or had nothing to learn."""
         self._optim = supported(config.optim)
         self._lr_at(0)  # complains now about a schedule without an end
         if self.device.type == "cuda":
@@ -86,10 +86,17 @@ class Trainer:
         """Divide the accumulated gradient, clip it, step. The same report on every rank.
 
         A gradient that is not finite is thrown away instead: the report says `skipped` 1, weights and moments stay.
+        With a divisor of 0 there must be none: a batch that taught nothing counts as a step of the schedule all the
+        same, or a run of few lessons would never come to its end.
         """
-        if not (isfinite(divisor) and divisor > 0):
-            raise ValueError(f"the divisor of an optimizer step is {divisor}; it must be above 0")
+        if not (isfinite(divisor) and divisor >= 0):
+            raise ValueError(f"the divisor of an optimizer step is {divisor}; it must be a number of at least 0")
         gradients = data.local_gradients(self.model)
+        if divisor == 0:
+            if gradients:
+                raise ValueError("the divisor of an optimizer step is 0, and there is a gradient")
+            self.step += 1
+            return StepReport(self.step, 0.0, 0.0, self._lr_at(self.step - 1), 0)
         if not gradients:
             raise ValueError("an optimizer step without a forward_backward before it: there is no gradient")
         totals = self._totals(gradients)

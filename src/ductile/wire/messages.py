@@ -72,6 +72,7 @@ class OptimStep(Message):
     """Divide the accumulated gradient by `divisor`, clip, step, advance the schedule. Answered by `Stepped`."""
 
     divisor: float
+    """0: there is no gradient, and only the schedule advances."""
 
 
 class Publish(Message):

@@ -132,7 +132,7 @@ class RemoteTrainer:
 
     async def optim_step(self, divisor: float) -> StepReport:
         async with self._own_turn():
-            self.version = None
+            self.version = self.version if divisor == 0 else None
             replies = await self._all(OptimStep(divisor), Stepped)
             self.with_gradient = False
             return replies[self.formation.members[0]].report
