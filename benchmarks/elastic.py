@@ -12,6 +12,7 @@ and optimizer steps in every arm, strictly on-policy:
     rules            cluster.policy = "rules", from the split that was the best in the first round
     rules_policies   the same with both optional policies
     model            cluster.policy = "model", from the same split
+    seed             from the same split, the keys of examples/scheduling/dynamic.yaml as they are, but for the slots
 
 Arms alternate over `--rounds`; figures are medians of the rounds. `wall_s` is from the first step's start to the last
 one's end; starting and stopping the processes is not in it. `cpu_s` is of all processes, from start to stop. With
@@ -32,9 +33,19 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+import yaml
 
 from peers.long_tail import make
 from provenance import provenance
+
+SEED = Path(__file__).parents[1] / "examples/scheduling/dynamic.yaml"
+
+
+def seed_keys() -> dict[str, object]:
+    """What the seed's file says of `cluster`, but for its eight slots."""
+    keys: dict[str, object] = yaml.safe_load(SEED.read_text())["cluster"]
+    return {name: value for name, value in keys.items() if name != "component_placement"}
+
 
 DYNAMIC: dict[str, dict[str, object]] = {
     "rules": {"auto_scheduler": True, "policy": "rules"},
@@ -45,6 +56,7 @@ DYNAMIC: dict[str, dict[str, object]] = {
         "use_wait_before_last_iter_policy": True,
     },
     "model": {"auto_scheduler": True, "policy": "model"},
+    "seed": seed_keys(),
 }
 RACE = 1.1
 """A split that took so much longer than the best one of a round is not the best by bad luck."""
@@ -206,6 +218,14 @@ def alternate(args: argparse.Namespace, work: Path) -> tuple[int, dict[int, list
     return home, splits, others
 
 
+def against(arm: str, figures: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """By other arm, the share of its time that this one takes more."""
+    if arm not in figures:
+        return {}
+    wall_s = {name: figure["wall_s"] for name, figure in figures.items()}
+    return {name: wall_s[arm] / other_s - 1 for name, other_s in wall_s.items() if name != arm}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json")
@@ -242,11 +262,8 @@ def main() -> None:
         "switch_share": figures["model"]["switch_share"] if "model" in figures else None,
         "train_slots": {"static": best, "policies": home},
         "splits": splits,
-        "model_against": {
-            name: figures["model"]["wall_s"] / figure["wall_s"] - 1
-            for name, figure in figures.items()
-            if "model" in figures and name != "model"
-        },
+        "model_against": against("model", figures),
+        "seed_against": against("seed", figures),
         "settings": {key: value for key, value in vars(args).items() if key not in ("json", "keep")},
         **provenance(),
     }

@@ -4,9 +4,11 @@ import os
 import random
 from dataclasses import replace
 
+from ductile.core.cluster.cost import DecodeSpeed, SwitchCosts, TrainSpeed
 from ductile.core.cluster.handoff import change
 from ductile.core.cluster.orders import Decision, Handoff, complaints, sentence
 from ductile.core.cluster.placement import Role
+from ductile.core.cluster.policies.model import Model
 
 Roles = tuple[Role, ...]
 T: Roles = ("train",)
@@ -64,6 +66,14 @@ class Restless:
             if orders and not complaints(state, decision):
                 return decision
         return Decision()
+
+
+class Keen:
+    """`model`, told that work takes long and changes cost nothing: in a run as small as a test's none would pay."""
+
+    def decide(self, state):
+        speeds = replace(state.speeds, decode=DecodeSpeed(0.005, 0.005), train=TrainSpeed(200.0))
+        return Model().decide(replace(state, speeds=speeds, costs=SwitchCosts()))
 
 
 class OnceAStep:

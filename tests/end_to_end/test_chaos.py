@@ -1,10 +1,11 @@
 """Slots die and stand still while they change roles and hand rollouts over, at moments that a seed chooses.
 
-The suite has two trials. All fifty, in about ten minutes, with what became of each:
+The suite has three trials. All fifty of each policy, in half an hour or more, with what became of each:
 
     CHAOS_TRIALS=50 pytest tests/end_to_end/test_chaos.py -rA
 """
 
+import itertools
 import json
 import os
 import re
@@ -14,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.runs import Run, summary
-from tests.end_to_end.test_scheduling import write_scheduled
+from tests.end_to_end.runs import Run, checkpointed_steps, summary
+from tests.end_to_end.test_scheduling import BOTH_RULES, SCORED, write_scheduled
 from tests.end_to_end.watched import FOLDER, trained_in
 
 MAX_STEPS = 4
@@ -27,22 +28,31 @@ FLAGS = (
     "--cluster.heartbeat-timeout-s", f"{HEARTBEAT_TIMEOUT_S:g}", "--cluster.command-timeout-s", "20",
     "--trainer.resize.timeout-s", "5", "--trainer.dist-timeout-seconds", "20",
 )  # fmt: skip
-IN_SUITE = (0, 3)
-"""Stopped on the way into the trainer, and killed in a commit."""
+POLICIES = {
+    "restless": ("tests.end_to_end.moves.Restless",),
+    "model": ("model", *SCORED),
+    "both rules": ("rules", *BOTH_RULES, *SCORED),
+}
+"""With their flags."""
+IN_SUITE = [("restless", 0), ("restless", 3), ("both rules", 3)]
+"""Stopped on the way into the trainer, and killed in a commit, twice."""
 
 NUM_TRIALS = os.environ.get("CHAOS_TRIALS")
 WHAT_HAPPENED = "was killed by SIGKILL while|was silent for|did not answer|gave no sign|made no progress"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(int(NUM_TRIALS)) if NUM_TRIALS else IN_SUITE)
-def test_a_slot_is_struck_in_a_change(tmp_path: Path, model: Path, start, seed: int) -> None:
-    config = write_scheduled(tmp_path, model, "tests.end_to_end.moves.Restless", max_steps=MAX_STEPS, interval=100)
+@pytest.mark.parametrize(
+    ("policy", "seed"), itertools.product(POLICIES, range(int(NUM_TRIALS))) if NUM_TRIALS else IN_SUITE
+)
+def test_a_slot_is_struck_in_a_change(tmp_path: Path, model: Path, start, policy: str, seed: int) -> None:
+    name, *flags = POLICIES[policy]
+    config = write_scheduled(tmp_path, model, name, max_steps=MAX_STEPS, interval=100)
     config.write_text(config.read_text().replace("letters.Letters", "letters.Numbered"))
     environment = {FOLDER: str(tmp_path), "STRIKE_SEED": str(seed), "RESTLESS_SEED": str(seed)}
-    run = start(config, *FLAGS, module="tests.end_to_end.watched", **environment)
+    run = start(config, *FLAGS, *flags, module="tests.end_to_end.watched", **environment)
     code = run.ends(within_s=VERDICT_WITHIN_S)
-    print(f"trial {seed}: {verdict(run, code)}")
+    print(f"trial {seed} of {policy}: {verdict(run, code)}")
     assert "Traceback" not in run.said()
     assert not run.events("refused")
     assert_nothing_is_left(run)
@@ -62,7 +72,7 @@ def test_a_slot_is_struck_in_a_change(tmp_path: Path, model: Path, start, seed: 
     else:
         assert code == 1
         assert_says_what_happened(run.said(), strike)
-        assert "Go on with: ductile rl @" in run.said()
+        assert ("Go on with: ductile rl @" in run.said()) == bool(checkpointed_steps(run.folder))
 
 
 def assert_says_what_happened(said: str, strike: dict[str, Any]) -> None:

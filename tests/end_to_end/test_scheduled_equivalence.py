@@ -9,11 +9,12 @@ from safetensors.torch import load_file
 
 from ductile.trainer.state import GRADIENT
 from tests.end_to_end.runs import Run
-from tests.end_to_end.test_scheduling import write_scheduled
+from tests.end_to_end.test_scheduling import BOTH_RULES, write_scheduled
 from tests.end_to_end.watched import DRAWS, FOLDER, STATES, moved_in, trained_in
 from tests.trainer.test_resize_equivalence import TOLERANCE
 
 NUM_STEPS, NUM_RESIZES = 50, 20
+FEW_STEPS = 4
 NUM_ROLLOUTS, GROUP_SIZE = 16, 4
 FLAGS = (
     "--orchestrator.batch-size", str(NUM_ROLLOUTS),
@@ -28,11 +29,11 @@ FLAGS = (
 )  # fmt: skip
 
 
-def run_to_the_end(folder: Path, model: Path, start, policy: str) -> Run:
-    config = write_scheduled(folder, model, policy, max_steps=NUM_STEPS, interval=100, generate="1-2", train=0)
+def run_to_the_end(folder: Path, model: Path, start, policy: str, *flags: str, num_steps: int = NUM_STEPS) -> Run:
+    config = write_scheduled(folder, model, policy, max_steps=num_steps, interval=100, generate="1-2", train=0)
     config.write_text(config.read_text().replace("letters.Letters", "letters.Even"))
     watched = {FOLDER: str(folder), STATES: "1", DRAWS: "1", "RESTLESS_SEED": "1"}
-    run = start(config, *FLAGS, module="tests.end_to_end.watched", **watched)
+    run = start(config, *FLAGS, *flags, module="tests.end_to_end.watched", **watched)
     assert run.ends(within_s=180) == 0, run.said()
     return run
 
@@ -74,6 +75,10 @@ def test_nobody_can_tell_that_slots_moved(tmp_path: Path, model: Path, start) ->
     assert len(of_each_prompt) == NUM_STEPS * NUM_ROLLOUTS // GROUP_SIZE
     assert set(of_each_prompt.values()) == {GROUP_SIZE}, "each sample is trained once"
     assert [row["step"] for row in steps(alone)] == list(range(1, NUM_STEPS + 1))
+    assert_learned_the_same(moved, alone)
+
+
+def assert_learned_the_same(moved: Run, alone: Run) -> None:
     for ours, theirs in zip(steps(moved), steps(alone), strict=True):
         assert ours["step"] == theirs["step"]
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=TOLERANCE, abs=0.0)
@@ -82,3 +87,14 @@ def test_nobody_can_tell_that_slots_moved(tmp_path: Path, model: Path, start) ->
     assert ours.keys() == theirs.keys()
     for name, weights in theirs.items():
         assert (ours[name] - weights).abs().max() <= TOLERANCE * weights.abs().max(), name
+
+
+@pytest.mark.slow
+def test_nobody_can_tell_which_policy_decided(tmp_path: Path, model: Path, start) -> None:
+    """Of those that come with ductile, in a few steps; what each of them moves is its own affair."""
+    alone = run_to_the_end(tmp_path / "alone", model, start, "static", num_steps=FEW_STEPS)
+    for name, policy, *flags in (("rules", "rules", *BOTH_RULES), ("model", "tests.end_to_end.moves.Keen")):
+        moved = run_to_the_end(tmp_path / name, model, start, policy, *flags, num_steps=FEW_STEPS)
+        assert moved.events("switched")
+        assert not moved.events("refused")
+        assert_learned_the_same(moved, alone)

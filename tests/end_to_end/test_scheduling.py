@@ -1,11 +1,18 @@
 """Runs whose slots change roles while they are at work."""
 
+from pathlib import Path
+
 import pytest
 
 from ductile.core.cluster.profile import Setting, StepProfile
 from ductile.launch.control import Run as LiveRun
 from ductile.launch.control import Unfit
 from tests.end_to_end.runs import summary, write_config
+
+BOTH_RULES = ("--cluster.use-pre-process-policy", "--cluster.use-wait-before-last-iter-policy")
+SCORED = ("--trainer.loss.type", "grpo")
+"""The scorers' log-probs are learned from."""
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def write_scheduled(path, model, policy, **changes):
@@ -55,14 +62,48 @@ def test_slots_go_everywhere_while_they_work_and_nothing_is_lost(tmp_path, model
     assert steps[-1].costs.resize_s < 0.5, "measured, and not the prior"
 
 
-@pytest.mark.parametrize("policy", ["rules", pytest.param("model", marks=pytest.mark.slow)])
-def test_the_policies_end_a_run_with_its_last_evaluation(tmp_path, model, start, policy):
-    """After the last step of `rules` all slots train: an evaluation needs generators once more."""
-    run = start(write_scheduled(tmp_path, model, policy, max_steps=2, interval=10))
+@pytest.mark.parametrize(
+    ("policy", "flags"),
+    [
+        ("rules", ()),
+        pytest.param("model", SCORED, marks=pytest.mark.slow),
+        pytest.param("rules", (*BOTH_RULES, *SCORED), marks=pytest.mark.slow),
+    ],
+    ids=["rules", "model", "both rules"],
+)
+def test_the_policies_end_a_run_with_its_last_evaluation(tmp_path, model, start, policy, flags):
+    """After the last step of `rules` all slots train: an evaluation needs generators once more. With both rules the
+    trainer waits for half of the rollouts, and in the end for the last one's score."""
+    run = start(write_scheduled(tmp_path, model, policy, max_steps=2, interval=10), *flags)
     assert run.ends(within_s=60) == 0, run.said()
+    waits = " ".join(event["sentence"] for event in [*run.events("decided"), *run.events("held")])
+    assert ("rain slots generate until half" in waits) == (flags[:1] == BOTH_RULES[:1])
     assert not run.events("refused")
     told = summary(run.folder)
     assert told["eval_reward_last"] is not None
     assert told["steps"] == 2
     rows = [row for row in run.metrics() if row["step"]]
     assert [row["trained_tokens"] for row in rows] == [row["sampled_tokens"] for row in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "scheduled"), [("disaggregated.yaml", False), ("dynamic.yaml", True)])
+def test_the_seed_s_files_run_over_the_quickstart(tmp_path, start, file, scheduled):
+    """With fewer rollouts and steps, and what the quickstart's slots are in its own folder; `cluster` is as it is."""
+    config = tmp_path / "rl.toml"
+    config.write_text((EXAMPLES / "quickstart/rl.toml").read_text().replace("examples/", f"{EXAMPLES}/"))
+    few = (
+        "--max-steps", "2", "--trainer.scheduler.warmup-steps", "1", "--trainer.scheduler.decay-steps", "1",
+        "--orchestrator.batch-size", "64", "--orchestrator.eval.num-examples", "8",
+    )  # fmt: skip
+    folder = ("--output-dir", str(tmp_path / "run"), "--cluster.device", "cpu")
+    run = start(config, "@", str(EXAMPLES / "scheduling" / file), *few, *folder)
+    assert run.ends(within_s=120) == 0, run.said()
+    (setting,) = [Setting.from_fields(event) for event in run.events("setting")]
+    assert setting.policy == ("model" if scheduled else "static")
+    assert setting.home.num_slots == 8
+    assert not run.events("refused")
+    told = summary(run.folder)
+    assert told["steps"] == 2
+    assert bool(told["num_switches"]) == scheduled
+    assert bool(run.events("decided")) == scheduled

@@ -191,13 +191,12 @@ class Changes:
 
 
 def sentence_of(result: ResizeResult) -> str:
-    """ "Trainer resized from slots 0-1 to slots 0-3 in 0.21 s: 412 MiB moved; ..."."""
+    """ "Trainer resized from slots 0-1 to slots 0-3 in 0.21 s: 412.0 MiB moved."."""
     change: Change = result.change
     if result.outcome == "rolled_back":
         return f"Trainer stays on {describe(change.before)} and not {describe(change.after)}: {result.reason}."
     way = f"from {describe(change.before)} to {describe(change.after)}"
-    how = f"; {result.carrier}" if result.carrier else ""
-    return f"Trainer resized {way} in {result.pause_s:.2f} s: {result.num_bytes / 2**20:.1f} MiB moved{how}."
+    return f"Trainer resized {way} in {result.pause_s:.2f} s: {result.num_bytes / 2**20:.1f} MiB moved."
 
 
 def formation_of(members: Sequence[int], replicas: int, num_slots: int) -> Formation:

@@ -29,7 +29,7 @@ class DecisionLog:
         self._record = record
         self._holds = False
         self._why = ""
-        """Without its numbers: a policy that counts what it waits for would say something else after each rollout."""
+        """What was told last. Without numbers: who counts what it waits for says something else after each rollout."""
 
     def decided(self, decision: Decision, at_s: float) -> None:
         """A decision without orders is told of when training begins or ceases to wait, or for another reason."""
@@ -37,7 +37,7 @@ class DecisionLog:
         why = re.sub(r"\d+", "", decision.reason)
         if decision.orders:
             self._record.event("decided", _as_sentence(decision.reason), at_s=round(at_s, 3), **_expected(decision))
-        elif began or (decision.reason and why != self._why):
+        elif began or not self._why.endswith(why):
             said = decision.reason or ("training waits" if holds else "training goes on")
             self._record.event("held", _as_sentence(said), at_s=round(at_s, 3), holds=holds)
         self._holds = holds
