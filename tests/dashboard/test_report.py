@@ -104,6 +104,16 @@ def test_events_are_told_in_the_timeline_s_seconds_and_those_without_a_sentence_
     assert "-1.5 s" not in page, "it was before the timeline begins"
 
 
+@pytest.mark.parametrize("end", ["→".encode()[:2], b'{"time": 1000.0, "kind": "decided", "sent', b"\0" * 64])
+def test_a_run_that_ended_in_the_middle_of_a_line_is_told_to_the_line_before(tmp_path, end):
+    run = write_run(tmp_path / "run")
+    for name in ("events.jsonl", "metrics.jsonl"):
+        with (run / name).open("ab") as stream:
+            stream.write(b'{"sentence": "' + end)
+    assert main([str(run)]) == 0
+    assert "0.250 first, 0.500 last" in Page((run / "report.html").read_text()).text
+
+
 def test_every_slot_second_is_drawn_and_counted_once(tmp_path):
     story = read_story(write_run(tmp_path / "run"))
     assert sum(story.seconds().values()) == pytest.approx(2 * 4.0)

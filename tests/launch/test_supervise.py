@@ -12,6 +12,7 @@ from ductile.launch.processes import StartFailed
 from ductile.launch.supervise import Session, supervise
 from ductile.loop.attend import SlotDied, Stopped
 from ductile.loop.progress import Checkpoints, Progress
+from ductile.loop.saving import where_to_begin
 from ductile.observe import read_jsonl
 from ductile.roles import CustomCodeFailed, Late, Refused, SlotLost
 from ductile.tasks.task import TaskError
@@ -24,6 +25,27 @@ def end(tmp_path: Path, run, config=RLConfig, prepare=lambda config: None) -> in
 def save(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "state")
     checkpoints.commit(checkpoints.begin(3), Progress(3))
+
+
+def test_a_resume_without_a_whole_checkpoint_changes_nothing_and_says_what_is_missing(tmp_path, capsys):
+    """As a backup without dot files leaves them."""
+    for step in (2, 4):
+        checkpoints = Checkpoints(tmp_path / "state")
+        partial = checkpoints.begin(step)
+        (partial / "trainer").mkdir()
+        (partial / "trainer/.metadata").write_text("")
+        checkpoints.commit(partial, Progress(step))
+        (tmp_path / f"state/step_{step}/trainer/.metadata").unlink()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 4}\n')
+    before = sorted(tmp_path.rglob("*"))
+
+    def prepare(config):
+        return where_to_begin(Checkpoints(tmp_path / "state"), -1, tmp_path / "model")
+
+    assert end(tmp_path, raising(AssertionError("it was started")), prepare=prepare) == 2
+    assert "step_4 is not whole: trainer/.metadata is missing" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def raising(error: Exception):

@@ -304,3 +304,13 @@ def test_when_a_save_is_due(tmp_path):
     now[0] += 1.0
     assert auto.is_due(4)
     record.close()
+
+
+def test_a_checkpoint_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Files, the folders that name them, and then the name itself: else a power cut may leave an empty folder."""
+    synced = []
+    monkeypatch.setattr("ductile.loop.progress.sync", lambda path: synced.append(str(path.relative_to(tmp_path))))
+    save(Checkpoints(tmp_path / "state"), 2)
+    partial = "state/partial_step_2"
+    assert synced[-1] == "state"
+    assert {f"{partial}/trainer/shard", f"{partial}/trainer", f"{partial}/complete.json", partial} <= {*synced[:-1]}

@@ -114,6 +114,15 @@ def test_only_the_last_life_of_a_resumed_run_counts(tmp_path):
     assert len(recording.steps) == 3
 
 
+def test_a_recording_that_ends_in_the_middle_of_a_line_is_read_to_the_line_before(tmp_path):
+    record_run(tmp_path, scenario(groups_per_step=4, num_steps=3))
+    whole = read_recording(tmp_path)
+    for name in ("events.jsonl", "metrics.jsonl"):
+        with (tmp_path / name).open("ab") as stream:
+            stream.write('{"step": 4, "kind": "profile", "sentence": "→'.encode()[:-1])
+    assert read_recording(tmp_path) == whole
+
+
 def _no_profiles(folder):
     record = Recorder(folder)
     record.event("saved", "Saved.")

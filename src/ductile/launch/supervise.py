@@ -152,13 +152,13 @@ def _after(command: str, config: Config, session: Session | None) -> str:
     """Where to look, and how to go on if there is a checkpoint to go on from."""
     folder = session.folder if session else Path(config.output_dir)
     logs = f" Logs: {folder / 'logs'}."
-    if (
-        config.bench is not None
-        or not isinstance(config, RLConfig | SFTConfig)
-        or not Checkpoints(folder / "state").steps()
-    ):
+    if config.bench is not None or not isinstance(config, RLConfig | SFTConfig):
         return logs
-    return f"{logs} Go on with: ductile {command} @ {folder / 'config.toml'} --resume"
+    try:
+        saved = Checkpoints(folder / "state").steps()
+    except OSError:  # of the disk that the run died of, perhaps
+        saved = []
+    return logs if not saved else f"{logs} Go on with: ductile {command} @ {folder / 'config.toml'} --resume"
 
 
 def _add_sinks(record: Recorder, config: Config) -> None:
