@@ -41,6 +41,7 @@ SUGGESTED: list[tuple[type[Section], str, str]] = [
     (OrchestratorRunConfig, "--num_generations", "--rollouts-per-example"),
     (InferenceRunConfig, "--tensor_parallel_size", "--parallel.tp"),
     (InferenceRunConfig, "--max_model_len", "--model.max-model-len"),
+    (InferenceRunConfig, "--served_model_name", "--server.served-model-name"),
     (InferenceRunConfig, "--vllm_gpu_memory_utilization", "--gpu-memory-utilization"),
     (RLConfig, "--data.apply_chat_template_kwargs", "--orchestrator.chat-template-kwargs"),
 ]

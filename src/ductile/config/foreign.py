@@ -56,7 +56,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "model_name_or_path": ("model.name",),
     "model_name": ("model.name",),
     "model_path": ("model.name",),
-    "served_model_name": ("model.name",),
+    "served_model_name": ("inference.server.served_model_name",),
     "torch_dtype": ("trainer.model.compute_dtype", "model.dtype"),
     "bf16": ("trainer.model.compute_dtype", "model.dtype"),
     "gradient_checkpointing": ("trainer.model.ac",),
