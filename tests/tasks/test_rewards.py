@@ -1,0 +1,149 @@
+"""Reward functions as users of other systems have them."""
+
+import json
+
+import pytest
+
+from ductile.config.orchestrator import ImportTask, JsonlTask
+from ductile.config.reward_signature import WrongSignature, reward_signature
+from ductile.records import Completion
+from ductile.tasks.build import build_task
+from ductile.tasks.jsonl import JsonlDataset
+from ductile.tasks.task import TaskError, score
+
+ROWS = [
+    {"prompt": "2+2=", "solution": "4"},
+    {"messages": [{"role": "user", "content": "2+2="}], "solution": "4"},
+]
+CODE = """
+import asyncio
+
+def exact(row, answer):
+    return float(answer == row["solution"])
+
+def brief(row, answer, num_tokens, finish_reason, *, num_turns=0):
+    return -0.5 if finish_reason == "length" else 1 / (num_tokens * num_turns)
+
+async def thinks(row, answer):
+    await asyncio.sleep(0)
+    return exact(row, answer), {"waited": 1.0}
+
+def trl(prompts, completions, solution, **kwargs):
+    assert len(prompts) == len(completions) == len(solution) == 1
+    texts = [each if isinstance(each, str) else each[0]["content"] for each in completions]
+    return [float(text == right) for text, right in zip(texts, solution)]
+
+async def trl_async(completions, **kwargs):
+    return [len(kwargs["completion_ids"][0]) / kwargs["num_tokens"][0]]
+
+def not_for_me(completions, **kwargs):
+    return [None]
+
+def two(completions, **kwargs):
+    return [1.0, 2.0]
+
+def nothing(row, answer):
+    pass
+"""
+
+
+@pytest.fixture
+def task(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "mine.py").write_text(CODE)
+
+    def make(*names, weights=None):
+        rewards = [f"{tmp_path}/mine.py:{name}" for name in names]
+        config = JsonlTask(path=f"{tmp_path}/rows.jsonl", reward=rewards if len(rewards) > 1 else rewards[0])
+        return build_task(config.model_copy(update={"reward_weights": weights}))
+
+    return make
+
+
+FOUR = Completion("4", num_tokens=4, finish_reason="stop", num_turns=2, token_ids=(7, 8))
+
+
+@pytest.mark.parametrize("example", [0, 1])
+@pytest.mark.parametrize(
+    ("names", "weights", "expected"),
+    [
+        (["exact"], None, (1.0, {})),
+        (["exact"], [2.0], (2.0, {"exact": 1.0})),
+        (["brief"], None, (0.125, {})),
+        (["thinks"], None, (1.0, {"waited": 1.0})),
+        (["trl"], None, (1.0, {})),
+        (["trl_async"], None, (0.5, {})),
+        (["exact", "brief"], [1.0, 0.2], (1.025, {"exact": 1.0, "brief": 0.125})),
+        (["trl", "thinks", "not_for_me"], None, (2.0, {"trl": 1.0, "thinks": 1.0, "waited": 1.0})),
+    ],
+)
+def test_a_reward_in_any_of_its_forms(task, example, names, weights, expected):
+    assert score(task(*names, weights=weights), example, FOUR) == expected
+
+
+def test_a_reward_sees_that_the_limit_was_hit(task):
+    assert score(task("brief"), 0, Completion("4", 9, "length"))[0] == -0.5
+
+
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        (["nothing"], "returned None; it must return a finite number"),
+        (["exact", "nothing"], "by nothing returned None; it must return a finite number"),
+        (["two"], "by two returned [1.0, 2.0]; it must return a list with a number for each completion"),
+        (["not_for_me", "not_for_me"], "returned None, from each of its functions"),
+    ],
+)
+def test_what_is_no_reward(task, names, sentence):
+    with pytest.raises(TaskError) as error:
+        score(task(*names), 0, FOUR)
+    assert str(error.value) == sentence
+
+
+def test_tokens_travel_only_to_who_asks_for_them(task):
+    tasks = {name: task(name) for name in ("exact", "trl", "trl_async")}
+    assert all(isinstance(each, JsonlDataset) for each in tasks.values())
+    assert [each.wants_token_ids for each in tasks.values()] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("function", "style", "by_name"),
+    [
+        (lambda row, answer: 0, "row", set()),
+        (lambda line, text, finish_reason: 0, "row", {"finish_reason"}),
+        (lambda row, answer, strict=True: 0, "row", set()),
+        (lambda *both: 0, "row", set()),
+        (lambda completions, **kwargs: 0, "lists", {"completions"}),
+        (lambda completion_ids: 0, "lists", {"completion_ids"}),
+        (max, "row", set()),
+    ],
+)
+def test_signatures(function, style, by_name):
+    signature = reward_signature(function)
+    assert (signature.style, set(signature.by_name)) == (style, by_name)
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        (lambda answer: 0, "takes (answer); it is called with (row, answer), or with lists by name when it asks for"),
+        (lambda: 0, "takes (); it is called with (row, answer)"),
+        (lambda row, answer, solution: 0, "asks for `solution`; besides (row, answer) there is `num_tokens`, "),
+    ],
+)
+def test_a_function_that_nobody_could_call(function, sentence):
+    with pytest.raises(WrongSignature) as error:
+        reward_signature(function)
+    assert str(error.value).startswith(sentence)
+
+
+def test_a_class_of_ones_own_may_be_async_and_ask_for_more(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "class Own:\n"
+        "    name = 'own'\n"
+        "    def __len__(self):\n        return 1\n"
+        "    def messages(self, example):\n        return [{'role': 'user', 'content': '?'}]\n"
+        "    async def reward(self, example, answer, num_turns):\n        return num_turns\n"
+    )
+    task = build_task(ImportTask(import_path=f"{tmp_path}/own.py:Own"))
+    assert score(task, 0, FOUR) == (2.0, {})
