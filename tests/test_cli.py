@@ -117,6 +117,8 @@ ductile rl: the config is good.
   model     model: qwen3, 2 layers of 32, 22.8 k parameters
   output    runs/rl
   steps     4
+  task      addition of builtin, 10000 examples
+  held out  the last 64 of them (orchestrator.eval.num_examples), never trained on; 9936 examples to train on
   batch     128 rollouts: 16 prompts, 8 answers each; 2 optimizer steps
   ahead     generation is at most 1 version ahead; answers more than 8 versions old are thrown away and asked again
   lengths   prompt and answer at most 512 tokens, of which the answer 128; micro-batches of 512

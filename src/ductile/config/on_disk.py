@@ -9,6 +9,7 @@ from typing import Any, cast
 from ductile.config.finding import Finding
 from ductile.config.imports import unfit
 from ductile.config.orchestrator import ImportTask, JsonlTask, TaskConfig
+from ductile.config.reward_signature import uncallable
 from ductile.config.run import JsonlData, SFTData
 from ductile.core.layout.spec import ModelSpec, SpecError, spec_from_hf
 from ductile.disk import stranger
@@ -93,10 +94,27 @@ def data_findings(data: SFTData) -> Iterator[Finding]:
 def task_findings(task: TaskConfig, at: str) -> Iterator[Finding]:
     if isinstance(task, JsonlTask):
         yield from file_findings(f"{at}.path", task.path)
-        for path in [task.reward] if isinstance(task.reward, str) else task.reward:
+        rewards = [task.reward] if isinstance(task.reward, str) else task.reward
+        for path in rewards:
             yield from import_findings(f"{at}.reward", path)
+            if why := uncallable(path):
+                yield Finding((f"{at}.reward",), f"{path} {why}")
+        if not rewards:
+            yield Finding((f"{at}.reward",), "is empty: name at least one function")
+        if task.reward_weights is not None and len(task.reward_weights) != len(rewards):
+            what = f"must have one number for each function of reward, {len(rewards)}"
+            yield Finding((f"{at}.reward_weights", f"{at}.reward"), what)
     elif isinstance(task, ImportTask):
         yield from import_findings(f"{at}.import_path", task.import_path)
+
+
+def num_rows(path: str) -> int | None:
+    """Lines of a JSONL file that are not blank; None when there is no such file."""
+    try:
+        with Path(path).open("rb") as lines:
+            return sum(not line.isspace() for line in lines)
+    except OSError:
+        return None
 
 
 def file_findings(key: str, name: str) -> Iterator[Finding]:

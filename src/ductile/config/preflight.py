@@ -21,10 +21,11 @@ from ductile.config.on_disk import (
     data_findings,
     import_findings,
     model_findings,
+    num_rows,
     read_spec,
     task_findings,
 )
-from ductile.config.orchestrator import BuiltinTask, OrchestratorConfig, ReasoningGymTask, TaskConfig
+from ductile.config.orchestrator import BuiltinTask, JsonlTask, OrchestratorConfig, ReasoningGymTask, TaskConfig
 from ductile.config.run import (
     InferenceRunConfig,
     OrchestratorRunConfig,
@@ -255,17 +256,25 @@ def _evaluation(config: OrchestratorConfig, at: str) -> Iterator[Finding]:
         return
     if config.eval.task is not None:
         yield from task_findings(config.eval.task, f"{at}eval.task")
-    wanted, size = config.eval.num_examples, _size(config.eval.task or config.task)
-    if config.eval.task is not None and size is not None and size < wanted:
-        yield Finding((f"{at}eval.num_examples", f"{at}eval.task.size"), f"must be at most eval.task.size ({size})")
-    elif config.eval.task is None and size is not None and size <= wanted:
-        yield Finding(
-            (f"{at}eval.num_examples", f"{at}task.size"),
-            f"must be less than task.size ({size}): these are the task's last examples, and training needs the others",
-        )
+    task, wanted = config.eval.task or config.task, config.eval.num_examples
+    size = num_examples(task)
+    if size is None:
+        return
+    own, table = config.eval.task is not None, "eval.task" if config.eval.task else "task"
+    path = task.path if isinstance(task, JsonlTask) else None
+    called = f"{table}.size ({size})" if path is None else f"{size}, the lines of {path}"
+    keys = (f"{at}eval.num_examples", f"{at}{table}.{'size' if path is None else 'path'}")
+    if own and size < wanted and path is None:
+        yield Finding(keys, f"must be at most {called}")
+    elif not own and size <= wanted:
+        what = f"must be less than {called}: these are the task's last examples, and training needs the others"
+        yield Finding(keys, what)
 
 
-def _size(task: TaskConfig | None) -> int | None:
+def num_examples(task: TaskConfig | None) -> int | None:
+    """How many a task has, where that can be seen from its config."""
+    if isinstance(task, JsonlTask):
+        return num_rows(task.path)
     return task.size if isinstance(task, ReasoningGymTask | BuiltinTask) else None
 
 

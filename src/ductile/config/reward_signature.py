@@ -7,9 +7,11 @@
 A task's method is called with the example's number in the row's place. All of them may be `async`.
 """
 
+import ast
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 FACTS = ("num_tokens", "finish_reason", "num_turns", "token_ids")
@@ -44,6 +46,10 @@ def reward_signature(function: Callable[..., Any], first: str = "row") -> Reward
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return RewardSignature("row")  # written in C: it tells nothing of itself
+    return _signature(parameters, first)
+
+
+def _signature(parameters: Mapping[str, inspect.Parameter], first: str) -> RewardSignature:
     kinds = {parameter.kind for parameter in parameters.values()}
     takes_all = inspect.Parameter.VAR_KEYWORD in kinds
     names = [name for name, parameter in parameters.items() if parameter.kind in _BY_NAME]
@@ -66,6 +72,40 @@ def reward_signature(function: Callable[..., Any], first: str = "row") -> Reward
                 f"asks for `{name}`; besides ({first}, answer) there is {_listed(FACTS)}, or give it a default"
             )
     return RewardSignature("row", others & set(FACTS), takes_all)
+
+
+def uncallable(import_path: str) -> str:
+    """Why the function that `file.py:name` defines cannot be a reward, as far as its head tells; "" when it can.
+
+    The file is parsed and not run; what a decorator makes of a function is not seen.
+    """
+    file, _, name = import_path.rpartition(":")
+    try:
+        tree = ast.parse(Path(file).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return ""  # told by who looks for the file
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name and not node.decorator_list:
+            try:
+                _signature({parameter.name: parameter for parameter in _parameters(node)}, "row")
+            except WrongSignature as error:
+                return f"{error} ({Path(file).name}:{node.lineno})"
+    return ""
+
+
+def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[inspect.Parameter]:
+    args, kind = node.args, inspect.Parameter
+    positional = [(arg, kind.POSITIONAL_ONLY) for arg in args.posonlyargs]
+    positional += [(arg, kind.POSITIONAL_OR_KEYWORD) for arg in args.args]
+    num_required = len(positional) - len(args.defaults)
+    for place, (arg, how) in enumerate(positional):
+        yield kind(arg.arg, how, default=kind.empty if place < num_required else None)
+    if args.vararg:
+        yield kind(args.vararg.arg, kind.VAR_POSITIONAL)
+    for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
+        yield kind(arg.arg, kind.KEYWORD_ONLY, default=kind.empty if default is None else None)
+    if args.kwarg:
+        yield kind(args.kwarg.arg, kind.VAR_KEYWORD)
 
 
 def _listed(names: Collection[str]) -> str:

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from ductile.config.on_disk import read_spec
-from ductile.config.orchestrator import OrchestratorConfig
+from ductile.config.orchestrator import ImportTask, JsonlTask, OrchestratorConfig, TaskConfig
 from ductile.config.parse import Parsed
+from ductile.config.preflight import num_examples
 from ductile.config.run import OrchestratorRunConfig, RLConfig, RunConfig, SFTConfig, TrainerRunConfig
 from ductile.config.scheduling import policy_name
 from ductile.config.slots import placement_of
@@ -62,7 +63,7 @@ def _work(config: RunConfig) -> Iterator[Row]:
         yield "loss", f"{config.trainer.loss.type}, {config.trainer.optim.type} with lr {config.trainer.optim.lr:g}"
     elif isinstance(config, OrchestratorRunConfig):
         yield "server", str(config.client.base_url)
-        yield from _questions(config)
+        yield from _questions(config, evaluates=False)
     elif isinstance(config, SFTConfig):
         yield "steps", str(config.max_steps or "one pass over the data")
         yield "batch", f"{config.data.batch_size} samples, packed to {config.data.seq_len} tokens"
@@ -73,7 +74,40 @@ def _work(config: RunConfig) -> Iterator[Row]:
         yield "serves", f"http://{host}:{config.server.port or '<a free port>'}/v1"
 
 
-def _questions(config: OrchestratorConfig) -> Iterator[Row]:
+def _task(config: OrchestratorConfig, evaluates: bool) -> Iterator[Row]:
+    """What is asked, how answers are scored, and which examples are kept for the evaluation."""
+    if config.task is None:
+        return
+    size, held_out = num_examples(config.task), config.eval.num_examples
+    yield "task", _named(config.task) + (f", {many(size, 'example')}" if size is not None else "")
+    if isinstance(config.task, JsonlTask):
+        names = [config.task.reward] if isinstance(config.task.reward, str) else config.task.reward
+        weights = config.task.reward_weights or [1.0] * len(names)
+        shown = [name if weight == 1 else f"{weight:g} x {name}" for name, weight in zip(names, weights, strict=True)]
+        yield "reward", " + ".join(shown)
+    if not evaluates:
+        return
+    if not config.eval.enabled:
+        yield "held out", "nothing: orchestrator.eval is off"
+    elif config.eval.task is not None:
+        yield "held out", f"the first {held_out} of {_named(config.eval.task)}"
+    else:
+        rest = f"; {many(size - held_out, 'example')} to train on" if size is not None else ""
+        yield "held out", f"the last {held_out} of them (orchestrator.eval.num_examples), never trained on{rest}"
+
+
+def _named(task: TaskConfig) -> str:
+    match task:
+        case JsonlTask():
+            return task.path
+        case ImportTask():
+            return task.import_path
+        case _:
+            return f"{task.name} of {task.type}"
+
+
+def _questions(config: OrchestratorConfig, evaluates: bool = True) -> Iterator[Row]:
+    yield from _task(config, evaluates)
     prompts = config.batch_size // config.rollouts_per_example
     yield (
         "batch",

@@ -1,0 +1,43 @@
+"""`ductile check` tells what is asked, how it is scored, and what is kept for the evaluation."""
+
+from pathlib import Path
+
+import pytest
+
+from ductile.cli import main
+from tests.config.stories import furnish
+
+
+@pytest.mark.parametrize(
+    ("flags", "lines"),
+    [
+        (
+            ("--orchestrator.eval.num-examples", "20"),
+            [
+                "task      letters.jsonl, 50 examples",
+                "reward    mine.py:exact + 0.5 x mine.py:brief",
+                "held out  the last 20 of them (orchestrator.eval.num_examples), never trained on; 30 examples to train",
+            ],
+        ),
+        (("--no-orchestrator.eval.enabled",), ["held out  nothing: orchestrator.eval is off"]),
+    ],
+)
+def test_check_tells_of_the_task(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    lines: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    furnish(tmp_path)
+    (tmp_path / "letters.jsonl").write_text('{"prompt": "a"}\n' * 50)
+    (tmp_path / "mine.py").write_text("def exact(row, answer): ...\n\n\ndef brief(row, answer, num_tokens): ...\n")
+    (tmp_path / "run.toml").write_text(
+        'max_steps = 1\n[model]\nname = "model"\n[orchestrator.task]\ntype = "jsonl"\npath = "letters.jsonl"\n'
+        'reward = ["mine.py:exact", "mine.py:brief"]\nreward_weights = [1, 0.5]\n'
+    )
+    assert main(["check", "@", "run.toml", *flags]) == 0
+    said = capsys.readouterr().out
+    for line in lines:
+        assert line in said
