@@ -16,7 +16,7 @@ from tests.config.stories import furnish
             [
                 "task      letters.jsonl, 50 examples",
                 "reward    mine.py:exact + 0.5 x mine.py:brief",
-                "held out  the last 20 of them (orchestrator.eval.num_examples), never trained on; 30 examples to train",
+                "held out  the last 20 of them (orchestrator.eval.num_examples), never trained on; 30 examples",
             ],
         ),
         (("--no-orchestrator.eval.enabled",), ["held out  nothing: orchestrator.eval is off"]),
