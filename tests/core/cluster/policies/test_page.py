@@ -3,7 +3,10 @@
 import re
 from pathlib import Path
 
-from ductile.core.cluster.orders import complaints, roles_after
+import pytest
+
+from ductile.core.cluster.orders import Decision, Handoff, Move, Prediction, complaints, roles_after
+from ductile.core.cluster.state import Batch, ClusterState, Lengths, Limits, SlotState, TrainerState, Unfinished
 from ductile.sim.run import simulate
 from tests.core.cluster.scenes import scene
 from tests.sim.scenarios import scenario
@@ -34,3 +37,15 @@ def test_generators_without_work_train():
 def test_a_whole_run_with_it():
     result = simulate(scenario(), eager())
     assert any("nothing left to generate there" in each.decision.reason for each in result.changes)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [ClusterState, SlotState, Batch, TrainerState, Unfinished, Limits, Lengths, Decision, Move, Handoff, Prediction],
+)
+def test_the_tables_have_all_that_a_policy_is_told_and_may_answer(kind):
+    section = PAGE.read_text().partition("## Your own policy")[2].partition("## When it helps")[0]
+    names = {name for name in vars(kind) if not name.startswith("_")} | {*kind.__annotations__}
+    methods = {"count", "index", "moves", "handoffs"}  # of tuples, and of those who carry decisions out
+    missing = [name for name in sorted(names - methods) if not re.search(rf"\b{name}\b", section)]
+    assert missing == []
