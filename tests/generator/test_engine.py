@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from ductile.config.inference import InferenceConfig, InferenceModelConfig
+from ductile.core.layout.spec import ModelSpec
 from ductile.generator.answers import Choice
-from ductile.generator.engine import Engine
+from ductile.generator.engine import Engine, num_cache_blocks
 from ductile.generator.limits import RequestRefused
 from ductile.generator.runner import Delta
 from ductile.generator.worker import load_engine
@@ -406,6 +407,35 @@ def test_a_cache_that_does_not_hold_one_sequence_is_refused(qwen3: Family, gib: 
     said = f"cache_memory_gib {gib} gives the KV cache room for {tokens} tokens, and model.max_model_len is 256"
     with pytest.raises(ValueError, match=said):
         qwen3.engine(cache_memory_gib=gib)
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [
+        ({}, 442720),  # (0.9 * 140 - 34.8) GiB / 1.5, at 144 KiB a token
+        ({"gpu_memory_utilization": 0.4}, 102912),
+        ({"cache_memory_gib": 10.0}, 72816),
+        ({"num_blocks": 2000}, 32000),
+    ],
+)
+def test_on_a_gpu_the_cache_has_what_the_weights_leave_of_its_share(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], tokens: int
+) -> None:
+    """A model of Qwen3-8B's shape on a GPU of 140 GiB."""
+    gib = 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (125 * gib, 140 * gib))
+    spec = ModelSpec("qwen3", 151936, 4096, 12288, 36, 32, 8, 128, max_position=40960)
+    config = InferenceConfig(model=InferenceModelConfig(max_model_len=16384), **settings)
+    found = num_cache_blocks(spec, config, torch.bfloat16, "cuda:0", weights_bytes=int(34.8 * gib))
+    assert found * config.block_size == tokens
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization 0.3 gives the KV cache room for \d+ tokens, and"):
+        num_cache_blocks(
+            spec,
+            config.model_copy(update={"num_blocks": None, "cache_memory_gib": None, "gpu_memory_utilization": 0.3}),
+            torch.bfloat16,
+            "cuda:0",
+            weights_bytes=40 * gib,
+        )
 
 
 def test_the_cache_is_as_large_as_is_of_use(qwen3: Family) -> None:
