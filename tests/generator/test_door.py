@@ -1,0 +1,71 @@
+"""Who gets in, and with what, before anything is read."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from ductile.config.inference import ServerConfig
+from ductile.generator.server import create_app
+from tests.generator.conftest import Family
+from tests.generator.test_server import Client, local
+
+
+@pytest.fixture(scope="module")
+def client(qwen3: Family) -> Iterator[Client]:
+    with local(create_app(qwen3.engine(), qwen3.tokenizer, "tiny")) as client:
+        yield client
+
+
+def test_only_json_of_a_modest_size_is_read(client: Client) -> None:
+    answer = client.post("/v1/completions", content="{}", headers={"content-type": "text/plain"})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (
+        415,
+        "the body must be JSON: Content-Type: application/json",
+    )
+    answer = client.post("/v1/completions", json={"prompt": "x" * 5 * 2**20})
+    assert answer.status_code == 413
+    assert "more than 4194304 bytes; raise server.max_body_bytes" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "[2001:db8::1]:80", ""]
+)
+def test_without_a_key_only_names_of_this_machine_are_answered(client: Client, host: str) -> None:
+    for route in ("/v1/models", "/health", "/metrics"):
+        answer = client.get(route, headers={"host": host})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (403, "permission_error")
+
+
+@pytest.mark.parametrize("host", ["localhost:8000", "LOCALHOST", "127.0.0.1", "127.8.9.1:1", "[::1]:8000"])
+def test_names_of_this_machine(client: Client, host: str) -> None:
+    assert client.get("/v1/models", headers={"host": host}).status_code == 200
+
+
+def test_the_api_key_is_asked_for(qwen3: Family) -> None:
+    with local(create_app(qwen3.engine(), qwen3.tokenizer, "tiny", ServerConfig(api_key="s3cret-s3cret"))) as client:
+        body = {"prompt": "x", "max_tokens": 1}
+        for headers in (
+            {},
+            {"Authorization": "Bearer other"},
+            {"Authorization": "s3cret-s3cret"},
+            {"Authorization": b"Bearer \xe9"},
+        ):
+            for answer in (
+                client.get("/v1/models", headers=headers),
+                client.post("/v1/completions", json=body, headers=headers),
+            ):
+                assert answer.status_code == 401
+                assert answer.headers["www-authenticate"] == "Bearer"
+                assert answer.json()["error"]["type"] == "authentication_error"
+                assert "s3cret" not in answer.text
+        right = {"Authorization": "Bearer s3cret-s3cret"}
+        assert client.post("/v1/completions", json=body, headers=right).status_code == 200
+        assert client.post("/v1/completions", json=body, headers={"authorization": "bearer s3cret-s3cret"}).is_success
+        assert client.get("/health").status_code == 200
+        assert client.get("/health", headers={"host": "any.example"}).status_code == 200
+
+
+def test_the_key_is_asked_for_before_a_body_is_looked_at(qwen3: Family) -> None:
+    with local(create_app(qwen3.engine(), qwen3.tokenizer, "tiny", ServerConfig(api_key="s3cret-s3cret"))) as client:
+        for content in ("{", "x" * 5 * 2**20):
+            assert client.post("/v1/completions", content=content).status_code == 401
