@@ -12,6 +12,7 @@ from ductile.config.docs import ROOTS
 from ductile.config.errors import ConfigError, flag
 from ductile.config.parse import parse
 from ductile.config.rename import renames
+from ductile.config.run import RLConfig
 from ductile.config.schema import walk
 from ductile.config.section import Section
 from tests.config.stories import furnish
@@ -91,3 +92,39 @@ def test_of_files_without_an_end(name: str, text: str) -> None:
 def test_of_files_that_are_noise(text: str, suffix: str) -> None:
     Path(f"noise{suffix}").write_bytes(text.encode(errors="surrogatepass"))
     answer(ROOTS[0][1], ["@", f"noise{suffix}"])
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+)
+FILES = {
+    "bomb.yaml": (BOMB, "holds more than 20,000 values"),
+    "merged.yaml": (BOMB.replace("[x, x", "[{y: 1}, {y: 1}"), "holds more than 20,000 values"),
+    "number.toml": (f"seed = {'9' * 5000}", "holds a value that cannot be read: Exceeds the limit"),
+    "number.json": (f'{{"seed": {"9" * 5000}}}', "holds a value that cannot be read: Exceeds the limit"),
+    "number.yaml": (f"seed: {'9' * 5000}", "holds a value that cannot be read: Exceeds the limit"),
+    "date.yaml": ("seed: 2024-99-99", "holds a value that cannot be read: month must be in 1..12"),
+    "dots.toml": (f"{'.'.join('a' * 5000)} = 1", "is nested too deep"),
+    "brackets.json": ("[" * 100_000, "is nested too deep"),
+    "tables.yaml": ("".join(f"{' ' * i}a:\n" for i in range(200)), "is nested too deep"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_made_to_hurt_is_answered_in_a_sentence(name: str) -> None:
+    text, message = FILES[name]
+    Path(name).write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        parse(RLConfig, ["@", name])
+
+
+@pytest.mark.parametrize("output_dir", ["x" * 5000, "half-\ud83d", "a\0b"], ids=["long", "half", "zero"])
+def test_an_output_dir_that_no_file_system_takes(output_dir: str) -> None:
+    with pytest.raises(ConfigError, match="--output-dir"):
+        parse(RLConfig, ["@", "good.toml", "--output-dir", output_dir])
+
+
+def test_a_config_json_that_is_made_to_hurt() -> None:
+    Path("model/config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="it is nested too deep"):
+        parse(RLConfig, ["@", "good.toml"])

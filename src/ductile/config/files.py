@@ -9,9 +9,12 @@ from typing import Any, cast
 
 from ductile.config.errors import ConfigError, Problem, did_you_mean
 from ductile.config.lines import json_lines, toml_lines
-from ductile.config.provenance import NOWHERE, Draft, Origin, Path, as_table
+from ductile.config.provenance import NOWHERE, Draft, Origin, Path, as_list, as_table
 
 Lines = dict[Path, int]
+MAX_VALUES = 20_000
+"""Many times what a config has. A few lines of YAML whose aliases contain each other can stand for millions."""
+MAX_DEPTH = 60
 _AT_LINE = re.compile(r" \(at line (\d+), column (\d+)\)$")
 _YAML_FLOAT = re.compile(r"^[-+]?(?:\d[\d_]*)?\.?\d+(?:[eE][-+]?\d+)$")
 
@@ -44,7 +47,12 @@ def _read(name: str) -> tuple[dict[str, Any], Lines]:
         raise _Unreadable(f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise _Unreadable(f"is not UTF-8 text (byte {error.start})") from None
-    values, lines = parse(text)
+    try:
+        values, lines = parse(text)
+    except ValueError as error:  # a date such as 2024-99-99, a number of five thousand digits
+        raise _Unreadable(f"holds a value that cannot be read: {error}") from None
+    if _is_deeper(values, MAX_DEPTH):
+        raise RecursionError
     table = as_table(values if values is not None else {})
     if table is None:
         raise _Unreadable(f"holds a {type(values).__name__}; a config file holds a table of keys", 1)
@@ -105,7 +113,13 @@ def _yaml(text: str) -> tuple[Any, Lines]:
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _YAML_FLOAT, list("-+0123456789."))  # pyright: ignore[reportUnknownMemberType]
     lines: Lines = {}
 
+    num_values = 0
+
     def visit(node: object, path: Path) -> None:
+        nonlocal num_values
+        num_values += 1
+        if num_values > MAX_VALUES:
+            raise _Unreadable(f"holds more than {MAX_VALUES:,} values, as its aliases stand for others again and again")
         if isinstance(node, yaml.MappingNode):
             seen: set[str] = set()
             for key, value in node.value:
@@ -140,6 +154,14 @@ def _text_keys(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _text_keys(item) for key, item in cast(dict[Any, Any], value).items()}
     return value
+
+
+def _is_deeper(value: Any, limit: int) -> bool:
+    if limit < 0:
+        return True
+    table = as_table(value)
+    items = (as_list(value) or []) if table is None else list(table.values())
+    return any(_is_deeper(item, limit - 1) for item in items)
 
 
 _PARSERS: dict[str, Callable[[str], tuple[Any, Lines]]] = {

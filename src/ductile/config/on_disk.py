@@ -77,6 +77,8 @@ def _config_json(folder: Path) -> dict[str, Any]:
         value = cast(object, json.loads((folder / "config.json").read_bytes()))
     except UnicodeDecodeError:
         raise ValueError("it is not UTF-8 text") from None
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
     if not isinstance(value, dict):
         raise ValueError("it holds no object")
     return cast(dict[str, Any], value)

@@ -34,6 +34,8 @@ def output_findings(config: Run) -> Iterator[Finding]:
         yield from [*_folder(config), *_inputs(config)]
     except OSError as error:
         yield Finding(("output_dir",), f"cannot be looked into: {error.strerror} ({error.filename})")
+    except ValueError as error:  # half a character, a zero
+        yield Finding(("output_dir",), f"is not the name of a folder: {error}")
 
 
 def _folder(config: Run) -> Iterator[Finding]:

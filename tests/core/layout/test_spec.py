@@ -103,6 +103,14 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "not_a_number": ({"rms_norm_eps": "tiny"}, "rms_norm_eps is 'tiny'; it must be a number"),
     "not_a_flag": ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'; it must be true or false"),
     "no_layers": ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be at least 1"),
+    "too_many_layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be at most 10,000"),
+    "too_many_words": ({"vocab_size": 10**400}, "vocab_size is a number of 401 digits; it must be at most 10,000,000"),
+    "too_wide_a_head": ({"head_dim": 10**6}, "head_dim is 1000000; it must be at most 10,000"),
+    "too_many_parameters": (
+        {"hidden_size": 800_000, "num_hidden_layers": 9_000, "head_dim": 128},
+        r"its sizes make .* parameters; at most 1e\+13 are read",
+    ),
+    "no_such_float": ({"rms_norm_eps": 10**400}, "rms_norm_eps is too large"),
     "groups": (
         {"num_key_value_heads": 3},
         "num_attention_heads 8 is not a multiple of num_key_value_heads 3; each key/value head serves equally many",

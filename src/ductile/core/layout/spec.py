@@ -16,6 +16,19 @@ ARCHITECTURES: dict[str, Family] = {
 }
 
 
+LARGEST = {
+    "vocab_size": 10_000_000,
+    "hidden_size": 1_000_000,
+    "intermediate_size": 10_000_000,
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 10_000,
+    "num_key_value_heads": 10_000,
+    "head_dim": 10_000,
+}
+"""Beyond what any model has: a slip in a `config.json`, told before memory is asked for."""
+MOST_PARAMETERS = 10**13
+
+
 class SpecError(ValueError):
     """A `config.json` that we cannot build a model from. The text names the key, the value and what is possible."""
 
@@ -72,6 +85,8 @@ class ModelSpec:
         for key, value in sizes.items():
             if value < 1:
                 raise SpecError(f"{key} is {value}; it must be at least 1")
+            if value > LARGEST[key]:
+                raise SpecError(f"{key} is {_short(value)}; it must be at most {LARGEST[key]:,}")
         if self.num_heads % self.num_kv_heads:
             raise SpecError(
                 f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}; "
@@ -79,6 +94,12 @@ class ModelSpec:
             )
         if self.head_dim < 2 or self.head_dim % 2:
             raise SpecError(f"head_dim is {self.head_dim}; rotary positions need an even number")
+        if self.head_dim > LARGEST["head_dim"]:
+            raise SpecError(f"head_dim is {_short(self.head_dim)}; it must be at most {LARGEST['head_dim']:,}")
+        if self.num_parameters > MOST_PARAMETERS:
+            raise SpecError(
+                f"its sizes make {self.num_parameters:.3g} parameters; at most {MOST_PARAMETERS:.0e} are read"
+            )
 
     @property
     def num_parameters(self) -> int:
@@ -92,6 +113,11 @@ class ModelSpec:
         layer = attention + mlp + 2 * self.hidden_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         return embeddings + self.num_layers * layer + self.hidden_size
+
+
+def _short(number: int) -> str:
+    text = str(number)
+    return text if len(text) <= 20 else f"a number of {len(text)} digits"
 
 
 def spec_from_hf(config: Mapping[str, object]) -> ModelSpec:
@@ -220,7 +246,10 @@ def _number(config: Mapping[str, object], key: str, default: float | None = None
         return default
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise SpecError(f"{key} is {value!r}; it must be a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise SpecError(f"{key} is too large for a number of this machine") from None
 
 
 def _positive(config: Mapping[str, object], key: str) -> float:
