@@ -57,7 +57,7 @@ def _folder(config: Run) -> Iterator[Finding]:
             what = f"would delete {found}, but no run has been at work in {folder}: delete it yourself, or give another"
             yield Finding(("output_dir", "clean"), f"{what} output_dir")
     elif (found := _of_a_run(folder)) is not None:
-        what = f"holds a run already ({found}): --resume goes on with it, --clean deletes it first"
+        what = f"holds a run already: --resume goes on with it, --clean deletes it first (there is {found})"
         yield Finding(("output_dir",), what)
 
 
