@@ -150,6 +150,8 @@ class OrchestratorConfig(Section):
     `grpo` these are the groups whose rewards are all equal. None is left out where a loss needs the reference model."""
     seed: int = 0
     shuffle: bool = True
+    num_samples_kept: int = Field(default=8, ge=0)
+    """Rollouts of each step that `samples.jsonl` keeps, with their rewards, for people to read."""
     reward_timeout_s: float = Field(default=30.0, gt=0)
     """A reward function that takes longer has failed: its rollout has no reward, and is counted in `reward_errors`."""
     max_reward_error_share: float = Field(default=0.5, ge=0, le=1)

@@ -11,8 +11,8 @@ from ductile.config.run import OrchestratorRunConfig, RLConfig, SFTConfig, Train
 from ductile.config.section import Section
 
 WRITTEN = (
-    "config.toml", "control.json", "events.jsonl", "logs", "metrics.jsonl", "model", "rollouts.jsonl", "state",
-    "summary.json", "tensorboard", "wandb", ".model.old", ".model.partial",
+    "config.toml", "control.json", "events.jsonl", "logs", "metrics.jsonl", "model", "rollouts.jsonl",
+    "samples.jsonl", "state", "summary.json", "tensorboard", "wandb", ".model.old", ".model.partial",
 )  # fmt: skip
 """All that runs write, with what a killed one leaves. Whatever else lies in the folder belongs to somebody else."""
 MARKS = (".lock", "events.jsonl", "config.toml")

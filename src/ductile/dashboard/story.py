@@ -18,6 +18,7 @@ Row = Mapping[str, Any]
 
 RESIZES = frozenset({"resized", "resize_rolled_back"})
 DECISIONS = frozenset({"decided", "held", "switched", "refused"})
+NUM_SAMPLES = 64
 
 
 class NoStory(Exception):
@@ -44,6 +45,8 @@ class Story:
     decisions: tuple[Told, ...]
     resizes: tuple[Told, ...]
     others: tuple[Told, ...]
+    samples: tuple[Row, ...]
+    """Of the last steps: rollouts with their rewards."""
     config: Row
     missing: tuple[str, ...]
     """What cannot be told, and why: sentences."""
@@ -100,6 +103,7 @@ def read_story(folder: Path) -> Story:
         decisions=tuple(each for each in told if each.kind in DECISIONS),
         resizes=tuple(each for each in told if each.kind in RESIZES),
         others=tuple(each for each in told if each.kind not in DECISIONS | RESIZES),
+        samples=tuple(read_jsonl(folder / "samples.jsonl")[-NUM_SAMPLES:]),
         config=tomllib.loads(config.read_text()) if config.exists() else {},
         missing=tuple(missing),
     )

@@ -29,6 +29,7 @@ from ductile.loop.progress import Checkpoints, Progress
 from ductile.loop.reference import pinned
 from ductile.loop.report import summarise_rl, this_life
 from ductile.loop.rollouts import Rollouts
+from ductile.loop.samples import SampleLog
 from ductile.loop.saving import Saver, where_to_begin
 from ductile.observe import Recorder, read_jsonl
 from ductile.records import Prompt
@@ -206,6 +207,15 @@ async def run_circle(
             stop=stop,
             step=progress.step,
         )
+        if config.bench is None:
+            log = SampleLog(
+                record.folder / "samples.jsonl",
+                prepared.tasks,
+                prepared.tokenizer,
+                config.orchestrator.num_samples_kept,
+                progress.step,
+            )
+            loop.keep_samples = log.keep
         loop.conductor = watch(loop)
         async with loop.conductor.at_work(buffer.fail) if loop.conductor else nullcontext():
             step = await loop.run(death)

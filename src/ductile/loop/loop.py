@@ -96,6 +96,8 @@ class Loop:
         """The latest step that there was an attempt to save."""
         self.watch = Stopwatch()
         self.skips = Skips(plan.max_skipped_steps, record)
+        self.keep_samples: Callable[[int, Sequence[RolloutGroup]], None] = lambda step, groups: None
+        """Told of each step's rollouts."""
         self.conductor: Conductor | None = None
         """Moves slots between roles; None: they keep those that they have."""
         self.scoring = Hand()
@@ -145,6 +147,7 @@ class Loop:
         finally:
             if self.step > tally.version:  # it is trained, and is told of, whatever fails after that
                 self.record.metrics(self.step, {**tally.metrics(*self.watch.lap()), **evaluated, **self.counts()})
+                self.keep_samples(self.step, tally.groups)
         if why := too_many_failed(tally.rollouts, plan.max_reward_error_share):
             raise RewardsFailed(f"in step {self.step} {why}")
         self.skips.check()

@@ -44,6 +44,10 @@ class Tally:
             self._reports.append(report)
 
     @property
+    def groups(self) -> Sequence[RolloutGroup]:
+        return self._groups
+
+    @property
     def rollouts(self) -> list[Rollout]:
         return [rollout for group in self._groups for rollout in group.rollouts]
 
