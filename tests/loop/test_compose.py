@@ -10,6 +10,7 @@ from ductile.config.imports import ImportPathError
 from ductile.config.orchestrator import SamplingConfig, to_sampling
 from ductile.config.run import OrchestratorRunConfig, RLConfig
 from ductile.loop.alone import prepare_alone, run_alone
+from ductile.loop.attend import SlotDied
 from ductile.loop.compose import prepare, run_circle
 from ductile.loop.progress import CheckpointError
 from ductile.observe import Recorder, read_jsonl
@@ -189,6 +190,25 @@ def test_a_run_goes_on_with_the_reference_that_it_began_with(tmp_path, folder):
         prepare(later)
     without = config(tmp_path, folder, max_steps=5, ckpt__resume_step=-1)
     assert prepare(without).progress.step == 3  # nothing compares with them
+
+
+def test_a_death_while_the_checkpoint_is_read_ends_the_run(tmp_path, folder):
+    class Stuck(Learns):
+        async def load(self, path):
+            await asyncio.Event().wait()
+
+    async def death():
+        return "slot 1 (generate, pid 7) was killed by SIGKILL while idle"
+
+    async def story():
+        prepared, roles = prepare(config(tmp_path, folder, ckpt__resume_step=3)), Stuck(folder)
+        record = Recorder(tmp_path / "run")
+        slots = lambda: roles.slots  # noqa: E731
+        await run_circle(prepared, roles, roles, None, record, asyncio.Event(), slots, death=death)
+
+    circle(config(tmp_path, folder), folder)
+    with pytest.raises(SlotDied, match="slot 1"):
+        asyncio.run(asyncio.wait_for(story(), 30))
 
 
 def test_resuming_a_run_without_a_checkpoint_starts_it(tmp_path, folder):

@@ -101,7 +101,7 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
                 changes.metrics,
                 scheduling.watch,
                 scheduling.spent,
-                cluster.death(),
+                cluster.death,
             )
             result = await attend(circle, session.interrupt.insisted)
     finally:
@@ -132,7 +132,7 @@ async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatch
                 lambda: {"train": trainer.formation.members},
                 session.began_s,
                 changes.metrics,
-                cluster.death(),
+                cluster.death,
             )
             summary = await attend(batches, session.interrupt.insisted)
     finally:

@@ -19,6 +19,7 @@ from ductile.config.run import RLConfig
 from ductile.config.trainer import TrainerConfig, needs_reference, normalisation
 from ductile.core.batch.advantage import ADVANTAGES, Advantage
 from ductile.core.cluster.staleness import StalenessBound
+from ductile.loop.attend import attend
 from ductile.loop.buffer import Buffer
 from ductile.loop.conductor import Conductor
 from ductile.loop.episode import Episodes
@@ -139,7 +140,7 @@ async def run_circle(
     counts: Callable[[], Mapping[str, float]] = dict,
     watch: Callable[[Loop], Conductor | None] = lambda loop: None,
     spent: Callable[[], Mapping[str, object]] = dict,
-    death: Coroutine[Any, Any, str] | None = None,
+    death: Callable[[], Coroutine[Any, Any, str]] | None = None,
 ) -> RunResult:
     """Run until `max_steps` or `stop`; writes metrics, checkpoints, `model/` and `summary.json`.
 
@@ -147,7 +148,7 @@ async def run_circle(
     summary.
     began_s: `time.perf_counter()` of the command's start, for `wall_s`; default: now. counts: further metrics.
     watch: told of the loop before it begins; returns who moves slots between roles meanwhile, if somebody does.
-    spent: what the slots did with their time, for the summary. death: as in `Loop.run`.
+    spent: what the slots did with their time, for the summary. death(): as in `Loop.run`.
     Raises what a role raises (SlotLost, Late, Refused), SlotDied, CustomCodeFailed, and TaskError when a task cannot be
     made in a grader; what was trained is saved by then.
     """
@@ -156,7 +157,8 @@ async def run_circle(
     model_folder = prepared.folder / "model" if config.ckpt.export_model and config.bench is None else None
     saver = Saver(trainer, prepared.checkpoints, record, model_folder, config.ckpt)
     if config.bench is None:
-        await saver.resume(progress, asked=config.ckpt.resume_step is not None)
+        resuming = saver.resume(progress, asked=config.ckpt.resume_step is not None)
+        await attend(resuming, death=death() if death else None)
     earlier_s = sum(row.get("step_s") or 0.0 for row in read_jsonl(record.folder / "metrics.jsonl"))
     async with _graders(prepared, record) as graders:
         episodes = Episodes(
@@ -170,16 +172,7 @@ async def run_circle(
             to_sampling(config.orchestrator.sampling),
             config.orchestrator.rollouts_per_example,
         )
-        evaluation = Evaluation(
-            episodes,
-            prepared.tokenizer,
-            prepared.tasks,
-            prepared.eval_prompts,
-            to_sampling(config.orchestrator.eval.sampling),
-            record,
-            config.orchestrator.eval.samples_per_example,
-            max_reward_error_share=config.orchestrator.max_reward_error_share,
-        )
+        evaluation = _evaluation(prepared, episodes, record)
 
         async def save(step: int) -> None:
             if config.bench is None:
@@ -218,7 +211,7 @@ async def run_circle(
             loop.keep_samples = log.keep
         loop.conductor = watch(loop)
         async with loop.conductor.at_work(buffer.fail) if loop.conductor else nullcontext():
-            step = await loop.run(death)
+            step = await loop.run(death() if death else None)
     life_s = time.perf_counter() - began_s
     summary = summarise_rl(read_jsonl(record.folder / "metrics.jsonl"), slots(), earlier_s + life_s)
     summary |= {**this_life(plan.max_steps, progress.step, life_s), **spent()}
@@ -229,6 +222,20 @@ async def run_circle(
         first=evaluation.first if progress.step == 0 else None,
         last=evaluation.last,
         model_folder=model_folder if model_folder and model_folder.exists() else None,
+    )
+
+
+def _evaluation(prepared: Prepared, episodes: Episodes, record: Recorder) -> Evaluation:
+    config = prepared.config.orchestrator
+    return Evaluation(
+        episodes,
+        prepared.tokenizer,
+        prepared.tasks,
+        prepared.eval_prompts,
+        to_sampling(config.eval.sampling),
+        record,
+        config.eval.samples_per_example,
+        max_reward_error_share=config.max_reward_error_share,
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from ductile.config.run import FakeData, SFTConfig, TrainerRunConfig
 from ductile.config.trainer import CheckpointConfig, SFTLoss, TrainerConfig, normalisation
 from ductile.core.batch import normalise
+from ductile.loop.attend import attend
 from ductile.loop.ending import saved_in_the_end
 from ductile.loop.overlap import undisturbed
 from ductile.loop.progress import Checkpoints, Progress
@@ -139,7 +140,7 @@ async def run_batches(
     slots: Callable[[], Mapping[str, Sequence[int]]],
     began_s: float | None = None,
     counts: Callable[[], Mapping[str, float]] = dict,
-    death: Coroutine[Any, Any, str] | None = None,
+    death: Callable[[], Coroutine[Any, Any, str]] | None = None,
 ) -> dict[str, Any]:
     """Train until `max_steps` or `stop`, save where that is wanted, and write and return the summary.
 
@@ -150,11 +151,12 @@ async def run_batches(
     saver = None
     if prepared.checkpoints is not None:
         saver = Saver(trainer, prepared.checkpoints, record, prepared.model_folder, prepared.ckpt)
-        await saver.resume(prepared.progress, prepared.resume_asked)
+        resuming = saver.resume(prepared.progress, prepared.resume_asked)
+        await attend(resuming, death=death() if death else None)
     record.event("data", prepared.sentence, **prepared.facts)
     earlier_s = sum(row.get("step_s") or 0.0 for row in read_jsonl(record.folder / "metrics.jsonl"))
     training = _Training(prepared, trainer, record, saver, counts)
-    await saved_in_the_end(training.run(stop), training.save, record, death)
+    await saved_in_the_end(training.run(stop), training.save, record, death() if death else None)
     rows = read_jsonl(record.folder / "metrics.jsonl")
     life_s = time.perf_counter() - began_s
     summary = {
