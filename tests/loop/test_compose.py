@@ -9,12 +9,12 @@ import pytest
 from ductile.config.imports import ImportPathError
 from ductile.config.orchestrator import SamplingConfig, to_sampling
 from ductile.config.run import OrchestratorRunConfig, RLConfig
-from ductile.loop.alone import prepare_alone, run_alone
+from ductile.loop.alone import prepare_alone, run_alone, write_rollouts
 from ductile.loop.attend import SlotDied
 from ductile.loop.compose import prepare, run_circle
 from ductile.loop.progress import CheckpointError
 from ductile.observe import Recorder, read_jsonl
-from ductile.records import Generation, Manifest, Sampling, StepReport
+from ductile.records import Generation, Manifest, Prompt, Rollout, RolloutGroup, Sampling, StepReport
 from ductile.tasks.task import TaskError
 from ductile.tasks.tokenizer import Tokenizer
 from tests.loop.doubles import read, write
@@ -308,6 +308,15 @@ def test_the_orchestrator_alone(tmp_path, folder):
     assert len(rows) == 16
     assert {"question", "answer", "reward", "token_ids", "logprobs", "prompt_token_ids", "step"} <= rows[0].keys()
     assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+
+
+def test_half_a_character_in_a_failed_reward_is_written_down(tmp_path, folder):
+    tree = BASE["orchestrator"] | {"model": {"name": str(folder)}}
+    prepared = prepare_alone(OrchestratorRunConfig.model_validate(tree))
+    rollout = Rollout((7,), (True,), (0.0,), (0,), "stop", None, error="raised KeyError: '\ud83d'")
+    group = RolloutGroup(Prompt("train/0/0", "train", 0, (3,)), (rollout,))
+    write_rollouts(tmp_path / "rollouts.jsonl", 1, [group], prepared)
+    assert read_jsonl(tmp_path / "rollouts.jsonl")[0]["error"] == "raised KeyError: '\ud83d'"
 
 
 def test_every_key_of_sampling_reaches_the_generator():
