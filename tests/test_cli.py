@@ -123,6 +123,7 @@ ductile rl: the config is good.
   ahead     generation is at most 1 version ahead; answers more than 8 versions old are thrown away and asked again
   lengths   prompt and answer at most 512 tokens, of which the answer 128; micro-batches of 512
   loss      default, adamw with lr 1e-06
+  eval      before step 1 and at the end: 1 answer to each of 64 prompts, greedy, at most 128 tokens
   slots     4, as component_placement says
               0  train
               1  generate
@@ -166,6 +167,36 @@ def test_a_config_of_another_command_is_recognised(words: list[str], capsys: pyt
 def test_one_key_that_does_not_exist_is_no_other_command_s_config(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "@", "good.toml", "--data.path", "data.jsonl"]) == 2
     assert "looks like" not in capsys.readouterr().err
+
+
+def test_the_example_of_sft_is_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[1])
+    assert main(["check", "sft", "@", "examples/sft/sft.toml", "--output-dir", "runs/none"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            "",
+            "before step 1 and at the end: 1 answer to each of 64 prompts, greedy, at most 128",
+        ),
+        (
+            "--orchestrator.eval.interval 2 --orchestrator.eval.sampling.temperature 0.5",
+            ", every 2 steps and at the end",
+        ),
+        (
+            "--orchestrator.eval.samples-per-example 3 --orchestrator.eval.num-examples 9",
+            "3 answers to each of 9 prompts",
+        ),
+        ("--no-orchestrator.eval.enabled", "none: orchestrator.eval.enabled is false"),
+        ("--bench", "none with --bench"),
+    ],
+)
+def test_check_tells_of_the_evaluation(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "@", "good.toml", *flags.split()]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  eval "))
+    assert said in line
 
 
 def test_check_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -238,8 +238,9 @@ def test_what_cannot_be_is_refused_and_nothing_is_tried(echo: Harness):
             ((), 1, "a formation needs each of its slots once"),
             ((1, 1), 1, "a formation needs each of its slots once"),
             ((0, 1, 2), 2, "3 slots cannot hold 2 equal copies"),
-            ((0, -1), 1, "there cannot be a slot -1"),
-            ((0, 8), 1, "there cannot be a slot 8: this machine has slots 0 to 7, as deployment.gpus_per_node says"),
+            ((0, -1), 1, "slot -1 does not exist"),
+            ((0, 8), 1, "slot 8 does not exist: this machine has slots 0 to 7, as deployment.gpus_per_node says"),
+            (range(12), 1, "slots 8-11 do not exist"),
         ]:
             with pytest.raises(Unfit, match=sentence):
                 await echo.changes.resize(members, replicas)

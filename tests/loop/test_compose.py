@@ -263,7 +263,7 @@ def custom_advantage(rewards, group):
         (
             {"orchestrator__advantage": {"type": "custom", "import_path": "tests.loop.test_compose.BASE"}},
             ImportPathError,
-            "is no function",
+            "is not a function",
         ),
     ],
 )

@@ -358,7 +358,9 @@ def _formation(config: RLConfig | SFTConfig | TrainerRunConfig, num_slots: int) 
         what = f"must divide the number of train slots, {num_slots}, as each copy has equally many: {fitting}"
         yield Finding((f"{root}model.dp_replicate",), what)
     if trainer.resize.memory == "streaming" and trainer.resize.carrier == "peer_memory":
-        what = 'cannot stream: nobody would know when memory has been read and may be freed. Write "p2p" or "auto"'
+        what = (
+            'cannot stream: a slot would not know when its memory has been read and may be freed. Write "p2p" or "auto"'
+        )
         yield Finding((f"{root}resize.carrier", f"{root}resize.memory"), what)
 
 

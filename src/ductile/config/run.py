@@ -183,6 +183,12 @@ class InferenceRunConfig(InferenceConfig):
     cluster: ClusterConfig = ClusterConfig()
     deployment: ServingDeploymentConfig = SingleNodeServing()
     slurm: Annotated[SlurmConfig | None, NotBuilt("SLURM")] = None
+    bench: Annotated[
+        BenchConfig | None,
+        NotBuilt(
+            "figures of a server alone", instead="`ductile rl --bench` has tokens/s generated, with the same engine."
+        ),
+    ] = None
     log: LogConfig = LogConfig()
     dry_run: bool = False
 

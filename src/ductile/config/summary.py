@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 
 from ductile.config.on_disk import read_spec
-from ductile.config.orchestrator import ImportTask, JsonlTask, OrchestratorConfig, TaskConfig
+from ductile.config.orchestrator import EvalConfig, ImportTask, JsonlTask, OrchestratorConfig, TaskConfig
 from ductile.config.parse import Parsed
 from ductile.config.preflight import num_examples
 from ductile.config.run import OrchestratorRunConfig, RLConfig, RunConfig, SFTConfig, TrainerRunConfig
 from ductile.config.scheduling import policy_name
 from ductile.config.slots import placement_of
+from ductile.config.trainer import BenchConfig
 from ductile.core.cluster.placement import Placement, many
 from ductile.core.cluster.policies.names import described
 
@@ -53,7 +54,8 @@ def _count(number: int) -> str:
 
 def _work(config: RunConfig) -> Iterator[Row]:
     if isinstance(config, RLConfig):
-        yield "steps", f"{config.max_steps or config.trainer.max_steps or 'no limit'}"
+        given = config.max_steps or config.trainer.max_steps or config.orchestrator.max_steps
+        yield "steps", _steps(given, config.bench, "one pass over the task's examples")
         yield from _questions(config.orchestrator)
         yield (
             "lengths",
@@ -61,17 +63,34 @@ def _work(config: RunConfig) -> Iterator[Row]:
             f"{config.orchestrator.sampling.max_tokens}; micro-batches of {config.trainer.model.seq_len}",
         )
         yield "loss", f"{config.trainer.loss.type}, {config.trainer.optim.type} with lr {config.trainer.optim.lr:g}"
+        yield "eval", "none with --bench" if config.bench else _evaluation(config.orchestrator.eval)
     elif isinstance(config, OrchestratorRunConfig):
         yield "server", str(config.client.base_url)
         yield from _questions(config, evaluates=False)
     elif isinstance(config, SFTConfig):
-        yield "steps", str(config.max_steps or "one pass over the data")
+        yield "steps", _steps(config.max_steps, config.bench, "one pass over the data")
         yield "batch", f"{config.data.batch_size} samples, packed to {config.data.seq_len} tokens"
     elif isinstance(config, TrainerRunConfig):
-        yield "steps", str(config.max_steps)
+        yield "steps", _steps(config.max_steps, config.bench, "1")
     else:
         host = f"[{config.server.host}]" if ":" in config.server.host else config.server.host
         yield "serves", f"http://{host}:{config.server.port or '<a free port>'}/v1"
+
+
+def _steps(given: int | None, bench: BenchConfig | None, otherwise: str) -> str:
+    return f"{bench.steps}, the first of which is not counted (--bench)" if bench else str(given or otherwise)
+
+
+def _evaluation(config: EvalConfig) -> str:
+    """How often, on what, and how it samples."""
+    if not config.enabled:
+        return "none: orchestrator.eval.enabled is false"
+    often = f", every {many(config.interval, 'step')}" if config.interval else ""
+    temperature = config.sampling.temperature
+    how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+    answers = many(config.samples_per_example, "answer")
+    asked = f"{answers} to each of {many(config.num_examples, 'prompt')}"
+    return f"before step 1{often} and at the end: {asked}, {how}, at most {config.sampling.max_tokens} tokens"
 
 
 def _task(config: OrchestratorConfig, evaluates: bool) -> Iterator[Row]:

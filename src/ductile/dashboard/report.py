@@ -74,7 +74,7 @@ def _facts(story: Story) -> Iterator[tuple[str, str]]:
         yield "a step", f"{setting.groups_per_step} prompts with {setting.group_size} answers each"
     if story.profiles:
         yield "idle", f"{story.idle_share:.1%} of all slots' time"
-        yield "decisions carried out", str(sum(profile.num_switches for profile in story.profiles))
+        yield "changes of roles completed", str(sum(profile.num_switches for profile in story.profiles))
 
 
 def _settings(config: Row, path: str = "") -> Iterator[tuple[str, str]]:

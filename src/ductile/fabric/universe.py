@@ -27,7 +27,7 @@ class NullGroup(dist.ProcessGroup):
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise StrayCollective(
-            "a collective was called on the default process group, which connects nobody; pass group= with one of "
+            "a collective was called on the default process group, which connects no ranks; pass group= with one of "
             "ductile.fabric.groups"
         )
 

@@ -44,7 +44,7 @@ def resize(words: Sequence[str]) -> int:
         print(result.sentence)
         parts = [f"{name} {seconds:.3f} s" for name, seconds in {**result.seconds, **result.slot_seconds}.items()]
         if parts:
-            print(f"The trainer stood still for {result.pause_s:.3f} s. In all: {', '.join(parts)}.")
+            print(f"The trainer stood still for {result.pause_s:.3f} s. Phases: {', '.join(parts)} (docs/resize.md).")
     return NOT_DONE if result.outcome == "rolled_back" else DONE
 
 
@@ -73,7 +73,9 @@ def slot_list(text: str) -> tuple[int, ...]:
         found = re.fullmatch(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?", word)
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
         if last < first:
-            raise Unfit(f"--train {text}: {word.strip() or 'nothing'!r} is no slot and no range; write 0-3 or 0,2,5")
+            raise Unfit(
+                f"--train {text}: {word.strip() or 'nothing'!r} is neither a slot nor a range; write 0-3 or 0,2,5"
+            )
         slots += range(first, last + 1)
     if len(set(slots)) < len(slots):
         raise Unfit(f"--train {text} names a slot twice")

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from ductile.core.cluster.membership import describe
-from ductile.core.cluster.placement import Placement
+from ductile.core.cluster.placement import Placement, slots_of
 from ductile.core.transfer.order import stays_put
 from ductile.launch.control import Resized, RunFailed, TrainerSlots, Unfit
 from ductile.launch.local import LocalCluster
@@ -134,7 +134,7 @@ class Changes:
             raise Unfit(str(error)) from error
         for slot in started:
             device, pid = self._cluster.devices[slot], self._cluster.processes[slot].pid
-            sentence = f"Slot {slot} runs on {device}, pid {pid}: it is to join the trainer."
+            sentence = f"Slot {slot} runs on {device}, pid {pid}: it will join the trainer."
             self._record.event("slot_started", sentence, slot=slot, roles=[], device=device, pid=pid)
 
     def _note_failure(self, before: Formation, after: Formation, error: Exception) -> str:
@@ -201,12 +201,13 @@ def sentence_of(result: ResizeResult) -> str:
 
 def formation_of(members: Sequence[int], replicas: int, num_slots: int) -> Formation:
     """Raises Unfit for one that cannot be."""
-    for slot in members:
-        if not 0 <= slot < num_slots:
-            raise Unfit(
-                f"there cannot be a slot {slot}: this machine has slots 0 to {num_slots - 1}, as "
-                "deployment.gpus_per_node says; use these, or start the run with another number there"
-            )
+    beyond = [slot for slot in members if not 0 <= slot < num_slots]
+    if beyond:
+        verb = "does" if len(beyond) == 1 else "do"
+        raise Unfit(
+            f"{slots_of(beyond)} {verb} not exist: this machine has slots 0 to {num_slots - 1}, as "
+            "deployment.gpus_per_node says; use these, or start the run with another number there"
+        )
     try:
         return Formation(tuple(members), replicas)
     except ValueError as error:

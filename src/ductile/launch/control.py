@@ -183,7 +183,9 @@ class Run:
             machine = str(known["machine"])
             host, port, token = str(known["host"]), int(known["port"]), str(known["token"])
         except FileNotFoundError:
-            raise Unfit(f"no run is at work in {self.folder}, or it is still starting: it has no {FILE}") from None
+            raise Unfit(
+                f"no run is at work in {self.folder}, or it is still starting: its slots have no roles yet"
+            ) from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise Unfit(f"{self.folder / FILE} cannot be read: {error}") from None
         if start_time(pid) != started:

@@ -292,7 +292,7 @@ def _advantage(config: AdvantageConfig) -> Advantage:
         return ADVANTAGES[config.type]
     function: Any = import_object(str(config.import_path))
     if not callable(function):
-        raise ImportPathError(f"orchestrator.advantage.import_path: {config.import_path} is no function")
+        raise ImportPathError(f"orchestrator.advantage.import_path: {config.import_path} is not a function")
     return cast(Advantage, function)
 
 

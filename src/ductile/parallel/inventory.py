@@ -50,6 +50,9 @@ class Inventory:
         """By the place and shape of the memory: its first name."""
         optimizers: list[torch.optim.Optimizer] = []
         for part in state if isinstance(state, list | tuple) else [state]:
+            if isinstance(part, str | bytes | int | float):
+                what = "a module, an optimizer, a MegatronModule, a mapping of names to tensors, or a list of these"
+                raise NotReshardable(f"a state is {what}, not {part!r}")
             self._add("", part, optimizers)
         self._source = source or ()
         for optimizer in optimizers:

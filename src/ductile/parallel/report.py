@@ -20,11 +20,11 @@ class Report:
     seconds: Mapping[str, float]
     """By phase, on this rank: describe, carrier, plan, agree, transfer."""
     left_out: tuple[str, ...]
-    """Values of the target that are no tensors, and were not moved."""
+    """Values of the target that are not tensors, and were not moved."""
 
     def __str__(self) -> str:
         phases = ", ".join(f"{name} {spent * 1e3:.1f} ms" for name, spent in self.seconds.items())
-        left_out = f"\nnot moved, since they are no tensors: {', '.join(self.left_out)}" if self.left_out else ""
+        left_out = f"\nnot moved, since they are not tensors: {', '.join(self.left_out)}" if self.left_out else ""
         return f"{self.plan}\n  {self.carrier}\n  {phases}{left_out}"
 
 

@@ -39,7 +39,7 @@ def _import_task(config: ImportTask) -> Task:
     except ImportPathError as error:
         raise TaskError(f"orchestrator.task.import_path: {error}") from error
     if not callable(factory):
-        raise TaskError(f"orchestrator.task.import_path: {config.import_path} is no class and no function")
+        raise TaskError(f"orchestrator.task.import_path: {config.import_path} is neither a class nor a function")
     try:
         task: Any = factory(**config.kwargs)
     except Exception as error:

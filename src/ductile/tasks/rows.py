@@ -48,7 +48,7 @@ def conversation(where: str, row: Row, *, ends_with: Literal["question", "answer
         raise TaskError(f"{where}: has neither messages nor {short}; its keys are {', '.join(row) or 'none'}")
     answered = messages[-1]["role"] == "assistant"
     if answered and not wants_answer:
-        raise TaskError(f"{where}: the last message is the assistant's; a prompt ends with somebody else's")
+        raise TaskError(f"{where}: the last message is the assistant's; a prompt ends with another role's")
     if wants_answer and not any(message["role"] == "assistant" for message in messages):
         raise TaskError(f"{where}: no message is the assistant's, so there is nothing to train on")
     return messages
@@ -67,7 +67,7 @@ def _parse(where: str, line: str) -> Row:
 def _messages(where: str, messages: Any) -> list[dict[str, str]]:
     if not isinstance(messages, list) or not messages:
         raise TaskError(f"{where}: messages must be a list of at least one message, not {_kind(messages)}")
-    for number, message in enumerate(messages):
+    for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or "role" not in message or "content" not in message:
             raise TaskError(f'{where}: message {number} must be {{"role": ..., "content": ...}}')
         if message["role"] not in ROLES:

@@ -200,7 +200,8 @@ class Plan:
             f"{whole / MIB:.1f} MiB, {len(self.source.slots)} slots to {len(self.target.slots)}",
             f"  wire {self.wire_bytes / MIB:.1f} MiB (lower bound {self.lower_bound_bytes / MIB:.1f}), relayed "
             f"{self.relayed_bytes / MIB:.1f}, kept in place {sum(self.kept.values()) / MIB:.1f}",
-            f"  {len(self.flows)} flows, {self.num_messages} messages, {self.num_rounds} rounds of at most "
+            f"  {len(self.flows)} flows, {self.num_messages} messages, {self.num_rounds} "
+            f"{'round' if self.num_rounds == 1 else 'rounds'} of at most "
             f"{self.round_bytes / MIB:g} MiB each way, predicted {self.predicted_s * 1e3:.2f} ms",
             f"  {self.reason}",
             "  slot      keeps      sends   receives   MiB",
