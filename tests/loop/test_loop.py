@@ -11,7 +11,8 @@ from ductile.loop.evaluate import RewardsFailed
 from ductile.loop.overlap import Hold
 from ductile.loop.progress import Progress
 from ductile.loop.skips import Diverged
-from ductile.observe import read_jsonl
+from ductile.observe import Recorder, read_jsonl
+from ductile.records import Prompt, Rollout, RolloutGroup
 from ductile.roles import CustomCodeFailed, Late, SlotLost
 from ductile.tasks.grader import Verdict
 from tests.loop.doubles import (
@@ -590,3 +591,16 @@ def test_a_prompt_that_is_dropped_twice_is_told_once_with_what_to_change(tmp_pat
     (told,) = [row for row in events if row["kind"] == "prompt_dropped_twice"]
     assert told["prompt"] == stage.fake_generators.slow
     assert "orchestrator.max_off_policy_steps (1)" in told["sentence"]
+
+
+def test_the_lengths_of_answers_that_are_dropped_when_finished_are_counted(tmp_path):
+    stage = Stage(tmp_path, max_steps=2)
+    run(stage.go())
+    buffer = stage.buffer
+    buffer._record = Recorder(tmp_path / "afterwards")
+    prompt = Prompt("train/0/99", "t", 0, (1,))
+    buffer._running[prompt.id] = buffer._prompts._under_way[prompt.id] = 0
+    short, long = (Rollout((7,) * n, (True,) * n, (0.0,) * n, (-50,) * n, "stop", 1.0) for n in (2, 8))
+    buffer.put(RolloutGroup(prompt, (short, long)))
+    buffer._drop_stale()
+    assert (buffer.num_dropped_answers, buffer.num_dropped_tokens) == (2, 10)

@@ -23,6 +23,7 @@ from rich.console import Console, RenderableType
 from ductile.config.dump import to_table, write_resolved
 from ductile.config.imports import ImportPathError
 from ductile.config.run import OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
+from ductile.dashboard.printable import printable
 from ductile.dashboard.show import View, show
 from ductile.launch.cap import CapNotPermitted
 from ductile.launch.folder import FolderInUse, bench_folder, run_folder
@@ -140,7 +141,8 @@ def _say(end: _End, command: str, config: Config, session: Session | None) -> No
             sys.stdout.flush()
         if end.sentence:
             after = "" if end.code == NOT_STARTED else _after(command, config, session)
-            print(f"ductile {command}: {_capital(end.sentence)}.{after}", file=sys.stderr)
+            sentence = printable(_capital(end.sentence), keep="\n")
+            print(f"ductile {command}: {sentence}.{after}", file=sys.stderr)
     except (
         OSError
     ):  # the terminal is gone. What is still in the buffer must not fail once more at the interpreter's end
