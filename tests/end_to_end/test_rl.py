@@ -39,7 +39,8 @@ def test_a_run_from_start_to_end(tmp_path: Path, model: Path, start):
 
     again = start(config)
     assert again.ends() == 2
-    found = f"holds a run already ({folder / 'metrics.jsonl'}): --resume goes on with it, --clean deletes it first"
+    there = f"(there is {folder / 'metrics.jsonl'})"
+    found = f"holds a run already: --resume goes on with it, --clean deletes it first {there}"
     assert found in again.said()
 
 
