@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from statistics import fmean
 
 import pytest
 
@@ -33,10 +34,14 @@ def run(tmp_path_factory):
 @pytest.mark.parametrize("policy", ["static", "rules", "model"])
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_run_s_own_step_is_predicted_from_its_recording(tmp_path, policy, ahead):
-    """The recorded lengths are dealt anew inside a step, so the prediction is not exact."""
-    record_run(tmp_path, scenario(groups_per_step=16, num_steps=5, max_async_level=ahead), policy)
-    recording = read_recording(tmp_path)
-    assert own_case(recording).step_s == pytest.approx(recording.step_s, rel=0.1)
+    """The recorded lengths are dealt anew inside a step, so one prediction is off by luck; several are not."""
+    off = []
+    for seed in range(4):
+        folder = tmp_path / str(seed)
+        record_run(folder, scenario(groups_per_step=16, num_steps=5, max_async_level=ahead, seed=seed), policy)
+        recording = read_recording(folder)
+        off.append(own_case(recording).step_s / recording.step_s - 1)
+    assert fmean(off) == pytest.approx(0, abs=0.05), off
 
 
 @pytest.mark.parametrize("policy", ["static", "rules"])
