@@ -138,6 +138,28 @@ def test_what_a_failing_environment_says_is_no_reward(tokenizer, at):
     assert rollout.error == f"the {at} took too long"
 
 
+class Notes(Riddle):
+    """Keeps what its reward is given."""
+
+    def reply(self, example, messages):
+        return None
+
+    def reward(self, example, answer, num_tokens, finish_reason, num_turns):
+        self.given = answer, num_tokens, finish_reason, num_turns
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    ("said", "finish", "given"),
+    [("42\nQ:", "stop", "42\n"), ("42", "stop", "42"), ("Q:42\nQ:", "stop", ""), ("42\nQ:", "length", "42\nQ:")],
+)
+def test_the_reward_gets_the_length_and_not_the_stop_string(tokenizer, said, finish, given):
+    task = Notes()
+    generators = Says(tokenizer, (said, finish))
+    _, rollout = play(tokenizer, generators, task, sampling=Sampling(stop=("Q:",)))
+    assert task.given == (given, len(rollout.token_ids), finish, 1)
+
+
 def test_a_request_is_named_by_prompt_member_and_turn(tokenizer):
     generators = Says(tokenizer, ("7", "stop"), ("42", "stop"))
     play(tokenizer, generators, member=3)
