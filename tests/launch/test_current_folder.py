@@ -11,6 +11,7 @@ from ductile.config.inference import InferenceConfig
 from ductile.config.run import InferenceRunConfig
 from ductile.launch import run
 from ductile.launch.processes import ProcessServer
+from ductile.records import Completion
 from ductile.tasks.grader import Graders
 
 LIBRARIES = ("torch", "msgspec", "pydantic", "numpy", "zmq", "json", "tokenizers", "safetensors", "fastapi")
@@ -35,7 +36,7 @@ def test_graders_and_what_they_import_for_a_task(trap: Path):
     async def story():
         task = {"type": "jsonl", "path": "rows.jsonl", "reward": "mine.py:reward"}
         async with Graders({"train": task}) as graders:
-            return await graders.reward("train", 0, "2")
+            return await graders.reward("train", 0, Completion("2"))
 
     verdict = asyncio.run(asyncio.wait_for(story(), 60))
     assert verdict.reward == 0.25, verdict.error
