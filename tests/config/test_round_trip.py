@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -55,7 +55,10 @@ def values(annotation: Any, marks: list[Any]) -> st.SearchStrategy[Any]:
         return st.deferred(lambda: sections(annotation).map(lambda table: _with_type(annotation, table)))
     if annotation in (int, float):
         return _numbers(annotation, marks)
-    return {bool: st.booleans(), str: text, type(None): st.none(), object: json_value}[annotation]
+    if annotation is str:
+        shortest = max([mark.min_length for mark in marks if isinstance(mark, MinLen)], default=0)
+        return text.filter(lambda word: len(word) >= shortest)
+    return {bool: st.booleans(), type(None): st.none(), object: json_value}[annotation]
 
 
 def _with_type(section: type[Section], table: dict[str, Any]) -> dict[str, Any]:
