@@ -191,7 +191,7 @@ def test_a_loss_of_the_users_own_gets_no_zeros_for_log_probs() -> None:
     [
         ("no.such.module.loss", "cannot import no.such.module"),
         ("math.no_such_loss", "math has no 'no_such_loss'"),
-        ("nodots", "is no import path"),
+        ("nodots", "is not an import path"),
         ("missing.py:loss", "there is no file missing.py"),
     ],
 )

@@ -57,6 +57,7 @@ UNREAD: dict[type[Section], tuple[Unread, ...]] = {
             "`ductile orchestrator` scores answers, and trains nothing",
             noted=True,
         ),
+        Unread(("num_samples_kept",), "`ductile orchestrator` keeps every rollout, in rollouts.jsonl", noted=True),
     ),
     InferenceRunConfig: (
         _unscheduled("inference"),

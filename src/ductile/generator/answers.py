@@ -1,6 +1,6 @@
 """What the HTTP server says: whole answers and streamed chunks, for completions and for chat.
 
-A `Choice` collects one sequence; a format (`Chat`, `Completion`) knows how the API spells it.
+A `Choice` collects one sequence; a format (`Chat`, `TextCompletion`) knows how the API spells it.
 """
 
 from collections.abc import Sequence
@@ -111,7 +111,7 @@ class Chat(_Spelling):
         }
 
 
-class Completion(_Spelling):
+class TextCompletion(_Spelling):
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, body: CompletionRequest, tokenizer: Tokenizer) -> None:

@@ -24,7 +24,7 @@ from starlette.exceptions import HTTPException
 
 from ductile.config.errors import show
 from ductile.config.inference import ServerConfig
-from ductile.generator.answers import Chat, Completion, Json, error
+from ductile.generator.answers import Chat, Json, TextCompletion, error
 from ductile.generator.door import Door
 from ductile.generator.engine import Engine
 from ductile.generator.limits import RequestRefused
@@ -121,7 +121,7 @@ async def completions(service: Shared, http: Request) -> Response:
     prompts = [next(encoded) if isinstance(one, str) else one for one in body.prompt]
     # An answer may take minutes: what is not needed any more goes.
     body, texts = body.model_copy(update={"prompt": []}), []
-    form = Completion(body, service.tokenizer)
+    form = TextCompletion(body, service.tokenizer)
     return await service.answer_text(body, form, prompts, TOKEN_MAX_TOKENS, http)
 
 

@@ -32,7 +32,7 @@ from ductile.core.cluster.placement import Role
 from ductile.core.cluster.state import ClusterState
 from ductile.loop.asking import BadDecision, ask
 from ductile.loop.decisions import Change, DecisionLog
-from ductile.loop.overlap import Hold, together
+from ductile.loop.overlap import Pause, together
 from ductile.observe import Recorder
 from ductile.records import Formation
 
@@ -110,7 +110,7 @@ class Conductor:
         """Real seconds that each decision took the policy."""
         self.deciding_s = 0.0
         """Of this thread, that all decisions took: the state, the policy, and what holds and complaints are about."""
-        self.hold = Hold()
+        self.hold = Pause()
         """Of training."""
         self.refused = ""
         """Why the policy is not asked any more, as a sentence; empty while it is asked."""

@@ -100,7 +100,7 @@ class OneBehind:
             self._on_error(error)
 
 
-class Hold:
+class Pause:
     """Something may not go on: others can wait for that to begin, and for its end."""
 
     def __init__(self) -> None:

@@ -21,15 +21,15 @@ from ductile.tasks.grader_protocol import (
     Answer,
     AskReply,
     AskReward,
-    Failed,
+    GradingFailed,
     MakeTasks,
-    Ready,
     Replied,
     Request,
     Scored,
+    TasksMade,
     whole,
 )
-from ductile.tasks.grader_worker import Worker, WorkerLost
+from ductile.tasks.grader_worker import GraderWorker, WorkerLost
 from ductile.tasks.task import TaskError
 
 START_TIMEOUT_S = 120.0  # importing a reward's libraries on a busy machine
@@ -82,9 +82,9 @@ class Graders:
         self._num_workers, self._timeout_s = num_workers or default_num_workers(), timeout_s
         self._on_error, self._on_note, self._limits = on_error, on_note, limits
         self._want_token_ids: frozenset[str] = frozenset()
-        self._free: asyncio.LifoQueue[Worker | None] = asyncio.LifoQueue()
+        self._free: asyncio.LifoQueue[GraderWorker | None] = asyncio.LifoQueue()
         """None: a worker that is not started yet, or has died. One that is there is taken first."""
-        self._workers: set[Worker] = set()
+        self._workers: set[GraderWorker] = set()
         self._calls: set[asyncio.Task[Answer]] = set()
         self._noted = False
         self.num_errors = 0
@@ -133,7 +133,7 @@ class Graders:
             raise
         if isinstance(answer, wanted):
             return answer
-        assert isinstance(answer, Failed)
+        assert isinstance(answer, GradingFailed)
         asked = request(0)
         what = "reward" if isinstance(asked, AskReward) else "reply"
         of = f"{asked.task} example" if len(self._tasks) > 1 else "example"
@@ -142,7 +142,7 @@ class Graders:
         self._on_error(sentence, answer.traceback)
         return _Failure(sentence)
 
-    async def _call(self, worker: Worker | None, request: Callable[[int], Request]) -> Answer:
+    async def _call(self, worker: GraderWorker | None, request: Callable[[int], Request]) -> Answer:
         """Ends by itself, whoever waits for it: the worker is free again, or lost."""
         try:
             worker = worker or await self._start()
@@ -154,17 +154,19 @@ class Graders:
                 worker = None
             if not isinstance(error, WorkerLost):
                 raise
-            return Failed(0, str(error))
+            return GradingFailed(0, str(error))
         finally:
             self._free.put_nowait(worker)
 
-    async def _start(self) -> Worker:
-        worker = await Worker.start(self._limits)
+    async def _start(self) -> GraderWorker:
+        worker = await GraderWorker.start(self._limits)
         self._workers.add(worker)
         try:
             answer = await worker.ask(MakeTasks(worker.number(), self._tasks, self._timeout_s), START_TIMEOUT_S)
-            if not isinstance(answer, Ready):
-                raise TaskError(answer.error if isinstance(answer, Failed) else f"a grader process answered {answer}")
+            if not isinstance(answer, TasksMade):
+                raise TaskError(
+                    answer.error if isinstance(answer, GradingFailed) else f"a grader process answered {answer}"
+                )
         except BaseException as error:  # cancelled, too: nobody else knows of this worker
             self._workers.discard(worker)
             await asyncio.shield(worker.kill())

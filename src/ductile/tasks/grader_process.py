@@ -27,12 +27,12 @@ from ductile.tasks.grader_protocol import (
     Answer,
     AskReply,
     AskReward,
-    Failed,
+    GradingFailed,
     MakeTasks,
-    Ready,
     Replied,
     Request,
     Scored,
+    TasksMade,
     decode_request,
     encode,
     sayable,
@@ -67,13 +67,13 @@ class Grader:
         try:
             return self._execute(request)
         except TaskError as error:
-            return Failed(request.number, sayable(str(error)))
+            return GradingFailed(request.number, sayable(str(error)))
         except BaseException as error:  # SystemExit too: a reward may call sys.exit
             hint = "" if self._has_network or not _wanted_network(error) else (
                 "; rewards have no network: orchestrator.graders.network = true gives them one"
             )  # fmt: skip
             told = "".join(traceback.format_exception(error))
-            return Failed(request.number, sayable(f"raised {raised(error)}{hint}"), sayable(told, 8000))
+            return GradingFailed(request.number, sayable(f"raised {raised(error)}{hint}"), sayable(told, 8000))
 
     def _execute(self, request: Request) -> Answer:
         match request:
@@ -91,12 +91,12 @@ class Grader:
                     said = [{"role": sayable(m["role"]), "content": whole(m["content"])} for m in said]
                 return Replied(request.number, said)
 
-    def _make(self, request: MakeTasks) -> Ready:
+    def _make(self, request: MakeTasks) -> TasksMade:
         adapter: TypeAdapter[Any] = TypeAdapter(TaskConfig)
         self._timeout_s = request.timeout_s
         for name, config in request.tasks.items():
             self._tasks[name] = build_task(adapter.validate_python(config))
-        return Ready(
+        return TasksMade(
             request.number, list(self._notes), [n for n, task in self._tasks.items() if _wants_token_ids(task)]
         )
 

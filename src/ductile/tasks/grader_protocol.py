@@ -42,7 +42,7 @@ class AskReply(msgspec.Struct, tag=True, frozen=True):
 Request = MakeTasks | AskReward | AskReply
 
 
-class Ready(msgspec.Struct, tag=True, frozen=True):
+class TasksMade(msgspec.Struct, tag=True, frozen=True):
     """The tasks are made."""
 
     number: int
@@ -63,14 +63,14 @@ class Replied(msgspec.Struct, tag=True, frozen=True):
     messages: list[dict[str, str]] | None
 
 
-class Failed(msgspec.Struct, tag=True, frozen=True):
+class GradingFailed(msgspec.Struct, tag=True, frozen=True):
     number: int
     error: str
     """Goes on after "the reward of ..."."""
     traceback: str = ""
 
 
-Answer = Ready | Scored | Replied | Failed
+Answer = TasksMade | Scored | Replied | GradingFailed
 
 encode = msgspec.json.Encoder().encode
 decode_request = msgspec.json.Decoder(Request).decode

@@ -63,7 +63,7 @@ def clean_environment(environment: Mapping[str, str], passed: Sequence[str]) -> 
     }
 
 
-class Worker:
+class GraderWorker:
     """Answers one request at a time. After WorkerLost it is of no more use: `kill` it."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
@@ -74,7 +74,7 @@ class Worker:
         self._next = 0
 
     @staticmethod
-    async def start(limits: GradersConfig) -> "Worker":
+    async def start(limits: GradersConfig) -> "GraderWorker":
         fence = {
             "network": limits.network,
             "max_memory_gib": limits.max_memory_gib,
@@ -94,7 +94,7 @@ class Worker:
             env=clean_environment(os.environ, limits.env),
             start_new_session=True,  # Ctrl-C is the orchestrator's
         )
-        return Worker(process)
+        return GraderWorker(process)
 
     def number(self) -> int:
         """Of the next request."""
