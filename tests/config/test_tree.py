@@ -96,6 +96,7 @@ OTHER_VALUES = {
     "eval": '{"num_examples": 3}',
     "advantage": '{"type": "grpo"}',
     "drop_zero_advantage": "false",
+    "num_samples_kept": "3",
     "output_dir": "elsewhere",
     "deployment.gpus_per_node": "4",
 }
