@@ -99,6 +99,9 @@ RESOLVED: list[tuple[str, str, Any]] = [
     ("--trainer.ckpt.interval 3", "ckpt.interval", 3),
     ("--inference.server.port 8001 --orchestrator.client.base-url http://h:8001/v1", "inference.server.port", 8001),
     ("--orchestrator.student.client.timeout-s 5", "orchestrator.client.timeout_s", 5.0),
+    ("--orchestrator.reward-timeout-s 5", "orchestrator.graders.timeout_s", 5.0),
+    ("--orchestrator.num-reward-workers 3", "orchestrator.graders.num_workers", 3),
+    ("--orchestrator.max-reward-error-share 1", "orchestrator.graders.max_error_share", 1.0),
     # shared keys
     ("--max-steps 7", "trainer.max_steps", 7),
     ("--seq-len 512", "inference.model.max_model_len", 512),

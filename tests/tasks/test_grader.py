@@ -28,12 +28,14 @@ def config(tmp_path):
     }
 
 
-def grade(config, answers, num_workers=1, timeout_s=30.0, limits=GradersConfig()):  # noqa: B008 (frozen)
+ONE = GradersConfig(num_workers=1)
+
+
+def grade(config, answers, num_workers=1, **limits):
     async def run():
         errors = []
-        async with Graders(
-            {"train": config}, num_workers, timeout_s, lambda *told: errors.append(told[0]), limits=limits
-        ) as graders:
+        limits_ = GradersConfig(num_workers=num_workers, **limits)
+        async with Graders({"train": config}, limits_, lambda *told: errors.append(told[0])) as graders:
             verdicts = await asyncio.gather(*(graders.reward("train", 0, Completion(answer)) for answer in answers))
             pids = [worker.pid for worker in graders._workers]
         return verdicts, errors, pids, graders.num_errors
@@ -98,7 +100,7 @@ def test_nothing_is_left_running(config):
 
 def test_a_cancelled_call_does_not_give_its_answer_to_the_next(config):
     async def run():
-        async with Graders({"train": config}, 1, 30) as graders:
+        async with Graders({"train": config}, ONE) as graders:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.5):
                     await graders.reward("train", 0, Completion("sleep"))
@@ -109,7 +111,7 @@ def test_a_cancelled_call_does_not_give_its_answer_to_the_next(config):
 
 def test_a_replacement_that_nobody_waits_for_any_more_serves_the_next(config):
     async def run():
-        async with Graders({"train": config}, 1, 30) as graders:
+        async with Graders({"train": config}, ONE) as graders:
             await graders.reward("train", 0, Completion("exit"))
             asking = asyncio.create_task(graders.reward("train", 0, Completion("fine")))
             while not graders._workers:  # noqa: ASYNC110 (nobody tells of it)
@@ -126,7 +128,7 @@ def test_a_replacement_that_nobody_waits_for_any_more_serves_the_next(config):
 
 def test_a_cancelled_call_that_ends_soon_costs_no_process(config):
     async def run():
-        async with Graders({"train": config}, 1, 30) as graders:
+        async with Graders({"train": config}, ONE) as graders:
             before = {worker.pid for worker in graders._workers}
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.1):
@@ -204,7 +206,7 @@ def test_the_sentence_and_the_traceback_name_the_line(config, tmp_path):
     async def run():
         told = []
         config["reward"] = f"{tmp_path}/mine.py:reward"
-        async with Graders({"train": config}, 1, 30, lambda *what: told.append(what)) as graders:
+        async with Graders({"train": config}, ONE, lambda *what: told.append(what)) as graders:
             await graders.reward("train", 0, Completion("x"))
             await graders.reward("train", 0, Completion("long"))
         return told
@@ -246,15 +248,14 @@ def test_rewards_see_no_secrets_but_what_is_passed_on(config, monkeypatch):
     answers = [f"env {name}" for name in (*secrets, "PATH", "HOME")]
     seen = [verdict.reward for verdict in grade(config, answers)[0]]
     assert seen == [0, 0, 0, 0, 0, 1, 1]
-    passed = grade(config, answers, limits=GradersConfig(env=["OPENAI_API_KEY"]))[0]
+    passed = grade(config, answers, env=["OPENAI_API_KEY"])[0]
     assert [verdict.reward for verdict in passed] == [0, 0, 0, 1, 0, 1, 1]
 
 
 def notes_and_verdicts(config, answers, **limits):
     async def run():
         notes = []
-        limits_ = GradersConfig(**limits)
-        async with Graders({"train": config}, 1, 30, on_note=notes.append, limits=limits_) as graders:
+        async with Graders({"train": config}, GradersConfig(num_workers=1, **limits), on_note=notes.append) as graders:
             return notes, [await graders.reward("train", 0, Completion(answer)) for answer in answers]
 
     return asyncio.run(run())
@@ -312,10 +313,11 @@ def test_what_a_reward_has_started_does_not_outlive_it(config, killed, fenced, t
     env = {} if fenced else {"PYTHONPATH": str(Path(__file__).parent / "no_namespaces")}
     code = textwrap.dedent(f"""
         import asyncio
+        from ductile.config.orchestrator import GradersConfig
         from ductile.records import Completion
         from ductile.tasks.grader import Graders
         async def main():
-            async with Graders({{"train": {config!r}}}, 1, 60) as graders:
+            async with Graders({{"train": {config!r}}}, GradersConfig(num_workers=1, timeout_s=60)) as graders:
                 print(*(worker.pid for worker in graders._workers), flush=True)
                 await graders.reward("train", 0, Completion("leaves child {file}"))
         asyncio.run(main())

@@ -104,8 +104,14 @@ class AdvantageConfig(Section):
 
 
 class GradersConfig(Section):
-    """What a reward may use of this machine: each of its processes, and whatever they start."""
+    """The processes that run reward functions: how many, and what each may use, with whatever it starts."""
 
+    num_workers: int | None = Field(default=None, ge=1)
+    """Processes, started as they are needed; default: half of the cores, at most 8."""
+    timeout_s: float = Field(default=30.0, gt=0)
+    """A reward function that takes longer has failed: its rollout has no reward, and is counted in `reward_errors`."""
+    max_error_share: float = Field(default=0.5, ge=0, le=1)
+    """The run ends when more than this share of a step's or of an evaluation's rewards failed. 1: never."""
     env: list[str] = []
     """Names of environment variables that rewards see. Without that they see PATH, HOME, the locale and the like, and
     no keys or tokens."""
@@ -152,12 +158,6 @@ class OrchestratorConfig(Section):
     shuffle: bool = True
     num_samples_kept: int = Field(default=8, ge=0)
     """Rollouts of each step that `samples.jsonl` keeps, with their rewards, for people to read."""
-    reward_timeout_s: float = Field(default=30.0, gt=0)
-    """A reward function that takes longer has failed: its rollout has no reward, and is counted in `reward_errors`."""
-    max_reward_error_share: float = Field(default=0.5, ge=0, le=1)
-    """The run ends when more than this share of a step's or of an evaluation's rewards failed. 1: never."""
-    num_reward_workers: int | None = Field(default=None, ge=1)
-    """Processes that run reward functions, started as they are needed; default: half of the cores, at most 8."""
     graders: GradersConfig = GradersConfig()
     client: ClientConfig = ClientConfig()
     max_steps: int | None = Field(default=None, ge=1)

@@ -19,6 +19,9 @@ _ORCHESTRATOR: Renames = {
     "group_size": "rollouts_per_example",
     "student.client": "client",
     "model.client": "client",
+    "num_reward_workers": "graders.num_workers",
+    "reward_timeout_s": "graders.timeout_s",
+    "max_reward_error_share": "graders.max_error_share",
 }
 _INFERENCE: Renames = {
     "vllm.tensor_parallel_size": "parallel.tp",

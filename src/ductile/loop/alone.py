@@ -59,13 +59,11 @@ async def run_alone(
     began_s, watch, step = time.perf_counter(), Stopwatch(), 0
     graders = Graders(
         {"train": config.task.model_dump()},
-        config.num_reward_workers,
-        config.reward_timeout_s,
+        config.graders,
         on_error=lambda sentence, traceback: record.event(
             "reward_error", f"No reward: {sentence}.", traceback=traceback
         ),
         on_note=lambda sentence: record.event("graders_not_fenced", sentence),
-        limits=config.graders,
     )
     order = ExampleOrder(range(len(prepared.task)), config.seed, config.shuffle)
     prompts = Prompts(prepared.task, tokenizer, order, MAX_LEN_TOKENS)
@@ -91,7 +89,7 @@ async def run_alone(
             tally.add(groups, report=None)
             values = {**tally.metrics(*watch.lap()), "reward_errors": float(graders.num_errors)}
             record.metrics(step, {name: value for name, value in values.items() if "off_policy" not in name})
-            if why := too_many_failed(tally.rollouts, config.max_reward_error_share):
+            if why := too_many_failed(tally.rollouts, config.graders.max_error_share):
                 raise RewardsFailed(f"in batch {step} {why}")
             if stop.is_set():
                 break

@@ -105,7 +105,7 @@ def prepare(config: RLConfig) -> Prepared:
         n_minibatches=orchestrator.n_minibatches,
         seq_len=config.trainer.model.seq_len,
         eval_interval=orchestrator.eval.interval,
-        max_reward_error_share=orchestrator.max_reward_error_share,
+        max_reward_error_share=orchestrator.graders.max_error_share,
         max_skipped_steps=config.trainer.optim.max_skipped_steps,
     )
     checkpoints = Checkpoints(Path(config.output_dir) / "state", config.ckpt.keep_last)
@@ -235,7 +235,7 @@ def _evaluation(prepared: Prepared, episodes: Episodes, record: Recorder) -> Eva
         to_sampling(config.eval.sampling),
         record,
         config.eval.samples_per_example,
-        max_reward_error_share=config.max_reward_error_share,
+        max_reward_error_share=config.graders.max_error_share,
     )
 
 
@@ -244,13 +244,11 @@ def _graders(prepared: Prepared, record: Recorder) -> Graders:
     configs = {"train": orchestrator.task, "eval": orchestrator.eval.task}
     return Graders(
         {name: config.model_dump() for name, config in configs.items() if config and name in prepared.tasks},
-        orchestrator.num_reward_workers,
-        orchestrator.reward_timeout_s,
+        orchestrator.graders,
         on_error=lambda sentence, traceback: record.event(
             "reward_error", f"No reward: {sentence}.", traceback=traceback
         ),
         on_note=lambda sentence: record.event("graders_not_fenced", sentence),
-        limits=orchestrator.graders,
     )
 
 

@@ -69,18 +69,16 @@ class Graders:
     def __init__(
         self,
         tasks: Mapping[str, Mapping[str, Any]],
-        num_workers: int | None = None,
-        timeout_s: float = 30.0,
+        config: GradersConfig = GradersConfig(),  # noqa: B008 (frozen)
         on_error: Callable[[str, str], None] = lambda sentence, traceback: None,
         on_note: Callable[[str], None] = lambda sentence: None,
-        limits: GradersConfig = GradersConfig(),  # noqa: B008 (frozen)
     ) -> None:
         """tasks: by the name that calls use, each a dumped task config (`ductile.config.orchestrator.TaskConfig`).
         on_error: told of every reward that failed, in a sentence and with its traceback. on_note: told once what
         rewards could not be kept from."""
-        self._tasks = {name: dict(config) for name, config in tasks.items()}
-        self._num_workers, self._timeout_s = num_workers or default_num_workers(), timeout_s
-        self._on_error, self._on_note, self._limits = on_error, on_note, limits
+        self._tasks = {name: dict(task) for name, task in tasks.items()}
+        self._num_workers = config.num_workers or default_num_workers()
+        self._config, self._on_error, self._on_note = config, on_error, on_note
         self._want_token_ids: frozenset[str] = frozenset()
         self._free: asyncio.LifoQueue[GraderWorker | None] = asyncio.LifoQueue()
         """None: a worker that is not started yet, or has died. One that is there is taken first."""
@@ -146,7 +144,7 @@ class Graders:
         """Ends by itself, whoever waits for it: the worker is free again, or lost."""
         try:
             worker = worker or await self._start()
-            return await worker.ask(request(worker.number()), self._timeout_s)
+            return await worker.ask(request(worker.number()), self._config.timeout_s)
         except BaseException as error:
             if worker is not None:
                 self._workers.discard(worker)
@@ -159,10 +157,10 @@ class Graders:
             self._free.put_nowait(worker)
 
     async def _start(self) -> GraderWorker:
-        worker = await GraderWorker.start(self._limits)
+        worker = await GraderWorker.start(self._config)
         self._workers.add(worker)
         try:
-            answer = await worker.ask(MakeTasks(worker.number(), self._tasks, self._timeout_s), START_TIMEOUT_S)
+            answer = await worker.ask(MakeTasks(worker.number(), self._tasks, self._config.timeout_s), START_TIMEOUT_S)
             if not isinstance(answer, TasksMade):
                 raise TaskError(
                     answer.error if isinstance(answer, GradingFailed) else f"a grader process answered {answer}"
