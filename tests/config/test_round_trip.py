@@ -136,6 +136,27 @@ def test_a_resolved_file_runs_on_other_slots(
     assert (moved.deployment.num_train_gpus, moved.inference.parallel.dp) == (3, 1)
 
 
+@pytest.mark.parametrize(
+    ("first", "then", "utilization"),
+    [
+        ("", "", 0.9),
+        ("", "--cluster.auto-scheduler", 0.4),
+        ("--cluster.auto-scheduler", "--cluster.auto-scheduler false", 0.9),
+        ("--cluster.device cpu", "--cluster.device auto --cluster.auto-scheduler", 0.4),
+        ("--inference.gpu-memory-utilization 0.9", "--cluster.auto-scheduler", 0.9),
+        ("--inference.gpu-memory-utilization None", "--cluster.auto-scheduler", 0.4),
+    ],
+)
+def test_a_resolved_file_keeps_the_memory_share_that_was_written_and_no_other(
+    first: str, then: str, utilization: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    furnish(tmp_path)
+    write_resolved(parse(RLConfig, ["@", "good.toml", *first.split()]).config, "run", "rl")
+    again = parse(RLConfig, ["@", "run/config.toml", *then.split()]).config
+    assert again.inference.gpu_memory_utilization == utilization
+
+
 @pytest.mark.parametrize("flags", [["--resume"], ["--ckpt.resume-step", "3"]])
 def test_a_resumed_run_leaves_a_file_that_begins_one(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -43,12 +43,12 @@ def to_toml(config: Section) -> str:
 def write_resolved(config: Section, folder: str | FilePath, command: str) -> FilePath:
     """Write `folder/config.toml`, whole or not at all. `command` is the one that would run it: "rl".
 
-    What follows from the placement is left to follow again: the file may be run on other slots. That a run was resumed
+    What follows from other values is left to follow again: the file may be run on other slots. That a run was resumed
     is left out, too: run again, the file begins one, and `--clean` does not contradict it.
     """
     path = FilePath(folder) / "config.toml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    table = without_derived(to_table(config))
+    table = without_derived(config, to_table(config))
     table.pop("resume", None)
     table.get("ckpt", {}).pop("resume_step", None)
     text = _toml(table)
