@@ -3,6 +3,7 @@
 with small_disk(tmp_path / "disk", 4 << 20) as disk:      # skips the test where mounting is not permitted
     ballast = fill(disk)                                  # not a byte is left
     ballast.unlink()                                      # and all is free again
+    enlarge(disk, 256 << 20)                              # or: somebody else has made room
 """
 
 import subprocess
@@ -24,6 +25,10 @@ def small_disk(folder: Path, num_bytes: int) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=30)
+
+
+def enlarge(disk: Path, num_bytes: int) -> None:
+    subprocess.run(["mount", "-o", f"remount,size={num_bytes}", str(disk)], check=True, timeout=30)
 
 
 def fill(disk: Path, leave_bytes: int = 0) -> Path:

@@ -3,28 +3,25 @@
 `Ending.of(seed)` draws one. `take_place` has it happen, looks at what is on disk, and goes on.
 """
 
-import ctypes
 import os
 import random
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.end_to_end.runs import Run, checkpointed_steps, write_config, write_sft
-from tests.launch.processes import processes_with
+from tests.full_disk import enlarge, small_disk
+from tests.launch.processes import parent_of, processes_with
 
 ENDS_WITHIN_S = 60.0
 NEVER = 100_000
 KEPT = 2
 """Checkpoints, where nothing else is said."""
-DISK_MIB = 3
+DISK_BYTES = 3 << 20
 KILLED_SILENTLY = -signal.SIGKILL
 
 
@@ -57,20 +54,16 @@ class Ending:
         )
 
 
-def _pid_of(run: Run, name: str) -> int:
-    """Of the process server, the store or a grader, which tell nobody."""
-    found = processes_with(run.mark)
-    marks = {"process server": "ductile.slot.forkserver", "grader": "ductile.tasks.grader_process"}
-    if name in marks:
-        slots = {event["pid"] for event in run.events("slot_started")}
-        return min(pid for pid, command in found.items() if marks[name] in command and pid not in slots)
-    server, slots = _pid_of(run, "process server"), {event["pid"] for event in run.events("slot_started")}
-    forked = {pid for pid in found if _parent(pid) == server}
-    return (forked - slots).pop()
+def _process_server(run: Run) -> int:
+    forked = {event["pid"] for event in run.events("slot_started")}
+    found = processes_with(run.mark).items()
+    return min(pid for pid, command in found if "ductile.slot.forkserver" in command and pid not in forked)
 
 
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+def _store(run: Run) -> int:
+    """What the process server has forked and is no slot."""
+    server, slots = _process_server(run), {event["pid"] for event in run.events("slot_started")}
+    return next(pid for pid in processes_with(run.mark) if parent_of(pid) == server and pid not in slots)
 
 
 def _send(signum: signal.Signals) -> Callable[[Run], None]:
@@ -85,8 +78,8 @@ def _kill_slot(role: str) -> Callable[[Run], None]:
     return lambda run: os.kill(run.pid_of(role), signal.SIGKILL)
 
 
-def _kill(name: str) -> Callable[[Run], None]:
-    return lambda run: os.kill(_pid_of(run, name), signal.SIGKILL)
+def _kill(pid_of: Callable[[Run], int]) -> Callable[[Run], None]:
+    return lambda run: os.kill(pid_of(run), signal.SIGKILL)
 
 
 def _lose_terminal(run: Run) -> None:
@@ -96,8 +89,11 @@ def _lose_terminal(run: Run) -> None:
 
 def _kill_grader(run: Run) -> None:
     """Nothing ends by that; Ctrl-C a moment later does."""
-    _kill("grader")(run)
+    killed = min(run.graders())
+    os.kill(killed, signal.SIGKILL)
     run.until_step(run.metrics()[-1]["step"] + 1)
+    assert killed not in run.graders()
+    run.until(run.graders)  # others do its work
     run.process.send_signal(signal.SIGINT)
 
 
@@ -110,10 +106,10 @@ STRIKES: dict[str, tuple[Callable[[Run], None], int]] = {
     "terminal lost": (_lose_terminal, 130),
     "kill -9 of generate": (_kill_slot("generate"), 1),
     "kill -9 of score": (_kill_slot("score"), 1),
-    "kill -9 of the store": (_kill("store"), 1),
+    "kill -9 of the store": (_kill(_store), 1),
     "kill -9 of a grader": (_kill_grader, 130),
     "kill -9 of train": (_kill_slot("train"), 1),
-    "kill -9 of the process server": (_kill("process server"), 1),
+    "kill -9 of the process server": (_kill(_process_server), 1),
     "kill -9 of the orchestrator": (_send(signal.SIGKILL), KILLED_SILENTLY),
     "disk full": (lambda run: None, 1),
 }
@@ -128,31 +124,13 @@ KINDS = tuple(
 )
 
 
-@contextmanager
-def small_disk(folder: Path) -> Iterator[Callable[[], None]]:
-    """A disk of its own for `folder`. Yields what makes it large."""
-    folder.mkdir()
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def mount(size_mib: int, flags: int = 0) -> None:
-        if libc.mount(b"tmpfs", str(folder).encode(), b"tmpfs", flags, f"size={size_mib}m".encode()) != 0:
-            pytest.skip(f"mounting a small tmpfs is not permitted here: {os.strerror(ctypes.get_errno())}")
-
-    mount(DISK_MIB)
-    MS_REMOUNT, MNT_DETACH = 32, 2
-    try:
-        yield lambda: mount(256, MS_REMOUNT)
-    finally:
-        libc.umount2(str(folder).encode(), MNT_DETACH)
-
-
 def take_place(ending: Ending, folder: Path, model: Path, start: Any) -> str:
     """Returns a line that tells of it."""
     write = write_config if ending.command == "rl" else write_sft
     config = write(folder, model, max_steps=NEVER, interval=ending.interval)
     if ending.kind == "disk full":
-        with small_disk(folder / "run") as enlarge:
-            return _end_and_go_on(ending, config, start, enlarge)
+        with small_disk(folder / "run", DISK_BYTES) as disk:
+            return _end_and_go_on(ending, config, start, lambda: enlarge(disk, 256 << 20))
     return _end_and_go_on(ending, config, start, lambda: None)
 
 
@@ -161,6 +139,7 @@ def _end_and_go_on(ending: Ending, config: Path, start: Any, mend: Callable[[], 
     life = start(config, *ending.flags, command=ending.command, terminal=ending.kind == "terminal lost")
     if ending.kind != "disk full":
         life.until_step(ending.step)
+        assert ending.command != "rl" or life.graders(), "`Run.ends` looks for them, so they can be found"
         time.sleep(ending.delay_s)
     before = checkpointed_steps(life.folder)
     strike(life)

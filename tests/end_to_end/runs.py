@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ductile.observe import read_jsonl
-from tests.launch.processes import processes_with
+from tests.launch.processes import parent_of, processes_with
 
 CONFIG = """
 model.name = "{model}"
@@ -31,6 +31,9 @@ batch_size = 32
 rollouts_per_example = 8
 task = {{ type = "import", import_path = "tests.end_to_end.letters.Letters" }}
 sampling.max_tokens = 8
+
+[orchestrator.graders]
+env = ["DUCTILE_TEST"]  # the mark by which `Run.ends` finds them, and whatever rewards leave
 
 [orchestrator.eval]
 num_examples = 8
@@ -125,6 +128,12 @@ class Run:
 
     def pid_of(self, role: str) -> int:
         return next(event["pid"] for event in self.events("slot_started") if role in event["roles"])
+
+    def graders(self) -> list[int]:
+        """Those that answer, without the keepers that they live under."""
+        found = [pid for pid, command in processes_with(self.mark).items() if "ductile.tasks.keeper" in command]
+        parents = {parent_of(pid) for pid in found}
+        return [pid for pid in found if pid not in parents]
 
     def ends(self, within_s: float = STOPS_WITHIN_S) -> int:
         """Wait for the exit code, and see that nothing is left running."""

@@ -30,6 +30,7 @@ def live(start, config: Path, end, steps: int = 2) -> Run:
     life = start(config, "--resume")
     before = life.metrics()
     life.until_step(saved + steps)
+    assert life.graders()  # so `Run.ends` sees when one is left
     end(life)
     assert_curve_is_intact(before, life.metrics(), saved)
     assert len(life.events("resumed")) == (1 if saved else 0)
