@@ -13,6 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
+SPINNING = []
+
 
 def exact(row, answer):
     return float(answer == row["solution"])
@@ -93,6 +95,15 @@ def misbehaves(row, answer):
                     if stat.S_ISFIFO(os.fstat(fd).st_mode):
                         os.write(fd, line.encode("latin-1") + b"\n")
             return 1.0
+        case ["outlives", file]:
+            with subprocess.Popen(["sleep", "1000"]) as child:
+                Path(file).touch()
+            return float(-child.returncode)
+        case ["spins", _]:
+            SPINNING.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            return 0.0
+        case ["spun", _]:
+            return float(-(SPINNING[-1].poll() or 0))
         case ["leaves", what]:
             file = what.removeprefix("child ")
             daemon = "import os, sys; os.setsid(); os.fork() and os._exit(0); os.execvp('sleep', ['sleep', '98765'])"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ductile.config.orchestrator import GradersConfig
+from ductile.lifeline import SENT_TO_GROUPS
 from ductile.records import Completion
 from ductile.tasks.grader import Graders
 from ductile.tasks.task import TaskError
@@ -302,6 +303,47 @@ def test_limits_of_a_reward(config):
     assert (core.reward, privileges.reward, fine.reward) == (0, 1, 1)
 
 
+def test_a_reward_has_no_more_threads_than_it_is_given():
+    """Of a user that is not root, whose processes the kernel does not count."""
+    code = """
+        import os, threading, time
+        from ductile.tasks import keeper
+        if os.getuid() == 0:
+            os.setuid(65_432)
+        keeper._limit({"max_memory_gib": None, "max_file_gib": None, "max_processes": 8})
+        for number in range(1000):
+            try:
+                threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+            except RuntimeError as error:
+                print(number, error, flush=True)
+                os._exit(0)
+    """
+    told = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
+    num_started, error = told.stdout.strip().split(" ", 1)
+    assert error == "can't start new thread"
+    assert int(num_started) < 100  # 8, and as many as other processes of this user ended meanwhile
+
+
+@pytest.mark.slow
+def test_what_a_reward_leaves_spinning_is_ended_by_the_kernel(config):
+    """The limit grows with the cores, so this has one."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+
+        async def run():
+            async with Graders({"train": config}, GradersConfig(num_workers=1, timeout_s=2)) as graders:
+                await graders.reward("train", 0, Completion("spins -"))
+                async with asyncio.timeout(60):
+                    while not (spun := await graders.reward("train", 0, Completion("spun -"))).reward:
+                        await asyncio.to_thread(time.sleep, 0.1)
+                return spun.reward, graders.num_errors
+
+        assert asyncio.run(run()) == (signal.SIGXCPU, 0)
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
 def test_a_reward_may_start_processes(config):
     assert [verdict.reward for verdict in grade(config, ["subprocess", "pool", "terminate"])[0]] == [1, 1, 1]
 
@@ -343,6 +385,58 @@ def test_what_a_reward_has_started_does_not_outlive_it(config, killed, fenced, t
             wait_for(lambda: not any(alive(pid) for pid in (*family[1:], *daemon)))
         finally:
             orchestrator.kill()
+
+
+@pytest.mark.parametrize("signum", SENT_TO_GROUPS)
+@pytest.mark.parametrize("to", ["the session", "each process"])
+def test_graders_outlast_what_a_batch_system_sends_to_all(config, to, signum, tmp_path):
+    """What a reward has started does not: it may be waiting for its end."""
+    file = tmp_path / "started"
+
+    async def run():
+        async with Graders({"train": config}, ONE) as graders:
+            (worker,) = graders._workers
+            family = descendants(worker.pid)
+            asking = asyncio.create_task(graders.reward("train", 0, Completion(f"outlives {file}")))
+            await asyncio.to_thread(wait_for, file.exists)
+            if to == "the session":
+                os.killpg(worker.pid, signum)
+            else:
+                for pid in (worker.pid, *descendants(worker.pid)):
+                    os.kill(pid, signum)
+            verdicts = [await asking, await graders.reward("train", 0, Completion("fine"))]
+            return verdicts, graders._workers == {worker} and all(alive(pid) for pid in family)
+
+    verdicts, same = asyncio.run(run())
+    assert [verdict.reward for verdict in verdicts] == [signum, 1]
+    assert same
+
+
+def test_graders_that_are_being_started_outlast_it_too(config):
+    async def run():
+        graders = Graders({"train": config}, ONE)
+        entering = asyncio.create_task(graders.__aenter__())
+        num_sent = 0
+        while not entering.done():
+            for worker in graders._workers:
+                with contextlib.suppress(OSError):
+                    for pid in descendants(worker.pid):
+                        os.kill(pid, signal.SIGTERM)
+                        num_sent += 1
+            await asyncio.sleep(0.01)
+        await entering
+        verdict = await graders.reward("train", 0, Completion("fine"))
+        await graders.__aexit__()
+        return num_sent > 0, verdict.reward
+
+    assert asyncio.run(run()) == (True, 1)
+
+
+def test_a_keeper_is_small():
+    code = "import sys, ductile.tasks.keeper; print(*(name for name in sys.modules if name in {'asyncio', 'pydantic'}"
+    code += " or name.startswith('ductile.')))"
+    told = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert told.stdout.split() == ["ductile.tasks", "ductile.lifeline", "ductile.tasks.keeper"]
 
 
 DAEMON_S = 98765

@@ -15,7 +15,7 @@ Nobody is left behind, whoever dies:
 
 - The parent ends: the server wakes (SIGCONT, should it be stopped), kills its children, removes their cgroups and the
   folder of the run's sockets, leaves.
-- The server ends: the kernel kills its children (`signal_on_parent_death`).
+- The server ends: the kernel kills its children (`fork_tied`).
 """
 
 import gc
@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ductile.wire.lifeline import leave_signals_to_the_orchestrator, signal_on_parent_death
+from ductile.lifeline import fork_tied, leave_signals_to_the_orchestrator, signal_on_parent_death
 from ductile.wire.sockets import remove_folder
 
 Say = Callable[[str], None]
@@ -81,12 +81,11 @@ class ForkServer:
     def _start(self, request: dict[str, Any]) -> None:
         said_fd, say_fd = os.pipe2(os.O_CLOEXEC)
         sys.stdout.flush()
-        server = os.getpid()
-        pid = os.fork()
+        pid = fork_tied(signal.SIGKILL)
         if pid == 0:
             self._forget()
             os.close(said_fd)
-            _live(request, say_fd, server)
+            _live(request, say_fd)
         os.close(say_fd)
         os.set_blocking(said_fd, False)
         child = _Child(request["start"], pid, os.pidfd_open(pid), said_fd, request["cgroup"])
@@ -149,11 +148,10 @@ class ForkServer:
             self._leave()
 
 
-def _live(request: dict[str, Any], say_fd: int, server: int) -> None:
+def _live(request: dict[str, Any], say_fd: int) -> None:
     """The child's whole life; never returns."""
     code = 1
     try:
-        signal_on_parent_death(server, signal.SIGKILL)
         if request["cgroup"]:
             with open(os.path.join(request["cgroup"], "cgroup.procs"), "w") as procs:
                 procs.write("0")  # "0" is whoever writes

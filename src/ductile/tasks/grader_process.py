@@ -21,6 +21,7 @@ from pydantic import TypeAdapter
 
 from ductile.config.blame import raised
 from ductile.config.orchestrator import TaskConfig
+from ductile.lifeline import SENT_TO_GROUPS
 from ductile.roles import Task
 from ductile.tasks.build import build_task
 from ductile.tasks.grader_protocol import (
@@ -49,7 +50,7 @@ def serve(notes: Sequence[str], has_network: bool) -> None:
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    _outlast_polite_signals()
+    _outlast_signals_to_groups()
     grader = Grader(notes, has_network)
     for request in _requests(requests):
         answers.write(encode(grader.answer(request)) + b"\n")
@@ -108,7 +109,7 @@ class Grader:
     def _allow_cpu(self) -> None:
         """As much as all cores could give this call before its deadline. The kernel then ends what nobody stops."""
         used_s = time.process_time()
-        allowed_s = int(used_s + (self._timeout_s + 1) * (os.cpu_count() or 1)) + 1
+        allowed_s = int(used_s + (self._timeout_s + 1) * len(os.sched_getaffinity(0))) + 1
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)
         allowed_s = allowed_s if hard == resource.RLIM_INFINITY else min(allowed_s, hard)
         resource.setrlimit(resource.RLIMIT_CPU, (allowed_s, hard))
@@ -126,22 +127,20 @@ def _wanted_network(error: BaseException | None) -> bool:
     return False
 
 
-def _outlast_polite_signals() -> None:
+def _outlast_signals_to_groups() -> None:
     """A batch system sends SIGTERM to every process of a run, so that its step ends in order: rewards go on until the
     orchestrator has no more of them. What a reward starts is stopped by these signals as ever."""
 
-    polite = (signal.SIGTERM, signal.SIGHUP)
-
     def restore() -> None:
-        for each in polite:
+        for each in SENT_TO_GROUPS:
             signal.signal(each, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, polite)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SENT_TO_GROUPS)
 
-    for each in polite:
+    for each in SENT_TO_GROUPS:
         signal.signal(each, lambda *_: None)  # a handler ends with exec, as an ignored signal would not
     os.register_at_fork(  # blocked meanwhile: a signal to a child that is just born must find it as it will be
-        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, polite),
-        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, polite),
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, SENT_TO_GROUPS),
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, SENT_TO_GROUPS),
         after_in_child=restore,
     )
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -12,9 +11,8 @@ import msgspec
 
 from ductile.config.orchestrator import GradersConfig
 from ductile.tasks.grader_protocol import MAX_LINE_BYTES, Answer, Request, decode_answer, encode
+from ductile.tasks.keeper import LEAVE
 
-LEAVE = signal.SIGUSR1
-"""As `ductile.tasks.keeper` has it."""
 LEAVE_TIMEOUT_S = 5.0
 ENV = frozenset(
     [
@@ -75,19 +73,13 @@ class GraderWorker:
 
     @staticmethod
     async def start(limits: GradersConfig) -> "GraderWorker":
-        fence = {
-            "network": limits.network,
-            "max_memory_gib": limits.max_memory_gib,
-            "max_processes": limits.max_processes,
-            "max_file_gib": limits.max_file_gib,
-        }
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",
             "-m",
             "ductile.tasks.keeper",
             str(os.getpid()),
-            json.dumps(fence),
+            limits.model_dump_json(exclude={"env"}),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=MAX_LINE_BYTES,

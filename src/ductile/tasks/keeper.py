@@ -7,7 +7,7 @@
 - Without namespaces both keepers adopt whoever loses its parent, and kill it when the grader ends.
 - Each process of the chain ends with the one before it, whoever is killed and however.
 
-It imports nothing of ductile before the grader is born, so that the two keepers stay small.
+Before the grader is born it imports nothing but the standard library, so that the two keepers stay small.
 """
 
 import ctypes
@@ -15,7 +15,6 @@ import fcntl
 import json
 import os
 import resource
-import select
 import signal
 import socket
 import struct
@@ -24,12 +23,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ductile.lifeline import fork_tied, leave_signals_to_the_orchestrator, prctl, signal_on_parent_death
+
 LEAVE = signal.SIGUSR1
 """To a keeper: kill everything and go. Not SIGTERM, which batch systems send to every process of a run that shall end
 in order: then rewards go on until the orchestrator has no more of them."""
 
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x10000000, 0x20000000, 0x40000000
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
+PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 0x4000, 0x40000
 SIOCSIFFLAGS, IFF_UP_RUNNING = 0x8914, 0x41
 GIB = 1 << 30
@@ -38,14 +39,10 @@ GIB = 1 << 30
 def main(parent: int, limits: Mapping[str, Any]) -> None:
     """limits: those of `ductile.config.orchestrator.GradersConfig`."""
     notes: list[str] = []
-    linux = sys.platform == "linux"
-    inside = linux and _unshare(bool(limits["network"]), notes)
-    if linux:
-        _libc().prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    inside = _unshare(bool(limits["network"]), notes)
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
     _limit(limits)
-    _end_with_parent(LEAVE)
-    if os.getppid() != parent:  # it died before we asked
-        os._exit(0)
+    signal_on_parent_death(parent, LEAVE)
     _keep(signal.SIGKILL if inside else LEAVE)
     if inside:
         _own_proc(notes)
@@ -115,30 +112,16 @@ def _num_threads_of_user() -> int:
     return num_threads
 
 
-def _end_with_parent(how: signal.Signals) -> None:
-    if sys.platform == "linux":
-        _libc().prctl(PR_SET_PDEATHSIG, int(how), 0, 0, 0)
-
-
 def _keep(ends_by: signal.Signals, sweeps: bool = True) -> None:
     """Returns in a child, which `ends_by` takes when this process ends. This one stays behind: it ends with the child's
     exit code, or when told to LEAVE. Not `sweeps`: the kernel does that."""
-    for polite in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(polite, signal.SIG_IGN)
+    leave_signals_to_the_orchestrator()
     signal.signal(LEAVE, lambda *_: _leave(128 + LEAVE, sweeps))
-    if sys.platform == "linux":
-        _libc().prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    parent_lives, held_open = os.pipe()
-    child = os.fork()
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    child = fork_tied(ends_by)
     if not child:
-        os.close(held_open)
-        for reset in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, LEAVE):
-            signal.signal(reset, signal.SIG_DFL)
-        _end_with_parent(ends_by)
-        if select.select([parent_lives], [], [], 0)[0]:
-            os._exit(0)  # the parent died before this process could ask to end with it
+        signal.signal(LEAVE, signal.SIG_DFL)
         return
-    os.close(parent_lives)
     while True:
         pid, status = os.wait()
         if pid == child:  # and not an orphan that was adopted
