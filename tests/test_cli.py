@@ -231,18 +231,23 @@ REFUSED_AT_THE_START: list[tuple[Callable[[], object], list[str], str]] = [
     (lambda: _truncate(Path("model/model.safetensors")), ["rl", "@", "good.toml"], "is not a whole safetensors file"),
     (
         lambda: _truncate(Path("model/model.safetensors")),
+        ["rl", "@", "good.toml", "--trainer.model.debug.random-init"],  # the generators start from the folder's
+        '--model.name = "model" (good.toml:3)\n    has weights that cannot be loaded: model/model.safetensors is not',
+    ),
+    (
+        lambda: _truncate(Path("model/model.safetensors")),
         ["trainer", "--model.name", "model", "--data.fake", "--max-steps", "1"],
         "is not a whole safetensors file",
     ),
     (
         lambda: Path("model/config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": 3})),
         ["inference", "--model.name", "model"],
-        "do not have model.layers.2.input_layernorm.weight, which config.json calls for",
+        "does not have model.layers.2.input_layernorm.weight, which config.json calls for",
     ),
     (
         lambda: Path("model/config.json").write_text(json.dumps(MODEL | {"intermediate_size": 48})),
         ["sft", "@", "sft.toml"],
-        "has shape [64, 32], and config.json calls for [48, 32]",
+        "has shape [64, 32], but config.json calls for [48, 32]",
     ),
     (lambda: None, ["rl", "@", "good.toml", "--orchestrator.task.name", "additoin"], 'no built-in task "additoin"'),
     (lambda: None, ["rl", "@", "good.toml", "--ckpt.resume-step", "7"], "has no complete checkpoint of step 7"),
@@ -263,6 +268,13 @@ def test_check_finds_what_the_start_would_refuse(
     spoil()
     assert main(["check", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_run_looks_at_the_weights_before_it_starts_anything(capsys: pytest.CaptureFixture[str]) -> None:
+    _truncate(Path("model/model.safetensors"))
+    assert main(["rl", "@", "good.toml"]) == 2
+    assert "model.safetensors is not a whole safetensors file" in capsys.readouterr().err
+    assert not Path("runs").exists()
 
 
 def test_dry_run_writes_what_can_be_run_again(capsys: pytest.CaptureFixture[str]) -> None:

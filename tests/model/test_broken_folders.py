@@ -9,7 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ductile.model.checkpoint import ModelFolderError, load_model
+from ductile.config.on_disk import model_findings
+from ductile.config.weight_headers import ModelFolderError
+from ductile.model.checkpoint import load_model
 from tests.tiny import make_hf_model
 
 Break = Callable[[Path], None]
@@ -112,7 +114,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     ),
     "quantised": (
         tensors(lambda found: found | {V: torch.zeros(16, 32, dtype=torch.int8)}),
-        f"{{folder}}/model.safetensors: {V} is int8; ductile reads float32, bfloat16 and float16, so save",
+        f"{{folder}}/model.safetensors: {V} is I8; ductile reads float32, bfloat16 and float16, so save",
     ),
     "truncated": (cut("model.safetensors", 5000), "{folder}/model.safetensors is not a whole safetensors file ("),
     "empty": (cut("model.safetensors", 0), "{folder}/model.safetensors is not a whole safetensors file ("),
@@ -185,6 +187,8 @@ def assert_refused(folder: Path, break_it: Break, message: str) -> None:
     with pytest.raises(ModelFolderError) as caught:
         load_model(folder)
     assert message.format(folder=folder) in str(caught.value)
+    found = [finding.what for finding in model_findings("model.name", str(folder))]
+    assert [what for what in found if "tokenizer.json" not in what], "a check would let the folder pass"
 
 
 def test_no_folder(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ductile.config.weight_headers import ModelFolderError
 from ductile.model.checkpoint import load_model, read_spec, read_tensors, save_model, stored_dtype
 from ductile.model.transformer import Transformer
-from ductile.model.weight_files import ModelFolderError
 from tests.model.test_parity import documents, packed_logits
 from tests.tiny import IM_END, PAD, make_hf_model, make_model_folder, make_tokenizer_files
 

@@ -18,10 +18,10 @@ from ductile.config.trainer import (
     SGDConfig,
     TrainerConfig,
 )
+from ductile.config.weight_headers import ModelFolderError
 from ductile.core.batch.normalise import divisor
 from ductile.core.batch.packing import pack
 from ductile.fabric.groups import Groups
-from ductile.model.checkpoint import ModelFolderError
 from ductile.parallel.ranks import Ranks
 from ductile.records import Formation, MicroBatch, Sample
 from ductile.trainer.loss import LossInputs, LossOutputs

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ from ductile.config.imports import unfit
 from ductile.config.orchestrator import ImportTask, JsonlTask, TaskConfig
 from ductile.config.reward_signature import uncallable
 from ductile.config.run import JsonlData, SFTData
+from ductile.config.weight_headers import ModelFolderError, find_weights
 from ductile.core.layout.spec import ModelSpec, SpecError, spec_from_hf
 from ductile.disk import stranger
 
@@ -63,6 +65,11 @@ def model_findings(
         others = [path.name for path in sorted(folder.glob("*.bin"))]
         hint = f"; {others[0]} is not read: save it as safetensors" if others else ""
         yield Finding((key,), f"is a folder without weights (*.safetensors){hint}")
+    elif needs_weights and not random_init:
+        try:
+            find_weights(folder, replace(spec, num_layers=min(num_layers or spec.num_layers, spec.num_layers)))
+        except ModelFolderError as error:
+            yield Finding((key,), f"has weights that cannot be loaded: {error}")
     for file in sorted(folder.iterdir()):
         if file.suffix != ".safetensors" and file.is_file() and (target := stranger(file, folder)):
             what = f"has {file.name}, a link to {target}, which would be copied into the models that are written"

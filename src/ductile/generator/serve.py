@@ -17,13 +17,13 @@ from fastapi import FastAPI
 
 from ductile.config.inference import MIN_KEY_CHARS, ServerConfig
 from ductile.config.run import InferenceRunConfig
+from ductile.config.weight_headers import ModelFolderError
 from ductile.generator.connection import Crowd, crowded
 from ductile.generator.door import is_loopback
 from ductile.generator.log_limit import LogLimit
 from ductile.generator.runner import EngineFailed
 from ductile.generator.server import create_app
 from ductile.generator.worker import load_engine
-from ductile.model.checkpoint import ModelFolderError
 from ductile.tasks.tokenizer import Tokenizer, TokenizerError
 
 DRAIN_S = 30

@@ -4,7 +4,6 @@ Both ways go parameter by parameter (`ductile.core.layout.parameters`), so that 
 """
 
 import json
-import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,12 +13,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ductile.config.weight_headers import CONFIG, INDEX, WEIGHTS, ModelFolderError, read_json
 from ductile.core.layout.parameters import Parameter, parameters
 from ductile.core.layout.spec import ModelSpec, SpecError, spec_from_hf
 from ductile.disk import exchange, named, stranger, sync
 from ductile.model.safetensors_writer import Entry, write_safetensors
 from ductile.model.transformer import Transformer
-from ductile.model.weight_files import CONFIG, DTYPES, INDEX, WEIGHTS, ModelFolderError, WeightFiles, read_json
+from ductile.model.weight_files import DTYPES, WeightFiles
 
 GENERATION_CONFIG = "generation_config.json"
 COPIED = (
@@ -99,11 +99,8 @@ def truncate(spec: ModelSpec, num_layers: int, folder: str | Path) -> ModelSpec:
 
 def read_tensors(folder: str | Path, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     """Our names and full tensors, in the order of `parameters(spec)`, in the file's dtype. One at a time in memory."""
-    folder = Path(folder)
-    table = parameters(spec)
-    with WeightFiles(folder) as files:
-        _refuse_surplus(files, table, spec)
-        for parameter in table:
+    with WeightFiles(Path(folder), spec) as files:
+        for parameter in parameters(spec):
             parts = [files.read(part) for part in parameter.parts]
             yield parameter.name, parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -118,20 +115,6 @@ def random_tensors(spec: ModelSpec, seed: int) -> Iterator[tuple[str, Tensor]]:
             yield parameter.name, torch.zeros(parameter.shape)
         else:
             yield parameter.name, torch.empty(parameter.shape).normal_(0.0, spec.initializer_range, generator=generator)
-
-
-def _refuse_surplus(files: WeightFiles, table: tuple[Parameter, ...], spec: ModelSpec) -> None:
-    """A tensor that we would leave out (a bias, say) means another model than the one that `config.json` describes."""
-    expected = {part.name for parameter in table for part in parameter.parts}
-    for name in files.file_of:
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        cut_off = layer is not None and int(layer[1]) >= spec.num_layers
-        # The last two: the copy that old writers made of tied embeddings, and a constant that old Llamas carry.
-        if name in expected or cut_off or name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq"):
-            continue
-        raise ModelFolderError(
-            f"{files.listed_in} has {name}, which {CONFIG} does not call for: they do not belong together"
-        )
 
 
 # -- Writing ---------------------------------------------------------------------------------------------------------

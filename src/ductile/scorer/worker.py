@@ -11,9 +11,10 @@ from typing import Any, Literal
 import torch
 
 from ductile.config.trainer import TrainerConfig, needs_reference
+from ductile.config.weight_headers import ModelFolderError
 from ductile.core.batch.packing import pack
 from ductile.fabric import heap
-from ductile.model.checkpoint import ModelFolderError, empty_model, load_model, read_spec, truncate
+from ductile.model.checkpoint import empty_model, load_model, read_spec, truncate
 from ductile.model.packed import PackedSamples
 from ductile.model.transformer import Transformer
 from ductile.parallel.apply import Precision

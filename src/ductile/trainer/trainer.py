@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ductile.config.trainer import TrainerConfig
+from ductile.config.weight_headers import ModelFolderError
 from ductile.core.layout.spec import ModelSpec
-from ductile.model.checkpoint import ModelFolderError, random_tensors, read_spec, read_tensors, truncate
+from ductile.model.checkpoint import random_tensors, read_spec, read_tensors, truncate
 from ductile.model.transformer import Transformer
 from ductile.observe import described
 from ductile.parallel import apply, data
