@@ -102,7 +102,8 @@ class Rollout:
     finish_reason: FinishReason
     reward: float | None
     """None: it could not be scored. Such a rollout is not trained on, and its siblings are compared without it."""
-    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    metrics: dict[str, float | None] = field(default_factory=dict[str, float | None])
+    """What the reward reports besides. None: it was no finite number."""
     num_turns: int = 1
     error: str = ""
     """Why there is no reward."""

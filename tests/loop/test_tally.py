@@ -32,6 +32,7 @@ def test_metrics_of_a_step():
         "turns_mean": 1.0,
         "off_policy_mean": pytest.approx((1 + 1 + 0 + 2 + 1 + 1 + 0 + 0) / 8),
         "off_policy_max": 2.0,
+        "reward_metrics_not_finite": 0.0,
         "groups_equal": 1.0,
         "loss": pytest.approx(0.3),
         "grad_norm": 2.0,
@@ -60,6 +61,22 @@ def test_a_failed_reward_is_no_reward():
     tally = Tally(version=0)
     tally.add([group(rollout(None, [0]))], None)
     assert isnan(tally.metrics(1.0, {})["reward_mean"])
+
+
+def test_a_metric_that_is_no_number_is_left_out_of_its_mean_and_counted():
+    answers = [
+        rollout(1.0, [0], f1=None, length=2.0),
+        rollout(0.0, [0], f1=0.5, length=4.0),
+        rollout(0.0, [0], recall=None),
+    ]
+    tally = Tally(version=0)
+    tally.add([group(*answers)], None)
+    metrics = tally.metrics(1.0, {})
+    assert {name: value for name, value in metrics.items() if name.startswith("reward/")} == {
+        "reward/f1": 0.5,
+        "reward/length": 3.0,
+    }
+    assert metrics["reward_metrics_not_finite"] == 2
 
 
 def test_a_step_that_learned_nothing_has_no_loss():

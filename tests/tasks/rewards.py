@@ -1,6 +1,7 @@
 """Reward functions as users write them, the bad ones included."""
 
 import contextlib
+import math
 import multiprocessing
 import os
 import resource
@@ -41,6 +42,8 @@ def misbehaves(row, answer):
             return "good"
         case "nan":
             return float("nan")
+        case "metrics that are no numbers":
+            return 0.5, {"precision": math.nan, "ratio": math.inf, "gap": -math.inf, "huge": 10**400, "length": 3}
         case "print":
             print('{"reward": 1000, "metrics": {}}')
             os.write(1, b'{"reward": 1000, "metrics": {}}\n')

@@ -64,6 +64,18 @@ def test_a_failing_reward_is_an_error_and_the_others_are_not_disturbed(config, a
     assert num_errors == 1
 
 
+def test_metrics_that_are_no_finite_numbers_cost_neither_the_reward_nor_the_process(config):
+    async def run():
+        async with Graders({"train": config}, ONE) as graders:
+            before = {worker.pid for worker in graders._workers}
+            verdict = await graders.reward("train", 0, Completion("metrics that are no numbers"))
+            return verdict, before == {worker.pid for worker in graders._workers}
+
+    verdict, same_process = asyncio.run(run())
+    assert (verdict.reward, verdict.error, same_process) == (0.5, None, True)
+    assert verdict.metrics == {"precision": None, "ratio": None, "gap": None, "huge": None, "length": 3}
+
+
 @pytest.mark.parametrize("answer", ["hang", "sleep"])
 def test_a_hanging_reward_is_killed(config, answer):
     verdicts, errors, pids, _ = grade(config, [answer, "fine"], timeout_s=1)

@@ -7,7 +7,8 @@ loss, grad_norm, lr              of the trainer, mean over the step's optimizer 
 tokens_per_s_generate            sampled tokens of the batch by the step's wall time
 tokens_per_s_train               prompt and sampled tokens by the seconds that the trainer was at work
 seconds/<phase>                  wall time by phase; phases overlap
-reward/<name>                    what the task's reward reports besides
+reward/<name>                    what the task's reward reports besides; mean of what was a finite number
+reward_metrics_not_finite        how many of these metrics were not, over the batch's answers
 groups_equal, groups_dropped     groups whose rewards are all equal; groups that were too old (since the start)
 dropped_tokens                   sampled in vain, in the finished answers of groups that were too old (since the start)
 dropped_length_mean              of these answers; above length_mean, long answers are not learned from
@@ -82,6 +83,7 @@ class Tally:
             "turns_mean": _mean([float(rollout.num_turns) for rollout in rollouts]),
             "off_policy_mean": _mean([float(age) for age in ages]),
             "off_policy_max": float(max(ages, default=0)),
+            "reward_metrics_not_finite": float(sum(list(rollout.metrics.values()).count(None) for rollout in rollouts)),
             "groups_equal": float(sum(all_equal(scored(group.rollouts)) for group in self._groups)),
         }
         if self._reports:
@@ -103,10 +105,14 @@ class Tally:
         return values | {f"seconds/{phase}": spent_s for phase, spent_s in seconds.items()}
 
 
-def mean_by_name(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Each name's mean over the rows that have it."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: _mean([row[name] for row in rows if name in row]) for name in names}
+def mean_by_name(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+    """Each name's mean over the rows that have a number for it."""
+    values: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if value is not None:
+                values.setdefault(name, []).append(value)
+    return {name: _mean(each) for name, each in values.items()}
 
 
 def _mean(values: Sequence[float]) -> float:

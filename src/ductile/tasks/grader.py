@@ -46,7 +46,8 @@ class Verdict:
     """What came of one call. With an `error` (a sentence), there is no reward."""
 
     reward: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    metrics: dict[str, float | None] = field(default_factory=dict[str, float | None])
+    """As `Rollout.metrics`."""
     error: str | None = None
 
 

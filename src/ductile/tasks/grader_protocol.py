@@ -55,7 +55,8 @@ class TasksMade(msgspec.Struct, tag=True, frozen=True):
 class Scored(msgspec.Struct, tag=True, frozen=True):
     number: int
     reward: float
-    metrics: dict[str, float]
+    metrics: dict[str, float | None]
+    """None: it was no finite number, which JSON has no word for."""
 
 
 class Replied(msgspec.Struct, tag=True, frozen=True):

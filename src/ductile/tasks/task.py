@@ -41,11 +41,12 @@ def run_alone(value: Awaitable[T]) -> T:
 
 def score(
     task: Task, example: int, completion: Completion, run: Callable[[Awaitable[Any]], Any] = run_alone
-) -> tuple[float, dict[str, float]]:
+) -> tuple[float, dict[str, float | None]]:
     """`task.reward` as (reward, metrics), whichever of its forms it takes. run: waits for what an async one returns.
 
-    Raises TaskError when it returns neither, or a reward that is no finite number; the text goes on after "the reward
-    of example 3".
+    A metric that is no finite number, such as a precision of 0/0, is None: the reward is good all the same. Raises
+    TaskError when it returns neither, or a reward that is no finite number; the text goes on after "the reward of
+    example 3".
     """
     value: Any = task.reward(example, completion.text, **_asked_for(task, completion))
     value = run(value) if isinstance(value, Awaitable) else value
@@ -54,7 +55,14 @@ def score(
         raise TaskError(f"returned {reward!r}; it must return a finite number")
     if not isinstance(metrics, Mapping) or not all(isinstance(number, Real) for number in metrics.values()):
         raise TaskError(f"returned the metrics {metrics!r}; they must be a dict of numbers")
-    return float(reward), {str(name): float(number) for name, number in metrics.items()}
+    return float(reward), {str(name): _finite(number) for name, number in metrics.items()}
+
+
+def _finite(number: Real) -> float | None:
+    try:
+        return float(number) if math.isfinite(number) else None
+    except OverflowError:  # an integer beyond all floats
+        return None
 
 
 def _asked_for(task: Task, completion: Completion) -> dict[str, Any]:
