@@ -48,7 +48,8 @@ BAD = [
     (Answers(Decision((Move([], G, T),))), "its orders cannot be read, TypeError: unhashable type: 'list': write"),
     (Answers(Decision((Handoff("no such", 2, 3),))), "at 100.0 s it gave orders that cannot be carried out: rollout"),
     (Answers(Decision((Move(9, G, T),))), "it gave orders that cannot be carried out: there is no slot 9"),
-    (Answers(Decision(reason=None)), "reason a sentence"),  # pyright: ignore[reportArgumentType]
+    (Answers(Decision(reason=None)), "reason and topic texts"),  # pyright: ignore[reportArgumentType]
+    (Answers(Decision(topic=3)), "reason and topic texts"),  # pyright: ignore[reportArgumentType]
     (Answers(Decision(prediction=1.0)), "prediction a Prediction or None"),  # pyright: ignore[reportArgumentType]
     (Fails(), "it failed with AttributeError: 'Batch' object has no attribute 'left_to_start' ("),
     (Deaf(), "it failed with TypeError: Deaf.decide() takes 1 positional argument but 2 were given"),

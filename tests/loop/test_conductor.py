@@ -442,16 +442,20 @@ def test_what_nobody_thought_of_ends_the_run(tmp_path):
 def test_training_that_waits_without_orders_is_told_when_that_begins_changes_and_ends(tmp_path):
     """And not after each rollout of which there is one fewer."""
     policy = Scripted(
-        *(Decision(hold_training=True, reason=f"training waits for {left} rollouts") for left in (12, 11, 1)),
+        *(
+            Decision(hold_training=True, reason=f"training waits for {left}", topic="rollouts")
+            for left in ("12 rollouts", "2 rollouts", "1 rollout")
+        ),
         *[Decision(hold_training=True, reason="training waits for scores")] * 3,
         *[Decision()] * 3,
         *[Decision(reason="training does not wait")] * 3,
+        Decision(reason="not wait"),
         Decision(hold_training=True),
         Decision(),
     )
 
     async def many_events(conductor, stage):
-        for _ in range(14):
+        for _ in range(15):
             conductor.notify()
             await asyncio.sleep(1)
 
@@ -461,10 +465,11 @@ def test_training_that_waits_without_orders_is_told_when_that_begins_changes_and
         ("Training waits for scores.", True),
         ("Training goes on.", False),
         ("Training does not wait.", False),
+        ("Not wait.", False),
         ("Training waits.", True),
         ("Training goes on.", False),
     ]
-    assert len(policy.asked) == 14
+    assert len(policy.asked) == 15
 
 
 def test_a_hold_that_came_with_orders_is_told_with_them_and_its_end_alone(tmp_path):

@@ -6,7 +6,6 @@ switched    a change is done, or what of it is not
 refused     the policy is not asked any more
 """
 
-import re
 import traceback
 from dataclasses import dataclass
 
@@ -28,21 +27,21 @@ class DecisionLog:
     def __init__(self, record: Recorder) -> None:
         self._record = record
         self._holds = False
-        self._why = ""
-        """What was told last. Without numbers: who counts what it waits for says something else after each rollout."""
+        self._topic = ""
+        """Of what was told last."""
 
     def decided(self, decision: Decision, at_s: float) -> None:
-        """A decision without orders is told of when training begins or ceases to wait, or for another reason."""
+        """A decision without orders is told of when training begins or ceases to wait, or about another topic."""
         holds, began = decision.hold_training, decision.hold_training != self._holds
-        why = re.sub(r"\d+", "", decision.reason)
+        topic = decision.topic or decision.reason
         if decision.orders:
             self._record.event("decided", _as_sentence(decision.reason), at_s=round(at_s, 3), **_expected(decision))
-        elif began or not self._why.endswith(why):
+        elif began or (decision.reason and topic != self._topic):
             said = decision.reason or ("training waits" if holds else "training goes on")
             self._record.event("held", _as_sentence(said), at_s=round(at_s, 3), holds=holds)
         self._holds = holds
         if decision.orders or decision.reason or began:
-            self._why = why
+            self._topic = topic
 
     def changed(self, change: Change) -> None:
         """A change is at its end."""

@@ -63,6 +63,9 @@ class Decision:
     hold_training: bool = False
     """The trainer begins no micro-step until a later decision says otherwise."""
     prediction: Prediction | None = None
+    topic: str = ""
+    """What stays of the reason while the numbers in it change: a decision without orders is told of once a topic.
+    Empty: the reason itself."""
 
     @property
     def moves(self) -> tuple[Move, ...]:
@@ -111,13 +114,13 @@ def complaints(state: ClusterState, decision: Decision) -> list[str]:
 def malformed(answer: object) -> str:
     """What a policy answered with, when it is not a `Decision` made of what it should be made of; else empty."""
     match answer:
-        case Decision(orders=tuple(), reason=str(), prediction=None | Prediction()):
+        case Decision(orders=tuple(), reason=str(), prediction=None | Prediction(), topic=str()):
             for order in answer.orders:
                 if not _is_order(order):
                     return f"the order {order!r}: write {ORDERS}"
             return ""
         case Decision():
-            return f"{answer!r}: orders must be a tuple, reason a sentence, prediction a Prediction or None"
+            return f"{answer!r}: orders must be a tuple, reason and topic texts, prediction a Prediction or None"
         case None:
             return "None, and not with a Decision: does a branch of `decide` lack its `return`?"
         case _:

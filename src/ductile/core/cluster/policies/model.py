@@ -182,8 +182,8 @@ def _decision(
     orders = change(state, roles, generators)
     if len(generators) > arrangements.num_generators and not state.batch.to_start:
         orders = (*orders, *spread(state, sorted(generators), remaining))
-    alone = () if orders else (WAITS if hold else "training goes on",)
-    return Decision(orders, sentence(orders, *alone, _figures(prediction)), hold, prediction)
+    alone = "" if orders else WAITS if hold else "training goes on"
+    return Decision(orders, sentence(orders, alone, _figures(prediction)), hold, prediction, topic=alone)
 
 
 def _keeps_floors(state: ClusterState, num_slots: int, count: int) -> bool:

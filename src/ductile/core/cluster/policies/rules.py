@@ -46,7 +46,7 @@ class Rules:
             return self._before_the_step(state)
         if self.wait_before_last_iter and state.batch.last_update and (awaited := _awaited(state.batch)):
             why = f"the last part of the batch waits for {awaited}, to train on all slots"
-            return Decision(hold_training=True, reason=why)
+            return Decision(hold_training=True, reason=why, topic="rollouts" if state.batch.missing else "scores")
         return self._during_the_step(state)
 
     def _before_the_step(self, state: ClusterState) -> Decision:
@@ -66,7 +66,7 @@ class Rules:
             why = f"training starts: {many(missing, 'rollout')} missing, at most half of the step's"
         else:
             why = "every slot returns to what the configuration gave it"
-        return Decision(orders, sentence(orders, why) if orders or early else "", hold_training=lend)
+        return Decision(orders, sentence(orders, why) if orders or early else "", hold_training=lend, topic=why)
 
     def _during_the_step(self, state: ClusterState) -> Decision:
         to_generate, may_move = state.num_to_generate, state.ready

@@ -22,5 +22,6 @@ class InTurns:
 
     def decide(self, state: ClusterState) -> Decision:
         if state.batch.missing:
-            return Decision(hold_training=True, reason=f"training waits for {many(state.batch.missing, 'rollout')}")
+            why = f"training waits for {many(state.batch.missing, 'rollout')}"
+            return Decision(hold_training=True, reason=why, topic="rollouts")
         return Decision()
