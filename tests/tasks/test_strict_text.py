@@ -112,6 +112,33 @@ def test_what_is_no_formula_is_refused(text):
         read_formula(text)
 
 
+ENDLESS = [
+    "((9**999)**999)**99", "(x*9**999)**999", "(((2**(1/3))**999)**999)**999", "factorial(10**7)", "gamma(10**8)",
+    "factorial(factorial(12))", "exp(exp(exp(100)))", "9**9**9", "((x + 1)**1000) % ((x + 2)**999)",
+    "sin(x)+" * 1500 + "1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ENDLESS)
+def test_what_would_keep_the_scorer_busy_is_refused_at_once(text):
+    with pytest.raises(ValueError, match=r"above 1000|more than 10000 bits|for numbers|characters"):
+        read_formula(text)
+
+
+@pytest.mark.parametrize("name", ["countdown", "puzzle24", "simple_integration", "polynomial_multiplication"])
+def test_an_endless_answer_scores_as_a_wrong_one(name):
+    task = build_task(ReasoningGymTask(name=name, size=1))
+    wrong = task.reward(0, "<answer>no idea</answer>")
+    assert [task.reward(0, f"<answer>{text}</answer>") for text in ENDLESS] == [wrong] * len(ENDLESS)
+
+
+@pytest.mark.parametrize("text", ["1000**1000", "factorial(1000)", "gamma(999.5)", "(1/3)**999", "2**-1000", "x**1000"])
+def test_long_numbers_within_the_bounds_are_read(text):
+    import sympy
+
+    assert read_formula(text) == sympy.parse_expr(text)
+
+
 @pytest.mark.parametrize("text", ["f()", "__import__('os')", "[x for x in 'ab']", "1 +", "'a' * 10**9"])
 def test_what_is_no_literal_is_refused(text):
     with pytest.raises((ValueError, SyntaxError)):

@@ -11,8 +11,11 @@ from types import ModuleType
 from typing import Any
 
 MAX_CHARS = 100_000
+MAX_FORMULA_CHARS = 10_000
 MAX_EXPONENT = 1000
 """`9**9**9` is short to write and does not end."""
+MAX_BITS = 10_000
+"""Of a number; `1000**1000` is within."""
 
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -64,6 +67,8 @@ FUNCTIONS = frozenset(
         "acsch",
     ]
 )
+GROWING = frozenset(["exp", "gamma", "factorial", "sinh", "cosh"])
+"""Functions whose values are far longer to write than their arguments, which MAX_EXPONENT bounds therefore."""
 CONSTANTS = frozenset({"pi", "E", "I"})
 
 
@@ -75,9 +80,10 @@ def read_literal(text: str) -> Any:
 def read_formula(text: str, local_dict: Mapping[str, Any] | None = None, **_: Any) -> Any:
     """`2*x + sin(x)` as a sympy expression: in the place of `parse_expr`, with its first two arguments.
 
-    Numbers, names, arithmetic and the functions of FUNCTIONS. Raises ValueError or SyntaxError for all else.
+    Numbers, names, arithmetic and the functions of FUNCTIONS. Raises ValueError or SyntaxError for all else, and for
+    numbers that are too long to compute with: an answer must not be able to keep its scorer from ending.
     """
-    return _value(ast.parse(_bounded(text).strip(), mode="eval").body, local_dict or {})
+    return _value(ast.parse(_bounded(text, MAX_FORMULA_CHARS).strip(), mode="eval").body, local_dict or {})
 
 
 def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
@@ -94,18 +100,42 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
             return _OPERATORS[type(op)](_value(operand, names))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             base, other = _value(left, names), _value(right, names)
-            if isinstance(op, ast.Pow) and other.is_number and not abs(other) <= MAX_EXPONENT:
-                raise ValueError(f"an exponent above {MAX_EXPONENT}")
-            return _OPERATORS[type(op)](base, other)
+            if isinstance(op, ast.Pow):
+                _refuse_large(other, "an exponent")
+                if other.is_number and _num_bits(base) * abs(other) > MAX_BITS:
+                    raise ValueError(f"a number of more than {MAX_BITS} bits")
+            if isinstance(op, ast.FloorDiv | ast.Mod) and not (base.is_number and other.is_number):
+                raise ValueError("// and % are for numbers")  # of polynomials, sympy looks for common divisors
+            return _not_long(_OPERATORS[type(op)](base, other))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS and len(args) in (1, 2):
-            return getattr(sympy, name)(*(_value(arg, names) for arg in args))
+            values = [_value(arg, names) for arg in args]
+            for value in values if name in GROWING else []:
+                _refuse_large(value, f"an argument of {name}")
+            return _not_long(getattr(sympy, name)(*values))
         case _:
             pass
     raise ValueError(f"{ast.unparse(node)[:80]} is no part of a formula")
 
 
-def _bounded(text: str) -> str:
-    if len(text) > MAX_CHARS:
+def _refuse_large(value: Any, what: str) -> None:
+    if value.is_number and not abs(value) <= MAX_EXPONENT:
+        raise ValueError(f"{what} above {MAX_EXPONENT}")
+
+
+def _not_long(value: Any) -> Any:
+    if _num_bits(value) > MAX_BITS:
+        raise ValueError(f"a number of more than {MAX_BITS} bits")
+    return value
+
+
+def _num_bits(value: Any) -> int:
+    """Of the rational number that the value is, or is a multiple of."""
+    factor, _ = value.as_coeff_Mul()
+    return max(int(factor.p).bit_length(), int(factor.q).bit_length()) if factor.is_Rational else 0
+
+
+def _bounded(text: str, max_chars: int = MAX_CHARS) -> str:
+    if len(text) > max_chars:
         raise ValueError(f"a text of {len(text)} characters")
     return text
 
