@@ -21,6 +21,9 @@ def chat(**fields: Any) -> bytes:
     return json.dumps(GOOD[CHAT] | fields).encode()
 
 
+MANY_LISTS = b'{"prompt": ' + b"[" * 65_537 + b'"'
+"""So many that the strings are looked at, to tell which of them count. The last string is open."""
+
 BOMBS: dict[str, tuple[str, Callable[[], bytes], int]] = {
     "131072 sequences in 682 bytes": (COMPLETIONS, lambda: big(prompt=[[1]] * 128, n=1024), 400),
     "prompts without number": (COMPLETIONS, lambda: big(prompt=[[5]] * 60_000), 400),
@@ -51,6 +54,9 @@ BOMBS: dict[str, tuple[str, Callable[[], bytes], int]] = {
     "objects in depth": (COMPLETIONS, lambda: b'{"user":' * 400_000, 400),
     "a million lists": (COMPLETIONS, lambda: b'{"user": [' + b"[]," * 1_300_000 + b"[]]}", 400),
     "a million objects": (COMPLETIONS, lambda: b'{"user": [' + b"{}," * 1_300_000 + b"{}]}", 400),
+    "lists, and a string of quotes that never ends": (COMPLETIONS, lambda: MANY_LISTS + rb"\"" * 2_000_000, 400),
+    "lists, and a string that ends in a backslash": (COMPLETIONS, lambda: MANY_LISTS + rb"\"" * 2_000_000 + b"\\", 400),
+    "lists, and strings without number": (COMPLETIONS, lambda: MANY_LISTS + b'","' * 1_300_000, 400),
     "four hundred thousand fields": (
         COMPLETIONS,
         lambda: json.dumps({f"f{number}": 1 for number in range(300_000)}).encode(),
