@@ -69,3 +69,5 @@ def test_the_key_is_asked_for_before_a_body_is_looked_at(qwen3: Family) -> None:
     with local(create_app(qwen3.engine(), qwen3.tokenizer, "tiny", ServerConfig(api_key="s3cret-s3cret"))) as client:
         for content in ("{", "x" * 5 * 2**20):
             assert client.post("/v1/completions", content=content).status_code == 401
+            assert client.post("/health", content=content).status_code == 401
+            assert client.post("/liveness", json={"x": content}).status_code == 401

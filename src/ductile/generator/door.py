@@ -3,7 +3,7 @@
 | in this order | else |
 |---|---|
 | with no API key: a `Host` of this machine, or a web page could ask in its visitor's name (DNS rebinding) | 403 |
-| with an API key: `Authorization: Bearer <key>`, except for the probes | 401 |
+| with an API key: `Authorization: Bearer <key>`, except to GET a probe | 401 |
 | of a POST: JSON, of an announced length within `server.max_body_bytes`, framed in one way | 415, 413, 400 |
 | its body, within `server.max_body_bytes` and `server.timeout_s` | 413, 408 |
 
@@ -73,6 +73,7 @@ class Door:
 
 def check(path: str, method: str, headers: Headers, config: ServerConfig) -> None:
     """Raise `Refusal` for a request that its head gives reason to refuse."""
+    is_probe = method in ("GET", "HEAD") and path in PROBES  # of a POST the body would be read
     if config.api_key is None:
         host = headers.get("host")
         if host is not None and not is_loopback(host_name(host)):
@@ -82,7 +83,7 @@ def check(path: str, method: str, headers: Headers, config: ServerConfig) -> Non
                 f"own machine: ask for {config.host}, or set server.api_key",
                 "permission_error",
             )
-    elif path not in PROBES and not _has_key(headers.get("authorization", ""), config.api_key):
+    elif not is_probe and not _has_key(headers.get("authorization", ""), config.api_key):
         raise Refusal(
             401,
             "this server needs its API key: Authorization: Bearer <server.api_key>",
