@@ -35,6 +35,22 @@ def test_what_is_shown_adds_up_to_the_whole_text(text: str, sizes: list[int]) ->
     assert "".join(pieces(text, sizes)) == text
 
 
+BYTES = st.sampled_from(
+    ["€".encode(), "é".encode(), "😀".encode(), b"a", b"\xff", b"\xe2", b"\x82", b"\xf0\x9f", b"\xf8"]
+)
+
+
+@settings(deadline=None, max_examples=500)
+@given(st.lists(BYTES, min_size=1, max_size=30).map(b"".join), st.lists(st.integers(1, 5)), st.booleans())
+def test_broken_bytes_are_shown_as_the_whole_answer_spells_them(content: bytes, sizes: list[int], skip: bool) -> None:
+    follower, tokens, shown = stream(skip_special_tokens=skip), list(content), ""
+    while tokens:
+        size = sizes.pop(0) if sizes else 1
+        part, tokens = tokens[:size], tokens[size:]
+        shown += follower.push(part, last=not tokens)
+    assert shown == decode(list(content), skip)
+
+
 @settings(deadline=None)
 @given(st.text("abc", min_size=1, max_size=20), st.lists(st.integers(1, 3)), st.lists(st.text("abc", min_size=1)))
 def test_text_ends_before_the_first_stop_string(text: str, sizes: list[int], stops: list[str]) -> None:

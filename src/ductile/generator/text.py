@@ -11,10 +11,14 @@ INCOMPLETE = "\ufffd"
 """What decoders write for bytes that are not (yet) a whole character."""
 
 MOST_INCOMPLETE = 3
-"""Bytes of a character that may still lack the last one; more in a row are no character, and never will be."""
+"""Of those at the end of a text that may still become a character; all before them are no character, and never will
+be."""
 
 NUM_CONTEXT = 8
 """Tokens that are decoded again, only so that what follows them is spelled right."""
+
+MAX_WINDOW = 12
+"""Tokens that are decoded together, before all but `NUM_CONTEXT` are forgotten."""
 
 Decode = Callable[[list[int], bool], str]
 """Tokens, and whether to leave out special ones."""
@@ -59,14 +63,20 @@ class TextStream:
     def _new_text(self, tokens: list[int], last: bool) -> str:
         self._window += tokens
         text = self._decode(self._window, self._skip_special_tokens)
-        certain = text.rstrip(INCOMPLETE)
-        if not last and 0 < len(text) - len(certain) <= MOST_INCOMPLETE:
-            new, self._num_taken = certain[self._num_taken :], max(self._num_taken, len(certain))
-            return new
-        new = text[self._num_taken :]
-        self._window = self._window[-NUM_CONTEXT:]
-        self._num_taken = len(self._decode(self._window, self._skip_special_tokens))
-        return new
+        num_broken = len(text) - len(text.rstrip(INCOMPLETE))
+        num_open = 0 if last else min(num_broken, MOST_INCOMPLETE, len(text) - self._num_taken)
+        taken, self._num_taken = self._num_taken, len(text) - num_open
+        # One or two may have begun before the context does, with tokens between that are not shown.
+        if len(self._window) > MAX_WINDOW and num_open in (0, MOST_INCOMPLETE):
+            self._forget(text[self._num_taken :])
+        return text[taken : len(text) - num_open]
+
+    def _forget(self, pending: str) -> None:
+        """All but the context, if that spells `pending`, which is not taken yet, too."""
+        window = self._window[-NUM_CONTEXT:]
+        text = self._decode(window, self._skip_special_tokens)
+        if text.endswith(pending):
+            self._window, self._num_taken = window, len(text) - len(pending)
 
     def _may_become_stop(self) -> int:
         """How many characters at the end are the beginning of a stop string."""
