@@ -48,14 +48,18 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def write_whole(file: Path, text: str) -> None:
+def write_whole(file: Path, text: str, mode: int = 0o666) -> None:
     """Atomic: a reader sees the old content or the new, also after a power cut. Raises DiskError and leaves no rubbish.
+
+    mode: of the file, from its first moment; the umask is taken off.
 
     Example: `write_whole(run / "config.toml", text)`.
     """
     partial = file.with_name(f".{file.name}.partial")
     try:
-        with partial.open("w", encoding="utf-8", errors="backslashreplace") as stream:
+        partial.unlink(missing_ok=True)  # of a writer that was killed, with a mode of its own
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
@@ -69,17 +73,6 @@ def exchange(one: Path, other: Path) -> bool:
     """Swap what two names mean, in one instant; False where the system or the file system cannot (NFS, say)."""
     renameat2 = ctypes.CDLL(None, use_errno=True)["renameat2"]
     return renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0
-
-
-def stranger(file: Path, folder: Path) -> Path | None:
-    """Where `file`, of somebody's model folder, leads when it is a link to something that is no file of the folder.
-
-    A link to a file of the same name is fine: people share a tokenizer so. So are the blobs of a Hugging Face cache.
-    """
-    target, home = Path(os.path.realpath(file)), Path(os.path.realpath(folder))
-    if target.name == file.name or home in target.parents or target.parent == home.parent.parent / "blobs":
-        return None
-    return target
 
 
 def sync(path: Path) -> None:

@@ -128,7 +128,7 @@ def test_signatures(function, style, by_name):
     [
         (lambda answer: 0, "takes (answer); it is called with (row, answer), or with lists by name when it asks for"),
         (lambda: 0, "takes (); it is called with (row, answer)"),
-        (lambda row, answer, solution: 0, "asks for `solution`; besides (row, answer) there is `num_tokens`, "),
+        (lambda row, answer, solution: 0, "asks for `solution`; besides (row, answer) there are `num_tokens`, "),
     ],
 )
 def test_a_function_that_nobody_could_call(function, sentence):

@@ -10,6 +10,9 @@ from ductile.config.orchestrator import OrchestratorConfig, SamplingConfig, to_s
 from ductile.core.layout.spec import ModelSpec
 from ductile.core.sampling import wrong_values
 
+RESERVED_VARIABLES = frozenset({"self", "messages", "add_generation_prompt"})
+"""Of a chat template: Jinja's own, and those that every request gives by itself."""
+
 
 def length_findings(config: OrchestratorConfig, max_model_len: int) -> Iterator[Finding]:
     limits = {"orchestrator.sampling.max_tokens": config.sampling.max_tokens}
@@ -43,7 +46,7 @@ def sampling_remarks(key: str, sampling: SamplingConfig) -> list[str]:
 
 def template_findings(key: str, variables: Mapping[str, object]) -> Iterator[Finding]:
     """Variables of a chat template that it gets from us anyhow."""
-    for name in sorted({"self", "messages", "add_generation_prompt"} & variables.keys()):
+    for name in sorted(RESERVED_VARIABLES & variables.keys()):
         yield Finding((key,), f"has {name}, which every template gets anyhow. Leave it out")
 
 

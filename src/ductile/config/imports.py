@@ -10,11 +10,12 @@ import importlib.util
 import os
 import re
 import sys
-from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from ductile.config.errors import did_you_mean
 
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
 _IN_FILE = re.compile(r"(.+\.py):[A-Za-z_]\w*")
@@ -68,8 +69,7 @@ def _unfit_file(file: Path, attribute: str) -> str:
     names = {name for node in ast.walk(tree) for name in _defined(node)}
     if attribute in names or "*" in names:
         return ""
-    near = get_close_matches(attribute, names, n=1)
-    return f"names {attribute!r}, which {file} does not define." + (f" Did you mean {near[0]}?" if near else "")
+    return f"names {attribute!r}, which {file} does not define.{did_you_mean(attribute, names)}"
 
 
 def _defined(node: ast.AST) -> list[str]:

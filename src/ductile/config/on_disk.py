@@ -12,9 +12,8 @@ from ductile.config.imports import unfit
 from ductile.config.orchestrator import ImportTask, JsonlTask, TaskConfig
 from ductile.config.reward_signature import uncallable
 from ductile.config.run import JsonlData, SFTData
-from ductile.config.weight_headers import ModelFolderError, find_weights
+from ductile.config.weight_headers import ModelFolderError, find_weights, stranger
 from ductile.core.layout.spec import ModelSpec, SpecError, spec_from_hf
-from ductile.disk import stranger
 
 
 def read_spec(name: str | None) -> ModelSpec | None:

@@ -9,10 +9,12 @@ A task's method is called with the example's number in the row's place. All of t
 
 import ast
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from ductile.config.errors import listed
 
 FACTS = ("num_tokens", "finish_reason", "num_turns", "token_ids")
 """What a reward may ask for besides the text (`ductile.records.Completion`)."""
@@ -68,8 +70,9 @@ def _signature(parameters: Mapping[str, inspect.Parameter], first: str) -> Rewar
     others = frozenset(names) - set(positional[:2])
     for name in sorted(others - set(FACTS)):
         if parameters[name].default is inspect.Parameter.empty:
+            facts = listed([f"`{fact}`" for fact in FACTS])
             raise WrongSignature(
-                f"asks for `{name}`; besides ({first}, answer) there is {_listed(FACTS)}, or give it a default"
+                f"asks for `{name}`; besides ({first}, answer) there are {facts}, or give it a default"
             )
     return RewardSignature("row", others & set(FACTS), takes_all)
 
@@ -106,7 +109,3 @@ def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[inspec
         yield kind(arg.arg, kind.KEYWORD_ONLY, default=kind.empty if default is None else None)
     if args.kwarg:
         yield kind(args.kwarg.arg, kind.VAR_KEYWORD)
-
-
-def _listed(names: Collection[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)

@@ -5,6 +5,7 @@ config and the slot that loads the weights ask the same questions, and a login n
 """
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,17 @@ def find_weights(folder: Path, spec: ModelSpec) -> dict[str, Path]:
             headers[file] = _header(_plain(file, folder, listed_in))
         _refuse_unfit(folder / file, headers[file].get(part.name), part)
     return {part.name: folder / file_of[part.name] for part in parts}
+
+
+def stranger(file: Path, folder: Path) -> Path | None:
+    """Where `file`, of somebody's model folder, leads when it is a link to something that is no file of the folder.
+
+    A link to a file of the same name is fine: people share a tokenizer so. So are the blobs of a Hugging Face cache.
+    """
+    target, home = Path(os.path.realpath(file)), Path(os.path.realpath(folder))
+    if target.name == file.name or home in target.parents or target.parent == home.parent.parent / "blobs":
+        return None
+    return target
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, fi
 from pydantic_core import PydanticCustomError
 
 from ductile.config.errors import did_you_mean, show
+from ductile.config.generation import RESERVED_VARIABLES
 from ductile.records import Sampling
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -220,7 +221,7 @@ class ChatRequest(TextRequest):
     @field_validator("chat_template_kwargs")
     @classmethod
     def _of_the_template(cls, variables: dict[str, Any] | None) -> dict[str, Any] | None:
-        taken = sorted({"self", "messages", "add_generation_prompt"} & (variables or {}).keys())
+        taken = sorted(RESERVED_VARIABLES & (variables or {}).keys())
         if taken:
             raise ValueError(f"chat_template_kwargs may not hold {taken[0]}, which the request gives by itself")
         return variables

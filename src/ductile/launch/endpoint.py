@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from ductile.disk import write_whole
 from ductile.launch.alive import start_time
 from ductile.launch.control import (
     FILE,
@@ -58,7 +59,8 @@ class Endpoint:
         pid = os.getpid()
         machine = socket.gethostname()
         known = {"version": VERSION, "machine": machine, "pid": pid, "started": start_time(pid)}
-        _write_private(self._file, json.dumps({**known, "host": host, "port": port, "token": self._token}))
+        said = json.dumps({**known, "host": host, "port": port, "token": self._token})
+        write_whole(self._file, f"{said}\n", mode=0o600)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -123,12 +125,3 @@ async def _say(writer: asyncio.StreamWriter, answer: Answer) -> None:
 
 def _refusal(sentence: str) -> Answer:
     return Answer(VERSION, error=sentence, unfit=True)
-
-
-def _write_private(file: Path, text: str) -> None:
-    """Readable by its owner from its first moment, and there at once as a whole."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
-    partial.unlink(missing_ok=True)
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
-        stream.write(text + "\n")
-    partial.replace(file)

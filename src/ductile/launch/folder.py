@@ -36,9 +36,9 @@ def run_folder(output_dir: str, clean: bool) -> Iterator[Path]:
         lock.write(str(os.getpid()))
         lock.flush()
         for name in WRITTEN:
-            for left in folder.glob(f".{name}.*partial"):  # of a writer that was killed
-                if left.is_file():
-                    left.unlink()
+            left = folder / f".{name}.partial"  # of a `write_whole` that was killed
+            if left.is_file():
+                left.unlink()
         if clean:
             _delete(folder)
         (folder / "logs").mkdir(exist_ok=True)

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ductile.config.weight_headers import CONFIG, INDEX, WEIGHTS, ModelFolderError, read_json
+from ductile.config.weight_headers import CONFIG, INDEX, WEIGHTS, ModelFolderError, read_json, stranger
 from ductile.core.layout.parameters import Parameter, parameters
 from ductile.core.layout.spec import ModelSpec, SpecError, spec_from_hf
-from ductile.disk import exchange, named, stranger, sync
+from ductile.disk import exchange, named, sync
 from ductile.model.safetensors_writer import Entry, write_safetensors
 from ductile.model.transformer import Transformer
 from ductile.model.weight_files import DTYPES, WeightFiles

@@ -6,10 +6,10 @@ The protocol itself is `ductile.roles.Task`.
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from difflib import get_close_matches
 from numbers import Real
 from typing import Any, TypeVar
 
+from ductile.config import errors
 from ductile.config.reward_signature import FACTS, RewardSignature, WrongSignature, reward_signature
 from ductile.records import Completion
 from ductile.roles import Task
@@ -93,6 +93,6 @@ def _is_message(message: object) -> bool:
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`; did you mean "chain_sum"?`, or what there is, or nothing."""
     known = sorted(known)
-    if close := get_close_matches(word, known, n=1):
-        return f'; did you mean "{close[0]}"?'
+    if question := errors.did_you_mean(word, known, '; did you mean "{}"?'):
+        return question
     return f"; there {'are' if len(known) > 1 else 'is'} {', '.join(known)}" if 0 < len(known) <= 20 else ""
