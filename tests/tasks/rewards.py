@@ -48,6 +48,9 @@ def misbehaves(row, answer):
             print('{"reward": 1000, "metrics": {}}')
             os.write(1, b'{"reward": 1000, "metrics": {}}\n')
             return 0.25
+        case "last words":
+            print("these are my last words")
+            os._exit(7)
         case "torch":
             return float("torch" in sys.modules)
         case "input":
@@ -87,6 +90,9 @@ def misbehaves(row, answer):
             process.join()
             return float(process.exitcode == -signal.SIGTERM)
     match answer.split(" ", 1):
+        case ["print", text]:
+            print(text)
+            print("to stderr", file=sys.stderr)
         case ["env", name]:
             return float(name in os.environ)
         case ["port", port]:

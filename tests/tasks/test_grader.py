@@ -16,6 +16,7 @@ from ductile.config.orchestrator import GradersConfig
 from ductile.lifeline import SENT_TO_GROUPS
 from ductile.records import Completion
 from ductile.tasks.grader import Graders
+from ductile.tasks.grader_log import appender
 from ductile.tasks.task import TaskError
 
 
@@ -88,6 +89,38 @@ def test_what_a_reward_prints_is_not_taken_for_its_answer(config):
     verdicts, errors, _, _ = grade(config, ["print", "fine", "print"])
     assert [verdict.reward for verdict in verdicts] == [0.25, 1, 0.25]
     assert errors == []
+
+
+def test_what_rewards_print_goes_to_the_log_and_never_to_the_terminal(config, tmp_path, capfd):
+    log, steers = tmp_path / "graders.log", "print \x1b]52;c;cm0=\x07"
+
+    async def run():
+        async with Graders({"train": config}, ONE, log=log) as graders:
+            return [await graders.reward("train", 0, Completion(answer)) for answer in (steers, "last words", "fine")]
+
+    assert [verdict.reward for verdict in asyncio.run(run())] == [1, None, 1]
+    assert log.read_text() == "\x1b]52;c;cm0=\x07\nto stderr\nthese are my last words\n"
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_log_of_what_rewards_print_is_bounded_and_keeps_the_newest(tmp_path, monkeypatch):
+    monkeypatch.setattr("ductile.tasks.grader_log.MAX_BYTES", 10)
+    append = appender(tmp_path / "graders.log")
+    for word in (b"first\n", b"second\n", b"third\n"):
+        append(word)
+    assert (tmp_path / "graders.log").read_bytes() == b"third\n"
+    assert (tmp_path / "graders.log.old").read_bytes() == b"second\n"
+
+
+def test_a_print_that_cannot_be_kept_costs_no_reward(config, tmp_path):
+    full = tmp_path / "graders.log"
+    full.symlink_to("/dev/full")
+
+    async def run():
+        async with Graders({"train": config}, GradersConfig(num_workers=1, max_file_gib=1e-6), log=full) as graders:
+            return [await graders.reward("train", 0, Completion("print " + "x" * 10_000)) for _ in range(2)]
+
+    assert [verdict.reward for verdict in asyncio.run(run())] == [1, 1]
 
 
 def test_a_reward_that_reads_its_input_finds_none(config):

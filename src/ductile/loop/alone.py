@@ -64,6 +64,7 @@ async def run_alone(
             "reward_error", f"No reward: {sentence}.", traceback=traceback
         ),
         on_note=lambda sentence: record.event("graders_not_fenced", sentence),
+        log=record.folder / "logs" / "graders.log",
     )
     order = ExampleOrder(range(len(prepared.task)), config.seed, config.shuffle)
     prompts = Prompts(prepared.task, tokenizer, order, MAX_LEN_TOKENS)

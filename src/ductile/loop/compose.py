@@ -249,6 +249,7 @@ def _graders(prepared: Prepared, record: Recorder) -> Graders:
             "reward_error", f"No reward: {sentence}.", traceback=traceback
         ),
         on_note=lambda sentence: record.event("graders_not_fenced", sentence),
+        log=record.folder / "logs" / "graders.log",
     )
 
 

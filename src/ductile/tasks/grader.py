@@ -13,10 +13,12 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ductile.config.orchestrator import GradersConfig
 from ductile.records import Completion
+from ductile.tasks.grader_log import appender
 from ductile.tasks.grader_protocol import (
     Answer,
     AskReply,
@@ -73,13 +75,15 @@ class Graders:
         config: GradersConfig = GradersConfig(),  # noqa: B008 (frozen)
         on_error: Callable[[str, str], None] = lambda sentence, traceback: None,
         on_note: Callable[[str], None] = lambda sentence: None,
+        log: Path | None = None,
     ) -> None:
         """tasks: by the name that calls use, each a dumped task config (`ductile.config.orchestrator.TaskConfig`).
         on_error: told of every reward that failed, in a sentence and with its traceback. on_note: told once what
-        rewards could not be kept from."""
+        rewards could not be kept from. log: a file for what rewards print, which goes nowhere without one."""
         self._tasks = {name: dict(task) for name, task in tasks.items()}
         self._num_workers = config.num_workers or default_num_workers()
         self._config, self._on_error, self._on_note = config, on_error, on_note
+        self._log, self._on_print = log, appender(log) if log else _forget
         self._want_token_ids: frozenset[str] = frozenset()
         self._free: asyncio.LifoQueue[GraderWorker | None] = asyncio.LifoQueue()
         """None: a worker that is not started yet, or has died. One that is there is taken first."""
@@ -158,7 +162,7 @@ class Graders:
             self._free.put_nowait(worker)
 
     async def _start(self) -> GraderWorker:
-        worker = await GraderWorker.start(self._config)
+        worker = await GraderWorker.start(self._config, self._on_print)
         self._workers.add(worker)
         try:
             answer = await worker.ask(MakeTasks(worker.number(), self._tasks, self._config.timeout_s), START_TIMEOUT_S)
@@ -170,7 +174,8 @@ class Graders:
             self._workers.discard(worker)
             await asyncio.shield(worker.kill())
             if isinstance(error, WorkerLost):
-                raise TaskError(f"a grader process {error} while it made its tasks") from None
+                see = f"; see {self._log}" if self._log else ""
+                raise TaskError(f"a grader process {error} while it made its tasks{see}") from None
             raise
         self._want_token_ids = frozenset(answer.want_token_ids)
         for note in () if self._noted else answer.notes:
@@ -182,3 +187,7 @@ class Graders:
 def default_num_workers() -> int:
     """Half of the cores that this process may use: the other half belongs to those who make the work."""
     return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // 2))
+
+
+def _forget(printed: bytes) -> None:
+    pass

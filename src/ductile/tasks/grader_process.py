@@ -1,7 +1,7 @@
 """A grader's process, inside its keepers: answers one request a line (`ductile.tasks.grader_protocol`).
 
-Requests travel on descriptors that user code does not know: what a reward prints goes to standard error, and it has
-nothing to read.
+Requests travel on descriptors that user code does not know: what a reward prints goes to the run's log of graders, as
+its standard error does, and it has nothing to read.
 """
 
 import asyncio

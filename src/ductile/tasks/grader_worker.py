@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -64,17 +64,21 @@ def clean_environment(environment: Mapping[str, str], passed: Sequence[str]) -> 
 class GraderWorker:
     """Answers one request at a time. After WorkerLost it is of no more use: `kill` it."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, on_print: Callable[[bytes], None]) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
+        assert process.stderr is not None
         self.pid = process.pid
         self._process, self._in, self._out = process, process.stdin, process.stdout
+        self._hearing = asyncio.create_task(_hear(process.stderr, on_print))
         self._next = 0
 
     @staticmethod
-    async def start(limits: GradersConfig) -> "GraderWorker":
+    async def start(limits: GradersConfig, on_print: Callable[[bytes], None]) -> "GraderWorker":
+        """on_print: told of all that its rewards print. The text may be the policy's, and steer a terminal."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-u",  # what was printed before a crash is known
             "-P",
             "-m",
             "ductile.tasks.keeper",
@@ -82,11 +86,12 @@ class GraderWorker:
             limits.model_dump_json(exclude={"env"}),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
             limit=MAX_LINE_BYTES,
             env=clean_environment(os.environ, limits.env),
             start_new_session=True,  # Ctrl-C is the orchestrator's
         )
-        return GraderWorker(process)
+        return GraderWorker(process, on_print)
 
     def number(self) -> int:
         """Of the next request."""
@@ -125,6 +130,8 @@ class GraderWorker:
                     await self._process.wait()
                     break
         self._in.close()
+        await asyncio.wait([self._hearing], timeout=1.0)  # its last words
+        self._hearing.cancel()
 
     async def _ending(self) -> str:
         try:
@@ -134,3 +141,8 @@ class GraderWorker:
             return "it closed its output"
         number = -code if code < 0 else code - 128  # a keeper tells of a signal as a shell does
         return signal.Signals(number).name if number in set(signal.Signals) else f"exit code {code}"
+
+
+async def _hear(stream: asyncio.StreamReader, on_print: Callable[[bytes], None]) -> None:
+    while printed := await stream.read(1 << 16):
+        on_print(printed)
