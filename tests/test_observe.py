@@ -137,20 +137,22 @@ def test_a_watcher_that_fails_is_told_no_more_and_the_others_are(tmp_path):
 
 
 def test_what_the_disk_has_no_room_for_ends_nothing_and_is_told(tmp_path, capsys):
-    for name in ("events.jsonl", "metrics.jsonl"):
+    for name in ("events.jsonl", "metrics.jsonl", "samples.jsonl"):
         (tmp_path / name).symlink_to("/dev/full")
     record, watcher = Recorder(tmp_path), Watcher()
     record.listeners.append(watcher)
     record.event("saved", "Saved step 3.")
     record.event("saved", "Saved step 4.")
     record.metrics(3, {"loss": 0.5})
+    record.samples(3, [{"reward": 0.5}])
     record.close()
     told = [event.sentence for event in watcher.events if event.kind == "journal_unwritable"]
-    assert len(told) == 2
+    assert len(told) == 3
     assert told[0].startswith(f"{tmp_path / 'events.jsonl'} cannot be written: No space left on device (")
     assert capsys.readouterr().err.splitlines() == [
         f"ductile: {tmp_path / 'events.jsonl'} cannot be written, and its last 2 lines are lost",
         f"ductile: {tmp_path / 'metrics.jsonl'} cannot be written, and its last line is lost",
+        f"ductile: {tmp_path / 'samples.jsonl'} cannot be written, and its last line is lost",
     ]
 
 
@@ -167,6 +169,20 @@ def test_rewind_keeps_what_the_checkpoint_knows(tmp_path):
         (3, 3),
         (4, 40),
     ]
+
+
+def test_rewind_drops_the_samples_of_steps_that_are_repeated(tmp_path):
+    record = Recorder(tmp_path)
+    assert not (tmp_path / "samples.jsonl").exists(), "a run that has none writes none"
+    for step in (1, 2, 3):
+        record.samples(step, [{"reward": 0.5}, {"reward": None}])
+    record.close()
+    record = Recorder(tmp_path)
+    record.rewind(2)
+    record.samples(3, [{"reward": 0.25}])
+    record.close()
+    rows = read_jsonl(tmp_path / "samples.jsonl")
+    assert [(row["step"], row["reward"]) for row in rows] == [(1, 0.5), (1, None), (2, 0.5), (2, None), (3, 0.25)]
 
 
 def test_stopwatch_adds_up_phases_and_starts_again_after_a_lap():

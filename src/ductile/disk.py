@@ -6,6 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
+from ductile.half_characters import ESCAPED
+
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -59,7 +61,7 @@ def write_whole(file: Path, text: str, mode: int = 0o666) -> None:
     try:
         partial.unlink(missing_ok=True)  # of a writer that was killed, with a mode of its own
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-        with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as stream:
+        with open(descriptor, "w", encoding="utf-8", errors=ESCAPED) as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())

@@ -2,6 +2,7 @@
 
     events.jsonl    one line an event: a sentence for a person, fields for a program
     metrics.jsonl   one line a training step
+    samples.jsonl   some rollouts of each step, with their rewards, for people to read
     summary.json    the run in a dozen numbers, written at its end
 
 `Recorder` writes them; whoever wants to watch (the live view, TensorBoard, W&B) is a `Listener` of it. A line is
@@ -17,16 +18,15 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from ductile.disk import named, write_whole
-
-HALF_CHARACTERS = "backslashreplace"
-"""How a lone surrogate is written: half an emoji, which a policy may sample. In a JSON string this is its escape."""
+from ductile.half_characters import ESCAPED, escaped
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Listener(Protocol):
 
 
 class Recorder:
-    """Writes the three files in `folder` and tells the listeners. Files of an earlier life are continued."""
+    """Writes these files in `folder` and tells the listeners. Files of an earlier life are continued."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
         self.folder = folder
@@ -62,9 +62,12 @@ class Recorder:
         folder.mkdir(parents=True, exist_ok=True)
         self._events = _Journal(folder / "events.jsonl", self._unwritable)
         self._metrics = _Journal(folder / "metrics.jsonl", self._unwritable)
+        self._samples = _Journal(folder / "samples.jsonl", self._unwritable)
+        for journal in (self._events, self._metrics):
+            journal.open()
 
     def event(self, kind: str, sentence: str, **fields: Any) -> None:
-        event = Event(self.clock(), kind, _whole(sentence), fields)
+        event = Event(self.clock(), kind, escaped(sentence), fields)
         self._events.append({"time": round(event.time_s, 3), "kind": kind, "sentence": event.sentence, **fields})
         self._tell(lambda listener: listener.on_event(event))
 
@@ -73,22 +76,22 @@ class Recorder:
         self._metrics.append({"step": step, "time": round(self.clock(), 3), **values})
         self._tell(lambda listener: listener.on_metrics(step, values))
 
+    def samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        for row in rows:
+            self._samples.append({"step": step, **row})
+
     def rewind(self, last_step: int) -> int:
-        """Drop the metrics of steps after `last_step`, which a resume from there repeats. Returns how many lines."""
-        file = self.folder / "metrics.jsonl"
-        rows = read_jsonl(file)
-        kept = [row for row in rows if row["step"] <= last_step]
-        self._metrics.close()
-        write_whole(file, "".join(_line(row) for row in kept))
-        self._metrics = _Journal(file, self._unwritable)
-        return len(rows) - len(kept)
+        """Drop metrics and samples of steps after `last_step`, which a resume from there repeats. Returns how many
+        lines of metrics."""
+        self._samples.rewind(last_step)
+        return self._metrics.rewind(last_step)
 
     def summary(self, values: Mapping[str, Any]) -> None:
         write_json(self.folder / "summary.json", dict(values))
 
     def close(self) -> None:
         self._tell(lambda listener: listener.close())
-        for journal in (self._events, self._metrics):
+        for journal in (self._events, self._metrics, self._samples):
             if lost := journal.close():
                 with suppress(OSError):
                     print(f"ductile: {lost}", file=sys.stderr)
@@ -110,27 +113,47 @@ class Recorder:
 
 
 class _Journal:
-    """Lines at the end of a file, each whole or not there.
+    """Lines at the end of a file, each whole or not there. The first line makes the file.
 
     While the disk is full they wait in memory: what is trained and not yet saved is worth more than its metrics.
     """
 
     def __init__(self, file: Path, on_error: Callable[[str], None]) -> None:
-        """on_error: told, once, of a disk that takes no more. Raises OSError when the file cannot be opened."""
+        """on_error: told, once, of a disk that takes no more."""
         self._file, self._on_error = file, on_error
-        self._stream = file.open("ab", buffering=0)
-        self._waiting = b"" if _ends_whole(file) else b"\n"  # the next line must not be glued to one that a kill cut
+        self._stream: FileIO | None = None
+        self._waiting = b""
         self._is_told = False
 
+    def open(self) -> FileIO:
+        """Raises OSError when the file cannot be opened."""
+        if self._stream is None:
+            self._stream = self._file.open("ab", buffering=0)
+            if not _ends_whole(self._file):  # the next line must not be glued to one that a kill cut
+                self._waiting = b"\n" + self._waiting
+        return self._stream
+
     def append(self, value: Mapping[str, Any]) -> None:
-        self._waiting += _line(value).encode(errors=HALF_CHARACTERS)
+        self._waiting += _line(value).encode(errors=ESCAPED)
         self._write()
+
+    def rewind(self, last_step: int) -> int:
+        """Drop the lines of later steps. Returns how many."""
+        rows = read_jsonl(self._file)
+        kept = [row for row in rows if row["step"] <= last_step]
+        self.close()
+        if self._file.exists():
+            write_whole(self._file, "".join(_line(row) for row in kept))
+            self.open()
+        return len(rows) - len(kept)
 
     def close(self) -> str:
         """A sentence when lines are lost, because the disk is full to the end."""
         if len(self._waiting) > 1:
             self._write()
-        self._stream.close()
+        if self._stream is not None:
+            self._stream.close()
+        self._stream = None
         if not self._is_told:
             return ""
         num_lost = self._waiting.strip().count(b"\n") + 1
@@ -138,18 +161,24 @@ class _Journal:
         return f"{self._file} cannot be written, and its last {lines} lost"
 
     def _write(self) -> None:
-        end, written = self._stream.seek(0, os.SEEK_END), 0
         try:
-            while written < len(self._waiting):  # a disk that is nearly full takes a part
-                written += self._stream.write(self._waiting[written:])
+            self._write_to(self.open())
         except OSError as error:
-            with suppress(OSError):
-                os.ftruncate(self._stream.fileno(), end)
             if not self._is_told:
                 self._on_error(f"{named(error, self._file)}. Its lines wait in memory until it can be.")
             self._is_told = True
         else:
             self._waiting, self._is_told = b"", False
+
+    def _write_to(self, stream: FileIO) -> None:
+        end, written = stream.seek(0, os.SEEK_END), 0
+        try:
+            while written < len(self._waiting):  # a disk that is nearly full takes a part
+                written += stream.write(self._waiting[written:])
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(stream.fileno(), end)
+            raise
 
 
 class Stopwatch:
@@ -201,11 +230,6 @@ def read_jsonl(file: Path) -> list[dict[str, Any]]:
 def write_json(file: Path, value: Any) -> None:
     """As `ductile.disk.write_whole`."""
     write_whole(file, json.dumps(_finite(value), indent=2, sort_keys=False) + "\n")
-
-
-def _whole(text: str) -> str:
-    """The text as any file and terminal can take it."""
-    return text.encode(errors=HALF_CHARACTERS).decode()
 
 
 def _ends_whole(file: Path) -> bool:

@@ -4,8 +4,10 @@
 """
 
 import asyncio
+import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -188,7 +190,8 @@ SAVES_ALL: dict[str, type[BaseException] | None] = {
     "loss raises": Refused,
     "policy raises": BadDecision,
     "publisher fails": Refused,
-    "journal full": OSError,
+    "metrics full": None,
+    "samples full": None,
 }
 """Ways to end while the trainer is as good as before, and what is raised: every step that was trained is saved."""
 SAVES_WHAT_WAS_DUE: dict[str, type[BaseException]] = {
@@ -199,6 +202,7 @@ SAVES_WHAT_WAS_DUE: dict[str, type[BaseException]] = {
 }
 """Ways after which there is the last checkpoint that was made."""
 KINDS = (*SAVES_ALL, *SAVES_WHAT_WAS_DUE)
+JOURNALS_FULL = ("metrics full", "samples full")
 
 
 async def _strike(world: World, stage: Stage, running: asyncio.Task[int]) -> None:
@@ -220,18 +224,50 @@ async def _strike(world: World, stage: Stage, running: asyncio.Task[int]) -> Non
             world.death.set()
         case "trainer fails":
             world.trainer_lost = True
-        case "journal full":
-
-            def metrics(step, values):
-                raise OSError(28, "No space left on device", "metrics.jsonl")
-
-            stage.record.metrics = metrics
+        case "metrics full" | "samples full":  # and a moment later Ctrl-C, with room again
+            with await full(stage.folder / f"{world.kind.split()[0]}.jsonl"):
+                await asyncio.sleep(3)
+                stage.stop.set()
         case _:
             pass
 
 
+async def full(file: Path) -> AbstractContextManager[None]:
+    """Waits until somebody of this process writes the file. What is written then fails, as on a full disk."""
+    while not (found := _descriptors_of(file)):  # noqa: ASYNC110 (nobody tells of it)
+        await asyncio.sleep(0.1)
+    return _full(found[0])
+
+
+@contextmanager
+def _full(descriptor: int) -> Iterator[None]:
+    device, kept = os.open("/dev/full", os.O_WRONLY), os.dup(descriptor)
+    os.dup2(device, descriptor)
+    try:
+        yield
+    finally:
+        os.dup2(kept, descriptor)
+        os.close(kept)
+        os.close(device)
+
+
+def _descriptors_of(file: Path) -> list[int]:
+    return [int(link.name) for link in Path("/proc/self/fd").iterdir() if _leads_to(link) == str(file)]
+
+
+def _leads_to(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:  # the descriptor by which the folder is read
+        return ""
+
+
 async def _live(world: World, stage: Stage) -> BaseException | None:
     """One life of the run. Returns what ended it."""
+    if world.kind in JOURNALS_FULL:  # there is room again before the journals are closed
+        running = asyncio.create_task(stage.go(lambda stage: _strike(world, stage, running)))
+        [outcome] = await asyncio.gather(running, return_exceptions=True)
+        return outcome if isinstance(outcome, BaseException) else None
     running = asyncio.create_task(stage.go())
     await asyncio.sleep(0)
     striking = asyncio.create_task(_strike(world, stage, running))
@@ -316,9 +352,9 @@ def ending(seed: int, folder: Path) -> str:
     before = [prompt.id for step, prompt in stage.learned if step < saved + mid_step]
     after = [prompt.id for _, prompt in again.learned]
     assert len({*before, *after}) == len(before) + len(after), "no prompt is trained on twice"
-    if world.kind != "journal full":
-        rows = read_jsonl(folder / "metrics.jsonl")
-        assert [row["step"] for row in rows] == list(range(MAX_STEPS + 1))
+    rows = read_jsonl(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(MAX_STEPS + 1))
+    assert [row["step"] for row in read_jsonl(folder / "samples.jsonl")] == list(range(1, MAX_STEPS + 1))
     happened = ended is not None or stage.loop.step < MAX_STEPS
     return world.kind if happened else f"{world.kind}, too late"
 
@@ -327,7 +363,7 @@ def _look(world: World, stage: Stage, ended: BaseException | None) -> tuple[int,
     """The latest step that is saved, and whether it was saved between two optimizer steps of the next one."""
     plan, trained, there = stage.loop.plan, stage.loop.step, stage.checkpoints.steps()
     if ended is None:
-        assert trained == MAX_STEPS or world.kind.startswith("ctrl-c"), world
+        assert trained == MAX_STEPS or world.kind in ("ctrl-c", "ctrl-c twice", *JOURNALS_FULL), world
     else:
         expected = {**SAVES_ALL, **SAVES_WHAT_WAS_DUE}[world.kind]
         assert expected is not None, ended

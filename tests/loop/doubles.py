@@ -19,6 +19,7 @@ from ductile.loop.lessons import Lessons
 from ductile.loop.loop import Loop, Plan
 from ductile.loop.progress import Checkpoints, Progress
 from ductile.loop.rollouts import Rollouts
+from ductile.loop.samples import sample_rows
 from ductile.loop.saving import Saver
 from ductile.observe import Recorder
 from ductile.records import GenerateRequest, Generation, Manifest, Prompt, Sampling, StepReport
@@ -336,6 +337,7 @@ class Stage:
             self.record,
             self.stop,
             self.step,
+            lambda step, groups: self.record.samples(step, sample_rows(groups, tokenizer, 1)),
         )
         meanwhile = asyncio.create_task(during(self)) if during else None
         conductor = self.loop.conductor = self.conductor(self) if self.conductor else None

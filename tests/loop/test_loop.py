@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ductile.core.batch.advantage import mean_baseline
 from ductile.loop.attend import SlotDied
 from ductile.loop.evaluate import RewardsFailed
-from ductile.loop.overlap import Hold
+from ductile.loop.overlap import Pause
 from ductile.loop.progress import Progress
 from ductile.loop.skips import Diverged
 from ductile.observe import Recorder, read_jsonl
@@ -68,7 +68,7 @@ class UntilAllIsScored:
     """In place of a conductor: training waits until all that the step trains on is scored."""
 
     def __init__(self, loop):
-        self.hold, self.loop = Hold(), loop
+        self.hold, self.loop = Pause(), loop
         self.notify()
 
     def notify(self):
@@ -85,7 +85,7 @@ class UntilAllIsScored:
 
 
 class HeldTrainer(FakeTrainer):
-    hold: Hold
+    hold: Pause
 
     async def forward_backward(self, samples, seq_len):
         self.diary.note(f"given {len(samples)}")

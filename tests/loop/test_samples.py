@@ -2,10 +2,9 @@ import json
 
 import pytest
 
-from ductile.loop.samples import SampleLog, choose
-from ductile.observe import read_jsonl
+from ductile.loop.samples import choose, sample_rows
 from ductile.records import Prompt, Rollout, RolloutGroup
-from tests.loop.doubles import Count, Letters
+from tests.loop.doubles import Letters
 
 
 def group(example, *rewards):
@@ -22,15 +21,10 @@ def test_many_prompts_before_many_siblings(num, chosen):
     assert [(prompt.example, rollout.reward) for prompt, rollout in choose(groups, num)] == chosen
 
 
-def test_steps_that_are_repeated_are_not_told_twice(tmp_path):
-    file = tmp_path / "samples.jsonl"
-    log = SampleLog(file, {"train": Count()}, Letters(), 2)
-    for step in (1, 2, 3):
-        log.keep(step, [group(step, 0.5, None, 1.0)])
-    log = SampleLog(file, {"train": Count()}, Letters(), 1, done=2)
-    log.keep(3, [group(7, 0.25)])
-    rows = read_jsonl(file)
-    assert [(row["step"], row["reward"]) for row in rows] == [(1, 0.5), (1, None), (2, 0.5), (2, None), (3, 0.25)]
-    assert (rows[-1]["question"], rows[-1]["num_tokens"], rows[-1]["finish_reason"]) == ("7", 1, "stop")
-    assert rows[-1]["completion"] == Letters().decode((65,))
-    json.dumps(rows)
+def test_a_row_tells_of_a_rollout_without_asking_the_task():
+    prompt, tokenizer = Prompt("train/0/7", "train", 7, (ord("7"),)), Letters()
+    rollout = Rollout((65,), (True,), (0.0,), (0,), "stop", 0.25)
+    (row,) = sample_rows([RolloutGroup(prompt, (rollout,))], tokenizer, 1)
+    assert (row["question"], row["completion"], row["reward"]) == ("7", "A", 0.25)
+    assert (row["num_tokens"], row["finish_reason"]) == (1, "stop")
+    json.dumps(row)

@@ -15,12 +15,13 @@ from typing import Any
 from ductile.config.orchestrator import to_sampling
 from ductile.config.run import OrchestratorRunConfig
 from ductile.core.batch.rewards import too_many_failed
+from ductile.half_characters import ESCAPED
 from ductile.loop.episode import Episodes
 from ductile.loop.evaluate import RewardsFailed
 from ductile.loop.overlap import together
 from ductile.loop.report import per_second, this_life
 from ductile.loop.tally import Tally
-from ductile.observe import HALF_CHARACTERS, Recorder, Stopwatch, read_jsonl
+from ductile.observe import Recorder, Stopwatch, read_jsonl
 from ductile.records import Prompt, RolloutGroup
 from ductile.roles import Generators, Task
 from ductile.tasks.build import build_task
@@ -110,7 +111,7 @@ async def run_alone(
 
 
 def write_rollouts(file: Path, step: int, groups: Sequence[RolloutGroup], prepared: PreparedAlone) -> None:
-    with file.open("a", encoding="utf-8", errors=HALF_CHARACTERS) as stream:
+    with file.open("a", encoding="utf-8", errors=ESCAPED) as stream:
         for group in groups:
             question = prepared.task.messages(group.prompt.example)[-1]["content"]
             for rollout in group.rollouts:

@@ -30,10 +30,10 @@ from ductile.loop.progress import Checkpoints, Progress
 from ductile.loop.reference import pinned
 from ductile.loop.report import summarise_rl, this_life
 from ductile.loop.rollouts import Rollouts
-from ductile.loop.samples import SampleLog
+from ductile.loop.samples import sample_rows
 from ductile.loop.saving import Saver, where_to_begin
 from ductile.observe import Recorder, read_jsonl
-from ductile.records import Prompt
+from ductile.records import Prompt, RolloutGroup
 from ductile.roles import Generators, Scorer, Task, Trainer
 from ductile.tasks.build import build_task
 from ductile.tasks.conversation import first_turn
@@ -178,6 +178,9 @@ async def run_circle(
             if config.bench is None:
                 await saver.save(Progress(step, buffer.position(), progress.reference))
 
+        def show(step: int, groups: Sequence[RolloutGroup]) -> None:
+            record.samples(step, sample_rows(groups, prepared.tokenizer, config.orchestrator.num_samples_kept))
+
         loop = Loop(
             plan=plan,
             trainer=trainer,
@@ -199,16 +202,8 @@ async def run_circle(
             record=record,
             stop=stop,
             step=progress.step,
+            show=show,
         )
-        if config.bench is None:
-            log = SampleLog(
-                record.folder / "samples.jsonl",
-                prepared.tasks,
-                prepared.tokenizer,
-                config.orchestrator.num_samples_kept,
-                progress.step,
-            )
-            loop.keep_samples = log.keep
         loop.conductor = watch(loop)
         async with loop.conductor.at_work(buffer.fail) if loop.conductor else nullcontext():
             step = await loop.run(death() if death else None)

@@ -85,19 +85,19 @@ class Loop:
         record: Recorder,
         stop: asyncio.Event,
         step: int = 0,
+        show: Callable[[int, Sequence[RolloutGroup]], None] = lambda step, groups: None,
     ) -> None:
         """save(step): writes a checkpoint. save_due(step): whether to, in the middle of the run. counts: further
-        metrics, of the run so far. stop: once set, the running step is the last. step: what is done already."""
+        metrics, of the run so far. stop: once set, the running step is the last. step: what is done already.
+        show(step, groups): told of each step's rollouts; must not raise."""
         self.plan, self.trainer, self.generators, self.scorer = plan, trainer, generators, scorer
         self.rollouts, self.buffer, self.lessons, self.evaluation = rollouts, buffer, lessons, evaluation
-        self.save, self.save_due, self.counts = save, save_due, counts
+        self.save, self.save_due, self.counts, self.show = save, save_due, counts, show
         self.record, self.stop, self.step = record, stop, step
         self.saved = step
         """The latest step that there was an attempt to save."""
         self.watch = Stopwatch()
         self.skips = Skips(plan.max_skipped_steps, record)
-        self.keep_samples: Callable[[int, Sequence[RolloutGroup]], None] = lambda step, groups: None
-        """Told of each step's rollouts."""
         self.conductor: Conductor | None = None
         """Moves slots between roles; None: they keep those that they have."""
         self.scoring = Hand()
@@ -147,7 +147,7 @@ class Loop:
         finally:
             if self.step > tally.version:  # it is trained, and is told of, whatever fails after that
                 self.record.metrics(self.step, {**tally.metrics(*self.watch.lap()), **evaluated, **self.counts()})
-                self.keep_samples(self.step, tally.groups)
+                self.show(self.step, tally.groups)
         if why := too_many_failed(tally.rollouts, plan.max_reward_error_share):
             raise RewardsFailed(f"in step {self.step} {why}")
         self.skips.check()

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ductile.half_characters import ESCAPED
 from ductile.lifeline import fork_tied, leave_signals_to_the_orchestrator, signal_on_parent_death
 from ductile.wire.sockets import remove_folder
 
@@ -191,7 +192,7 @@ def main(arguments: list[str]) -> None:
     # At the parent's end; were the server to be killed instead, nobody could remove the cgroups.
     signal_on_parent_death(int(parent), signal.SIGCONT)
     leave_signals_to_the_orchestrator()  # so do all that it forks
-    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
+    sys.stdout.reconfigure(line_buffering=True, errors=ESCAPED)  # pyright: ignore[reportAttributeAccessIssue]
     control = socket.socket(fileno=int(control_fd))
     control.set_inheritable(False)
     try:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import torch
 
+from ductile.half_characters import ESCAPED
 from ductile.roles import Place, SlotRole
 from ductile.slot.forkserver import Say
 from ductile.slot.link import Link
@@ -185,7 +186,7 @@ class StaleEpoch(Exception):
 def main(arguments: dict[str, Any], say: Say) -> None:
     """What the process server forks (`ductile.slot.forkserver`)."""
     settings = msgspec.convert(arguments, SlotSettings)
-    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
+    sys.stdout.reconfigure(line_buffering=True, errors=ESCAPED)  # pyright: ignore[reportAttributeAccessIssue]
     if settings.device == "cpu":
         # Slots share cores: batch scheduling and one thread each make collectives several times faster. Threads
         # inherit the policy, so it comes before any.

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ductile.config.orchestrator import GradersConfig
+from ductile.half_characters import mended
 from ductile.records import Completion
 from ductile.tasks.grader_log import appender
 from ductile.tasks.grader_protocol import (
@@ -29,7 +30,6 @@ from ductile.tasks.grader_protocol import (
     Request,
     Scored,
     TasksMade,
-    whole,
 )
 from ductile.tasks.grader_worker import GraderWorker, WorkerLost
 from ductile.tasks.task import TaskError
@@ -113,14 +113,14 @@ class Graders:
 
     async def reward(self, task: str, example: int, completion: Completion) -> Verdict:
         token_ids = completion.token_ids if task in self._want_token_ids else ()
-        completion = replace(completion, text=whole(completion.text), token_ids=token_ids)
+        completion = replace(completion, text=mended(completion.text), token_ids=token_ids)
         scored = await self._ask(Scored, lambda number: AskReward(number, task, example, completion))
         return (
             Verdict(error=scored.sentence) if isinstance(scored, _Failure) else Verdict(scored.reward, scored.metrics)
         )
 
     async def reply(self, task: str, example: int, messages: list[dict[str, str]]) -> Reply:
-        messages = [{**message, "content": whole(message["content"])} for message in messages]
+        messages = [{**message, "content": mended(message["content"])} for message in messages]
         replied = await self._ask(Replied, lambda number: AskReply(number, task, example, messages))
         return Reply(error=replied.sentence) if isinstance(replied, _Failure) else Reply(replied.messages)
 

@@ -21,6 +21,7 @@ from pydantic import TypeAdapter
 
 from ductile.config.blame import raised
 from ductile.config.orchestrator import TaskConfig
+from ductile.half_characters import mended
 from ductile.lifeline import SENT_TO_GROUPS
 from ductile.roles import Task
 from ductile.tasks.build import build_task
@@ -37,7 +38,6 @@ from ductile.tasks.grader_protocol import (
     decode_request,
     encode,
     sayable,
-    whole,
 )
 from ductile.tasks.jsonl import JsonlDataset
 from ductile.tasks.task import TaskError, awaited, reply, score, signature_of
@@ -89,7 +89,7 @@ class Grader:
                 self._allow_cpu()
                 said = reply(self._tasks[request.task], request.example, request.messages)
                 if said is not None:
-                    said = [{"role": sayable(m["role"]), "content": whole(m["content"])} for m in said]
+                    said = [{"role": sayable(m["role"]), "content": mended(m["content"])} for m in said]
                 return Replied(request.number, said)
 
     def _make(self, request: MakeTasks) -> TasksMade:

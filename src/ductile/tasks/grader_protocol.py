@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from ductile.half_characters import mended
 from ductile.records import Completion
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
@@ -82,9 +83,4 @@ def sayable(text: str, max_chars: int = MAX_ERROR_CHARS) -> str:
     """The text as it can travel, with a long middle left out."""
     if len(text) > max_chars:
         text = f"{text[: max_chars - 300]} [...] {text[-290:]}"
-    return whole(text)
-
-
-def whole(text: str) -> str:
-    """Half characters (lone surrogates) cannot travel, nor be tokenised: each becomes a question mark."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return mended(text)

@@ -11,6 +11,7 @@ from typing import Any
 
 import tokenizers
 
+from ductile.half_characters import mended
 from ductile.tasks.chat_template import ChatTemplate, ChatTemplateError
 from ductile.tasks.conversation import ApplyTemplate, after_answer
 
@@ -64,7 +65,7 @@ class Tokenizer:
         return cls(backend, special_tokens, eos, template, str(folder), chat_template_kwargs)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self._backend.encode(_whole(text), add_special_tokens=add_special_tokens).ids
+        return self._backend.encode(mended(text), add_special_tokens=add_special_tokens).ids
 
     def encode_many(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """For long texts in a thread: other threads run meanwhile, which `encode` does not allow."""
@@ -139,11 +140,6 @@ class Tokenizer:
     def _id(self, name: str) -> int | None:
         token = self._special_tokens.get(name)
         return None if token is None else self._backend.token_to_id(token)
-
-
-def _whole(text: str) -> str:
-    """The text without half characters (lone surrogates), which no tokenizer takes: U+FFFD stands for each."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:

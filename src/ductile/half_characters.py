@@ -1,0 +1,21 @@
+"""Half characters: lone surrogates, such as half an emoji. A policy may sample them, JSON may spell them, and UTF-8 has
+no place for them.
+
+Where text leaves this process, something stands for them:
+
+    a file, a log, a terminal      the escape, `\\ud83d`: people see what it was, and JSON reads it back as it was
+    a tokenizer, a reward          U+FFFD, as tokenizers themselves write what is no character
+"""
+
+ESCAPED = "backslashreplace"
+"""For `errors=` of streams to files, logs and terminals."""
+
+
+def escaped(text: str) -> str:
+    """The text as any file and terminal can take it."""
+    return text.encode(errors=ESCAPED).decode()
+
+
+def mended(text: str) -> str:
+    """The text as tokenizers and rewards can take it. Two halves that belong together become one character."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
