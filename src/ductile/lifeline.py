@@ -10,7 +10,7 @@ import signal
 
 _PR_SET_PDEATHSIG = 1
 
-SENT_TO_GROUPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SENT_TO_GROUPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """What Ctrl-C, a batch system and a lost terminal send to every process of a run."""
 
 

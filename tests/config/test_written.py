@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ductile.config.on_disk import model_findings
-from ductile.config.run import SFTConfig
+from ductile.config.run import RLConfig, SFTConfig
 from ductile.config.written import WRITTEN, output_findings
 from ductile.launch.folder import run_folder
 from tests.config.stories import furnish
@@ -102,3 +102,21 @@ def test_a_link_out_of_a_model_folder_is_refused_before_it_is_copied(tmp_path):
         f"has LICENSE, a link to {tmp_path / 'secret'}, which would be copied into the models that are written. "
         "Put the file itself there, or take the link away"
     )
+
+
+@pytest.mark.parametrize("clean", [False, True])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_no_run_has_written_is_neither_deleted_nor_written_to(tmp_path, name, clean):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).write_text("mine")
+    assert str(tmp_path / "run" / name) in findings(tmp_path, clean=clean)
+
+
+def test_every_file_of_a_list_is_looked_at(tmp_path):
+    with run_folder(str(tmp_path / "run"), clean=False):
+        pass
+    (tmp_path / "run/logs").mkdir(exist_ok=True)
+    (tmp_path / "run/logs/r.py").touch()
+    task = {"type": "jsonl", "path": "rows.jsonl", "reward": ["math.sqrt", f"{tmp_path}/run/logs/r.py:f"]}
+    config = RLConfig.model_validate({"output_dir": str(tmp_path / "run"), "orchestrator": {"task": task}})
+    assert "would be lost" in "; ".join(finding.what for finding in output_findings(config))

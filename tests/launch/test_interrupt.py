@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from ductile.launch.interrupt import Interrupt, interrupts
+from ductile.launch.interrupt import ONE_PRESS_S, Interrupt, interrupts
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -15,8 +15,31 @@ def test_the_first_asks_and_the_second_insists(signum: signal.Signals):
             os.kill(os.getpid(), signum)
             await asyncio.wait_for(interrupt.asked.wait(), 5)
             assert not interrupt.insisted.is_set()
+            await asyncio.sleep(1.1 * ONE_PRESS_S)
             os.kill(os.getpid(), signum)
             await asyncio.wait_for(interrupt.insisted.wait(), 5)
+
+    asyncio.run(story())
+
+
+def test_one_press_that_arrives_twice_is_one():
+    clock = iter([10.0, 10.0 + 0.9 * ONE_PRESS_S, 10.0 + 1.1 * ONE_PRESS_S])
+    interrupt = Interrupt(lambda: next(clock))
+    interrupt.press()
+    interrupt.press()
+    assert not interrupt.insisted.is_set()
+    interrupt.press()
+    assert interrupt.insisted.is_set()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_batch_system_that_gives_notice_asks(signum: signal.Signals):
+    async def story():
+        interrupt = Interrupt()
+        with interrupts(interrupt):
+            os.kill(os.getpid(), signum)
+            await asyncio.wait_for(interrupt.asked.wait(), 5)
+            assert not interrupt.insisted.is_set()
 
     asyncio.run(story())
 
@@ -38,6 +61,7 @@ def test_a_lost_terminal_asks_however_often_it_says_so(terminal: None):
                 await asyncio.sleep(0.01)
             await asyncio.wait_for(interrupt.asked.wait(), 5)
             assert not interrupt.insisted.is_set()
+            await asyncio.sleep(1.1 * ONE_PRESS_S)
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.wait_for(interrupt.insisted.wait(), 5)
 
@@ -49,15 +73,15 @@ def test_under_nohup_a_lost_terminal_is_nothing(terminal: None):
         interrupt = Interrupt()
         with interrupts(interrupt):
             os.kill(os.getpid(), signal.SIGHUP)
-            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGWINCH)
             await asyncio.wait_for(seen.wait(), 5)
             assert not interrupt.asked.is_set()
 
     seen = asyncio.Event()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    before = signal.signal(signal.SIGUSR1, lambda *_: seen.set())
+    before = signal.signal(signal.SIGWINCH, lambda *_: seen.set())
     asyncio.run(story())
-    signal.signal(signal.SIGUSR1, before)
+    signal.signal(signal.SIGWINCH, before)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])

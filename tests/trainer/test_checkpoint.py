@@ -2,6 +2,7 @@
 
 import io
 import os
+import pathlib
 import pickle
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from ductile.config.trainer import AdamWConfig, SFTLoss, SGDConfig, TrainerConfig
 from ductile.fabric.groups import Groups
 from ductile.parallel.data import full
+from ductile.parallel.metadata import SafeReader, UnsafeMetadata
 from ductile.parallel.ranks import Ranks
 from ductile.parallel.state import StateError
 from ductile.records import Formation, MicroBatch
@@ -157,3 +159,13 @@ def test_nothing_that_a_stranger_wrote_into_a_checkpoint_is_called(folder: Path,
     (said,) = run_ranks(1, load_wrongly, settings, str(path))
     assert reason in said
     assert not proof.exists()
+
+
+def test_metadata_that_changes_what_it_names_is_refused_and_undone(tmp_path):
+    """A pickle may set attributes of a class, even of one that it may name."""
+    method = pathlib.PosixPath.is_file
+    state = b"}X\x07\x00\x00\x00is_filectorch.serialization\n_get_layout\ns"
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02cpathlib\nPosixPath\nN" + state + b"\x86b.")
+    with pytest.raises(UnsafeMetadata, match=r"changes pathlib\.PosixPath"):
+        SafeReader(tmp_path).read_metadata()
+    assert pathlib.PosixPath.is_file is method

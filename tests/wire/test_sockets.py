@@ -89,7 +89,7 @@ def test_a_name_that_is_too_long_for_a_socket_is_passed_over(tmp_path: Path):
 
 
 def test_the_longest_name_that_fits_can_be_bound(tmp_path: Path):
-    room = MAX_PATH_BYTES - len("/ductile-12345678/slots") - len(str(tmp_path)) - 1
+    room = MAX_PATH_BYTES - len("/ductile-sockets-12345678/slots") - len(str(tmp_path)) - 1
     parent = tmp_path / ("x" * room)
     parent.mkdir()
     folder = SocketFolder([str(parent)])
@@ -109,3 +109,18 @@ def test_what_a_killed_run_left_is_swept_and_a_live_one_stays(tmp_path: Path):
     assert (tmp_path / "ductile-of-somebody-else").exists()
     alive.remove()
     later.remove()
+
+
+@pytest.mark.parametrize("prefix", ["ductile-", "ductile-sockets-"])
+def test_a_folder_of_the_user_s_own_stays_whatever_it_is_called(tmp_path, prefix):
+    theirs = tmp_path / f"{prefix}paper"
+    (theirs / "results").mkdir(parents=True)
+    theirs.chmod(0o700)
+    for name in ("lock", "results/model.safetensors"):
+        (theirs / name).write_text("weights")
+    folder = SocketFolder([str(tmp_path)])
+    (folder.path / "theirs").touch()
+    folder.remove()
+    assert (theirs / "lock").exists()
+    assert (theirs / "results/model.safetensors").exists()
+    assert (folder.path / "theirs").exists()

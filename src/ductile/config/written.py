@@ -15,7 +15,7 @@ WRITTEN = (
     "samples.jsonl", "state", "summary.json", "tensorboard", "wandb", ".model.old", ".model.partial",
 )  # fmt: skip
 """All that runs write, with what a killed one leaves. Whatever else lies in the folder belongs to somebody else."""
-MARKS = (".lock", "events.jsonl", "config.toml")
+MARKS = (".lock", "config.toml")
 """Each run makes them first of all: a folder without any is no run's."""
 RESOLVED = "# Resolved by ductile."
 """How a `config.toml` begins that a run wrote."""
@@ -51,14 +51,20 @@ def _folder(config: Run) -> Iterator[Finding]:
     elif (theirs := folder / "config.toml").is_file() and not theirs.read_bytes().startswith(RESOLVED.encode()):
         what = f"has a config.toml that no run wrote, and this one would replace it ({theirs}): give it another name"
         yield Finding(("output_dir",), what)
-    elif config.clean:
-        found = next((folder / name for name in WRITTEN if os.path.lexists(folder / name)), None)
-        if found is not None and not any((folder / mark).exists() for mark in MARKS):
-            what = f"would delete {found}, but no run has been at work in {folder}: delete it yourself, or give another"
-            yield Finding(("output_dir", "clean"), f"{what} output_dir")
-    elif (found := _of_a_run(folder)) is not None:
+    elif not config.clean and (found := _of_a_run(folder)) is not None:
         what = f"holds a run already: --resume goes on with it, --clean deletes it first (there is {found})"
         yield Finding(("output_dir",), what)
+    elif (found := _of_somebody_else(folder)) is not None:
+        does, instead = ("delete", "delete it yourself") if config.clean else ("write to", "move it away")
+        what = f"would {does} {found}, but no run has been at work in {folder}: {instead}, or give another output_dir"
+        yield Finding(("output_dir", "clean") if config.clean else ("output_dir",), what)
+
+
+def _of_somebody_else(folder: Path) -> Path | None:
+    """Something of a name that runs write, in a folder in which none has been."""
+    if any((folder / mark).exists() for mark in MARKS):
+        return None
+    return next((folder / name for name in WRITTEN if os.path.lexists(folder / name)), None)
 
 
 def _of_a_run(folder: Path) -> Path | None:
@@ -106,13 +112,19 @@ def _named(section: Section, path: tuple[str, ...] = ()) -> Iterator[tuple[str, 
         value, key = cast(object, getattr(section, name)), (*path, name)
         if isinstance(value, Section):
             yield from _named(value, key)
-        elif not isinstance(value, str):
             continue
-        elif name in ("path", "chat_template") or key[-2:] == ("model", "name"):
-            yield ".".join(key), Path(value)
-        elif name in ("import_path", "reward", "policy") and ("." in value or ":" in value):
-            file, _, _ = value.rpartition(":")
-            package = re.split(r"[.:]", value)[0]
-            for source in [Path(file)] if file.endswith(".py") else [Path(package), Path(package + ".py")]:
-                if source.exists():
-                    yield ".".join(key), source
+        for text in cast(list[object], value) if isinstance(value, list) else [value]:
+            if isinstance(text, str):
+                yield from _files(key, text)
+
+
+def _files(key: tuple[str, ...], value: str) -> Iterator[tuple[str, Path]]:
+    name = key[-1]
+    if name in ("path", "chat_template") or key[-2:] == ("model", "name"):
+        yield ".".join(key), Path(value)
+    elif name in ("import_path", "reward", "policy") and ("." in value or ":" in value):
+        file, _, _ = value.rpartition(":")
+        package = re.split(r"[.:]", value)[0]
+        for source in [Path(file)] if file.endswith(".py") else [Path(package), Path(package + ".py")]:
+            if source.exists():
+                yield ".".join(key), source

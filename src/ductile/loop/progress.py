@@ -160,7 +160,7 @@ class Checkpoints:
             files = json.loads((folder / COMPLETE).read_bytes())["files"].items()
         except (FileNotFoundError, NotADirectoryError):
             return f"{COMPLETE} is missing"
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return f"{COMPLETE} cannot be read"
         for name, size in files:
             try:

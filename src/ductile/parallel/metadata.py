@@ -6,6 +6,7 @@ have the reader call anything. Here a pickle may only name the classes that such
 
 import io
 import pickle
+from importlib import import_module
 from pathlib import PurePath
 from typing import Any
 
@@ -37,10 +38,35 @@ class SafeReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         file = self.fs.concat_path(self.path, ".metadata")
         with self.fs.create_stream(file, "rb") as stream:
-            metadata = _Unpickler(io.BytesIO(stream.read())).load()
-        _check(metadata)
+            metadata = _checked(_load(stream.read()))
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
+
+
+def _load(pickled: bytes) -> object:
+    """Raises UnsafeMetadata, too, where the pickle sets attributes of what it names: these classes are everybody's."""
+    named = [getattr(import_module(module), name) for module, names in ALLOWED.items() for name in names]
+    classes = [each for each in named if hasattr(each, "__dict__")]
+    before = [dict(vars(each)) for each in classes]
+    try:
+        return _Unpickler(io.BytesIO(pickled)).load()
+    finally:
+        changed = [
+            _undo(each, attributes)
+            for each, attributes in zip(classes, before, strict=True)
+            if dict(vars(each)) != attributes
+        ]
+        if changed:
+            raise UnsafeMetadata(f".metadata changes {changed[0]}, which no checkpoint does")
+
+
+def _undo(named: Any, attributes: dict[str, Any]) -> str:
+    for name in [*vars(named)]:
+        if name not in attributes:
+            delattr(named, name)
+        elif vars(named)[name] is not attributes[name]:
+            setattr(named, name, attributes[name])
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 class _Unpickler(pickle.Unpickler):
@@ -50,9 +76,10 @@ class _Unpickler(pickle.Unpickler):
         raise UnsafeMetadata(f".metadata names {module}.{name}, which no checkpoint needs")
 
 
-def _check(metadata: object) -> None:
+def _checked(metadata: object) -> Metadata:
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise UnsafeMetadata(".metadata is no checkpoint's")
     for info in metadata.storage_data.values():
         if PurePath(info.relative_path).name != str(info.relative_path):
             raise UnsafeMetadata(f".metadata names the file {info.relative_path}, which is not in its folder")
+    return metadata

@@ -6,14 +6,15 @@ whether they carry the run's token. Slots on other machines will need TCP with C
 
 import fcntl
 import os
-import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 MAX_PATH_BYTES = 107
 """What the kernel takes for the path of a socket (`sun_path`), without the zero at its end."""
-_PREFIX, _SOCKET, _LOCK = "ductile-", "slots", "lock"
+_PREFIX, _SOCKET, _LOCK, _UNNAMED = "ductile-sockets-", "slots", "lock", "lock.new"
+_OURS = {_SOCKET, _LOCK, _UNNAMED}
 
 
 class SocketFolder:
@@ -27,7 +28,7 @@ class SocketFolder:
         _sweep(parent)
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))  # mode 0700
         # The kernel drops the lock with its holder, whatever ends it. Under its name it is locked from the start.
-        unnamed = self.path / f"{_LOCK}.new"
+        unnamed = self.path / _UNNAMED
         self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         unnamed.rename(self.path / _LOCK)
@@ -43,8 +44,12 @@ class SocketFolder:
 
 
 def remove_folder(path: Path) -> None:
-    """Does nothing when somebody else was faster."""
-    shutil.rmtree(path, ignore_errors=True)
+    """What a run has made in it goes, and then the folder, if nothing else lies in it. Does nothing when somebody else
+    was faster."""
+    with suppress(OSError):
+        for name in (_SOCKET, _UNNAMED, _LOCK):
+            (path / name).unlink(missing_ok=True)
+        path.rmdir()
 
 
 def _first_that_fits(parents: Sequence[str]) -> Path:
@@ -58,8 +63,9 @@ def _first_that_fits(parents: Sequence[str]) -> Path:
 def _sweep(parent: Path) -> None:
     for folder in parent.glob(f"{_PREFIX}*"):
         try:
-            if folder.stat(follow_symlinks=False).st_uid != os.getuid():
-                continue
+            found = folder.stat(follow_symlinks=False)
+            if found.st_uid != os.getuid() or found.st_mode & 0o777 != 0o700 or {*os.listdir(folder)} - _OURS:
+                continue  # somebody's folder that is only called like ours
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             continue
