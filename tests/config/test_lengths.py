@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ductile.config import lengths
+from ductile import host
+from ductile.config.errors import ConfigError
 from ductile.config.parse import parse
 from ductile.config.run import InferenceRunConfig, RLConfig
 from tests.config.stories import MODEL, furnish
@@ -50,7 +51,7 @@ def test_of_rl(max_position: int, given: str, max_model_len: int, seq_len: int) 
 )
 def test_of_a_server(max_position: int, given: str, max_model_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """`ductile inference --model.name runs/quickstart/model --server.port 8000`, as the docs have it."""
-    monkeypatch.setattr(lengths, "host_memory_bytes", lambda: 2**36)
+    monkeypatch.setattr(host, "memory_bytes", lambda: 2**36)
     write_model(max_position)
     words = ["--model.name", "model", "--cluster.device", "cpu", *given.split()]
     assert parse(InferenceRunConfig, words).config.model.max_model_len == max_model_len
@@ -60,10 +61,23 @@ def test_what_follows_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(256)
     said = parse(RLConfig, ["@", "good.toml"]).derived
     assert "inference.model.max_model_len = 256: the model's max_position_embeddings" in said
-    monkeypatch.setattr(lengths, "host_memory_bytes", lambda: 2**20 - 1)
+    monkeypatch.setattr(host, "memory_bytes", lambda: 2**20 - 1)
     parsed = parse(InferenceRunConfig, ["--model.name", "model", "--cluster.device", "cpu"])
     why = "what the KV cache holds; the model's max_position_embeddings are 256"
     assert f"model.max_model_len = 240: {why}" in parsed.derived
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "why"), [(16, "a sixteenth of this machine's memory"), (1024, "the default of 4 GiB")]
+)
+def test_a_cache_that_is_too_small_says_what_decided_its_size(
+    memory_gib: int, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "memory_bytes", lambda: memory_gib * 2**30)
+    write_model(2**26)
+    words = ["--model.name", "model", "--cluster.device", "cpu", "--model.max-model-len", str(2**25)]
+    with pytest.raises(ConfigError, match=rf"must be at most \d+: the KV cache has {why}, which holds no more tokens"):
+        parse(InferenceRunConfig, words)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +89,8 @@ def test_what_follows_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         ('{"actor": 0, "rollout": "1-2", "inference": 2}', "", 0.4),
         ("", "--inference.gpu-memory-utilization 0.5", 0.5),
         ("", "--cluster.device cpu", None),
+        ("", "--inference.cache-memory-gib 2", None),  # it decides, and a share beside it would say nothing
+        ("", "--inference.num-blocks 200", None),
     ],
 )
 def test_the_share_of_a_gpu_leaves_room_for_other_roles(placement: str, given: str, share: float | None) -> None:

@@ -13,9 +13,14 @@ def test_a_token_of_qwen3_8b_takes_144_kib_in_bf16() -> None:
     assert token_bytes(QWEN3_8B, itemsize=2) == 144 * 1024
 
 
-@pytest.mark.parametrize(("memory_gib", "cache_gib"), [(8, 0.5), (16, 1), (64, 4), (1024, 4)])
-def test_on_a_cpu_it_is_a_bounded_share(memory_gib: int, cache_gib: float) -> None:
-    assert cpu_cache_bytes(memory_gib * GIB) == cache_gib * GIB
+SHARE, MOST = "a sixteenth of this machine's memory", "the default of 4 GiB"
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "cache_gib", "why"), [(8, 0.5, SHARE), (16, 1, SHARE), (64, 4, MOST), (1024, 4, MOST)]
+)
+def test_on_a_cpu_it_is_a_bounded_share(memory_gib: int, cache_gib: float, why: str) -> None:
+    assert cpu_cache_bytes(memory_gib * GIB) == (cache_gib * GIB, why)
 
 
 @pytest.mark.parametrize(

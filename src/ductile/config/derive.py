@@ -51,7 +51,9 @@ def _derived(config: Section) -> Iterator[Derived]:
         placement = placement_of(config)
         dp = len(placement.generate) // config.inference.parallel.tp
         yield Derived(("inference", "parallel", "dp"), dp, "the generate slots, one copy on each")
-        if _nobody_wrote(config.inference, "gpu_memory_utilization") and config.cluster.device != "cpu":
+        sized = config.inference.num_blocks is not None or config.inference.cache_memory_gib is not None
+        written = sized or not _nobody_wrote(config.inference, "gpu_memory_utilization")
+        if not written and config.cluster.device != "cpu":
             others = {*placement.train, *placement.score}
             shared = config.cluster.auto_scheduler or bool(others & set(placement.generate))
             value = GPU_UTILIZATION_SHARED if shared else GPU_UTILIZATION

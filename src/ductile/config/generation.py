@@ -61,12 +61,11 @@ def generator_findings(config: InferenceConfig, at: str, spec: ModelSpec | None,
             (f"{at}num_blocks", f"{at}model.max_model_len", f"{at}block_size"),
             f"must be at least {needed}, to hold one sequence of max_model_len ({config.model.max_model_len}) tokens",
         )
-    holds = cache_tokens(config, spec, device) if spec is not None and config.num_blocks is None else None
-    if holds is not None and holds < config.model.max_model_len:
-        given = config.cache_memory_gib is not None
-        why = (
-            "cache_memory_gib holds" if given else "the KV cache has a sixteenth of this machine's memory, which holds"
-        )
+    yield from _size_findings(config, at, device)
+    cache = cache_tokens(config, spec, device) if spec is not None and config.num_blocks is None else None
+    if cache is not None and cache[0] < config.model.max_model_len:
+        holds, size = cache
+        why = "cache_memory_gib holds" if config.cache_memory_gib else f"the KV cache has {size}, which holds"
         yield Finding(
             (f"{at}model.max_model_len", f"{at}cache_memory_gib"),
             f"must be at most {holds}: {why} no more tokens. Or write a larger {at}cache_memory_gib",
@@ -80,3 +79,19 @@ def generator_findings(config: InferenceConfig, at: str, spec: ModelSpec | None,
     if spec is not None and config.model.max_model_len > spec.max_position:
         what = f"must be at most {spec.max_position}, the model's max_position_embeddings"
         yield Finding((f"{at}model.max_model_len",), what)
+
+
+def _size_findings(config: InferenceConfig, at: str, device: str) -> Iterator[Finding]:
+    """The KV cache has one size: of the keys that say it, only one can be followed."""
+    sizes = {
+        "num_blocks": config.num_blocks,
+        "cache_memory_gib": config.cache_memory_gib,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+    }
+    given = [name for name, value in sizes.items() if value is not None]
+    for name in given[1:]:
+        what = f"contradicts {at}{given[0]}, which says the KV cache's size, too. Leave one of them out"
+        yield Finding((f"{at}{name}", f"{at}{given[0]}"), what)
+    if config.gpu_memory_utilization is not None and device == "cpu":
+        what = f'is a share of a GPU\'s memory, and cluster.device is "cpu". Write {at}cache_memory_gib instead'
+        yield Finding((f"{at}gpu_memory_utilization", "cluster.device"), what)

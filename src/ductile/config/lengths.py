@@ -1,9 +1,9 @@
 """Lengths that follow from the model's config.json, and what the KV cache holds on this machine."""
 
-import os
 from pathlib import Path
 from typing import TypeVar, cast
 
+from ductile import host
 from ductile.config.inference import InferenceConfig
 from ductile.config.on_disk import read_spec
 from ductile.config.run import InferenceRunConfig, RLConfig
@@ -50,31 +50,28 @@ def _inference(config: InferenceRunConfig) -> tuple[InferenceRunConfig, tuple[st
     if spec is None or "max_model_len" in config.model.model_fields_set:
         return config, ()
     length, why = spec.max_position, "the model's max_position_embeddings"
-    holds = cache_tokens(config, spec, config.cluster.device)
-    if holds is not None and holds < length:
-        length, why = max(2, holds), f"what the KV cache holds; the model's max_position_embeddings are {length}"
+    cache = cache_tokens(config, spec, config.cluster.device)
+    if cache is not None and cache[0] < length:
+        length, why = max(2, cache[0]), f"what the KV cache holds; the model's max_position_embeddings are {length}"
     model = config.model.model_copy(update={"max_model_len": length})
     return config.model_copy(update={"model": model}), (f"model.max_model_len = {length}: {why}",)
 
 
-def cache_tokens(config: InferenceConfig, spec: ModelSpec, device: str) -> int | None:
-    """Tokens that the cache may hold at most; None where that is known only on the GPU, when the model is loaded.
+def cache_tokens(config: InferenceConfig, spec: ModelSpec, device: str) -> tuple[int, str] | None:
+    """Tokens that the cache may hold at most, and what decided it; None where that is known only on the GPU, when the
+    model is loaded.
 
     device: `cluster.device`.
     """
     if config.num_blocks is not None:
-        return config.num_blocks * config.block_size
+        return config.num_blocks * config.block_size, "num_blocks"
     maybe_gpu = device == "cuda" or (device == "auto" and Path("/dev/nvidiactl").exists())
     if config.cache_memory_gib is not None:
-        cache_bytes = int(config.cache_memory_gib * 2**30)
+        cache_bytes, why = int(config.cache_memory_gib * 2**30), "cache_memory_gib"
     elif maybe_gpu:
         return None
     else:
-        cache_bytes = cpu_cache_bytes(host_memory_bytes())
+        cache_bytes, why = cpu_cache_bytes(host.memory_bytes())
     narrow = config.model.dtype == "bfloat16" or (config.model.dtype == "auto" and maybe_gpu)
     block_bytes = token_bytes(spec, 2 if narrow else 4) * config.block_size
-    return cache_bytes // block_bytes * config.block_size
-
-
-def host_memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return cache_bytes // block_bytes * config.block_size, why

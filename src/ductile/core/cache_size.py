@@ -18,8 +18,12 @@ def token_bytes(spec: ModelSpec, itemsize: int) -> int:
     return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * itemsize
 
 
-def cpu_cache_bytes(memory_bytes: int) -> int:
-    return min(int(memory_bytes * CPU_SHARE), CPU_MOST_BYTES)
+def cpu_cache_bytes(memory_bytes: int) -> tuple[int, str]:
+    """What a cache gets of a machine's memory when nobody said how much, and what decided it."""
+    share_bytes = int(memory_bytes * CPU_SHARE)
+    if share_bytes < CPU_MOST_BYTES:
+        return share_bytes, "a sixteenth of this machine's memory"
+    return CPU_MOST_BYTES, f"the default of {CPU_MOST_BYTES // 2**30} GiB"
 
 
 def gpu_cache_bytes(total_bytes: int, free_bytes: int, weights_bytes: int, utilization: float) -> int:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ductile import host
 from ductile.config.inference import InferenceConfig
-from ductile.config.lengths import host_memory_bytes
 from ductile.core import cache_size
 from ductile.core.layout.spec import ModelSpec
 from ductile.generator.attention import KVCache, PagedAttention, order_for_attention
@@ -297,7 +297,7 @@ def _cache_bytes(config: InferenceConfig, device: str, weights_bytes: int) -> tu
     if config.cache_memory_gib is not None:
         return int(config.cache_memory_gib * 2**30), f"cache_memory_gib {config.cache_memory_gib}"
     if not device.startswith("cuda"):
-        return cache_size.cpu_cache_bytes(host_memory_bytes()), "a sixteenth of the machine's memory"
+        return cache_size.cpu_cache_bytes(host.memory_bytes())
     utilization = config.gpu_memory_utilization or cache_size.GPU_UTILIZATION
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     found = cache_size.gpu_cache_bytes(total_bytes, free_bytes, weights_bytes, utilization)
