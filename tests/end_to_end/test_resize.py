@@ -47,7 +47,9 @@ def test_sft_learns_the_same_on_whatever_slots(tmp_path: Path, model: Path, star
         assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
     events = run.events("resized")
     assert [event["after"] for event in events] == [[0, 1, 2], [3, 5], [3, 0]], "slot 3 keeps what it has"
-    assert all(event["pause_s"] > 0 and event["num_bytes"] > 0 and event["carrier"] for event in events)
+    assert all(
+        event["took_s"] > event["pause_s"] > 0 and event["num_bytes"] > 0 and event["carrier"] for event in events
+    )
     last = run.metrics()[-1]
     assert (last["train_slots"], last["resizes"]) == (2, 3)
     assert summary(run.folder)["slots"] == {"train": [3, 0]}, "those of the end"

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from ductile.launch import control
-from ductile.launch.ask import slot_list
+from ductile.launch.ask import slot_list, times
 from ductile.launch.control import (
     Answer,
     Resize,
@@ -235,6 +235,14 @@ def test_slot_lists(text: str, slots: tuple[int, ...]):
 def test_what_is_no_slot_list(text: str):
     with pytest.raises(Unfit, match="--train"):
         slot_list(text)
+
+
+@pytest.mark.parametrize(("outcome", "what"), [("resized", "resize"), ("rolled_back", "attempt")])
+def test_a_resize_is_told_as_its_user_sees_it(outcome: Any, what: str):
+    slots = TrainerSlots((0,), 1)
+    phases = {"hold": 0.5, "move": 0.1}
+    result = Resized(outcome, "Said.", 2, slots, slots, pause_s=0.214, took_s=1.3, seconds=phases, slot_seconds=phases)
+    assert times(result) == f"Training stood still for 0.21 s of the 1.30 s that the {what} took."
 
 
 def test_the_picture_shows_who_does_what():

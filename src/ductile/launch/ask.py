@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ductile.launch.control import RESIZE_S, Run, RunFailed, Unfit
+from ductile.launch.control import RESIZE_S, Resized, Run, RunFailed, Unfit
 
 DONE, NOT_DONE, UNFIT, INTERRUPTED = 0, 1, 2, 130
 
@@ -42,9 +42,8 @@ def resize(words: Sequence[str]) -> int:
         print(msgspec.json.encode(result).decode())
     else:
         print(result.sentence)
-        parts = [f"{name} {seconds:.3f} s" for name, seconds in {**result.seconds, **result.slot_seconds}.items()]
-        if parts:
-            print(f"The trainer stood still for {result.pause_s:.3f} s. Phases: {', '.join(parts)} (docs/resize.md).")
+        if result.outcome != "unchanged":
+            print(times(result))
     return NOT_DONE if result.outcome == "rolled_back" else DONE
 
 
@@ -64,6 +63,12 @@ def status(words: Sequence[str]) -> int:
 
         show(known)
     return DONE
+
+
+def times(result: Resized) -> str:
+    """What a resize cost, as who asked for it sees it; its phases are in events.jsonl."""
+    what = "resize" if result.outcome == "resized" else "attempt"
+    return f"Training stood still for {result.pause_s:.2f} s of the {result.took_s:.2f} s that the {what} took."
 
 
 def slot_list(text: str) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """Who trains: what may be changed about it, one change at a time, and what became of the changes so far."""
 
+import time
 import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -62,7 +63,7 @@ class Changes:
         if before == after:
             sentence = f"Trainer is on {describe(before)} already."
             return Resized("unchanged", sentence, self._cluster.mailbox.epoch, _slots(before), _slots(after))
-        self._target = after
+        self._target, began_s = after, time.monotonic()
         try:
             await self._start(after.members)
             self._transaction = Transaction(
@@ -78,7 +79,7 @@ class Changes:
             raise RunFailed(self._note_failure(before, after, error)) from error
         finally:
             self._target = self._transaction = None
-        return self._note(result)
+        return self._note(result, time.monotonic() - began_s)
 
     async def resize_to(
         self,
@@ -155,7 +156,7 @@ class Changes:
         )
         return sentence
 
-    def _note(self, result: ResizeResult) -> Resized:
+    def _note(self, result: ResizeResult, took_s: float) -> Resized:
         resized = Resized(
             outcome=result.outcome,
             sentence=sentence_of(result),
@@ -163,6 +164,7 @@ class Changes:
             before=_slots(result.change.before),
             after=_slots(result.change.after),
             pause_s=result.pause_s,
+            took_s=took_s,
             seconds=dict(result.seconds),
             slot_seconds=dict(result.slot_seconds),
             num_bytes=result.num_bytes,
@@ -182,6 +184,7 @@ class Changes:
             after=resized.after.slots,
             after_replicas=resized.after.replicas,
             pause_s=resized.pause_s,
+            took_s=resized.took_s,
             seconds=resized.seconds,
             slot_seconds=resized.slot_seconds,
             num_bytes=resized.num_bytes,

@@ -68,6 +68,8 @@ class Resized(Words, tag="resized"):
     """As asked for; after a rollback the trainer is as `before`."""
     pause_s: float = 0.0
     """In which the trainer stood still."""
+    took_s: float = 0.0
+    """From the question to the end of it, the start of slots included."""
     seconds: dict[str, float] = {}
     """By step of the transaction, as the orchestrator waited for it."""
     slot_seconds: dict[str, float] = {}
