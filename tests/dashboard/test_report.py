@@ -13,7 +13,7 @@ from ductile.core.cluster.placement import Placement
 from ductile.core.cluster.profile import Setting, StepProfile
 from ductile.core.cluster.state import Limits
 from ductile.dashboard.causes import CAUSES
-from ductile.dashboard.curve import HEIGHT, WIDTH, Curve
+from ductile.dashboard.curve import FIELD, Curve, round_up
 from ductile.dashboard.ownership import MOST_ROWS, ownership
 from ductile.dashboard.report import render
 from ductile.dashboard.report_command import main
@@ -212,7 +212,56 @@ def test_a_curve_of_one_step_is_a_point(tmp_path):
 
 @pytest.mark.parametrize("values", [[1.0, 3.0, 2.0], [2.0, 2.0], [-5.0, 1e9]])
 def test_a_curve_stays_inside_its_picture(values):
-    line = Curve("x", "{}", tuple((float(step), value) for step, value in enumerate(values, 1))).line
-    points = [tuple(map(float, point.split(","))) for point in line.split()]
-    assert len(points) == len(values)
-    assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in points)
+    curve = Curve("x", "{}", tuple((float(step), value) for step, value in enumerate(values, 1)))
+    assert len(curve.dots) == len(values)
+    for x, y in [*curve.dots, *((tick.at, 20) for tick in curve.steps), *((60, tick.at) for tick in curve.values)]:
+        assert FIELD.left <= x <= FIELD.right
+        assert FIELD.top - 1e-6 <= y <= FIELD.bottom + 1e-6
+    assert 3 <= len(curve.values) <= 7
+    assert len({tick.text for tick in curve.values}) == len(curve.values)
+
+
+@pytest.mark.parametrize(
+    ("points", "values", "steps"),
+    [
+        ([(1, 0.3), (40, 0.74)], ["0.2", "0.4", "0.6", "0.8"], ["10", "20", "30", "40"]),
+        ([(1, 0.012), (2, 0.009)], ["0.009", "0.010", "0.011", "0.012"], ["1", "2"]),
+        ([(7, 2807), (9, 5533)], ["2,000", "3,000", "4,000", "5,000", "6,000"], ["7", "8", "9"]),
+        ([(1, -0.5), (300, 0.5)], ["-0.5", "0.0", "0.5"], ["100", "200", "300"]),
+        ([(3, 8.0), (4, 8.0)], ["6", "8", "10"], ["3", "4"]),
+        ([(3, 0.0)], ["-0.5", "0.0", "0.5"], ["3"]),
+    ],
+)
+def test_axes_have_round_numbers_around_all_points(points, values, steps):
+    curve = Curve("x", "{}", tuple((float(step), float(value)) for step, value in points))
+    assert [tick.text for tick in curve.values] == values
+    assert [tick.text for tick in curve.steps] == steps
+    assert [tick.at for tick in curve.values] == sorted((tick.at for tick in curve.values), reverse=True)
+
+
+@pytest.mark.parametrize(("number", "rounded"), [(0.11, 0.2), (0.2, 0.2), (7, 10), (1e-9, 1e-9), (341, 500), (0, 1)])
+def test_round_numbers(number, rounded):
+    assert round_up(number) == pytest.approx(rounded)
+
+
+def test_curves_have_axes_with_numbers(tmp_path):
+    text = render(read_story(write_run(tmp_path / "run")))
+    (figure,) = re.findall(r"<figure><figcaption>reward .*?</figure>", text, re.DOTALL)
+    assert re.findall(r'<text class="value"[^>]*>([^<]*)<', figure) == ["0.2", "0.3", "0.4", "0.5"]
+    assert re.findall(r'<text class="step"[^>]*>([^<]*)<', figure) == ["1", "2"]
+    assert 'class="axes"' in figure
+
+
+def test_a_run_s_samples_are_shown_and_the_failed_ones_say_why(tmp_path):
+    run = write_run(tmp_path / "run")
+    row = {"step": 2, "question": "2 + 2 =", "completion": "<b>4</b>", "reward": 0.75, "error": None}
+    row |= {"finish_reason": "stop", "num_tokens": 17}
+    failed = {"completion": "five", "reward": None, "error": "took too long", "finish_reason": "length"}
+    (run / "samples.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in (row, row | failed)))
+    text = render(read_story(run))
+    table = Page(text[text.index("Samples of the last steps") : text.index("What else happened")])
+    assert "b" not in table.tags
+    cells = table.text.split("\n")
+    assert any("22 + 2 =<b>4</b>0.7517" in cell for cell in cells)
+    assert any("22 + 2 =fivefailed: took too long17, cut" in cell for cell in cells)
+    assert "Samples of the last steps" not in render(read_story(write_run(tmp_path / "without")))

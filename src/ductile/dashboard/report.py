@@ -12,7 +12,7 @@ from ductile.core.cluster.placement import compact
 from ductile.core.cluster.policies.names import described
 from ductile.dashboard.causes import CAUSES, named
 from ductile.dashboard.colours import COLOURS
-from ductile.dashboard.curve import HEIGHT, WIDTH, curves
+from ductile.dashboard.curve import FIELD, curves
 from ductile.dashboard.ownership import ownership
 from ductile.dashboard.story import Row, Story
 from ductile.dashboard.view import duration
@@ -45,8 +45,7 @@ def render(story: Story) -> str:
             for (activity, cause), seconds in spent.items()
         ],
         curves=curves(story.metrics),
-        width=WIDTH,
-        height=HEIGHT,
+        field=FIELD,
         colours=COLOURS,
         publishes=[row for row in story.steps if row.get("seconds/publish") is not None],
         most=MOST_EVENTS,
