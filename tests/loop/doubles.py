@@ -333,7 +333,7 @@ class Stage:
             evaluation if held_out else None,
             save,
             lambda step: self.save_interval is not None and step % self.save_interval == 0,
-            lambda: {"groups_dropped": float(self.buffer.num_dropped), "reward_errors": 0.0},
+            lambda: {**self.buffer.counts(), "reward_errors": 0.0},
             self.record,
             self.stop,
             self.step,

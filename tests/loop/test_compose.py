@@ -12,6 +12,7 @@ from ductile.config.run import OrchestratorRunConfig, RLConfig
 from ductile.loop.alone import prepare_alone, run_alone, write_rollouts
 from ductile.loop.attend import SlotDied
 from ductile.loop.compose import prepare, run_circle
+from ductile.loop.life import Life
 from ductile.loop.progress import CheckpointError
 from ductile.observe import Recorder, read_jsonl
 from ductile.records import Generation, Manifest, Prompt, Rollout, RolloutGroup, Sampling, StepReport
@@ -101,8 +102,8 @@ def circle(config, folder, stop=None):
         prepared = prepare(config)
         record, roles = Recorder(prepared.folder), Learns(folder)
         try:
-            stop_asked = stop or asyncio.Event()
-            return roles, await run_circle(prepared, roles, roles, None, record, stop_asked, lambda: roles.slots)
+            life = Life(record, stop or asyncio.Event(), lambda: roles.slots)
+            return roles, await run_circle(prepared, roles, roles, None, life)
         finally:
             record.close()
 
@@ -203,8 +204,8 @@ def test_a_death_while_the_checkpoint_is_read_ends_the_run(tmp_path, folder):
     async def story():
         prepared, roles = prepare(config(tmp_path, folder, ckpt__resume_step=3)), Stuck(folder)
         record = Recorder(tmp_path / "run")
-        slots = lambda: roles.slots  # noqa: E731
-        await run_circle(prepared, roles, roles, None, record, asyncio.Event(), slots, death=death)
+        life = Life(record, asyncio.Event(), lambda: roles.slots, death=death)
+        await run_circle(prepared, roles, roles, None, life)
 
     circle(config(tmp_path, folder), folder)
     with pytest.raises(SlotDied, match="slot 1"):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from ductile.config.run import SFTConfig, TrainerRunConfig
+from ductile.loop.life import Life
 from ductile.loop.progress import CheckpointError
 from ductile.loop.sft import prepare_fake, prepare_sft, run_batches
 from ductile.loop.sft_data import fake_samples, read_conversations, tokenise
@@ -170,7 +171,7 @@ def train(prepared, tmp_path, stop_after=None):
                 return await optim_step(divisor)
 
             trainer.optim_step = then_stop
-        summary = await run_batches(prepared, trainer, record, stop, lambda: {"train": trainer.slots})
+        summary = await run_batches(prepared, trainer, Life(record, stop, lambda: {"train": trainer.slots}))
         record.close()
         return trainer, summary
 
@@ -241,7 +242,9 @@ def test_steps_that_are_thrown_away_end_the_run_saved(tmp_path, folder):
 
     prepared = prepare_sft(config(tmp_path, folder, max_steps=9, optim={"type": "adamw", "max_skipped_steps": 2}))
     record = Recorder(tmp_path / "run")
-    with pytest.raises(Diverged, match="the last 2 optimizer steps were not finite"):
-        asyncio.run(run_batches(prepared, Diverging(), record, asyncio.Event(), dict))
+    with pytest.raises(
+        Diverged, match=r"the last 2 optimizer steps were not finite \(optim\.max_skipped_steps\).* lower optim\.lr"
+    ):
+        asyncio.run(run_batches(prepared, Diverging(), Life(record, asyncio.Event())))
     assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
     assert (tmp_path / "run" / "state" / "step_4").is_dir()

@@ -6,7 +6,7 @@ How a command ends, whatever happens to it, is `ductile.launch.supervise`.
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ from ductile.loop.attend import attend
 from ductile.loop.bench import Bench
 from ductile.loop.client import HttpGenerators
 from ductile.loop.compose import Prepared, prepare, run_circle
+from ductile.loop.life import Life
 from ductile.loop.sft import PreparedBatches, prepare_fake, prepare_sft, run_batches
 from ductile.records import Formation
 from ductile.wire.fleet import RemoteGenerators
@@ -89,20 +90,8 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
         async with _live("rl", prepared.plan.max_steps, prepared.trainer, config, slots, session) as changes:
             crew = Crew(cluster, placement, trainer, generators, scorer, activity, changes)
             scheduling = Scheduling(config, prepared, crew, session.record)
-            circle = run_circle(
-                prepared,
-                trainer,
-                generators,
-                scorer,
-                session.record,
-                session.interrupt.asked,
-                lambda: crew.members,
-                session.began_s,
-                changes.metrics,
-                scheduling.watch,
-                scheduling.spent,
-                cluster.death,
-            )
+            life = _life(session, lambda: crew.members, changes, cluster)
+            circle = run_circle(prepared, trainer, generators, scorer, life, scheduling.watch, scheduling.spent)
             result = await attend(circle, session.interrupt.insisted)
     finally:
         await cluster.stop()
@@ -124,17 +113,8 @@ async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatch
         slots = Slots(cluster, placement, trainer, activity)
         command = "sft" if isinstance(config, SFTConfig) else "trainer"
         async with _live(command, prepared.max_steps, prepared.trainer, config, slots, session) as changes:
-            batches = run_batches(
-                prepared,
-                trainer,
-                session.record,
-                session.interrupt.asked,
-                lambda: {"train": trainer.formation.members},
-                session.began_s,
-                changes.metrics,
-                cluster.death,
-            )
-            summary = await attend(batches, session.interrupt.insisted)
+            life = _life(session, lambda: {"train": trainer.formation.members}, changes, cluster)
+            summary = await attend(run_batches(prepared, trainer, life), session.interrupt.insisted)
     finally:
         await cluster.stop()
     return _finish(bench, config.bench) if bench else closing_batches(summary, prepared.model_folder)
@@ -150,6 +130,12 @@ async def _alone(config: OrchestratorRunConfig, prepared: PreparedAlone, session
         running = run_alone(prepared, generators, session.record, session.interrupt.asked)
         summary = await attend(running, session.interrupt.insisted)
     return _finish(bench, config.bench) if bench else closing_alone(summary, session.folder)
+
+
+def _life(
+    session: Session, slots: Callable[[], Mapping[str, Sequence[int]]], changes: Changes, cluster: LocalCluster
+) -> Life:
+    return Life(session.record, session.interrupt.asked, slots, changes.metrics, cluster.death, session.began_s)
 
 
 def _roles(placement: Placement) -> dict[RoleName, str]:

@@ -143,9 +143,8 @@ def _say(end: _End, command: str, config: Config, session: Session | None) -> No
             after = "" if end.code == NOT_STARTED else _after(command, config, session)
             sentence = printable(_capital(end.sentence), keep="\n")
             print(f"ductile {command}: {sentence}.{after}", file=sys.stderr)
-    except (
-        OSError
-    ):  # the terminal is gone. What is still in the buffer must not fail once more at the interpreter's end
+    except OSError:  # the terminal is gone
+        # What is still in the buffer must not fail once more at the interpreter's end.
         with open(os.devnull, "w") as nowhere, suppress(OSError):
             os.dup2(nowhere.fileno(), 1)
 

@@ -18,6 +18,7 @@ from ductile.core.batch.rewards import too_many_failed
 from ductile.half_characters import ESCAPED
 from ductile.loop.episode import Episodes
 from ductile.loop.evaluate import RewardsFailed
+from ductile.loop.graders import graders_of
 from ductile.loop.overlap import together
 from ductile.loop.report import per_second, this_life
 from ductile.loop.tally import Tally
@@ -25,7 +26,6 @@ from ductile.observe import Recorder, Stopwatch, read_jsonl
 from ductile.records import Prompt, RolloutGroup
 from ductile.roles import Generators, Task
 from ductile.tasks.build import build_task
-from ductile.tasks.grader import Graders
 from ductile.tasks.prompts import ExampleOrder, Prompts
 from ductile.tasks.tokenizer import Tokenizer
 
@@ -56,23 +56,13 @@ async def run_alone(
 ) -> dict[str, Any]:
     """Batch after batch, until `max_steps` or `stop`. Returns the summary."""
     config, tokenizer, tasks = prepared.config, prepared.tokenizer, {"train": prepared.task}
-    assert config.task is not None
     began_s, watch, step = time.perf_counter(), Stopwatch(), 0
-    graders = Graders(
-        {"train": config.task.model_dump()},
-        config.graders,
-        on_error=lambda sentence, traceback: record.event(
-            "reward_error", f"No reward: {sentence}.", traceback=traceback
-        ),
-        on_note=lambda sentence: record.event("graders_not_fenced", sentence),
-        log=record.folder / "logs" / "graders.log",
-    )
     order = ExampleOrder(range(len(prepared.task)), config.seed, config.shuffle)
     prompts = Prompts(prepared.task, tokenizer, order, MAX_LEN_TOKENS)
     sampling, group_size = to_sampling(config.sampling), config.rollouts_per_example
     if not sampling.ignore_eos:  # whatever the server takes for the end of a turn
         sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *tokenizer.eos_token_ids))
-    async with graders:
+    async with graders_of({"train": config.task}, config.graders, record) as graders:
         episodes = Episodes(tasks, tokenizer, generators, graders, MAX_LEN_TOKENS)
         seats = asyncio.Semaphore(generators.capacity)
 

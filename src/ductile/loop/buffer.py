@@ -73,6 +73,14 @@ class Buffer:
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
 
+    def counts(self) -> dict[str, float]:
+        """Metrics of the run so far."""
+        return {
+            "groups_dropped": float(self.num_dropped),
+            "dropped_tokens": float(self.num_dropped_tokens),
+            "dropped_length_mean": self.num_dropped_tokens / max(1, self.num_dropped_answers),
+        }
+
     # -- the generators' side
 
     def ask(self) -> Prompt | None:

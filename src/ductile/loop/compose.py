@@ -2,12 +2,11 @@
 
 prepared = prepare(config)                         tokenizer, tasks, where to resume; raises what is wrong
 ... start the slots with `prepared.trainer`, which knows how many optimizer steps there will be ...
-result = await run_circle(prepared, trainer, generators, scorer, record, stop)
+result = await run_circle(prepared, trainer, generators, scorer, Life(record, stop, ...))
 """
 
 import asyncio
-import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +23,9 @@ from ductile.loop.buffer import Buffer
 from ductile.loop.conductor import Conductor
 from ductile.loop.episode import Episodes
 from ductile.loop.evaluate import EvalReport, Evaluation
+from ductile.loop.graders import graders_of
 from ductile.loop.lessons import Lessons
+from ductile.loop.life import Life
 from ductile.loop.loop import Loop, Plan
 from ductile.loop.progress import Checkpoints, Progress
 from ductile.loop.reference import pinned
@@ -37,7 +38,6 @@ from ductile.records import Prompt, RolloutGroup
 from ductile.roles import Generators, Scorer, Task, Trainer
 from ductile.tasks.build import build_task
 from ductile.tasks.conversation import first_turn
-from ductile.tasks.grader import Graders
 from ductile.tasks.prompts import ExampleOrder, Prompts, split
 from ductile.tasks.task import TaskError
 from ductile.tasks.tokenizer import Tokenizer
@@ -133,83 +133,63 @@ async def run_circle(
     trainer: Trainer,
     generators: Generators,
     scorer: Scorer | None,
-    record: Recorder,
-    stop: asyncio.Event,
-    slots: Callable[[], Mapping[str, Sequence[int]]],
-    began_s: float | None = None,
-    counts: Callable[[], Mapping[str, float]] = dict,
+    life: Life,
     watch: Callable[[Loop], Conductor | None] = lambda loop: None,
     spent: Callable[[], Mapping[str, object]] = dict,
-    death: Callable[[], Coroutine[Any, Any, str]] | None = None,
 ) -> RunResult:
-    """Run until `max_steps` or `stop`; writes metrics, checkpoints, `model/` and `summary.json`.
+    """Run until `max_steps` or `life.stop`; writes metrics, checkpoints, `model/` and `summary.json`.
 
-    stop: set by the first Ctrl-C; the running step is finished and saved. slots: by role, asked for at the end, for the
-    summary.
-    began_s: `time.perf_counter()` of the command's start, for `wall_s`; default: now. counts: further metrics.
     watch: told of the loop before it begins; returns who moves slots between roles meanwhile, if somebody does.
-    spent: what the slots did with their time, for the summary. death(): as in `Loop.run`.
+    spent: what the slots did with their time, for the summary.
     Raises what a role raises (SlotLost, Late, Refused), SlotDied, CustomCodeFailed, and TaskError when a task cannot be
     made in a grader; what was trained is saved by then.
     """
-    began_s = time.perf_counter() if began_s is None else began_s
-    config, plan, progress = prepared.config, prepared.plan, prepared.progress
-    model_folder = prepared.folder / "model" if config.ckpt.export_model and config.bench is None else None
+    config, progress, record = prepared.config, prepared.progress, life.record
+    orchestrator, saves = config.orchestrator, config.bench is None
+    model_folder = prepared.folder / "model" if config.ckpt.export_model and saves else None
     saver = Saver(trainer, prepared.checkpoints, record, model_folder, config.ckpt)
-    if config.bench is None:
-        resuming = saver.resume(progress, asked=config.ckpt.resume_step is not None)
-        await attend(resuming, death=death() if death else None)
+    if saves:
+        await attend(saver.resume(progress, asked=config.ckpt.resume_step is not None), death=life.deadly())
     earlier_s = sum(row.get("step_s") or 0.0 for row in read_jsonl(record.folder / "metrics.jsonl"))
-    async with _graders(prepared, record) as graders:
-        episodes = Episodes(
-            prepared.tasks, prepared.tokenizer, generators, graders, config.inference.model.max_model_len
-        )
-        buffer = _buffer(prepared, record, stop)
-        rollouts = Rollouts(
-            buffer,
-            episodes,
-            generators,
-            to_sampling(config.orchestrator.sampling),
-            config.orchestrator.rollouts_per_example,
-        )
+    eval_task = orchestrator.eval.task if "eval" in prepared.tasks else None
+    tasks = {"train": orchestrator.task, "eval": eval_task}
+    async with graders_of(tasks, orchestrator.graders, record) as graders:
+        max_len_tokens = config.inference.model.max_model_len
+        episodes = Episodes(prepared.tasks, prepared.tokenizer, generators, graders, max_len_tokens)
+        buffer = _buffer(prepared, record, life.stop)
+        sampling, group_size = to_sampling(orchestrator.sampling), orchestrator.rollouts_per_example
         evaluation = _evaluation(prepared, episodes, record)
 
         async def save(step: int) -> None:
-            if config.bench is None:
+            if saves:
                 await saver.save(Progress(step, buffer.position(), progress.reference))
 
         def show(step: int, groups: Sequence[RolloutGroup]) -> None:
-            record.samples(step, sample_rows(groups, prepared.tokenizer, config.orchestrator.num_samples_kept))
+            record.samples(step, sample_rows(groups, prepared.tokenizer, orchestrator.num_samples_kept))
 
         loop = Loop(
-            plan=plan,
+            plan=prepared.plan,
             trainer=trainer,
             generators=generators,
             scorer=scorer,
-            rollouts=rollouts,
+            rollouts=Rollouts(buffer, episodes, generators, sampling, group_size),
             buffer=buffer,
             lessons=_lessons(prepared, scorer),
             evaluation=evaluation if prepared.eval_prompts else None,
             save=save,
             save_due=saver.is_due,
-            counts=lambda: {
-                "groups_dropped": float(buffer.num_dropped),
-                "dropped_tokens": float(buffer.num_dropped_tokens),
-                "dropped_length_mean": buffer.num_dropped_tokens / max(1, buffer.num_dropped_answers),
-                "reward_errors": float(graders.num_errors),
-                **counts(),
-            },
+            counts=lambda: {**buffer.counts(), "reward_errors": float(graders.num_errors), **life.counts()},
             record=record,
-            stop=stop,
+            stop=life.stop,
             step=progress.step,
             show=show,
         )
         loop.conductor = watch(loop)
         async with loop.conductor.at_work(buffer.fail) if loop.conductor else nullcontext():
-            step = await loop.run(death() if death else None)
-    life_s = time.perf_counter() - began_s
-    summary = summarise_rl(read_jsonl(record.folder / "metrics.jsonl"), slots(), earlier_s + life_s)
-    summary |= {**this_life(plan.max_steps, progress.step, life_s), **spent()}
+            step = await loop.run(life.deadly())
+    life_s = life.wall_s()
+    summary = summarise_rl(read_jsonl(record.folder / "metrics.jsonl"), life.slots(), earlier_s + life_s)
+    summary |= {**this_life(prepared.plan.max_steps, progress.step, life_s), **spent()}
     record.summary(summary)
     return RunResult(
         step=step,
@@ -231,20 +211,6 @@ def _evaluation(prepared: Prepared, episodes: Episodes, record: Recorder) -> Eva
         record,
         config.eval.samples_per_example,
         max_reward_error_share=config.graders.max_error_share,
-    )
-
-
-def _graders(prepared: Prepared, record: Recorder) -> Graders:
-    orchestrator = prepared.config.orchestrator
-    configs = {"train": orchestrator.task, "eval": orchestrator.eval.task}
-    return Graders(
-        {name: config.model_dump() for name, config in configs.items() if config and name in prepared.tasks},
-        orchestrator.graders,
-        on_error=lambda sentence, traceback: record.event(
-            "reward_error", f"No reward: {sentence}.", traceback=traceback
-        ),
-        on_note=lambda sentence: record.event("graders_not_fenced", sentence),
-        log=record.folder / "logs" / "graders.log",
     )
 
 

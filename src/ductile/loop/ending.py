@@ -4,11 +4,25 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from ductile.loop.attend import attend
+from ductile.loop.overlap import undisturbed
 from ductile.observe import Recorder
 
 UNDISTURBED_S = 3600.0
 """The longest that training may go on after a death: an optimizer step or a checkpoint that had begun is finished.
 Each command of theirs has a shorter deadline of its own."""
+
+
+class OncePerStep:
+    """Saves no step twice, also when the first attempt has failed, and leaves no save half done."""
+
+    def __init__(self, save: Callable[[int], Awaitable[None]], step: int) -> None:
+        """step: what is saved already."""
+        self._save, self._tried = save, step
+
+    async def __call__(self, step: int) -> None:
+        if self._tried < step:
+            self._tried = step
+            await undisturbed(self._save(step))
 
 
 async def saved_in_the_end(

@@ -22,7 +22,7 @@ from ductile.core.batch.chunking import shares
 from ductile.core.batch.rewards import too_many_failed
 from ductile.loop.buffer import Buffer, num_tokens
 from ductile.loop.conductor import Conductor
-from ductile.loop.ending import saved_in_the_end
+from ductile.loop.ending import OncePerStep, saved_in_the_end
 from ductile.loop.evaluate import Evaluation, RewardsFailed
 from ductile.loop.lessons import Lessons
 from ductile.loop.overlap import OneBehind, together, undisturbed, unless
@@ -92,12 +92,10 @@ class Loop:
         show(step, groups): told of each step's rollouts; must not raise."""
         self.plan, self.trainer, self.generators, self.scorer = plan, trainer, generators, scorer
         self.rollouts, self.buffer, self.lessons, self.evaluation = rollouts, buffer, lessons, evaluation
-        self.save, self.save_due, self.counts, self.show = save, save_due, counts, show
+        self.save, self.save_due, self.counts, self.show = OncePerStep(save, step), save_due, counts, show
         self.record, self.stop, self.step = record, stop, step
-        self.saved = step
-        """The latest step that there was an attempt to save."""
         self.watch = Stopwatch()
-        self.skips = Skips(plan.max_skipped_steps, record)
+        self.skips = Skips(plan.max_skipped_steps, record, table="trainer.")
         self.conductor: Conductor | None = None
         """Moves slots between roles; None: they keep those that they have."""
         self.scoring = Hand()
@@ -156,9 +154,7 @@ class Loop:
 
     async def save_trained(self) -> None:
         """Save the step, unless that was tried before."""
-        if self.saved < self.step:
-            self.saved = self.step
-            await undisturbed(self.save(self.step))
+        await self.save(self.step)
 
     async def train(self, num_groups: int, tally: Tally, ends_step: bool) -> None:
         """One optimizer step. While the trainer works on a chunk, the next one is generated, taken and scored; while

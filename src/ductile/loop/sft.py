@@ -1,13 +1,11 @@
 """Training without generators: `ductile sft`, and `ductile trainer` on fake data. The same Trainer, the same metrics.
 
 prepared = prepare_sft(config)  or  prepare_fake(config)
-summary = await run_batches(prepared, trainer, record, stop, slots)
+summary = await run_batches(prepared, trainer, Life(record, stop, slots))
 """
 
-import asyncio
 import json
-import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +14,15 @@ from ductile.config.run import FakeData, SFTConfig, TrainerRunConfig
 from ductile.config.trainer import CheckpointConfig, SFTLoss, TrainerConfig, normalisation
 from ductile.core.batch import normalise
 from ductile.loop.attend import attend
-from ductile.loop.ending import saved_in_the_end
+from ductile.loop.ending import OncePerStep, saved_in_the_end
+from ductile.loop.life import Life
 from ductile.loop.overlap import undisturbed
 from ductile.loop.progress import Checkpoints, Progress
 from ductile.loop.report import per_second, this_life
 from ductile.loop.saving import Saver, where_to_begin
 from ductile.loop.sft_data import fake_samples, read_conversations
 from ductile.loop.skips import Skips
-from ductile.observe import Recorder, Stopwatch, read_jsonl
+from ductile.observe import Stopwatch, read_jsonl
 from ductile.records import Sample, StepReport
 from ductile.roles import Trainer
 from ductile.tasks.prompts import ExampleOrder
@@ -135,30 +134,22 @@ def prepare_fake(config: TrainerRunConfig) -> PreparedBatches:
 async def run_batches(
     prepared: PreparedBatches,
     trainer: Trainer,
-    record: Recorder,
-    stop: asyncio.Event,
-    slots: Callable[[], Mapping[str, Sequence[int]]],
-    began_s: float | None = None,
-    counts: Callable[[], Mapping[str, float]] = dict,
-    death: Callable[[], Coroutine[Any, Any, str]] | None = None,
+    life: Life,
 ) -> dict[str, Any]:
-    """Train until `max_steps` or `stop`, save where that is wanted, and write and return the summary.
+    """Train until `max_steps` or `life.stop`, save where that is wanted, and write and return the summary.
 
-    Arguments as in `ductile.loop.compose.run_circle`. Raises what the trainer raises, and SlotDied; what was trained is
-    saved by then, if it can be.
+    Raises what the trainer raises, and SlotDied; what was trained is saved by then, if it can be.
     """
-    began_s = time.perf_counter() if began_s is None else began_s
-    saver = None
+    record, saver = life.record, None
     if prepared.checkpoints is not None:
         saver = Saver(trainer, prepared.checkpoints, record, prepared.model_folder, prepared.ckpt)
-        resuming = saver.resume(prepared.progress, prepared.resume_asked)
-        await attend(resuming, death=death() if death else None)
+        await attend(saver.resume(prepared.progress, prepared.resume_asked), death=life.deadly())
     record.event("data", prepared.sentence, **prepared.facts)
     earlier_s = sum(row.get("step_s") or 0.0 for row in read_jsonl(record.folder / "metrics.jsonl"))
-    training = _Training(prepared, trainer, record, saver, counts)
-    await saved_in_the_end(training.run(stop), training.save, record, death() if death else None)
+    training = _Training(prepared, trainer, saver, life)
+    await saved_in_the_end(training.run(), training.save, record, life.deadly())
     rows = read_jsonl(record.folder / "metrics.jsonl")
-    life_s = time.perf_counter() - began_s
+    life_s = life.wall_s()
     summary = {
         "steps": training.step,
         "loss_first": rows[0]["loss"] if rows else None,
@@ -167,7 +158,7 @@ async def run_batches(
         **this_life(prepared.max_steps, prepared.progress.step, life_s),
         "tokens_per_s_train": per_second(rows, "tokens", ["seconds/forward_backward", "seconds/optim_step"]),
         **prepared.facts,
-        "slots": {role: list(members) for role, members in slots().items()},
+        "slots": {role: list(members) for role, members in life.slots().items()},
     }
     record.summary(summary)
     return summary
@@ -176,26 +167,17 @@ async def run_batches(
 class _Training:
     """Step after step."""
 
-    def __init__(
-        self,
-        prepared: PreparedBatches,
-        trainer: Trainer,
-        record: Recorder,
-        saver: Saver | None,
-        counts: Callable[[], Mapping[str, float]],
-    ) -> None:
+    def __init__(self, prepared: PreparedBatches, trainer: Trainer, saver: Saver | None, life: Life) -> None:
         self.step = prepared.progress.step
         """Steps that are done."""
-        self._saved = self.step
-        """The latest step that there was an attempt to save."""
-        self._prepared, self._trainer, self._record, self._saver = prepared, trainer, record, saver
-        self._counts, self._watch = counts, Stopwatch()
-        self._skips = Skips(prepared.trainer.optim.max_skipped_steps, record)
+        self._prepared, self._trainer, self._saver, self._life = prepared, trainer, saver, life
+        self._save, self._watch = OncePerStep(self._write, self.step), Stopwatch()
+        self._skips = Skips(prepared.trainer.optim.max_skipped_steps, life.record)
 
-    async def run(self, stop: asyncio.Event) -> None:
+    async def run(self) -> None:
         prepared = self._prepared
         self._watch.lap()
-        while self.step < prepared.max_steps and not stop.is_set():
+        while self.step < prepared.max_steps and not self._life.stop.is_set():
             samples = prepared.batch(self.step)
             with self._watch("forward_backward"):
                 await self._trainer.forward_backward(samples, prepared.trainer.model.seq_len)
@@ -206,9 +188,11 @@ class _Training:
 
     async def save(self) -> None:
         """Save the step, unless that was tried before."""
-        if self._saver and self._saved < self.step:
-            self._saved = self.step
-            await undisturbed(self._saver.save(Progress(self.step)))
+        await self._save(self.step)
+
+    async def _write(self, step: int) -> None:
+        if self._saver:
+            await self._saver.save(Progress(step))
 
     async def _update(self, samples: Sequence[Sample]) -> None:
         with self._watch("optim_step"):
@@ -217,7 +201,7 @@ class _Training:
             )
         self.step += 1
         self._skips.note(report)
-        self._record.metrics(self.step, {**_metrics(samples, report, *self._watch.lap()), **self._counts()})
+        self._life.record.metrics(self.step, {**_metrics(samples, report, *self._watch.lap()), **self._life.counts()})
         self._skips.check()
 
 

@@ -10,9 +10,10 @@ class Diverged(Exception):
 
 
 class Skips:
-    def __init__(self, limit: int | None, record: Recorder) -> None:
-        """limit: how many in a row are one too many; None: the run never ends for it."""
-        self._limit, self._record = limit, record
+    def __init__(self, limit: int | None, record: Recorder, table: str = "") -> None:
+        """limit: how many in a row are one too many; None: the run never ends for it. table: where in the config the
+        trainer's keys stand, "trainer." for `ductile rl`."""
+        self._limit, self._record, self._table = limit, record, table
         self._in_a_row = 0
 
     def note(self, report: StepReport) -> None:
@@ -32,8 +33,9 @@ class Skips:
     def check(self) -> None:
         """Raises Diverged when the last steps were all thrown away."""
         if self._limit is not None and self._in_a_row >= self._limit:
+            table = self._table
             raise Diverged(
                 f"the gradients of the last {many(self._in_a_row, 'optimizer step')} were not finite "
-                "(optim.max_skipped_steps), so nothing is learned any more. A lower optim.lr, or model.compute_dtype = "
-                '"float32", may help'
+                f"({table}optim.max_skipped_steps), so nothing is learned any more. A lower {table}optim.lr, or "
+                f'{table}model.compute_dtype = "float32", may help'
             )

@@ -1,0 +1,22 @@
+"""The graders of a run, which tell its record what became of rewards."""
+
+from collections.abc import Mapping
+
+from ductile.config.orchestrator import GradersConfig, TaskConfig
+from ductile.observe import Recorder
+from ductile.tasks.grader import Graders
+
+
+def graders_of(tasks: Mapping[str, TaskConfig | None], config: GradersConfig, record: Recorder) -> Graders:
+    """tasks: by the name that calls use; None is left out."""
+
+    def tell(sentence: str, traceback: str) -> None:
+        record.event("reward_error", f"No reward: {sentence}.", traceback=traceback)
+
+    return Graders(
+        {name: task.model_dump() for name, task in tasks.items() if task is not None},
+        config,
+        on_error=tell,
+        on_note=lambda sentence: record.event("graders_not_fenced", sentence),
+        log=record.folder / "logs" / "graders.log",
+    )

@@ -1,0 +1,31 @@
+"""What is around a training run, from its start or resume to its end."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ductile.observe import Recorder
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    record: Recorder
+    stop: asyncio.Event
+    """Set by the first Ctrl-C: the running step is finished and saved."""
+    slots: Callable[[], Mapping[str, Sequence[int]]] = dict
+    """By role, asked for at the end, for the summary."""
+    counts: Callable[[], Mapping[str, float]] = dict
+    """Further metrics of each step."""
+    death: Callable[[], Coroutine[Any, Any, str]] | None = None
+    """Returns when a process is gone that the run needs."""
+    began_s: float = field(default_factory=time.perf_counter)
+    """`time.perf_counter()` of the command's start, for `wall_s`."""
+
+    def deadly(self) -> Coroutine[Any, Any, str] | None:
+        """To await beside work that needs all processes, as `ductile.loop.attend.attend` does."""
+        return self.death() if self.death else None
+
+    def wall_s(self) -> float:
+        return time.perf_counter() - self.began_s
