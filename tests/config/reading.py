@@ -38,8 +38,16 @@ def attributes_read(module: str, name: str) -> frozenset[str]:
         reached.add(node)
         tree = _modules()[node[0]].nodes[node[1]]
         read |= {part.attr for part in ast.walk(tree) if isinstance(part, ast.Attribute)}
+        read |= set(_looked_up(tree))
         to_visit += _edges(node[0], tree)
     return frozenset(read)
+
+
+def _looked_up(tree: ast.stmt) -> Iterator[str]:
+    """`limits["max_processes"]`: keys of a section that was sent to another process as plain values."""
+    for part in ast.walk(tree):
+        if isinstance(part, ast.Subscript) and isinstance(part.slice, ast.Constant):
+            yield str(part.slice.value)
 
 
 def _edges(module: str, tree: ast.stmt) -> Iterator[tuple[str, str]]:

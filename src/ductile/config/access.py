@@ -1,5 +1,6 @@
 """What keeps a server from being reached, or its key from staying a secret."""
 
+import ipaddress
 from collections.abc import Iterator
 
 from ductile.config.finding import Finding
@@ -7,7 +8,13 @@ from ductile.config.inference import MIN_KEY_CHARS, ServerConfig
 from ductile.config.orchestrator import ClientConfig
 from ductile.config.secrets import has_userinfo, secret_of
 
-LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can mean itself by it: an address of 127.0.0.0/8, ::1 or localhost."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower().rstrip(".") == "localhost"
 
 
 def client_findings(config: ClientConfig, at: str) -> Iterator[Finding]:
@@ -24,7 +31,7 @@ def server_findings(config: ServerConfig, at: str) -> Iterator[Finding]:
         yield Finding((f"{at}.api_key",), f"must be {long_enough}")
     elif config.api_key is None and 0 < len(secret_of(None, config.api_key_var) or "") < MIN_KEY_CHARS:
         yield Finding((f"{at}.api_key_var",), f"must name an environment variable with {long_enough}")
-    if config.host not in LOOPBACK and config.api_key is None and config.api_key_var is None:
+    if not is_loopback(config.host) and config.api_key is None and config.api_key_var is None:
         yield Finding(
             (f"{at}.host", f"{at}.api_key"),
             f"can be reached from other machines, so {at}.api_key_var must be set, which names an environment variable "

@@ -13,13 +13,13 @@ goes (503), so that whoever asks little is always heard.
 
 import asyncio
 import hmac
-import ipaddress
 from collections.abc import Mapping
 
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ductile.config.access import is_loopback
 from ductile.config.inference import ServerConfig
 from ductile.generator.answers import error
 
@@ -107,13 +107,6 @@ def host_name(host: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0]
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower().rstrip(".") == "localhost"
 
 
 def _has_key(authorization: str, api_key: str) -> bool:

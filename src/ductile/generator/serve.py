@@ -15,11 +15,13 @@ import torch
 import uvicorn
 from fastapi import FastAPI
 
-from ductile.config.inference import MIN_KEY_CHARS, ServerConfig
+from ductile.config.access import server_findings
+from ductile.config.errors import dotted, show
+from ductile.config.inference import ServerConfig
 from ductile.config.run import InferenceRunConfig
+from ductile.config.schema import value_at
 from ductile.config.weight_headers import ModelFolderError
 from ductile.generator.connection import Crowd, crowded
-from ductile.generator.door import is_loopback
 from ductile.generator.log_limit import LogLimit
 from ductile.generator.runner import EngineFailed
 from ductile.generator.server import create_app
@@ -114,13 +116,9 @@ def _model_name(config: InferenceRunConfig) -> str:
 
 
 def _listen(server: ServerConfig) -> socket.socket:
-    if server.api_key is None and not is_loopback(server.host):
-        raise ServeError(
-            f"server.host {server.host!r} can be reached from other machines; set server.api_key "
-            "(clients then send it as a bearer token), or use 127.0.0.1"
-        )
-    if server.api_key is not None and len(server.api_key) < MIN_KEY_CHARS:
-        raise ServeError(f"server.api_key must have at least {MIN_KEY_CHARS} characters")
+    for finding in server_findings(server, "server"):  # for those who start it without the command
+        path = tuple(finding.keys[0].split("."))
+        raise ServeError(f"{dotted(path)} = {show(value_at(server, path[1:]), path)} {finding.what}")
     try:
         family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
         return socket.create_server((server.host, server.port), family=family, backlog=BACKLOG)

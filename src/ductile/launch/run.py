@@ -68,7 +68,7 @@ def run_inference(config: InferenceRunConfig) -> int:
     The config, which may hold a key, goes through memory.
     """
     server = config.server
-    key = {"api_key": secret_of(server.api_key, server.api_key_var)}
+    key = {"api_key": secret_of(server.api_key, server.api_key_var), "api_key_var": None}
     config = config.model_copy(update={"server": server.model_copy(update=key)})
     fd = os.memfd_create("ductile-inference-config", 0)
     os.write(fd, config.model_dump_json().encode())
