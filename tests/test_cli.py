@@ -110,6 +110,16 @@ def test_help_into_a_closed_pipe() -> None:
     assert done.stderr == ""
 
 
+def test_check_says_what_clean_deletes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "rl", "@", "good.toml", "--clean"]) == 0
+    assert "output    runs/rl\n" in capsys.readouterr().out
+    (tmp_path / "runs/rl/model").mkdir(parents=True)
+    (tmp_path / "runs/rl/.lock").touch()
+    assert main(["check", "rl", "@", "good.toml", "--clean"]) == 0
+    out = capsys.readouterr().out
+    assert "output    runs/rl, where it deletes the run that is there when its first step is done\n" in out
+
+
 CHECKED = """\
 ductile rl: the config is good.
 

@@ -78,6 +78,7 @@ def test_orchestrator_asks_an_inference_server(tmp_path: Path, model: Path):
         gone = ductile("orchestrator", *words, "--clean")
         assert gone.returncode == 1
         assert "cannot be reached" in gone.stderr
+        assert read_jsonl(tmp_path / "run" / "rollouts.jsonl") == answers  # it never began, so it has deleted nothing
     finally:
         server.kill()
         server.wait(10)

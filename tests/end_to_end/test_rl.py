@@ -40,7 +40,7 @@ def test_a_run_from_start_to_end(tmp_path: Path, model: Path, start):
     again = start(config)
     assert again.ends() == 2
     there = f"(there is {folder / 'metrics.jsonl'})"
-    found = f"holds a run already: --resume goes on with it, --clean deletes it first {there}"
+    found = f"holds a run already: --resume goes on with it, --clean replaces it {there}"
     assert found in again.said()
 
 

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from ductile.config.run import RLConfig, TrainerRunConfig
+from ductile.config.written import output_findings
+from ductile.launch.old_run import set_aside
 from ductile.launch.processes import StartFailed
 from ductile.launch.supervise import Session, supervise
 from ductile.loop.attend import SlotDied, Stopped
+from ductile.loop.evaluate import RewardsFailed
 from ductile.loop.progress import Checkpoints, Progress
 from ductile.loop.saving import where_to_begin
 from ductile.observe import read_jsonl
@@ -126,6 +129,72 @@ def test_nothing_is_deleted_when_the_preparation_fails(tmp_path: Path, capsys):
     assert supervise("rl", config, prepare, lambda prepared: 1, raising(Stopped())) == 2
     assert "data.jsonl:3: no prompt" in capsys.readouterr().err
     assert (tmp_path / "metrics.jsonl").exists()
+
+
+def finished(folder: Path) -> None:
+    (folder / "metrics.jsonl").write_text('{"step": 4}\n')
+    (folder / "model").mkdir()
+    (folder / "model/weights").write_text("precious")
+    save(folder)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(TaskError("'my.py': my has no 'py'"), 2), (SlotLost("slot 0 is gone"), 1), (Stopped(), 130), (KeyError(3), None)],
+)
+def test_clean_deletes_nothing_when_the_run_never_begins(tmp_path: Path, capsys, error: Exception, code: int | None):
+    finished(tmp_path)
+    config = RLConfig(output_dir=str(tmp_path), clean=True)
+    if code is None:
+        with pytest.raises(KeyError):
+            supervise("rl", config, lambda config: None, lambda prepared: 3, raising(error))
+    else:
+        assert supervise("rl", config, lambda config: None, lambda prepared: 3, raising(error)) == code
+        said = capsys.readouterr().err
+        assert f"The run that was in {tmp_path} has not been deleted. Logs of this start: {tmp_path / 'logs'}" in said
+        assert "--resume" not in said
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 4}\n'
+    assert (tmp_path / "model/weights").read_text() == "precious"
+    assert Checkpoints(tmp_path / "state").steps() == [3]
+
+
+def test_clean_deletes_when_the_first_step_is_told_of(tmp_path: Path):
+    async def run(config, prepared, session: Session):
+        session.record.metrics(0, {})
+        raise SlotLost("slot 0 is gone")
+
+    finished(tmp_path)
+    config = RLConfig(output_dir=str(tmp_path), clean=True)
+    assert supervise("rl", config, lambda config: None, lambda prepared: 3, run) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {
+        ".lock",
+        "logs",
+        "config.toml",
+        "events.jsonl",
+        "metrics.jsonl",
+    }
+
+
+def test_what_a_killed_start_has_set_aside_is_there_for_a_resume(tmp_path: Path):
+    finished(tmp_path)
+    set_aside(tmp_path)
+    config = RLConfig(output_dir=str(tmp_path), resume=True)
+
+    def prepare(config):
+        return Checkpoints(tmp_path / "state").steps()
+
+    async def run(config, prepared, session: Session):
+        assert prepared == [3]
+        return "resumed"
+
+    assert supervise("rl", config, prepare, lambda prepared: 3, run) == 0
+
+
+def test_a_start_that_never_began_is_started_again_without_clean(tmp_path: Path):
+    """Its empty files are no run."""
+    assert end(tmp_path, raising(RewardsFailed("in the evaluation after step 0 4 of 4 rewards failed"))) == 1
+    assert (tmp_path / "metrics.jsonl").exists()
+    assert list(output_findings(RLConfig(output_dir=str(tmp_path)))) == []
 
 
 def test_done_prints_the_closing_and_keeps_the_config(tmp_path: Path, capsys):

@@ -66,7 +66,7 @@ class RLConfig(Section):
     output_dir: str = "runs/rl"
     """Everything the run writes. `runs/<name>` is the convention."""
     clean: bool = False
-    """Delete a finished or broken run in `output_dir` first. Also written `clean_output_dir`."""
+    """Delete the run in `output_dir` once the new one has told of its first step. Also written `clean_output_dir`."""
     resume: bool = False
     """Go on from the latest complete checkpoint in `output_dir` (`ckpt.resume_step = -1`)."""
     seed: int = 0

@@ -1,15 +1,24 @@
 """What `ductile check` says: what a run would do, on which slots, and why."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from ductile.config.on_disk import read_spec
 from ductile.config.orchestrator import EvalConfig, ImportTask, JsonlTask, OrchestratorConfig, TaskConfig
 from ductile.config.parse import Parsed
 from ductile.config.preflight import num_examples
-from ductile.config.run import OrchestratorRunConfig, RLConfig, RunConfig, SFTConfig, TrainerRunConfig
+from ductile.config.run import (
+    InferenceRunConfig,
+    OrchestratorRunConfig,
+    RLConfig,
+    RunConfig,
+    SFTConfig,
+    TrainerRunConfig,
+)
 from ductile.config.scheduling import policy_name
 from ductile.config.slots import placement_of
 from ductile.config.trainer import BenchConfig
+from ductile.config.written import of_a_run
 from ductile.core.cluster.placement import Placement, many
 from ductile.core.cluster.policies.names import described
 
@@ -22,7 +31,7 @@ def summary(parsed: Parsed[RunConfig], command: str) -> str:
     rows = [
         ("files", " < ".join(parsed.files) or "none: flags and defaults"),
         ("model", _model(config)),
-        ("output", config.output_dir),
+        ("output", _output(config)),
         *_work(config),
         *_slots(placement_of(config)),
         *_scheduling(config),
@@ -30,6 +39,13 @@ def summary(parsed: Parsed[RunConfig], command: str) -> str:
     ]
     lines = (f"  {name:<10}{text}" for name, text in rows)
     return "\n".join([f"ductile {command}: the config is good.", "", *lines])
+
+
+def _output(config: RunConfig) -> str:
+    if isinstance(config, InferenceRunConfig) or config.bench is not None or not config.clean:
+        return config.output_dir
+    there = of_a_run(Path(config.output_dir))
+    return config.output_dir + (", where it deletes the run that is there when its first step is done" if there else "")
 
 
 def _column(name: str, texts: list[str]) -> list[Row]:

@@ -51,8 +51,8 @@ def _folder(config: Run) -> Iterator[Finding]:
     elif (theirs := folder / "config.toml").is_file() and not theirs.read_bytes().startswith(RESOLVED.encode()):
         what = f"has a config.toml that no run wrote, and this one would replace it ({theirs}): give it another name"
         yield Finding(("output_dir",), what)
-    elif not config.clean and (found := _of_a_run(folder)) is not None:
-        what = f"holds a run already: --resume goes on with it, --clean deletes it first (there is {found})"
+    elif not config.clean and (found := of_a_run(folder)) is not None:
+        what = f"holds a run already: --resume goes on with it, --clean replaces it (there is {found})"
         yield Finding(("output_dir",), what)
     elif (found := _of_somebody_else(folder)) is not None:
         does, instead = ("delete", "delete it yourself") if config.clean else ("write to", "move it away")
@@ -67,12 +67,22 @@ def _of_somebody_else(folder: Path) -> Path | None:
     return next((folder / name for name in WRITTEN if os.path.lexists(folder / name)), None)
 
 
-def _of_a_run(folder: Path) -> Path | None:
+def has_begun(folder: Path) -> bool:
+    """Whether the run in `folder` has told of a step. Of a start that failed before that nothing needs to be kept."""
+    try:
+        return (folder / "metrics.jsonl").stat().st_size > 0
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def of_a_run(folder: Path) -> Path | None:
     """Something that a run has written into `folder`, and that another one would replace or go on with.
 
     Raises OSError when that cannot be seen: a folder that is not read is not empty.
     """
-    for name in ("metrics.jsonl", "model"):
+    if has_begun(folder):
+        return folder / "metrics.jsonl"
+    for name in ("model", ".run.moving", ".run.old"):  # the latter: a start with `clean` was killed before it began
         if os.path.lexists(folder / name):
             return folder / name
     try:

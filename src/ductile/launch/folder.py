@@ -1,14 +1,15 @@
-"""A run's folder: one run in it at a time, and `--clean` deletes what a run writes, nothing else."""
+"""A run's folder: one run in it at a time, and `--clean` deletes what a run writes, nothing else, when the new one has
+begun (`ductile.launch.old_run`)."""
 
 import fcntl
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ductile.config.written import WRITTEN
+from ductile.launch.old_run import put_back, set_aside
 
 
 class FolderInUse(Exception):
@@ -39,10 +40,14 @@ def run_folder(output_dir: str, clean: bool) -> Iterator[Path]:
             left = folder / f".{name}.partial"  # of a `write_whole` that was killed
             if left.is_file():
                 left.unlink()
-        if clean:
-            _delete(folder)
-        (folder / "logs").mkdir(exist_ok=True)
-        yield folder
+        put_back(folder)  # of a start that was killed
+        try:
+            if clean:
+                set_aside(folder)
+            (folder / "logs").mkdir(exist_ok=True)
+            yield folder
+        finally:
+            put_back(folder)
 
 
 def bench_folder() -> Path:
@@ -50,11 +55,3 @@ def bench_folder() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="ductile-bench-"))
     (folder / "logs").mkdir()
     return folder
-
-
-def _delete(folder: Path) -> None:
-    for path in (folder / name for name in WRITTEN):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)

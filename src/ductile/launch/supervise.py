@@ -23,11 +23,13 @@ from rich.console import Console, RenderableType
 from ductile.config.dump import to_table, write_resolved
 from ductile.config.imports import ImportPathError
 from ductile.config.run import OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
+from ductile.config.written import of_a_run
 from ductile.dashboard.printable import printable
 from ductile.dashboard.show import View, show
 from ductile.launch.cap import CapNotPermitted
 from ductile.launch.folder import FolderInUse, bench_folder, run_folder
 from ductile.launch.interrupt import Interrupt, interrupts
+from ductile.launch.old_run import FAILED_START, Forget, is_aside
 from ductile.launch.processes import StartFailed
 from ductile.loop.attend import SlotDied, Stopped
 from ductile.loop.evaluate import RewardsFailed
@@ -84,6 +86,9 @@ def supervise(
     """Prepare, run, and say how it ended. Returns the exit code."""
     session = None
     try:
+        if is_aside(Path(config.output_dir)):
+            with run_folder(config.output_dir, clean=False):
+                pass  # to enter it puts back what a start that was killed had set aside
         prepared = prepare(config)
         with ExitStack() as stack:
             benches = config.bench is not None
@@ -91,6 +96,7 @@ def supervise(
             write_resolved(config, folder, command)
             record = Recorder(folder)
             stack.callback(record.close)
+            record.listeners.append(Forget(folder))
             _add_sinks(record, config)
             view = stack.enter_context(show(f"ductile {command}: {folder}", max_steps(prepared)))
             record.listeners.append(view)
@@ -140,13 +146,25 @@ def _say(end: _End, command: str, config: Config, session: Session | None) -> No
             Console(soft_wrap=True, highlight=False, markup=False).print(end.closing)
             sys.stdout.flush()
         if end.sentence:
-            after = "" if end.code == NOT_STARTED else _after(command, config, session)
+            after = _put_back(config, session)
+            if not after and end.code != NOT_STARTED:
+                after = _after(command, config, session)
             sentence = printable(_capital(end.sentence), keep="\n")
             print(f"ductile {command}: {sentence}.{after}", file=sys.stderr)
     except OSError:  # the terminal is gone
         # What is still in the buffer must not fail once more at the interpreter's end.
         with open(os.devnull, "w") as nowhere, suppress(OSError):
             os.dup2(nowhere.fileno(), 1)
+
+
+def _put_back(config: Config, session: Session | None) -> str:
+    """What became of the run that `clean` was to delete, when this one never began; "" when there is nothing to say."""
+    if session is None or session.record.last_step is not None or not config.clean or config.bench is not None:
+        return ""
+    if of_a_run(session.folder) is None:
+        return ""
+    logs = session.logs / FAILED_START
+    return f" The run that was in {session.folder} has not been deleted. Logs of this start: {logs}."
 
 
 def _after(command: str, config: Config, session: Session | None) -> str:
