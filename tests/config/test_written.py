@@ -78,7 +78,7 @@ def test_a_folder_that_cannot_be_read_is_not_empty(tmp_path, monkeypatch):
 
 
 def test_what_a_killed_writer_left_goes_at_the_next_start(tmp_path):
-    for name in (".metrics.jsonl.partial", ".control.json.123.partial", ".notes.partial"):
+    for name in (".metrics.jsonl.partial", ".control.json.partial", ".notes.partial"):
         (tmp_path / name).write_text("half")
     with run_folder(str(tmp_path), clean=False):
         assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", ".notes.partial", "logs"]
