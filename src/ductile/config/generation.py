@@ -8,7 +8,7 @@ from ductile.config.lengths import cache_tokens
 from ductile.config.on_disk import file_findings
 from ductile.config.orchestrator import OrchestratorConfig, SamplingConfig, to_sampling
 from ductile.core.layout.spec import ModelSpec
-from ductile.core.sampling import wrong_values
+from ductile.core.sampling import MAX_STOP_CHARS, MAX_STOP_TOKEN_IDS, MAX_STOPS, wrong_values
 
 RESERVED_VARIABLES = frozenset({"self", "messages", "add_generation_prompt"})
 """Of a chat template: Jinja's own, and those that every request gives by itself."""
@@ -42,6 +42,19 @@ def sampling_remarks(key: str, sampling: SamplingConfig) -> list[str]:
     names = " and ".join(f"{key}.{name}" for name, cuts in filters.items() if cuts)
     why = "answers are drawn from the likeliest tokens only, while the loss takes them for draws from all tokens"
     return [f"{names}: {why} (docs/trainer.md)"] if names else []
+
+
+def server_remarks(key: str, sampling: SamplingConfig) -> Iterator[str]:
+    """What our own server refuses, and others may take."""
+    longest = max(map(len, sampling.stop), default=0)
+    for name, number, what, most in (
+        ("stop", len(sampling.stop), "texts", MAX_STOPS),
+        ("stop", longest, "characters in one text", MAX_STOP_CHARS),
+        ("stop_token_ids", len(sampling.stop_token_ids), "tokens", MAX_STOP_TOKEN_IDS),
+    ):
+        if number > most:
+            limit = f"`ductile inference` takes at most {most} and refuses requests with more; other servers may not"
+            yield f"{key}.{name} has {number} {what}: {limit}"
 
 
 def template_findings(key: str, variables: Mapping[str, object]) -> Iterator[Finding]:

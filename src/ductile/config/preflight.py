@@ -15,6 +15,7 @@ from ductile.config.generation import (
     length_findings,
     sampling_findings,
     sampling_remarks,
+    server_remarks,
     template_findings,
 )
 from ductile.config.on_disk import (
@@ -66,6 +67,8 @@ def _of_command(config: Section) -> Iterator[Finding]:
 def remarks(config: Section) -> list[str]:
     """What is accepted, because configs of other systems or for other commands have it, and does nothing."""
     said = [*unread_notes(config), *_bench_notes(config)]
+    if isinstance(config, OrchestratorRunConfig):
+        said += server_remarks("sampling", config.sampling)
     if not isinstance(config, RLConfig):
         return said
     loss = config.trainer.loss

@@ -8,6 +8,15 @@ from ductile.records import Sampling
 COLDEST = 1e-5
 """Logits divided by less may overflow: one such request would make the whole engine's step fail."""
 
+MAX_STOPS = 4
+"""OpenAI's limit, which our server has, too."""
+
+MAX_STOP_CHARS = 256
+"""Of a stop string, for the server: whatever may become one is held back, and looked at again with every token."""
+
+MAX_STOP_TOKEN_IDS = 128
+"""For the server."""
+
 
 def wrong_values(sampling: Sampling) -> Iterator[tuple[str, object, str]]:
     """(field, value, what it must be) of each value that makes no sense."""

@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from ductile.config.errors import did_you_mean, show
 from ductile.config.generation import RESERVED_VARIABLES
+from ductile.core.sampling import MAX_STOP_CHARS, MAX_STOP_TOKEN_IDS, MAX_STOPS
 from ductile.records import Sampling
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -66,14 +67,6 @@ Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 MAX_CHOICES = 1024
 """Of one prompt."""
-
-MAX_STOPS = 4
-"""OpenAI's limit."""
-
-MAX_STOP_CHARS = 256
-"""Of a stop string: whatever may become one is held back, and looked at again with every token."""
-
-MAX_STOP_TOKEN_IDS = 128
 
 
 def _sampled_only(logprobs: Any) -> Any:
