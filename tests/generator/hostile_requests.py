@@ -30,6 +30,7 @@ BOMBS: dict[str, tuple[str, Callable[[], bytes], int]] = {
     "a prompt of 10 MB": (COMPLETIONS, lambda: big(prompt="x" * 10 * MIB), 413),
     "a prompt of 4 MB": (COMPLETIONS, lambda: big(prompt="x" * (4 * MIB - 100)), 400),
     "prompts of 4 MB": (COMPLETIONS, lambda: big(prompt=["x" * 5000] * 800), 400),
+    "a million prompts": (COMPLETIONS, lambda: json.dumps({"prompt": ["x"] * 830_000}).encode(), 400),
     "a million token ids": (COMPLETIONS, lambda: big(prompt=[5] * 1_300_000), 400),
     "a million token ids that are none": (COMPLETIONS, lambda: big(prompt=[1.5] * 800_000), 400),
     "a million ids for the token route": (TOKENS, lambda: json.dumps({"token_ids": [5] * 1_300_000}).encode(), 400),

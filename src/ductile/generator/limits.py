@@ -14,6 +14,10 @@ class RequestRefused(ValueError):
         self.reason = reason
 
 
+class Overloaded(Exception):
+    """There is no room for the request now."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     vocab_size: int
@@ -29,16 +33,20 @@ class Limits:
         """For an answer, in tokens: as the model and the whole cache go."""
         return min(self.max_model_len, self.cache_tokens) - prompt_len
 
+    def too_long(self, num_prompt: str) -> str:
+        """`num_prompt`: the prompt's tokens, or what is known of them."""
+        return (
+            f"the prompt has {num_prompt} tokens; model.max_model_len {self.max_model_len} leaves room for "
+            f"{self.max_model_len - 1} and one of the answer"
+        )
+
     def why_not(self, request: GenerateRequest) -> str:
         """Empty when the request can be served."""
         num_prompt = len(request.prompt)
         if not num_prompt:
             return "the prompt has no tokens; it needs at least one"
         if num_prompt >= self.max_model_len:  # first, as it costs nothing however long the prompt is
-            return (
-                f"the prompt has {num_prompt} tokens; model.max_model_len {self.max_model_len} leaves room for "
-                f"{self.max_model_len - 1} and one of the answer"
-            )
+            return self.too_long(f"{num_prompt}")
         for tokens in (request.prompt, request.generated):
             for token in (min(tokens, default=0), max(tokens, default=0)):
                 if not 0 <= token < self.vocab_size:

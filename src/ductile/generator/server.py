@@ -25,13 +25,13 @@ from starlette.exceptions import HTTPException
 from ductile.config.errors import show
 from ductile.config.inference import ServerConfig
 from ductile.generator.answers import Chat, Json, TextCompletion, error
-from ductile.generator.door import Door
+from ductile.generator.door import BODIES_AT_ONCE, Door
 from ductile.generator.engine import Engine
-from ductile.generator.limits import RequestRefused
+from ductile.generator.limits import Overloaded, RequestRefused
 from ductile.generator.openai_api import ChatRequest, CompletionRequest, TokenRequest
 from ductile.generator.request_body import BadBody, read_body
 from ductile.generator.runner import EngineFailed, RequestFailed
-from ductile.generator.service import TOKEN_MAX_TOKENS, ClientGone, Overloaded, Service, UnknownModel
+from ductile.generator.service import TOKEN_MAX_TOKENS, ClientGone, Service, UnknownModel
 from ductile.tasks.tokenizer import Tokenizer, TokenizerError
 
 
@@ -50,7 +50,8 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
         model_id = config.served_model_name or model_name
-        app.state.service = Service(engine, tokenizer, model_id, config.max_sequences, on_failure)
+        max_waiting_chars = BODIES_AT_ONCE * config.max_body_bytes
+        app.state.service = Service(engine, tokenizer, model_id, config.max_sequences, max_waiting_chars, on_failure)
         app.state.health_deadline_s = health_deadline_s
         app.state.service.runner.start()
         yield
@@ -116,8 +117,9 @@ def _model(service: Service) -> Json:
 @_routes.post("/v1/completions")
 async def completions(service: Shared, http: Request) -> Response:
     body = read_body(CompletionRequest, _take_body(http))
+    service.admit(len(body.prompt), body.n)
     texts = [one for one in body.prompt if isinstance(one, str)]
-    encoded = iter(await service.encode(texts, body.add_special_tokens is not False))
+    encoded = iter(await service.encode(texts, body.add_special_tokens is not False, http))
     prompts = [next(encoded) if isinstance(one, str) else one for one in body.prompt]
     # An answer may take minutes: what is not needed any more goes.
     body, texts = body.model_copy(update={"prompt": []}), []
@@ -128,6 +130,7 @@ async def completions(service: Shared, http: Request) -> Response:
 @_routes.post("/v1/chat/completions")
 async def chat(service: Shared, http: Request) -> Response:
     body = read_body(ChatRequest, _take_body(http))
+    service.admit(1, body.n)
     text = await asyncio.to_thread(
         service.tokenizer.render_chat,
         [message.for_template() for message in body.messages],
@@ -135,7 +138,7 @@ async def chat(service: Shared, http: Request) -> Response:
         **(body.chat_template_kwargs or {}),
     )
     # The template writes the special tokens, so none are added.
-    prompts = await service.encode([text], add_special_tokens=False)
+    prompts = await service.encode([text], add_special_tokens=False, http=http)
     # An answer may take minutes: what is not needed any more goes.
     body, text = body.model_copy(update={"messages": [], "chat_template_kwargs": None}), ""
     form = Chat(body, service.tokenizer)

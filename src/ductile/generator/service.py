@@ -15,9 +15,10 @@ from fastapi.responses import StreamingResponse
 from ductile.config.errors import show
 from ductile.generator.answers import Choice, Format, Json, error, usage
 from ductile.generator.engine import Engine
-from ductile.generator.limits import RequestRefused
+from ductile.generator.limits import Overloaded, RequestRefused
 from ductile.generator.metrics import ServerMetrics
 from ductile.generator.openai_api import SamplingFields, TextRequest, TokenRequest
+from ductile.generator.prompts import PromptEncoder
 from ductile.generator.runner import Delta, EngineFailed, EngineRunner, RequestFailed
 from ductile.records import GenerateRequest
 from ductile.tasks.tokenizer import Tokenizer
@@ -36,10 +37,6 @@ class UnknownModel(Exception):
     """The request names a model that is not served."""
 
 
-class Overloaded(Exception):
-    """There is no room for the request's sequences now."""
-
-
 class Service:
     """Made in the loop that serves. Raises `UnknownModel`, `RequestRefused`, `Overloaded`, `RequestFailed`,
     `EngineFailed`, `ClientGone`."""
@@ -50,9 +47,11 @@ class Service:
         tokenizer: Tokenizer,
         model_id: str,
         max_sequences: int,
+        max_waiting_chars: int,
         on_failure: Callable[[EngineFailed], None],
     ) -> None:
-        """`on_failure` is called when the engine is dead."""
+        """max_waiting_chars: of large texts that wait to be tokenised. `on_failure` is called when the engine is
+        dead."""
         self.model_id = model_id
         self.limits = engine.limits
         self.tokenizer = tokenizer
@@ -60,19 +59,21 @@ class Service:
         self.runner = EngineRunner(engine, on_failure)
         self.metrics = ServerMetrics(engine.stats)
         self._max_sequences, self._num_sequences = max_sequences, 0
-        self._longest_token = tokenizer.longest_token
+        self._prompts = PromptEncoder(tokenizer, engine.limits, max_waiting_chars)
 
-    async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """In a thread, once it is certain that none of them is far too long for the model."""
-        longest = max(map(len, texts), default=0)
-        most = self.limits.max_model_len * self._longest_token
-        if longest > most:
+    def admit(self, num_prompts: int, n: int | None) -> None:
+        """Before anything is done for a request that the server has no room for."""
+        num_sequences = num_prompts * (n or 1)
+        if num_sequences > self._max_sequences:
             raise RequestRefused(
                 "",
-                f"the prompt has {longest} characters; model.max_model_len {self.limits.max_model_len} leaves room for "
-                f"no more than {most}, were all its tokens the longest of the vocabulary",
+                f"{num_prompts} prompts and n = {n or 1} make {num_sequences} sequences; "
+                f"server.max_sequences allows {self._max_sequences}",
             )
-        return await asyncio.to_thread(self.tokenizer.encode_many, texts, add_special_tokens)
+        self._refuse_overload(num_sequences)
+
+    async def encode(self, texts: Sequence[str], add_special_tokens: bool, http: Request) -> list[list[int]]:
+        return await unless_gone(http, self._prompts.encode(texts, add_special_tokens))
 
     async def answer_text(
         self, body: TextRequest, form: Format, prompts: Sequence[Sequence[int]], max_tokens: int | None, http: Request
@@ -97,6 +98,7 @@ class Service:
     async def answer_tokens(self, body: TokenRequest, http: Request) -> Response:
         head = self.head(body.model, "gen")
         sampling = body.sampling_params
+        self.admit(1, sampling.n)
         requests = self.make_requests(head["id"], sampling, [body.token_ids], TOKEN_MAX_TOKENS, body.priority)
         choices = [Choice(index, request, self.tokenizer) for index, request in enumerate(requests)]
         await unless_gone(http, self._collect(requests, choices))
@@ -132,12 +134,6 @@ class Service:
         """One for each prompt and choice, in the order of the answer's choices. `priority` is vLLM's: the lower goes
         first."""
         num_choices = body.n or 1
-        if len(prompts) * num_choices > self._max_sequences:
-            raise RequestRefused(
-                id,
-                f"{len(prompts)} prompts and n = {num_choices} make {len(prompts) * num_choices} sequences; "
-                f"server.max_sequences allows {self._max_sequences}",
-            )
         requests: list[GenerateRequest] = []
         for number, prompt in enumerate(prompts):
             shared, room = tuple(prompt), self.limits.room(len(prompt))
@@ -159,11 +155,7 @@ class Service:
 
     async def _deltas(self, requests: Sequence[GenerateRequest], each_step: bool) -> AsyncGenerator[Delta]:
         """`EngineRunner.generate`, counted and limited."""
-        if self._num_sequences + len(requests) > self._max_sequences:
-            raise Overloaded(
-                f"{self._num_sequences} sequences are in the server, and server.max_sequences is "
-                f"{self._max_sequences}: there is no room for {len(requests)} more now; try again later"
-            )
+        self._refuse_overload(len(requests))
         self._num_sequences += len(requests)
         try:
             async with aclosing(self._counted(requests, each_step)) as deltas:
@@ -171,6 +163,13 @@ class Service:
                     yield delta
         finally:
             self._num_sequences -= len(requests)
+
+    def _refuse_overload(self, num_sequences: int) -> None:
+        if self._num_sequences + num_sequences > self._max_sequences:
+            raise Overloaded(
+                f"{self._num_sequences} sequences are in the server, and server.max_sequences is "
+                f"{self._max_sequences}: there is no room for {num_sequences} more now; try again later"
+            )
 
     async def _counted(self, requests: Sequence[GenerateRequest], each_step: bool) -> AsyncGenerator[Delta]:
         started, first = time.monotonic(), True

@@ -67,10 +67,9 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._backend.encode(mended(text), add_special_tokens=add_special_tokens).ids
 
-    def encode_many(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """For long texts in a thread: other threads run meanwhile, which `encode` does not allow."""
-        batches = (self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens) for text in texts)
-        return [batch[0].ids for batch in batches]
+    def encode_beside(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """For a long text in a thread: other threads run meanwhile, which `encode` does not allow."""
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Ids that the vocabulary does not have (a model may be padded beyond it) decode to nothing."""

@@ -1,0 +1,70 @@
+"""Prompts from text to tokens, within bounds.
+
+A text that is far too long costs about as much as one that just fits: its beginning is looked at first. Large texts
+take turns, as each may take a core for a second and a hundred times its length in memory; small ones do not wait for
+them.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from ductile.generator.limits import Limits, Overloaded, RequestRefused
+from ductile.tasks.tokenizer import Tokenizer
+
+LARGE_CHARS = 2**16
+"""Texts of one request that have more take turns with those of others."""
+
+CHARS_A_TOKEN = 4
+"""Few texts have more: of a prompt that fits, the beginning is nearly always all of it."""
+
+SURELY = 2
+"""Where a beginning has so many times the tokens that fit, the whole has too many, however the rest changes its last
+ones."""
+
+
+class PromptEncoder:
+    def __init__(self, tokenizer: Tokenizer, limits: Limits, max_waiting_chars: int) -> None:
+        self._tokenizer, self._limits = tokenizer, limits
+        self._longest_token = tokenizer.longest_token
+        self._turns = ThreadPoolExecutor(1, "large-prompts")
+        self._max_waiting_chars, self._waiting_chars = max_waiting_chars, 0
+
+    async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """In a thread. Cancelled before its turn, it costs nothing. Raises `RequestRefused`, `Overloaded`."""
+        self._refuse_far_too_long(max(map(len, texts), default=0))
+        num_chars = sum(map(len, texts))
+        if num_chars <= LARGE_CHARS:
+            return await asyncio.to_thread(self._encode, texts, add_special_tokens)
+        if self._waiting_chars and self._waiting_chars + num_chars > self._max_waiting_chars:
+            raise Overloaded("there are too many large prompts at once; try again later")
+        self._waiting_chars += num_chars
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._turns, self._encode, texts, add_special_tokens)
+        finally:
+            self._waiting_chars -= num_chars
+
+    def _refuse_far_too_long(self, num_chars: int) -> None:
+        most = self._limits.max_model_len * self._longest_token
+        if num_chars > most:
+            raise RequestRefused(
+                "",
+                f"the prompt has {num_chars} characters; model.max_model_len {self._limits.max_model_len} leaves room "
+                f"for no more than {most}, were all its tokens the longest of the vocabulary",
+            )
+
+    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """Ends at the first that is too long."""
+        return [self._encode_one(text, add_special_tokens) for text in texts]
+
+    def _encode_one(self, text: str, add_special_tokens: bool) -> list[int]:
+        num_chars, max_tokens = CHARS_A_TOKEN * self._limits.max_model_len, self._limits.max_model_len
+        while num_chars < len(text):
+            if len(self._tokenizer.encode_beside(text[:num_chars], add_special_tokens)) > SURELY * max_tokens:
+                raise RequestRefused("", self._limits.too_long(f"more than {max_tokens}"))
+            num_chars *= 2
+        ids = self._tokenizer.encode_beside(text, add_special_tokens)
+        if len(ids) >= max_tokens:
+            raise RequestRefused("", self._limits.too_long(f"{len(ids)}"))
+        return ids
