@@ -33,6 +33,7 @@ def in_memory(tmp_path: Path):
         yield Path(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", range(len(virtual_endings.KINDS)), ids=virtual_endings.KINDS)
 def test_endings_in_virtual_time(in_memory: Path, kind: int):
     happened = Counter[str]()
