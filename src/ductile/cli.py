@@ -123,10 +123,10 @@ OVERVIEW = f"""ductile {__version__}: elastic RL post-training
 
 {chr(10).join(f"  {command.name:14}{command.summary}" for command in COMMANDS.values())}
   check         is a config good? says what it would do: ductile check [rl] @ run.toml
-  resize        change the slots that a live run trains on: ductile resize --run runs/x --train 0-3
-  status        what a live run does, slot by slot: ductile status --run runs/x
+  resize        change the slots that a live run trains on: ductile resize runs/x --train 0-3
+  status        what a live run does, slot by slot: ductile status runs/x
   simulate      which way to use the slots is the fastest? in virtual time: ductile simulate @ sim.toml
-  plan          the same for a run that was recorded, from what it measured: ductile plan --run runs/x
+  plan          the same for a run that was recorded, from what it measured: ductile plan runs/x
   report        a run as one HTML file, who did what when: ductile report runs/x
 
   ductile <command> --help          all keys of a command; --help-all: also those that are not built yet
@@ -153,6 +153,8 @@ def _main(argv: Sequence[str] | None) -> int:
         print(f"ductile {__version__}")
         return 0
     name, *rest = words
+    if rest[:1] == ["--version"] and name in {*COMMANDS, *QUESTIONS, "check"}:
+        return _main(rest)
     if name == "check":
         return _check(rest)
     if name in QUESTIONS:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from ductile.core.cluster.ledger import Activity
-from ductile.dashboard.follow import Follower
+from ductile.dashboard.follow import NUM_EVENTS, Follower
 from ductile.dashboard.show import show, step_line
 from ductile.dashboard.view import BARS, STYLES, Happening, SlotView, ViewState, duration, render, sparkline
 from ductile.observe import Event
@@ -101,6 +101,14 @@ def test_follower_keeps_the_picture():
     assert state.elapsed_s == 8
     assert state.slots == (SlotView(1, ("generate",), "generate", 0.75),)
     assert [event.sentence for event in state.events] == [f"event {number}" for number in range(14, 20)]
+
+
+def test_waiting_does_not_push_the_other_events_out_of_the_picture():
+    follower = Follower("ductile rl", 4, clock=lambda: 0.0)
+    follower.on_event(Event(0, "saved", "Saved step 1."))
+    for _ in range(NUM_EVENTS):
+        follower.on_event(Event(0, "held", "Training waits."))
+    assert [event.sentence for event in follower.state.events] == ["Saved step 1."]
 
 
 def test_without_a_terminal_there_is_one_line_a_step():

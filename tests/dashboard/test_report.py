@@ -160,6 +160,7 @@ def test_nothing_that_a_run_says_is_run_by_the_page(tmp_path, where):
 def test_a_run_without_profiles_has_its_curves_and_says_what_is_missing(tmp_path, capsys):
     run = write_run(tmp_path / "run", profiles=False)
     (run / "config.toml").unlink()
+    (tmp_path / "new").mkdir()
     assert main(["--run", str(run), "--output", str(tmp_path / "new/r.html")]) == 0
     assert "Missing: Who did what when" in capsys.readouterr().out
     page = Page((tmp_path / "new/r.html").read_text())
@@ -167,6 +168,27 @@ def test_a_run_without_profiles_has_its_curves_and_says_what_is_missing(tmp_path
     assert "there is no config.toml" in page.text
     assert page.tags.count("figure") == 4
     assert "script" not in page.tags
+
+
+def test_a_file_in_a_folder_that_is_not_there_is_refused(tmp_path, capsys):
+    """A slip in the path makes no folder."""
+    run = write_run(tmp_path / "run")
+    assert main([str(run), "--output", str(tmp_path / "nowhere/r.html")]) == 2
+    assert f"there is no folder {tmp_path}/nowhere; make it" in capsys.readouterr().err
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_waiting_is_no_decision(tmp_path):
+    """Training waits and goes on several times a step: among the decisions it would hide them."""
+    run = write_run(tmp_path / "run")
+    record = Recorder(run, clock=lambda: 1001.0)
+    for holds in (True, False, True):
+        record.event("held", "Training waits." if holds else "Training goes on.", at_s=1.0, holds=holds)
+    record.close()
+    story = read_story(run)
+    assert [each.kind for each in story.decisions] == ["decided"]
+    assert [each.sentence for each in story.waits] == ["Training waits.", "Training goes on.", "Training waits."]
+    assert "Training waited 2 times" in Page(render(story)).text
 
 
 def test_profiles_of_another_version_are_said_and_not_drawn(tmp_path):
@@ -187,7 +209,7 @@ def test_a_run_that_has_just_begun_is_told_too(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("make", "said"), [(False, "There is no run"), (True, "holds no run that has begun: events.jsonl")]
+    ("make", "said"), [(False, "there is no run"), (True, "holds no run that has begun: events.jsonl")]
 )
 def test_a_folder_without_a_run_is_told_in_a_sentence(tmp_path, capsys, make, said):
     folder = tmp_path / "x"

@@ -242,3 +242,26 @@ def test_a_port_that_is_taken(qwen3: Family, capsys: pytest.CaptureFixture[str])
         config = {"model": {"name": str(qwen3.folder)}, "server": {"port": port}}
         assert serve(InferenceRunConfig.model_validate(config)) == 1
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_between_the_first_line_and_uvicorn_s_own_handlers_ends_it(
+    qwen3: Family, tmp_path: Path, signum: signal.Signals
+) -> None:
+    main = f"""
+import signal, sys, uvicorn
+from ductile.generator.serve import main
+
+run = uvicorn.Server.run
+
+def signalled(self, sockets):
+    signal.raise_signal({int(signum)})
+    run(self, sockets)
+
+uvicorn.Server.run = signalled
+sys.exit(main())
+"""
+    with server(qwen3.folder, tmp_path, main=main) as (_, process):
+        assert process.wait(20) == 0
+        assert process.stdout is not None
+        assert process.stdout.read() == ""

@@ -219,6 +219,13 @@ def test_a_stale_or_broken_file(tmp_path: Path, text: str, sentence: str):
         Run(tmp_path).status()
 
 
+def test_a_run_that_has_ended_is_not_said_to_be_starting(tmp_path: Path):
+    (tmp_path / "summary.json").write_text("{}")
+    with pytest.raises(Unfit, match="the last one is over") as said:
+        Run(tmp_path).status()
+    assert "still starting" not in str(said.value)
+
+
 def test_a_folder_that_is_not_there(tmp_path: Path):
     with pytest.raises(Unfit, match="no such folder"):
         Run(tmp_path / "nowhere").status()

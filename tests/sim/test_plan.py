@@ -261,6 +261,53 @@ def test_a_run_with_a_scheduler_is_told_what_it_would_be_without(others, said):
     assert verdict(_case("model", 10.0), others) == said
 
 
+def _predicted_from(run, tmp_path, capsys):
+    assert plan_command.main([str(run), "--json", str(tmp_path / "plan.json")]) == 0
+    return capsys.readouterr().out, json.loads((tmp_path / "plan.json").read_text())
+
+
+def test_a_prediction_that_is_far_off_is_not_to_be_relied_on(tmp_path, capsys):
+    """The steps took nearly twice as long as the recorded speeds make them."""
+    record_run(tmp_path, scenario(groups_per_step=4, num_steps=3))
+    assert _predicted_from(tmp_path, tmp_path, capsys)[1]["doubts"] == []
+    events = tmp_path / "events.jsonl"
+    rows = [json.loads(line) for line in events.read_text().splitlines()]
+    for row in rows:
+        for edge in {"start_s", "end_s"} & row.keys():
+            row[edge] *= 1.8
+    events.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said, plan = _predicted_from(tmp_path, tmp_path, capsys)
+    (doubt,) = plan["doubts"]
+    assert doubt.startswith("Do not rely on this table: the run's own step is predicted 4")
+    assert "% too short" in doubt
+    assert f"\n{doubt}\n\npolicy " in said
+
+
+@pytest.mark.parametrize(("policy", "told"), [("static", True), ("model", False)])
+def test_resizes_by_hand_are_told_and_those_of_a_scheduler_are_simulated(tmp_path, capsys, policy, told):
+    record_run(tmp_path, scenario(groups_per_step=4, num_steps=3), policy)
+    record = Recorder(tmp_path)
+    for _ in range(2):
+        record.event("resized", "Trainer resized.")
+    record.close()
+    said = _predicted_from(tmp_path, tmp_path, capsys)[0]
+    assert ("resized by hand 2 times" in said) == told
+
+
+def test_simulate_and_plan_begin_a_policy_on_the_run_s_own_placement(tmp_path, capsys):
+    """Though the best split is another."""
+    run = tmp_path / "run"
+    record_run(run, scenario({"actor": "0-1", "rollout": 2}, groups_per_step=8, num_steps=3))
+    words = ["--run", str(run), "--arms", '["best_static", "model"]', "--output-dir", str(tmp_path)]
+    assert command.main(words) == 0
+    arms = {arm["arm"]: arm for arm in json.loads((tmp_path / "simulated.json").read_text())["arms"]}
+    assert (arms["best_static"]["train"], arms["model"]["train"]) == ("0", "0-1")
+    _, plan = _predicted_from(run, tmp_path, capsys)
+    home = next(case for case in plan["cases"] if case["policy"] == "model" and case["train"] == [0, 1])
+    recording = read_recording(run)
+    assert recording.mean_s(arms["model"]["step_s"]) == pytest.approx(home["step_s"])
+
+
 def test_simulate_takes_a_recording_and_what_is_written_goes_before_it(run, tmp_path, capsys):
     words = ["--run", str(run), "--arms", '["static"]', "--output-dir", str(tmp_path / "out")]
     assert command.main(words) == 0

@@ -94,7 +94,8 @@ class SimulateConfig(Section):
     """The folder of a run: its slots, work, lengths, speeds and costs as it recorded them, where nothing is written."""
     arms: list[str] = ["best_static", "collocated", "rules", "rules_policies", "model"]
     """What to compare: static (the placement as it is), best_static (the best split into train and generate slots),
-    collocated, rules, rules_policies (with both optional policies), model, or `package.module.Class` of your own."""
+    collocated, rules, rules_policies (with both optional policies), model, or `package.module.Class` of your own. Arms
+    with a policy begin where best_static does, if it is named before them; with `run` on the placement of the run."""
     cluster: SimulatedCluster = SimulatedCluster()
     work: SimulatedWork = SimulatedWork()
     speeds: SimulatedSpeeds = SimulatedSpeeds()

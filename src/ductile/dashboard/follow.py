@@ -8,6 +8,8 @@ from ductile.dashboard.view import Happening, SlotView, ViewState
 from ductile.observe import Event
 
 NUM_EVENTS = 6
+PASSING = frozenset({"held"})
+"""Several times a step, and the slots' own rows show it: training waits, or goes on."""
 
 
 class Follower:
@@ -22,8 +24,8 @@ class Follower:
         self._roles: dict[int, tuple[str, ...]] = {}
 
     def on_event(self, event: Event) -> None:
-        if not event.sentence:
-            return  # it is for programs
+        if not event.sentence or event.kind in PASSING:
+            return
         happening = Happening(self._clock() - self._began_s, event.sentence)
         self._state = replace(self._state, events=(*self._state.events, happening)[-NUM_EVENTS:])
 

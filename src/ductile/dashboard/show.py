@@ -21,7 +21,15 @@ from ductile.observe import Event, Listener
 
 REFRESH_HZ = 2
 OFTEN = frozenset(
-    {"group_dropped", "prompt_dropped_twice", "step_skipped", "reward_error", "prompt_skipped", "nothing_to_learn"}
+    {
+        "group_dropped",
+        "prompt_dropped_twice",
+        "step_skipped",
+        "reward_error",
+        "prompt_skipped",
+        "nothing_to_learn",
+        "held",
+    }
 )
 """Events that may come in hundreds: the first of each kind is printed, all are in events.jsonl."""
 

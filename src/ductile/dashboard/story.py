@@ -17,7 +17,9 @@ from ductile.observe import read_jsonl
 Row = Mapping[str, Any]
 
 RESIZES = frozenset({"resized", "resize_rolled_back"})
-DECISIONS = frozenset({"decided", "held", "switched", "refused"})
+DECISIONS = frozenset({"decided", "switched", "refused"})
+WAITS = "held"
+"""Training begins to wait, or goes on: several times a step."""
 NUM_SAMPLES = 64
 
 
@@ -43,6 +45,9 @@ class Story:
     metrics: tuple[Row, ...]
     """One row a step, the first may be step 0: the evaluation before training."""
     decisions: tuple[Told, ...]
+    waits: tuple[Told, ...]
+    """In which the policy let training wait, and those after which it went on."""
+    num_waits: int
     resizes: tuple[Told, ...]
     others: tuple[Told, ...]
     samples: tuple[Row, ...]
@@ -101,8 +106,10 @@ def read_story(folder: Path) -> Story:
         profiles=profiles,
         metrics=tuple(metrics),
         decisions=tuple(each for each in told if each.kind in DECISIONS),
+        waits=tuple(each for each in told if each.kind == WAITS),
+        num_waits=sum(bool(row.get("holds")) for row in rows if row["kind"] == WAITS),
         resizes=tuple(each for each in told if each.kind in RESIZES),
-        others=tuple(each for each in told if each.kind not in DECISIONS | RESIZES),
+        others=tuple(each for each in told if each.kind not in DECISIONS | RESIZES | {WAITS}),
         samples=tuple(read_jsonl(folder / "samples.jsonl")[-NUM_SAMPLES:]),
         config=tomllib.loads(config.read_text()) if config.exists() else {},
         missing=tuple(missing),

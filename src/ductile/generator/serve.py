@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from types import FrameType
 
 import torch
 import uvicorn
@@ -60,9 +61,14 @@ def serve(config: InferenceRunConfig) -> int:
             server.should_exit = True
 
         server = _server(create_app(engine, tokenizer, name, config.server, end), config.server)
-        # uvicorn takes these two for itself and raises them again once it is through; by then they have been heeded.
-        signal.signal(signal.SIGINT, lambda signum, frame: None)
-        signal.signal(signal.SIGTERM, lambda signum, frame: None)
+
+        def leave(signum: int, frame: FrameType | None) -> None:
+            server.should_exit = True
+
+        # uvicorn takes these two for itself while it serves, and raises them again once it is through. Until then they
+        # end the server before it has begun.
+        signal.signal(signal.SIGINT, leave)
+        signal.signal(signal.SIGTERM, leave)
         print(f"serving {name} on {_url(listener)}", flush=True)
         server.run(sockets=[listener])
     return _complain(failures[0]) if failures else 0

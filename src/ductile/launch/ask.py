@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from ductile.config.asked import complain, parse_with_folder
 from ductile.launch.control import RESIZE_S, Resized, Run, RunFailed, Unfit
 
 DONE, NOT_DONE, UNFIT, INTERRUPTED = 0, 1, 2, 130
@@ -22,19 +23,18 @@ def resize(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="ductile resize", description="Change the slots that a live run trains on, while it trains."
     )
-    parser.add_argument("--run", required=True, metavar="FOLDER", help="the run's output_dir")
     parser.add_argument("--train", required=True, metavar="SLOTS", help="for example 0-3, or 0,2,5")
     parser.add_argument("--replicas", type=int, metavar="N", help="whole copies of the state (default: as many as now)")
     parser.add_argument("--timeout", type=float, default=RESIZE_S, metavar="S", help="how long to wait for it")
     parser.add_argument("--json", action="store_true", help="print what happened as JSON")
-    asked = parser.parse_args(list(words))
+    asked = parse_with_folder(parser, words)
     try:
         result = Run(asked.run).resize(slot_list(asked.train), asked.replicas, asked.timeout)
     except (Unfit, RunFailed) as error:
         return _sorry("resize", error)
     except KeyboardInterrupt:
         print(
-            f"ductile resize: Stopped waiting; the resize goes on. See: ductile status --run {asked.run}",
+            f"ductile resize: Stopped waiting; the resize goes on. See: ductile status {asked.run}",
             file=sys.stderr,
         )
         return INTERRUPTED
@@ -49,9 +49,8 @@ def resize(words: Sequence[str]) -> int:
 
 def status(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="ductile status", description="What a live run does, slot by slot.")
-    parser.add_argument("--run", required=True, metavar="FOLDER", help="the run's output_dir")
     parser.add_argument("--json", action="store_true", help="print it as JSON")
-    asked = parser.parse_args(list(words))
+    asked = parse_with_folder(parser, words)
     try:
         known = Run(asked.run).status()
     except (Unfit, RunFailed) as error:
@@ -88,6 +87,5 @@ def slot_list(text: str) -> tuple[int, ...]:
 
 
 def _sorry(command: str, error: Unfit | RunFailed) -> int:
-    sentence = str(error).rstrip(".")
-    print(f"ductile {command}: {sentence[:1].upper()}{sentence[1:]}.", file=sys.stderr)
+    complain(command, error)
     return UNFIT if isinstance(error, Unfit) else NOT_DONE

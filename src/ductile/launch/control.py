@@ -185,6 +185,11 @@ class Run:
             machine = str(known["machine"])
             host, port, token = str(known["host"]), int(known["port"]), str(known["token"])
         except FileNotFoundError:
+            if (self.folder / "summary.json").exists():
+                raise Unfit(
+                    f"no run is at work in {self.folder}: the last one is over, and one that resumes it has no slots "
+                    f"yet. What it did: ductile report {self.folder}"
+                ) from None
             raise Unfit(
                 f"no run is at work in {self.folder}, or it is still starting: its slots have no roles yet"
             ) from None

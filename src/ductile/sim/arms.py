@@ -48,16 +48,16 @@ class Outcome:
         }
 
 
-def run_arms(scenario: Scenario, names: Sequence[str]) -> Iterator[Outcome]:
+def run_arms(scenario: Scenario, names: Sequence[str], *, stay: bool = False) -> Iterator[Outcome]:
     """The outcome of each arm, as soon as it is there. Dynamic arms begin where the best static one does, if that is
-    among the arms before them.
+    among the arms before them; with `stay` where the scenario begins.
 
     Raises ImportPathError for an arm that does not exist, before any is run.
     """
-    return _run_arms(scenario, [(name, None if name in PLACED else named(name)) for name in names])
+    return _run_arms(scenario, [(name, None if name in PLACED else named(name)) for name in names], stay)
 
 
-def _run_arms(scenario: Scenario, arms: Sequence[tuple[str, Policy | None]]) -> Iterator[Outcome]:
+def _run_arms(scenario: Scenario, arms: Sequence[tuple[str, Policy | None]], stay: bool) -> Iterator[Outcome]:
     for name, policy in arms:
         if policy is not None:
             yield _run(name, scenario, policy)
@@ -66,7 +66,8 @@ def _run_arms(scenario: Scenario, arms: Sequence[tuple[str, Policy | None]]) -> 
         else:
             outcomes = [_run(name, replace(scenario, placement=split), Static()) for split in splits(scenario)]
             best = min(outcomes, key=lambda outcome: outcome.result.wall_s)
-            scenario = replace(scenario, placement=best.placement)
+            if not stay:
+                scenario = replace(scenario, placement=best.placement)
             yield best
 
 

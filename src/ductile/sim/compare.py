@@ -31,7 +31,7 @@ def compare(config: SimulateConfig) -> list[Outcome]:
 
 def _run(scenario: Scenario, config: SimulateConfig) -> list[Outcome]:
     work = scenario.work
-    running = run_arms(scenario, config.arms)
+    running = run_arms(scenario, config.arms, stay=config.run is not None)
     print(
         f"{many(work.num_steps, 'step')} of {work.groups_per_step} x {many(work.group_size, 'rollout')} on "
         f"{many(scenario.placement.num_slots, 'slot')}\n\n"

@@ -9,7 +9,7 @@ from typing import Any
 
 from ductile.config.policy import named_policy
 from ductile.core.cluster.orders import Policy
-from ductile.core.cluster.placement import Placement, compact
+from ductile.core.cluster.placement import Placement, compact, many
 from ductile.core.cluster.policies.names import described
 from ductile.core.cluster.policies.static import InTurns
 from ductile.core.cluster.profile import Setting
@@ -30,6 +30,9 @@ NOTES = (
 )
 WORTH = 0.01
 """A smaller share of a step is no difference."""
+TRUST = 0.15
+"""A run whose own step is predicted worse than this says little of other ways to run it: most recordings of real runs
+are within 8 % (docs/simulator.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,24 @@ def other_cases(recording: Recording) -> Iterator[Case]:
     for placement, name, policy in ways:
         there = replace(scenario, placement=placement)
         yield Case.of(name, there, recording, simulate(there, policy))
+
+
+def doubts(recording: Recording, own: Case) -> list[str]:
+    """Why not to rely on what is predicted from this recording: sentences."""
+    found: list[str] = []
+    if recording.num_resized_by_hand:
+        times = many(recording.num_resized_by_hand, "time")
+        found.append(
+            f"The trainer was resized by hand {times} while it ran, which is not simulated: predicted is a run that "
+            "stays as this one began."
+        )
+    error = own.step_s / recording.step_s - 1
+    if abs(error) > TRUST:
+        found.append(
+            f"Do not rely on this table: the run's own step is predicted {abs(error):.0%} too "
+            f"{'long' if error > 0 else 'short'}, and other ways may be off as far."
+        )
+    return found
 
 
 def better(own: Case, others: Sequence[Case]) -> Case | None:

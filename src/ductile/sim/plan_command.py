@@ -1,10 +1,11 @@
-"""`ductile plan --run runs/x`: with this run's lengths and speeds, which way to use its slots would be the fastest?"""
+"""`ductile plan runs/x`: with this run's lengths and speeds, which way to use its slots would be the fastest?"""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from ductile.config.asked import complain, parse_with_folder, require_folder
 
 if TYPE_CHECKING:
     from ductile.sim.plan import Case
@@ -19,9 +20,8 @@ def main(words: Sequence[str]) -> int:
         prog="ductile plan",
         description="Predict a recorded run's step on other placements and with other policies, in virtual time.",
     )
-    parser.add_argument("--run", required=True, metavar="FOLDER", help="the run's output_dir")
     parser.add_argument("--json", type=Path, metavar="F", help="write the table to this file too")
-    asked = parser.parse_args(list(words))
+    asked = parse_with_folder(parser, words)
     # Help answers at once: what simulates is loaded when there is something to simulate.
     from ductile.config.imports import ImportPathError
     from ductile.loop.asking import BadDecision
@@ -30,25 +30,26 @@ def main(words: Sequence[str]) -> int:
     try:
         _plan(read_recording(asked.run), asked.json)
     except (ImportPathError, BadDecision, OSError, ValueError) as error:
-        sentence = str(error).rstrip(".")
-        print(f"ductile plan: {sentence[:1].upper()}{sentence[1:]}.", file=sys.stderr)
+        complain("plan", error)
         return NO_PLAN
     return DONE
 
 
 def _plan(recording: "Recording", file: Path | None) -> None:
     from ductile.observe import write_json
-    from ductile.sim.plan import NOTES, better, other_cases, own_case, verdict
+    from ductile.sim.plan import NOTES, better, doubts, other_cases, own_case, verdict
 
     if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)  # a table that cannot be written is known before it is made
+        require_folder("--json", file)  # a table that cannot be written is known before it is made
     print(f"{recording.sentence()}\n")
     own, measured_s = own_case(recording), recording.step_s
     error = own.step_s / measured_s - 1
     print(
         f"This run: {own.way}, begun with {own.slots}. A step took {measured_s:.2f} s; predicted {own.step_s:.2f} s "
-        f"({error:+.1%}), {own.idle_share:.0%} idle.\n"
+        f"({error:+.1%}), {own.idle_share:.0%} idle."
     )
+    doubted = doubts(recording, own)
+    print(*doubted, "", sep="\n")
     print(
         f"{'policy':16}{'train':>9}{'generate':>10}{'step':>11}{'idle':>8}{'switches a step':>17}{'vs. this run':>14}"
     )
@@ -73,6 +74,7 @@ def _plan(recording: "Recording", file: Path | None) -> None:
                 "measured_step_s": measured_s,
                 "predicted": own.as_json(),
                 "error": error,
+                "doubts": doubted,
                 "cases": [case.as_json() for case in others],
                 "verdict": said,
                 "toml": best.toml() if best else None,

@@ -43,6 +43,8 @@ class Recording:
     """Places in `steps` that are compared: not the first, and none with an evaluation in it where there are others."""
     trained_share: float
     """Of the answers; the others' groups teach nothing."""
+    num_resized_by_hand: int = 0
+    """Resizes that no scheduler ordered: nothing simulates them."""
 
     @property
     def step_s(self) -> float:
@@ -93,7 +95,8 @@ def read_recording(run: str | Path) -> Recording:
     places = range(1, len(steps))
     quiet = tuple(place for place in places if metrics.get(steps[place].step, {}).get("eval_reward") is None)
     share = _trained_share(folder, setting, [metrics[step.step] for step in steps if step.step in metrics])
-    return Recording(folder, setting, steps, quiet or tuple(places), share)
+    by_hand = sum(row["kind"] == "resized" for row in life) if setting.policy == "static" else 0
+    return Recording(folder, setting, steps, quiet or tuple(places), share, by_hand)
 
 
 def recorded_scenario(recording: Recording, seed: int = 0) -> Scenario:
