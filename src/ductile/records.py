@@ -10,7 +10,7 @@ Per-token lists of one value always have the same length; `__post_init__` says s
 
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Literal
+from typing import Literal, get_args
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -88,6 +88,11 @@ class Generation:
     finish_reason: FinishReason
 
 
+RewardFailure = Literal["timeout", "lost", "raised", "wrong"]
+"""How there came to be no reward: it took too long, its process ended, it raised, it returned something else."""
+REWARD_FAILURES: tuple[RewardFailure, ...] = get_args(RewardFailure)
+
+
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """One answer to a prompt, scored. In a task of several turns it holds all turns, the environment's words too."""
@@ -107,6 +112,8 @@ class Rollout:
     num_turns: int = 1
     error: str = ""
     """Why there is no reward."""
+    failure: RewardFailure | None = None
+    """Set where `error` is."""
 
     @property
     def oldest_version(self) -> int:

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from math import isnan
 
 import pytest
@@ -27,6 +28,10 @@ def test_metrics_of_a_step():
         "reward_mean": 0.5,
         "reward_std": pytest.approx(0.125**0.5),
         "reward_error_share": 0.0,
+        "reward_error_share/timeout": 0.0,
+        "reward_error_share/lost": 0.0,
+        "reward_error_share/raised": 0.0,
+        "reward_error_share/wrong": 0.0,
         "length_mean": 2.0,
         "truncated": 0.25,
         "turns_mean": 1.0,
@@ -77,6 +82,21 @@ def test_a_metric_that_is_no_number_is_left_out_of_its_mean_and_counted():
         "reward/length": 3.0,
     }
     assert metrics["reward_metrics_not_finite"] == 2
+
+
+def test_failed_rewards_are_counted_by_how_they_failed():
+    hows = ["timeout", "timeout", "raised", None, None, None, None, None]
+    answers = [replace(rollout(None if how else 1.0, [0]), failure=how) for how in hows]
+    tally = Tally(version=0)
+    tally.add([group(*answers)], None)
+    metrics = tally.metrics(1.0, {})
+    assert {name: value for name, value in metrics.items() if name.startswith("reward_error_share")} == {
+        "reward_error_share": 0.375,
+        "reward_error_share/timeout": 0.25,
+        "reward_error_share/lost": 0.0,
+        "reward_error_share/raised": 0.125,
+        "reward_error_share/wrong": 0.0,
+    }
 
 
 def test_a_step_that_learned_nothing_has_no_loss():

@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -63,6 +64,67 @@ def test_a_failing_reward_is_an_error_and_the_others_are_not_disturbed(config, a
     assert sentence in verdicts[1].error
     assert errors == [verdicts[1].error]
     assert num_errors == 1
+
+
+def test_a_failed_reward_tells_how_it_failed(config):
+    answers = ["fine", "sleep", "exit", "raise", "text"]
+    verdicts, *_ = grade(config, answers, timeout_s=1)
+    assert [verdict.failure for verdict in verdicts] == [None, "timeout", "lost", "raised", "wrong"]
+
+
+def test_a_forged_answer_of_another_kind_costs_the_reward_and_its_writer(config):
+    line = 'pipe {"type": "TasksMade", "number": 2, "notes": [], "want_token_ids": []}'
+    verdicts, errors, _, _ = grade(config, [line, "fine"])
+    assert [(verdict.reward, verdict.failure) for verdict in verdicts] == [(None, "lost"), (1, None)]
+    assert errors == ["the reward of example 0 wrote something else than its answer into the grader's pipe"]
+
+
+def no_process(*_, **__):
+    raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+
+def test_a_process_that_cannot_be_started_costs_a_reward_and_not_the_run(config, monkeypatch):
+    async def run():
+        async with Graders({"train": config}, GradersConfig(num_workers=2)) as graders:
+            with monkeypatch.context() as patch:
+                patch.setattr(asyncio, "create_subprocess_exec", no_process)
+                asked = [graders.reward("train", 0, Completion(answer)) for answer in ("half a second", "fine")]
+                meanwhile = await asyncio.gather(*asked)
+            return meanwhile, await asyncio.gather(*(graders.reward("train", 0, Completion("fine")) for _ in range(2)))
+
+    (lives, failed), later = asyncio.run(run())
+    assert (lives.reward, failed.reward, failed.failure) == (1, None, "lost")
+    assert failed.error == (
+        "the reward of example 0 found no grader process: [Errno 11] Resource temporarily unavailable"
+    )
+    assert [verdict.reward for verdict in later] == [1, 1]
+
+
+def test_a_replacement_that_cannot_make_its_tasks_costs_a_reward_and_not_the_run(config, tmp_path):
+    async def run():
+        async with Graders({"train": config}, ONE) as graders:
+            await graders.reward("train", 0, Completion("exit"))
+            (tmp_path / "rows.jsonl").rename(tmp_path / "away.jsonl")
+            without = await graders.reward("train", 0, Completion("fine"))
+            (tmp_path / "away.jsonl").rename(tmp_path / "rows.jsonl")
+            return without, await graders.reward("train", 0, Completion("fine"))
+
+    without, later = asyncio.run(run())
+    assert without.error == f"the reward of example 0 found no grader process: there is no file {config['path']}"
+    assert (without.failure, later.reward) == ("lost", 1)
+
+
+def test_a_run_ends_when_no_grader_is_left_and_none_can_be_started(config, monkeypatch):
+    async def run():
+        async with Graders({"train": config}, ONE) as graders:
+            await graders.reward("train", 0, Completion("exit"))
+            monkeypatch.setattr(asyncio, "create_subprocess_exec", no_process)
+            for _ in range(2):
+                assert (await graders.reward("train", 0, Completion("fine"))).failure == "lost"
+            await graders.reward("train", 0, Completion("fine"))
+
+    with pytest.raises(TaskError, match=r"found no grader process: .*unavailable; so did the 2 before it"):
+        asyncio.run(run())
 
 
 def test_metrics_that_are_no_finite_numbers_cost_neither_the_reward_nor_the_process(config):

@@ -112,10 +112,22 @@ PARTS = (
 TROUBLE = frozenset({"reward_error_share", "eval_reward_error_share"})
 """Told only where there is any."""
 
+FAILED = {"timeout": "timed out", "lost": "lost their process", "raised": "raised", "wrong": "returned no number"}
+"""What `reward_error_share` is made of."""
+
 
 def step_line(step: int, max_steps: int, metrics: Mapping[str, float]) -> str:
     """`step 12/60  reward 0.531  length 23.1  loss 0.0123  ...`: what the row has, always in this order."""
     parts = [
-        form.format(metrics[name]) for name, form in PARTS if name in metrics and (metrics[name] or name not in TROUBLE)
+        form.format(metrics[name]) + (_how_failed(metrics) if name == "reward_error_share" else "")
+        for name, form in PARTS
+        if name in metrics and (metrics[name] or name not in TROUBLE)
     ]
     return "  ".join([f"step {step:>{len(str(max_steps))}}/{max_steps}", *parts])
+
+
+def _how_failed(metrics: Mapping[str, float]) -> str:
+    """` (3% timed out, 1% raised)`."""
+    shares = {said: metrics.get(f"reward_error_share/{how}", 0.0) for how, said in FAILED.items()}
+    parts = [f"{share:.0%} {said}" for said, share in shares.items() if share]
+    return f" ({', '.join(parts)})" if parts else ""

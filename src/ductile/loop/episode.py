@@ -85,7 +85,7 @@ class Episodes:
         task, tokens = self._tasks[prompt.task], Tokens()
         first = task.messages(prompt.example)
         messages = list(first)
-        num_turns, error = 0, None
+        num_turns, verdict = 0, None
         while True:
             room = self._max_len_tokens - len(prompt.token_ids) - len(tokens.ids)
             generation = await self._generators.generate(
@@ -108,7 +108,8 @@ class Episodes:
                 break
             messages.append({"role": "assistant", "content": answer})
             reply = await self._graders.reply(prompt.task, prompt.example, messages)
-            error = reply.error
+            if reply.error:
+                verdict = Verdict(error=reply.error, failure=reply.failure)
             if not reply.messages:
                 break
             between = next_turn(self._tokenizer, first, generation.token_ids, reply.messages)
@@ -117,8 +118,7 @@ class Episodes:
                 break
             tokens.given(between)
             messages += reply.messages
-        verdict = Verdict(error=error)
-        if not error:
+        if verdict is None:
             completion = Completion(answer, sum(tokens.mask), finish, num_turns, generation.token_ids)
             verdict = await self._graders.reward(prompt.task, prompt.example, completion)
         return Rollout(
@@ -131,6 +131,7 @@ class Episodes:
             metrics=verdict.metrics,
             num_turns=num_turns,
             error=verdict.error or "",
+            failure=verdict.failure,
         )
 
     @contextmanager

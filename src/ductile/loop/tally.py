@@ -15,6 +15,7 @@ dropped_length_mean              of these answers; above length_mean, long answe
 train_slots, resizes             of the trainer, at the step's end; resizes since the start
 seconds/resize                   in which the trainer stood still for resizes; part of the other phases' time
 reward_error_share               of the batch's answers that could not be scored, and so are not trained on
+reward_error_share/<how>         its parts: timeout, lost (its process ended), raised, wrong (returned something else)
 reward_errors                    rewards and replies that failed (since the start)
 """
 
@@ -23,7 +24,7 @@ from math import nan, sqrt
 
 from ductile.core.batch.advantage import all_equal
 from ductile.core.batch.rewards import scored
-from ductile.records import Rollout, RolloutGroup, StepReport
+from ductile.records import REWARD_FAILURES, Rollout, RolloutGroup, StepReport
 
 AT_WORK = ("forward_backward", "optim_step")
 """The phases in which the trainer computes."""
@@ -83,6 +84,7 @@ class Tally:
             "turns_mean": _mean([float(rollout.num_turns) for rollout in rollouts]),
             "off_policy_mean": _mean([float(age) for age in ages]),
             "off_policy_max": float(max(ages, default=0)),
+            **_shares_failed(rollouts),
             "reward_metrics_not_finite": float(sum(list(rollout.metrics.values()).count(None) for rollout in rollouts)),
             "groups_equal": float(sum(all_equal(scored(group.rollouts)) for group in self._groups)),
         }
@@ -103,6 +105,11 @@ class Tally:
             "step_s": step_s,
         }
         return values | {f"seconds/{phase}": spent_s for phase, spent_s in seconds.items()}
+
+
+def _shares_failed(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    how = [rollout.failure for rollout in rollouts]
+    return {f"reward_error_share/{each}": how.count(each) / max(1, len(how)) for each in REWARD_FAILURES}
 
 
 def mean_by_name(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:

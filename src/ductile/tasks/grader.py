@@ -18,10 +18,9 @@ from typing import Any, TypeVar
 
 from ductile.config.orchestrator import GradersConfig
 from ductile.half_characters import mended
-from ductile.records import Completion
+from ductile.records import Completion, RewardFailure
 from ductile.tasks.grader_log import appender
 from ductile.tasks.grader_protocol import (
-    Answer,
     AskReply,
     AskReward,
     GradingFailed,
@@ -31,12 +30,14 @@ from ductile.tasks.grader_protocol import (
     Scored,
     TasksMade,
 )
-from ductile.tasks.grader_worker import GraderWorker, WorkerLost
+from ductile.tasks.grader_worker import GraderWorker, WorkerLost, no_answer
 from ductile.tasks.task import TaskError
 
 START_TIMEOUT_S = 120.0  # importing a reward's libraries on a busy machine
 ABANDONED_TIMEOUT_S = 2.0
 """Of a call whose group was dropped; most rewards take less than a new process would."""
+MAX_FAILED_STARTS = 3
+"""In a row, with no worker left."""
 MAX_WORKERS = 8
 """Where nobody says how many."""
 
@@ -45,12 +46,13 @@ A = TypeVar("A", Scored, Replied)
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of one call. With an `error` (a sentence), there is no reward."""
+    """What came of one call. With an `error` (a sentence) and its kind, there is no reward."""
 
     reward: float | None = None
     metrics: dict[str, float | None] = field(default_factory=dict[str, float | None])
     """As `Rollout.metrics`."""
     error: str | None = None
+    failure: RewardFailure | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +61,13 @@ class Reply:
 
     messages: list[dict[str, str]] | None = None
     error: str | None = None
+    failure: RewardFailure | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Failure:
+class _Failed:
     sentence: str
+    failure: RewardFailure
 
 
 class Graders:
@@ -88,8 +92,9 @@ class Graders:
         self._free: asyncio.LifoQueue[GraderWorker | None] = asyncio.LifoQueue()
         """None: a worker that is not started yet, or has died. One that is there is taken first."""
         self._workers: set[GraderWorker] = set()
-        self._calls: set[asyncio.Task[Answer]] = set()
+        self._calls: set[asyncio.Task[Any]] = set()
         self._noted = False
+        self._num_failed_starts = 0
         self.num_errors = 0
 
     async def __aenter__(self) -> "Graders":
@@ -115,18 +120,20 @@ class Graders:
         token_ids = completion.token_ids if task in self._want_token_ids else ()
         completion = replace(completion, text=mended(completion.text), token_ids=token_ids)
         scored = await self._ask(Scored, lambda number: AskReward(number, task, example, completion))
-        return (
-            Verdict(error=scored.sentence) if isinstance(scored, _Failure) else Verdict(scored.reward, scored.metrics)
-        )
+        if isinstance(scored, _Failed):
+            return Verdict(error=scored.sentence, failure=scored.failure)
+        return Verdict(scored.reward, scored.metrics)
 
     async def reply(self, task: str, example: int, messages: list[dict[str, str]]) -> Reply:
         messages = [{**message, "content": mended(message["content"])} for message in messages]
         replied = await self._ask(Replied, lambda number: AskReply(number, task, example, messages))
-        return Reply(error=replied.sentence) if isinstance(replied, _Failure) else Reply(replied.messages)
+        if isinstance(replied, _Failed):
+            return Reply(error=replied.sentence, failure=replied.failure)
+        return Reply(replied.messages)
 
-    async def _ask(self, wanted: type[A], request: Callable[[int], AskReward | AskReply]) -> A | _Failure:
+    async def _ask(self, wanted: type[A], request: Callable[[int], AskReward | AskReply]) -> A | _Failed:
         worker = await self._free.get()
-        call = asyncio.create_task(self._call(worker, request))
+        call = asyncio.create_task(self._call(worker, wanted, request))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
         try:
@@ -134,22 +141,26 @@ class Graders:
         except asyncio.CancelledError:
             asyncio.get_running_loop().call_later(ABANDONED_TIMEOUT_S, call.cancel)
             raise
-        if isinstance(answer, wanted):
+        if not isinstance(answer, GradingFailed):
             return answer
-        assert isinstance(answer, GradingFailed)
         asked = request(0)
         what = "reward" if isinstance(asked, AskReward) else "reply"
         of = f"{asked.task} example" if len(self._tasks) > 1 else "example"
         sentence = f"the {what} of {of} {asked.example} {answer.error}"
         self.num_errors += 1
         self._on_error(sentence, answer.traceback)
-        return _Failure(sentence)
+        return _Failed(sentence, answer.failure)
 
-    async def _call(self, worker: GraderWorker | None, request: Callable[[int], Request]) -> Answer:
+    async def _call(
+        self, worker: GraderWorker | None, wanted: type[A], request: Callable[[int], Request]
+    ) -> A | GradingFailed:
         """Ends by itself, whoever waits for it: the worker is free again, or lost."""
         try:
-            worker = worker or await self._start()
-            return await worker.ask(request(worker.number()), self._config.timeout_s)
+            worker = worker or await self._replacement()
+            answer = await worker.ask(request(worker.number()), self._config.timeout_s)
+            if isinstance(answer, wanted | GradingFailed):
+                return answer
+            raise no_answer()
         except BaseException as error:
             if worker is not None:
                 self._workers.discard(worker)
@@ -157,9 +168,25 @@ class Graders:
                 worker = None
             if not isinstance(error, WorkerLost):
                 raise
-            return GradingFailed(0, str(error))
+            return GradingFailed(0, str(error), error.failure)
         finally:
             self._free.put_nowait(worker)
+
+    async def _replacement(self) -> GraderWorker:
+        """For one that was lost, or was not needed before: then a failure costs this call its answer, and no more.
+
+        Raises TaskError when no worker is left and none can be started, time after time.
+        """
+        try:
+            worker = await self._start()
+        except (TaskError, OSError) as error:  # OSError: the machine has no process to spare, or no handle
+            self._num_failed_starts += 1
+            sentence = f"found no grader process: {error}"
+            if not self._workers and self._num_failed_starts >= MAX_FAILED_STARTS:
+                raise TaskError(f"{sentence}; so did the {MAX_FAILED_STARTS - 1} before it") from error
+            raise WorkerLost(sentence) from error
+        self._num_failed_starts = 0
+        return worker
 
     async def _start(self) -> GraderWorker:
         worker = await GraderWorker.start(self._config, self._on_print)

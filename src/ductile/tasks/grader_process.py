@@ -68,13 +68,15 @@ class Grader:
         try:
             return self._execute(request)
         except TaskError as error:
-            return GradingFailed(request.number, sayable(str(error)))
+            return GradingFailed(request.number, sayable(str(error)), "wrong")
         except BaseException as error:  # SystemExit too: a reward may call sys.exit
             hint = "" if self._has_network or not _wanted_network(error) else (
                 "; rewards have no network: orchestrator.graders.network = true gives them one"
             )  # fmt: skip
             told = "".join(traceback.format_exception(error))
-            return GradingFailed(request.number, sayable(f"raised {raised(error)}{hint}"), sayable(told, 8000))
+            return GradingFailed(
+                request.number, sayable(f"raised {raised(error)}{hint}"), "raised", sayable(told, 8000)
+            )
 
     def _execute(self, request: Request) -> Answer:
         match request:

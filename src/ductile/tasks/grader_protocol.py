@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from ductile.half_characters import mended
-from ductile.records import Completion
+from ductile.records import Completion, RewardFailure
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
 MAX_ERROR_CHARS = 2000
@@ -69,6 +69,7 @@ class GradingFailed(msgspec.Struct, tag=True, frozen=True):
     number: int
     error: str
     """Goes on after "the reward of ..."."""
+    failure: RewardFailure
     traceback: str = ""
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from ductile.config.orchestrator import GradersConfig
+from ductile.records import RewardFailure
 from ductile.tasks.grader_protocol import MAX_LINE_BYTES, Answer, Request, decode_answer, encode
 from ductile.tasks.keeper import LEAVE
 
@@ -50,6 +51,14 @@ ENV_PREFIXES = ("LC_", "PYTHON", "XDG_")
 
 class WorkerLost(Exception):
     """The text goes on after "the reward of ..."."""
+
+    def __init__(self, text: str, failure: RewardFailure = "lost") -> None:
+        super().__init__(text)
+        self.failure: RewardFailure = failure
+
+
+def no_answer() -> WorkerLost:
+    return WorkerLost("wrote something else than its answer into the grader's pipe")
 
 
 def clean_environment(environment: Mapping[str, str], passed: Sequence[str]) -> dict[str, str]:
@@ -107,7 +116,7 @@ class GraderWorker:
                 await self._in.drain()
                 line = await self._out.readline()
         except TimeoutError:
-            raise WorkerLost(f"took longer than {timeout_s:g} s and was stopped") from None
+            raise WorkerLost(f"took longer than {timeout_s:g} s and was stopped", "timeout") from None
         except ConnectionError:
             line = b""
         except ValueError:
@@ -118,7 +127,7 @@ class GraderWorker:
             answer = decode_answer(line)
             if answer.number == request.number:
                 return answer
-        raise WorkerLost("wrote something else than its answer into the grader's pipe")
+        raise no_answer()
 
     async def kill(self) -> None:
         """With all that a reward has started."""
