@@ -179,6 +179,14 @@ def test_one_key_that_does_not_exist_is_no_other_command_s_config(capsys: pytest
     assert "looks like" not in capsys.readouterr().err
 
 
+def test_the_example_of_a_task_of_one_s_own_is_good(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[1])
+    assert main(["check", "@", "examples/own_task/rl.toml", "--output-dir", "runs/none"]) == 0
+    assert "examples/own_task/questions.jsonl, 32 examples" in capsys.readouterr().out
+
+
 def test_the_example_of_sft_is_good(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[1])
     assert main(["check", "sft", "@", "examples/sft/sft.toml", "--output-dir", "runs/none"]) == 0

@@ -1,6 +1,7 @@
 """Reward functions as users of other systems have them."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -147,3 +148,19 @@ def test_a_class_of_ones_own_may_be_async_and_ask_for_more(tmp_path):
     )
     task = build_task(ImportTask(import_path=f"{tmp_path}/own.py:Own"))
     assert score(task, 0, FOUR) == (2.0, {})
+
+
+@pytest.mark.parametrize(
+    ("answer", "num_tokens", "reward"),
+    [
+        ("2+5=7 7-5=2 <answer>2</answer>", 20, 1.0),
+        ("2+5=7 7-5=3 <answer>3</answer>", 20, 0.1),
+        ("2", 1, 0.0),
+        ("<answer>two</answer>", 42, -0.02),
+    ],
+)
+def test_the_example_s_rewards_score_as_they_say(answer: str, num_tokens: int, reward: float) -> None:
+    folder = Path(__file__).parents[2] / "examples/own_task"
+    functions = [f"{folder}/reward.py:{name}" for name in ("correct", "brief")]
+    task = JsonlDataset(str(folder / "questions.jsonl"), functions, weights=[1.0, 0.2])
+    assert score(task, 0, Completion(answer, num_tokens))[0] == pytest.approx(reward)
