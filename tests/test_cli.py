@@ -233,6 +233,14 @@ def _truncate(file: Path) -> None:
 TASK = ["--task.type", "builtin", "--task.name", "addition", "--client.base-url", "http://127.0.0.1:9/v1"]
 MINE = "--orchestrator.advantage.type custom --orchestrator.advantage.import-path"
 # What a command would refuse at its start, once the config itself is good: how the folder is spoiled, words, sentence.
+JSONL = '--orchestrator.task={{"type": "jsonl", "path": "data.jsonl", "reward": "{}"}}'
+TASK_OF = """
+class Mine:
+    name = "mine"
+    def messages(self, example): {}
+    def __len__(self): return 100
+    def reward(self, example, answer): return 1.0
+"""
 REFUSED_AT_THE_START: list[tuple[Callable[[], object], list[str], str]] = [
     (lambda: Path("model/tokenizer.json").write_text("{}"), ["rl", "@", "good.toml"], "tokenizer.json cannot be read"),
     (lambda: Path("model/tokenizer.json").write_text("{}"), ["sft", "@", "sft.toml"], "tokenizer.json cannot be read"),
@@ -275,6 +283,32 @@ REFUSED_AT_THE_START: list[tuple[Callable[[], object], list[str], str]] = [
         lambda: Path("mine.py").write_text(""),
         ["rl", "@", "good.toml", *MINE.split(), "mine.py:f"],
         "names 'f', which mine.py does not define",
+    ),
+    (
+        lambda: Path("mine.py").write_text("def right(row, answer): ..."),
+        ["rl", "@", "good.toml", JSONL.format("mine.py")],
+        "names a file and nothing in it: write mine.py:name",
+    ),
+    (
+        lambda: Path("mine.py").write_text("\nclass Right:\n    def __init__(self, row, answer): ..."),
+        ["rl", "@", "good.toml", JSONL.format("mine.py:Right")],
+        "mine.py:Right is a class; a reward is a function, called with (row, answer) (mine.py:2)",
+    ),
+    *(
+        (
+            lambda body=body: Path("raising.py").write_text(TASK_OF.format(body)),
+            [*words, '{"type": "import", "import_path": "raising.py:Mine"}'],
+            said,
+        )
+        for body, said in (
+            ("raise KeyError('solution')", "Mine.messages(0) raised KeyError: 'solution' (raising.py:4)"),
+            ("return 'What is 1 + 1?'", "Mine.messages(0) returned 'What is 1 + 1?'; it must return a list of"),
+            ("return [{'role': 'user'}]", "Mine.messages(0) returned [{'role': 'user'}]; it must return a list of"),
+        )
+        for words in (
+            ["rl", "@", "good.toml", "--orchestrator.eval.enabled", "false", "--orchestrator.task"],
+            ["orchestrator", "--model.name", "model", "--client.base-url", "http://127.0.0.1:1/v1", "--task"],
+        )
     ),
 ]
 

@@ -50,6 +50,8 @@ def unfit(import_path: str) -> str:
     if _IN_FILE.fullmatch(import_path):
         file, _, attribute = import_path.rpartition(":")
         return _unfit_file(Path(file), attribute)
+    if import_path.endswith(".py"):
+        return f"names a file and nothing in it: write {import_path}:name"
     if _DOTTED.fullmatch(import_path) is None:
         return "is not an import path: write package.module.name or file.py:name"
     package = re.split(r"[.:]", import_path)[0]

@@ -20,6 +20,7 @@ FACTS = ("num_tokens", "finish_reason", "num_turns", "token_ids")
 """What a reward may ask for besides the text (`ductile.records.Completion`)."""
 OF_TRL = ("completions", "completion_ids")
 """A function with one of these parameters is called as TRL calls it."""
+IS_A_CLASS = "is a class; a reward is a function, called with (row, answer)"
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -88,6 +89,8 @@ def uncallable(import_path: str) -> str:
     except (OSError, SyntaxError, ValueError):
         return ""  # told by who looks for the file
     for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return f"{IS_A_CLASS} ({Path(file).name}:{node.lineno})"
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name and not node.decorator_list:
             try:
                 _signature({parameter.name: parameter for parameter in _parameters(node)}, "row")

@@ -39,7 +39,7 @@ from ductile.roles import Generators, Scorer, Task, Trainer
 from ductile.tasks.build import build_task
 from ductile.tasks.conversation import first_turn
 from ductile.tasks.prompts import ExampleOrder, Prompts, split
-from ductile.tasks.task import TaskError
+from ductile.tasks.task import TaskError, messages_of
 from ductile.tasks.tokenizer import Tokenizer
 
 
@@ -95,6 +95,7 @@ def prepare(config: RLConfig) -> Prepared:
             name, tasks["eval"] = "eval", build_task(orchestrator.eval.task)
             held_out = range(min(len(tasks["eval"]), orchestrator.eval.num_examples))
         eval_prompts = _eval_prompts(tokenizer, tasks[name], name, held_out, config.inference.model.max_model_len)
+    first_turn(tokenizer, messages_of(tasks["train"], train_examples[0]))  # what raises is found before the start
     groups_per_step = orchestrator.batch_size // orchestrator.rollouts_per_example
     one_epoch = max(1, len(train_examples) // groups_per_step)
     given = config.max_steps or config.trainer.max_steps or orchestrator.max_steps
@@ -261,7 +262,7 @@ def _eval_prompts(
 ) -> list[Prompt]:
     """Held-out questions that leave room for an answer. Raises TaskError when none does."""
     prompts = [
-        Prompt(f"eval/0/{example}", name, example, tuple(first_turn(tokenizer, task.messages(example))))
+        Prompt(f"eval/0/{example}", name, example, tuple(first_turn(tokenizer, messages_of(task, example))))
         for example in examples
     ]
     fitting = [prompt for prompt in prompts if len(prompt.token_ids) < max_len_tokens]

@@ -7,7 +7,7 @@ from numbers import Real
 from typing import Any
 
 from ductile.config.imports import ImportPathError, import_object
-from ductile.config.reward_signature import RewardSignature, WrongSignature, reward_signature
+from ductile.config.reward_signature import IS_A_CLASS, RewardSignature, WrongSignature, reward_signature
 from ductile.roles import Task
 from ductile.tasks.rows import Row, conversation, read_rows
 from ductile.tasks.task import TaskError
@@ -122,6 +122,8 @@ def _import_reward(import_path: str, weight: float) -> _Reward:
         function = import_object(import_path)
     except ImportPathError as error:
         raise TaskError(f"orchestrator.task.reward: {error}") from error
+    if isinstance(function, type):
+        raise TaskError(f"orchestrator.task.reward: {import_path} {IS_A_CLASS}")
     if not callable(function):
         raise TaskError(f"orchestrator.task.reward: {import_path} is {type(function).__name__}, not a function")
     try:

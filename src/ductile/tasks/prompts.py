@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ductile.records import Prompt
 from ductile.roles import Task
 from ductile.tasks.conversation import ChatTokenizer, first_turn
-from ductile.tasks.task import TaskError
+from ductile.tasks.task import TaskError, messages_of
 
 
 class ExampleOrder:
@@ -109,5 +109,5 @@ class Prompts:
 
     def _prompt(self, position: int) -> Prompt:
         epoch, example = self._order[position]
-        token_ids = first_turn(self._tokenizer, self._task.messages(example))
+        token_ids = first_turn(self._tokenizer, messages_of(self._task, example))
         return Prompt(f"train/{epoch}/{example}", "train", example, tuple(token_ids))

@@ -7,9 +7,10 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from ductile.config import errors
+from ductile.config.blame import raised
 from ductile.config.reward_signature import FACTS, RewardSignature, WrongSignature, reward_signature
 from ductile.records import Completion
 from ductile.roles import Task
@@ -76,6 +77,20 @@ def signature_of(task: Task) -> RewardSignature:
         return reward_signature(task.reward, first="example")
     except WrongSignature as error:
         raise TaskError(f"the method `reward` of {type(task).__name__} {error}") from None
+
+
+def messages_of(task: Task, example: int) -> list[dict[str, str]]:
+    """`task.messages`. Raises TaskError when it raises, or returns what is no conversation."""
+    where = f"{type(task).__name__}.messages({example})"
+    try:
+        said: object = task.messages(example)
+    except TaskError:
+        raise
+    except Exception as error:
+        raise TaskError(f"{where} raised {raised(error)}") from error
+    if not (isinstance(said, list) and said and all(map(_is_message, cast(list[object], said)))):
+        raise TaskError(f'{where} returned {said!r:.80}; it must return a list of {{"role": ..., "content": ...}}')
+    return cast(list[dict[str, str]], said)
 
 
 def reply(task: Task, example: int, messages: list[dict[str, str]]) -> list[dict[str, str]] | None:
