@@ -1,5 +1,7 @@
 """What may be shown while more is to come. Tokens here are bytes, as in a byte-level tokenizer."""
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,6 +51,22 @@ def test_broken_bytes_are_shown_as_the_whole_answer_spells_them(content: bytes, 
         part, tokens = tokens[:size], tokens[size:]
         shown += follower.push(part, last=not tokens)
     assert shown == decode(list(content), skip)
+
+
+@settings(deadline=None)
+@given(st.text("ab\u00e9\u4f60\u20ac\U0001f600", max_size=40).filter(bool))
+def test_characters_in_bytes_are_shown_also_where_a_half_one_spoils_those_before_it(text: str) -> None:
+    """As decoders with byte fallback do it: a run of bytes that is not all UTF-8 is all spelled as broken."""
+
+    def with_byte_fallback(tokens: list[int], skip_special_tokens: bool) -> str:
+        runs = re.findall(rb"[\x80-\xff]+|[\x00-\x7f]+", bytes(tokens))
+        return "".join(
+            "\ufffd" * len(run) if "\ufffd" in run.decode(errors="replace") else run.decode() for run in runs
+        )
+
+    follower, tokens = TextStream(with_byte_fallback, Sampling()), list(text.encode())
+    shown = [follower.push([token], last=index == len(tokens)) for index, token in enumerate(tokens, 1)]
+    assert "".join(shown) == text
 
 
 @settings(deadline=None)

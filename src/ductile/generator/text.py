@@ -39,8 +39,10 @@ class TextStream:
         self._stop_ids = frozenset(stop_ids)
         self._window: list[int] = []
         """The context, then tokens that are not all taken."""
-        self._num_taken = 0
-        """Characters of the window's text."""
+        self._taken = ""
+        """Of the window's text."""
+        self._num_open_tokens = 0
+        """At the window's end, since all of its text was taken."""
         self._held = ""
         self.stopped = False
         """Whether a stop string has come."""
@@ -62,21 +64,31 @@ class TextStream:
 
     def _new_text(self, tokens: list[int], last: bool) -> str:
         self._window += tokens
-        text = self._decode(self._window, self._skip_special_tokens)
+        self._num_open_tokens += len(tokens)
+        text, num_taken = self._decode(self._window, self._skip_special_tokens), len(self._taken)
         num_broken = len(text) - len(text.rstrip(INCOMPLETE))
-        num_open = 0 if last else min(num_broken, MOST_INCOMPLETE, len(text) - self._num_taken)
-        taken, self._num_taken = self._num_taken, len(text) - num_open
+        spoiled = num_broken > 0 and not text.startswith(self._taken)
+        if not last and spoiled and self._num_open_tokens <= MOST_INCOMPLETE:
+            return ""  # decoders with byte fallback spell whole characters as broken, too, when they precede a half one
+        num_open = 0 if last else max(0, min(num_broken, MOST_INCOMPLETE, len(text) - num_taken))
+        num_certain = len(text) - num_open
+        self._taken = text[:num_certain]
+        if not num_open:
+            self._num_open_tokens = 0
         # One or two may have begun before the context does, with tokens between that are not shown.
         if len(self._window) > MAX_WINDOW and num_open in (0, MOST_INCOMPLETE):
-            self._forget(text[self._num_taken :])
-        return text[taken : len(text) - num_open]
+            self._forget(text)
+        return text[num_taken:num_certain]
 
-    def _forget(self, pending: str) -> None:
-        """All but the context, if that spells `pending`, which is not taken yet, too."""
-        window = self._window[-NUM_CONTEXT:]
-        text = self._decode(window, self._skip_special_tokens)
-        if text.endswith(pending):
-            self._window, self._num_taken = window, len(text) - len(pending)
+    def _forget(self, text: str) -> None:
+        """All but the context, which is a little longer where a character would be cut."""
+        pending = text[len(self._taken) :]
+        for size in range(NUM_CONTEXT, MAX_WINDOW):
+            window = self._window[-size:]
+            kept = self._decode(window, self._skip_special_tokens)
+            if kept.endswith(pending) and (text.endswith(kept) or size == MAX_WINDOW - 1):
+                self._window, self._taken = window, kept[: len(kept) - len(pending)]
+                return
 
     def _may_become_stop(self) -> int:
         """How many characters at the end are the beginning of a stop string."""
