@@ -85,6 +85,13 @@ def test_answers_that_could_not_be_scored_are_left_out_of_the_means(tmp_path):
     assert (report.reward_mean, report.pass_at, report.reward_error_share) == (1.0, {1: 1.0}, 0.25)
 
 
+def test_a_pass_at_k_without_enough_scored_answers_is_left_out_and_not_zero(tmp_path):
+    failed = iter([False, True, False, False] * 4)
+    report = evaluate_with(tmp_path, lambda example: next(failed), samples_per_example=4)
+    assert report.pass_at == {1: 1.0, 2: 1.0}
+    assert "eval_pass_at_4" not in report.metrics()
+
+
 def test_an_evaluation_with_too_many_failed_rewards_ends_the_run(tmp_path):
     with pytest.raises(RewardsFailed) as error:
         evaluate_with(tmp_path, lambda example: example > 0, max_reward_error_share=0.5)

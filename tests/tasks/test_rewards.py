@@ -9,7 +9,7 @@ from ductile.config.orchestrator import ImportTask, JsonlTask
 from ductile.config.reward_signature import WrongSignature, reward_signature
 from ductile.records import Completion
 from ductile.tasks.build import build_task
-from ductile.tasks.jsonl import JsonlDataset
+from ductile.tasks.jsonl import JsonlDataset, names_of
 from ductile.tasks.task import TaskError, score
 
 ROWS = [
@@ -164,3 +164,23 @@ def test_the_example_s_rewards_score_as_they_say(answer: str, num_tokens: int, r
     functions = [f"{folder}/reward.py:{name}" for name in ("correct", "brief")]
     task = JsonlDataset(str(folder / "questions.jsonl"), functions, weights=[1.0, 0.2])
     assert score(task, 0, Completion(answer, num_tokens))[0] == pytest.approx(reward)
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["rewards.py:exact", "pkg.module.brief"], ["exact", "brief"]),
+        (["a.py:style", "my/b.py:style", "pkg.c.style", "c.py:brief"], ["a.style", "b.style", "c.style", "brief"]),
+        (["a.py:style", "a.py:style", "x/a.py:style"], ["a.style_1", "a.style_2", "a.style_3"]),
+    ],
+)
+def test_functions_of_the_same_name_are_metrics_of_their_own(paths, names):
+    assert names_of(paths) == names
+
+
+def test_two_functions_of_one_name_overwrite_no_metric(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    for name, value in (("right", 1.0), ("brief", 0.5)):
+        (tmp_path / f"{name}.py").write_text(f"def reward(row, answer):\n    return {value}\n")
+    config = JsonlTask(path=f"{tmp_path}/rows.jsonl", reward=[f"{tmp_path}/{n}.py:reward" for n in ("right", "brief")])
+    assert score(build_task(config), 0, FOUR) == (1.5, {"right.reward": 1.0, "brief.reward": 0.5})

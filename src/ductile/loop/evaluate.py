@@ -36,7 +36,7 @@ class EvalReport:
     reward_mean: float
     """Of the answers that could be scored; NaN when none could."""
     pass_at: dict[int, float]
-    """By k; the unbiased estimate when there are more than k samples."""
+    """By k; the unbiased estimate when there are more than k samples. Without the k of which no prompt has enough."""
     length_mean: float
     """Sampled tokens an answer."""
     num_answers: int
@@ -110,8 +110,9 @@ class Evaluation:
         return EvalReport(
             reward_mean=_mean(rewards) if rewards else nan,
             pass_at={
-                k: _mean([pass_at_k(num, num_solved, k) for num, num_solved in solved if num >= k])
+                k: _mean(shares)
                 for k in _powers_of_two(n)
+                if (shares := [pass_at_k(num, num_solved, k) for num, num_solved in solved if num >= k])
             },
             length_mean=_mean([float(sum(rollout.mask)) for rollout in rollouts]),
             num_answers=len(rollouts),

@@ -54,9 +54,8 @@ class JsonlDataset(Task):
     @property
     def rewards(self) -> list[_Reward]:
         if not self._rewards:
-            self._rewards = [
-                _import_reward(path, weight) for path, weight in zip(self._reward_paths, self._weights, strict=True)
-            ]
+            named = zip(names_of(self._reward_paths), self._reward_paths, self._weights, strict=True)
+            self._rewards = [_import_reward(*each) for each in named]
         return self._rewards
 
     @property
@@ -117,7 +116,16 @@ def _of_one(reward: _Reward, value: Any) -> Any:
     return values[0]
 
 
-def _import_reward(import_path: str, weight: float) -> _Reward:
+def names_of(import_paths: Sequence[str]) -> list[str]:
+    """Of functions, as metrics have them: `style`; `a.style` and `b.style` where there are two of them, and with its
+    place in the list what is the same even so."""
+    parts = [path.replace("/", ".").replace(".py:", ".").replace(":", ".").split(".") for path in import_paths]
+    names = [".".join(each[-1:]) for each in parts]
+    names = [".".join(each[-2:]) if names.count(name) > 1 else name for each, name in zip(parts, names, strict=True)]
+    return [f"{name}_{n}" if names.count(name) > 1 else name for n, name in enumerate(names, 1)]
+
+
+def _import_reward(name: str, import_path: str, weight: float) -> _Reward:
     try:
         function = import_object(import_path)
     except ImportPathError as error:
@@ -130,4 +138,4 @@ def _import_reward(import_path: str, weight: float) -> _Reward:
         signature = reward_signature(function)
     except WrongSignature as error:
         raise TaskError(f"orchestrator.task.reward: {import_path} {error}") from None
-    return _Reward(import_path.replace(":", ".").rpartition(".")[2], function, signature, weight)
+    return _Reward(name, function, signature, weight)
