@@ -128,12 +128,12 @@ ductile rl: the config is good.
   output    runs/rl
   steps     4
   task      addition of builtin, 10000 examples
-  held out  the last 64 of them (orchestrator.eval.num_examples), never trained on; 9936 examples to train on
   batch     128 rollouts: 16 prompts, 8 answers each; 2 optimizer steps
   ahead     generation is at most 1 version ahead; answers more than 8 versions old are thrown away and asked again
   lengths   prompt and answer at most 512 tokens, of which the answer 128; micro-batches of 512
   loss      default, adamw with lr 1e-06
   eval      before step 1 and at the end: 1 answer to each of 64 prompts, greedy, at most 128 tokens
+            held out: the task's last 64 (orchestrator.eval.num_examples), never trained on; 9936 examples to train on
   slots     4, as component_placement says
               0  train
               1  generate
@@ -187,6 +187,23 @@ def test_the_example_of_a_task_of_one_s_own_is_good(
     assert "examples/own_task/questions.jsonl, 32 examples" in capsys.readouterr().out
 
 
+def test_files_that_are_not_there_are_no_other_command_s_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "@", "one.toml", "@", "two.toml"]) == 2
+    assert "looks like" not in capsys.readouterr().err
+
+
+def test_a_complaint_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    steering = "\N{RIGHT-TO-LEFT OVERRIDE}\x1b]0;owned\x07"
+    Path("data.jsonl").write_text("{}\n")
+    Path(steering).mkdir()
+    Path(steering, "data.jsonl").write_text("{}\n")
+    assert main(["check", "sft", "@", "sft.toml", "--data.path", f"{steering}/data.jsonl"]) == 2
+    assert main(["check", "sft", "@", "sft.toml", "--data.path", f"{steering}/nothing.jsonl"]) == 2
+    said = capsys.readouterr().err
+    assert "data.jsonl:1: has neither messages" in said
+    assert not set(said) & set(steering) - set("]0;owned")
+
+
 def test_the_example_of_sft_is_good(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[1])
     assert main(["check", "sft", "@", "examples/sft/sft.toml", "--output-dir", "runs/none"]) == 0
@@ -207,8 +224,8 @@ def test_the_example_of_sft_is_good(monkeypatch: pytest.MonkeyPatch) -> None:
             "--orchestrator.eval.samples-per-example 3 --orchestrator.eval.num-examples 9",
             "3 answers to each of 9 prompts",
         ),
-        ("--no-orchestrator.eval.enabled", "none: orchestrator.eval.enabled is false"),
-        ("--bench", "none with --bench"),
+        ("--no-orchestrator.eval.enabled", "none, and nothing is held out: orchestrator.eval.enabled is false"),
+        ("--bench", "none, and nothing is held out: --bench"),
     ],
 )
 def test_check_tells_of_the_evaluation(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

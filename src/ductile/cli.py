@@ -195,7 +195,7 @@ def _check(words: list[str]) -> int:
 
     what = complaint(parsed.config)
     if what:
-        print(f"ductile check: {what.rstrip('.')}.", file=sys.stderr)
+        _complain(f"ductile check: {what.rstrip('.')}.")
         return BAD_CONFIG
     print(summary(parsed, command.name))
     return 0
@@ -216,7 +216,7 @@ def _parse(command: Command, words: list[str], who: str) -> Parsed[RunConfig] | 
     try:
         parsed = parse(command.root, words)
     except ConfigError as error:
-        print(f"{who}: {error}", file=sys.stderr)
+        _complain(f"{who}: {error}")
         if other := _meant_for(command, words, error):
             line = shlex.join(["ductile", "check", other, *words])
             print(f"\nThis looks like a config of `ductile {other}`. To check it: {line}", file=sys.stderr)
@@ -224,6 +224,13 @@ def _parse(command: Command, words: list[str], who: str) -> Parsed[RunConfig] | 
     for notice in parsed.notices:
         print(f"note: {notice}", file=sys.stderr)
     return parsed
+
+
+def _complain(text: str) -> None:
+    """Names and values come from files of others: what steers a terminal is spelled out."""
+    from ductile.dashboard.printable import printable
+
+    print(printable(text, keep="\n"), file=sys.stderr)
 
 
 def _meant_for(command: Command, words: list[str], error: ConfigError) -> str:
@@ -242,7 +249,7 @@ def _meant_for(command: Command, words: list[str], error: ConfigError) -> str:
 
 
 def _num_unknown(error: ConfigError) -> int:
-    return sum(problem.what.startswith("does not exist") for problem in error.problems)
+    return sum(problem.is_unknown_key for problem in error.problems)
 
 
 def _dry_run(command: Command, parsed: Parsed[RunConfig]) -> int:

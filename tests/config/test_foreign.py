@@ -39,7 +39,8 @@ SUGGESTED: list[tuple[type[Section], str, str]] = [
     (SFTConfig, "--dataset_name", "--data.path"),
     (TrainerRunConfig, "--max_grad_norm", "--optim.max-norm"),
     (OrchestratorRunConfig, "--num_generations", "--rollouts-per-example"),
-    (InferenceRunConfig, "--tensor_parallel_size", "--parallel.tp"),
+    (RLConfig, "--trainer.optim.beta", "--trainer.optim.betas2"),  # a slip, not TRL's beta
+    (RLConfig, "--beta", "--trainer.loss.kl-coef"),
     (InferenceRunConfig, "--max_model_len", "--model.max-model-len"),
     (InferenceRunConfig, "--served_model_name", "--server.served-model-name"),
     (InferenceRunConfig, "--vllm_gpu_memory_utilization", "--gpu-memory-utilization"),
@@ -57,3 +58,28 @@ def test_a_foreign_name_is_answered_with_ours(
         parse(root, [typed, "1"])
     what = next(problem.what for problem in caught.value.problems if problem.key == typed)
     assert what == f"does not exist. Did you mean {suggested}?"
+
+
+@pytest.mark.parametrize(
+    ("root", "typed", "suggested", "missing"),
+    [
+        (InferenceRunConfig, "--tensor_parallel_size", "--parallel.tp", "tensor-parallel generation"),
+        (RLConfig, "--nnodes", "--cluster.num-nodes", ""),
+        (RLConfig, "--gradient_checkpointing", "--trainer.model.ac", "activation checkpointing"),
+        (RLConfig, "--use_vllm", "--inference.engine", "engines of other systems"),
+    ],
+)
+def test_a_foreign_name_of_what_is_not_built_is_answered_so(
+    root: type[Section], typed: str, suggested: str, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    furnish(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        parse(root, [typed, "1"])
+    what = next(problem.what for problem in caught.value.problems if problem.key == typed)
+    assert what.startswith(f"does not exist. Did you mean {suggested}? Not built yet: {missing}")
+
+
+def test_a_count_that_means_something_else_is_not_suggested() -> None:
+    """TRL's num_iterations trains on a batch several times; n_minibatches cuts it."""
+    assert ours(RLConfig, ("num_iterations",)) is None

@@ -16,10 +16,14 @@ from tests.config.stories import furnish
             [
                 "task      letters.jsonl, 50 examples",
                 "reward    mine.py:exact + 0.5 x mine.py:brief",
-                "held out  the last 20 of them (orchestrator.eval.num_examples), never trained on; 30 examples",
+                "held out: the task's last 20 (orchestrator.eval.num_examples), never trained on; 30 examples",
             ],
         ),
-        (("--no-orchestrator.eval.enabled",), ["held out  nothing: orchestrator.eval is off"]),
+        (
+            ("--no-orchestrator.eval.enabled",),
+            ["eval      none, and nothing is held out: orchestrator.eval.enabled is false"],
+        ),
+        (("--bench",), ["eval      none, and nothing is held out: --bench"]),
     ],
 )
 def test_check_tells_of_the_task(

@@ -21,6 +21,8 @@ class Problem:
     """In its flag spelling; empty for a problem with a file or with the command line itself."""
     value: str | None = None
     origin: Origin = NOWHERE
+    is_unknown_key: bool = False
+    """Several of them may mean a config of another command."""
 
     @property
     def head(self) -> str:

@@ -35,7 +35,6 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "ppo_max_token_len_per_gpu": ("trainer.model.seq_len",),
     "ppo_mini_batch_size": ("orchestrator.n_minibatches",),
     "steps_per_generation": ("orchestrator.n_minibatches",),
-    "num_iterations": ("orchestrator.n_minibatches",),
     "group": ("orchestrator.rollouts_per_example",),
     "group_size": ("orchestrator.rollouts_per_example",),
     "num_generations": ("orchestrator.rollouts_per_example",),

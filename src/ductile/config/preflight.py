@@ -115,7 +115,8 @@ def _rl(config: RLConfig) -> Iterator[Finding]:
     yield from client_findings(orchestrator.client, "orchestrator.client")
     yield from _questions(orchestrator, "orchestrator.")
     yield from _lessons(orchestrator, "orchestrator.")
-    yield from _evaluation(orchestrator, "orchestrator.")
+    if config.bench is None:  # which evaluates nothing, and holds nothing out
+        yield from _evaluation(orchestrator, "orchestrator.")
     yield from template_findings("orchestrator.chat_template_kwargs", orchestrator.chat_template_kwargs)
     yield from length_findings(orchestrator, inference.model.max_model_len)
     tables = {"orchestrator.sampling": orchestrator.sampling}

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ductile.config.on_disk import read_spec
-from ductile.config.orchestrator import EvalConfig, ImportTask, JsonlTask, OrchestratorConfig, TaskConfig
+from ductile.config.orchestrator import ImportTask, JsonlTask, OrchestratorConfig, TaskConfig
 from ductile.config.parse import Parsed
 from ductile.config.preflight import num_examples
 from ductile.config.run import (
@@ -79,10 +79,10 @@ def _work(config: RunConfig) -> Iterator[Row]:
             f"{config.orchestrator.sampling.max_tokens}; micro-batches of {config.trainer.model.seq_len}",
         )
         yield "loss", f"{config.trainer.loss.type}, {config.trainer.optim.type} with lr {config.trainer.optim.lr:g}"
-        yield "eval", "none with --bench" if config.bench else _evaluation(config.orchestrator.eval)
+        yield from _column("eval", _evaluation(config.orchestrator, config.bench))
     elif isinstance(config, OrchestratorRunConfig):
         yield "server", str(config.client.base_url)
-        yield from _questions(config, evaluates=False)
+        yield from _questions(config)
     elif isinstance(config, SFTConfig):
         yield "steps", _steps(config.max_steps, config.bench, "one pass over the data")
         yield "batch", f"{config.data.batch_size} samples, packed to {config.data.seq_len} tokens"
@@ -97,38 +97,41 @@ def _steps(given: int | None, bench: BenchConfig | None, otherwise: str) -> str:
     return f"{bench.steps}, the first of which is not counted (--bench)" if bench else str(given or otherwise)
 
 
-def _evaluation(config: EvalConfig) -> str:
-    """How often, on what, and how it samples."""
-    if not config.enabled:
-        return "none: orchestrator.eval.enabled is false"
+def _evaluation(orchestrator: OrchestratorConfig, bench: BenchConfig | None) -> list[str]:
+    """How often, how it samples, and which examples are held out for it."""
+    config = orchestrator.eval
+    if bench or not config.enabled:
+        why = "--bench" if bench else "orchestrator.eval.enabled is false"
+        return [f"none, and nothing is held out: {why}"]
     often = f", every {many(config.interval, 'step')}" if config.interval else ""
     temperature = config.sampling.temperature
     how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
     answers = many(config.samples_per_example, "answer")
     asked = f"{answers} to each of {many(config.num_examples, 'prompt')}"
-    return f"before step 1{often} and at the end: {asked}, {how}, at most {config.sampling.max_tokens} tokens"
+    when = f"before step 1{often} and at the end"
+    return [f"{when}: {asked}, {how}, at most {config.sampling.max_tokens} tokens", _held_out(orchestrator)]
 
 
-def _task(config: OrchestratorConfig, evaluates: bool) -> Iterator[Row]:
-    """What is asked, how answers are scored, and which examples are kept for the evaluation."""
+def _held_out(config: OrchestratorConfig) -> str:
+    held_out = config.eval.num_examples
+    if config.eval.task is not None:
+        return f"held out: the first {held_out} of {_named(config.eval.task)}"
+    size = num_examples(config.task)
+    rest = f"; {many(size - held_out, 'example')} to train on" if size is not None else ""
+    return f"held out: the task's last {held_out} (orchestrator.eval.num_examples), never trained on{rest}"
+
+
+def _task(config: OrchestratorConfig) -> Iterator[Row]:
+    """What is asked, and how answers are scored."""
     if config.task is None:
         return
-    size, held_out = num_examples(config.task), config.eval.num_examples
+    size = num_examples(config.task)
     yield "task", _named(config.task) + (f", {many(size, 'example')}" if size is not None else "")
     if isinstance(config.task, JsonlTask):
         names = [config.task.reward] if isinstance(config.task.reward, str) else config.task.reward
         weights = config.task.reward_weights or [1.0] * len(names)
         shown = [name if weight == 1 else f"{weight:g} x {name}" for name, weight in zip(names, weights, strict=True)]
         yield "reward", " + ".join(shown)
-    if not evaluates:
-        return
-    if not config.eval.enabled:
-        yield "held out", "nothing: orchestrator.eval is off"
-    elif config.eval.task is not None:
-        yield "held out", f"the first {held_out} of {_named(config.eval.task)}"
-    else:
-        rest = f"; {many(size - held_out, 'example')} to train on" if size is not None else ""
-        yield "held out", f"the last {held_out} of them (orchestrator.eval.num_examples), never trained on{rest}"
 
 
 def _named(task: TaskConfig) -> str:
@@ -141,8 +144,8 @@ def _named(task: TaskConfig) -> str:
             return f"{task.name} of {task.type}"
 
 
-def _questions(config: OrchestratorConfig, evaluates: bool = True) -> Iterator[Row]:
-    yield from _task(config, evaluates)
+def _questions(config: OrchestratorConfig) -> Iterator[Row]:
+    yield from _task(config)
     prompts = config.batch_size // config.rollouts_per_example
     yield (
         "batch",

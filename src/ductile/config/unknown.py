@@ -14,10 +14,19 @@ def unknown_key(root: type[Section], path: Path, origin: Origin, typed: str, val
     for length in range(1, len(path)):
         above = find(root, path[:length])
         if above and not any(key.variants for key in above):
-            return Problem(f"does not exist: {flag(path[:length])} is a value, not a table", typed, value, origin)
-    near = ours(root, path) or _nearest(root, path)
+            return Problem(f"does not exist: {flag(path[:length])} is a value, not a table", typed, value, origin, True)
+    foreign = None if _beside(root, path) else ours(root, path)
+    near = foreign or _nearest(root, path)
     hint = f" Did you mean {(flag if origin == COMMAND_LINE else dotted)(near)}?" if near else ""
-    return Problem("does not exist." + hint, typed, value, origin)
+    if near and (not_built := find(root, near)[0].not_built) and (foreign or not not_built.only):
+        hint += f" {not_built.sentence()}"
+    return Problem("does not exist." + hint, typed, value, origin, is_unknown_key=True)
+
+
+def _beside(root: type[Section], path: Path) -> bool:
+    """Whether the table that was named has a key of almost the same name: a slip, no word of another system."""
+    beside = [name for key in find(root, path[:-1]) for variant in key.variants for name in keys(variant)]
+    return bool(get_close_matches(str(path[-1]), beside, n=1, cutoff=0.75))
 
 
 def _nearest(root: type[Section], path: Path) -> Path | None:
