@@ -1,7 +1,7 @@
 """The command line: `ductile rl @ run.toml --max-steps 100`.
 
-Nothing heavy is imported before the config is known to be good: `check`, `--help` and every refusal answer at once, and
-never load torch.
+Nothing heavy is imported before the config is known to be good: `--help` and every refusal of a config answer at once;
+`check` prepares the run, too. None of them loads torch.
 """
 
 import os

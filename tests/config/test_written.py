@@ -17,6 +17,12 @@ def findings(tmp_path: Path, **changes) -> str:
     return "; ".join(finding.what for finding in output_findings(SFTConfig.model_validate(settings)))
 
 
+def test_the_docs_name_all_that_a_run_writes() -> None:
+    page = Path(__file__).parents[2].joinpath("docs/loop.md").read_text()
+    table = page.partition("## What is in runs/")[2].partition("\n\nA line is written")[0]
+    assert [name for name in WRITTEN if f"`{name}`" not in table and f"`{name}/" not in table] == []
+
+
 def model_in(folder: Path) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")

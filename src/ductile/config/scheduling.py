@@ -1,7 +1,8 @@
 """The policy that a config asks for: who decides which slot does what while the run is at work.
 
 `[cluster]` says it in four keys. `auto_scheduler` turns it on; `policy` says who decides, and where it says nothing,
-`rules` do; the two `use_..._policy` keys add rules to those. What would do nothing is refused, never ignored.
+`model` does; the two `use_..._policy` keys are permissions to `model`, and further rules to `rules`. What would do
+nothing is refused, never ignored.
 """
 
 from collections.abc import Iterator
@@ -43,16 +44,17 @@ def policy_of(cluster: ClusterConfig) -> "Policy":
 
 def scheduling_findings(cluster: ClusterConfig) -> Iterator[Finding]:
     """Of `ductile rl`."""
-    name, given = policy_name(cluster), _given(cluster)
+    name = policy_name(cluster)
     known = name in NAMES or _is_import_path(name)
     if not known:
         what = f"is not a policy: write {POLICIES}.{did_you_mean(name, list(NAMES))}"
         yield Finding(("cluster.policy",), what)
-    for key in OPTIONAL:
-        if given[key] and not cluster.auto_scheduler and cluster.policy is None:
+    optional = (cluster.use_pre_process_policy, cluster.use_wait_before_last_iter_policy)
+    for key, given in zip(OPTIONAL, optional, strict=True):
+        if given and not cluster.auto_scheduler and cluster.policy is None:
             what = f"is of dynamic scheduling, which is off: write auto_scheduler = true too, or leave {key} out"
             yield Finding((f"cluster.{key}", "cluster.auto_scheduler"), what)
-        elif given[key] and known and name not in WITH_OPTIONS:
+        elif given and known and name not in WITH_OPTIONS:
             what = (
                 f'is for the policies "model" and "rules", and the policy is "{name}": write policy = "model", or '
                 f"leave {key} out"
@@ -66,16 +68,6 @@ def scheduling_findings(cluster: ClusterConfig) -> Iterator[Finding]:
             policy_of(cluster)
         except ImportPathError as error:
             yield Finding(("cluster.policy",), f"cannot be used: {error}")
-
-
-def _given(cluster: ClusterConfig) -> dict[str, bool]:
-    """Which of the keys ask for something."""
-    return {
-        "auto_scheduler": cluster.auto_scheduler,
-        "policy": cluster.policy is not None,
-        "use_pre_process_policy": bool(cluster.use_pre_process_policy),
-        "use_wait_before_last_iter_policy": bool(cluster.use_wait_before_last_iter_policy),
-    }
 
 
 def _is_import_path(name: str) -> bool:
