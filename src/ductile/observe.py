@@ -25,6 +25,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from ductile.blame import told
 from ductile.disk import named, write_whole
 from ductile.half_characters import ESCAPED, escaped
 
@@ -103,7 +104,7 @@ class Recorder:
             except Exception as error:
                 if listener in self.listeners:  # it may have failed again while this was told
                     self.listeners.remove(listener)
-                why = f"{type(error).__name__}: {error}"
+                why = told(error)
                 sentence = f"{type(listener).__name__} is not told of the run any more: {why}."
                 self.event("listener_failed", sentence, traceback=traceback.format_exc())
 
@@ -204,13 +205,6 @@ class Stopwatch:
         total_s, seconds = now_s - self._started_s, self._seconds
         self._started_s, self._seconds = now_s, {}
         return total_s, seconds
-
-
-def described(error: BaseException) -> str:
-    """The error in a line, with the place that raised it: "ZeroDivisionError: float division by zero (adv.py:12)"."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"
 
 
 def read_jsonl(file: Path) -> list[dict[str, Any]]:

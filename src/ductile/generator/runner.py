@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from ductile.blame import told
 from ductile.generator.engine import Engine
 from ductile.generator.limits import RequestRefused
 from ductile.records import FinishReason, GenerateRequest, Generation, Sampling
@@ -148,7 +149,7 @@ class EngineRunner:
             self._engine.abort()
             self._step()
         except BaseException as error:
-            failure = self._failure = EngineFailed(f"the engine failed: {type(error).__name__}: {error}")
+            failure = self._failure = EngineFailed(f"the engine failed: {told(error)}")
             self._post([(listener.mailbox, failure) for listener in self._listeners.values()])
             self._tell(lambda: self._on_failure(failure))
 
@@ -163,7 +164,7 @@ class EngineRunner:
 
     def _step(self) -> None:
         ended = {generation.id: generation for generation in self._engine.step()}
-        failed = {id: RequestFailed(f"{type(error).__name__}: {error}") for id, error in self._engine.failed.items()}
+        failed = {id: RequestFailed(told(error)) for id, error in self._engine.failed.items()}
         post: list[tuple[asyncio.Queue[Any], Delta | Exception]] = []
         for id in (*ended, *failed):
             if listener := self._listeners.pop(id, None):
@@ -200,7 +201,7 @@ class EngineRunner:
         except RequestRefused as refusal:
             self._post([(mailbox, refusal)])
         except Exception as error:  # the caller then aborts those that were added
-            self._post([(mailbox, RequestFailed(f"{type(error).__name__}: {error}"))])
+            self._post([(mailbox, RequestFailed(told(error)))])
 
     def _forget(self, ids: Sequence[str]) -> None:
         for id in ids:

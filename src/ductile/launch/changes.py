@@ -5,6 +5,7 @@ import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
+from ductile.blame import told
 from ductile.core.cluster.membership import describe
 from ductile.core.cluster.placement import Placement, slots_of
 from ductile.core.transfer.order import stays_put
@@ -141,9 +142,7 @@ class Changes:
     def _note_failure(self, before: Formation, after: Formation, error: Exception) -> str:
         """The sentence, without its full stop."""
         now = self._trainer.formation
-        sentence = (
-            f"Trainer is on {describe(now)}; its resize to {describe(after)} failed: {type(error).__name__}: {error}"
-        )
+        sentence = f"Trainer is on {describe(now)}; its resize to {describe(after)} failed: {told(error)}"
         self._record.event(
             "resize_rolled_back" if now == before else "resized",
             f"{sentence}.",

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from ductile.blame import raised
 from ductile.config.cluster import ClusterConfig
 from ductile.launch.cap import CpuCap
 from ductile.launch.processes import Process, ProcessServer, StartFailed
-from ductile.observe import described
 from ductile.wire.heard import heard
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Done, Event, Hello, RoleName, Stop
@@ -157,7 +157,7 @@ class LocalCluster:
 
     def _deaf(self, sentence: str, error: Exception) -> None:
         """The orchestrator itself has failed to take something in: a run must not go on from wrong books."""
-        self.fail(f"{sentence}: {described(error)}")
+        self.fail(f"{sentence}: {raised(error, ours=True)}")
 
     def peak_bytes(self) -> float:
         """The most memory that each slot's process ever had, all together."""

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from rich.console import Console, RenderableType
 
+from ductile.blame import raised
 from ductile.config.dump import to_table, write_resolved
 from ductile.config.imports import ImportPathError
 from ductile.config.run import OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
@@ -36,7 +37,7 @@ from ductile.loop.evaluate import RewardsFailed
 from ductile.loop.progress import CheckpointError, Checkpoints
 from ductile.loop.sinks import SinkMissing, TensorboardSink, WandbSink
 from ductile.loop.skips import Diverged
-from ductile.observe import Recorder, described
+from ductile.observe import Recorder
 from ductile.roles import CustomCodeFailed, Late, Refused, SlotLost
 from ductile.tasks.task import TaskError
 from ductile.tasks.tokenizer import TokenizerError
@@ -127,7 +128,7 @@ async def _run(session: Session, running: Awaitable[RenderableType]) -> _End:
             return _told(session, "failed", _End(FAILED, str(error)))
         except Exception as error:
             if session.record.last_step is not None:
-                sentence = str(error) if isinstance(error, UNFIT) else described(error)
+                sentence = str(error) if isinstance(error, UNFIT) else raised(error, ours=True)
                 session.record.event("failed", f"{_capital(sentence)}.", traceback=traceback.format_exc())
             raise
         if session.interrupt.asked.is_set():

@@ -3,8 +3,8 @@ sentence."""
 
 import inspect
 import time
-import traceback
 
+from ductile.blame import raised, told
 from ductile.core.cluster.orders import ORDERS, Decision, Policy, complaints, malformed
 from ductile.core.cluster.state import ClusterState
 
@@ -19,7 +19,7 @@ def ask(policy: Policy, state: ClusterState) -> tuple[Decision, float]:
     try:
         decision = policy.decide(state)
     except Exception as error:
-        raise BadDecision(f"it failed with {type(error).__name__}: {error}{_place(error)}") from error
+        raise BadDecision(f"it failed with {raised(error)}") from error
     took_s = time.perf_counter() - began_s
     if inspect.iscoroutine(decision):
         decision.close()
@@ -27,16 +27,9 @@ def ask(policy: Policy, state: ClusterState) -> tuple[Decision, float]:
         answered = malformed(decision)
         wrong = [] if answered else complaints(state, decision)
     except Exception as error:
-        raise BadDecision(f"its orders cannot be read, {type(error).__name__}: {error}: write {ORDERS}") from error
+        raise BadDecision(f"its orders cannot be read, {told(error)}: write {ORDERS}") from error
     if answered:
         raise BadDecision(f"it answered with {answered}")
     if wrong:
         raise BadDecision(f"at {state.now_s:.1f} s it gave orders that cannot be carried out: {'; '.join(wrong)}")
     return decision, took_s
-
-
-def _place(error: Exception) -> str:
-    """ " (policy.py:12)": where the policy's own file was at work; empty when its call was refused."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]
-    own = [frame for frame in frames if frame.filename == frames[0].filename]
-    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ductile.blame import raised
 from ductile.core.batch import normalise
 from ductile.core.batch.advantage import Advantage, mean_baseline, teaches, to_samples
-from ductile.observe import described
 from ductile.records import RolloutGroup, Sample
 from ductile.roles import CustomCodeFailed, Scorer
 
@@ -50,7 +50,7 @@ class Lessons:
             return to_samples(group, self._advantage, self._temperature)
         except Exception as error:  # the function may be anybody's
             raise CustomCodeFailed(
-                f"orchestrator.advantage failed on prompt {group.prompt.id}: {described(error)}"
+                f"orchestrator.advantage failed on prompt {group.prompt.id}: {raised(error)}"
             ) from error
 
     def divisor(self, samples: Sequence[Sample]) -> float:

@@ -19,6 +19,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from ductile.blame import told
 from ductile.core.layout.described import Disagreement, Held, assemble, trim
 from ductile.core.layout.holdings import Shape
 from ductile.core.layout.layout import Layout
@@ -272,7 +273,7 @@ def _raise_together(problems: Mapping[int, str], failure: Exception | None) -> N
 def _told(failure: Exception | None) -> str:
     if failure is None or isinstance(failure, NotReshardable | TransferFailed):
         return str(failure or "")
-    return f"{type(failure).__name__}: {failure}"
+    return told(failure)
 
 
 def _topology(hosts: Mapping[int, str]) -> Topology:

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ductile.blame import told
 from ductile.half_characters import ESCAPED
 from ductile.lifeline import fork_tied, leave_signals_to_the_orchestrator, signal_on_parent_death
 from ductile.wire.sockets import remove_folder
@@ -166,7 +167,7 @@ def _live(request: dict[str, Any], say_fd: int) -> None:
         entry(request["arguments"], lambda text: _say(say_fd, text))
         code = 0
     except BaseException as error:
-        _say(say_fd, f"{type(error).__name__}: {error}")
+        _say(say_fd, told(error))
         with suppress(OSError):  # the log may be on a disk that is full
             traceback.print_exc()
     finally:
@@ -200,9 +201,7 @@ def main(arguments: list[str]) -> None:
             importlib.import_module(module)
     except Exception as error:
         traceback.print_exc()
-        control.sendall(
-            json.dumps({"failed": f"importing {module} failed: {type(error).__name__}: {error}"}).encode() + b"\n"
-        )
+        control.sendall(json.dumps({"failed": f"importing {module} failed: {told(error)}"}).encode() + b"\n")
         os._exit(1)
     gc.collect()
     gc.freeze()  # collections in the children do not touch, and so do not copy, the shared pages

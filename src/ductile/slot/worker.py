@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import torch
 
+from ductile.blame import told
 from ductile.half_characters import ESCAPED
 from ductile.roles import Place, SlotRole
 from ductile.slot.forkserver import Say
@@ -114,7 +115,7 @@ class Worker:
             except Exception as error:
                 with suppress(OSError):  # the log may be on the disk that is full
                     traceback.print_exc()
-                reply = Failed(f"{name} failed: {type(error).__name__}: {error}", traceback.format_exc())
+                reply = Failed(f"{name} failed: {told(error)}", traceback.format_exc())
         try:
             self._link.send(envelope.seq, reply)
         except BadFrame as error:
@@ -199,7 +200,7 @@ def main(arguments: dict[str, Any], say: Say) -> None:
     try:
         Worker(settings, link).run()
     except Exception as error:
-        say(f"{type(error).__name__}: {error}")
+        say(told(error))
         raise
     finally:
         link.close()

@@ -9,6 +9,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from ductile.blame import told
+
 
 class ChatTemplateError(Exception):
     """A template that does not parse, or that refuses its messages (`raise_exception`)."""
@@ -43,7 +45,7 @@ class ChatTemplate:
         except ChatTemplateError:
             raise
         except Exception as error:  # a template is a program: messages of the wrong shape make it fail in any way
-            raise ChatTemplateError(f"{type(error).__name__}: {error}") from error
+            raise ChatTemplateError(told(error)) from error
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from pydantic import TypeAdapter
 
-from ductile.config.blame import raised
+from ductile.blame import raised
 from ductile.config.orchestrator import TaskConfig
 from ductile.half_characters import mended
 from ductile.lifeline import SENT_TO_GROUPS

@@ -11,12 +11,12 @@ from math import isfinite, sqrt
 import torch
 from torch import Tensor
 
+from ductile.blame import raised
 from ductile.config.trainer import TrainerConfig
 from ductile.config.weight_headers import ModelFolderError
 from ductile.core.layout.spec import ModelSpec
 from ductile.model.checkpoint import random_tensors, read_spec, read_tensors, truncate
 from ductile.model.transformer import Transformer
-from ductile.observe import described
 from ductile.parallel import apply, data
 from ductile.parallel.ranks import Ranks
 from ductile.records import MicroBatch, StepReport, TrainProgress
@@ -177,7 +177,7 @@ class Trainer:
         except Exception as error:  # it may be anybody's
             traceback.print_exc()
             (0.0 * logprobs).sum().backward()  # the other ranks wait for this one's part
-            return described(error)
+            return raised(error)
         loss.backward()
         sums = {"loss": loss.detach(), "num_tokens": torch.tensor(batch.num_trained)}
         for name, values in outputs.metrics.items():

@@ -22,6 +22,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
+from ductile.blame import told
 from ductile.core.cluster.membership import (
     Phase,
     Ruling,
@@ -259,7 +260,7 @@ class Transaction:
     def _ruling_of(self, error: BaseException) -> Ruling:
         if isinstance(error, _Unfinished):
             return error.ruling
-        said = f"the change was given up in {self.phase}: {type(error).__name__}: {error}"
+        said = f"the change was given up in {self.phase}: {told(error)}"
         return judge(self.phase, self.change, {}, dict.fromkeys(self.change.slots, said), self._terms.keeps_old)
 
     async def _take_back(self, ruling: Ruling) -> None:

@@ -1,0 +1,38 @@
+"""An exception in a line: what it is, what it says, and where in somebody's own code it comes from."""
+
+import sysconfig
+import traceback
+from pathlib import Path
+
+_LIBRARIES = tuple({Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")})
+_OURS = Path(__file__).resolve().parent
+
+
+def told(error: BaseException) -> str:
+    """ "KeyError: 'solution'"; only its name where it says nothing."""
+    return f"{type(error).__name__}{f': {error}' if str(error) else ''}"
+
+
+def raised(error: BaseException, ours: bool = False) -> str:
+    """ "KeyError: 'solution' (myreward.py:3)". ours: the mistake may be ductile's own, and then the line is, too."""
+    if isinstance(error, SyntaxError):  # its text has the place, spelled otherwise
+        return f"{type(error).__name__}: {error.msg}{blamed(error)}"
+    return f"{told(error)}{blamed(error, ours)}"
+
+
+def blamed(error: BaseException, ours: bool = False) -> str:
+    """ " (myreward.py:3)": the innermost line that is neither ductile's nor a library's.
+
+    "" where there is none, as when somebody's function does not take the arguments; with `ours`, the innermost of all.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" ({Path(error.filename).name}:{error.lineno})"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename[:1] == "/"]
+    theirs = [frame for frame in frames if not _is_library(frame.filename)]
+    found = theirs or (frames if ours else [])
+    return f" ({Path(found[-1].filename).name}:{found[-1].lineno})" if found else ""
+
+
+def _is_library(file: str) -> bool:
+    path = Path(file).resolve()
+    return any(path.is_relative_to(folder) for folder in (_OURS, *_LIBRARIES))
