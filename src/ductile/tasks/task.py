@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any, TypeVar, cast
 
+from ductile.blame import raised
 from ductile.config import errors
-from ductile.config.blame import raised
 from ductile.config.reward_signature import FACTS, RewardSignature, WrongSignature, reward_signature
 from ductile.records import Completion
 from ductile.roles import Task
