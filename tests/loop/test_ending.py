@@ -3,9 +3,10 @@ import asyncio
 import pytest
 
 from ductile.loop.ending import OncePerStep
+from ductile.observe import Recorder, read_jsonl
 
 
-def test_a_step_is_saved_once_also_when_that_has_failed():
+def test_a_step_is_saved_once_also_when_that_has_failed(tmp_path):
     tried = []
 
     async def save(step):
@@ -14,7 +15,7 @@ def test_a_step_is_saved_once_also_when_that_has_failed():
             raise OSError("full")
 
     async def story():
-        once = OncePerStep(save, 2)
+        once = OncePerStep(save, 2, Recorder(tmp_path))
         await once(2)
         await once(3)
         await once(3)
@@ -25,3 +26,28 @@ def test_a_step_is_saved_once_also_when_that_has_failed():
 
     asyncio.run(story())
     assert tried == [3, 4, 5]
+    assert [row["kind"] for row in read_jsonl(tmp_path / "events.jsonl")] == ["not_saved"]
+
+
+def test_weights_do_not_change_while_they_are_saved_and_who_asks_does_not_wait_for_the_step(tmp_path):
+    order = []
+
+    async def save(step):
+        order.append(f"saving {step}")
+        await asyncio.sleep(0.05)
+        order.append(f"saved {step}")
+
+    async def story():
+        once, stop = OncePerStep(save, 0, Recorder(tmp_path)), asyncio.Event()
+        once.step_ends(1)
+        early = asyncio.create_task(once.when(stop))
+        stop.set()
+        await asyncio.sleep(0.01)
+        await once.update_begins()
+        order.append("update")
+        await early
+        later = asyncio.create_task(once.when(stop))
+        await later  # these weights belong to no step
+
+    asyncio.run(asyncio.wait_for(story(), 10))
+    assert order == ["saving 1", "saved 1", "update"]

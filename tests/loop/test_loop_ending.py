@@ -7,6 +7,7 @@ import pytest
 
 from ductile.core.batch.advantage import mean_baseline
 from ductile.loop.attend import SlotDied
+from ductile.loop.ending import OncePerStep
 from ductile.loop.evaluate import RewardsFailed
 from ductile.loop.skips import Diverged
 from ductile.observe import read_jsonl
@@ -135,6 +136,31 @@ def test_a_death_leaves_no_optimizer_step_half_done(tmp_path, optim_s):
     assert len(stage.learned) == 4 * step
 
 
+@pytest.mark.parametrize("updates_of_the_next_step", [0, 1])
+def test_who_asks_to_stop_in_a_long_step_has_the_last_one_saved_at_once(tmp_path, updates_of_the_next_step):
+    """Batch systems kill half a minute after they ask, and a step may take ten times as long.
+
+    Weights that an update of the next step has changed already belong to no step, and are not saved.
+    """
+    saved_soon = []
+
+    async def ask(stage):
+        async def later():
+            while stage.fake_trainer.steps < 2 + updates_of_the_next_step:  # noqa: ASYNC110
+                await asyncio.sleep(1)
+            await asyncio.sleep(10)
+            stage.stop.set()
+            await asyncio.sleep(1)
+            saved_soon.extend(step for step, _ in stage.saved)
+
+        stage.asking = asyncio.create_task(later())
+
+    stage = Stage(tmp_path, max_steps=50, n_minibatches=2, trainer=partial(FakeTrainer, chunk_s=100.0))
+    assert run(stage.go(ask)) == 2
+    assert saved_soon == ([1] if updates_of_the_next_step == 0 else [])
+    assert [step for step, _ in stage.saved] == [*saved_soon, 2], "the step under way is finished, too"
+
+
 def test_a_trainer_that_cannot_be_saved_is_an_event_and_the_cause_is_raised(tmp_path):
     class Dies(FakeTrainer):
         async def publish(self, version):
@@ -146,7 +172,7 @@ def test_a_trainer_that_cannot_be_saved_is_an_event_and_the_cause_is_raised(tmp_
         raise SlotLost("slot 0 (train) is gone")
 
     async def no_save(stage):
-        stage.loop.save = save
+        stage.loop.save = OncePerStep(save, 0, stage.record)
 
     with pytest.raises(SlotLost, match="was killed by SIGKILL"):
         run(Stage(tmp_path, max_steps=5, trainer=Dies).go(no_save))

@@ -1,6 +1,8 @@
 """However training ends, what was trained is saved."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 from ductile.loop.attend import attend
@@ -13,40 +15,73 @@ Each command of theirs has a shorter deadline of its own."""
 
 
 class OncePerStep:
-    """Saves no step twice, also when the first attempt has failed, and leaves no save half done."""
+    """Saves no step twice, also when the first attempt has failed, and leaves no save half done.
 
-    def __init__(self, save: Callable[[int], Awaitable[None]], step: int) -> None:
+    A failure is an event `not_saved`, and raised.
+    """
+
+    def __init__(self, save: Callable[[int], Awaitable[None]], step: int, record: Recorder) -> None:
         """step: what is saved already."""
-        self._save, self._tried = save, step
+        self._save, self._tried, self._record = save, step, record
+        self._whole: int | None = step
+        """The step whose weights the trainer has; None when an update of the next one has changed them."""
+        self._saving = asyncio.Lock()
 
     async def __call__(self, step: int) -> None:
-        if self._tried < step:
-            self._tried = step
-            await undisturbed(self._save(step))
+        async with self._saving:
+            if self._tried < step:
+                self._tried = step
+                await undisturbed(self._told_of(step))
+
+    async def _told_of(self, step: int) -> None:
+        try:
+            await self._save(step)
+        except Exception as error:
+            sentence = f"What was trained since the last checkpoint cannot be saved: {error}."
+            self._record.event("not_saved", sentence)
+            raise
+
+    async def update_begins(self) -> None:
+        """The weights are about to change, and belong to no step until `step_ends`. Waits for a save to end."""
+        async with self._saving:
+            self._whole = None
+
+    def step_ends(self, step: int) -> None:
+        self._whole = step
+
+    async def when(self, stop: asyncio.Event) -> None:
+        """Wait until somebody asks to stop, and save the last whole step at once.
+
+        Batch systems kill half a minute after they have asked, and a step may take ten times as long. A failure is not
+        raised: the end of the step is another chance.
+        """
+        await stop.wait()
+        if self._whole is not None:
+            with suppress(Exception):
+                await self(self._whole)
 
 
 async def saved_in_the_end(
     train: Coroutine[Any, Any, None],
     save: Callable[[], Awaitable[None]],
-    record: Recorder,
+    early: Coroutine[Any, Any, None],
     death: Coroutine[Any, Any, str] | None = None,
 ) -> None:
     """Await `train`, then `save()`, which writes what is not written yet. What ends `train` is raised after that.
 
-    death: returns when a process is lost that the run needs. It may be a generator's, and the trainer is as good as
-    before: only the attempt shows. That it failed, too, is an event, and what ended the run is raised all the same.
-    Cancelled, nothing more is saved: the user does not want to wait.
+    early: saves beside training, as soon as it is asked to stop; cancelled at the end. death: returns when a process is
+    lost that the run needs. It may be a generator's, and the trainer is as good as before: only the attempt shows. What
+    ended the run is raised even when saving fails, too. Cancelled, nothing more is saved: the user does not want to
+    wait.
     """
+    asked = asyncio.create_task(early)
     try:
         await (attend(train, death=death, cancel_s=UNDISTURBED_S) if death else train)
     except Exception:
-        await _save_after_all(save, record)
+        with suppress(Exception):  # what ended the run is the news
+            await save()
         raise
+    finally:
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
     await save()
-
-
-async def _save_after_all(save: Callable[[], Awaitable[None]], record: Recorder) -> None:
-    try:
-        await save()
-    except Exception as error:
-        record.event("not_saved", f"What was trained since the last checkpoint cannot be saved: {error}.")

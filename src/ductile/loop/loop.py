@@ -92,7 +92,7 @@ class Loop:
         show(step, groups): told of each step's rollouts; must not raise."""
         self.plan, self.trainer, self.generators, self.scorer = plan, trainer, generators, scorer
         self.rollouts, self.buffer, self.lessons, self.evaluation = rollouts, buffer, lessons, evaluation
-        self.save, self.save_due, self.counts, self.show = OncePerStep(save, step), save_due, counts, show
+        self.save, self.save_due, self.counts, self.show = OncePerStep(save, step, record), save_due, counts, show
         self.record, self.stop, self.step = record, stop, step
         self.watch = Stopwatch()
         self.skips = Skips(plan.max_skipped_steps, record, table="trainer.")
@@ -114,7 +114,7 @@ class Loop:
         However it ends, what was trained is saved. What a role raises ends it, and so does `death`, which returns when
         a process is lost that the run needs; it is raised when that is done.
         """
-        await saved_in_the_end(self.turns(), self.save_trained, self.record, death)
+        await saved_in_the_end(self.turns(), self.save_trained, self.save.when(self.stop), death)
         return self.step
 
     async def turns(self) -> None:
@@ -178,6 +178,7 @@ class Loop:
 
     async def update(self, groups: Sequence[RolloutGroup], divisor: float, tally: Tally, ends_step: bool) -> None:
         """The optimizer uses what has been accumulated from the groups."""
+        await self.save.update_begins()
         report = None
         if divisor:
             with self.watch("optim_step"):
@@ -189,7 +190,9 @@ class Loop:
             await self.trainer.optim_step(0.0)  # the learning rate follows the batches
         self.buffer.learned(groups)
         tally.add(groups, report)
-        self.step += ends_step
+        if ends_step:
+            self.step += 1
+            self.save.step_ends(self.step)
 
     async def score(self, chunk: Sequence[RolloutGroup]) -> list[Sample]:
         """From the groups to what they teach, which is then in the hand."""

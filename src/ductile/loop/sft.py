@@ -147,7 +147,7 @@ async def run_batches(
     record.event("data", prepared.sentence, **prepared.facts)
     earlier_s = sum(row.get("step_s") or 0.0 for row in read_jsonl(record.folder / "metrics.jsonl"))
     training = _Training(prepared, trainer, saver, life)
-    await saved_in_the_end(training.run(), training.save, record, life.deadly())
+    await saved_in_the_end(training.run(), training.save, training.save_when_asked(), life.deadly())
     rows = read_jsonl(record.folder / "metrics.jsonl")
     life_s = life.wall_s()
     summary = {
@@ -171,7 +171,7 @@ class _Training:
         self.step = prepared.progress.step
         """Steps that are done."""
         self._prepared, self._trainer, self._saver, self._life = prepared, trainer, saver, life
-        self._save, self._watch = OncePerStep(self._write, self.step), Stopwatch()
+        self._save, self._watch = OncePerStep(self._write, self.step, life.record), Stopwatch()
         self._skips = Skips(prepared.trainer.optim.max_skipped_steps, life.record)
 
     async def run(self) -> None:
@@ -190,16 +190,22 @@ class _Training:
         """Save the step, unless that was tried before."""
         await self._save(self.step)
 
+    async def save_when_asked(self) -> None:
+        """As soon as somebody asks to stop."""
+        await self._save.when(self._life.stop)
+
     async def _write(self, step: int) -> None:
         if self._saver:
             await self._saver.save(Progress(step))
 
     async def _update(self, samples: Sequence[Sample]) -> None:
+        await self._save.update_begins()
         with self._watch("optim_step"):
             report = await self._trainer.optim_step(
                 normalise.divisor(samples, normalisation(self._prepared.trainer.loss))
             )
         self.step += 1
+        self._save.step_ends(self.step)
         self._skips.note(report)
         self._life.record.metrics(self.step, {**_metrics(samples, report, *self._watch.lap()), **self._life.counts()})
         self._skips.check()
