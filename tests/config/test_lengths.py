@@ -1,6 +1,7 @@
 """Lengths follow config.json where nobody wrote them."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,27 @@ def test_of_rl(max_position: int, given: str, max_model_len: int, seq_len: int) 
     write_model(max_position)
     config = parse(RLConfig, ["@", "good.toml", *given.split()]).config
     assert (config.inference.model.max_model_len, config.trainer.model.seq_len) == (max_model_len, seq_len)
+
+
+@pytest.mark.parametrize(
+    ("given", "max_tokens", "evaluated"),
+    [
+        ("--seq-len 128", 64, 64),  # 128, the default, would leave no room for a prompt
+        ("--seq-len 2", 1, 1),
+        ("--seq-len 200", 128, 128),
+        ("--seq-len 128 --orchestrator.sampling.max-tokens 100", 100, 100),
+        ("--seq-len 128 --orchestrator.eval.sampling.max-tokens 30", 64, 30),
+    ],
+)
+def test_answers_follow_what_a_sequence_may_have(given: str, max_tokens: int, evaluated: int) -> None:
+    write_model(4096)
+    table = re.sub(r"max_tokens = \d+", "", Path("good.toml").read_text())
+    Path("good.toml").write_text(table)
+    parsed = parse(RLConfig, ["@", "good.toml", *given.split()])
+    orchestrator = parsed.config.orchestrator
+    assert (orchestrator.sampling.max_tokens, orchestrator.eval.sampling.max_tokens) == (max_tokens, evaluated)
+    told = f"orchestrator.sampling.max_tokens = {max_tokens}: half of inference.model.max_model_len"
+    assert (told in parsed.derived) == (max_tokens in (1, 64))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typing import TypeVar, cast
 from ductile import host
 from ductile.config.inference import InferenceConfig
 from ductile.config.on_disk import read_spec
+from ductile.config.orchestrator import OrchestratorConfig
 from ductile.config.run import InferenceRunConfig, RLConfig
 from ductile.config.section import Section
 from ductile.core.cache_size import cpu_cache_bytes, token_bytes
@@ -38,11 +39,27 @@ def _rl(config: RLConfig) -> tuple[RLConfig, tuple[str, ...]]:
     if "seq_len" not in trainer.model_fields_set and inference.max_model_len > trainer.seq_len:
         trainer = trainer.model_copy(update={"seq_len": inference.max_model_len})
         reasons.append(f"trainer.model.seq_len = {trainer.seq_len}: inference.model.max_model_len, a whole answer")
+    orchestrator = _short_enough(config.orchestrator, inference.max_model_len, reasons)
     parts = {
+        "orchestrator": orchestrator,
         "trainer": config.trainer.model_copy(update={"model": trainer}),
         "inference": config.inference.model_copy(update={"model": inference}),
     }
     return (config.model_copy(update=parts) if reasons else config), tuple(reasons)
+
+
+def _short_enough(config: OrchestratorConfig, max_model_len: int, reasons: list[str]) -> OrchestratorConfig:
+    """With answers of half of what a sequence may have, where nobody wrote how long they are and the default is too
+    long."""
+    most = max(1, max_model_len // 2)
+    if "max_tokens" not in config.sampling.model_fields_set and config.sampling.max_tokens >= max_model_len:
+        config = config.model_copy(update={"sampling": config.sampling.model_copy(update={"max_tokens": most})})
+        reasons.append(f"orchestrator.sampling.max_tokens = {most}: half of inference.model.max_model_len")
+    evaluated = config.eval.sampling
+    if "max_tokens" not in evaluated.model_fields_set and evaluated.max_tokens != config.sampling.max_tokens:
+        evaluated = evaluated.model_copy(update={"max_tokens": config.sampling.max_tokens})
+        config = config.model_copy(update={"eval": config.eval.model_copy(update={"sampling": evaluated})})
+    return config
 
 
 def _inference(config: InferenceRunConfig) -> tuple[InferenceRunConfig, tuple[str, ...]]:

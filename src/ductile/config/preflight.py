@@ -37,7 +37,7 @@ from ductile.config.run import (
 from ductile.config.scheduling import scheduling_findings
 from ductile.config.section import Section
 from ductile.config.slots import placement_of
-from ductile.config.trainer import CustomLoss, LinearSchedule, LossConfig, SchedulerConfig, needs_reference
+from ductile.config.trainer import CustomLoss, LinearSchedule, LossConfig, SchedulerConfig, in_steps, needs_reference
 from ductile.config.unread import unread_findings, unread_notes
 from ductile.config.written import output_findings
 from ductile.core.cluster.placement import PlacementError, compact
@@ -284,14 +284,23 @@ def num_examples(task: TaskConfig | None) -> int | None:
 
 def _schedule(config: SchedulerConfig, num_steps: int | None, at: str) -> Iterator[Finding]:
     """`num_steps`: optimizer steps."""
-    decay = config.decay_steps if isinstance(config, LinearSchedule) else 0
-    if num_steps is not None and config.warmup_steps + decay > num_steps:
-        yield Finding(
-            (f"{at}.warmup_steps", f"{at}.decay_steps", "max_steps"),
-            f"is too long: with decay_steps it takes {config.warmup_steps + decay} of {num_steps} optimizer steps"
-            if decay
-            else f"must be at most {num_steps}, the optimizer steps of the run",
-        )
+    if num_steps is None:
+        return
+    warmup = in_steps(config.warmup_steps, num_steps)
+    decay = in_steps(config.decay_steps or 0, num_steps) if isinstance(config, LinearSchedule) else 0
+    if warmup + decay <= num_steps:
+        return
+    keys = (f"{at}.warmup_steps", f"{at}.decay_steps", "max_steps")
+    if not decay:
+        what = f"must be at most {num_steps}, the optimizer steps of the run. Write {num_steps // 10}"
+        yield Finding(keys, f"{what}, or a share of the run: 0.1")
+        return
+    fits = num_steps * warmup // (warmup + decay)
+    yield Finding(
+        keys,
+        f"is too long: with decay_steps ({decay}) it takes {warmup + decay} of {num_steps} optimizer steps. Write "
+        f"warmup_steps = {fits} and decay_steps = {num_steps - fits}, or shares of the run: 0.1 and 0.5",
+    )
 
 
 def _bench_notes(config: Section) -> Iterator[str]:

@@ -103,7 +103,7 @@ def _key(name: str, info: FieldInfo) -> Key:
     return Key(
         name=name,
         shape=_shape(options, sections),
-        wants=_wants(options, sections, metadata) + (' or "None"' if optional else ""),
+        wants=_wants(options, sections, info) + (' or "None"' if optional else ""),
         default=default,
         help=" ".join((info.description or "").split()),
         optional=optional,
@@ -147,11 +147,21 @@ def _shape(options: list[Any], sections: tuple[type[Section], ...]) -> Shape:
     return "bool" if origins == {bool} else "value"
 
 
-def _wants(options: list[Any], sections: tuple[type[Section], ...], metadata: list[Any]) -> str:
+def _wants(options: list[Any], sections: tuple[type[Section], ...], info: FieldInfo) -> str:
     if sections:
         return "a table"
-    bounds = _bounds(metadata)
-    return " or ".join(_one(option, bounds) for option in options)
+    of_all, of_one = _bounds(info.metadata), dict(_bounded(info.annotation))
+    return " or ".join(_one(option, of_one.get(option) or of_all) for option in options)
+
+
+def _bounded(annotation: Any) -> Iterator[tuple[Any, str]]:
+    """Options with bounds of their own: `Annotated[int, Ge(0)]` of several."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        yield inner[0], _bounds(list(inner[1:]))
+    elif origin in (Union, types.UnionType):
+        for option in inner:
+            yield from _bounded(option)
 
 
 def _one(option: Any, bounds: str) -> str:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt, Lt
 from pydantic import Field
 
 from ductile.config.model import TrainerModelConfig
@@ -56,26 +56,38 @@ class SignSGDConfig(Section):
 OptimConfig = Annotated[AdamWConfig | SGDConfig | MuonConfig | SignSGDConfig, Field(discriminator="type")]
 
 
+StepsOrShare = Annotated[int, Ge(0)] | Annotated[float, Gt(0), Lt(1)]
+"""Optimizer steps, or a share of them all, which a run that is made shorter keeps."""
+
+
 class ConstantSchedule(Section):
     type: Literal["constant"] = "constant"
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: StepsOrShare = 0
+    """Optimizer steps, or a share of the run's: 0.1."""
 
 
 class LinearSchedule(Section):
     type: Literal["linear"] = "linear"
-    warmup_steps: int = Field(default=10, ge=0)
-    decay_steps: int = Field(default=10, ge=0)
-    """The last n of `max_steps` go down to `min_lr`."""
+    warmup_steps: StepsOrShare = 10
+    """Optimizer steps, or a share of the run's: 0.1."""
+    decay_steps: StepsOrShare | None = None
+    """The last n of `max_steps`, or a share of them, go down to `min_lr`. Default: all after the warm-up."""
     min_lr: float = Field(default=0.0, ge=0)
 
 
 class CosineSchedule(Section):
     type: Literal["cosine"] = "cosine"
-    warmup_steps: int = Field(default=10, ge=0)
+    warmup_steps: StepsOrShare = 10
+    """Optimizer steps, or a share of the run's: 0.1."""
     min_lr: float = Field(default=0.0, ge=0)
 
 
 SchedulerConfig = Annotated[ConstantSchedule | LinearSchedule | CosineSchedule, Field(discriminator="type")]
+
+
+def in_steps(length: int | float, num_steps: int) -> int:
+    """Steps, of which a share is rounded down: shares that add up to 1 never take more than the run has."""
+    return length if isinstance(length, int) else int(length * num_steps + 1e-9)
 
 
 class DefaultLoss(Section):

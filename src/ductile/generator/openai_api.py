@@ -183,7 +183,7 @@ class ChatMessage(BaseModel):
     """Whatever else it has goes to the template as it is."""
 
     model_config = ConfigDict(extra="allow", strict=True)
-    role: str
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | None = None
     """In the body a text, or a list of parts that are."""
 

@@ -1,0 +1,38 @@
+"""The commands that README prints can be typed as they stand."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from ductile.config.parse import parse
+from ductile.config.run import RLConfig
+
+ROOT = Path(__file__).parents[1]
+BLOCKS = re.findall(r"```\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+COMMANDS = [shlex.split(line, comments=True) for block in BLOCKS for line in block.splitlines() if "ductile " in line]
+YOURS = {"my.toml", "orch.toml"}
+"""README says that these are the reader's own."""
+MADE = "runs/quickstart/"
+"""The quickstart leaves it."""
+
+
+def test_ductile_is_on_the_path_before_it_is_called():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.index("\nsource .venv/bin/activate ") < text.index("```\nductile check")
+    assert text.index("\nsource .venv/bin/activate ") < text.index("\nductile report ")
+
+
+@pytest.mark.parametrize("command", [words for words in COMMANDS if words and words[0] == "ductile"], ids=" ".join)
+def test_files_are_there_or_the_reader_s_own(command):
+    files = [word for word in command if "/" in word or word.endswith(".toml")]
+    for file in files:
+        assert file in YOURS or file.startswith((MADE, "runs/")) or (ROOT / file).exists(), file
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 400])
+def test_the_quickstart_may_be_made_shorter_or_longer(num_steps, monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    words = ["@", "examples/quickstart/rl.toml", "--max-steps", str(num_steps), "--output-dir", str(tmp_path)]
+    assert parse(RLConfig, words).config.max_steps == num_steps
