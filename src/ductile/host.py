@@ -1,8 +1,22 @@
-"""The machine that we run on, where only the operating system knows."""
+"""What this machine has, as far as a process may use it."""
 
 import os
+from pathlib import Path
+
+_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
+"""Of a control group's memory, v2 and v1, below where control groups are mounted: in a container, its own."""
 
 
-def memory_bytes() -> int:
-    """Of the whole machine, whoever uses it."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def memory_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Of the machine, or what the container that this process runs in may use of it."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [_limit(groups / name) for name in _LIMITS]
+    return min([machine, *(limit for limit in limits if limit is not None)])
+
+
+def _limit(file: Path) -> int | None:
+    """None where there is no such group, or no limit ("max")."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
