@@ -110,6 +110,35 @@ def test_help_into_a_closed_pipe() -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize("words", [["plan", "runs/x"], ["simulate"], ["report", "runs/x"], ["check", "@", "good.toml"]])
+def test_ctrl_c_in_a_question_ends_it_in_a_word(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ductile.sim.recording.read_recording", interrupted)
+    monkeypatch.setattr("ductile.sim.compare.compare", interrupted)
+    monkeypatch.setattr("ductile.dashboard.story.read_story", interrupted)
+    monkeypatch.setattr("ductile.launch.rehearse.complaint", interrupted)
+    Path("runs/x").mkdir(parents=True)
+    assert main(words) == 130
+    assert capsys.readouterr().err.endswith("\nductile: Stopped.\n")
+
+
+@pytest.mark.parametrize("where", ["ductile.sim.recording.read_recording", "ductile.sim.compare.compare"])
+def test_a_pipe_that_nobody_reads_is_no_failure(where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As of `ductile plan runs/x | head -4`."""
+
+    def closed(*_: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(where, closed)
+    monkeypatch.setattr("sys.stdout", (tmp_path / "out").open("w"))
+    Path("runs/x").mkdir(parents=True)
+    assert main(["simulate"] if "compare" in where else ["plan", "runs/x"]) == 141
+
+
 def test_check_says_what_clean_deletes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "rl", "@", "good.toml", "--clean"]) == 0
     assert "output    runs/rl\n" in capsys.readouterr().out

@@ -142,6 +142,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `ductile rl --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except KeyboardInterrupt:  # a run has its own way to stop; whatever else is asked for ends at once
+        print("\nductile: Stopped.", file=sys.stderr)
+        return 130
 
 
 def _main(argv: Sequence[str] | None) -> int:

@@ -30,6 +30,8 @@ def main(words: Sequence[str]) -> int:
 
     try:
         compare(config)
+    except BrokenPipeError:  # of `| head`: told by nobody
+        raise
     except (ImportPathError, BadDecision, OSError, ValueError) as error:
         print(f"ductile simulate: {error}", file=sys.stderr)
         return BAD_CONFIG

@@ -29,6 +29,8 @@ def main(words: Sequence[str]) -> int:
 
     try:
         _plan(read_recording(asked.run), asked.json)
+    except BrokenPipeError:  # of `| head`: told by nobody
+        raise
     except (ImportPathError, BadDecision, OSError, ValueError) as error:
         complain("plan", error)
         return NO_PLAN
