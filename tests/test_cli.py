@@ -10,6 +10,7 @@ import pytest
 
 import ductile
 from ductile.cli import COMMANDS, QUESTIONS, main
+from ductile.loop.progress import Checkpoints, Progress
 from tests.config.stories import MODEL, furnish
 
 PYTHON = [sys.executable, "-m", "ductile"]
@@ -137,6 +138,29 @@ def test_a_pipe_that_nobody_reads_is_no_failure(where: str, monkeypatch: pytest.
     monkeypatch.setattr("sys.stdout", (tmp_path / "out").open("w"))
     Path("runs/x").mkdir(parents=True)
     assert main(["simulate"] if "compare" in where else ["plan", "runs/x"]) == 141
+
+
+def test_check_says_where_a_resume_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, config in (("rl", "good.toml"), ("sft", "sft.toml")):
+        flags = ["@", config, "--resume", "--output-dir", f"runs/{command}"]
+        assert main(["check", command, *flags]) == 0
+        assert f"resumes   nothing: runs/{command}/state has no checkpoint yet\n" in capsys.readouterr().out
+        checkpoints = Checkpoints(Path(f"runs/{command}/state"))
+        checkpoints.commit(checkpoints.begin(2), Progress(2))
+        assert main(["check", command, *flags]) == 0
+        assert f"resumes   runs/{command}/state/step_2\n" in capsys.readouterr().out
+
+
+def test_a_dry_run_leaves_the_config_of_a_run_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    run = Path("runs/rl")
+    run.mkdir(parents=True)
+    (run / "config.toml").write_text("# Resolved by ductile.\nas it was run")
+    (run / "metrics.jsonl").write_text("{}\n")
+    for flag in ("--clean", "--resume"):
+        assert main(["rl", "@", "good.toml", flag, "--dry-run"]) == 0
+        assert "Resolved: runs/rl/config.dry_run.toml\n" in capsys.readouterr().out
+        assert (run / "config.toml").read_text() == "# Resolved by ductile.\nas it was run"
+        assert main(["check", "@", "runs/rl/config.dry_run.toml", "--clean"]) == 0
 
 
 def test_check_says_what_clean_deletes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,11 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ductile import __version__
+from ductile.config.asked import as_sentence
 from ductile.config.errors import ConfigError, did_you_mean
 from ductile.config.parse import Parsed, parse
 from ductile.config.run import (
@@ -194,13 +196,13 @@ def _check(words: list[str]) -> int:
     if parsed is None:
         return BAD_CONFIG
     from ductile.config.summary import summary
-    from ductile.launch.rehearse import complaint
+    from ductile.launch.rehearse import complaint, resumes
 
     what = complaint(parsed.config)
     if what:
-        _complain(f"ductile check: {what.rstrip('.')}.")
+        _complain(f"ductile check: {as_sentence(what)}")
         return BAD_CONFIG
-    print(summary(parsed, command.name))
+    print(summary(parsed, command.name, resumes(parsed.config)))
     return 0
 
 
@@ -257,9 +259,13 @@ def _num_unknown(error: ConfigError) -> int:
 
 def _dry_run(command: Command, parsed: Parsed[RunConfig]) -> int:
     from ductile.config.dump import write_resolved
+    from ductile.config.written import DRY_RUN, of_a_run
 
+    folder = Path(parsed.config.output_dir)
     try:
-        path = write_resolved(parsed.config, parsed.config.output_dir, command.name)
+        # The config of a run that is there belongs to its records.
+        name = "config.toml" if of_a_run(folder) is None else DRY_RUN
+        path = write_resolved(parsed.config, folder, command.name, name)
     except OSError as error:
         print(f"ductile {command.name}: cannot write the resolved config: {error}", file=sys.stderr)
         return BAD_CONFIG

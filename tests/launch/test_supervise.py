@@ -69,6 +69,7 @@ def raising(error: Exception):
         (Stopped(), 130, "Stopped at once, as asked."),
         (StartFailed("slot 9 has no device"), 2, "Slot 9 has no device."),
         (OSError(28, "No space left on device"), 2, "No space left on device."),
+        (TaskError("nofn/reward.py: does it lack its `return`?"), 2, "nofn/reward.py: does it lack its `return`?\n"),
         (SlotLost("http://127.0.0.1:1/v1 cannot be reached"), 1, "http://127.0.0.1:1/v1 cannot be reached."),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
@@ -173,6 +174,30 @@ def test_clean_deletes_when_the_first_step_is_told_of(tmp_path: Path):
         "events.jsonl",
         "metrics.jsonl",
     }
+
+
+@pytest.mark.parametrize("max_steps", [2, 3])
+def test_a_finished_run_that_is_resumed_stays_as_it_is(tmp_path: Path, capsys, max_steps: int):
+    finished(tmp_path)
+    (tmp_path / "summary.json").write_text('{"num_switches": 3}')
+    (tmp_path / "config.toml").write_text("as it was run")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    config, started = RLConfig(output_dir=str(tmp_path), resume=True), raising(AssertionError("it was started"))
+    assert supervise("rl", config, lambda config: None, lambda prepared: max_steps, started, lambda prepared: 3) == 0
+    said = capsys.readouterr().out
+    assert f"has done 3 steps, and max_steps is {max_steps}: there is nothing to do, and nothing was changed" in said
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("has_summary", [True, False])
+def test_what_is_left_of_a_resumed_run_is_done(tmp_path: Path, has_summary: bool):
+    """More steps, or the end of a run that was killed after its last save."""
+    finished(tmp_path)
+    if has_summary:
+        (tmp_path / "summary.json").write_text("{}")
+    run, config = raising(SlotLost("it was started")), RLConfig(output_dir=str(tmp_path), resume=True)
+    max_steps = 4 if has_summary else 3
+    assert supervise("rl", config, lambda config: None, lambda prepared: max_steps, run, lambda prepared: 3) == 1
 
 
 def test_what_a_killed_start_has_set_aside_is_there_for_a_resume(tmp_path: Path):

@@ -40,13 +40,13 @@ def to_toml(config: Section) -> str:
     return _toml(to_table(config))
 
 
-def write_resolved(config: Section, folder: str | FilePath, command: str) -> FilePath:
-    """Write `folder/config.toml`, whole or not at all. `command` is the one that would run it: "rl".
+def write_resolved(config: Section, folder: str | FilePath, command: str, name: str = "config.toml") -> FilePath:
+    """Write `folder/name`, whole or not at all. `command` is the one that would run it: "rl".
 
     What follows from other values is left to follow again: the file may be run on other slots. That a run was resumed
     is left out, too: run again, the file begins one, and `--clean` does not contradict it.
     """
-    path = FilePath(folder) / "config.toml"
+    path = FilePath(folder) / name
     path.parent.mkdir(parents=True, exist_ok=True)
     table = without_derived(config, to_table(config))
     table.pop("resume", None)

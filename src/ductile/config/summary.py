@@ -25,13 +25,14 @@ from ductile.core.cluster.policies.names import described
 Row = tuple[str, str]
 
 
-def summary(parsed: Parsed[RunConfig], command: str) -> str:
-    """Some lines for a person. The config has been found good."""
+def summary(parsed: Parsed[RunConfig], command: str, resumes: str = "") -> str:
+    """Some lines for a person. The config has been found good. resumes: what from, when that is asked for."""
     config = parsed.config
     rows = [
         ("files", " < ".join(parsed.files) or "none: flags and defaults"),
         ("model", _model(config)),
         ("output", _output(config)),
+        *([("resumes", resumes)] if resumes else []),
         *_work(config),
         *_slots(placement_of(config)),
         *_scheduling(config),

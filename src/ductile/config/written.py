@@ -10,8 +10,10 @@ from ductile.config.finding import Finding
 from ductile.config.run import OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.section import Section
 
+DRY_RUN = "config.dry_run.toml"
+"""Where `--dry-run` writes in a folder with a run, whose `config.toml` stays."""
 WRITTEN = (
-    "config.toml", "control.json", "events.jsonl", "logs", "metrics.jsonl", "model", "rollouts.jsonl",
+    "config.toml", DRY_RUN, "control.json", "events.jsonl", "logs", "metrics.jsonl", "model", "rollouts.jsonl",
     "samples.jsonl", "state", "summary.json", "tensorboard", "wandb", ".model.old", ".model.partial",
 )  # fmt: skip
 """All that runs write, with what a killed one leaves. Whatever else lies in the folder belongs to somebody else."""

@@ -5,10 +5,13 @@ prompts, checkpoints, custom functions. What only the machine can tell at the ti
 slots) stays for the start.
 """
 
+from pathlib import Path
+
 from ductile.config.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, RunConfig, SFTConfig
 from ductile.launch.supervise import UNFIT
 from ductile.loop.alone import prepare_alone
 from ductile.loop.compose import prepare
+from ductile.loop.progress import Checkpoints
 from ductile.loop.sft import prepare_fake, prepare_sft
 from ductile.loop.sinks import need
 from ductile.tasks.tokenizer import Tokenizer
@@ -21,6 +24,15 @@ def complaint(config: RunConfig) -> str:
     except UNFIT as error:
         return str(error)
     return ""
+
+
+def resumes(config: RunConfig) -> str:
+    """Where the command would go on, or begin, when it is asked to resume; "" when it is not. Raises what it refuses."""
+    if not isinstance(config, RLConfig | SFTConfig) or config.ckpt.resume_step is None or config.bench is not None:
+        return ""
+    checkpoints = Checkpoints(Path(config.output_dir) / "state")
+    step = checkpoints.find(config.ckpt.resume_step)
+    return f"nothing: {checkpoints.folder} has no checkpoint yet" if step is None else str(checkpoints.path(step))
 
 
 def _rehearse(config: RunConfig) -> None:

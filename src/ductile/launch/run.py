@@ -47,11 +47,11 @@ START_CANCEL_S = 8.0
 
 
 def run_rl(config: RLConfig) -> int:
-    return supervise("rl", config, prepare, lambda prepared: prepared.plan.max_steps, _rl)
+    return supervise("rl", config, prepare, lambda prepared: prepared.plan.max_steps, _rl, _step)
 
 
 def run_sft(config: SFTConfig) -> int:
-    return supervise("sft", config, prepare_sft, lambda prepared: prepared.max_steps, _batches)
+    return supervise("sft", config, prepare_sft, lambda prepared: prepared.max_steps, _batches, _step)
 
 
 def run_trainer(config: TrainerRunConfig) -> int:
@@ -73,6 +73,10 @@ def run_inference(config: InferenceRunConfig) -> int:
     fd = os.memfd_create("ductile-inference-config", 0)
     os.write(fd, config.model_dump_json().encode())
     os.execv(sys.executable, [sys.executable, "-P", "-m", "ductile.generator.serve", f"/proc/self/fd/{fd}"])
+
+
+def _step(prepared: Prepared | PreparedBatches) -> int:
+    return prepared.progress.step
 
 
 async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> RenderableType:

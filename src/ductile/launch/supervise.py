@@ -21,6 +21,7 @@ from typing import TypeVar
 from rich.console import Console, RenderableType
 
 from ductile.blame import raised
+from ductile.config.asked import as_sentence
 from ductile.config.dump import to_table, write_resolved
 from ductile.config.imports import ImportPathError
 from ductile.config.run import OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
@@ -83,14 +84,21 @@ def supervise(
     prepare: Callable[[C], P],
     max_steps: Callable[[P], int],
     run: Callable[[C, P, Session], Awaitable[RenderableType]],
+    steps_done: Callable[[P], int] = lambda prepared: 0,
 ) -> int:
-    """Prepare, run, and say how it ended. Returns the exit code."""
+    """Prepare, run, and say how it ended. Returns the exit code.
+
+    steps_done: of the run that is gone on with. When there is nothing left to do, nothing is started or written.
+    """
     session = None
     try:
         if is_aside(Path(config.output_dir)):
             with run_folder(config.output_dir, clean=False):
                 pass  # to enter it puts back what a start that was killed had set aside
         prepared = prepare(config)
+        if nothing := _nothing_to_do(config, steps_done(prepared), max_steps(prepared)):
+            print(f"ductile {command}: {nothing}")
+            return DONE
         with ExitStack() as stack:
             benches = config.bench is not None
             folder = bench_folder() if benches else stack.enter_context(run_folder(config.output_dir, config.clean))
@@ -129,7 +137,7 @@ async def _run(session: Session, running: Awaitable[RenderableType]) -> _End:
         except Exception as error:
             if session.record.last_step is not None:
                 sentence = str(error) if isinstance(error, UNFIT) else raised(error, ours=True)
-                session.record.event("failed", f"{_capital(sentence)}.", traceback=traceback.format_exc())
+                session.record.event("failed", as_sentence(_capital(sentence)), traceback=traceback.format_exc())
             raise
         if session.interrupt.asked.is_set():
             return _told(session, "stopped", _End(INTERRUPTED, "stopped after a whole step, as asked", closing))
@@ -137,7 +145,7 @@ async def _run(session: Session, running: Awaitable[RenderableType]) -> _End:
 
 
 def _told(session: Session, kind: str, end: _End) -> _End:
-    session.record.event(kind, f"{_capital(end.sentence)}.")
+    session.record.event(kind, as_sentence(_capital(end.sentence)))
     return end
 
 
@@ -150,12 +158,24 @@ def _say(end: _End, command: str, config: Config, session: Session | None) -> No
             after = _put_back(config, session)
             if not after and end.code != NOT_STARTED:
                 after = _after(command, config, session)
-            sentence = printable(_capital(end.sentence), keep="\n")
-            print(f"ductile {command}: {sentence}.{after}", file=sys.stderr)
+            sentence = printable(as_sentence(_capital(end.sentence)), keep="\n")
+            print(f"ductile {command}: {sentence}{after}", file=sys.stderr)
     except OSError:  # the terminal is gone
         # What is still in the buffer must not fail once more at the interpreter's end.
         with open(os.devnull, "w") as nowhere, suppress(OSError):
             os.dup2(nowhere.fileno(), 1)
+
+
+def _nothing_to_do(config: Config, done: int, max_steps: int) -> str:
+    """Why a resume starts nothing, in sentences; "" when there are steps to do, or the end of the run is missing."""
+    folder = Path(config.output_dir)
+    if not done or done < max_steps or not (folder / "summary.json").exists():
+        return ""
+    steps, more = "step" if done == 1 else "steps", f"--max-steps above {done}"
+    return (
+        f"The run in {folder} has done {done} {steps}, and max_steps is {max_steps}: there is nothing to do, and nothing "
+        f"was changed. To go on, give {more}; to go back, --ckpt.resume-step with an earlier one."
+    )
 
 
 def _put_back(config: Config, session: Session | None) -> str:
