@@ -27,7 +27,7 @@ def complaint(config: RunConfig) -> str:
 
 
 def resumes(config: RunConfig) -> str:
-    """Where the command would go on, or begin, when it is asked to resume; "" when it is not. Raises what it refuses."""
+    """The checkpoint that the command would go on from; "" when it is not asked to resume. Raises what it refuses."""
     if not isinstance(config, RLConfig | SFTConfig) or config.ckpt.resume_step is None or config.bench is not None:
         return ""
     checkpoints = Checkpoints(Path(config.output_dir) / "state")

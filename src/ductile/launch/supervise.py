@@ -173,8 +173,8 @@ def _nothing_to_do(config: Config, done: int, max_steps: int) -> str:
         return ""
     steps, more = "step" if done == 1 else "steps", f"--max-steps above {done}"
     return (
-        f"The run in {folder} has done {done} {steps}, and max_steps is {max_steps}: there is nothing to do, and nothing "
-        f"was changed. To go on, give {more}; to go back, --ckpt.resume-step with an earlier one."
+        f"The run in {folder} has done {done} {steps}, and max_steps is {max_steps}: there is nothing to do, and "
+        f"nothing was changed. To go on, give {more}; to go back, --ckpt.resume-step with an earlier one."
     )
 
 
