@@ -68,7 +68,7 @@ def raising(error: Exception):
         (Refused("slot 1: OptimStep failed: ValueError: nan"), 1, "OptimStep failed: ValueError: nan."),
         (Stopped(), 130, "Stopped at once, as asked."),
         (StartFailed("slot 9 has no device"), 2, "Slot 9 has no device."),
-        (OSError(28, "No space left on device"), 2, "No space left on device."),
+        (OSError(28, "No space left on device"), 2, "cannot be written: No space left on device ("),
         (TaskError("nofn/reward.py: does it lack its `return`?"), 2, "nofn/reward.py: does it lack its `return`?\n"),
         (SlotLost("http://127.0.0.1:1/v1 cannot be reached"), 1, "http://127.0.0.1:1/v1 cannot be reached."),
     ],
@@ -90,7 +90,9 @@ def test_what_fails_in_the_middle_of_a_run_is_no_failure_to_start(tmp_path: Path
         raise OSError(28, "No space left on device")
 
     assert end(tmp_path, run) == 1
-    assert "No space left on device. Logs:" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{tmp_path} cannot be written: No space left on device (" in said
+    assert " free). Logs:" in said
 
 
 def test_a_command_that_cannot_be_resumed_does_not_offer_it(tmp_path: Path, capsys):
@@ -217,7 +219,7 @@ def test_what_a_killed_start_has_set_aside_is_there_for_a_resume(tmp_path: Path)
 
 def test_a_start_that_never_began_is_started_again_without_clean(tmp_path: Path):
     """Its empty files are no run."""
-    assert end(tmp_path, raising(RewardsFailed("in the evaluation after step 0 4 of 4 rewards failed"))) == 1
+    assert end(tmp_path, raising(RewardsFailed("in the evaluation after step 0, 4 of 4 rewards failed"))) == 1
     assert (tmp_path / "metrics.jsonl").exists()
     assert list(output_findings(RLConfig(output_dir=str(tmp_path)))) == []
 

@@ -96,7 +96,7 @@ def test_an_evaluation_with_too_many_failed_rewards_ends_the_run(tmp_path):
     with pytest.raises(RewardsFailed) as error:
         evaluate_with(tmp_path, lambda example: example > 0, max_reward_error_share=0.5)
     assert str(error.value) == (
-        "in the evaluation after step 0 3 of 4 rewards failed; the last time the reward of example 3 raised KeyError"
+        "in the evaluation after step 0, 3 of 4 rewards failed; the last time the reward of example 3 raised KeyError"
     )
 
 

@@ -50,7 +50,7 @@ class FailAfter(InProcessGraders):
 def test_rewards_that_fail_end_the_run_when_they_are_too_many(tmp_path):
     stage = Stage(tmp_path, max_steps=9, graders=FailAfter, max_reward_error_share=0.5)
     with pytest.raises(
-        RewardsFailed, match=r"in step \d \d of 8 rewards failed; the last time the reward raised KeyErr"
+        RewardsFailed, match=r"in step \d, \d of 8 rewards failed; the last time the reward raised KeyErr"
     ):
         run(stage.go())
     shares = [row["reward_error_share"] for row in read_jsonl(tmp_path / "metrics.jsonl")[1:]]

@@ -28,6 +28,7 @@ from ductile.config.run import OrchestratorRunConfig, RLConfig, SFTConfig, Train
 from ductile.config.written import of_a_run
 from ductile.dashboard.printable import printable
 from ductile.dashboard.show import View, show
+from ductile.disk import FULL, named
 from ductile.launch.cap import CapNotPermitted
 from ductile.launch.folder import FolderInUse, bench_folder, run_folder
 from ductile.launch.interrupt import Interrupt, interrupts
@@ -116,7 +117,7 @@ def supervise(
     except UNFIT as error:
         # A full disk, say, may come in the middle of a run, too.
         started = session is not None and session.record.last_step is not None
-        end = _End(FAILED if started else NOT_STARTED, str(error))
+        end = _End(FAILED if started else NOT_STARTED, _words(error, Path(config.output_dir)))
     except Exception as error:  # a mistake of ours: with its traceback, and still with how to go on
         error.add_note(f"ductile {command} failed.{_after(command, config, session)}")
         raise
@@ -210,6 +211,13 @@ def _add_sinks(record: Recorder, config: Config) -> None:
         wandb = config.wandb
         sink = WandbSink(record.folder, wandb.project, wandb.name, wandb.offline, to_table(config))
         record.listeners.append(sink)
+
+
+def _words(error: Exception, folder: Path) -> str:
+    """What to say of an UNFIT error. A full disk is named: what failed to write may not know its file."""
+    if isinstance(error, OSError) and error.errno in FULL:
+        return str(named(error, Path(str(error.filename or folder))))
+    return str(error)
 
 
 def _capital(sentence: str) -> str:

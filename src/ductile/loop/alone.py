@@ -85,7 +85,7 @@ async def run_alone(
             values = {**tally.metrics(*watch.lap()), "reward_errors": float(graders.num_errors)}
             record.metrics(step, {name: value for name, value in values.items() if "off_policy" not in name})
             if why := too_many_failed(tally.rollouts, config.graders.max_error_share):
-                raise RewardsFailed(f"in batch {step} {why}")
+                raise RewardsFailed(f"in batch {step}, {why}")
             if stop.is_set():
                 break
     rows = read_jsonl(record.folder / "metrics.jsonl")

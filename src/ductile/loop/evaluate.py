@@ -91,7 +91,7 @@ class Evaluation:
             *(self._episodes.play(prompt, self._sampling, member, PRIORITY) for prompt, member in asked)
         )
         if why := too_many_failed(rollouts, self._max_reward_error_share):
-            raise RewardsFailed(f"in the evaluation after step {step} {why}")
+            raise RewardsFailed(f"in the evaluation after step {step}, {why}")
         self.last = self._report(rollouts, step)
         self.first = self.first or self.last
         self._record.event(

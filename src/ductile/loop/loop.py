@@ -147,7 +147,7 @@ class Loop:
                 self.record.metrics(self.step, {**tally.metrics(*self.watch.lap()), **evaluated, **self.counts()})
                 self.show(self.step, tally.groups)
         if why := too_many_failed(tally.rollouts, plan.max_reward_error_share):
-            raise RewardsFailed(f"in step {self.step} {why}")
+            raise RewardsFailed(f"in step {self.step}, {why}")
         self.skips.check()
         if self.step == plan.max_steps or self.save_due(self.step):
             await self.save_trained()
