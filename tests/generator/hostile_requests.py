@@ -92,8 +92,13 @@ BOMBS: dict[str, tuple[str, Callable[[], bytes], int]] = {
     "names of the template's own": (CHAT, lambda: chat(chat_template_kwargs={"self": 1}), 400),
     "escapes of the template": (
         CHAT,
-        lambda: chat(messages=[{"role": "{{ 9 ** 9 ** 9 }}", "content": "{% x %}"}]),
+        lambda: chat(messages=[{"role": "user", "name": "{{ 9 ** 9 ** 9 }}", "content": "{% x %}"}]),
         200,
+    ),
+    "escapes of the template as a role": (
+        CHAT,
+        lambda: chat(messages=[{"role": "{{ 9 ** 9 ** 9 }}", "content": "x"}]),
+        400,
     ),
     "an empty body": (COMPLETIONS, lambda: b"", 400),
     "null": (COMPLETIONS, lambda: b"null", 400),

@@ -80,6 +80,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("completions", {"prompt": "x", "stream": True, "max_tokens": 0}, "max_tokens is 0; it must be 1 or more"),
     ("chat/completions", {"messages": []}, "messages is []; it must be a list of at least 1"),
     ("chat/completions", {"messages": [{"content": "x"}]}, "messages.0.role is missing"),
+    ("chat/completions", {"messages": [{"role": "bot", "content": "x"}]}, 'messages.0.role is "bot"; it must be'),
     (
         "chat/completions",
         {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages": []}},

@@ -183,7 +183,7 @@ class ChatMessage(BaseModel):
     """Whatever else it has goes to the template as it is."""
 
     model_config = ConfigDict(extra="allow", strict=True)
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | None = None
     """In the body a text, or a list of parts that are."""
 
