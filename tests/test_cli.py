@@ -100,6 +100,17 @@ def test_help_narrows(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--trainer.model.seq-len" not in said
 
 
+def test_help_of_a_part_leaves_out_what_is_not_built(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rl", "--help", "ckpt"]) == 0
+    said = capsys.readouterr().out
+    assert "--ckpt.interval" in said
+    assert "Not built yet" not in said
+    assert "ductile rl --help-all ckpt shows them." in said
+    for words in (["--help-all", "ckpt"], ["--help", "ckpt.weights-only"]):
+        assert main(["rl", *words]) == 0
+        assert "--ckpt.weights-only" in capsys.readouterr().out
+
+
 def test_help_for_a_key_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rl", "--help", "trainer.optin"]) == 0
     assert "no key with trainer.optin in its name. Did you mean trainer.optim" in capsys.readouterr().out

@@ -86,7 +86,7 @@ def _shown(default: object) -> str:
 def help_text(command: str, summary: str, root: type[Section], only: str = "", *, unbuilt: bool = False) -> str:
     """The keys of a command, or those with `only` in their name or their variant's. Fits the terminal.
 
-    Keys whose feature is not built are there when `unbuilt` asks for them, or when `only` does.
+    Keys whose feature is not built are there when `unbuilt` asks for them, or when `only` names nothing else.
     """
     width = min(120, shutil.get_terminal_size((100, 24)).columns)
     word = only.lstrip("-").replace("-", "_").lower()
@@ -101,7 +101,7 @@ def help_text(command: str, summary: str, root: type[Section], only: str = "", *
     if not only:
         out += [*textwrap.wrap(HOW, width), ""]
     num_left_out = 0
-    if not only and not unbuilt:
+    if not unbuilt and any(line.built for line in chosen):
         num_left_out = sum(not line.built for line in chosen)
         chosen = [line for line in chosen if line.built]
     group: Path | None = None
@@ -112,8 +112,10 @@ def help_text(command: str, summary: str, root: type[Section], only: str = "", *
             out += ["", f"[{title}]"] if title else []
         out += _entry(line, width)
     if num_left_out:
-        left_out = f"{num_left_out} keys whose features are not built yet are left out."
-        out += ["", *textwrap.wrap(f"{left_out} ductile {command} --help-all shows them.", width)]
+        keys_left = "1 key whose feature is" if num_left_out == 1 else f"{num_left_out} keys whose features are"
+        left_out = f"{keys_left} not built yet {'is' if num_left_out == 1 else 'are'} left out."
+        shown_by = f"ductile {command} --help-all {only}".rstrip()
+        out += ["", *textwrap.wrap(f"{left_out} {shown_by} shows them.", width)]
     return "\n".join(out)
 
 

@@ -50,8 +50,8 @@ class PromptEncoder:
         if num_chars > most:
             raise RequestRefused(
                 "",
-                f"the prompt has {num_chars} characters; model.max_model_len {self._limits.max_model_len} leaves room for "
-                f"{most} at most, as a token of this model has up to {self._longest_token}",
+                f"the prompt has {num_chars} characters; model.max_model_len {self._limits.max_model_len} leaves room "
+                f"for {most} at most, as a token of this model has up to {self._longest_token}",
             )
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
