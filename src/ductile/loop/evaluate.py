@@ -7,6 +7,7 @@ from math import comb, nan
 from ductile.core.batch.rewards import scored, too_many_failed
 from ductile.loop.episode import Episodes
 from ductile.loop.overlap import together
+from ductile.loop.transcript import transcript
 from ductile.observe import Recorder
 from ductile.records import Prompt, Rollout, Sampling
 from ductile.roles import Task
@@ -121,7 +122,7 @@ class Evaluation:
             samples=tuple(
                 Sampled(
                     question=self._tasks[prompt.task].messages(prompt.example)[-1]["content"],
-                    answer=self._tokenizer.decode(group[0].token_ids),
+                    answer=transcript(self._tokenizer, group[0]),
                     reward=group[0].reward,
                 )
                 for prompt, group in zip(self._prompts[: self._num_shown], by_prompt, strict=False)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from ductile.loop.transcript import transcript
 from ductile.records import Prompt, Rollout, RolloutGroup
 from ductile.tasks.conversation import ChatTokenizer
 
@@ -12,7 +13,7 @@ def sample_rows(groups: Sequence[RolloutGroup], tokenizer: ChatTokenizer, num: i
         yield {
             "prompt": prompt.id,
             "question": tokenizer.decode(prompt.token_ids),
-            "completion": tokenizer.decode(rollout.token_ids),
+            "completion": transcript(tokenizer, rollout),
             "reward": rollout.reward,
             "metrics": rollout.metrics,
             "error": rollout.error,
