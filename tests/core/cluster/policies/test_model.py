@@ -142,3 +142,14 @@ def test_a_slot_leaves_a_busy_trainer_for_what_outlasts_the_wait_and_not_for_les
         limits=Limits(max_num_seqs=64),
     )
     assert len(decide(state).moves) == moves
+
+
+@pytest.mark.parametrize("trained", [0, 16])
+def test_scorers_come_back_for_what_was_generated_while_they_trained(trained):
+    """A batch may be so short that nothing is left to generate when the policy is asked; and nothing is trained without
+    scores."""
+    away = {"placement": {"actor": 0, "rollout": "1-2", "inference": 3}, "roles": {3: ("train",)}}
+    decision = Model().decide(scene(**away, to_score=8, to_score_tokens=800, trained=trained))
+    assert [(move.slot, move.after) for move in decision.moves] == [(3, ("score",))]
+    assert decision.reason.endswith("rollouts wait for their scores")
+    assert not Model().decide(scene(**away, trained=trained)).moves, "nothing waits for them"

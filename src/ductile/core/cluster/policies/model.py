@@ -243,14 +243,17 @@ def _changed_lately(state: ClusterState, patience: float) -> bool:
 
 
 def _recall_scorers(state: ClusterState) -> Decision:
-    """Slots that score by configuration do so as soon as there is a new batch to generate."""
-    if not state.num_to_generate or not state.step_begins:
+    """Slots that score by configuration do so as soon as there is a new batch to generate; and whenever something
+    waits for a score and none of them would give it one, as when a short batch was generated while they were away."""
+    unscored = state.batch.to_score > 0 and not state.of("score")
+    if not unscored and not (state.num_to_generate and state.step_begins):
         return Decision()
     away = [slot for slot in state.home.score if slot in state.ready and "score" not in state.roles(slot)]
     orders = change(state, {slot: state.home.roles(slot) for slot in away})
     if not orders or complaints(state, Decision(orders)):
         return Decision()
-    return Decision(orders, sentence(orders, "a new batch begins"))
+    why = "rollouts wait for their scores" if unscored else "a new batch begins"
+    return Decision(orders, sentence(orders, why))
 
 
 def _figures(prediction: Prediction) -> str:
