@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ductile.launch.folder import WRITTEN, FolderInUse, run_folder
-from ductile.launch.old_run import FAILED_START, OLD, Forget, put_back, set_aside
+from ductile.launch.old_run import FAILED_START, OLD, ForgetOldRun, put_back, set_aside
 
 
 def test_makes_the_folder_and_its_logs(tmp_path: Path):
@@ -53,7 +53,7 @@ def test_clean_deletes_what_runs_write_and_nothing_else_once_the_new_run_has_beg
         assert {path.name for path in folder.iterdir()} == {".lock", "logs", "notes.txt", OLD}
         write_as_a_new_run(folder)
         (folder / "metrics.jsonl").write_text("{}\n")
-        forget = Forget(folder)
+        forget = ForgetOldRun(folder)
         forget.on_metrics(0, {})
         assert not (folder / OLD).exists()
         forget.close()

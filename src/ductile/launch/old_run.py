@@ -57,7 +57,7 @@ def is_aside(folder: Path) -> bool:
     return any((folder / name).exists() for name in (MOVING, OLD))
 
 
-class Forget:
+class ForgetOldRun:
     """Listener that deletes the old run when the new one tells of its first step, beside the event loop."""
 
     def __init__(self, folder: Path) -> None:

@@ -32,7 +32,7 @@ from ductile.disk import FULL, named
 from ductile.launch.cap import CapNotPermitted
 from ductile.launch.folder import FolderInUse, bench_folder, run_folder
 from ductile.launch.interrupt import Interrupt, interrupts
-from ductile.launch.old_run import FAILED_START, Forget, is_aside
+from ductile.launch.old_run import FAILED_START, ForgetOldRun, is_aside
 from ductile.launch.processes import StartFailed
 from ductile.loop.attend import SlotDied, Stopped
 from ductile.loop.evaluate import RewardsFailed
@@ -106,7 +106,7 @@ def supervise(
             write_resolved(config, folder, command)
             record = Recorder(folder)
             stack.callback(record.close)
-            record.listeners.append(Forget(folder))
+            record.listeners.append(ForgetOldRun(folder))
             _add_sinks(record, config)
             view = stack.enter_context(show(f"ductile {command}: {folder}", max_steps(prepared)))
             record.listeners.append(view)
