@@ -3,8 +3,10 @@
 T tokens, H query heads, K key/value heads, D head size.
 """
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import pairwise
 from typing import Protocol
 
@@ -13,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from ductile.model import cpu_attention
+from ductile.model import cpu_attention, varlen_attention
 
 
 class Attend(Protocol):
@@ -62,32 +64,54 @@ class PackedAttention:
             start = tree.end
             if tree.end > tree.start:
                 self.trees.append(tree)
-        self._tiles: list[cpu_attention.Tile] | None = None
+        self._attend: Run | None = None
+        """Chosen by the first layer, for all of them."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not self.trees:
             # Nothing to attend to, but all three stay in the graph: a rank without work still runs its collectives.
             return torch.cat((q, k, v), dim=1)[:, : q.shape[1]]
+        if self._attend is None:
+            self._attend = self._chosen(q)
+        return self._attend(q, k, v)
+
+    def _chosen(self, q: Tensor) -> "Run":
         if q.device.type == "cpu":
-            if self._tiles is None:
-                self._tiles = list(cpu_attention.tiles(self.trees, q.shape[1]))
-            return cpu_attention.attend(q, k, v, self._tiles)
-        return torch.cat([part for tree in self.trees for part in by_document(tree, q, k, v)])
+            return partial(cpu_attention.attend, tiles=list(cpu_attention.tiles(self.trees, q.shape[1])))
+        reason = varlen_attention.why_not(q.dtype, q.shape[2], varlen_attention.capability_of(q.device))
+        if not reason:
+            return varlen_attention.VarlenAttention(self.trees, q.device)
+        _tell(f"attention is one call a document and layer: {reason}")
+        return partial(by_document, self.trees)
 
 
-def by_document(tree: Tree, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """torch's kernel, one call for the stem and one for each branch, which finds the stem's keys before its own."""
+Run = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""q [T, H, D], k and v [T, K, D] -> [T, H, D], of the batch that it was made for."""
+
+
+@cache
+def _tell(sentence: str) -> None:
+    """To the slot's log, once."""
+    print(sentence, file=sys.stderr)
+
+
+def by_document(trees: Sequence[Tree], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """torch's kernel for one document a call: a call for each stem, and for each branch, which finds the stem's keys
+    before its own. For devices and types that have no kernel for all of them."""
     grouped = q.shape[1] != k.shape[1]
-    stem = slice(tree.start, tree.stem)
-    outputs = [
-        scaled_dot_product_attention(*_heads_first(q[stem], k[stem], v[stem]), is_causal=True, enable_gqa=grouped)
-    ]
-    for start, end in tree.branches:
-        keys, values = (torch.cat((x[stem], x[start:end])) for x in (k, v))
-        mask = causal_lower_right(end - start, len(keys))
-        qkv = _heads_first(q[start:end], keys, values)
-        outputs.append(scaled_dot_product_attention(*qkv, attn_mask=mask, enable_gqa=grouped))
-    return [output[0].transpose(0, 1) for output in outputs]
+    outputs: list[Tensor] = []
+    for tree in trees:
+        stem = slice(tree.start, tree.stem)
+        if tree.stem > tree.start:
+            qkv = _heads_first(q[stem], k[stem], v[stem])
+            outputs.append(scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=grouped))
+        for start, end in tree.branches:
+            if end > start:
+                keys, values = (torch.cat((x[stem], x[start:end])) for x in (k, v))
+                mask = causal_lower_right(end - start, len(keys))
+                qkv = _heads_first(q[start:end], keys, values)
+                outputs.append(scaled_dot_product_attention(*qkv, attn_mask=mask, enable_gqa=grouped))
+    return torch.cat([output[0].transpose(0, 1) for output in outputs])
 
 
 def _heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

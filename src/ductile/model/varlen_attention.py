@@ -1,0 +1,175 @@
+"""Packed attention on a GPU: one call of torch's variable-length flash kernel a layer, for all documents and branches.
+
+Stems and branches lie one after the other, each a sequence of queries, just as the kernel takes them and gives its
+output. A branch sees the stem's keys before its own, so keys and values are gathered: one `index_select` each for all
+trees, none where no document branches. The kernel's causal mask ends at the last key: the last query of a sequence sees
+all of its keys, the one before it all but the last. That is what a branch behind its stem needs.
+
+Its backward pass adds up a query's gradient from several thread blocks, in no fixed order; the stem's keys get theirs
+from every branch, in fp32 and in no fixed order either. `torch.use_deterministic_algorithms(True)` fixes both orders.
+
+T tokens, N sequences, R rows of gathered keys, H query heads, K key/value heads, D head size.
+"""
+
+import inspect
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from ductile.model.attention import Tree
+
+HEAD_SIZES = range(8, 257, 8)
+"""That the kernel has."""
+DTYPES = (torch.float16, torch.bfloat16)
+CAPABILITY = (8, 0)
+"""Of the oldest devices that it runs on."""
+
+
+def why_not(dtype: torch.dtype, head_size: int, capability: tuple[int, int] | None) -> str:
+    """What keeps the kernel from such heads on such a device; "" if nothing does.
+
+    `capability` is that of an NVIDIA device, None of any other one.
+    """
+    if capability is None:
+        return "the kernel is for NVIDIA devices"
+    if capability < CAPABILITY:
+        return f"the kernel needs compute capability {_dotted(CAPABILITY)}, and this device has {_dotted(capability)}"
+    if dtype not in DTYPES:
+        return f"the kernel computes in float16 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
+    if head_size not in HEAD_SIZES:
+        return f"the kernel takes heads of a multiple of 8 up to {HEAD_SIZES[-1]}, and these have {head_size}"
+    return ""
+
+
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    if device.type != "cuda" or torch.version.cuda is None:
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
+class Kernel(Protocol):
+    """Causal attention of N sequences, aligned to their last keys."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        query_offsets: Tensor,
+        key_offsets: Tensor,
+        most_queries: int,
+        most_keys: int,
+        /,
+    ) -> Tensor:
+        """query [T, H, D], key and value [R, K, D], offsets [N + 1] int32 -> [T, H, D]."""
+        ...
+
+
+@cache
+def torch_kernel() -> Kernel:
+    """torch's, with the arguments that this version of it has."""
+    from torch.nn.attention.varlen import varlen_attn  # it registers operators: only where it is used
+
+    kernel: Any = partial(varlen_attn, **_options(inspect.signature(varlen_attn).parameters))
+    return kernel
+
+
+def _options(parameters: Collection[str]) -> dict[str, Any]:
+    """torch 2.11 takes fewer key heads than query heads without being told; later versions want to be told."""
+    causal = {"window_size": (-1, 0)}
+    return causal | {"enable_gqa": True} if "enable_gqa" in parameters else causal
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Where the kernel finds the queries and keys of each of N sequences. None of them is empty."""
+
+    query_offsets: np.ndarray
+    """[N + 1] int32, in the tokens as they lie."""
+    key_offsets: np.ndarray
+    """[N + 1] int32, in the gathered rows."""
+    key_rows: np.ndarray | None
+    """[R] int64: the tokens whose keys are gathered. None where these are all tokens in their order."""
+
+    @property
+    def most_queries(self) -> int:
+        return int(np.diff(self.query_offsets).max())
+
+    @property
+    def most_keys(self) -> int:
+        return int(np.diff(self.key_offsets).max())
+
+
+def sequences(trees: "Sequence[Tree]") -> Sequences:
+    """Those of `trees`, which follow each other from row 0 on, and of which there is at least one.
+
+    stem of 2, branches of 1 and 2       tokens a b | c | d e
+    query_offsets 0 2 3 5                           a b | c | d e
+    key_offsets   0 2 5 9                           a b | a b c | a b d e
+    """
+    query_ends = [0]
+    keys: list[np.ndarray] = []
+    for tree in trees:
+        stem = np.arange(tree.start, tree.stem)
+        if len(stem):
+            query_ends.append(tree.stem)
+            keys.append(stem)
+        for start, end in tree.branches:
+            if end > start:
+                query_ends.append(end)
+                keys.append(np.concatenate((stem, np.arange(start, end))))
+    key_ends = np.cumsum([0, *map(len, keys)])
+    gathered = key_ends[-1] > query_ends[-1]
+    return Sequences(
+        np.array(query_ends, dtype=np.int32),
+        key_ends.astype(np.int32),
+        np.concatenate(keys).astype(np.int64) if gathered else None,
+    )
+
+
+class VarlenAttention:
+    """Attention of one packed batch. What says where its sequences lie goes to the device once, for all layers."""
+
+    def __init__(self, trees: "Sequence[Tree]", device: torch.device, kernel: Kernel | None = None) -> None:
+        lies = sequences(trees)
+        self._query_offsets, self._key_offsets = (
+            torch.from_numpy(offsets).to(device) for offsets in (lies.query_offsets, lies.key_offsets)
+        )
+        self._key_rows = None if lies.key_rows is None else torch.from_numpy(lies.key_rows).to(device)
+        self._most = lies.most_queries, lies.most_keys
+        self._kernel = kernel or torch_kernel()
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [T, H, D], k and v [T, K, D] -> [T, H, D]."""
+        if self._key_rows is not None:
+            k, v = (_Gather.apply(x, self._key_rows) for x in (k, v))
+        return self._kernel(q, k, v, self._query_offsets, self._key_offsets, *self._most)
+
+
+class _Gather(torch.autograd.Function):
+    """`index_select` of rows, whose gradients are added up in fp32: a stem may have dozens of branches."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.num_tokens = len(x)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        total = grad.new_zeros((ctx.num_tokens, *grad.shape[1:]), dtype=wide)
+        return total.index_add_(0, rows, grad.to(wide)).to(grad.dtype), None
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
