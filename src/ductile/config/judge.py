@@ -6,16 +6,17 @@ further: features that are not built, and what holds between sections (`prefligh
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from pydantic import ValidationError
 
-from ductile.config.errors import Problem, about, did_you_mean, flag, show
+from ductile.config.errors import Problem, about, did_you_mean, flag, listed, show
 from ductile.config.finding import Finding
 from ductile.config.fit import Fit
 from ductile.config.lengths import follow
 from ductile.config.preflight import preflight
-from ductile.config.provenance import DEFAULT, Draft, Path, as_table
+from ductile.config.provenance import DEFAULT, Draft, Origin, Path, as_table
 from ductile.config.schema import REQUIRED, find, keys, value_at
 from ductile.config.section import Section
 
@@ -112,7 +113,19 @@ def _default(default: object) -> str:
 def _from_finding(config: Section, finding: Finding, path: Path, draft: Draft) -> Problem:
     value, given = value_at(config, path), draft.has(path)
     shown = None if isinstance(value, Section) or (value is None and not given) else show(value, path)
-    return Problem(finding.what, flag(path), shown, draft.origin(path) if given else DEFAULT)
+    return Problem(finding.what, flag(path), shown, _written_in(value, path, draft) if given else DEFAULT)
+
+
+def _written_in(value: object, path: Path, draft: Draft) -> Origin:
+    """Where the value stands. Several files and flags may each have brought a part of a table: all are named."""
+    origin = draft.origin(path)
+    if as_table(value) is None:
+        return origin
+    below = {known for at, known in draft.origins.items() if at[: len(path)] == path}
+    first_line = {known.layer: known for known in sorted(below, key=lambda known: -(known.line or 0))}
+    if len(first_line) < 2:
+        return origin
+    return replace(origin, source=listed([str(first_line[layer]) for layer in sorted(first_line)]), line=None)
 
 
 def _get(values: dict[str, Any], path: Path) -> Any:
