@@ -110,6 +110,9 @@ def test_a_cache_that_is_too_small_says_what_decided_its_size(
         ('{"actor,rollout": "all"}', "", 0.4),
         ('{"actor": 0, "rollout": "1-2", "inference": 2}', "", 0.4),
         ("", "--inference.gpu-memory-utilization 0.5", 0.5),
+        ("", "--cluster.slots-per-device 2", 0.45),
+        ("", "--cluster.slots-per-device 4 --cluster.auto-scheduler", 0.1),
+        ("", "--cluster.slots-per-device 2 --inference.gpu-memory-utilization 0.7", 0.7),  # one of the two generates
         ("", "--cluster.device cpu", None),
         ("", "--inference.cache-memory-gib 2", None),  # it decides, and a share beside it would say nothing
         ("", "--inference.num-blocks 200", None),

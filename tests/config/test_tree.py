@@ -84,6 +84,7 @@ OTHER_VALUES = {
     "cluster.use_wait_before_last_iter_policy": "true",
     "cluster.component_placement": '{"rollout": "0-3"}',
     "cluster.cpu_slot_fraction": "0.5",
+    "cluster.slots_per_device": "2",
     "cluster.heartbeat_timeout_s": "5",
     "cluster.command_timeout_s": "5",
     "cluster.start_timeout_s": "5",

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from ductile.launch.cap import CapNotPermitted, CpuCap
 from ductile.observe import read_jsonl
@@ -55,6 +56,20 @@ def test_trainer_benches_on_made_up_data_and_touches_no_run(tmp_path: Path, mode
     failed = ductile("trainer", *words, "--output-dir", run, "--clean", "--bench", "--cluster.start-timeout-s", "0.01")
     assert failed.returncode == 2, failed.stderr
     assert sorted(run.rglob("*")) == before
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.slow
+def test_slots_that_share_a_gpu_train_together(tmp_path: Path, model: Path):
+    words = ["trainer", "--model.name", model, "--model.seq-len", 64, "--data.fake", "--max-steps", 3]
+    words += ["--output-dir", tmp_path / "run", "--cluster.device", "cuda", "--cluster.slots-per-device", 2]
+    done = ductile(*words, "--deployment.num-gpus", 2)
+    assert done.returncode == 0, done.stderr
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    said = (tmp_path / "run" / "logs" / "slot_0.log").read_text()
+    assert "ranks 0 and 1 share a GPU" in said
 
 
 @pytest.mark.slow

@@ -25,13 +25,13 @@ def on_gpu(buffers: State) -> State:
     return {name: buffer.to(DEVICE) for name, buffer in buffers.items()}
 
 
-def move_on_gpu(groups: Groups, members: tuple[int, ...]) -> dict[str, tuple[list[str], dict, dict]]:
+def move_on_gpu(groups: Groups, members: tuple[int, ...], one_sided: bool) -> dict[str, tuple[list[str], dict, dict]]:
     slot, found = dist.get_rank(), {}
     board = StoreBoard(groups._store, "board", slot, members, 20.0)
-    carrier, reason = choose(board, DEVICE, lambda: groups.group(members))
-    assert reason.startswith("cuda_ipc"), reason
+    carrier, reason = choose(board, DEVICE, lambda: groups.group(members), one_sided)
+    assert reason.startswith("cuda_ipc" if one_sided else "p2p"), reason
     for name, (source, target) in PAIRS.items():
-        plan = Planner(relays=False).plan(source.layout(), target.layout())
+        plan = Planner(relays=not one_sided).plan(source.layout(), target.layout())
         old, new = state(plan.source, slot, source.buffers()), padding(plan.target, slot)
         transfer = Transfer(plan, slot, on_gpu(old), on_gpu(new), carrier)
         moved = transfer.run()
@@ -42,8 +42,9 @@ def move_on_gpu(groups: Groups, members: tuple[int, ...]) -> dict[str, tuple[lis
     return found
 
 
-def test_every_byte_arrives() -> None:
-    outcomes = run_ranks(8, move_on_gpu, timeout_s=50.0)
+@pytest.mark.parametrize("one_sided", [True, False], ids=["cuda_ipc", "messages through the host"])
+def test_every_byte_arrives(one_sided: bool) -> None:
+    outcomes = run_ranks(8, move_on_gpu, one_sided, timeout_s=50.0)
     for name in PAIRS:
         assert [of_slot[name][0] for of_slot in outcomes] == [[]] * 8, name
         sent = {(s, p): value for s, of_slot in enumerate(outcomes) for p, value in of_slot[name][1].items()}

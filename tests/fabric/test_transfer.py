@@ -1,4 +1,4 @@
-"""States move between real processes, by both carriers and in both memory modes, and every byte is in its place."""
+"""States move between real processes, by every carrier and in both memory modes, and every byte is in its place."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from ductile.fabric.carrier import Cargo, Carrier, Trip
 from ductile.fabric.choice import choose
 from ductile.fabric.fingerprint import MODULUS
 from ductile.fabric.groups import Groups
+from ductile.fabric.p2p import PeerToPeer
 from ductile.fabric.transfer import Transfer, stream
 from tests.core.transfer.twin import Buffers
 from tests.fabric.cases import PAIRS
@@ -47,6 +48,7 @@ def carriers(groups: Groups, members: tuple[int, ...]) -> dict[str, Carrier]:
         carrier, reason = choose(board, "cpu", lambda: groups.group(members), one_sided)
         assert reason.startswith(carrier.name)
         found[carrier.name] = carrier
+    found["p2p through the host"] = PeerToPeer(groups.group(members), "cpu", 20.0, through_host=True)
     return found
 
 
@@ -113,6 +115,7 @@ WAYS = [
     ("p2p", "shadow", SMALL),
     ("p2p", "shadow", WHOLE),
     ("p2p", "streaming", SMALL),
+    ("p2p through the host", "streaming", WHOLE),
     ("peer_memory", "shadow", WHOLE),
     ("peer_memory", "lent", WHOLE),
 ]
@@ -162,8 +165,9 @@ def move_special(groups: Groups, members: tuple[int, ...]) -> dict[str, list[int
 
 def test_no_bit_of_a_float_changes() -> None:
     _, first, second = run_ranks(3, move_special)
-    assert first == dict.fromkeys(("peer_memory", "p2p"), SPECIAL[:4])
-    assert second == dict.fromkeys(("peer_memory", "p2p"), SPECIAL[4:])
+    names = ("peer_memory", "p2p", "p2p through the host")
+    assert first == dict.fromkeys(names, SPECIAL[:4])
+    assert second == dict.fromkeys(names, SPECIAL[4:])
 
 
 COUNT, LENGTH = 32, 1 << 19

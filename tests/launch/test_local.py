@@ -178,6 +178,14 @@ def test_more_slots_than_devices_are_refused(tmp_path: Path):
     run(story())
 
 
+def test_neighbours_share_a_gpu_where_it_has_several_slots(tmp_path: Path):
+    cluster = LocalCluster([0], ClusterConfig(device="cuda", slots_per_device=2), tmp_path, ECHO)
+    cluster._num_devices = 2
+    assert [cluster._device_of(slot) for slot in range(4)] == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
+    with pytest.raises(StartFailed, match=r"slot 4 has no device: .* 2 CUDA devices, with 2 slots on each"):
+        cluster._device_of(4)
+
+
 def test_a_fork_that_is_given_up_leaves_no_process(tmp_path: Path):
     async def story():
         exited: list[Process] = []

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.fsdp import FSDPModule
@@ -121,6 +122,28 @@ def test_a_gpu_computes_the_same(folders: dict[str, Path], compute_dtype: str, t
     expected = NaiveTrainer(folders["llama"], LOSS, torch.optim.SGD).gradients(samples)
     settings = settings_for(folders["llama"], compute_dtype=compute_dtype) | {"matmul_precision": "highest"}
     assert run_alone(loss_and_norm_on_a_gpu, settings, samples) == pytest.approx(expected, rel=tolerance)
+
+
+def loss_and_norm_on_one_gpu(
+    groups: Groups, members: tuple[int, ...], settings: dict, samples: list[Sample], replicas: int
+) -> tuple[float, float]:
+    on_gpu = Groups(dist.get_rank(), 1, "cuda:0", groups._store, 60.0)
+    ranks = Ranks(on_gpu, Formation(members, replicas))
+    trainer = Trainer(TrainerConfig.model_validate(settings), ranks, "cuda:0")
+    trainer.forward_backward(pack(samples, len(members), 34)[ranks.rank])
+    report = trainer.optim_step(divisor(samples))
+    return report.loss, report.grad_norm
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("num_ranks", "replicas"), [(2, 1), (3, 1), (4, 2)])
+def test_slots_that_share_a_gpu_compute_the_same(folders: dict[str, Path], num_ranks: int, replicas: int) -> None:
+    samples = make_samples((20, 3, 9, 31, 8))
+    expected = NaiveTrainer(folders["qwen3"], LOSS, torch.optim.SGD).gradients(samples)
+    settings = settings_for(folders["qwen3"], compute_dtype="float32") | {"matmul_precision": "highest"}
+    for found in run_ranks(num_ranks, loss_and_norm_on_one_gpu, settings, samples, replicas, timeout_s=60.0):
+        assert found == pytest.approx(expected, rel=1e-4)
 
 
 def is_wrapped(groups: Groups, members: tuple[int, ...], settings: dict) -> bool:

@@ -56,9 +56,12 @@ def _derived(config: Section) -> Iterator[Derived]:
         if not written and config.cluster.device != "cpu":
             others = {*placement.train, *placement.score}
             shared = config.cluster.auto_scheduler or bool(others & set(placement.generate))
-            value = GPU_UTILIZATION_SHARED if shared else GPU_UTILIZATION
-            why = "slots that generate may train or score as well" if shared else ""
-            yield Derived(("inference", "gpu_memory_utilization"), value, why)
+            each = config.cluster.slots_per_device
+            share = (GPU_UTILIZATION_SHARED if shared else GPU_UTILIZATION) / each
+            reasons = ["slots that generate may train or score as well"] if shared else []
+            reasons += [f"{each} slots share each GPU (cluster.slots_per_device)"] if each > 1 else []
+            value = int(share * 1000) / 1000
+            yield Derived(("inference", "gpu_memory_utilization"), value, ", and ".join(reasons))
         numbers = {"num_train_gpus": len(placement.train), "num_infer_gpus": len(placement.generate)}
     elif isinstance(config, SFTConfig | TrainerRunConfig):
         placement = placement_of(config)

@@ -73,7 +73,8 @@ class InferenceConfig(Section):
     sixteenth of the machine's memory, 4 at most. Not beside `num_blocks`."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """Share of a GPU's memory that a generator takes, weights and cache together. Default: 0.9, and in `rl` 0.4 where
-    slots that generate may train or score as well. Not beside `num_blocks` or `cache_memory_gib`."""
+    slots that generate may train or score as well, divided by `cluster.slots_per_device`. Not beside `num_blocks` or
+    `cache_memory_gib`."""
     enable_prefix_caching: bool = True
     keep_cache_on_update: bool = False
     """When new weights arrive, sequences in flight keep the keys and values of the old ones instead of computing them

@@ -4,6 +4,7 @@ Pure on the tree, but for the files and folders that the config names (`on_disk.
 with "no such folder". Each finding says what to write instead.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
@@ -40,7 +41,7 @@ from ductile.config.slots import placement_of
 from ductile.config.trainer import CustomLoss, LinearSchedule, LossConfig, SchedulerConfig, in_steps, needs_reference
 from ductile.config.unread import unread_findings, unread_notes
 from ductile.config.written import output_findings
-from ductile.core.cluster.placement import PlacementError, compact
+from ductile.core.cluster.placement import Placement, PlacementError, compact
 
 SCORELESS = frozenset({"default", "ipo"})
 """Losses that look at the scorer's log-probs only for their KL term."""
@@ -348,10 +349,12 @@ def _placement(config: RLConfig | SFTConfig | TrainerRunConfig) -> Iterator[Find
                 (f"deployment.{name}", "cluster.component_placement"),
                 f"contradicts cluster.component_placement, which has {numbers[name]}. Leave one of them out",
             )
-    if placement.num_slots > deployment.gpus_per_node:
+    each = config.cluster.slots_per_device
+    slots = "the slots" if each == 1 else f"for the {placement.num_slots} slots"
+    if placement.num_slots > deployment.gpus_per_node * each:
         yield Finding(
             ("deployment.gpus_per_node", *keys),
-            f"must be at least {placement.num_slots}, the slots that the placement uses",
+            f"must be at least {-(-placement.num_slots // each)}, {slots} that the placement uses",
         )
     if isinstance(config, RLConfig):
         parallel, num_slots = config.inference.parallel, len(placement.generate)
@@ -359,7 +362,18 @@ def _placement(config: RLConfig | SFTConfig | TrainerRunConfig) -> Iterator[Find
             what = f"must be {num_slots // parallel.tp}: {num_slots} generate slots, {parallel.tp} for one copy."
             about = ("inference.parallel.dp", "inference.parallel.tp", *keys, "deployment.num_infer_gpus")
             yield Finding(about, what + " Or leave it out")
+        yield from _shared_memory(config, placement)
     yield from _formation(config, len(placement.train))
+
+
+def _shared_memory(config: RLConfig, placement: Placement) -> Iterator[Finding]:
+    """Generators on one GPU take no more than there is."""
+    each, share = config.cluster.slots_per_device, config.inference.gpu_memory_utilization
+    generating = placement.slots if config.cluster.auto_scheduler else placement.generate
+    together = max(Counter(slot // each for slot in generating).values(), default=0)
+    if share is not None and share * together > 1:
+        what = f"must be at most {int(1000 / together) / 1000}: {together} generators share a GPU"
+        yield Finding(("inference.gpu_memory_utilization", "cluster.slots_per_device"), what)
 
 
 def _formation(config: RLConfig | SFTConfig | TrainerRunConfig, num_slots: int) -> Iterator[Finding]:
@@ -380,6 +394,9 @@ def _formation(config: RLConfig | SFTConfig | TrainerRunConfig, num_slots: int) 
 def _cluster(config: ClusterConfig) -> Iterator[Finding]:
     if config.cpu_slot_fraction is not None and config.device == "cuda":
         yield Finding(("cluster.cpu_slot_fraction", "cluster.device"), 'caps CPU slots, and device is "cuda"')
+    if config.slots_per_device > 1 and config.device == "cpu":
+        what = 'puts several slots on each GPU, and device is "cpu", where there may be any number. Leave it out'
+        yield Finding(("cluster.slots_per_device", "cluster.device"), what)
 
 
 def _no_model(key: str) -> Finding:

@@ -19,7 +19,7 @@ from ductile.config.scheduling import policy_name
 from ductile.config.slots import placement_of
 from ductile.config.trainer import BenchConfig
 from ductile.config.written import of_a_run
-from ductile.core.cluster.placement import Placement, many
+from ductile.core.cluster.placement import many
 from ductile.core.cluster.policies.names import described
 
 Row = tuple[str, str]
@@ -34,7 +34,7 @@ def summary(parsed: Parsed[RunConfig], command: str, resumes: str = "") -> str:
         ("output", _output(config)),
         *([("resumes", resumes)] if resumes else []),
         *_work(config),
-        *_slots(placement_of(config)),
+        *_slots(config),
         *_scheduling(config),
         *_column("derived", list(parsed.derived)),
     ]
@@ -160,10 +160,15 @@ def _questions(config: OrchestratorConfig) -> Iterator[Row]:
     )
 
 
-def _slots(placement: Placement) -> list[Row]:
-    if not placement.slots:
+def _slots(config: RunConfig) -> list[Row]:
+    placement = placement_of(config)
+    if isinstance(config, OrchestratorRunConfig) or not placement.slots:
         return []
     table = [f"{slot:>3}  {' and '.join(placement.roles(slot))}" for slot in placement.slots]
+    each = config.cluster.slots_per_device
+    if each > 1:
+        why = "as NCCL takes one rank a GPU"
+        table += [f"{each} slots share each GPU; collectives among them go through gloo and the host's memory, {why}"]
     return _column("slots", [f"{placement.num_slots}, {placement.reason}", *table])
 
 

@@ -7,6 +7,7 @@ carrier, reason = choose(board, "cpu", lambda: groups.group(members))
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -54,11 +55,19 @@ def choose(
     are considered: to stream, or to compare. Raises `TransferFailed` when somebody does not answer, or what `missing`
     raises.
     """
+    reader, reason = choose_reader(board, device, one_sided, missing)
+    return reader or PeerToPeer(group(), device, board.timeout_s), reason
+
+
+def choose_reader(
+    board: Board, device: str, one_sided: bool = True, missing: Missing | None = None
+) -> tuple[Carrier | None, str]:
+    """The same as far as it needs no process group: None where messages are needed, and why."""
     if not one_sided:
-        return PeerToPeer(group(), device, board.timeout_s), "p2p: only messages were asked for"
+        return None, "p2p: only messages were asked for"
     cards, reason = _try_memory(board, missing) if device == "cpu" else _try_gpus(board, torch.device(device), missing)
     if reason:
-        return PeerToPeer(group(), device, board.timeout_s), f"p2p: {reason}"
+        return None, f"p2p: {reason}"
     peers = {slot: card.process for slot, card in cards.items()}
     trial = f"all {len(peers)} slots are processes of this host, and a trial read worked"
     if device != "cpu":
@@ -99,8 +108,8 @@ def _try_gpus(board: Board, device: torch.device, missing: Missing | None) -> tu
     torch.cuda.synchronize(device)
 
     def look(card: _Card) -> int:
-        storage = card.shares[board.slot].open()
-        return int(torch.empty(0, dtype=torch.int64, device=device).set_(storage, 0, (1,), (1,)).item())  # pyright: ignore
+        storage: Any = card.shares[board.slot].open()
+        return int(torch.empty(0, dtype=torch.int64, device=storage.device).set_(storage, 0, (1,), (1,)).item())
 
     readers = [member for member in board.members if member != board.slot]
     shares = {reader: Share.of(probe) for reader in readers}

@@ -101,7 +101,7 @@ class CudaIpc:
                 view = tensor.holdings.view(message.peer, part.box)
                 name = tensor.buffer(view.buffer)
                 if name not in opened:
-                    opened[name] = _mapped(next(left), WORDS[tensor.item_bytes], self._device)
+                    opened[name] = _mapped(next(left), WORDS[tensor.item_bytes])
                 words = opened[name]
                 there = words.as_strided(view.shape, view.strides, words.storage_offset() + view.offset)
                 cargo.new.box(part.name, part.box).copy_(there, non_blocking=True)
@@ -120,6 +120,7 @@ def _windows(cargo: Cargo, message: Message) -> list[Window]:
     return [Window(Share.of(words), int(words.storage_offset()), len(words)) for words in buffers]
 
 
-def _mapped(window: Window, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _mapped(window: Window, dtype: torch.dtype) -> torch.Tensor:
+    """On the peer's device, which may be this slot's, too."""
     storage: Any = window.share.open()
-    return torch.empty(0, dtype=dtype, device=device).set_(storage, window.first, (window.num_items,), (1,))
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, window.first, (window.num_items,), (1,))

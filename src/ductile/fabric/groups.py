@@ -7,6 +7,7 @@ members' slot ids, so that `DeviceMesh`, FSDP2, DTensor and DCP (`process_group=
 
 import gc
 import os
+import sys
 import traceback
 from collections.abc import Sequence
 from datetime import timedelta
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from ductile.fabric import rendezvous, universe
+from ductile.fabric.backend import Backend, choose_backend, device_name, tell_devices
 from ductile.roles import Place
 
 Mesh = DeviceMesh
@@ -112,18 +114,19 @@ class Groups:
         self.destroy()
 
     def _create(self, members: tuple[int, ...]) -> dist.ProcessGroup:
-        if self._device.type == "cpu":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it listens wherever the host's name points
         name = f"{names_of(self._epoch)}{self._purpose}{'.'.join(map(str, members))}"
+        backend = self._backend(members, f"{name}/")
+        if backend.name == "gloo":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it listens wherever the host's name points
         group, _ = c10d._new_process_group_helper(
             group_size=len(members),
             group_rank=members.index(self._slot),
             global_ranks_in_group=list(members),
-            backend=c10d.Backend(_backend(self._device)),
+            backend=c10d.Backend(backend.name),
             store=self._store,
             group_name=c10d.GroupName(name),
             timeout=timedelta(seconds=self._timeout_s),
-            device_id=self._device if self._device.type == "cuda" else None,
+            device_id=self._device if backend.name == "nccl" else None,
         )
         assert isinstance(group, dist.ProcessGroup)
         c10d._world.pg_group_ranks[group] = {slot: rank for rank, slot in enumerate(members)}
@@ -139,11 +142,16 @@ class Groups:
             raise
         return group
 
+    def _backend(self, members: tuple[int, ...], prefix: str) -> Backend:
+        if self._device.type == "cpu" or len(members) == 1:
+            return choose_backend(self._device.type, [""])
+        devices = tell_devices(self._store, prefix, self._slot, members, device_name(self._device))
+        backend = choose_backend(self._device.type, devices)
+        if backend.stands_in and members[0] == self._slot:
+            print(f"the group of slots {list(members)}: {backend.stands_in}", file=sys.stderr)
+        return backend
+
 
 def names_of(epoch: int) -> str:
     """What the names of an epoch's groups, and their keys in the store, begin with."""
     return f"epoch/{epoch}/"
-
-
-def _backend(device: torch.device) -> str:
-    return "nccl" if device.type == "cuda" else "gloo"

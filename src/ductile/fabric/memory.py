@@ -92,7 +92,7 @@ class Memory:
 
 def copy(source: torch.Tensor, target: torch.Tensor) -> None:
     """Words from box to box, which do not overlap."""
-    if target.device.type == "cpu":
+    if source.device.type == target.device.type == "cpu":
         boxes.copy(target.numpy(), source.numpy())
     else:
         target.copy_(source)

@@ -1,9 +1,10 @@
-"""Messages through a process group: gloo on CPUs, NCCL on GPUs.
+"""Messages through a process group: gloo on CPUs, NCCL on GPUs; gloo on GPUs that several slots share.
 
 1. A round's message to a peer is cut into segments: a large part is one by itself, small ones lie end to end in one.
    Both sides cut alike, knowing only the plan.
 2. A segment that is one contiguous box leaves from where it lies, and arrives where it will stay. The others go through
-   staging memory, one piece a direction for each of the two rounds in flight.
+   staging memory, one piece a direction for each of the two rounds in flight. gloo sends what lies on the CPU alone:
+   from GPU to GPU all segments go through staging memory of the host.
 3. All operations of a round are posted together, so nobody waits in a circle. The next round is posted before this one
    is waited for, unless it passes on what this one brings.
 """
@@ -59,9 +60,15 @@ class PeerToPeer:
     name = "p2p"
     one_sided = False
 
-    def __init__(self, group: dist.ProcessGroup, device: str, timeout_s: float) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: str, timeout_s: float, through_host: bool | None = None
+    ) -> None:
+        """through_host: nothing leaves from where it lies. By default where gloo carries what lies on a GPU."""
         self._group = group
         self._device = torch.device(device)
+        self._through_host = _needs_host(group, self._device) if through_host is None else through_host
+        self._wire = torch.device("cpu") if self._through_host else self._device
+        """Where memory lies that is sent and received."""
         self._timeout_s = timeout_s
         self._staging: dict[tuple[bool, int], torch.Tensor] = {}
         """By direction and parity of the round."""
@@ -108,7 +115,7 @@ class PeerToPeer:
 
     def _place(self, cut: list[tuple[int, int, tuple[torch.Tensor, ...]]], key: tuple[bool, int]) -> list[_Segment]:
         """Give every segment its memory: where its only box lies, or a piece of staging."""
-        direct = [flat_bytes(boxes[0]) if len(boxes) == 1 else None for _, _, boxes in cut]
+        direct = [flat_bytes(boxes[0]) if len(boxes) == 1 and not self._through_host else None for _, _, boxes in cut]
         sizes = [
             sum(map(num_bytes, boxes)) if flat is None else 0 for flat, (_, _, boxes) in zip(direct, cut, strict=True)
         ]
@@ -125,12 +132,13 @@ class PeerToPeer:
 
     def _room(self, key: tuple[bool, int], size: int) -> torch.Tensor:
         if key not in self._staging or len(self._staging[key]) < size:
-            self._staging[key] = torch.empty(size, dtype=torch.uint8, device=self._device)
+            pinned = self._wire != self._device
+            self._staging[key] = torch.empty(size, dtype=torch.uint8, device=self._wire, pin_memory=pinned)
         return self._staging[key]
 
     def _start(self, number: int, arriving: list[_Segment], leaving: list[_Segment]) -> list[tuple[int, dist.Work]]:
         operations = [*((dist.irecv, segment) for segment in arriving), *((dist.isend, segment) for segment in leaving)]
-        if self._device.type == "cuda":  # one call to NCCL, which pairs operations by their order
+        if self._wire.type == "cuda":  # one call to NCCL, which pairs operations by their order
             batch = [
                 dist.P2POp(operation, segment.memory, segment.peer, self._group) for operation, segment in operations
             ]
@@ -162,9 +170,7 @@ class PeerToPeer:
     def _wait(self, peer: int, work: dist.Work) -> None:
         start = time.monotonic()
         try:
-            if (
-                self._device.type == "cuda"
-            ):  # NCCL's wait returns at once; what the stream does needs a deadline of ours
+            if self._wire.type == "cuda":  # NCCL's wait returns at once; what the stream does needs a deadline of ours
                 while not work.is_completed():
                     if time.monotonic() - start > self._timeout_s:
                         raise RuntimeError("timed out")
@@ -176,6 +182,11 @@ class PeerToPeer:
             else:
                 cause = f"slot {peer} is gone: {_sentence(error)}"
             raise TransferFailed(cause, peer) from None
+
+
+def _needs_host(group: dist.ProcessGroup, device: torch.device) -> bool:
+    there = device.type == "cuda" and any(kind.type == "cuda" for kind in group._device_types)
+    return there and group._get_backend(device).name() == "gloo"
 
 
 def _cut(messages: Sequence[Message], old: Memory, new: Memory) -> list[tuple[int, int, tuple[torch.Tensor, ...]]]:

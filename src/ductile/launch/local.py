@@ -215,12 +215,15 @@ class LocalCluster:
     def _device_of(self, slot: int) -> str:
         if self._num_devices is None:
             return "cpu"
-        if slot >= self._num_devices:
+        each = self._config.slots_per_device
+        if slot >= self._num_devices * each:
+            shared = f", with {each} slots on each (cluster.slots_per_device)" if each > 1 else ""
             raise StartFailed(
-                f"slot {slot} has no device: this machine has {self._num_devices} CUDA devices. Use fewer slots, "
-                'put several roles on one slot, or say cluster.device = "cpu"'
+                f"slot {slot} has no device: this machine has {self._num_devices} CUDA devices{shared}. Use fewer "
+                "slots, put several roles on one slot, raise cluster.slots_per_device, or say "
+                'cluster.device = "cpu"'
             )
-        return f"cuda:{slot}"
+        return f"cuda:{slot // each}"
 
     async def _fork_slot(self, slot: int) -> Process:
         arguments = {

@@ -189,7 +189,7 @@ async def _live(
         keeps_old=trainer.resize.memory == "shadow",
         patience_s=config.cluster.command_timeout_s,
     )
-    num_slots = config.deployment.gpus_per_node
+    num_slots = config.deployment.gpus_per_node * config.cluster.slots_per_device
     changes = Changes(slots.cluster, slots.trainer, terms, slots.placement, session.record, num_slots)
     policy = policy_name(config.cluster) if config.cluster.auto_scheduler else ""
     live = LiveRun(command, max_steps, session, slots.cluster, slots.trainer, slots.activity, changes, policy)

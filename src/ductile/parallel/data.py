@@ -8,6 +8,7 @@ loss is a sum as well, and is divided once, at the optimizer step.
 from collections.abc import Iterable, Iterator, MutableMapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -83,18 +84,34 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """All of it; all ranks must ask for it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """All of it, without gradient; all ranks must ask for it.
+
+    DTensor's own way asks gloo for a collective that it does not have for what lies on a GPU.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    mesh, local = tensor.device_mesh, local_shard(tensor)
+    chunk = local.contiguous()
+    if len(local) < _chunk(tensor):
+        chunk = local.new_zeros((_chunk(tensor), *tensor.shape[1:]))
+        chunk[: len(local)] = local
+    whole = chunk.new_empty((mesh.size(mesh.ndim - 1) * len(chunk), *tensor.shape[1:]))
+    dist.all_gather_into_tensor(whole, chunk, group=mesh.get_group(mesh.ndim - 1))
+    return whole[: len(tensor)]
 
 
 def _rows(parameter: Tensor) -> slice:
     if not isinstance(parameter, DTensor):
         return slice(None)
     mesh = parameter.device_mesh
-    shard = mesh.ndim - 1
-    num_rows, num_ranks, rank = len(parameter), mesh.size(shard), mesh.get_local_rank(shard)
-    chunk = -(-num_rows // num_ranks)
+    num_rows, rank, chunk = len(parameter), mesh.get_local_rank(mesh.ndim - 1), _chunk(parameter)
     return slice(min(rank * chunk, num_rows), min((rank + 1) * chunk, num_rows))
+
+
+def _chunk(parameter: DTensor) -> int:
+    """Rows of a rank that has all that it may have."""
+    mesh = parameter.device_mesh
+    return -(-len(parameter) // mesh.size(mesh.ndim - 1))
 
 
 def local_gradients(model: nn.Module) -> list[Tensor]:

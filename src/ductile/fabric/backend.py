@@ -1,0 +1,47 @@
+"""Which library carries the collectives of a group, and what each member's device is.
+
+NCCL takes one rank a GPU and refuses a second one. gloo does not ask: it has the collectives that FSDP2 and HSDP call
+on CUDA tensors (all-gather, reduce-scatter and all-reduce of `torch.distributed`), and takes them through pinned memory
+of the host. It does not have all: its coalesced all-gather, which DTensor uses, takes a GPU's addresses for the host's
+(`ductile.parallel.data.full` gathers by itself), and it sends no CUDA tensor from rank to rank (`ductile.fabric.p2p`
+stages them).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from ductile.fabric.process import host
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    name: Literal["gloo", "nccl"]
+    stands_in: str = ""
+    """Why it has to do what another one does faster; "" where it need not."""
+
+
+def choose_backend(device_type: str, devices: Sequence[str]) -> Backend:
+    """For a group whose rank i has `devices[i]`: names that are equal where the device is the same one."""
+    if device_type == "cpu":
+        return Backend("gloo")
+    first: dict[str, int] = {}
+    for rank, device in enumerate(devices):
+        if first.setdefault(device, rank) != rank:
+            what = f"ranks {first[device]} and {rank} share a GPU, and NCCL takes one rank a GPU"
+            return Backend("gloo", f"{what}: collectives go through gloo and the host's memory")
+    return Backend("nccl")
+
+
+def device_name(device: torch.device) -> str:
+    """Equal for slots on one GPU, whatever number each of them knows it by."""
+    return f"{host()} {torch.cuda.get_device_properties(device).uuid}"
+
+
+def tell_devices(store: Store, prefix: str, slot: int, members: Sequence[int], device: str) -> list[str]:
+    """The device of each member, in this order, as they tell each other under `prefix` of the store. Collective."""
+    store.set(f"{prefix}device/{slot}", device)
+    return [store.get(f"{prefix}device/{member}").decode() for member in members]

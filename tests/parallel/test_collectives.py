@@ -1,0 +1,55 @@
+"""Slots that share a GPU have gloo's collectives for CUDA tensors: a trainer must ask for no others."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ductile.config.trainer import SFTLoss, TrainerConfig
+from ductile.core.batch.packing import pack
+from ductile.fabric.groups import Groups
+from ductile.parallel.ranks import Ranks
+from ductile.records import Formation
+from ductile.trainer.trainer import Trainer
+from tests.ranks import run_ranks
+from tests.tiny import make_model_folder
+from tests.trainer.naive import make_samples
+
+ON_A_GPU = {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_", "c10d::barrier"}
+"""What ProcessGroupGloo does with CUDA tensors, of what a trainer may want (it also has broadcast, reduce, scatter,
+gather and all-to-all). All else of `torch.distributed` goes by other names, DTensor's gathers by those of
+`_c10d_functional`."""
+
+
+class Asked(TorchDispatchMode):
+    """The collectives that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            self.names.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def asked_of_gloo(groups: Groups, members: tuple[int, ...], settings: dict, replicas: int) -> set[str]:
+    """By everything that a trainer does together with others, but for checkpoints, which speak through the CPU."""
+    with Asked() as asked:
+        ranks = Ranks(groups, Formation(members, replicas))
+        trainer = Trainer(TrainerConfig.model_validate(settings), ranks)
+        trainer.forward_backward(pack(make_samples((9, 14, 5)), len(members), 64)[ranks.rank])
+        trainer.optim_step(20.0)
+        whole = dict(trainer.full_tensors())
+    assert all(type(tensor) is torch.Tensor for tensor in whole.values())
+    return asked.names
+
+
+@pytest.mark.parametrize(("num_ranks", "replicas"), [(2, 1), (3, 1), (4, 2)])
+def test_a_trainer_asks_for_what_gloo_has_on_a_gpu(tmp_path, num_ranks: int, replicas: int) -> None:
+    sections = {"model": {"name": str(make_model_folder(tmp_path / "model", "qwen3"))}, "loss": SFTLoss()}
+    settings = TrainerConfig.model_validate(sections).model_dump()
+    for asked in run_ranks(num_ranks, asked_of_gloo, settings, replicas):
+        assert asked == ON_A_GPU
