@@ -253,6 +253,10 @@ class StepReport:
     num_tokens: int
     """Trained tokens (mask true), all ranks together."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
+    flops: float = 0.0
+    """Floating-point operations since the last step, all ranks together, as `ductile.core.layout.flops` counts them."""
+    peak_flops_per_s: float | None = None
+    """At best, of all ranks' devices together; None where one is not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,13 @@ def test_trainer_benches_on_made_up_data_and_touches_no_run(tmp_path: Path, mode
     done = ductile("trainer", *words, "--output-dir", run, "--clean", "--bench.output-json", figures)
     assert done.returncode == 0, done.stderr
     assert "Throughput" in done.stdout
-    assert json.loads(figures.read_text())["throughput"]["mean"] > 0
+    found = json.loads(figures.read_text())
+    assert found["throughput"]["mean"] > 0
+    (device,) = found["devices"]
+    assert (device["name"], device["slots"], device["source"]) == ("cpu", 1, "measured")
+    assert found["mfu"]["mean"] > 0
+    assert 0.05 < found["peak_memory"]["gib"] < 8
+    assert found["peak_memory"]["of"] == "resident memory of the slots' processes"
     assert sorted(run.rglob("*")) == before
     assert list(temporary.glob("ductile-bench-*")) == []
     failed = ductile("trainer", *words, "--output-dir", run, "--clean", "--bench", "--cluster.start-timeout-s", "0.01")

@@ -1,16 +1,64 @@
+import asyncio
 import io
 import json
 
+import pytest
 from rich.console import Console
 
 from ductile.loop.bench import GIB, Bench
+from ductile.roles import Late
+from ductile.wire.messages import Surveyed
+
+
+def text_of(bench: Bench) -> str:
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(bench.table())
+    return " ".join(console.export_text().split())  # the caption is as wide as the table
+
+
+def measured_on(ask, steps, arithmetic="bfloat16") -> Bench:
+    """A run of steps: (step, seconds, mfu), 1,000 tokens each."""
+
+    async def run() -> Bench:
+        bench = Bench(ask)
+        await bench.begin(arithmetic)
+        for step, step_s, mfu in steps:
+            bench.on_metrics(step, {"tokens": 1000.0, "step_s": step_s} | ({} if mfu is None else {"mfu": mfu}))
+            await asyncio.sleep(0)  # the slots answer before the next step
+            await asyncio.sleep(0)
+        await bench.settle()
+        return bench
+
+    return asyncio.run(run())
+
+
+def gpus(*memory_gib: tuple[float, float]):
+    """Slots on GPUs: used and reserved after each question."""
+    left = iter(memory_gib)
+
+    async def ask(measure):
+        if measure:
+            return {slot: Surveyed("NVIDIA H200", 0, 0, 989e12, "known") for slot in (0, 1)}
+        used, reserved = next(left)
+        return {
+            0: Surveyed("NVIDIA H200", int(used * GIB), int(reserved * GIB)),
+            1: Surveyed("NVIDIA H200", GIB, GIB),
+        }
+
+    return ask
+
+
+async def cpus(measure):
+    peaks = {0: 40e9, 1: 60e9}
+    return {
+        slot: Surveyed("cpu", GIB, None, peak if measure else None, "measured" if measure else None)
+        for slot, peak in peaks.items()
+    }
 
 
 def test_the_first_step_is_left_out(tmp_path):
-    peak = iter([1 * GIB, 2 * GIB, 3 * GIB])
-    bench = Bench(lambda: next(peak))
-    for step, step_s in ((0, 9.0), (1, 100.0), (2, 1.0), (3, 2.0), (4, 4.0)):
-        bench.on_metrics(step, {"tokens": 1000.0, "step_s": step_s})
+    steps = [(0, 9.0, None), (1, 100.0, 0.01), (2, 1.0, 0.4), (3, 2.0, 0.2), (4, 4.0, 0.1)]
+    bench = measured_on(gpus((2, 3), (4, 6), (4, 6)), steps)
     figures = bench.figures()
     assert figures["throughput"] == {
         "mean": (1000 + 500 + 250) / 3,
@@ -19,19 +67,71 @@ def test_the_first_step_is_left_out(tmp_path):
         "max": 1000,
     }
     assert figures["step_time"]["min"] == 1
-    assert figures["peak_memory"] == {"gib": 3.0}
-    assert figures["mfu"] is None
+    assert figures["mfu"] == {
+        "mean": pytest.approx(0.7 / 3),
+        "std": figures["mfu"]["std"],
+        "min": 0.1,
+        "max": 0.4,
+    }
+    assert figures["mfu_reason"] is None
+    assert figures["devices"] == [
+        {"name": "NVIDIA H200", "slots": 2, "peak_flops_per_s": 989e12, "source": "known"},
+    ]
+    assert figures["peak_memory"] == {
+        "gib": 5.0,
+        "largest_slot_gib": 4.0,
+        "reserved_gib": 7.0,
+        "of": "tensors on the slots' devices",
+    }
     bench.write(tmp_path / "bench.json")
     assert json.loads((tmp_path / "bench.json").read_text())["steps"] == 3
-    console = Console(width=120, record=True, file=io.StringIO())
-    console.print(bench.table())
-    text = console.export_text()
-    assert "Step" in text
-    assert "MFU" in text
-    assert "Peak Memory" in text
+    text = text_of(bench)
+    assert "40.0 %" in text
+    assert "23.3 ± 12.5 % [10.0, 40.0]" in text
+    assert "NVIDIA H200 at 989 TFLOP/s (known)" in text
+    assert "5.00 GiB" in text
     assert "583 ± 312 tokens/s [250, 1,000]" in text
 
 
+def test_a_cpu_is_measured_and_its_memory_is_the_processes():
+    bench = measured_on(cpus, [(1, 1.0, 0.5), (2, 1.0, 0.5)], "float32")
+    figures = bench.figures()
+    assert figures["devices"] == [{"name": "cpu", "slots": 2, "peak_flops_per_s": 50e9, "source": "measured"}]
+    assert figures["peak_memory"] == {
+        "gib": 2.0,
+        "largest_slot_gib": 1.0,
+        "reserved_gib": None,
+        "of": "resident memory of the slots' processes",
+    }
+    assert "cpu at 0.05 TFLOP/s (measured)" in text_of(bench)
+
+
+def test_what_cannot_be_told_is_null_with_the_reason():
+    """`ductile orchestrator`: the server is somebody else's."""
+    bench = measured_on(None, [(1, 1.0, None), (2, 1.0, None)])
+    figures = bench.figures()
+    assert figures["mfu"] is None
+    assert figures["peak_memory"]["gib"] is None
+    assert "starts no slots" in figures["mfu_reason"]
+    assert "starts no slots" in figures["peak_memory"]["reason"]
+    assert figures["devices"] == []
+    text = text_of(bench)
+    assert text.count("n/a") == 4
+    assert "starts no slots" in text
+
+
+def test_a_slot_that_does_not_answer_costs_its_figures_alone(capsys):
+    async def ask(measure):
+        if measure:
+            return await cpus(measure)
+        raise Late("slot 1 did not answer")
+
+    bench = measured_on(ask, [(1, 1.0, 0.5), (2, 1.0, 0.5)])
+    assert bench.figures()["peak_memory"] == {"gib": None, "reason": "no slot has said it"}
+    assert bench.figures()["mfu"]["mean"] == 0.5
+    assert "slot 1 did not answer" in capsys.readouterr().err
+
+
 def test_a_run_that_was_too_short_has_an_empty_table():
-    assert Bench(lambda: 0.0).figures()["steps"] == 0
-    assert Bench(lambda: 0.0).table().row_count == 0
+    assert Bench().figures()["steps"] == 0
+    assert Bench().table().row_count == 0

@@ -49,6 +49,7 @@ def test_metrics_of_a_step():
         "tokens": 12 + 9.0,
         "tokens_per_s_generate": 4.0,
         "tokens_per_s_train": 21.0,
+        "train_flops": 0.0,
         "step_s": 2.0,
         "seconds/wait": 0.5,
         "seconds/forward_backward": 0.75,
@@ -126,3 +127,21 @@ def test_a_summary_of_nothing():
     assert summary["steps"] == 0
     assert summary["eval_reward_first"] is None
     assert per_second([], "tokens", ["step_s"]) == 0
+
+
+def test_utilisation_counts_what_all_devices_could_have_done():
+    tally = Tally(version=0)
+    reports = [StepReport(1, 0.0, 0.0, 0.0, 0, {}, 3e12, 2e12), StepReport(2, 0.0, 0.0, 0.0, 0, {}, 5e12, 4e12)]
+    for report in reports:
+        tally.add([], report)
+    metrics = tally.metrics(10.0, {"forward_backward": 3.0, "optim_step": 1.0})
+    # 8e12 operations; the trainer ended on devices that do 4e12 a second, and was at work for 4 s of 10.
+    assert metrics["train_flops"] == 8e12
+    assert metrics["mfu"] == pytest.approx(0.2)
+    assert metrics["mfu_train"] == pytest.approx(0.5)
+
+
+def test_without_a_known_device_there_is_no_utilisation():
+    tally = Tally(version=0)
+    tally.add([], StepReport(1, 0.0, 0.0, 0.0, 0, {}, 3e12, None))
+    assert {name for name in tally.metrics(1.0, {}) if "mfu" in name} == set()

@@ -21,6 +21,7 @@ from ductile.wire.messages import (
     Publish,
     Score,
     Scores,
+    Survey,
 )
 from tests.slot.echo import ECHO
 from tests.wire.carriers import eventually
@@ -183,3 +184,14 @@ def test_an_older_epoch_is_refused(slot: Harness, hold):
     slot.mailbox.epoch = 5
     assert slot.ask(OptimStep(1.0)) == Done()
     assert slot.ask(Publish(0)) == Scores(((0.0, 0.0),)), "a role keeps the epoch in which it was made"
+
+
+def test_a_slot_says_what_its_device_is_and_measures_it_when_asked(slot: Harness):
+    said = slot.ask(Survey())
+    assert (said.device_name, said.reserved_bytes, said.peak_flops_per_s, said.peak_source) == ("cpu", None, None, None)
+    assert said.used_bytes > 10 << 20
+    measured = slot.ask(Survey("float32"), 60.0)
+    assert measured.peak_source == "measured"
+    assert measured.peak_flops_per_s > 1e8
+    again = slot.ask(Survey("float32"))
+    assert again.peak_flops_per_s == measured.peak_flops_per_s, "once in a process"

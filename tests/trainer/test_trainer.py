@@ -21,7 +21,9 @@ from ductile.config.trainer import (
 from ductile.config.weight_headers import ModelFolderError
 from ductile.core.batch.normalise import divisor
 from ductile.core.batch.packing import pack
+from ductile.core.layout.flops import training_flops
 from ductile.fabric.groups import Groups
+from ductile.model.packed import PackedSamples
 from ductile.parallel.ranks import Ranks
 from ductile.records import Formation, MicroBatch, Sample
 from ductile.trainer.loss import LossInputs, LossOutputs
@@ -106,6 +108,9 @@ def test_what_a_step_reports(folder: Path, alone: Ranks) -> None:
     assert set(report.metrics) == {"masked_fraction", "mismatch_kl", "entropy", "skipped"}
     assert 4.0 < report.metrics["entropy"] < 5.0  # a random model's: close to log(102)
     assert report.metrics["skipped"] == 0.0
+    expected = PackedSamples.of(samples).work  # the empty micro-batch has a made-up token, which does not count
+    assert report.flops == training_flops(trainer.spec, expected)
+    assert report.peak_flops_per_s is None, "nobody has measured this CPU"
 
 
 def test_the_schedule_sets_the_learning_rate(folder: Path, alone: Ranks) -> None:

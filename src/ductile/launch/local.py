@@ -12,13 +12,15 @@ from types import TracebackType
 
 from ductile.blame import raised
 from ductile.config.cluster import ClusterConfig
+from ductile.core.layout.peak import Arithmetic
 from ductile.launch.cap import CpuCap
 from ductile.launch.processes import Process, ProcessServer, StartFailed
 from ductile.wire.heard import heard
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.messages import Done, Event, Hello, RoleName, Stop
+from ductile.wire.messages import Done, Event, Hello, RoleName, Stop, Surveyed
 from ductile.wire.router import Router
 from ductile.wire.sockets import SocketFolder
+from ductile.wire.survey import survey
 
 ROLES: dict[RoleName, str] = {
     "train": "ductile.trainer.worker:TrainRole",
@@ -159,9 +161,9 @@ class LocalCluster:
         """The orchestrator itself has failed to take something in: a run must not go on from wrong books."""
         self.fail(f"{sentence}: {raised(error, ours=True)}")
 
-    def peak_bytes(self) -> float:
-        """The most memory that each slot's process ever had, all together."""
-        return float(sum(_peak_bytes(process.pid) for process in self.processes.values() if process.code is None))
+    async def survey(self, measure: Arithmetic | None = None) -> dict[int, Surveyed]:
+        """As `ductile.wire.survey`, of all slots."""
+        return await survey(self.mailbox, self.slots, self._config.command_timeout_s, measure)
 
     async def stop(self) -> None:
         """Stop all slots: `Stop` first, SIGKILL for those that do not follow. Returns when none is left.
@@ -327,11 +329,3 @@ class LocalCluster:
 
 def _name(slot: int) -> str:
     return f"slot-{slot}"
-
-
-def _peak_bytes(pid: int) -> int:
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")), 0)

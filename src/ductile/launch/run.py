@@ -19,6 +19,7 @@ from ductile.config.secrets import secret_of
 from ductile.config.slots import placement_of
 from ductile.config.trainer import BenchConfig, TrainerConfig
 from ductile.core.cluster.placement import SPELLED, Placement
+from ductile.core.layout.peak import arithmetic_of, compute_dtype
 from ductile.launch.activity import SlotActivity
 from ductile.launch.changes import Changes
 from ductile.launch.closing import closing_alone, closing_batches, closing_rl
@@ -86,10 +87,12 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
     cluster = LocalCluster(placement.slots, config.cluster, session.logs, roles)
     try:
         activity = await _start(cluster, placement, session)
-        bench = _bench(config.bench, cluster, session)
+        bench = _bench(config.bench, session, cluster)
         trainer, generators, scorer = await attend(
             _take_roles(config, prepared, placement, cluster), session.interrupt.asked, cluster.death()
         )
+        if bench:
+            await _begin(bench, prepared.trainer, cluster, session)
         slots = Slots(cluster, placement, trainer, activity)
         async with _live("rl", prepared.plan.max_steps, prepared.trainer, config, slots, session) as changes:
             crew = Crew(cluster, placement, trainer, generators, scorer, activity, changes)
@@ -97,6 +100,8 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
             life = _life(session, lambda: crew.members, changes, cluster)
             circle = run_circle(prepared, trainer, generators, scorer, life, scheduling.watch, scheduling.spent)
             result = await attend(circle, session.interrupt.insisted)
+        if bench:
+            await bench.settle()
     finally:
         await cluster.stop()
     return _finish(bench, config.bench) if bench else closing_rl(result)
@@ -109,16 +114,20 @@ async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatch
     timeout_s = config.cluster.command_timeout_s
     try:
         activity = await _start(cluster, placement, session)
-        bench = _bench(config.bench, cluster, session)
+        bench = _bench(config.bench, session, cluster)
         settings = prepared.trainer.model_dump(mode="json")
         taking = hold(cluster.mailbox, "train", settings, placement.train, timeout_s, cluster.rendezvous)
         await attend(taking, session.interrupt.asked, cluster.death())
         trainer = RemoteTrainer(cluster.mailbox, _formation(placement, prepared.trainer), timeout_s)
+        if bench:
+            await _begin(bench, prepared.trainer, cluster, session)
         slots = Slots(cluster, placement, trainer, activity)
         command = "sft" if isinstance(config, SFTConfig) else "trainer"
         async with _live(command, prepared.max_steps, prepared.trainer, config, slots, session) as changes:
             life = _life(session, lambda: {"train": trainer.formation.members}, changes, cluster)
             summary = await attend(run_batches(prepared, trainer, life), session.interrupt.insisted)
+        if bench:
+            await bench.settle()
     finally:
         await cluster.stop()
     return _finish(bench, config.bench) if bench else closing_batches(summary, prepared.model_folder)
@@ -129,7 +138,7 @@ async def _alone(config: OrchestratorRunConfig, prepared: PreparedAlone, session
     client = config.client
     api_key = secret_of(client.api_key, client.api_key_var)
     generators = HttpGenerators(str(client.base_url), api_key, client.timeout_s)
-    bench = _bench(config.bench, None, session)
+    bench = _bench(config.bench, session)
     async with generators:
         running = run_alone(prepared, generators, session.record, session.interrupt.asked)
         summary = await attend(running, session.interrupt.insisted)
@@ -226,12 +235,18 @@ async def _take_roles(
     )
 
 
-def _bench(config: BenchConfig | None, cluster: LocalCluster | None, session: Session) -> Bench | None:
+def _bench(config: BenchConfig | None, session: Session, cluster: LocalCluster | None = None) -> Bench | None:
     if config is None:
         return None
-    bench = Bench(cluster.peak_bytes if cluster else lambda: 0.0)
+    bench = Bench(cluster.survey if cluster else None)
     session.record.listeners.append(bench)
     return bench
+
+
+async def _begin(bench: Bench, trainer: TrainerConfig, cluster: LocalCluster, session: Session) -> None:
+    device = next(iter(cluster.devices.values()))
+    arithmetic = arithmetic_of(compute_dtype(trainer.model.compute_dtype, device), trainer.matmul_precision, device)
+    await attend(bench.begin(arithmetic), session.interrupt.asked, cluster.death())
 
 
 def _finish(bench: Bench, config: BenchConfig | None) -> RenderableType:

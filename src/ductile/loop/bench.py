@@ -1,40 +1,64 @@
 """`--bench`: a few steps, the first one to warm up, and a table of the others.
 
 `Bench` listens to a run as the live view does. The figures are the same that `metrics.jsonl` has; whole steps are
-timed, with optimizer and publishing, and only real tokens are counted.
+timed, with optimizer and publishing, and only real tokens are counted. How fast devices are, and how much memory has
+been used, the slots say when they are asked.
 """
 
+import asyncio
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
 from rich.table import Table
 
+from ductile.core.layout.peak import Arithmetic
 from ductile.observe import Event, write_json
+from ductile.roles import Late, Refused, SlotLost
+from ductile.wire.messages import Surveyed
 
 NUM_WARM_UP = 1
 GIB = 1024**3
 
+AskSlots = Callable[[Arithmetic | None], Awaitable[Mapping[int, Surveyed]]]
+"""What each slot says of its device; with an arithmetic, how fast it is at that, too."""
+NO_SLOTS = "this command starts no slots: the server's devices and their memory are its own"
+NOT_KNOWN = "how fast the train slots' devices are at best is not known"
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Measured:
     step: int
     tokens_per_s: float
     step_s: float
-    peak_bytes: float
+    mfu: float | None
+    slots: Mapping[int, Surveyed] = field(default_factory=dict[int, Surveyed])
+    """Their memory, at most until they had answered after this step; empty where they have not."""
+
+    @property
+    def used_bytes(self) -> float | None:
+        """Of all slots together."""
+        return sum(slot.used_bytes for slot in self.slots.values()) if self.slots else None
 
 
 class Bench:
     """A `ductile.observe.Listener`."""
 
-    def __init__(self, peak_bytes: Callable[[], float]) -> None:
-        """peak_bytes: the largest memory so far, of all slots together."""
-        self._peak_bytes = peak_bytes
+    def __init__(self, ask: AskSlots | None = None) -> None:
+        """ask: None where there are no slots."""
+        self._ask = ask
         self._rows: list[Measured] = []
+        self._asking: list[asyncio.Task[None]] = []
+        self._at_best: Sequence[Surveyed] = ()
+
+    async def begin(self, arithmetic: Arithmetic) -> None:
+        """Have every slot find out how fast its device is, before anything is at work. Raises what asking raises."""
+        if self._ask is not None:
+            self._at_best = list((await self._ask(arithmetic)).values())
 
     def on_event(self, event: Event) -> None:
         pass
@@ -42,18 +66,27 @@ class Bench:
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         if step > NUM_WARM_UP:
             tokens_per_s = metrics["tokens"] / max(metrics["step_s"], 1e-9)
-            self._rows.append(Measured(step, tokens_per_s, metrics["step_s"], self._peak_bytes()))
+            row = Measured(step, tokens_per_s, metrics["step_s"], metrics.get("mfu"))
+            self._rows.append(row)
+            if self._ask is not None:
+                self._asking.append(asyncio.get_running_loop().create_task(self._note_memory(row, self._ask)))
 
     def close(self) -> None:
         pass
 
+    async def settle(self) -> None:
+        """Until all slots have answered what they were asked, for which each question has its deadline."""
+        await asyncio.gather(*self._asking)
+
     def figures(self) -> dict[str, Any]:
-        """What `bench.output_json` holds. MFU is null on a CPU, which has no peak to compare with."""
+        """What `bench.output_json` holds. What cannot be told is null, with the reason beside it."""
         return {
-            "mfu": None,
+            "mfu": self._mfu(),
+            "mfu_reason": None if self._mfu() else NO_SLOTS if self._ask is None else NOT_KNOWN,
+            "devices": self._devices(),
             "throughput": _spread([row.tokens_per_s for row in self._rows]),
             "step_time": _spread([row.step_s for row in self._rows]),
-            "peak_memory": {"gib": max((row.peak_bytes for row in self._rows), default=0.0) / GIB},
+            "peak_memory": self._peak_memory(),
             "steps": len(self._rows),
             "warm_up_steps": NUM_WARM_UP,
             "machine": {
@@ -68,23 +101,75 @@ class Bench:
         write_json(Path(file), self.figures())
 
     def table(self) -> Table:
-        table = Table(title="Benchmark", title_justify="left")
+        table = Table(title="Benchmark", title_justify="left", caption=self._caption(), caption_justify="left")
         for column in ("Step", "MFU", "Throughput", "Step Time", "Peak Memory"):
             table.add_column(column, justify="right")
         for row in self._rows:
-            memory = f"{row.peak_bytes / GIB:.2f} GiB"
-            table.add_row(str(row.step), "n/a", f"{row.tokens_per_s:,.0f} tokens/s", f"{row.step_s:.2f} s", memory)
+            table.add_row(
+                str(row.step),
+                _percent(row.mfu),
+                f"{row.tokens_per_s:,.0f} tokens/s",
+                f"{row.step_s:.2f} s",
+                _gib(row.used_bytes),
+            )
         if self._rows:
             figures = self.figures()
+            mfu = figures["mfu"]
             table.add_section()
             table.add_row(
                 "Overall",
-                "n/a",
+                _show({name: 100 * value for name, value in mfu.items()}, ".1f", "%") if mfu else "n/a",
                 _show(figures["throughput"], ",.0f", "tokens/s"),
                 _show(figures["step_time"], ".2f", "s"),
-                f"{figures['peak_memory']['gib']:.2f} GiB",
+                _gib(self._largest().used_bytes),
             )
         return table
+
+    async def _note_memory(self, row: Measured, ask: AskSlots) -> None:
+        try:
+            row.slots = await ask(None)
+        except (SlotLost, Refused, Late) as error:
+            print(f"The memory of step {row.step} is not known: {error}.", file=sys.stderr)
+
+    def _mfu(self) -> dict[str, float] | None:
+        values = [row.mfu for row in self._rows if row.mfu is not None]
+        return _spread(values) if values and len(values) == len(self._rows) else None
+
+    def _devices(self) -> list[dict[str, Any]]:
+        """One entry for all slots on devices of one kind; what was measured is their mean."""
+        kinds: dict[tuple[str, str | None], list[float]] = {}
+        for slot in self._at_best:
+            kinds.setdefault((slot.device_name, slot.peak_source), []).append(slot.peak_flops_per_s or 0.0)
+        return [
+            {"name": name, "slots": len(peaks), "peak_flops_per_s": fmean(peaks), "source": source}
+            for (name, source), peaks in kinds.items()
+        ]
+
+    def _largest(self) -> Measured:
+        """The row with the most memory."""
+        return max(self._rows, key=lambda row: row.used_bytes or 0.0)
+
+    def _peak_memory(self) -> dict[str, Any]:
+        slots = list(self._largest().slots.values()) if self._rows else []
+        if not slots:
+            return {"gib": None, "reason": NO_SLOTS if self._ask is None else "no slot has said it"}
+        reserved = [slot.reserved_bytes for slot in slots if slot.reserved_bytes is not None]
+        return {
+            "gib": sum(slot.used_bytes for slot in slots) / GIB,
+            "largest_slot_gib": max(slot.used_bytes for slot in slots) / GIB,
+            "reserved_gib": sum(reserved) / GIB if reserved else None,
+            "of": "tensors on the slots' devices" if reserved else "resident memory of the slots' processes",
+        }
+
+    def _caption(self) -> str | None:
+        """What stands behind MFU and memory, in a line each."""
+        peaks = [
+            f"{kind['name']} at {kind['peak_flops_per_s'] / 1e12:,.3g} TFLOP/s ({kind['source']})"
+            for kind in self._devices()
+        ]
+        memory = self._peak_memory()
+        of = f"Memory: {memory['of']}, all together." if "of" in memory else f"No memory: {memory['reason']}."
+        return "\n".join([*([f"MFU: against {', '.join(peaks)}."] if peaks else []), *([of] if self._rows else [])])
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
@@ -96,3 +181,11 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 def _show(spread: Mapping[str, float], form: str, unit: str) -> str:
     mean, std, low, high = (format(spread[name], form) for name in ("mean", "std", "min", "max"))
     return f"{mean} ± {std} {unit} [{low}, {high}]"
+
+
+def _percent(share: float | None) -> str:
+    return "n/a" if share is None else f"{100 * share:.1f} %"
+
+
+def _gib(num_bytes: float | None) -> str:
+    return "n/a" if num_bytes is None else f"{num_bytes / GIB:.2f} GiB"

@@ -22,6 +22,7 @@ from ductile.loop.report import per_second, this_life
 from ductile.loop.saving import Saver, where_to_begin
 from ductile.loop.sft_data import fake_samples, read_conversations
 from ductile.loop.skips import Skips
+from ductile.loop.tally import utilisation
 from ductile.observe import Stopwatch, read_jsonl
 from ductile.records import Sample, StepReport
 from ductile.roles import Trainer
@@ -224,6 +225,7 @@ def _metrics(
         "trained_tokens": float(report.num_tokens),
         "length_mean": num_tokens / len(samples),
         "tokens_per_s_train": num_tokens / max(train_s, 1e-9),
+        **utilisation([report], step_s, train_s),
         "step_s": step_s,
         **{f"seconds/{phase}": spent_s for phase, spent_s in seconds.items()},
         **{f"train/{name}": value for name, value in report.metrics.items()},

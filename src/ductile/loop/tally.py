@@ -6,6 +6,9 @@ off_policy_mean, off_policy_max  versions between a sampled token and the weight
 loss, grad_norm, lr              of the trainer, mean over the step's optimizer steps; more as train/<name>
 tokens_per_s_generate            sampled tokens of the batch by the step's wall time
 tokens_per_s_train               prompt and sampled tokens by the seconds that the trainer was at work
+train_flops                      floating-point operations of the model in training, all train slots together
+mfu, mfu_train                   train_flops by what the train slots' devices do at best, in the step's wall time and in
+                                 the seconds that the trainer was at work; missing where a device's best is not known
 seconds/<phase>                  wall time by phase; phases overlap
 reward/<name>                    what the task's reward reports besides; mean of what was a finite number
 reward_metrics_not_finite        how many of these metrics were not, over the batch's answers
@@ -95,6 +98,7 @@ class Tally:
                 "lr": self._reports[-1].lr,
                 "trained_tokens": float(sum(report.num_tokens for report in self._reports)),
                 "tokens_per_s_train": self.num_tokens / max(train_s, 1e-9),
+                **utilisation(self._reports, step_s, train_s),
             }
         values |= {f"train/{name}": value for name, value in mean_by_name([r.metrics for r in self._reports]).items()}
         values |= {f"reward/{name}": value for name, value in mean_by_name([r.metrics for r in rollouts]).items()}
@@ -105,6 +109,15 @@ class Tally:
             "step_s": step_s,
         }
         return values | {f"seconds/{phase}": spent_s for phase, spent_s in seconds.items()}
+
+
+def utilisation(reports: Sequence[StepReport], step_s: float, train_s: float) -> dict[str, float]:
+    """Of the train slots as they are at the last of these optimizer steps."""
+    flops, peak = sum(report.flops for report in reports), reports[-1].peak_flops_per_s
+    if not peak:
+        return {"train_flops": flops}
+    seconds = {"mfu": step_s, "mfu_train": train_s}
+    return {"train_flops": flops} | {name: flops / (max(s, 1e-9) * peak) for name, s in seconds.items()}
 
 
 def _shares_failed(rollouts: Sequence[Rollout]) -> dict[str, float]:

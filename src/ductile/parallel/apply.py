@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ductile.config.model import TrainerModelConfig
+from ductile.core.layout.peak import compute_dtype
 from ductile.core.layout.spec import ModelSpec
 from ductile.model.transformer import Transformer
 from ductile.parallel import data
@@ -31,10 +32,9 @@ class Precision:
 
     @classmethod
     def of(cls, config: TrainerModelConfig, device: str | torch.device) -> "Precision":
-        default = "bfloat16" if torch.device(device).type == "cuda" else "float32"
         return cls(
             _DTYPES[config.optimization_dtype],
-            _DTYPES[config.compute_dtype or default],
+            _DTYPES[compute_dtype(config.compute_dtype, str(device))],
             _DTYPES[config.reduce_dtype],
         )
 

@@ -16,6 +16,8 @@ import msgspec
 import torch
 
 from ductile.blame import told
+from ductile.core.layout.peak import Arithmetic
+from ductile.fabric.device import name_of, peak_memory, peak_of
 from ductile.half_characters import ESCAPED
 from ductile.roles import Place, SlotRole
 from ductile.slot.forkserver import Say
@@ -52,6 +54,8 @@ from ductile.wire.messages import (
     Score,
     Settle,
     Stop,
+    Survey,
+    Surveyed,
     TakeBack,
     Withdraw,
 )
@@ -141,6 +145,8 @@ class Worker:
             case Stop():
                 self._leaving = True
                 return Done()
+            case Survey(measure=measure):
+                return survey(self._settings.device, measure)
             case Hold():
                 return self._hold(epoch, command)
             case Drop():
@@ -178,6 +184,17 @@ class Worker:
             held = ", ".join(self._roles) or "none"
             raise ValueError(f"this slot does not hold the role {name!r} (it holds: {held})")
         return self._roles[name]
+
+
+def survey(device: str, measure: Arithmetic | None) -> Surveyed:
+    memory, peak = peak_memory(device), peak_of(device, measure, measure=True) if measure else None
+    return Surveyed(
+        name_of(device),
+        memory.used_bytes,
+        memory.reserved_bytes,
+        peak.flops_per_s if peak else None,
+        peak.source if peak else None,
+    )
 
 
 class StaleEpoch(Exception):

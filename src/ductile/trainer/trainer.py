@@ -6,7 +6,7 @@ on the way; `optim_step` divides once. So it does not matter how many ranks ther
 
 import traceback
 from collections.abc import Iterator, MutableMapping, Sequence
-from math import isfinite, sqrt
+from math import isfinite, nan, sqrt
 
 import torch
 from torch import Tensor
@@ -14,7 +14,10 @@ from torch import Tensor
 from ductile.blame import raised
 from ductile.config.trainer import TrainerConfig
 from ductile.config.weight_headers import ModelFolderError
+from ductile.core.layout.flops import Work, training_flops
+from ductile.core.layout.peak import Arithmetic, arithmetic_of, compute_dtype
 from ductile.core.layout.spec import ModelSpec
+from ductile.fabric.device import peak_of
 from ductile.model.checkpoint import random_tensors, read_spec, read_tensors, truncate
 from ductile.model.transformer import Transformer
 from ductile.parallel import apply, data
@@ -54,6 +57,9 @@ class Trainer:
         self.ranks = ranks
         self.device = torch.device(device)
         self.precision = apply.Precision.of(config.model, device)
+        self._arithmetic: Arithmetic = arithmetic_of(
+            compute_dtype(config.model.compute_dtype, str(device)), config.matmul_precision, str(device)
+        )
         self.step = 0
         """Optimizer steps asked for, those without a gradient too; the schedule follows it."""
         self.num_updates = 0
@@ -116,9 +122,12 @@ class Trainer:
         self.forget_gradient()
         self.step += 1
         loss, num_tokens = totals.pop("loss") / divisor, totals.pop("num_tokens")
+        flops, peak = totals.pop("flops"), totals.pop("peak_flops_per_s")
         metrics = {name.removeprefix(METRIC): total / max(1.0, num_tokens) for name, total in totals.items()}
         metrics["skipped"] = float(not applied)
-        return StepReport(self.step, loss, grad_norm, lr, int(num_tokens), metrics)
+        return StepReport(
+            self.step, loss, grad_norm, lr, int(num_tokens), metrics, flops, peak if isfinite(peak) else None
+        )
 
     def forget_gradient(self) -> None:
         """Drop what `forward_backward` has accumulated since the last step."""
@@ -180,6 +189,8 @@ class Trainer:
             return raised(error)
         loss.backward()
         sums = {"loss": loss.detach(), "num_tokens": torch.tensor(batch.num_trained)}
+        work = batch.packed.work if batch.num_trained else Work()
+        sums["flops"] = torch.tensor(float(training_flops(self.spec, work)), dtype=torch.float64)
         for name, values in outputs.metrics.items():
             sums[METRIC + name] = values.detach().sum() if batch.num_trained else torch.zeros(())
         for name, value in sums.items():
@@ -192,6 +203,8 @@ class Trainer:
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
         # Every replica has the whole gradient.
         self._sums["grad_square"] = torch.stack(norms).double().square().sum() / self.ranks.formation.replicas
+        peak = peak_of(self.device, self._arithmetic)
+        self._sums["peak_flops_per_s"] = norms[0].new_tensor(peak.flops_per_s if peak else nan, dtype=torch.float64)
         names = sorted(self._sums)
         totals = self.ranks.sum(torch.stack([self._sums[name] for name in names]))
         return dict(zip(names, totals.tolist(), strict=True))

@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from ductile.core.layout.peak import Arithmetic
 from ductile.records import (
     CacheNote,
     Change,
@@ -57,6 +58,14 @@ class Ping(Message):
 
 class Stop(Message):
     """Leave. Answered by `Done`, then the process exits 0."""
+
+
+class Survey(Message):
+    """Say what the device is, can do and has used. Answered by `Surveyed`."""
+
+    measure: Arithmetic | None = None
+    """Say how fast it multiplies matrices so, too: where no table knows, the slot measures it, while nobody else should
+    be at work on the machine."""
 
 
 # -- Commands: train -----------------------------------------------------------------------------------------------
@@ -242,6 +251,18 @@ class Stepped(Message):
     report: StepReport
 
 
+class Surveyed(Message):
+    device_name: str
+    """"NVIDIA H200", "cpu"."""
+    used_bytes: int
+    """The most so far: of a GPU what the slot's tensors took, else what its process had resident."""
+    reserved_bytes: int | None
+    """The most that torch held of a GPU; None on a CPU."""
+    peak_flops_per_s: float | None = None
+    """None where it was not asked for."""
+    peak_source: Literal["known", "measured"] | None = None
+
+
 class Readiness(Message):
     ready: bool
 
@@ -329,12 +350,15 @@ class Died(Message):
 
 
 Command = (
-    Hold | Drop | Ping | Stop
+    Hold | Drop | Ping | Stop | Survey
     | ForwardBackward | OptimStep | Publish | Withdraw | SaveState | LoadState | ExportModel
     | Prepare | Ready | Freeze | Move | Commit | Rollback | Settle
     | Generate | Abort | HandOff | Forget | Lend | TakeBack | Receive | Score
 )  # fmt: skip
-Reply = Done | Failed | ForwardBackwardDone | Stepped | Readiness | Frozen | Moved | Published | Scores | HandedOff
+Reply = (
+    Done | Failed | Surveyed
+    | ForwardBackwardDone | Stepped | Readiness | Frozen | Moved | Published | Scores | HandedOff
+)  # fmt: skip
 Event = Hello | Heartbeat | Finished | EngineStats | Died
 
 

@@ -1,0 +1,77 @@
+"""How fast devices multiply matrices at best, by their data sheets: what utilisation is measured against.
+
+All figures are of dense products (a data sheet's "with sparsity" is twice that), accumulated in fp32.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Arithmetic = Literal["bfloat16", "tf32", "float32"]
+"""Of matrix products."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Floating-point operations a second, and where the figure is from."""
+
+    flops_per_s: float
+    source: Literal["known", "measured"]
+    """By the table below, or by a product that was timed on the device itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Device:
+    words: frozenset[str]
+    """All of them are in the device's name."""
+    flops_per_s: dict[Arithmetic, float]
+
+
+def _device(words: str, bfloat16: float, tf32: float | None = None, float32: float | None = None) -> _Device:
+    """In units of 10^12."""
+    given: dict[Arithmetic, float | None] = {"bfloat16": bfloat16, "tf32": tf32, "float32": float32}
+    return _Device(frozenset(words.split()), {name: value * 1e12 for name, value in given.items() if value is not None})
+
+
+_DEVICES = (
+    _device("B200", 2250),
+    _device("H200 NVL", 835),
+    _device("H200", 989, 494, 67),
+    _device("GH200", 989, 494, 67),
+    _device("H100 NVL", 835),
+    _device("H100 PCIE", 756, 378, 51),
+    _device("H100", 989, 494, 67),
+    _device("A100", 312, 156, 19.5),
+    _device("A40", 149.7, 74.8, 37.4),
+    _device("A10", 125, 62.5, 31.2),
+    _device("L40S", 362, 183, 91.6),
+    _device("L40", 181, 90.5, 90.5),
+    _device("L4", 121, 60, 30.3),
+    _device("RTX 4090", 165, 82.6, 82.6),
+    _device("RTX 3090", 71, 35.6, 35.6),
+)
+"""Of several that fit a name, the first. H100 and H200 without a word more are the SXM modules."""
+
+_SLOWER = frozenset({"MIG", "LAPTOP", "D", "MAX"})
+"""A part of a device, or another chip than the name's number says: such a device is not known."""
+
+
+def known_peak(device_name: str, arithmetic: Arithmetic) -> float | None:
+    """Operations a second of the device that torch calls so ("NVIDIA H100 80GB HBM3"); None where it is not known."""
+    words = set(re.split(r"[\s-]+", device_name.upper()))
+    if words & _SLOWER:
+        return None
+    found = next((device for device in _DEVICES if device.words <= words), None)
+    return found.flops_per_s.get(arithmetic) if found else None
+
+
+def compute_dtype(configured: Literal["float32", "bfloat16"] | None, device: str) -> Literal["float32", "bfloat16"]:
+    """What forward and backward passes compute in, where the config does not say it."""
+    return configured or ("bfloat16" if device.startswith("cuda") else "float32")
+
+
+def arithmetic_of(compute: Literal["float32", "bfloat16"], matmul_precision: str, device: str) -> Arithmetic:
+    """`trainer.matmul_precision` allows fp32 products to be made in TF32, on a GPU."""
+    if compute == "float32" and device.startswith("cuda") and matmul_precision != "highest":
+        return "tf32"
+    return compute

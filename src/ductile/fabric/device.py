@@ -1,0 +1,88 @@
+"""What this process's device can do, and how much of its memory has been used."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ductile.core.layout.peak import Arithmetic, Peak, known_peak
+
+SIZES = {"cuda": 8192, "cpu": 1024}
+"""Of the square matrices whose product is timed, by kind of device: large enough to be as fast as any."""
+MEASURE_S = 0.3
+"""Products are timed for this long, and at least twice."""
+
+_measured: dict[tuple[torch.device, Arithmetic], Peak] = {}
+"""In this process, which keeps its device."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeakMemory:
+    """The most that there has been at a time, since the process began."""
+
+    used_bytes: int
+    """On a GPU what tensors took, elsewhere what the process had resident."""
+    reserved_bytes: int | None
+    """What torch's allocator held of the GPU; None elsewhere."""
+
+
+def name_of(device: str | torch.device) -> str:
+    """As torch calls it: "NVIDIA H200"; "cpu"."""
+    device = torch.device(device)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def peak_of(device: str | torch.device, arithmetic: Arithmetic, measure: bool = False) -> Peak | None:
+    """By the table of known devices, or as it was measured in this process. Else it is measured now, if `measure`, in
+    less than a second, for which nothing else should be under way on the device; else None."""
+    device = torch.device(device)
+    found = _measured.get((device, arithmetic))
+    if found is None and device.type == "cuda" and (known := known_peak(name_of(device), arithmetic)):
+        found = _measured[device, arithmetic] = Peak(known, "known")
+    if found is None and measure:
+        found = _measured[device, arithmetic] = Peak(_measure(device, arithmetic), "measured")
+    return found
+
+
+def peak_memory(device: str | torch.device) -> PeakMemory:
+    device = torch.device(device)
+    if device.type == "cuda":
+        return PeakMemory(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
+    return PeakMemory(_resident_bytes(), None)
+
+
+def _measure(device: torch.device, arithmetic: Arithmetic) -> float:
+    """Operations a second of the fastest of several products of matrices with random numbers."""
+    size = SIZES[device.type]
+    dtype = torch.bfloat16 if arithmetic == "bfloat16" else torch.float32
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if arithmetic == "tf32" else "highest")
+    try:
+        left, right, out = (torch.randn(size, size, device=device).to(dtype) for _ in range(3))
+        torch.matmul(left, right, out=out)  # the first one loads kernels
+        fastest_s, began_s, num_timed = float("inf"), time.perf_counter(), 0
+        while num_timed < 2 or time.perf_counter() - began_s < MEASURE_S:
+            fastest_s = min(fastest_s, _seconds_of(device, left, right, out))
+            num_timed += 1
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    return 2 * size**3 / fastest_s
+
+
+def _seconds_of(device: torch.device, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> float:
+    _wait_for(device)
+    start = time.perf_counter()
+    torch.matmul(left, right, out=out)
+    _wait_for(device)
+    return time.perf_counter() - start
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _resident_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")), 0)

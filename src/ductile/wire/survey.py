@@ -1,0 +1,27 @@
+"""What slots say of their devices: how fast, and how much of their memory has been used."""
+
+from collections.abc import Sequence
+
+from ductile.core.layout.peak import Arithmetic
+from ductile.roles import SlotLost
+from ductile.wire.fanout import ask_each
+from ductile.wire.mailbox import Mailbox
+from ductile.wire.messages import Survey, Surveyed
+
+
+async def survey(
+    mailbox: Mailbox, slots: Sequence[int], timeout_s: float, measure: Arithmetic | None = None
+) -> dict[int, Surveyed]:
+    """Of the slots that live. Those that measure do so one after the other, as they may share processors.
+
+    Raises SlotLost, Refused or Late.
+    """
+    asked = [slot for slot in slots if slot not in mailbox.lost]
+    if measure is None:
+        return await ask_each(mailbox, dict.fromkeys(asked, Survey()), timeout_s, Surveyed)
+    found: dict[int, Surveyed] = {}
+    for slot in asked:
+        if slot in mailbox.lost:
+            raise SlotLost(mailbox.lost[slot])
+        found |= await ask_each(mailbox, {slot: Survey(measure)}, timeout_s, Surveyed)
+    return found
