@@ -3,13 +3,23 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# Where there is no GPU, torch's CPU build saves gigabytes. It comes from the registry or PIP_FIND_LINKS where they have it,
+# else from TORCH_INDEX. A torch that the environment has already stays.
+TORCH_CPU ?= torch==2.13.0+cpu
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+PIP = $(BIN)/python -m pip --quiet --disable-pip-version-check
+
 .PHONY: setup quickstart check format test test-fast endings clean
 
 setup: .venv/.installed
 
 .venv/.installed: pyproject.toml src/ductile/fabric/boxes.c
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	nvidia-smi >/dev/null 2>&1 || test -e /dev/nvidiactl || $(PIP) show torch >/dev/null 2>&1 \
+		|| $(PIP) install --no-deps '$(TORCH_CPU)' 2>/dev/null \
+		|| $(PIP) install --no-deps --retries 1 --timeout 15 --index-url '$(TORCH_INDEX)' '$(TORCH_CPU)' \
+		|| echo "There is no $(TORCH_CPU) at $(TORCH_INDEX) or in the registry; the torch that the registry has is installed."
+	$(PIP) install -e '.[dev]'
 	touch $@
 
 quickstart: setup
