@@ -9,7 +9,7 @@ TORCH_CPU ?= torch==2.13.0+cpu
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP = $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: setup quickstart check format test test-fast endings clean
+.PHONY: setup quickstart check format test test-fast endings gpu clean
 
 setup: .venv/.installed
 
@@ -40,6 +40,13 @@ test: setup
 
 test-fast: setup
 	$(BIN)/python -m pytest -m "not slow"
+
+# The tests that need a GPU, and a short benchmark of each part; without one it says what it would do (docs/gpu.md). Where no
+# .venv can be made, `make gpu GPU_PYTHON=python3` takes a Python that has torch and finds what ductile imports.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+
+gpu:
+	$(GPU_PYTHON) benchmarks/gpu.py
 
 # 500 endings in virtual time and 40 with real processes and signals; about a quarter of an hour on two cores.
 endings: setup

@@ -6,15 +6,16 @@ import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 
 def provenance(*packages: str) -> dict[str, object]:
-    """`packages` are the distributions whose versions matter for the figure."""
+    """`packages` are the distributions whose versions matter for the figure. Where git does not know the commit, the
+    variable `GIT_COMMIT` says it."""
     return {
         "machine": {"cpu": _cpu_name(), "cores": len(os.sched_getaffinity(0)), "platform": platform.platform()},
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in packages},
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in packages},
         "commit": _commit(),
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -28,6 +29,14 @@ def _cpu_name() -> str:
     return platform.processor()
 
 
+def _version(package: str) -> str | None:
+    """None for what is not installed: ductile itself may only be on the path."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 def _commit() -> str:
     """The commit, with "+changes" when the tree differs from it."""
     root = Path(__file__).parents[1]
@@ -35,4 +44,9 @@ def _commit() -> str:
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
 
-    return git("rev-parse", "--short=12", "HEAD") + ("+changes" if git("status", "--porcelain", "--", "src") else "")
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + (
+            "+changes" if git("status", "--porcelain", "--", "src") else ""
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("GIT_COMMIT", "unknown")

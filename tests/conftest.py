@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import hypothesis
+import pytest
 import torch
 
 # Processes of a run import nothing from the current folder; roles of the tests' own are found like this.
@@ -13,3 +14,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).pare
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("ductile", deadline=None)
 hypothesis.settings.load_profile("ductile")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

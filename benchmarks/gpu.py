@@ -1,0 +1,203 @@
+"""One GPU, used once, in less than 9 minutes: a short benchmark of each part of the product, and the tests for it.
+
+    python benchmarks/gpu.py                           where there is a GPU; elsewhere it says what it would do
+    python benchmarks/gpu.py --device cpu --small      the same code on a CPU, with tiny models
+    python benchmarks/gpu.py --parts train_4b reshard
+
+It needs no network, no compiler and nothing installed but torch and what ductile imports; `PYTHONPATH=src` is enough.
+Each part runs in a process of its own with a deadline of its own, so that none is touched by another's failure. The
+JSON has each part's figures, or why there are none. The exit code is 1 when a part has failed.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+from gpu_parts.part import PART_MODULES, Failed, Setting, Skipped
+from provenance import provenance
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
+BUDGET_S = 520.0
+"""Of all parts together."""
+PROBE_S = 90.0
+"""For finding out whether there is a GPU: the first import of torch on a cold machine."""
+SMALL_S = 120.0
+"""Of each part with tiny models: whether it works, also on a busy machine."""
+TAIL_CHARS = 3000
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    does: str
+    deadline_s: float
+
+
+PARTS = {
+    "train_0.6b": Part("trains a random model of Qwen3-0.6B's shape at 16k tokens a micro-batch: MFU, memory", 45),
+    "train_4b": Part("trains a random model of Qwen3-4B's shape at 16k tokens a micro-batch: MFU, memory", 75),
+    "generate": Part("generates with the engine, and with transformers where it is installed: tokens/s of each", 100),
+    "reshard": Part("reshards 1 GiB between four processes on the device with ductile.reshard: seconds, carrier", 40),
+    "resize": Part("resizes a live trainer over slots that share the device: its pauses", 55),
+    "roles": Part("has a slot leave the trainer, generate, and come back, beside others: seconds, pauses", 55),
+    "publish": Part("publishes weights of Qwen3-0.6B's shape from a train slot to two generators: seconds", 45),
+    "tests": Part("runs the tests marked gpu", 140),
+}
+"""In the order of their worth: what the budget does not reach is left out."""
+
+
+@dataclass(slots=True)
+class Result:
+    does: str
+    outcome: Literal["done", "skipped", "failed"]
+    reason: str = ""
+    """Why it was skipped, or how it failed."""
+    seconds: float = 0.0
+    figures: dict[str, Any] = field(default_factory=dict)
+    log_tail: str = ""
+    """Of a part that failed."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--small", action="store_true", help="tiny models and few repetitions")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--json", type=Path, help=f"default where there is a GPU: {RESULTS.relative_to(ROOT)}")
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S)
+    parser.add_argument("--run", help=argparse.SUPPRESS)  # one part, in this process
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        run_here(options.run, Setting(options.device, options.small), options.out)
+        return
+    sys.stdout.reconfigure(line_buffering=True)
+    began_s = time.monotonic()
+    device, why_not = find_device(options.device)
+    results = dict(run_all(options, device, why_not, began_s))
+    failed = [name for name, result in results.items() if result.outcome == "failed"]
+    seconds = time.monotonic() - began_s
+    print(f"{len(results)} parts in {seconds:.0f} s" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    file = options.json or (RESULTS if device.get("type") == "cuda" and not options.small else None)
+    if file:
+        figures = {"device": device, "small": options.small, "seconds": seconds}
+        figures["parts"] = {name: asdict(result) for name, result in results.items()}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(figures | provenance("torch"), indent=1) + "\n")
+        print(f"The figures are in {file}.")
+    sys.exit(1 if failed else 0)
+
+
+def find_device(asked: str) -> tuple[dict[str, Any], str]:
+    """What there is, and why nothing can run on it; asked in another process, as this one keeps away from the GPU."""
+    if asked == "cpu":
+        return {"type": "cpu"}, ""
+    result = run_part("device", Part("says what the GPU is", PROBE_S), "cuda", small=False)
+    if result.outcome == "done":
+        return result.figures, ""
+    if asked == "cuda":
+        sys.exit(f"--device cuda: {result.reason}\n{result.log_tail}")
+    return {}, result.reason
+
+
+def run_all(
+    options: argparse.Namespace, device: dict[str, Any], why_not: str, began_s: float
+) -> Iterator[tuple[str, Result]]:
+    if why_not:
+        print(f"A dry run: {why_not}. With a GPU this would take less than {options.budget_s / 60:.0f} minutes:")
+    else:
+        print(f"On {device.get('name', device['type'])}:")
+    for name in options.parts:
+        part, left_s = PARTS[name], options.budget_s - (time.monotonic() - began_s)
+        if why_not:
+            result = Result(part.does, "skipped", why_not)
+        elif left_s < 10:
+            result = Result(part.does, "skipped", f"the budget of {options.budget_s:g} s is spent")
+        else:
+            result = run_part(name, part, device["type"], options.small, left_s)
+        print(line(name, result, dry=bool(why_not)))
+        if result.outcome == "failed":
+            print(result.log_tail)
+        yield name, result
+
+
+def line(name: str, result: Result, dry: bool) -> str:
+    if dry:
+        return f"  {name:12} {result.does}"
+    told = result.figures.get("sentence", "") if result.outcome == "done" else result.reason
+    return f"  {name:12} {result.outcome:8} {result.seconds:5.0f} s  {told}"
+
+
+def run_part(name: str, part: Part, device: str, small: bool, left_s: float = PROBE_S) -> Result:
+    """In a process of its own, which is killed at the deadline with all that it started."""
+    deadline_s, began_s = min(SMALL_S if small else part.deadline_s, left_s), time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="ductile-gpu-", ignore_cleanup_errors=True) as folder:
+        out, log = Path(folder) / "out.json", Path(folder) / "log"
+        command = [sys.executable, __file__, "--run", name, "--device", device, "--out", str(out)]
+        paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TMPDIR": folder}
+        with log.open("wb") as stream:
+            process = subprocess.Popen(
+                [*command, "--small"] if small else command,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                env=environment,
+                start_new_session=True,
+            )
+            ended = ends_in_time(process, deadline_s)
+        result = Result(part.does, "failed")
+        if not ended:
+            result.reason = f"it was not done after {deadline_s:.3g} s"
+        elif out.exists():
+            result = Result(part.does, **json.loads(out.read_text()))
+        else:
+            result.reason = f"its process ended with {process.returncode}"
+        if result.outcome == "failed":
+            result.log_tail = log.read_text(errors="replace")[-TAIL_CHARS:]
+    result.seconds = time.monotonic() - began_s
+    return result
+
+
+def ends_in_time(process: "subprocess.Popen[bytes]", deadline_s: float) -> bool:
+    """Whatever it leaves behind in its session is killed in any case."""
+    try:
+        process.wait(deadline_s)
+        return True
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(10.0)
+
+
+def run_here(name: str, setting: Setting, out: Path) -> None:
+    try:
+        module, _, shape = PART_MODULES[name].partition(":")
+        figures = import_module(f"gpu_parts.{module}").run(setting, *([shape] if shape else []))
+        said = {"outcome": "done", "figures": figures}
+    except Skipped as reason:
+        said = {"outcome": "skipped", "reason": str(reason)}
+    except Failed as failure:
+        said = {"outcome": "failed", "reason": str(failure), "figures": failure.figures}
+    except Exception as error:
+        traceback.print_exc()
+        said = {"outcome": "failed", "reason": f"{type(error).__name__}: {error}"}
+    out.write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

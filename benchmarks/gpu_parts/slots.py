@@ -1,0 +1,114 @@
+"""Several slots that share one device, and the roles they hold: the product's own path, from cluster to worker."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from ductile.config.cluster import ClusterConfig
+from ductile.config.inference import InferenceConfig
+from ductile.config.trainer import TrainerConfig
+from ductile.launch.local import LocalCluster
+from ductile.records import Formation, GenerateRequest, Sample, Sampling
+from ductile.wire.fleet import RemoteGenerators
+from ductile.wire.lending import Lender
+from ductile.wire.messages import Hold
+from ductile.wire.remote import hold
+from ductile.wire.resize import ResizeResult, Terms, Transaction
+from ductile.wire.trainer import RemoteTrainer
+from gpu_parts.models import make_folder, shape_of
+from gpu_parts.part import Setting
+
+TIMEOUT_S = 40.0
+SAMPLE_TOKENS = 32
+
+
+class Slots:
+    """A cluster whose slots have a model of one shape to train and to generate with."""
+
+    def __init__(self, cluster: LocalCluster, model: Path, vocab_size: int) -> None:
+        self.cluster, self.mailbox, self.vocab_size = cluster, cluster.mailbox, vocab_size
+        trainer = TrainerConfig.model_validate(
+            {
+                "model": {"name": str(model), "seq_len": SAMPLE_TOKENS, "debug": {"random_init": True}},
+                "loss": {"type": "sft"},
+                "optim": {"type": "adamw", "lr": 1e-5},
+                "resize": {"timeout_s": TIMEOUT_S},
+            }
+        )
+        # Blocks are counted, and not a share of the device taken, which several slots have.
+        inference = {"model": {"name": str(model), "max_model_len": 256}, "max_num_seqs": 8, "num_blocks": 256}
+        self.train_settings = trainer.model_dump(mode="json")
+        self.generate_settings = InferenceConfig.model_validate(inference).model_dump(mode="json")
+        self.terms = Terms(self.train_settings, cluster.rendezvous, TIMEOUT_S, leave_s=5.0)
+
+    async def train(self, members: Sequence[int]) -> RemoteTrainer:
+        await hold(self.mailbox, "train", self.train_settings, members, TIMEOUT_S, self.cluster.rendezvous)
+        return RemoteTrainer(self.mailbox, Formation(tuple(members)), TIMEOUT_S)
+
+    async def generate(self, slots: Sequence[int], trainer: RemoteTrainer) -> RemoteGenerators:
+        """Generators without weights: their first are those that are published first."""
+        for slot in slots:
+            joining = Hold("generate", self.generate_settings, (slot,), joining=True)
+            await self.mailbox.ask(slot, joining, TIMEOUT_S)
+        lender = Lender(self.mailbox, trainer, TIMEOUT_S)
+        return RemoteGenerators(self.mailbox, slots, 8, TIMEOUT_S, lender=lender)
+
+    async def half_a_batch(self, trainer: RemoteTrainer) -> None:
+        """A micro-batch for every rank."""
+        mask = (False,) + (True,) * (SAMPLE_TOKENS - 1)
+        tokens = [tuple((7 * i + 13 * n) % self.vocab_size for i in range(SAMPLE_TOKENS)) for n in range(8)]
+        await trainer.forward_backward([Sample(t, mask) for t in tokens[: trainer.num_ranks]], SAMPLE_TOKENS)
+
+    async def step(self, trainer: RemoteTrainer) -> None:
+        await self.half_a_batch(trainer)
+        report = await trainer.optim_step(100.0)
+        if report.metrics["skipped"]:
+            raise RuntimeError("the gradient is not finite")
+
+    async def resize(self, trainer: RemoteTrainer, after: Sequence[int]) -> ResizeResult:
+        transaction = Transaction(self.mailbox, trainer, Formation(tuple(after)), self.terms, self.cluster.condemn)
+        result = await transaction.run()
+        if result.outcome != "resized":
+            raise RuntimeError(f"resize to {list(after)}: {result.reason}")
+        return result
+
+    async def admit(self, generators: RemoteGenerators, slot: int) -> None:
+        """Have the slot generate as well."""
+        if not await generators.admit(slot, self.generate_settings):
+            raise RuntimeError(f"slot {slot} got no weights")
+
+    async def answers(self, generators: RemoteGenerators, version: int) -> None:
+        """Two from each generator; all of their tokens must be of this version."""
+        sampling = Sampling(max_tokens=4, ignore_eos=True, seed=1)
+        num = 2 * len(generators.slots)
+        asked = [GenerateRequest(f"{version}/{n}", (3, 4, 5, n + 6), sampling) for n in range(num)]
+        for generation in await asyncio.gather(*map(generators.generate, asked)):
+            if generation.versions != (version,) * 4:
+                raise RuntimeError(f"{generation.id} was sampled from versions {generation.versions}, not {version}")
+
+
+@asynccontextmanager
+async def slots_on(setting: Setting, shape: str, num_slots: int) -> AsyncIterator[Slots]:
+    where: dict[str, Any] = {"device": setting.device}
+    if setting.device == "cuda":
+        where["slots_per_device"] = num_slots
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = shape_of(shape, setting)
+        model = make_folder(Path(folder) / "model", sizes)
+        cluster = LocalCluster(range(num_slots), ClusterConfig(**where), Path(folder))
+        await cluster.start()
+        try:
+            yield Slots(cluster, model, sizes["vocab_size"])
+        except BaseException:
+            print_logs(Path(folder))
+            raise
+        finally:
+            await cluster.stop()
+
+
+def print_logs(folder: Path) -> None:
+    for log in sorted(folder.glob("*.log")):
+        print(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}")

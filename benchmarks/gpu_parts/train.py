@@ -1,0 +1,163 @@
+"""A training step of one slot: MFU and memory.
+
+The trainer works on a micro-batch of 16k tokens, forward, backward and optimizer step, with bf16 compute, fp32 masters
+and AdamW: once on documents of 2,048 tokens, once on prompts with eight answers each, which share their prompt. When
+the memory does not hold that, on half as many tokens. The operations are those of the model's spec
+(`ductile.core.layout.flops`), the time is that of the whole step.
+"""
+
+import gc
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from ductile.config.trainer import TrainerConfig
+from ductile.core.layout.peak import Peak, arithmetic_of, compute_dtype
+from ductile.core.layout.spec import ModelSpec
+from ductile.fabric.device import name_of, peak_memory, peak_of
+from ductile.fabric.groups import Groups
+from ductile.model.packed import PackedSamples
+from ductile.parallel.ranks import Ranks
+from ductile.records import Formation, MicroBatch, Sample
+from ductile.trainer.state import StatePlans
+from ductile.trainer.trainer import Trainer, spec_of
+from gpu_parts.models import make_folder, shape_of
+from gpu_parts.part import Setting
+
+NUM_TOKENS = 16_384
+SMALL_TOKENS = 128
+GROUP_SIZE = 8
+WARM_UP, STEPS = 2, 3
+
+
+def run(setting: Setting, shape: str) -> dict[str, Any]:
+    num_tokens = SMALL_TOKENS if setting.small else NUM_TOKENS
+    device = "cuda:0" if setting.device == "cuda" else "cpu"
+    groups = Groups(0, 0, device, HashStore(), 60.0)
+    too_many: list[int] = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_folder(Path(folder) / "model", shape_of(shape, setting))
+        while True:
+            try:
+                rows, spec, peak = rows_of(groups, str(model), device, num_tokens)
+                break
+            except torch.OutOfMemoryError:
+                if len(too_many) == 2:
+                    raise
+                too_many.append(num_tokens)
+            num_tokens //= 2
+            gc.collect()  # the trainer that failed
+            torch.cuda.empty_cache()
+    memory = peak_memory(device)
+    best = max(rows.values(), key=lambda row: row["mfu"])
+    return {
+        "model": shape,
+        "num_parameters": spec.num_parameters,
+        "tokens_a_micro_batch": num_tokens,
+        "too_many_tokens_for_the_memory": too_many,
+        "rows": rows,
+        "device": name_of(device),
+        "peak_flops_per_s": peak.flops_per_s,
+        "peak_source": peak.source,
+        "peak_memory_gib": memory.used_bytes / 2**30,
+        "reserved_gib": None if memory.reserved_bytes is None else memory.reserved_bytes / 2**30,
+        "sentence": (
+            f"{spec.num_parameters / 1e9:.2g} B parameters, {num_tokens:,} tokens: MFU {best['mfu']:.1%}, "
+            f"{best['tokens_per_s']:,.0f} tokens/s, {memory.used_bytes / 2**30:.1f} GiB"
+        ),
+    }
+
+
+def rows_of(
+    groups: Groups, model: str, device: str, num_tokens: int
+) -> tuple[dict[str, dict[str, float]], ModelSpec, Peak]:
+    config = TrainerConfig.model_validate({"model": {"name": model, "seq_len": num_tokens}, "loss": {"type": "grpo"}})
+    arithmetic = arithmetic_of(compute_dtype(None, device), config.matmul_precision, device)
+    peak = peak_of(device, arithmetic, measure=True)
+    assert peak is not None
+    spec = spec_of(config)
+    trainer = Trainer(config, Ranks(groups, Formation((0,))), device, random_state(config, device))
+    work = {
+        "documents": documents(num_tokens, spec.vocab_size),
+        "answers": answers(num_tokens, spec.vocab_size),
+    }
+    rows = {name: measure(trainer, MicroBatch(tuple(samples)), peak) for name, samples in work.items()}
+    return rows, spec, peak
+
+
+def random_state(config: TrainerConfig, device: str) -> dict[str, torch.Tensor]:
+    """Parameters and moments made on the device: numbers drawn on a CPU would take longer than all else."""
+    buffers: dict[str, torch.Tensor] = {}
+    layout = StatePlans(spec_of(config), config).layout(Formation((0,)), with_gradient=False)
+    for name, (_, size) in layout.buffer_sizes(0).items():
+        buffers[name] = torch.zeros(size, device=device)
+        if name.startswith("model/"):
+            if name.endswith("norm.weight"):
+                buffers[name].fill_(1.0)
+            else:
+                buffers[name].normal_(0.0, 0.02)
+    return buffers
+
+
+def documents(num_tokens: int, vocab_size: int) -> list[Sample]:
+    """Eight, and all their tokens are trained."""
+    length = num_tokens // 8
+    return [sample(0, length, vocab_size, seed) for seed in range(8)]
+
+
+def answers(num_tokens: int, vocab_size: int) -> list[Sample]:
+    """Eight to each of two prompts of a sixteenth of the tokens; `num_tokens` are run."""
+    prompt = num_tokens // 16
+    answer = (num_tokens // 2 - prompt) // GROUP_SIZE
+    return [sample(prompt, answer, vocab_size, seed, prompt_seed=seed // GROUP_SIZE) for seed in range(2 * GROUP_SIZE)]
+
+
+def sample(num_prompt: int, num_answer: int, vocab_size: int, seed: int, prompt_seed: int = 0) -> Sample:
+    ours, theirs = random.Random(seed), random.Random(f"prompt {prompt_seed}")
+    tokens = [theirs.randrange(vocab_size) for _ in range(num_prompt)]
+    tokens += [ours.randrange(vocab_size) for _ in range(num_answer)]
+    mask = tuple(at >= max(1, num_prompt) for at in range(len(tokens)))
+    advantage = 1.0 if seed % 2 else -1.0
+    return Sample(
+        tuple(tokens),
+        mask,
+        logprobs=tuple(-12.0 if trained else 0.0 for trained in mask),
+        advantages=tuple(advantage if trained else 0.0 for trained in mask),
+    )
+
+
+def measure(trainer: Trainer, micro_batch: MicroBatch, peak: Peak) -> dict[str, float]:
+    forward_backward_s, step_s, flops, num_trained = [], [], 0.0, 0
+    for number in range(WARM_UP + STEPS):
+        start = now(trainer.device)
+        num_trained = trainer.forward_backward([micro_batch])
+        between = now(trainer.device)
+        report = trainer.optim_step(float(num_trained))
+        end = now(trainer.device)
+        flops = report.flops
+        if number >= WARM_UP:
+            forward_backward_s.append(between - start)
+            step_s.append(end - start)
+    seconds, num_run = statistics.median(step_s), PackedSamples.of(micro_batch.samples).work.num_tokens
+    return {
+        "mfu": flops / (seconds * peak.flops_per_s),
+        "mfu_forward_backward": flops / (statistics.median(forward_backward_s) * peak.flops_per_s),
+        "step_s": seconds,
+        "forward_backward_s": statistics.median(forward_backward_s),
+        "flops": flops,
+        "tokens_run": num_run,
+        "tokens_trained": num_trained,
+        "tokens_per_s": num_run / seconds,
+    }
+
+
+def now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

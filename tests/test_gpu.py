@@ -1,0 +1,184 @@
+"""Each role on one CUDA device says what it says on a CPU, and states move between slots that share the device."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+import ductile
+from ductile.config.inference import InferenceConfig
+from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
+from ductile.core.batch.normalise import divisor
+from ductile.core.batch.packing import pack
+from ductile.fabric.device import peak_memory, peak_of
+from ductile.fabric.groups import Groups
+from ductile.generator.worker import load_engine
+from ductile.parallel.data import full
+from ductile.parallel.ranks import Ranks
+from ductile.records import Formation
+from ductile.roles import Place
+from ductile.scorer.worker import ScoreRole
+from ductile.trainer.state import named_gradient, named_state
+from ductile.trainer.trainer import Trainer
+from ductile.trainer.worker import TrainRole
+from ductile.weights.publisher import Publisher
+from ductile.weights.subscriber import receive
+from ductile.wire.messages import Receive, Score
+from tests.generator.conftest import request, run
+from tests.parallel.world import run_world
+from tests.ranks import run_alone
+from tests.tiny import make_model_folder
+from tests.trainer.fleet import Fleet
+from tests.trainer.naive import NaiveTrainer, make_samples
+
+GPU = "cuda:0"
+PROMPTS = ("hello", "a", "what is 1 + 2? " * 5, "x" * 33)
+LENGTHS = ((20, 3, 9), (31, 8), (17, 5, 2, 26))
+"""Of the samples of three optimizer steps."""
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("model"))
+
+
+def fp32(folder: Path, **sections: Any) -> TrainerConfig:
+    model = {"name": str(folder), "compute_dtype": "float32"}
+    return TrainerConfig.model_validate({"model": model, "matmul_precision": "highest", **sections})
+
+
+def engine_on(device: str, folder: Path, **model: Any):
+    settings = {"model": {"name": str(folder), "max_model_len": 256, **model}, "num_blocks": 256}
+    return load_engine(InferenceConfig.model_validate(settings), device)
+
+
+def test_the_generator_draws_the_same_greedy_tokens(folder: Path) -> None:
+    asked = [request(str(index), prompt, 24) for index, prompt in enumerate(PROMPTS)]
+    here, there = (run(engine_on(device, folder, dtype="float32"), asked) for device in (GPU, "cpu"))
+    for id, generation in there.items():
+        assert here[id].token_ids == generation.token_ids
+        assert here[id].logprobs == pytest.approx(generation.logprobs, abs=1e-3)
+
+
+def test_the_generator_samples_in_bf16(folder: Path) -> None:
+    asked = [request(str(index), prompt, 24, temperature=1.0, seed=index) for index, prompt in enumerate(PROMPTS)]
+    engine = engine_on(GPU, folder)
+    assert next(engine.model.parameters()).dtype == torch.bfloat16
+    first, again = (run(engine, asked) for _ in range(2))
+    assert {id: done.token_ids for id, done in first.items()} == {id: done.token_ids for id, done in again.items()}
+
+
+def test_published_weights_are_what_both_devices_sample_from(folder: Path) -> None:
+    """From tensors on the GPU, through memory of this host, onto the GPU and the CPU."""
+    publisher = Publisher()
+    source = engine_on(GPU, folder, dtype="float32").model
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.mul_(1.1)
+    manifest = publisher.publish(7, source.named_parameters())
+    engines = [engine_on(device, folder, dtype="float32") for device in (GPU, "cpu")]
+    for engine in engines:
+        engine.load_weights(receive(manifest), 7)
+        for name, parameter in engine.model.named_parameters():
+            assert torch.equal(parameter.cpu(), dict(source.named_parameters())[name].cpu()), name
+    here, there = (run(engine, [request("a", "hello", 12)])["a"] for engine in engines)
+    assert here.token_ids == there.token_ids
+    assert set(here.versions) == {7}
+    publisher.close()
+
+
+def test_the_scorer_says_the_same(folder: Path) -> None:
+    samples = tuple(make_samples((12, 30, 3, 7, 7), temperatures=(1.0, 0.5)))
+    config = fp32(folder).model_dump()
+    here, there = (ScoreRole(config, Place(0, (0,), 0, device)) for device in (GPU, "cpu"))
+    publisher = Publisher()
+    manifest = publisher.publish(1, ((name, p * 1.1) for name, p in there._policy.named_parameters()))
+    for model in ("policy", "reference"):
+        found, expected = (role.handle(Score(samples, model)).logprobs for role in (here, there))
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-3)
+        for role in (here, there):
+            role.handle(Receive("score", manifest))
+    publisher.close()
+
+
+def three_steps(settings: dict[str, Any]) -> tuple[list[float], dict[str, list], float, float | None]:
+    trainer = Trainer(
+        TrainerConfig.model_validate(settings), Ranks(Groups(0, 0, GPU, HashStore(), 60.0), Formation((0,))), GPU
+    )
+    losses, flops, peak = list[float](), 0.0, None
+    for step, of_step in enumerate(LENGTHS):
+        samples = make_samples(of_step, seed=step)
+        trainer.forward_backward(pack(samples, 1, 40)[0])
+        report = trainer.optim_step(divisor(samples))
+        losses.append(report.loss)
+        flops, peak = report.flops, report.peak_flops_per_s
+    return losses, {name: tensor.tolist() for name, tensor in trainer.full_tensors()}, flops, peak
+
+
+def test_three_steps_of_the_trainer_are_those_of_torch_on_a_cpu(folder: Path) -> None:
+    optim = AdamWConfig(lr=1e-2, betas1=0.8, betas2=0.9, eps=1e-4, weight_decay=0.1, max_norm=0.5)
+    naive = NaiveTrainer(
+        folder, SFTLoss(), torch.optim.AdamW, lr=1e-2, betas=(0.8, 0.9), eps=1e-4, weight_decay=0.1
+    )  # fmt: skip
+    expected = [naive.step(make_samples(n, seed=step), optim.max_norm) for step, n in enumerate(LENGTHS)]
+    settings = fp32(folder, optim=optim, loss=SFTLoss()).model_dump()
+    losses, tensors, flops, peak = run_alone(three_steps, settings)
+    assert losses == pytest.approx(expected, rel=1e-3)
+    for name, parameter in naive.model.named_parameters():
+        torch.testing.assert_close(torch.tensor(tensors[name]), parameter.detach(), rtol=1e-2, atol=1e-3)
+    assert flops > 0
+    assert peak is None or peak > 1e12
+
+
+def test_the_device_is_known_or_measured() -> None:
+    peak = peak_of(GPU, "bfloat16", measure=True)
+    assert peak is not None
+    assert peak.flops_per_s > 1e12
+    block = torch.ones(1 << 20, device=GPU)
+    assert peak_memory(GPU).used_bytes >= block.nbytes
+
+
+def rows_become_columns(rank: int) -> str:
+    torch.cuda.set_device(0)
+    mesh, whole = DeviceMesh("cuda", [0, 1]), torch.arange(48.0).view(8, 6)
+    rows = DTensor.from_local(whole.chunk(2)[rank].to(GPU), mesh, [Shard(0)])
+    columns = DTensor.from_local(torch.zeros(8, 3, device=GPU), mesh, [Shard(1)])
+    report = ductile.reshard({"weight": rows}, {"weight": columns}, timeout_s=20.0)
+    assert torch.equal(columns.to_local().cpu(), whole.chunk(2, dim=1)[rank])
+    dist.barrier()
+    return report.carrier
+
+
+def test_a_state_is_resharded_between_processes_on_the_device() -> None:
+    carriers = run_world(2, rows_become_columns)
+    assert carriers[0] == carriers[1]
+
+
+def whole_state(role: TrainRole) -> dict[str, Any]:
+    """Every tensor of the state and of the gradient, gathered, as bytes."""
+    trainer = role._standing.trainer
+    named = named_state(trainer) | named_gradient(trainer)
+    return {name: full(tensor).cpu().numpy().tobytes() for name, tensor in named.items()}
+
+
+def test_a_trainer_goes_to_other_slots_on_the_device(folder: Path) -> None:
+    """In the middle of a batch: to more slots, to fewer, to others."""
+    settings = fp32(folder, loss=SFTLoss(), optim=AdamWConfig(lr=1e-2)).model_dump()
+    with Fleet(settings, range(3), GPU) as fleet:
+        fleet.hold((0, 1))
+        for step, after in enumerate((Formation((0, 1, 2)), Formation((0,)), Formation((2, 1)))):
+            fleet.forward_backward(make_samples((9, 14, 5), seed=step))
+            before = fleet.call(fleet.formation.members, whole_state)
+            expected = before[fleet.formation.members[0]]
+            fleet.resize(after)
+            for have in fleet.call(after.members, whole_state).values():
+                assert [name for name in expected if have[name] != expected[name]] == []
+            assert fleet.optim_step(20.0).step == step + 1
