@@ -224,6 +224,14 @@ def test_check_says_what_would_run(words: list[str], capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == CHECKED
 
 
+def test_check_says_what_slots_that_share_a_gpu_do(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--deployment.num-train-gpus", "3", "--cluster.slots-per-device", "2"]
+    assert main(["check", "rl", "@", "good.toml", *words]) == 0
+    out = capsys.readouterr().out
+    assert "            2 slots share each GPU; collectives among them go through gloo and the host's memory" in out
+    assert "inference.gpu_memory_utilization = 0.45: 2 slots share each GPU (cluster.slots_per_device)\n" in out
+
+
 def test_check_takes_a_bare_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "good.toml"]) == 0
     assert main(["check", "sft", "sft.toml"]) == 0

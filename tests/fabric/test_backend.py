@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ductile.fabric.backend import Backend, choose_backend, tell_devices
+from ductile.fabric.backend import Backend, choose_backend, tell_devices, why_not_beside
 from ductile.fabric.groups import Groups
 from tests.ranks import run_ranks
 
@@ -27,6 +27,15 @@ def test_nccl_takes_one_rank_a_gpu(device_type: str, devices: list[str], name: s
         assert found.stands_in.startswith(f"ranks {shared[0]} and {shared[1]} share a GPU, and NCCL takes one rank")
     else:
         assert found == Backend(name)
+
+
+@pytest.mark.parametrize(
+    ("device_type", "devices", "beside"),
+    [("cpu", set(), True), ("cuda", {"a"}, True), ("cuda", {"a", "b"}, False), ("cuda", {"a", "b", "c"}, False)],
+)
+def test_nccl_makes_no_groups_beside_its_collectives(device_type: str, devices: set[str], beside: bool) -> None:
+    said = why_not_beside(device_type, devices)
+    assert said == ("" if beside else "NCCL's groups are not made beside its collectives")
 
 
 def told(groups: Groups, members: tuple[int, ...]) -> list[str]:

@@ -50,7 +50,7 @@ class SlotGone(Exception):
 
 
 class Fleet:
-    def __init__(self, settings: dict[str, Any], slots: Iterable[int]) -> None:
+    def __init__(self, settings: dict[str, Any], slots: Iterable[int], device: str = "cpu") -> None:
         self.settings = settings
         self.formation = Formation((0,))
         self.epoch = 0
@@ -62,7 +62,7 @@ class Fleet:
         self.processes = {}
         for slot in slots:
             ours, theirs = Pipe()
-            self.processes[slot], _ = start(_serve, theirs, slot, f"127.0.0.1:{self._store.port}", settings)
+            self.processes[slot], _ = start(_serve, theirs, slot, device, f"127.0.0.1:{self._store.port}", settings)
             theirs.close()
             self._pipes[slot] = ours
 
@@ -209,7 +209,7 @@ class Fleet:
         return moved
 
 
-def _serve(pipe: Connection, slot: int, address: str, settings: dict[str, Any]) -> None:
+def _serve(pipe: Connection, slot: int, device: str, address: str, settings: dict[str, Any]) -> None:
     role: TrainRole | None = None
     while True:
         try:
@@ -220,7 +220,7 @@ def _serve(pipe: Connection, slot: int, address: str, settings: dict[str, Any]) 
             answer = None
             if verb == "hold":
                 members, epoch, joining = what
-                role = TrainRole(settings, Place(slot, members, epoch, "cpu", address, joining))
+                role = TrainRole(settings, Place(slot, members, epoch, device, address, joining))
             elif verb == "drop":
                 role.close()
                 role = None

@@ -1,6 +1,7 @@
 """A live trainer changes its formation: what it has afterwards is, bit for bit, what it had."""
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,13 @@ import pytest
 import torch
 
 from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
+from ductile.fabric.groups import Groups
 from ductile.parallel.data import full
 from ductile.records import Formation
+from ductile.trainer import prepare
 from ductile.trainer.state import named_gradient, named_state
 from ductile.trainer.worker import TrainRole
-from ductile.wire.messages import Commit, ForwardBackward, Freeze, Prepare, Publish, Withdraw
+from ductile.wire.messages import Commit, ForwardBackward, Freeze, Moved, Prepare, Publish, Withdraw
 from tests.tiny import make_model_folder
 from tests.trainer.fleet import Fleet, SlotFailed
 from tests.trainer.naive import make_samples
@@ -32,7 +35,7 @@ def whole(role: TrainRole) -> dict[str, Any]:
     """Every tensor of the state, gathered, as bytes."""
     trainer = role._standing.trainer
     named = named_state(trainer) | named_gradient(trainer)
-    return {name: full(tensor).numpy().tobytes() for name, tensor in named.items()}
+    return {name: full(tensor).cpu().numpy().tobytes() for name, tensor in named.items()}
 
 
 CHANGES = [
@@ -71,26 +74,81 @@ another order, and that go from three copies to one: which bytes go where does n
 def test_everything_arrives(
     settings: dict[str, Any], before: Formation, after: Formation, with_gradient: bool, terms: dict[str, str]
 ) -> None:
-    settings = settings | {"resize": settings["resize"] | terms}
-    with Fleet(settings, sorted({*before.members, *after.members})) as fleet:
-        fleet.hold(before.members)
-        if before.replicas > 1:
-            fleet.resize(before)
-        fleet.forward_backward(make_samples((9, 14, 5)))
-        fleet.optim_step(20.0)
-        if with_gradient:
-            fleet.forward_backward(make_samples((7, 12)))
-        had = fleet.call(before.members, whole)
-        moved = fleet.resize(after)
-        assert all(moved[slot].carrier == moved[0].carrier for slot in moved if 0 in moved)
-        have = fleet.call(after.members, whole)
-        expected = had[before.members[0]]
-        assert with_gradient == any(name.startswith("gradient/") for name in expected)
-        for slot in after.members:
-            assert have[slot].keys() == expected.keys()
-            assert [name for name in expected if have[slot][name] != expected[name]] == []
-        fleet.forward_backward(make_samples((4, 15)))
-        assert fleet.optim_step(20.0).step == 2
+    with Fleet(with_terms(settings, terms), sorted({*before.members, *after.members})) as fleet:
+        resize_and_compare(fleet, before, after, with_gradient)
+
+
+def with_terms(settings: dict[str, Any], terms: dict[str, Any]) -> dict[str, Any]:
+    return settings | {"resize": settings["resize"] | terms}
+
+
+def resize_and_compare(fleet: Fleet, before: Formation, after: Formation, with_gradient: bool) -> dict[int, Moved]:
+    fleet.hold(before.members)
+    if before.replicas > 1:
+        fleet.resize(before)
+    fleet.forward_backward(make_samples((9, 14, 5)))
+    fleet.optim_step(20.0)
+    if with_gradient:
+        fleet.forward_backward(make_samples((7, 12)))
+    had = fleet.call(before.members, whole)
+    moved = fleet.resize(after)
+    assert all(moved[slot].carrier == moved[0].carrier for slot in moved if 0 in moved)
+    have = fleet.call(after.members, whole)
+    expected = had[before.members[0]]
+    assert with_gradient == any(name.startswith("gradient/") for name in expected)
+    for slot in after.members:
+        assert have[slot].keys() == expected.keys()
+        assert [name for name in expected if have[slot][name] != expected[name]] == []
+    fleet.forward_backward(make_samples((4, 15)))
+    assert fleet.optim_step(20.0).step == 2
+    return moved
+
+
+GROUPS_MADE_BY: list[str] = []
+"""The thread that made each group, in a slot that watches."""
+
+
+def leave_groups_to_the_pause(role: TrainRole | None) -> None:
+    """As where groups are NCCL's; and watch."""
+    prepare.why_not_beside = lambda device_type, devices: "this test says so"
+    make = Groups._create
+
+    def watched(groups: Groups, members: tuple[int, ...]) -> Any:
+        GROUPS_MADE_BY.append(threading.current_thread().name)
+        return make(groups, members)
+
+    Groups._create = watched
+
+
+def groups_made_by(role: TrainRole | None) -> list[str]:
+    return GROUPS_MADE_BY
+
+
+@pytest.mark.parametrize(
+    "terms", [{}, {"carrier": "p2p"}, {"memory": "streaming"}], ids=["reads", "messages", "streaming"]
+)
+@pytest.mark.parametrize(("before", "after"), [CHANGES[3], CHANGES[5]], ids=["some of both", "copies"])
+def test_groups_may_be_made_in_the_pause(
+    settings: dict[str, Any], before: Formation, after: Formation, terms: dict[str, str]
+) -> None:
+    slots = sorted({*before.members, *after.members})
+    with Fleet(with_terms(settings, terms), slots) as fleet:
+        fleet.call(slots, leave_groups_to_the_pause)
+        moved = resize_and_compare(fleet, before, after, with_gradient=True)
+        made_by = fleet.call(slots, groups_made_by)
+    assert {name for names in made_by.values() for name in names} == {"MainThread"}
+    assert all("groups were made in the pause, as this test says so" in reply.carrier for reply in moved.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("before", "after"), CHANGES[::3], ids=["grows", "some of both", "from copies"])
+def test_everything_arrives_on_one_gpu(settings: dict[str, Any], before: Formation, after: Formation, way: str) -> None:
+    with_gradient, terms, _ = WAYS[way]
+    slots = sorted({*before.members, *after.members})
+    with Fleet(with_terms(settings, terms), slots, device="cuda:0") as fleet:
+        resize_and_compare(fleet, before, after, with_gradient)
 
 
 def test_the_first_of_the_new_formation_publishes(settings: dict[str, Any]) -> None:

@@ -13,14 +13,14 @@ from ductile.trainer import prepare, resize
 from ductile.trainer.worker import TrainRole
 from tests.trainer.fleet import Fleet, SlotFailed, SlotGone
 from tests.trainer.naive import make_samples
-from tests.trainer.test_resize import settings, whole  # noqa: F401 (a fixture)
+from tests.trainer.test_resize import leave_groups_to_the_pause, settings, whole  # noqa: F401 (a fixture)
 
 TIMEOUT_S = 1.0
 IN_TIME_S = TIMEOUT_S + 8.0
 """Far above what anybody may take, far below what anything else here waits for."""
 
 POINTS: dict[str, tuple[Any, str]] = {
-    "prepare: before it says anything": (prepare, "choose"),
+    "prepare: before it says anything": (prepare, "choose_reader"),
     "prepare: before the groups": (prepare, "Ranks"),
     "prepare: before the skeleton": (prepare, "Trainer"),
     "freeze": (resize.Resize, "freeze"),
@@ -108,6 +108,17 @@ def test_messages_that_do_not_come_harm_nobody(settings: dict[str, Any], number:
     settings = settings | {"resize": settings["resize"] | {"timeout_s": TIMEOUT_S, "carrier": "p2p"}}
     with Fleet(settings, range(3)) as fleet:
         assert strike_a_joiner(fleet, "move: in the middle", number) == "move"
+        fleet.forward_backward(make_samples((7, 12)))
+        assert fleet.optim_step(20.0).step == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_joiner_fails_while_others_make_groups_in_the_pause(settings, number) -> None:  # noqa: F811
+    settings = settings | {"resize": settings["resize"] | {"timeout_s": TIMEOUT_S}}
+    with Fleet(settings, range(4)) as fleet:
+        fleet.call(range(4), leave_groups_to_the_pause)
+        assert strike_a_joiner(fleet, "prepare: before the groups", number) == "move"
+        fleet.resize(Formation((3, 1)))
         fleet.forward_backward(make_samples((7, 12)))
         assert fleet.optim_step(20.0).step == 1
 

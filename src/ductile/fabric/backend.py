@@ -7,7 +7,7 @@ of the host. It does not have all: its coalesced all-gather, which DTensor uses,
 stages them).
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,3 +45,14 @@ def tell_devices(store: Store, prefix: str, slot: int, members: Sequence[int], d
     """The device of each member, in this order, as they tell each other under `prefix` of the store. Collective."""
     store.set(f"{prefix}device/{slot}", device)
     return [store.get(f"{prefix}device/{member}").decode() for member in members]
+
+
+def why_not_beside(device_type: str, devices: Collection[str]) -> str:
+    """Why slots with these devices may not make groups while they run collectives of older ones; "" if they may.
+
+    gloo's groups know nothing of each other. NCCL's share each GPU: what one of them waits for can stand behind the
+    other on a peer, unless both are used in the same order on every rank.
+    """
+    if device_type == "cpu" or len({*devices}) == 1:
+        return ""
+    return "NCCL's groups are not made beside its collectives"

@@ -1,9 +1,12 @@
 """What a slot does for a change of formation while it still trains in the old one.
 
-It makes the new formation's groups and a trainer over empty memory, finds out how bytes will travel, and plans which
-go where. All of it runs in a thread of its own, with groups and a connection to the store of its own, and leaves the
-old trainer alone. What torch remembers of operations on tensors it remembers by thread, so a thread that fails can
-destroy what it has made.
+It finds out how bytes will travel, plans which go where, and makes the new formation's groups and a trainer over empty
+memory. All of it runs in a thread of its own, with groups and a connection to the store of its own, and leaves the old
+trainer alone. What torch remembers of operations on tensors it remembers by thread, so a thread that fails can destroy
+what it has made.
+
+NCCL's groups may not be made beside collectives of older ones (`fabric.backend.why_not_beside`). Then they, and what
+lies over them, are left to the main thread, which makes them in the pause (`Preparation.connect`).
 """
 
 import threading
@@ -19,11 +22,13 @@ from torch import Tensor
 from ductile.config.trainer import TrainerConfig
 from ductile.core.transfer.plan import Plan
 from ductile.fabric import pages, rendezvous
+from ductile.fabric.backend import device_name, why_not_beside
 from ductile.fabric.board import StoreBoard
 from ductile.fabric.carrier import Carrier
-from ductile.fabric.choice import choose
+from ductile.fabric.choice import choose_reader
 from ductile.fabric.gathering import Gathering
 from ductile.fabric.groups import Groups, names_of
+from ductile.fabric.p2p import PeerToPeer
 from ductile.fabric.transfer import Transfer, Verify
 from ductile.parallel.apply import Precision
 from ductile.parallel.ranks import Ranks
@@ -61,12 +66,17 @@ class Prepared:
 
     plans: dict[bool, Plan]
     """By whether a gradient moves, too."""
-    carrier: Carrier
+    carrier: Carrier | None
+    """None until there is a group for messages, where these are needed."""
     reason: str
     """Why this carrier."""
+    groups: Groups
+    """Of the formation that comes after."""
     transfer_groups: Groups
     gathering: Gathering
     """Left at the end."""
+    is_connected: bool = False
+    """All groups are made, and what lies over them."""
     ranks: Ranks | None = None
     after: Standing | None = None
     """None on a slot that leaves, as are its ranks. In streaming mode the trainer comes last."""
@@ -91,6 +101,7 @@ class Prepared:
     def destroy(self) -> None:
         if self.after is not None:
             self.after.destroy()
+        self.groups.destroy()
         self.finish()
 
 
@@ -149,7 +160,7 @@ class Preparation:
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # they hold groups, and would keep their sockets open
             self._error = error
-        self._old = {}
+            self._old = {}
         with self._lock:
             if not self._unwanted:
                 self._prepared, prepared = prepared, None
@@ -187,29 +198,22 @@ class Preparation:
         gathering.enter()
         try:
             with timed(seconds, "groups"):
-                carrier, reason = self._choose(board, gathering, transfer_groups)
-                gathering.all_or_none(self._go_on)
-                # From here on nobody leaves before all have made their groups, wanted or not.
-                ranks = Ranks(groups, change.after) if slot in change.after.members else None
+                carrier, reason = self._choose(board)
+                waits = why_not_beside(torch.device(self._place.device).type, self._devices(board))
             self._go_on()
             with timed(seconds, "plan"):
-                relays = not carrier.one_sided
+                relays = carrier is None
                 plans = {
                     gradient: self._plans.plan(change.before, change.after, gradient, relays)
                     for gradient in (False, True)
                 }
                 assert all(plan.key for plan in plans.values())  # now, and not in the pause
             self._go_on()
-            prepared = Prepared(plans, carrier, reason, transfer_groups, gathering, ranks, seconds=seconds)
-            if ranks is not None:
-                prepared.after = Standing(groups, None)
-            if self._config.resize.memory == "shadow":
-                if prepared.after is not None and ranks is not None:
-                    with timed(seconds, "build"):
-                        prepared.after.trainer = self._build(ranks, plans[True], prepared.room)
-                self._go_on()
-                with timed(seconds, "load"):
-                    self._load(prepared)
+            prepared = Prepared(plans, carrier, reason, groups, transfer_groups, gathering, seconds=seconds)
+            if waits:
+                prepared.reason += f"; groups were made in the pause, as {waits}"
+            else:
+                self._connect(prepared)
             return prepared
         except Exception as error:
             groups.abandon(error)
@@ -217,19 +221,57 @@ class Preparation:
             gathering.leave()
             raise
 
-    def _choose(self, board: StoreBoard, gathering: Gathering, transfer_groups: Groups) -> tuple[Carrier, str]:
+    def connect(self) -> None:
+        """Make groups and what lies over them, if the thread has left that to the pause. Collective over the change."""
+        prepared = self.result(0.0)
+        if prepared.is_connected:
+            return
+        try:
+            self._connect(prepared)
+        except Exception as error:
+            prepared.groups.abandon(error)
+            prepared.transfer_groups.abandon(error)
+            raise
+
+    def _connect(self, prepared: Prepared) -> None:
+        change, timeout_s = self._change, self._config.resize.timeout_s
+        with timed(prepared.seconds, "groups"):
+            prepared.gathering.all_or_none(self._go_on)
+            # From here on nobody leaves before all have made their groups, wanted or not.
+            if prepared.carrier is None:
+                group = prepared.transfer_groups.group(change.slots)
+                prepared.carrier = PeerToPeer(group, self._place.device, timeout_s)
+            if self._place.slot in change.after.members:
+                prepared.ranks = Ranks(prepared.groups, change.after)
+                prepared.after = Standing(prepared.groups, None)
+        self._go_on()
+        if self._config.resize.memory == "shadow":
+            if prepared.after is not None and prepared.ranks is not None:
+                with timed(prepared.seconds, "build"):
+                    prepared.after.trainer = self._build(prepared.ranks, prepared.plans[True], prepared.room)
+            self._go_on()
+            with timed(prepared.seconds, "load"):
+                self._load(prepared, prepared.carrier)
+        self._old = {}
+        prepared.is_connected = True
+
+    def _choose(self, board: StoreBoard) -> tuple[Carrier | None, str]:
+        """None where messages are needed."""
         terms, device = self._config.resize, torch.device(self._place.device).type
-
-        def group():
-            gathering.all_or_none(self._go_on)
-            return transfer_groups.group(board.members)
-
         # Whoever frees memory while it moves must know that it has been read.
         one_sided = terms.carrier != "p2p" and terms.memory == "shadow"
-        carrier, reason = choose(board, device, group, one_sided, self._go_on)
-        if terms.carrier == "peer_memory" and carrier.name != terms.carrier:
+        carrier, reason = choose_reader(board, device, one_sided, self._go_on)
+        if terms.carrier == "peer_memory" and (carrier is None or carrier.name != terms.carrier):
             raise ResizeFailed(f'trainer.resize.carrier is "peer_memory", which does not work here: {reason}')
         return carrier, reason
+
+    def _devices(self, board: StoreBoard) -> set[str]:
+        """All that the slots of the change have, where it matters."""
+        device = torch.device(self._place.device)
+        if device.type == "cpu":
+            return set()
+        notes = board.exchange("devices", device_name(device).encode(), self._go_on)
+        return {note.decode() for note in notes.values()}
 
     def _build(self, ranks: Ranks, plan: Plan, room: dict[str, Tensor]) -> Trainer:
         """A trainer over memory that is handed on where nothing changes, and over new memory elsewhere."""
@@ -247,13 +289,13 @@ class Preparation:
                 room[name] = part
         return trainer
 
-    def _load(self, prepared: Prepared) -> None:
+    def _load(self, prepared: Prepared, carrier: Carrier) -> None:
         prepared.old = dict(self._old)
         for with_gradient, plan in prepared.plans.items():
             sizes = plan.target.buffer_sizes(self._place.slot)
             room = {name: part for name, part in prepared.room.items() if name in sizes}
             prepared.transfers[with_gradient] = Transfer(
-                plan, self._place.slot, None, room, prepared.carrier, fingerprints(self._config)
+                plan, self._place.slot, None, room, carrier, fingerprints(self._config)
             )
 
 

@@ -2,7 +2,8 @@
 
     Prepare    `ductile.trainer.prepare`                                                 beside training
     Freeze     say which plan this slot made, and how far it is                          ┐
-    Move       fill the new trainer's memory; what is no tensor comes in `TrainProgress` ├ nothing trains
+    Move       make groups, where that may not be done beside training; fill the new     │
+               trainer's memory; what is no tensor comes in `TrainProgress`              ├ nothing trains
     Commit     the new trainer is the trainer                                            ┘
     Settle     destroy the old one                            or Rollback: destroy the new one
 
@@ -59,6 +60,9 @@ class Resize:
 
     def freeze(self, with_gradient: bool) -> Frozen:
         prepared = self._preparation.result(self._config.resize.timeout_s)
+        if torch.device(self._device).type == "cuda":
+            # Micro-steps are answered when their kernels are queued. Once all slots are frozen, no collective runs.
+            torch.cuda.synchronize(self._device)
         progress = None
         if self._before is not None:
             if self._before.trainer is None:
@@ -76,6 +80,7 @@ class Resize:
         prepared, plan = self._ready(), self._plan
         if plan is None:
             raise ResizeFailed("nothing can move before everybody is frozen")
+        self._preparation.connect()
         if self._config.resize.memory == "streaming":
             moved, carrier = self._stream(prepared, plan, progress), f"{prepared.reason}; the old state is gone"
         else:
@@ -103,6 +108,7 @@ class Resize:
         """Old memory is freed while new memory fills."""
         device = self._device
         dtype = Precision.of(self._config.model, device).parameters
+        assert prepared.carrier is not None, "all groups are made"
         with timed(prepared.seconds, "transfer"):
             state: dict[str, Tensor] = {}
             if self._before is not None and self._before.trainer is not None:
