@@ -9,7 +9,7 @@ TORCH_CPU ?= torch==2.13.0+cpu
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP = $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: setup quickstart check format test test-fast endings gpu clean
+.PHONY: setup quickstart check format test test-fast endings figures gpu clean
 
 setup: .venv/.installed
 
@@ -51,6 +51,12 @@ gpu:
 # 500 endings in virtual time and 40 with real processes and signals; about a quarter of an hour on two cores.
 endings: setup
 	ENDINGS_VIRTUAL=500 ENDINGS_REAL=40 $(BIN)/python -m pytest tests/end_to_end/test_endings.py -q -s
+
+# Every benchmark, each to its file in benchmarks/results, then the tables of README and docs: about two hours on two cores
+# with nothing else at work. The peers come with the extra `bench`.
+figures: setup
+	$(PIP) install -e '.[dev,bench]'
+	$(BIN)/python benchmarks/run_all.py
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist

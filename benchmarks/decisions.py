@@ -101,7 +101,7 @@ def main() -> None:
             )
             rows.append(vars(found))
     if given.json:
-        given.json.write_text(json.dumps({"rows": rows, **provenance()}, indent=2) + "\n")
+        given.json.write_text(json.dumps({"rows": rows, **provenance("numpy")}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

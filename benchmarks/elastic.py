@@ -265,7 +265,7 @@ def main() -> None:
         "model_against": against("model", figures),
         "seed_against": against("seed", figures),
         "settings": {key: value for key, value in vars(args).items() if key not in ("json", "keep")},
-        **provenance(),
+        **provenance("ductile", "torch"),
     }
     for name, figure in {**{f"{count} train": found for count, found in splits.items()}, **figures}.items():
         print(f"{name:16s} {figure['wall_s']:7.1f} s  {figure['tokens_per_s']:6.0f} tokens/s", end="  ")

@@ -166,7 +166,7 @@ def main() -> None:
         "ductile_s": ductile_s,
         "median_step_s": medians,
         "settings": {key: value for key, value in vars(args).items() if key != "json"},
-        **provenance(),
+        **provenance("ductile", "torch", "trl"),
     }
     print(f"TRL {trl_s:.3f} s, ductile {ductile_s:.3f} s: {trl_s / ductile_s:.2f} times faster")
     if args.json:

@@ -93,7 +93,7 @@ def main() -> None:
             f"{1000 * figures['micro_step_s']:.1f} ms a micro-step"
         )
     if asked.json:
-        asked.json.write_text(json.dumps({**provenance(), "results": results}, indent=2) + "\n")
+        asked.json.write_text(json.dumps({**provenance("ductile", "torch"), "results": results}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ def main() -> None:
             "measured_s": measured_s,
             "predicted_from": rows,
             "tie": TIE,
-            **provenance(),
+            **provenance("numpy"),
         }
         asked.json.write_text(json.dumps(result, indent=2) + "\n")
 

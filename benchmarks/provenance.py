@@ -16,10 +16,25 @@ def provenance(*packages: str) -> dict[str, object]:
     return {
         "machine": {"cpu": _cpu_name(), "cores": len(os.sched_getaffinity(0)), "platform": platform.platform()},
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in packages},
-        "commit": _commit(),
+        "commit": commit(),
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def commit() -> str:
+    """The commit, with "+changes" when what is measured, or what measures it, differs from it."""
+    root = Path(__file__).parents[1]
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+
+    measured = ("src", "benchmarks", ":(exclude)benchmarks/results")
+    try:
+        changed = git("status", "--porcelain", "--", *measured)
+        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("GIT_COMMIT", "unknown")
 
 
 def _cpu_name() -> str:
@@ -35,18 +50,3 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _commit() -> str:
-    """The commit, with "+changes" when the tree differs from it."""
-    root = Path(__file__).parents[1]
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "--short=12", "HEAD") + (
-            "+changes" if git("status", "--porcelain", "--", "src") else ""
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("GIT_COMMIT", "unknown")

@@ -1,6 +1,6 @@
 """How close does each arm come to what is possible? Many small scenarios, simulated, one line each.
 
-    python benchmarks/schedules.py
+    python benchmarks/schedules.py --json benchmarks/results/schedules.json
     python benchmarks/schedules.py --scenarios held_out --only async --arms model --gantt
 
 Work, speeds and costs are like those of six slots on a few cores. `bound` is what no schedule can beat: all slots busy
@@ -176,18 +176,19 @@ def line(case: Case, best: Outcome, outcome: Outcome) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scenarios", choices=CASES, default="tuned")
+    parser.add_argument("--scenarios", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--only", default="", help="cases whose names contain this")
     parser.add_argument("--arms", nargs="+", default=ARMS)
     parser.add_argument("--gantt", action="store_true", help="a picture of the last arm's last step")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    rows = [row for case in CASES[given.scenarios]() if given.only in case.name for row in _run(case, given)]
+    cases = [case for name in given.scenarios for case in CASES[name]() if given.only in case.name]
+    rows = [row for case in cases for row in _run(case, given)]
     for arm in given.arms:
         gains = [row["wall_s"] / row["best_s"] - 1 for row in rows if row["arm"] == arm]
         print(f"{arm:16} against the first arm: mean {sum(gains) / len(gains):+.1%}, worst {max(gains):+.1%}")
     if given.json:
-        given.json.write_text(json.dumps({"rows": rows, "provenance": provenance()}, indent=1))
+        given.json.write_text(json.dumps({"rows": rows, **provenance("numpy")}, indent=1) + "\n")
 
 
 def _run(case: Case, given: argparse.Namespace) -> Iterator[dict[str, object]]:
@@ -204,9 +205,9 @@ def _run(case: Case, given: argparse.Namespace) -> Iterator[dict[str, object]]:
             "bound_s": least_s,
             "wall_s": result.wall_s,
             "best_s": best.result.wall_s,
-            "idle": dict(result.idle),
             "switch_s": result.totals.get("switch", 0.0),
             "num_changes": len(result.changes),
+            "slots": result.num_slots,
         }
         if given.gantt and outcome.name == given.arms[-1]:
             for change in result.changes:

@@ -32,7 +32,7 @@ WORTH = 0.01
 """A smaller share of a step is no difference."""
 TRUST = 0.15
 """A run whose own step is predicted worse than this says little of other ways to run it: most recordings of real runs
-are within 8 % (docs/simulator.md)."""
+are well within it (docs/simulator.md)."""
 
 
 @dataclass(frozen=True, slots=True)
