@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -151,6 +152,20 @@ def test_where_the_kernel_finds_queries_and_keys() -> None:
 @pytest.mark.parametrize("trees", [[Tree(0, 3), Tree(3, 4)], [Tree(0, 0, (2, 3))], [Tree(0, 3, (3,))]])
 def test_nothing_is_gathered_where_nothing_is_shared(trees: list[Tree]) -> None:
     assert sequences(trees).key_rows is None
+
+
+def test_the_kernel_never_gets_one_tensor_for_both_offsets() -> None:
+    """torch 2.15 would take another kernel then."""
+    given: list[Tensor] = []
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, *lies: Any) -> Tensor:
+        given.extend(lies[:2])
+        return query
+
+    x = torch.randn(4, 1, 8)
+    VarlenAttention([Tree(0, 3), Tree(3, 4)], torch.device("cpu"), kernel)(x, x, x)
+    assert given[0].equal(given[1])
+    assert given[0] is not given[1]
 
 
 def test_a_stem_of_many_branches_gets_its_gradient_in_fp32() -> None:

@@ -139,6 +139,8 @@ class VarlenAttention:
 
     def __init__(self, trees: "Sequence[Tree]", device: torch.device, kernel: Kernel | None = None) -> None:
         lies = sequences(trees)
+        # Two tensors, also where they are equal: for one and the same, torch 2.15 takes cuDNN's kernel instead, and
+        # nothing says that this one takes queries and keys which are cut out of wider rows, as they are here.
         self._query_offsets, self._key_offsets = (
             torch.from_numpy(offsets).to(device) for offsets in (lies.query_offsets, lies.key_offsets)
         )
