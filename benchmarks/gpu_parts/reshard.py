@@ -83,20 +83,22 @@ def rank_main(connection: Connection, rank: int, address: str, setting: Setting)
         torch.cuda.set_device(0)
     dist.init_process_group("gloo", store=rendezvous.connect(address, 30.0), rank=rank, world_size=RANKS)
     try:
-        connection.send({f"{a} to {b}": measure(rank, a, b, setting) for a, b in PAIRS})
+        # Of gloo, whatever a mesh would make for its kind of device.
+        groups = {layout: dist.new_group(list(ranks), backend="gloo") for layout, (ranks, _) in LAYOUTS.items()}
+        connection.send({f"{a} to {b}": measure(rank, a, b, setting, groups) for a, b in PAIRS})
     finally:
         dist.destroy_process_group()
 
 
-def measure(rank: int, before: str, after: str, setting: Setting) -> dict[str, Any]:
+def measure(rank: int, before: str, after: str, setting: Setting, groups: dict[str, Any]) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
     from ductile.parallel.reshard import Resharder
 
     size, count, rounds = (64, 2, 2) if setting.small else (4096, 16, 5)
-    old = state(rank, before, size, count, setting, fill=True)
-    new = state(rank, after, size, count, setting, fill=False)
+    old = state(rank, before, groups[before], size, count, setting, fill=True)
+    new = state(rank, after, groups[after], size, count, setting, fill=False)
     resharder, seconds = Resharder(timeout_s=20.0), []
     for _ in range(rounds + 1):
         dist.barrier()
@@ -106,7 +108,7 @@ def measure(rank: int, before: str, after: str, setting: Setting) -> dict[str, A
             torch.cuda.synchronize()
         dist.barrier()
         seconds.append(time.perf_counter() - start)
-    expected = state(rank, after, size, count, setting, fill=True)
+    expected = state(rank, after, groups[after], size, count, setting, fill=True)
     for name, tensor in (new or {}).items():
         if not torch.equal(tensor.to_local(), expected[name].to_local()):
             raise RuntimeError(f"{before} to {after}: rank {rank} has something else than it should in {name}")
@@ -118,16 +120,18 @@ def measure(rank: int, before: str, after: str, setting: Setting) -> dict[str, A
     }
 
 
-def state(rank: int, layout: str, size: int, count: int, setting: Setting, fill: bool) -> dict[str, Any] | None:
+def state(
+    rank: int, layout: str, group: Any, size: int, count: int, setting: Setting, fill: bool
+) -> dict[str, Any] | None:
     """[size, size] tensors whose elements say where they are; zeros without `fill`. None outside the layout."""
     import torch
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
     ranks, dim = LAYOUTS[layout]
-    mesh = DeviceMesh(setting.device, list(ranks))
     if rank not in ranks:
         return None
+    mesh = DeviceMesh.from_group(group, setting.device, mesh=list(ranks))
     shape, chunk = [size, size], size // len(ranks)
     shape[dim] = chunk
     found: dict[str, Any] = {}
