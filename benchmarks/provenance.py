@@ -34,7 +34,7 @@ def commit() -> str:
         changed = git("status", "--porcelain", "--", *measured)
         return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("GIT_COMMIT", "unknown")
+        return os.environ.get("GIT_COMMIT", "unknown")[:12]
 
 
 def _cpu_name() -> str:
