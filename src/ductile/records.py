@@ -256,7 +256,7 @@ class StepReport:
     flops: float = 0.0
     """Floating-point operations since the last step, all ranks together, as `ductile.core.layout.flops` counts them."""
     peak_flops_per_s: float | None = None
-    """At best, of all ranks' devices together; None where one is not known."""
+    """At best, of all ranks' devices together, each counted once; None where one is not known."""
 
 
 @dataclass(frozen=True, slots=True)

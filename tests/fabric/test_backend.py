@@ -52,6 +52,7 @@ def collectives_on_one_gpu(groups: Groups, members: tuple[int, ...]) -> dict[str
     on_gpu = Groups(dist.get_rank(), 1, "cuda:0", groups._store, 20.0)
     group = on_gpu.group(members)
     assert group._get_backend(torch.device("cuda")).name() == "gloo"
+    assert on_gpu.num_on_device(members) == len(members)
     rank, size = dist.get_rank(group), len(members)
     found: dict[str, torch.Tensor] = {}
     for dtype in (torch.float32, torch.bfloat16):

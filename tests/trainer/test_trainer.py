@@ -22,10 +22,12 @@ from ductile.config.weight_headers import ModelFolderError
 from ductile.core.batch.normalise import divisor
 from ductile.core.batch.packing import pack
 from ductile.core.layout.flops import training_flops
+from ductile.core.layout.peak import Peak
 from ductile.fabric.groups import Groups
 from ductile.model.packed import PackedSamples
 from ductile.parallel.ranks import Ranks
 from ductile.records import Formation, MicroBatch, Sample
+from ductile.trainer import trainer as trainer_module
 from ductile.trainer.loss import LossInputs, LossOutputs
 from ductile.trainer.trainer import Trainer
 from tests.ranks import run_ranks
@@ -111,6 +113,15 @@ def test_what_a_step_reports(folder: Path, alone: Ranks) -> None:
     expected = PackedSamples.of(samples).work  # the empty micro-batch has a made-up token, which does not count
     assert report.flops == training_flops(trainer.spec, expected)
     assert report.peak_flops_per_s is None, "nobody has measured this CPU"
+
+
+def test_a_device_that_ranks_share_counts_once(folder: Path, alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_module, "peak_of", lambda device, arithmetic: Peak(1e12, "known"))
+    trainer = Trainer(config_for(folder, loss=DefaultLoss()), alone)
+    for num_on_device, expected in ((1, 1e12), (4, 0.25e12)):
+        monkeypatch.setattr(alone, "num_on_device", num_on_device)
+        num_tokens = trainer.forward_backward([MicroBatch(tuple(make_samples((10, 12))))])
+        assert trainer.optim_step(float(num_tokens)).peak_flops_per_s == expected
 
 
 def test_the_schedule_sets_the_learning_rate(folder: Path, alone: Ranks) -> None:

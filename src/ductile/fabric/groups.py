@@ -47,6 +47,7 @@ class Groups:
         self._timeout_s = timeout_s
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._meshes: list[Mesh] = []
+        self._num_on_device: dict[tuple[int, ...], int] = {}
 
     @classmethod
     def at(cls, place: Place, timeout_s: float) -> "Groups":
@@ -64,6 +65,10 @@ class Groups:
         if key not in self._groups:
             self._groups[key] = self._create(key)
         return self._groups[key]
+
+    def num_on_device(self, members: Sequence[int]) -> int:
+        """Of a group that is made: those that share this slot's GPU, itself among them. 1 on a CPU."""
+        return self._num_on_device.get(tuple(members), 1)
 
     def mesh(self, members: Sequence[int], replicas: int = 1) -> Mesh:
         """These slots along an axis `shard`; with several replicas along `replicate` and `shard`, neighbours in one.
@@ -146,6 +151,7 @@ class Groups:
         if self._device.type == "cpu" or len(members) == 1:
             return choose_backend(self._device.type, [""])
         devices = tell_devices(self._store, prefix, self._slot, members, device_name(self._device))
+        self._num_on_device[members] = devices.count(devices[members.index(self._slot)])
         backend = choose_backend(self._device.type, devices)
         if backend.stands_in and members[0] == self._slot:
             print(f"the group of slots {list(members)}: {backend.stands_in}", file=sys.stderr)

@@ -17,6 +17,8 @@ class Ranks:
         self.mesh = groups.mesh(formation.members, formation.replicas)
         """One axis, or two (replicas, then shards) when there are several replicas."""
         self.rank = dist.get_rank(self.everyone)
+        self.num_on_device = groups.num_on_device(formation.members)
+        """Members that share this one's GPU, itself among them."""
 
     def sum(self, tensor: Tensor) -> Tensor:
         """In place, over all ranks."""

@@ -204,7 +204,8 @@ class Trainer:
         # Every replica has the whole gradient.
         self._sums["grad_square"] = torch.stack(norms).double().square().sum() / self.ranks.formation.replicas
         peak = peak_of(self.device, self._arithmetic)
-        self._sums["peak_flops_per_s"] = norms[0].new_tensor(peak.flops_per_s if peak else nan, dtype=torch.float64)
+        share = peak.flops_per_s / self.ranks.num_on_device if peak else nan
+        self._sums["peak_flops_per_s"] = norms[0].new_tensor(share, dtype=torch.float64)
         names = sorted(self._sums)
         totals = self.ranks.sum(torch.stack([self._sums[name] for name in names]))
         return dict(zip(names, totals.tolist(), strict=True))
