@@ -124,6 +124,19 @@ def test_a_device_that_ranks_share_counts_once(folder: Path, alone: Ranks, monke
         assert trainer.optim_step(float(num_tokens)).peak_flops_per_s == expected
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_micro_step_on_a_gpu_has_ended_when_it_returns(folder: Path) -> None:
+    groups = Groups(0, 1000, "cuda:0", HashStore(), 20.0)
+    trainer = Trainer(config_for(folder, loss=SFTLoss()), Ranks(groups, Formation((0,))), "cuda:0")
+    ended = torch.cuda.Event()
+    for _ in range(3):
+        trainer.forward_backward([MicroBatch(tuple(make_samples((30, 30, 30))))])
+        ended.record()
+        assert ended.query()
+    groups.destroy()
+
+
 def test_the_schedule_sets_the_learning_rate(folder: Path, alone: Ranks) -> None:
     scheduler = {"type": "linear", "warmup_steps": 1, "decay_steps": 2}
     config = config_for(folder, optim=SGDConfig(lr=1.0), loss=SFTLoss(), scheduler=scheduler, max_steps=4)

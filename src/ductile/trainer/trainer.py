@@ -85,6 +85,9 @@ class Trainer:
         """
         batches = [collate(micro_batch, self._required, self.device) for micro_batch in micro_batches]
         failures = [failure for batch in batches if (failure := self._run(batch))]
+        if self.device.type == "cuda":
+            # The kernels are only queued: whoever times a micro-step, or freezes the trainer after it, needs its end.
+            torch.cuda.synchronize(self.device)
         if failures:
             raise LossFailed(f"trainer.loss failed: {failures[0]}")
         return sum(batch.num_trained for batch in batches)
