@@ -6,6 +6,11 @@ All inputs are in `published.toml`, each with its source. Every row has the seco
 they are (the placement that RLinf ships, the best split into train and generate slots, collocated) and of three that
 move slots (`rules`, with both optional policies, `model`), and the gains of these over those, beside the published one.
 `floor` is the longest answer decoded alone: no schedule of an on-policy step is faster. What differs is said below.
+
+Slots are GPUs, and do what a run on GPUs may do (`core.cluster.state.may_share`): one that trains has no memory for a
+generator besides. To change roles it gives one up and takes the other on, at the cost of the resize, or of weights from
+a peer and a new cache. Only collocated slots hold both roles, as their placement says so; each step they move the
+trainer's state to the host and back, at the least that this can cost.
 """
 
 import argparse
@@ -17,9 +22,9 @@ from typing import Any
 
 from ductile.core.cluster.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
 from ductile.core.cluster.placement import Placement
-from ductile.core.cluster.policies.static import Static
+from ductile.core.cluster.policies.static import InTurns, Static
 from ductile.core.cluster.state import Limits
-from ductile.sim.arms import run_arms
+from ductile.sim.arms import run_arms, together
 from ductile.sim.run import simulate
 from ductile.sim.scenario import Scenario, WorkLoad, lognormal
 from provenance import provenance
@@ -35,6 +40,11 @@ What differs from the published comparison:
   found by trying them. Over the best split there is less to gain.
 - The published decoding times leave little room: a step is hardly longer than its longest answer, which no scheduling
   shortens. Whatever gains more over a collocated run with these lengths has gained it elsewhere.
+- A slot has room for one role. There the trainer keeps a process and its communicators on every GPU, and engines leave
+  them room; with `use_pre_process_policy` the trainer's state is offloaded while its GPUs generate. ductile offloads
+  nothing: train slots generate only after they have left the trainer, and that option lends none.
+- The collocated arm moves the trainer's state to the host and back, at what pinned copies were measured to take: less
+  than any of the systems is known to need. ductile itself would have to hold both roles in a GPU's memory.
 - Speeds of training and prefill are estimates from the hardware; nobody published them. The less time training takes
   beside the tail of generation, the less any scheduling can gain over a collocated run.
 - `rules` are those of RLinf's public code: they give a generator away as soon as the others could hold its rollouts by
@@ -72,12 +82,13 @@ def scenario(inputs: dict[str, Any], model: dict[str, Any], gpus: int, steps: in
         ),
         costs=SwitchCosts(
             resize_s=model["resize_s"],
-            grant_s=costs["grant_s"],
+            grant_s=model["receive_s"] + costs["cache_s"],
             release_s=costs["release_s"],
             handoff_s=costs["handoff_s"],
         ),
-        limits=Limits(min_train=model["min_train"], max_num_seqs=model["max_num_seqs"]),
+        limits=Limits(min_train=model["min_train"], max_num_seqs=model["max_num_seqs"], may_share=False),
         coalesce_s=1.0,
+        on_gpu=True,
     )
 
 
@@ -88,17 +99,25 @@ def shipped(split: Scenario, speeds: dict[str, Any]) -> Scenario:
     score = train + round(num_slots * speeds["shipped_generate"])
     slots = tuple(range(num_slots))
     train_tokens_per_s = split.speeds.train.tokens_per_s
+    there = split.at(Placement(slots[:train], slots[train:score], slots[score:], "as RLinf ships it"))
     return replace(
-        split,
-        placement=Placement(slots[:train], slots[train:score], slots[score:], "as RLinf ships it"),
+        there,
         speeds=replace(
-            split.speeds,
-            train=replace(split.speeds.train, tokens_per_s=train_tokens_per_s * speeds["train_speed_up"]),
+            there.speeds,
+            train=replace(there.speeds.train, tokens_per_s=train_tokens_per_s * speeds["train_speed_up"]),
             score_tokens_per_s=train_tokens_per_s * speeds["score_speed_up"],
         ),
-        limits=replace(split.limits, min_score=1),
+        limits=replace(there.limits, min_score=1),
         score=True,
     )
+
+
+def collocated(split: Scenario, model: dict[str, Any]) -> Scenario:
+    """All slots in both roles. In each step each makes room for its generator, and then for the trainer's state again:
+    with the weights that it publishes and receives, as nobody else works meanwhile."""
+    there, speeds = split.at(together(split.placement)), split.speeds
+    publish_s, receive_s = speeds.publish_s + model["offload_s"], speeds.receive_s + model["onload_s"]
+    return replace(there, speeds=replace(speeds, publish_s=publish_s, receive_s=receive_s))
 
 
 def floor_s(split: Scenario) -> float:
@@ -134,8 +153,11 @@ def main() -> None:
 
 def _row(inputs: dict[str, Any], model: dict[str, Any], gpus: int, steps: int) -> dict[str, Any]:
     split = scenario(inputs, model, gpus, steps)
-    results = {"shipped_static": simulate(shipped(split, inputs["speeds"]), Static())}
-    outcomes = {each.name: each for each in run_arms(split, ("best_static", "collocated", *MOVING))}
+    results = {
+        "shipped_static": simulate(shipped(split, inputs["speeds"]), Static()),
+        "collocated": simulate(collocated(split, model), InTurns()),
+    }
+    outcomes = {each.name: each for each in run_arms(split, ("best_static", *MOVING))}
     results |= {name: each.result for name, each in outcomes.items()}
     step_s = {name: result.wall_s / steps for name, result in results.items()}
     least_s = floor_s(split)

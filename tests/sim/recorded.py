@@ -25,6 +25,7 @@ def record_run(folder, scenario, policy="static", **setting):
             work.n_minibatches,
             work.max_async_level,
             work.max_off_policy_steps,
+            on_gpu=scenario.on_gpu,
             **setting,
         )
         record.event("setting", f"{policy} decides.", **said.as_fields())

@@ -4,7 +4,9 @@ from ductile.core.cluster.state import Limits
 from ductile.sim.scenario import Scenario, WorkLoad, lognormal
 
 
-def scenario(placement=None, *, score=False, decode=None, costs=None, limits=None, coalesce_s=0.2, **work):
+def scenario(
+    placement=None, *, score=False, decode=None, costs=None, limits=None, coalesce_s=0.2, on_gpu=False, **work
+):
     """Six slots, long-tailed answers, seconds as on small CPU slots."""
     placement = place(placement or {"actor": "0-2", "rollout": "3-5"})
     given = {
@@ -17,7 +19,7 @@ def scenario(placement=None, *, score=False, decode=None, costs=None, limits=Non
         "alike": 0.3,
         "seq_len": 1088,
     }
-    return Scenario(
+    made = Scenario(
         placement=placement,
         work=WorkLoad(**{**given, **work}),
         speeds=Speeds(
@@ -33,4 +35,6 @@ def scenario(placement=None, *, score=False, decode=None, costs=None, limits=Non
         limits=limits or Limits(max_num_seqs=16),
         coalesce_s=coalesce_s,
         score=score,
+        on_gpu=on_gpu,
     )
+    return made.at(placement)

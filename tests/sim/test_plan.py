@@ -9,16 +9,21 @@ import pytest
 from ductile.config.parse import parse
 from ductile.config.run import RLConfig
 from ductile.config.scheduling import policy_of
+from ductile.config.simulate import SimulateConfig
 from ductile.config.slots import placement_of
 from ductile.core.cluster.placement import Placement
+from ductile.core.cluster.policies.arrange import BOTH
 from ductile.core.cluster.policies.model import Model
 from ductile.core.cluster.policies.names import NAMES
 from ductile.core.cluster.policies.rules import Rules
 from ductile.core.cluster.policies.static import InTurns, Static
 from ductile.observe import Recorder
 from ductile.sim import command, plan_command
+from ductile.sim.arms import together
+from ductile.sim.configured import configured
 from ductile.sim.plan import CONFIGURED, Case, case_of, own_case, verdict
 from ductile.sim.recording import NoRecording, read_recording, recorded_scenario
+from ductile.sim.run import simulate
 from tests.config.stories import furnish
 from tests.sim.recorded import record_run
 from tests.sim.scenarios import scenario
@@ -325,3 +330,34 @@ def test_simulate_takes_a_recording_and_what_is_written_goes_before_it(run, tmp_
     ]
     assert command.main([*slower, "--cluster.component-placement.actor", "0"]) == 0
     assert "1 step of 8 x 4 rollouts on 5 slots" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("placement", "shares"), [({"actor": 0, "rollout": "1-2"}, False), ({"actor,rollout": "0-2"}, True)]
+)
+def test_a_run_on_gpus_is_planned_with_what_gpus_have_memory_for(tmp_path, monkeypatch, capsys, placement, shares):
+    """Slots share only on a placement that has them share, whatever the run's own has."""
+    record_run(tmp_path, scenario(placement, groups_per_step=4, num_steps=3, on_gpu=True))
+    simulated = {}
+
+    def noted(scenario, policy):
+        simulated[scenario.placement.shares] = scenario.limits.may_share
+        result = simulate(scenario, policy)
+        if not scenario.placement.shares:
+            assert not [move for change in result.changes for move in change.decision.moves if move.after == BOTH]
+        return result
+
+    monkeypatch.setattr("ductile.sim.plan.simulate", noted)
+    said, plan = _predicted_from(tmp_path, tmp_path, capsys)
+    assert simulated == ({False: False, True: True} if shares else {False: False})
+    assert ("collocated" in {case["policy"] for case in plan["cases"]}) == shares
+    assert ("\ncollocated is left out: nothing in this run says that its GPUs have memory" in said) != shares
+
+
+@pytest.mark.parametrize(("words", "may_share"), [((), True), (("--cluster.device", "cuda"), False)])
+def test_the_devices_of_a_simulated_run_say_what_shares(run, words, may_share):
+    """Of one that is written down, and of one that was recorded."""
+    for recording in (None, read_recording(run)):
+        made = configured(parse(SimulateConfig, [*words]).config, recording)
+        assert made.limits.may_share == may_share
+        assert made.at(together(made.placement)).limits.may_share

@@ -15,8 +15,9 @@ class SimulatedCluster(Section):
     """Sequences that a generator runs at once."""
     min_train: int = Field(default=1, ge=1)
     """Slots that the trainer's state needs at the least."""
-    may_share: bool = True
-    """A slot has memory for the trainer's state and a generator."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """What the slots are. On a CPU each has memory for the trainer's state and a generator; a GPU ("cuda") where the
+    placement has `actor` and `rollout` share slots, as in a run."""
     coalesce_s: float = Field(default=0.5, ge=0)
     """Events within this time are looked at together."""
 

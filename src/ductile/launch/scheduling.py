@@ -14,7 +14,7 @@ from ductile.core.cluster.policies.model import Model
 from ductile.core.cluster.policies.rules import Home
 from ductile.core.cluster.profile import Setting
 from ductile.core.cluster.staleness import StalenessBound
-from ductile.core.cluster.state import ClusterState, Limits
+from ductile.core.cluster.state import ClusterState, Limits, may_share
 from ductile.launch.activity import SlotActivity
 from ductile.launch.changes import Changes
 from ductile.launch.local import LocalCluster
@@ -71,7 +71,7 @@ class Scheduling:
     def watch(self, loop: Loop) -> Conductor | None:
         """From now on the slots' time is accounted for. Returns who moves them, with `cluster.auto_scheduler`."""
         config, crew = self._config, self._crew
-        setting = setting_of(config, self._prepared, crew.home, _may_share(crew))
+        setting = setting_of(config, self._prepared, crew.home, on_gpu=_on_gpu(crew))
         measured = Measured(_cache_bytes_per_token(config, crew))
         began_s = self._began_s = crew.activity.begin(crew.cluster.slots)
         monitor = Monitor(
@@ -152,7 +152,7 @@ class Scheduling:
         return self._conductor.num_changes if self._conductor else 0
 
 
-def setting_of(config: RLConfig, prepared: Prepared, home: Placement, may_share: bool) -> Setting:
+def setting_of(config: RLConfig, prepared: Prepared, home: Placement, *, on_gpu: bool) -> Setting:
     orchestrator = config.orchestrator
     return Setting(
         home=home,
@@ -160,7 +160,7 @@ def setting_of(config: RLConfig, prepared: Prepared, home: Placement, may_share:
             min_train=1,
             min_score=1 if home.score else 0,
             max_num_seqs=config.inference.max_num_seqs,
-            may_share=may_share,
+            may_share=may_share(home, on_gpu=on_gpu),
         ),
         policy=policy_name(config.cluster),
         num_steps=prepared.plan.max_steps,
@@ -174,16 +174,12 @@ def setting_of(config: RLConfig, prepared: Prepared, home: Placement, may_share:
         block_size=config.inference.block_size,
         use_pre_process_policy=config.cluster.use_pre_process_policy,
         use_wait_before_last_iter_policy=config.cluster.use_wait_before_last_iter_policy,
+        on_gpu=on_gpu,
     )
 
 
 def _bound(setting: Setting) -> StalenessBound:
     return StalenessBound(setting.groups_per_step, setting.max_async_level, setting.max_off_policy_steps)
-
-
-def _may_share(crew: Crew) -> bool:
-    """A GPU holds the trainer's state and a generator where the configuration has them share one already."""
-    return not _on_gpu(crew) or bool({*crew.home.train} & {*crew.home.generate})
 
 
 def _on_gpu(crew: Crew) -> bool:

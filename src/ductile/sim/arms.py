@@ -1,7 +1,7 @@
 """The same work done in different ways, to compare."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ductile.config.errors import did_you_mean
@@ -62,12 +62,12 @@ def _run_arms(scenario: Scenario, arms: Sequence[tuple[str, Policy | None]], sta
         if policy is not None:
             yield _run(name, scenario, policy)
         elif name == COLLOCATED:
-            yield _run(name, replace(scenario, placement=together(scenario.placement)), InTurns())
+            yield _run(name, scenario.at(together(scenario.placement)), InTurns())
         else:
-            outcomes = [_run(name, replace(scenario, placement=split), Static()) for split in splits(scenario)]
+            outcomes = [_run(name, scenario.at(split), Static()) for split in splits(scenario)]
             best = min(outcomes, key=lambda outcome: outcome.result.wall_s)
             if not stay:
-                scenario = replace(scenario, placement=best.placement)
+                scenario = scenario.at(best.placement)
             yield best
 
 

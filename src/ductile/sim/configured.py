@@ -12,7 +12,7 @@ from ductile.core.cluster.state import Limits
 from ductile.sim.recording import Recording, recorded_scenario
 from ductile.sim.scenario import DrawLength, Scenario, WorkLoad, lognormal, recorded
 
-LIMITS = ("max_num_seqs", "min_train", "may_share")
+LIMITS = ("max_num_seqs", "min_train")
 
 
 def configured(config: SimulateConfig, recording: Recording | None = None) -> Scenario:
@@ -26,7 +26,7 @@ def configured(config: SimulateConfig, recording: Recording | None = None) -> Sc
 def _written(config: SimulateConfig) -> Scenario:
     cluster, work, speeds = config.cluster, config.work, config.speeds
     placement = place(cluster.component_placement)
-    return Scenario(
+    scenario = Scenario(
         placement=placement,
         work=WorkLoad(
             num_steps=work.steps,
@@ -56,20 +56,23 @@ def _written(config: SimulateConfig) -> Scenario:
             min_train=cluster.min_train,
             min_score=1 if placement.score else 0,
             max_num_seqs=cluster.max_num_seqs,
-            may_share=cluster.may_share,
         ),
         coalesce_s=cluster.coalesce_s,
         score=bool(placement.score),
+        on_gpu=cluster.device == "cuda",
     )
+    return scenario.at(placement)
 
 
 def _changed(scenario: Scenario, config: SimulateConfig) -> Scenario:
     """With what the config says otherwise."""
     cluster, work, speeds = _said(config.cluster), _said(config.work), _said(config.speeds)
+    if "device" in cluster:
+        scenario = replace(scenario, on_gpu=config.cluster.device == "cuda").at(scenario.placement)
     if "component_placement" in cluster:
-        placement = place(config.cluster.component_placement)
-        limits = replace(scenario.limits, min_score=1 if placement.score else 0)
-        scenario = replace(scenario, placement=placement, limits=limits, score=bool(placement.score))
+        scenario = scenario.at(place(config.cluster.component_placement))
+        score = bool(scenario.placement.score)
+        scenario = replace(scenario, limits=replace(scenario.limits, min_score=int(score)), score=score)
     decode = {name.removeprefix("decode_"): value for name, value in speeds.items() if name.startswith("decode_")}
     train = {name.removeprefix("train_"): value for name, value in speeds.items() if name.startswith("train_")}
     if "micro_step_s" in speeds:

@@ -24,9 +24,11 @@ CONFIGURED: Mapping[str, tuple[str, tuple[str, ...]]] = {
     COLLOCATED: ("in_turns", ()),
 }
 """Rows that are no value of `cluster.policy`: which value they are, and with which keys."""
-NOTES = (
-    f'{RULES_POLICIES}: policy "rules" with use_pre_process_policy and use_wait_before_last_iter_policy.',
-    f'{COLLOCATED}: policy "in_turns" with all slots in `actor,rollout`: all generate, then all train.',
+RULES_NOTE = f'{RULES_POLICIES}: policy "rules" with use_pre_process_policy and use_wait_before_last_iter_policy.'
+COLLOCATED_NOTE = f'{COLLOCATED}: policy "in_turns" with all slots in `actor,rollout`: all generate, then all train.'
+NOT_COLLOCATED_NOTE = (
+    f"{COLLOCATED} is left out: nothing in this run says that its GPUs have memory for the trainer's state and a "
+    "generator at once."
 )
 WORTH = 0.01
 """A smaller share of a step is no difference."""
@@ -103,7 +105,7 @@ def own_case(recording: Recording) -> Case:
 
 def case_of(recording: Recording, setting: Setting) -> Case:
     """The recorded work on the placement, and with the policy, of some setting. Raises ImportPathError."""
-    scenario = replace(recorded_scenario(recording), placement=setting.home)
+    scenario = recorded_scenario(recording).at(setting.home)
     policy = named_policy(
         setting.policy,
         pre_process=setting.use_pre_process_policy,
@@ -114,7 +116,8 @@ def case_of(recording: Recording, setting: Setting) -> Case:
 
 
 def other_cases(recording: Recording) -> Iterator[Case]:
-    """Every split of the slots with every policy, and all slots together: each as soon as it is there."""
+    """Every split of the slots with every policy, and all slots together where they may share: each as soon as it is
+    there."""
     scenario = recorded_scenario(recording)
     ways: list[tuple[Placement, str, Policy]] = [
         (placement, name, named(name)) for placement in splits(scenario) for name in POLICIES
@@ -122,8 +125,13 @@ def other_cases(recording: Recording) -> Iterator[Case]:
     if scenario.limits.may_share:
         ways.append((together(scenario.placement), COLLOCATED, InTurns()))
     for placement, name, policy in ways:
-        there = replace(scenario, placement=placement)
+        there = scenario.at(placement)
         yield Case.of(name, there, recording, simulate(there, policy))
+
+
+def notes(recording: Recording) -> tuple[str, str]:
+    """What the rows of the table are that are no value of `cluster.policy`."""
+    return RULES_NOTE, COLLOCATED_NOTE if recording.setting.limits.may_share else NOT_COLLOCATED_NOTE
 
 
 def doubts(recording: Recording, own: Case) -> list[str]:

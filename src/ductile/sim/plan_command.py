@@ -39,7 +39,7 @@ def main(words: Sequence[str]) -> int:
 
 def _plan(recording: "Recording", file: Path | None) -> None:
     from ductile.observe import write_json
-    from ductile.sim.plan import NOTES, better, doubts, other_cases, own_case, verdict
+    from ductile.sim.plan import better, doubts, notes, other_cases, own_case, verdict
 
     if file is not None:
         require_folder("--json", file)  # a table that cannot be written is known before it is made
@@ -64,7 +64,7 @@ def _plan(recording: "Recording", file: Path | None) -> None:
             flush=True,
         )
     said, best = verdict(own, others), better(own, others)
-    print("", *NOTES, "", f"{said[:1].upper()}{said[1:]}", sep="\n")
+    print("", *notes(recording), "", f"{said[:1].upper()}{said[1:]}", sep="\n")
     if best is not None:
         print("", "As TOML, to lay over the run's config (`@ this.toml`):", "", best.toml(), sep="\n")
     if file is not None:

@@ -2,13 +2,13 @@
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from math import exp
 
 from ductile.core.cluster.cost import Speeds, SwitchCosts
 from ductile.core.cluster.placement import Placement
-from ductile.core.cluster.state import Limits
+from ductile.core.cluster.state import Limits, may_share
 
 DrawLength = Callable[[random.Random], float]
 """One answer's tokens, before the limit cuts it."""
@@ -63,6 +63,13 @@ class Scenario:
     """Tokens of a cache block: siblings share the full blocks of their prompt."""
     score: bool = False
     """There is a scorer, and every sample passes through it."""
+    on_gpu: bool = False
+    """The slots are GPUs, which have memory for two roles only where the placement says so."""
+
+    def at(self, placement: Placement) -> "Scenario":
+        """The same begun elsewhere, with what a run may do there."""
+        limits = replace(self.limits, may_share=may_share(placement, on_gpu=self.on_gpu))
+        return replace(self, placement=placement, limits=limits)
 
     @property
     def block_tokens(self) -> int:

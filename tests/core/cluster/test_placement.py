@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ductile.core.cluster.placement import MAX_SLOTS, Placement, PlacementError, compact, place
+from ductile.core.cluster.state import may_share
 
 # entries -> train, generate, score
 PLACED = [
@@ -122,3 +123,17 @@ def test_compact_form_reads_back(slots: list[int]) -> None:
     others = sorted(set(range(21)) - set(slots))
     entries = {"actor": compact(slots), "rollout": compact([*others, 21])}
     assert place(entries).train == tuple(slots)
+
+
+@pytest.mark.parametrize(
+    ("entries", "on_cpus", "on_gpus"),
+    [
+        ({"actor": "0-1", "rollout": "2-3"}, True, False),
+        ({"actor,rollout": "0-3"}, True, True),
+        ({"actor": "0-1", "rollout": "1-3"}, True, True),
+        ({"actor": 0, "rollout,inference": "1-2"}, True, False),
+    ],
+)
+def test_train_slots_have_memory_for_a_generator_too(entries: dict, on_cpus: bool, on_gpus: bool) -> None:
+    placed = place(entries)
+    assert (may_share(placed, on_gpu=False), may_share(placed, on_gpu=True)) == (on_cpus, on_gpus)

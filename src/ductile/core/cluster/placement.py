@@ -53,6 +53,11 @@ class Placement:
     def num_slots(self) -> int:
         return len(self.slots)
 
+    @property
+    def shares(self) -> bool:
+        """Some slot holds the trainer's state and a generator."""
+        return bool({*self.train} & {*self.generate})
+
     def of(self, role: Role) -> tuple[int, ...]:
         return {"train": self.train, "generate": self.generate, "score": self.score}[role]
 

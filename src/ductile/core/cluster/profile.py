@@ -36,6 +36,8 @@ class Setting:
     use_pre_process_policy: bool | None = None
     """As configured, None when it was not; so is the next one."""
     use_wait_before_last_iter_policy: bool | None = None
+    on_gpu: bool = False
+    """The slots are GPUs: who may share one then follows from the placement (`state.may_share`)."""
 
     def as_fields(self) -> dict[str, Any]:
         return asdict(self)

@@ -135,6 +135,15 @@ class Limits:
     """A train slot may hold a generator besides: there is memory for both."""
 
 
+def may_share(placement: Placement, *, on_gpu: bool) -> bool:
+    """Whether a train slot has memory for a generator besides, in a run with this placement.
+
+    A slot on a CPU has. A GPU has where the configuration has the two roles share slots: elsewhere nobody has said that
+    both fit, and nothing is offloaded.
+    """
+    return not on_gpu or placement.shares
+
+
 @dataclass(frozen=True, slots=True)
 class Lengths:
     """Answers' lengths in tokens, as far as seen."""
