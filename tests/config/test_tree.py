@@ -214,6 +214,7 @@ NAMED: list[tuple[type[Section], str]] = [
     )),
     (TrainerRunConfig, "data.fake"), (TrainerRunConfig, "bench"),
     (InferenceRunConfig, "deployment.num_nodes"), (InferenceRunConfig, "slurm.job_name"),
+    (InferenceRunConfig, "bench"), (InferenceRunConfig, "bench.output_json"),
 ]  # fmt: skip
 
 

@@ -2,8 +2,10 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -105,6 +107,55 @@ def test_orchestrator_asks_an_inference_server(tmp_path: Path, model: Path):
         server.wait(10)
         assert server.stdout is not None
         server.stdout.close()
+
+
+@pytest.mark.slow
+def test_inference_benches_a_server_of_its_own(tmp_path: Path, model: Path):
+    """Whatever listens on the server's usual port."""
+    figures = tmp_path / "figures.json"
+    words = ["--model.name", model, "--cluster.device", "cpu", "--bench.num-requests", 6, "--bench.prompt-tokens", 20]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        words += ["--server.port", taken.getsockname()[1], "--bench.max-tokens", 8, "--bench.steps", 3]
+        done = ductile("inference", *words, "--bench.output-json", figures)
+    assert done.returncode == 0, done.stderr
+    assert "server.port has no effect here: --bench asks a server of its own" in done.stderr
+    assert "Round 3 of 3: " in done.stdout
+    assert "Latency" in done.stdout
+    found = json.loads(figures.read_text())
+    assert found["steps"] == 2
+    assert found["load"] == {"num_requests": 6, "prompt_tokens": 20, "max_tokens": 8}
+    assert found["throughput"]["mean"] > 0
+    assert 0 < found["time_to_first_token"]["min"] <= found["latency"]["max"]
+    assert found["peak_memory"]["gib"] > 0.01
+
+
+@pytest.mark.slow
+def test_the_server_of_a_benchmark_ends_with_it(model: Path):
+    words = ["inference", "--model.name", model, "--cluster.device", "cpu", "--bench.steps", 1000]
+    bench = subprocess.Popen([sys.executable, "-m", "ductile", *map(str, words)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert bench.stdout is not None
+        assert bench.stdout.readline().startswith("Round 1 of 1000: ")
+        (server,) = Path(f"/proc/{bench.pid}/task/{bench.pid}/children").read_text().split()
+        assert b"ductile.generator.serve" in Path(f"/proc/{server}/cmdline").read_bytes()
+        bench.kill()
+        bench.wait(10)
+        deadline = time.monotonic() + 10
+        while _lives(int(server)):
+            assert time.monotonic() < deadline, "the server has outlived who started it"
+            time.sleep(0.05)
+    finally:
+        bench.kill()
+        bench.wait(10)
+        assert bench.stdout is not None
+        bench.stdout.close()
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 @pytest.mark.slow

@@ -267,6 +267,8 @@ def test_metrics_count(client: Client) -> None:
         'requests_finished_total{reason="length"}',
     ):
         assert f"ductile_{name}" in text
+    (peak,) = (line.split()[1] for line in text.splitlines() if line.startswith("ductile_peak_memory_bytes "))
+    assert float(peak) > 1e7
 
 
 class Stuck(Engine):

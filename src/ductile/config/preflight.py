@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from ductile.config.access import client_findings, server_findings
+from ductile.config.bench import load_findings, server_notes
 from ductile.config.cluster import ClusterConfig
 from ductile.config.finding import Finding
 from ductile.config.generation import (
@@ -204,6 +205,7 @@ def _inference_alone(config: InferenceRunConfig) -> Iterator[Finding]:
         what = "must be 1: a server holds one copy of the model. Start one server for each copy, on a port of its own"
         yield Finding(("parallel.dp",), what)
     yield from server_findings(config.server, "server")
+    yield from load_findings(config.bench, config)
 
 
 def _loss(config: LossConfig, at: str) -> Iterator[Finding]:
@@ -305,6 +307,8 @@ def _schedule(config: SchedulerConfig, num_steps: int | None, at: str) -> Iterat
 
 
 def _bench_notes(config: Section) -> Iterator[str]:
+    if isinstance(config, InferenceRunConfig):
+        yield from server_notes(config.bench, config.server)
     if not isinstance(config, RLConfig | SFTConfig | TrainerRunConfig | OrchestratorRunConfig):
         return
     if config.bench is not None and config.max_steps not in (None, config.bench.steps):

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from ductile.config.bench import InferenceBenchConfig
 from ductile.config.cluster import (
     ClusterConfig,
     DeploymentConfig,
@@ -183,12 +184,7 @@ class InferenceRunConfig(InferenceConfig):
     cluster: ClusterConfig = ClusterConfig()
     deployment: ServingDeploymentConfig = SingleNodeServing()
     slurm: Annotated[SlurmConfig | None, NotBuilt("SLURM")] = None
-    bench: Annotated[
-        BenchConfig | None,
-        NotBuilt(
-            "figures of a server alone", instead="`ductile rl --bench` has tokens/s generated, with the same engine."
-        ),
-    ] = None
+    bench: InferenceBenchConfig | None = None
     log: LogConfig = LogConfig()
     dry_run: bool = False
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from ductile.config.bench import load_of
 from ductile.config.on_disk import read_spec
 from ductile.config.orchestrator import ImportTask, JsonlTask, OrchestratorConfig, TaskConfig
 from ductile.config.parse import Parsed
@@ -89,6 +90,11 @@ def _work(config: RunConfig) -> Iterator[Row]:
         yield "batch", f"{config.data.batch_size} samples, packed to {config.data.seq_len} tokens"
     elif isinstance(config, TrainerRunConfig):
         yield "steps", _steps(config.max_steps, config.bench, "1")
+    elif config.bench is not None:
+        load = load_of(config.bench, config)
+        yield "rounds", _steps(None, config.bench, "")
+        sizes = f"{load.prompt_tokens} tokens, answered with {load.max_tokens}"
+        yield "load", f"{many(load.num_requests, 'request')} at once: {sizes}"
     else:
         host = f"[{config.server.host}]" if ":" in config.server.host else config.server.host
         yield "serves", f"http://{host}:{config.server.port or '<a free port>'}/v1"

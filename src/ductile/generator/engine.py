@@ -57,7 +57,7 @@ class Engine:
         self._cache = KVCache(model.spec, num_blocks, config.block_size, dtype, device)
         self._attention: PagedAttention | None = None
         """That of the last step."""
-        self._device = device
+        self.device = device
         self._eos_token_ids = frozenset(eos_token_ids)
         self._decode = decode
         self._live: dict[str, Sequence] = {}
@@ -225,10 +225,10 @@ class Engine:
                 ready.append(chunk.sequence)
                 last_rows.append(len(token_ids) - 1)
         self._attention = PagedAttention(self._cache, chunks, self._attention)
-        rows = torch.tensor(last_rows, dtype=torch.int64, device=self._device)  # there may be none
+        rows = torch.tensor(last_rows, dtype=torch.int64, device=self.device)  # there may be none
         logits = self.model(
-            torch.tensor(token_ids, device=self._device),
-            torch.tensor(positions, device=self._device),
+            torch.tensor(token_ids, device=self.device),
+            torch.tensor(positions, device=self.device),
             self._attention,
             # Prefilled tokens need no logits; only the last one's hidden state goes to the vocabulary.
             head=lambda hidden, weight: F.linear(hidden[rows], weight),

@@ -12,9 +12,9 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class ServerMetrics:
-    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+    def __init__(self, stats: Callable[[], EngineStats], peak_bytes: Callable[[], float]) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(stats))
+        self._registry.register(_EngineCollector(stats, peak_bytes))
         self.prompt_tokens = Counter("ductile_prompt_tokens", "Tokens of prompts taken.", registry=self._registry)
         self.finished = Counter(
             "ductile_requests_finished", "Sequences that ended, by reason.", ["reason"], registry=self._registry
@@ -39,8 +39,8 @@ class ServerMetrics:
 class _EngineCollector(Collector):
     """Asks the engine when Prometheus asks us."""
 
-    def __init__(self, stats: Callable[[], EngineStats]) -> None:
-        self._stats = stats
+    def __init__(self, stats: Callable[[], EngineStats], peak_bytes: Callable[[], float]) -> None:
+        self._stats, self._peak_bytes = stats, peak_bytes
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
@@ -48,5 +48,7 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily("ductile_sequences_waiting", "Waiting for a place.", stats.num_waiting)
         yield GaugeMetricFamily("ductile_cache_used", "Share of the KV blocks in use, 0 to 1.", stats.cache_used)
         yield GaugeMetricFamily("ductile_weight_version", "That tokens are sampled from.", stats.version)
+        most = "The most memory so far: of a GPU what tensors took, else what the process had resident."
+        yield GaugeMetricFamily("ductile_peak_memory_bytes", most, self._peak_bytes())
         yield CounterMetricFamily("ductile_generated_tokens", "Tokens sampled.", stats.num_tokens)
         yield CounterMetricFamily("ductile_preemptions", "Sequences that lost their blocks.", stats.num_preempted)

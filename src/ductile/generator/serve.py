@@ -1,6 +1,7 @@
 """`ductile inference`: load a model and serve it until told to stop.
 
-Run as `python -m ductile.generator.serve config.json`, so that the one who launches it needs no torch.
+Run as `python -m ductile.generator.serve config.json`, so that the one who launches it needs no torch. With a process
+id behind that, the server ends when that process does.
 """
 
 import logging
@@ -27,6 +28,7 @@ from ductile.generator.log_limit import LogLimit
 from ductile.generator.runner import EngineFailed
 from ductile.generator.server import create_app
 from ductile.generator.worker import load_engine
+from ductile.lifeline import signal_on_parent_death
 from ductile.tasks.tokenizer import Tokenizer, TokenizerError
 
 DRAIN_S = 30
@@ -153,6 +155,8 @@ def _complain(error: Exception) -> int:
 
 def main() -> int:
     torch.set_num_threads(1)  # more threads only wait for each other on shared cores
+    if len(sys.argv) > 2:
+        signal_on_parent_death(int(sys.argv[2]), signal.SIGKILL)
     return serve(InferenceRunConfig.model_validate_json(Path(sys.argv[1]).read_text()))
 
 

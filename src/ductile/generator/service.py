@@ -13,6 +13,7 @@ from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 
 from ductile.config.errors import show
+from ductile.fabric.device import peak_memory
 from ductile.generator.answers import Choice, Format, Json, error, usage
 from ductile.generator.engine import Engine
 from ductile.generator.limits import Overloaded, RequestRefused
@@ -57,7 +58,7 @@ class Service:
         self.tokenizer = tokenizer
         self.created = int(time.time())
         self.runner = EngineRunner(engine, on_failure)
-        self.metrics = ServerMetrics(engine.stats)
+        self.metrics = ServerMetrics(engine.stats, lambda: peak_memory(engine.device).used_bytes)
         self._max_sequences, self._num_sequences = max_sequences, 0
         self._prompts = PromptEncoder(tokenizer, engine.limits, max_waiting_chars)
 

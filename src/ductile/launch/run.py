@@ -4,8 +4,6 @@ How a command ends, whatever happens to it, is `ductile.launch.supervise`.
 """
 
 import asyncio
-import os
-import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ from ductile.launch.endpoint import Endpoint
 from ductile.launch.live import LiveRun
 from ductile.launch.local import ROLES, LocalCluster
 from ductile.launch.scheduling import Crew, Scheduling
+from ductile.launch.serving import become_server, bench_server
 from ductile.launch.supervise import Session, supervise
 from ductile.loop.alone import PreparedAlone, prepare_alone, run_alone
 from ductile.loop.attend import attend
@@ -64,16 +63,10 @@ def run_orchestrator(config: OrchestratorRunConfig) -> int:
 
 
 def run_inference(config: InferenceRunConfig) -> int:
-    """Becomes the server: this process is replaced, so that signals and the exit code are the server's own.
-
-    The config, which may hold a key, goes through memory.
-    """
     server = config.server
     key = {"api_key": secret_of(server.api_key, server.api_key_var), "api_key_var": None}
     config = config.model_copy(update={"server": server.model_copy(update=key)})
-    fd = os.memfd_create("ductile-inference-config", 0)
-    os.write(fd, config.model_dump_json().encode())
-    os.execv(sys.executable, [sys.executable, "-P", "-m", "ductile.generator.serve", f"/proc/self/fd/{fd}"])
+    return become_server(config) if config.bench is None else bench_server(config, config.bench)
 
 
 def _step(prepared: Prepared | PreparedBatches) -> int:

@@ -84,17 +84,12 @@ class Bench:
             "mfu": self._mfu(),
             "mfu_reason": None if self._mfu() else NO_SLOTS if self._ask is None else NOT_KNOWN,
             "devices": self._devices(),
-            "throughput": _spread([row.tokens_per_s for row in self._rows]),
-            "step_time": _spread([row.step_s for row in self._rows]),
+            "throughput": spread([row.tokens_per_s for row in self._rows]),
+            "step_time": spread([row.step_s for row in self._rows]),
             "peak_memory": self._peak_memory(),
             "steps": len(self._rows),
             "warm_up_steps": NUM_WARM_UP,
-            "machine": {
-                "system": platform.platform(),
-                "processor": platform.machine(),
-                "python": sys.version.split()[0],
-            },
-            "command": sys.argv,
+            **origin(),
         }
 
     def write(self, file: str | Path) -> None:
@@ -118,9 +113,9 @@ class Bench:
             table.add_section()
             table.add_row(
                 "Overall",
-                _show({name: 100 * value for name, value in mfu.items()}, ".1f", "%") if mfu else "n/a",
-                _show(figures["throughput"], ",.0f", "tokens/s"),
-                _show(figures["step_time"], ".2f", "s"),
+                shown({name: 100 * value for name, value in mfu.items()}, ".1f", "%") if mfu else "n/a",
+                shown(figures["throughput"], ",.0f", "tokens/s"),
+                shown(figures["step_time"], ".2f", "s"),
                 _gib(self._largest().used_bytes),
             )
         return table
@@ -133,7 +128,7 @@ class Bench:
 
     def _mfu(self) -> dict[str, float] | None:
         values = [row.mfu for row in self._rows if row.mfu is not None]
-        return _spread(values) if values and len(values) == len(self._rows) else None
+        return spread(values) if values and len(values) == len(self._rows) else None
 
     def _devices(self) -> list[dict[str, Any]]:
         """One entry for all slots on devices of one kind; what was measured is their mean."""
@@ -172,15 +167,22 @@ class Bench:
         return "\n".join([*([f"MFU: against {', '.join(peaks)}."] if peaks else []), *([of] if self._rows else [])])
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
+def origin() -> dict[str, Any]:
+    """Where figures come from."""
+    machine = {"system": platform.platform(), "processor": platform.machine(), "python": sys.version.split()[0]}
+    return {"machine": machine, "command": sys.argv}
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
     if not values:
         return {"mean": 0.0, "std": 0.0, "min": 0.0, "max": 0.0}
     return {"mean": fmean(values), "std": pstdev(values), "min": min(values), "max": max(values)}
 
 
-def _show(spread: Mapping[str, float], form: str, unit: str) -> str:
-    mean, std, low, high = (format(spread[name], form) for name in ("mean", "std", "min", "max"))
-    return f"{mean} ± {std} {unit} [{low}, {high}]"
+def shown(found: Mapping[str, float], form: str, unit: str = "") -> str:
+    """ "1,200 ± 30 tokens/s [1,150, 1,240]"."""
+    mean, std, low, high = (format(found[name], form) for name in ("mean", "std", "min", "max"))
+    return " ".join(filter(None, (mean, "±", std, unit, f"[{low}, {high}]")))
 
 
 def _percent(share: float | None) -> str:

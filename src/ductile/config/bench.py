@@ -1,0 +1,75 @@
+"""[bench] of `ductile inference`: rounds of requests, where other commands have steps."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from ductile.config.errors import listed
+from ductile.config.finding import Finding
+from ductile.config.inference import InferenceConfig, ServerConfig
+from ductile.config.schema import value_at
+from ductile.config.trainer import BenchConfig
+
+PROMPT_TOKENS, MAX_TOKENS = 128, 64
+OWN: dict[str, object] = {"host": "127.0.0.1", "port": 0, "api_key": None, "api_key_var": None}
+"""Where the server of a benchmark is, and who may ask it."""
+
+
+class InferenceBenchConfig(BenchConfig):
+    steps: int = Field(default=4, ge=2)
+    """Rounds. All requests of one are sent at once. The first round warms up, and is not counted."""
+    num_requests: int | None = Field(default=None, ge=1)
+    """Of a round. Default: `max_num_seqs`."""
+    prompt_tokens: int | None = Field(default=None, ge=1)
+    """Of a request; at random, so that no two have a beginning in common. Default: 128, or half of `max_model_len`."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Of an answer, which has all of them. Default: 64, or what the prompt leaves of `max_model_len`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Of one round."""
+
+    num_requests: int
+    prompt_tokens: int
+    max_tokens: int
+
+
+def load_of(bench: InferenceBenchConfig, config: InferenceConfig) -> Load:
+    """What is written, and for the rest what fits. It may not fit where several are written."""
+    most, server = config.model.max_model_len, config.server
+    prompt = bench.prompt_tokens or max(1, min(PROMPT_TOKENS, most // 2, most - (bench.max_tokens or 0)))
+    answer = bench.max_tokens or max(1, min(MAX_TOKENS, most - prompt))
+    at_once = bench.num_requests or min(config.max_num_seqs, server.max_connections, server.max_sequences)
+    return Load(at_once, prompt, answer)
+
+
+def load_findings(bench: InferenceBenchConfig | None, config: InferenceConfig) -> Iterator[Finding]:
+    """Of the load of `--bench`, what the server would refuse."""
+    if bench is None:
+        return
+    load, most, server = load_of(bench, config), config.model.max_model_len, config.server
+    if load.prompt_tokens + load.max_tokens > most:
+        written = "prompt_tokens" if bench.prompt_tokens else "max_tokens"
+        left = load.max_tokens if bench.prompt_tokens else load.prompt_tokens
+        what = f"must be at most {most - left}: prompt and answer share model.max_model_len ({most})"
+        if left >= most:
+            what = f"leaves no room: prompt and answer share model.max_model_len ({most}). Write less for both"
+        yield Finding((f"bench.{written}", "bench.max_tokens", "model.max_model_len"), what)
+    for key, places in (("max_connections", server.max_connections), ("max_sequences", server.max_sequences)):
+        if load.num_requests > places:
+            what = f"must be at most server.{key} ({places}): all are sent at once"
+            yield Finding(("bench.num_requests", f"server.{key}"), what)
+
+
+def own_server(config: ServerConfig) -> ServerConfig:
+    """Of a benchmark: on a free port, for nobody else."""
+    return config.model_copy(update=OWN)
+
+
+def server_notes(bench: InferenceBenchConfig | None, config: ServerConfig) -> Iterator[str]:
+    """What `own_server` leaves out of what is written."""
+    given = [f"server.{name}" for name in OWN if value_at(config, (name,)) != ServerConfig.model_fields[name].default]
+    if bench is not None and given:
+        yield f"{listed(given)} {'has' if len(given) == 1 else 'have'} no effect here: --bench asks a server of its own"

@@ -1,0 +1,188 @@
+"""`ductile inference --bench`: rounds of requests to a server, the first one to warm up, and a table of the others.
+
+All requests of a round are sent at once, as token ids, and each answer is streamed and has exactly the tokens that it
+may have. So every token has gone through HTTP, the engine and back, and every round is the same work.
+"""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import httpx
+from rich.table import Table
+
+from ductile.config.bench import Load
+from ductile.loop.bench import GIB, NUM_WARM_UP, origin, shown, spread
+from ductile.observe import write_json
+from ductile.roles import Late, Refused, SlotLost
+
+ANSWER_S = 600.0
+"""The server may be silent for so long."""
+DATA, DONE = "data: ", "[DONE]"
+PEAK = "ductile_peak_memory_bytes"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    first_token_s: float
+    """Since the request was sent; so is the next one."""
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    number: int
+    seconds: float
+    load: Load
+    answers: tuple[Answer, ...]
+    peak_bytes: float
+    """Of the server's memory, so far: of a GPU what its tensors took, else what its process had resident."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated."""
+        return self.load.num_requests * self.load.max_tokens / self.seconds
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        return self.load.num_requests * self.load.prompt_tokens / self.seconds
+
+
+async def ask_rounds(
+    url: str, load: Load, vocab_size: int, num_rounds: int, transport: httpx.AsyncBaseTransport | None = None
+) -> AsyncIterator[Round]:
+    """Each round as soon as it is over. Raises Refused, Late or SlotLost."""
+    client = httpx.AsyncClient(
+        base_url=url,
+        timeout=httpx.Timeout(ANSWER_S, connect=10.0),
+        limits=httpx.Limits(max_connections=None),
+        transport=transport,
+        trust_env=False,  # a proxy between a benchmark and its own server is never meant
+    )
+    async with client:
+        for number in range(1, num_rounds + 1):
+            draw = random.Random(number)
+            prompts = [draw.choices(range(vocab_size), k=load.prompt_tokens) for _ in range(load.num_requests)]
+            began_s = time.perf_counter()
+            answers = await _all(client, prompts, load.max_tokens)
+            yield Round(number, time.perf_counter() - began_s, load, answers, await _peak_bytes(client))
+
+
+async def _all(client: httpx.AsyncClient, prompts: Sequence[list[int]], max_tokens: int) -> tuple[Answer, ...]:
+    try:
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(_ask(client, prompt, max_tokens)) for prompt in prompts]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return tuple(each.result() for each in asked)
+
+
+async def _ask(client: httpx.AsyncClient, prompt: list[int], max_tokens: int) -> Answer:
+    body = {
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    began_s, first_token_s, num_tokens = time.perf_counter(), 0.0, 0
+    try:
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                raise Refused(f"the server answered {response.status_code}: {(await response.aread())[:500].decode()}")
+            async for line in response.aiter_lines():
+                if line.startswith(DATA) and line != DATA + DONE:
+                    first_token_s = first_token_s or time.perf_counter() - began_s
+                    num_tokens = _usage(json.loads(line.removeprefix(DATA))) or num_tokens
+    except httpx.TimeoutException:
+        raise Late(f"the server was silent for {ANSWER_S:g} s") from None
+    except httpx.TransportError as error:
+        raise SlotLost(f"the server cannot be reached: {error or type(error).__name__}") from error
+    if num_tokens != max_tokens:
+        raise Refused(f"the server answered with {num_tokens} tokens, and was asked for {max_tokens}")
+    return Answer(first_token_s, time.perf_counter() - began_s)
+
+
+def _usage(event: dict[str, Any]) -> int:
+    """The tokens of the whole answer, which only the last event has; else 0."""
+    if "error" in event:
+        raise Refused(f"the server failed: {event['error']['message']}")
+    return int((event.get("usage") or {}).get("completion_tokens", 0))
+
+
+async def _peak_bytes(client: httpx.AsyncClient) -> float:
+    try:
+        lines = (await client.get("/metrics")).text.splitlines()
+    except httpx.HTTPError as error:
+        raise SlotLost(f"the server cannot be reached: {error or type(error).__name__}") from error
+    return next((float(line.split()[-1]) for line in lines if line.startswith(PEAK)), 0.0)
+
+
+class ServingBench:
+    """What was measured, without the round that warmed up."""
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self._rounds: list[Round] = []
+
+    def add(self, found: Round) -> None:
+        if found.number > NUM_WARM_UP:
+            self._rounds.append(found)
+
+    def figures(self) -> dict[str, Any]:
+        """What `bench.output_json` holds: the keys of the other commands' benchmarks, and a server's own."""
+        return {
+            "mfu": None,
+            "mfu_reason": "a server trains nothing",
+            "throughput": spread([each.tokens_per_s for each in self._rounds]),
+            "prompt_throughput": spread([each.prompt_tokens_per_s for each in self._rounds]),
+            "time_to_first_token": _times([answer.first_token_s for each in self._rounds for answer in each.answers]),
+            "latency": _times([answer.latency_s for each in self._rounds for answer in each.answers]),
+            "step_time": spread([each.seconds for each in self._rounds]),
+            "peak_memory": {"gib": max((each.peak_bytes for each in self._rounds), default=0.0) / GIB},
+            "steps": len(self._rounds),
+            "warm_up_steps": NUM_WARM_UP,
+            "load": asdict(self._load),
+            **origin(),
+        }
+
+    def write(self, file: str | Path) -> None:
+        write_json(Path(file), self.figures())
+
+    def table(self) -> Table:
+        table = Table(title="Benchmark", title_justify="left")
+        for column in ("Round", "Tokens/s", "Prompt Tokens/s", "First Token", "Latency", "Seconds", "Peak Memory"):
+            table.add_column(column, justify="right")
+        for each in self._rounds:
+            table.add_row(
+                str(each.number),
+                f"{each.tokens_per_s:,.0f}",
+                f"{each.prompt_tokens_per_s:,.0f}",
+                f"{fmean(answer.first_token_s for answer in each.answers):.3f} s",
+                f"{fmean(answer.latency_s for answer in each.answers):.3f} s",
+                f"{each.seconds:.2f}",
+                f"{each.peak_bytes / GIB:.2f} GiB",
+            )
+        figures = self.figures()
+        table.add_section()
+        table.add_row(
+            "Overall",
+            shown(figures["throughput"], ",.0f"),
+            shown(figures["prompt_throughput"], ",.0f"),
+            shown(figures["time_to_first_token"], ".3f", "s"),
+            shown(figures["latency"], ".3f", "s"),
+            shown(figures["step_time"], ".2f"),
+            f"{figures['peak_memory']['gib']:.2f} GiB",
+        )
+        return table
+
+
+def _times(seconds: Sequence[float]) -> dict[str, float]:
+    """Of all answers, so that the slowest count too."""
+    return spread(seconds) | {"median": median(seconds)} if seconds else spread(seconds)
