@@ -12,6 +12,7 @@ copy, and nothing can be left behind: when its owner ends, however it ends, the 
 last reader unmaps it. Once sealed, not even its owner can change it.
 """
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -47,11 +48,11 @@ class Segment:
 
     def append(self, tensor: Tensor) -> int:
         """Copy a tensor (any device, dtype and strides) to the end. Returns where it begins, in bytes."""
-        content = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
+        on_cpu = tensor.detach().to("cpu").contiguous()
         padding = bytes(-self.num_bytes % ALIGNMENT_BYTES)
         self._write(memoryview(padding))
         offset_bytes = self.num_bytes
-        self._write(content)
+        self._write(_bytes_of(on_cpu))
         return offset_bytes
 
     def seal(self) -> None:
@@ -70,6 +71,12 @@ class Segment:
             written += os.pwrite(self._fd, content[written:], self.num_bytes + written)
         self._digest.update(content)
         self.num_bytes += len(content)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Of a contiguous tensor on the CPU, for as long as that is there. `Tensor.numpy` would do, but for ever forbid to
+    free the memory of a tensor that others hold, as FSDP2 does with what it has gathered."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL

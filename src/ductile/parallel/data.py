@@ -6,6 +6,8 @@ loss is a sum as well, and is divided once, at the optimizer step.
 """
 
 from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import contextmanager, nullcontext
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -120,8 +122,43 @@ def local_gradients(model: nn.Module) -> list[Tensor]:
 
 
 def full_tensors(model: Transformer, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter, gathered one at a time, in the order of `parameters(spec)`. All ranks must run it to its end."""
+    """Every parameter in `dtype`, gathered one at a time, in the order of `parameters(spec)`. All ranks must run it to
+    its end."""
     ours = dict(model.named_parameters())
     for parameter in parameters(model.spec):
         local = ours[parameter.name].detach().to(dtype)
         yield parameter.name, full(local)
+
+
+def gathered_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter as the forward pass computes with it, in the order of `parameters(spec)`. All ranks must run it
+    to its end.
+
+    What FSDP2 gathers at once for a forward pass, a layer say, is gathered at once. So a tensor is there until the next
+    one is asked for, and nobody may hold its memory: `Tensor.numpy` would keep FSDP2 from freeing it.
+    """
+    names = (parameter.name for parameter in parameters(model.spec))
+    with _unsharded(model):
+        for owner, of_owner in groupby(names, key=_unit_of):
+            with _unsharded(model.get_submodule(owner)) if owner else nullcontext():
+                for name in of_owner:
+                    yield name, model.get_parameter(name).detach()
+
+
+def _unit_of(name: str) -> str:
+    """The module that `shard` has wrapped for this parameter; "" is the model itself."""
+    first, number, *_ = name.split(".")
+    return f"{first}.{number}" if first == "layers" else ""
+
+
+@contextmanager
+def _unsharded(module: nn.Module) -> Iterator[None]:
+    """The module has the whole of the parameters that are its own, and not of another unit. Collective."""
+    if not isinstance(module, FSDPModule):
+        yield
+        return
+    module.unshard()
+    try:
+        yield
+    finally:
+        module.reshard()

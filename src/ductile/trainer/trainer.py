@@ -153,11 +153,12 @@ class Trainer:
         }
 
     def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter, gathered one at a time, in `dtype` (None: what the forward pass computes with).
+        """Every parameter, whole, in `dtype`. None: as the forward pass computes with it, there until the next one is
+        asked for (`parallel.data.gathered_tensors`).
 
         In the order of `ductile.core.layout.parameters`. All ranks must run it to its end.
         """
-        return data.full_tensors(self.model, dtype or self.precision.compute)
+        return data.gathered_tensors(self.model) if dtype is None else data.full_tensors(self.model, dtype)
 
     def _load(self) -> Transformer:
         model = self.config.model
