@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ductile.core.layout.parameters import parameters
 from ductile.model.transformer import Transformer
+from ductile.parallel.exchange import DirectAllGather, DirectReduceScatter
 
 
 def shard(
@@ -40,6 +41,9 @@ def shard(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+            if mesh.device_type == "cpu":
+                module.set_custom_all_gather(DirectAllGather())
+                module.set_custom_reduce_scatter(DirectReduceScatter())
 
 
 def fill(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:

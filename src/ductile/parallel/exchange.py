@@ -1,0 +1,66 @@
+"""FSDP2's two collectives between processes on CPUs: what each rank needs comes straight from the others.
+
+gloo's all-gather receives into memory of its own and copies from there. Its reduce-scatter is an all-reduce of
+everything, on a copy, of which a rank keeps its part. Here every pair of ranks exchanges what one needs of the other,
+once, into the place where it stays or is added up. A gradient's terms are added in the order of the ranks, so that it
+does not depend on who came first.
+
+R ranks, S elements of one rank's part.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+
+class FreshMemory:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """For one call."""
+        return torch.empty(tuple(map(int, size)), dtype=dtype, device=device)
+
+
+class DirectAllGather(FreshMemory, AllGather):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """`input_tensor` [S], this rank's part, may lie in `output_tensor` [R S] already. Returns when all is there."""
+        parts, own = output_tensor.chunk(group.size()), group.rank()
+        if input_tensor.data_ptr() != parts[own].data_ptr():
+            parts[own].copy_(input_tensor)
+        exchange([input_tensor] * len(parts), parts, group)
+
+
+class DirectReduceScatter(FreshMemory, ReduceScatter):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        """`output_tensor` [S] becomes this rank's part of the sum of all ranks' `input_tensor` [R S]."""
+        if op != dist.ReduceOp.SUM:
+            raise ValueError(f"ranks on CPUs add their gradients up; {op} was asked for")
+        parts, own = input_tensor.chunk(group.size()), group.rank()
+        terms = [part if rank == own else torch.empty_like(output_tensor) for rank, part in enumerate(parts)]
+        exchange(parts, terms, group)
+        first, *others = terms
+        torch.add(first, others.pop(0) if others else 0, out=output_tensor)
+        for term in others:
+            output_tensor.add_(term)
+
+
+def exchange(leaving: Sequence[Tensor], coming: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Send `leaving[rank]` to each other rank of the group, and fill `coming[rank]` with what that one sends.
+
+    Collective. Returns when both are through; raises RuntimeError when a rank has died, or after the group's timeout.
+    """
+    others = [rank for rank in range(group.size()) if rank != group.rank()]
+    under_way = [group.recv([coming[rank]], rank, 0) for rank in others]
+    under_way += [group.send([leaving[rank]], rank, 0) for rank in others]
+    for work in under_way:
+        work.wait()

@@ -1,0 +1,74 @@
+"""The collectives that FSDP2 uses on CPUs give what gloo's give, for any number of ranks."""
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ductile.fabric.groups import Groups
+from ductile.parallel.exchange import DirectAllGather, DirectReduceScatter
+from tests.ranks import run_ranks
+
+PART = 5
+
+
+def numbers(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    return (torch.arange(size) * (rank + 1) + rank / 4).to(dtype)
+
+
+def gather_and_scatter(groups: Groups, members: tuple[int, ...], dtype: torch.dtype) -> None:
+    group = groups.group(members)
+    size, rank = group.size(), group.rank()
+    whole, expected = torch.empty(2, size * PART, dtype=dtype)
+    own = numbers(rank, PART, dtype)
+    DirectAllGather()(output_tensor=whole, input_tensor=own, group=group)
+    dist.all_gather_into_tensor(expected, own, group=group)
+    assert torch.equal(whole, expected)
+
+    in_place = torch.zeros(size * PART, dtype=dtype)
+    place = in_place[rank * PART : (rank + 1) * PART]
+    place.copy_(own)
+    DirectAllGather()(output_tensor=in_place, input_tensor=place, group=group)
+    assert torch.equal(in_place, expected)
+
+    gradient = numbers(rank, size * PART, torch.float32)
+    everyone = torch.stack([numbers(each, size * PART, torch.float32) for each in range(size)])
+    part = torch.empty(PART)
+    DirectReduceScatter()(output_tensor=part, input_tensor=gradient, group=group, op=dist.ReduceOp.SUM)
+    assert torch.equal(part, everyone.sum(0)[rank * PART : (rank + 1) * PART])
+    assert torch.equal(gradient, numbers(rank, size * PART, torch.float32)), "what was summed is as it was"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_parts_come_and_terms_are_added(num_ranks: int, dtype: torch.dtype) -> None:
+    run_ranks(num_ranks, gather_and_scatter, dtype)
+
+
+def meets_a_death(groups: Groups, members: tuple[int, ...]) -> str:
+    group = groups.group(members)
+    if group.rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    gradient, part = torch.zeros(len(members) << 20), torch.empty(1 << 20)
+    try:
+        DirectReduceScatter()(output_tensor=part, input_tensor=gradient, group=group, op=dist.ReduceOp.SUM)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_dies_is_an_error_for_the_others() -> None:
+    first, second, _ = run_ranks(3, meets_a_death, mourned=(2,))
+    assert first
+    assert second
+
+
+def averages(groups: Groups, members: tuple[int, ...]) -> None:
+    DirectReduceScatter()(torch.empty(1), torch.zeros(1), groups.group(members), dist.ReduceOp.AVG)
+
+
+def test_only_sums() -> None:
+    with pytest.raises(AssertionError, match="add their gradients up"):
+        run_ranks(1, averages)
