@@ -1,3 +1,4 @@
+import asyncio
 from functools import partial
 
 from hypothesis import HealthCheck, given, settings
@@ -9,6 +10,7 @@ from tests.loop.doubles import (
     FakeGenerators,
     FakeScorer,
     FakeTrainer,
+    InProcessGraders,
     Stage,
     random_delays,
     run,
@@ -33,6 +35,27 @@ def test_the_trainer_works_on_the_first_groups_while_others_are_generated(tmp_pa
     assert first_work < 2
     assert last_group_s > 10
     assert len(stage.diary.what("optim_step")) == 1
+
+
+class OneByOne(InProcessGraders):
+    """Rewards of one grader process, each of which takes a while."""
+
+    def __init__(self, tasks, seconds):
+        super().__init__(tasks)
+        self.free, self.seconds = asyncio.Lock(), seconds
+
+    async def reward(self, task, example, completion):
+        async with self.free:
+            await asyncio.sleep(self.seconds)
+        return await super().reward(task, example, completion)
+
+
+def test_answers_that_end_together_are_one_chunk_where_rewards_are_quick(tmp_path):
+    for seconds, chunks in ((0.005, ["forward_backward 8"]), (1.0, ["forward_backward 2"] * 4)):
+        graders = partial(OneByOne, seconds=seconds)
+        stage = Stage(tmp_path / str(seconds), max_steps=1, seq_len=100, graders=graders)
+        run(stage.go())
+        assert [what for what in stage.diary.what("forward_backward") if not what.endswith("done")] == chunks
 
 
 def test_the_next_chunk_is_scored_while_the_trainer_works(tmp_path):

@@ -8,6 +8,7 @@ started, which are too old. `Rollouts` puts groups in, `Loop` takes them out; th
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ductile.core.batch.chunking import chunk
@@ -16,6 +17,9 @@ from ductile.observe import Recorder
 from ductile.records import Prompt, Rollout, RolloutGroup
 from ductile.roles import Late
 from ductile.tasks.prompts import PromptPosition, Prompts
+
+MOMENT_S = 0.05
+"""How long groups are waited for that only lack rewards: a few dozen quick ones take no longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,36 +136,57 @@ class Buffer:
 
     # -- the trainer's side
 
-    async def take(self, wanted: int, *, groups_per_update: int, num_ranks: int, seq_len: int) -> list[RolloutGroup]:
+    async def take(
+        self,
+        wanted: int,
+        *,
+        groups_per_update: int,
+        num_ranks: int,
+        seq_len: int,
+        soon: Callable[[], int] = lambda: 0,
+    ) -> list[RolloutGroup]:
         """Between 1 and `wanted` groups, fresh enough to train on, in the order in which they were finished.
 
-        Waits for `put` or `fail`. Raises Late when nothing is enough for `timeout_s`.
+        Waits for `put` or `fail`, and then for at most `MOMENT_S` for groups that come `soon()`. Raises Late when
+        nothing is enough for `timeout_s`.
         """
+
+        def count(num_soon: int = 0) -> int:
+            return chunk(
+                [finished.num_tokens for finished in self._waiting],
+                wanted=wanted,
+                groups_per_update=groups_per_update,
+                num_ranks=num_ranks,
+                seq_len=seq_len,
+                soon=num_soon,
+            )
+
         try:
             async with asyncio.timeout(self._timeout_s):
-                while True:
-                    if self._error:
-                        raise self._error
-                    self._drop_stale()
-                    count = chunk(
-                        [finished.num_tokens for finished in self._waiting],
-                        wanted=wanted,
-                        groups_per_update=groups_per_update,
-                        num_ranks=num_ranks,
-                        seq_len=seq_len,
-                    )
-                    if count:
-                        break
-                    await self._changed.wait()
+                await self._until(count)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(MOMENT_S):
+                        await self._until(lambda: count(soon()))
+                num_groups = await self._until(count)
         except TimeoutError:
             raise Late(
                 f"no prompt group to train on within {self._timeout_s:g} s: {len(self._running)} groups are being "
                 f"generated, {len(self._waiting)} are finished and not enough"
             ) from None
-        taken, self._waiting = self._waiting[:count], self._waiting[count:]
-        self.num_taken += count
+        taken, self._waiting = self._waiting[:num_groups], self._waiting[num_groups:]
+        self.num_taken += num_groups
         self.wake()
         return [finished.group for finished in taken]
+
+    async def _until(self, count: Callable[[], int]) -> int:
+        """The first count of fresh groups that is not 0. Raises what `fail` was told."""
+        while True:
+            if self._error:
+                raise self._error
+            self._drop_stale()
+            if num_groups := count():
+                return num_groups
+            await self._changed.wait()
 
     def learned(self, groups: Sequence[RolloutGroup]) -> None:
         """The optimizer has used them: a resume does not ask these prompts again."""

@@ -22,6 +22,8 @@ class _Siblings:
 
     num_playing: int = 0
     num_finished: int = 0
+    num_grading: int = 0
+    """Of those that are played: they are generated, and wait for their reward."""
 
     def priority(self, num_turns: int) -> int:
         return priority_of_turn(num_turns, self.num_finished, self.num_playing + self.num_finished)
@@ -79,6 +81,11 @@ class Episodes:
         with self._among_siblings(prompt) as siblings:
             return await self._play(prompt, sampling, member, priority, siblings)
 
+    def num_grading(self, prompt: str) -> int:
+        """Answers to the prompt of this id that are generated, and wait for their reward."""
+        siblings = self._groups.get(prompt)
+        return siblings.num_grading if siblings else 0
+
     async def _play(
         self, prompt: Prompt, sampling: Sampling, member: int, priority: int, siblings: _Siblings
     ) -> Rollout:
@@ -120,7 +127,11 @@ class Episodes:
             messages += reply.messages
         if verdict is None:
             completion = Completion(answer, sum(tokens.mask), finish, num_turns, generation.token_ids)
-            verdict = await self._graders.reward(prompt.task, prompt.example, completion)
+            siblings.num_grading += 1
+            try:
+                verdict = await self._graders.reward(prompt.task, prompt.example, completion)
+            finally:
+                siblings.num_grading -= 1
         return Rollout(
             token_ids=tuple(tokens.ids),
             mask=tuple(tokens.mask),

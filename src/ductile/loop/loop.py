@@ -222,6 +222,7 @@ class Loop:
                 groups_per_update=groups_per_update,
                 num_ranks=self.trainer.num_ranks,
                 seq_len=self.plan.seq_len,
+                soon=self.rollouts.num_soon,
             )
 
     async def forward_backward(self, samples: Sequence[Sample]) -> None:

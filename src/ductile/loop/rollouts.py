@@ -51,6 +51,13 @@ class Rollouts:
         finished = self._finished.values()
         return sum(answers for answers, _ in finished), sum(tokens for _, tokens in finished)
 
+    def num_soon(self) -> int:
+        """Groups whose answers are all generated, and of which the buffer will hear when they are graded."""
+        return sum(
+            self._finished.get(prompt, (0, 0))[0] + self._episodes.num_grading(prompt) == self._group_size
+            for prompt in self._groups
+        )
+
     async def _fill(self) -> None:
         try:
             while True:

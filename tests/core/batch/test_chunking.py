@@ -25,6 +25,20 @@ def test_chunk(ready, wanted, num_ranks, taken, why):
     assert chunk(ready, wanted=wanted, groups_per_update=16, num_ranks=num_ranks, seq_len=100) == taken
 
 
+@pytest.mark.parametrize(
+    ("ready", "wanted", "soon", "taken", "why"),
+    [
+        ([10, 10, 10, 10], 16, 1, 0, "a quarter waits for what comes in a moment"),
+        ([10, 10, 10, 10], 16, 0, 4, "and does not where nothing comes"),
+        ([60, 40], 16, 3, 2, "a full micro-batch waits for nobody"),
+        ([10, 10], 2, 3, 2, "nor does all that is wanted"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_comes_soon(ready, wanted, soon, taken, why):
+    assert chunk(ready, wanted=wanted, groups_per_update=16, num_ranks=1, seq_len=100, soon=soon) == taken
+
+
 @given(
     st.lists(st.integers(1, 500), max_size=30),
     st.integers(1, 30),

@@ -3,7 +3,8 @@
 It need not wait for a whole batch: gradients accumulate. But a chunk costs a round of messages and lets ranks wait for
 each other, so it should be worth it. The trainer takes what is there, up to `MOST` full micro-batches a rank, as soon
 as there is one full micro-batch for every rank, or a quarter of the optimizer step's groups, or all that the step
-still wants.
+still wants. A quarter waits for groups that come in a moment: answers that were generated together are scored one after
+the other, and would make a chunk each.
 """
 
 from collections.abc import Sequence
@@ -12,15 +13,18 @@ MOST = 4
 """Micro-batches a rank in one chunk: enough to balance them well, few enough to overlap scoring with training."""
 
 
-def chunk(ready_tokens: Sequence[int], *, wanted: int, groups_per_update: int, num_ranks: int, seq_len: int) -> int:
+def chunk(
+    ready_tokens: Sequence[int], *, wanted: int, groups_per_update: int, num_ranks: int, seq_len: int, soon: int = 0
+) -> int:
     """How many of the waiting groups to take now; 0 means wait for more.
 
     ready_tokens: tokens of each group that waits, in the order in which they would be taken.
     wanted: groups that the current optimizer step still lacks, at least 1.
+    soon: further groups that will be there in a moment.
     """
     ready_tokens = ready_tokens[:wanted]
     full = num_ranks * seq_len
-    worth_it = sum(ready_tokens) >= full or 4 * len(ready_tokens) >= groups_per_update
+    worth_it = sum(ready_tokens) >= full or (not soon and 4 * len(ready_tokens) >= groups_per_update)
     if not ready_tokens or not (worth_it or len(ready_tokens) == wanted):
         return 0
     total = 0
