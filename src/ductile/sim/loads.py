@@ -36,7 +36,7 @@ class Loads:
         if not +here:
             del self._groups[group]
 
-    def route(self, group: str) -> Route:
+    def route(self, group: str, prompt_tokens: int) -> Route:
         """As `core.cluster.routing` has it: asked about the least loaded slot and the siblings' alone, it answers as if
         it were asked about all. Raises ValueError when nobody generates."""
         while self._least and self._tokens.get(self._least[0][1]) != self._least[0][0]:
@@ -46,7 +46,7 @@ class Loads:
         loads = [GeneratorLoad(slot, self._tokens[slot], near) for slot in siblings]
         if self._least and self._least[0][1] not in siblings:
             loads.append(GeneratorLoad(self._least[0][1], self._least[0][0]))
-        return route(group, loads)
+        return route(group, loads, prompt_tokens)
 
     def siblings(self, group: str, slot: int) -> bool:
         """Whether a sequence of the group is there: its prompt is cached."""

@@ -207,7 +207,7 @@ class Stage:
         while not self._loads:
             await self._generates.wait()
         self.started += 1
-        self._put(flight, self._loads.route(flight.request.group).slot)
+        self._put(flight, self._loads.route(flight.request.group, flight.prompt_tokens).slot)
 
     def abort(self, flight: Flight) -> None:
         name = flight.request.id

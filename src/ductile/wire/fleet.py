@@ -136,7 +136,8 @@ class RemoteGenerators:
 
     async def _take_off(self, flight: Flight) -> None:
         slots = await self._roster.some(f"request {flight.name}")
-        self._flights.board(flight, route(flight.request.group, self._flights.loads(slots)).slot)
+        request, loads = flight.request, self._flights.loads(slots)
+        self._flights.board(flight, route(request.group, loads, len(request.prompt)).slot)
         self._dispatch.send(flight)
 
     async def _landing(self, flight: Flight) -> Generation:

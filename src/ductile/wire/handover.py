@@ -160,7 +160,8 @@ class Handover:
             self._note(traveller.order, None, why=traveller.why)
             return False
         self._flights.board(flight, None)
-        traveller.target = route(flight.request.group, self._flights.loads(others)).slot
+        request = flight.request
+        traveller.target = route(request.group, self._flights.loads(others), len(request.prompt)).slot
         return True
 
     def _is_still_wanted(self, traveller: _Traveller) -> bool:

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ductile.core.cluster.routing import GeneratorLoad, predicted_tokens, route
+from ductile.core.cluster.routing import BLOCK_TOKENS, GeneratorLoad, predicted_tokens, route
 
 
 def test_the_fewest_remaining_tokens_wins_not_the_fewest_sequences():
@@ -19,6 +19,12 @@ def test_siblings_go_where_their_prompt_is_cached():
 
 def test_a_cached_prompt_is_not_worth_any_imbalance():
     assert route("g", [GeneratorLoad(1, 0), GeneratorLoad(2, 300, frozenset({"g"}))]).slot == 1
+
+
+def test_siblings_of_a_prompt_that_fills_no_block_are_strangers():
+    loads = [GeneratorLoad(1, 0), GeneratorLoad(2, 64, frozenset({"g"}))]
+    assert route("g", loads, BLOCK_TOKENS).slot == 2
+    assert route("g", loads, BLOCK_TOKENS - 1).slot == 1
 
 
 def test_a_request_without_a_group_has_no_siblings():

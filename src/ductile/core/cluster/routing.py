@@ -2,7 +2,8 @@
 
 The one with the least work ahead of it, counted in predicted tokens and not in sequences: sequences of a skewed length
 distribution are not alike. Siblings of a group go where their prompt is already cached, as long as that costs less
-than the cached prompt saves (`affinity_tokens` more predicted tokens than the least loaded generator).
+than the cached prompt saves (`AFFINITY_TOKENS` more predicted tokens than the least loaded generator). A prompt that
+fills no block of the cache is not shared.
 
 The caller keeps the books (a `GeneratorLoad` a slot) and asks again for every sequence.
 """
@@ -11,6 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ductile.core.cluster.placement import many
+
+AFFINITY_TOKENS = 256
+BLOCK_TOKENS = 16
+"""Of a cache's block, where `inference.block_size` is as it is by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +33,20 @@ class Route:
     reason: str
 
 
-def route(group: str, loads: Sequence[GeneratorLoad], affinity_tokens: float = 256) -> Route:
-    """The slot for one more sequence of `group` ("" for none). Ties go to the lowest slot number.
+def route(group: str, loads: Sequence[GeneratorLoad], prompt_tokens: int = BLOCK_TOKENS) -> Route:
+    """The slot for one more sequence of `group` ("" for none), with so long a prompt. Ties go to the lowest slot.
 
     Raises ValueError when there is no generator.
     """
     if not loads:
         raise ValueError("there is no generator to route to")
     least = min(loads, key=lambda load: (load.remaining_tokens, load.slot))
-    siblings = [load for load in loads if group and group in load.groups]
+    is_shared = group and prompt_tokens >= BLOCK_TOKENS
+    siblings = [load for load in loads if is_shared and group in load.groups]
     if siblings:
         near = min(siblings, key=lambda load: (load.remaining_tokens, load.slot))
         extra = near.remaining_tokens - least.remaining_tokens
-        if extra <= affinity_tokens:
+        if extra <= AFFINITY_TOKENS:
             return Route(
                 near.slot,
                 f"slot {near.slot} has the prompt of group {group} cached, for {many(round(extra), 'token')} more",
