@@ -44,6 +44,7 @@ class KVCache:
         # Zeros, not empty: padding is read and masked, and a masked NaN is still a NaN.
         self.keys = _zeros(shape, dtype, device)
         self.values = _zeros(shape, dtype, device)
+        self._rows = _rows(self.keys, self.values)
         self.block_size = block_size
         self.num_tokens = num_blocks * block_size
 
@@ -61,8 +62,9 @@ class KVCache:
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Put k and v [T, K, D] where `slots` [T] says: block * block_size + offset."""
-        self.keys[layer].flatten(0, 1).index_copy_(0, slots, k)
-        self.values[layer].flatten(0, 1).index_copy_(0, slots, v)
+        keys, values = self._rows[layer]
+        keys.index_copy_(0, slots, k)
+        values.index_copy_(0, slots, v)
 
     def read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """`blocks` [N, S / block size] -> keys and values [N, K, S, D]."""
@@ -90,6 +92,12 @@ class KVCache:
         positions = torch.arange(start, end)
         slots = torch.tensor(blocks)[positions // self.block_size] * self.block_size + positions % self.block_size
         return slots.to(self.keys.device)
+
+
+def _rows(keys: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """[layers, N, S, K, D] -> for each layer [N S, K, D], in the same memory. Made once: to make a view takes as
+    long as to write the new tokens of a step."""
+    return list(zip(keys.flatten(1, 2), values.flatten(1, 2), strict=True))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
@@ -122,9 +130,11 @@ class PagedAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, H, D], k and v [T, K, D] -> [T, H, D]"""
         self._cache.write(layer, self._slots, k, v)
+        if len(self._parts) == 1:
+            return self._parts[0].attend(layer, q, k, v)
         split = zip(self._parts, q.split(self._sizes), k.split(self._sizes), v.split(self._sizes), strict=True)
         outputs = [part.attend(layer, *qkv) for part, *qkv in split]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return torch.cat(outputs)
 
 
 class _Decode:
@@ -156,13 +166,16 @@ class _Window:
         self.next_members = _members(chunks, ahead=1)
         blocks = _padded_blocks(chunks, cache)
         self.room = _window_len(chunks)
-        self._keys, self._values = (self._gather(tensor, blocks) for tensor in (cache.keys, cache.values))
+        keys, values = (self._gather(tensor, blocks) for tensor in (cache.keys, cache.values))
+        self._rows = _rows(keys, values)
+        self._heads = list(zip(keys.transpose(2, 3), values.transpose(2, 3), strict=True))
         starts = torch.tensor([chunk.start for chunk in chunks], device=blocks.device)
         columns = torch.arange(self.room, device=blocks.device)
         mask = torch.zeros((len(chunks), self.room), dtype=cache.keys.dtype, device=blocks.device)
-        self._mask = mask.masked_fill_(columns > starts[:, None], -torch.inf)
+        self._mask = mask.masked_fill_(columns > starts[:, None], -torch.inf)[:, None, None, :]
         self._slots = torch.arange(len(chunks), device=blocks.device) * self.room + starts
         self._longest = chunks[-1].end
+        self._seen = self._mask[..., : self._longest]
 
     def advance(self, chunks: Sequence[Chunk]) -> None:
         """Go on to the next token of the same sequences."""
@@ -170,14 +183,15 @@ class _Window:
         self._slots += 1
         self._mask.view(-1).index_fill_(0, self._slots, 0.0)
         self._longest += 1
+        self._seen = self._mask[..., : self._longest]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q_NKGD = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2])
-        self._keys[layer].flatten(0, 1).index_copy_(0, self._slots, k)
-        self._values[layer].flatten(0, 1).index_copy_(0, self._slots, v)
-        keys, values = (x[layer, :, : self._longest].transpose(1, 2) for x in (self._keys, self._values))
-        mask = self._mask[:, None, None, : self._longest]
-        return scaled_dot_product_attention(q_NKGD, keys, values, attn_mask=mask).reshape(q.shape)
+        key_rows, value_rows = self._rows[layer]
+        key_rows.index_copy_(0, self._slots, k)
+        value_rows.index_copy_(0, self._slots, v)
+        keys, values = (x.narrow(2, 0, self._longest) for x in self._heads[layer])
+        return scaled_dot_product_attention(q_NKGD, keys, values, attn_mask=self._seen).reshape(q.shape)
 
     def _gather(self, cached: Tensor, blocks: Tensor) -> Tensor:
         window = cached.new_zeros((cached.shape[0], blocks.shape[0], self.room, *cached.shape[-2:]))
@@ -285,6 +299,9 @@ def _slots(chunks: Sequence[Chunk], block_size: int) -> np.ndarray:
     slots: list[int] = []
     for chunk in chunks:
         position = chunk.start
+        if chunk.count == 1:
+            slots.append(chunk.sequence.blocks[position // block_size] * block_size + position % block_size)
+            continue
         for block in chunk.blocks(block_size)[position // block_size :]:
             end = min(chunk.end, (position // block_size + 1) * block_size)
             first = block * block_size + position % block_size

@@ -14,8 +14,11 @@ BLOCK_BYTES = 1 << 18
 
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The same rows of each tensor, all of which have equally many; all rows at once on a GPU. Views, not copies."""
-    num_rows = len(tensors[0])
-    if tensors[0].device.type == "cpu":
-        widest = max(x[:1].numel() * x.element_size() for x in tensors)
-        num_rows = max(1, BLOCK_BYTES // max(1, widest))
+    if tensors[0].device.type != "cpu":
+        return iter((tensors,))
+    total_rows = len(tensors[0])
+    widest = max(x.nbytes for x in tensors) // max(1, total_rows)
+    num_rows = max(1, BLOCK_BYTES // max(1, widest))
+    if total_rows <= num_rows:
+        return iter((tensors,))
     return zip(*(x.split(num_rows) for x in tensors), strict=True)
