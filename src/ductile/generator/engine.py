@@ -17,6 +17,7 @@ from ductile.config.inference import InferenceConfig
 from ductile.core import cache_size
 from ductile.core.layout.spec import ModelSpec
 from ductile.generator.attention import KVCache, PagedAttention, order_for_attention
+from ductile.generator.columns import lay_by_columns, overwrite
 from ductile.generator.handoff import CacheUnavailable, HandedCache, fetch
 from ductile.generator.kv_cache import BlockPool
 from ductile.generator.limits import Limits, RequestRefused
@@ -48,6 +49,8 @@ class Engine:
         num_blocks = num_cache_blocks(model.spec, config, dtype, device, weights_bytes)
         self.config = config
         self.model = model.requires_grad_(False).eval()
+        if not device.startswith("cuda"):
+            lay_by_columns(self.model)
         self.version = version
         self.limits = Limits(model.spec.vocab_size, config.model.max_model_len, num_blocks * config.block_size)
         self.pool = BlockPool(num_blocks, config.block_size)
@@ -188,7 +191,7 @@ class Engine:
                     f"the model's has {tuple(parameter.shape)}"
                 )
         for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
+            overwrite(parameter, tensors[name])
         self.version = version
         self.scheduler.weights_changed(keep_cache=self.config.keep_cache_on_update)
 
