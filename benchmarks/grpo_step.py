@@ -9,6 +9,9 @@ each: roles apart (a train slot and a generate slot, generation at most one vers
 (every slot does both), one version ahead and strictly on-policy, as TRL is. Each side's best set-up counts; all
 are in the JSON. Set-ups alternate over `--rounds`.
 
+Of the step with the roles together, on-policy, the JSON also says where it goes: seconds by what its slots did, and by
+the phase of the loop. `--trace` writes when each slot did what, for https://ui.perfetto.dev.
+
     python benchmarks/grpo_step.py --json benchmarks/results/grpo_step.json      (needs `pip install -e .[bench]`)
 """
 
@@ -20,12 +23,14 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 
 from provenance import provenance
 
 HERE = Path(__file__).parent
+ON_POLICY = "ductile, roles together, on-policy"
 REWARD = "def reward(row, answer):\n    return float(len(set(answer)) % 7)\n"
 
 
@@ -109,8 +114,7 @@ def run_ductile(args: argparse.Namespace, work: Path, placement: dict[str, str],
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode:
         raise SystemExit(f"ductile ended with {done.returncode}:\n{done.stderr[-3000:]}")
-    rows = [json.loads(line) for line in (work / "ductile" / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if row["step"] > args.warmup]
+    steps = [row for row in lines(work / "ductile" / "metrics.jsonl") if row["step"] > args.warmup]
     expected = args.batch * args.tokens
     wrong = [row["step"] for row in steps if row["sampled_tokens"] != expected]
     if wrong:
@@ -118,9 +122,54 @@ def run_ductile(args: argparse.Namespace, work: Path, placement: dict[str, str],
     return [row["step_s"] for row in steps]
 
 
+def where_it_goes(folder: Path, warmup: int) -> dict[str, dict[str, float]]:
+    """Of the run in `folder`, medians over its steps: seconds of a slot by activity (an idle one by its cause), and of
+    the loop by phase, which overlap."""
+    slots: list[dict[str, float]] = []
+    for profile in profiles(folder, warmup):
+        seconds: dict[str, float] = {}
+        for _, start_s, end_s, activity, cause in profile["spans"]:
+            what = f"idle: {cause}" if cause else activity
+            seconds[what] = seconds.get(what, 0.0) + end_s - start_s
+        num_slots = len({slot for slot, *_ in profile["spans"]})
+        slots.append({what: spent_s / num_slots for what, spent_s in seconds.items()})
+    phases = [
+        {name.removeprefix("seconds/"): value for name, value in row.items() if name.startswith("seconds/")}
+        for row in lines(folder / "metrics.jsonl")
+        if row["step"] > warmup
+    ]
+    return {"slot": medians(slots), "loop": medians(phases)}
+
+
+def medians(rows: list[dict[str, float]]) -> dict[str, float]:
+    """By name; who has no number has spent no time."""
+    names = sorted({name for row in rows for name in row})
+    return {name: statistics.median(row.get(name, 0.0) for row in rows) for name in names}
+
+
+def write_trace(folder: Path, warmup: int, path: str) -> None:
+    """What each slot did, as Chrome's and Perfetto's viewers read it."""
+    events = [
+        {"name": cause or activity, "cat": activity, "ph": "X", "pid": 0, "tid": slot, "ts": 1e6 * start_s}
+        | {"dur": 1e6 * (end_s - start_s), "args": {"step": profile["step"]}}
+        for profile in profiles(folder, warmup)
+        for slot, start_s, end_s, activity, cause in profile["spans"]
+    ]
+    Path(path).write_text(json.dumps({"traceEvents": events}) + "\n")
+
+
+def profiles(folder: Path, warmup: int) -> list[dict[str, Any]]:
+    return [row for row in lines(folder / "events.jsonl") if row["kind"] == "profile" and row["step"] > warmup]
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json")
+    parser.add_argument("--trace", help="a file for when each slot did what, with the roles together, on-policy")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=3)
@@ -138,10 +187,11 @@ def main() -> None:
         "ductile, roles apart, one version ahead": lambda work: run_ductile(
             args, work, {"actor": "0", "rollout": f"1-{cores - 1}"}, 1
         ),
-        "ductile, roles together, on-policy": lambda work: run_ductile(args, work, {"actor,rollout": both}, 0),
+        ON_POLICY: lambda work: run_ductile(args, work, {"actor,rollout": both}, 0),
         "ductile, roles together, one version ahead": lambda work: run_ductile(args, work, {"actor,rollout": both}, 1),
     }
     seconds: dict[str, list[float]] = {name: [] for name in setups}
+    spent: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         make_model(work / "model")
@@ -153,22 +203,30 @@ def main() -> None:
             for name, run in setups.items():
                 steps = run(work)
                 seconds[name] += steps
+                if name == ON_POLICY:
+                    spent = where_it_goes(work / "ductile", args.warmup)
+                    if args.trace:
+                        write_trace(work / "ductile", args.warmup, args.trace)
                 print(f"round {number}  {name:45s} {statistics.median(steps):.3f} s a step", flush=True)
 
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    trl_s = min(value for name, value in medians.items() if name.startswith("trl"))
-    ductile_s = min(value for name, value in medians.items() if name.startswith("ductile"))
-    on_policy_s = medians["ductile, roles together, on-policy"]
+    median_s = {name: statistics.median(values) for name, values in seconds.items()}
+    trl_s = min(value for name, value in median_s.items() if name.startswith("trl"))
+    ductile_s = min(value for name, value in median_s.items() if name.startswith("ductile"))
+    on_policy_s = median_s[ON_POLICY]
     result = {
         "ratio_vs_trl": trl_s / ductile_s,
         "ratio_vs_trl_on_policy": trl_s / on_policy_s,
         "trl_s": trl_s,
         "ductile_s": ductile_s,
-        "median_step_s": medians,
-        "settings": {key: value for key, value in vars(args).items() if key != "json"},
+        "median_step_s": median_s,
+        "on_policy_step": spent,
+        "settings": {key: value for key, value in vars(args).items() if key not in ("json", "trace")},
         **provenance("ductile", "torch", "trl"),
     }
     print(f"TRL {trl_s:.3f} s, ductile {ductile_s:.3f} s: {trl_s / ductile_s:.2f} times faster")
+    for whose, parts in spent.items():
+        told = ", ".join(f"{what} {part_s:.3f}" for what, part_s in sorted(parts.items(), key=lambda part: -part[1]))
+        print(f"seconds of a {whose} in a step, on-policy: {told}")
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
 
