@@ -22,6 +22,7 @@ from ductile.core.layout.peak import Peak, arithmetic_of, compute_dtype
 from ductile.core.layout.spec import ModelSpec
 from ductile.fabric.device import name_of, peak_memory, peak_of
 from ductile.fabric.groups import Groups
+from ductile.model import varlen_attention
 from ductile.model.packed import PackedSamples
 from ductile.parallel.ranks import Ranks
 from ductile.records import Formation, MicroBatch, Sample
@@ -62,6 +63,7 @@ def run(setting: Setting, shape: str) -> dict[str, Any]:
         "tokens_a_micro_batch": num_tokens,
         "too_many_tokens_for_the_memory": too_many,
         "rows": rows,
+        "attention": attention_of(device, spec),
         "device": name_of(device),
         "peak_flops_per_s": peak.flops_per_s,
         "peak_source": peak.source,
@@ -72,6 +74,14 @@ def run(setting: Setting, shape: str) -> dict[str, Any]:
             f"{best['tokens_per_s']:,.0f} tokens/s, {memory.used_bytes / 2**30:.1f} GiB"
         ),
     }
+
+
+def attention_of(device: str, spec: ModelSpec) -> str:
+    if device == "cpu":
+        return "tiles, on a CPU"
+    capability = varlen_attention.capability_of(torch.device(device))
+    reason = varlen_attention.why_not(torch.bfloat16, spec.head_dim, capability)
+    return f"one call a document: {reason}" if reason else "one variable-length kernel a layer"
 
 
 def rows_of(
