@@ -186,7 +186,9 @@ def elastic() -> str:
     head = ("arm", "seconds", "of the best split", "tokens/s", "idle", "changes", "in `switch`")
     others = [f"{of['wall_s']:.0f} s ({count} train)" for count, of in splits.items() if count != str(train)]
     said = prose(
-        f"On {where('elastic')}. In single rounds `model` took {rounds('static')} against the best split, and",
+        f"On {where('elastic')}.",
+        f"The longest answer has {arms['model']['longest_by_median']:.0f} times the tokens of the median one.",
+        f"In single rounds `model` stood at {rounds('static')} against the best split, and at",
         f"{rounds('collocated')} against collocated. The other splits took {listed(others)}.",
         f"Deciding took the orchestrator {100 * arms['model']['deciding_share']:.1f} % of the time.",
     )
