@@ -34,3 +34,28 @@ def test_what_fails_meanwhile_is_not_a_slot_that_died(kind: str) -> None:
     first, second = ({slot: f"{topic} of {slot}".encode() for slot in range(3)} for topic in ("first", "second"))
     failed = ("RuntimeError", "no memory left for the copies")
     assert run_ranks(3, tell, kind) == [[first, second], [failed, second], [first, second]]
+
+
+LENGTHS = [(0, 0), (3, 508), (0, 509), (508, 509), (2000, 5)]
+"""Of the notes of two slots: short ones travel in one round, longer ones in two."""
+
+
+def tell_uneven(groups: Groups, members: tuple[int, ...]) -> list[tuple[bool, int]]:
+    slot, found = dist.get_rank(), []
+    board = GroupBoard(groups.group(members), slot, members, "cpu", 20.0)
+    for lengths in LENGTHS:
+        counted = count_gathers(board)
+        notes = board.exchange("uneven", bytes([65 + slot]) * lengths[slot])
+        right = notes == {other: bytes([65 + other]) * length for other, length in enumerate(lengths)}
+        found.append((right, len(counted)))
+    return found
+
+
+def count_gathers(board: GroupBoard) -> list[object]:
+    post, counted = GroupBoard._post, []
+    board._post = lambda value: (counted.append(value), post(board, value))[1]  # pyright: ignore
+    return counted
+
+
+def test_notes_of_any_lengths_arrive_and_short_ones_at_once() -> None:
+    assert run_ranks(2, tell_uneven) == [[(True, 1), (True, 1), (True, 2), (True, 2), (True, 2)]] * 2

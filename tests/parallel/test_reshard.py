@@ -1,7 +1,9 @@
 """Any placements on any ranks, moved on real processes: every tensor is filled with its own global index, bit patterns
 that no arithmetic survives included, and must come out as the same index under the other layout."""
 
+import gc
 import os
+import weakref
 
 import pytest
 import torch
@@ -245,6 +247,67 @@ def again_and_again(rank: int) -> list[object]:
 
 def test_a_resharder_plans_once() -> None:
     assert run_world(2, again_and_again) == [[1, False]] * 2
+
+
+def moved_elsewhere(rank: int) -> list[list[float]]:
+    """The same tensors, call after call, but what they are made of changes between the calls."""
+    resharder = ductile.Resharder(timeout_s=20.0)
+    mesh = init_device_mesh("cpu", (2,))
+    source = DTensor.from_local(torch.arange(4.0) + 4 * rank, mesh, [Shard(0)])
+    target, seen = torch.zeros(8), []
+    for step in range(3):
+        old = target.data
+        if step == 1:
+            target.data = torch.zeros(8)
+        if step == 2:
+            source._local_tensor = source._local_tensor + 10
+            target.data = torch.zeros(16)[::2]
+        resharder.reshard({"w": source}, {"w": target})
+        seen += [target.tolist(), old.tolist()] if step == 1 else [target.tolist()]
+    return seen
+
+
+def test_a_resharder_notices_that_a_tensor_has_other_memory() -> None:
+    first, second = list(range(8)), [value + 10 for value in range(8)]
+    assert run_world(2, moved_elsewhere) == [[first, first, first, second]] * 2
+
+
+def changed_on_one_rank(rank: int) -> tuple[list[list[float]], list[int]]:
+    resharder = ductile.Resharder(timeout_s=20.0)
+    source, target, filled, rounds = torch.zeros(4), torch.zeros(4), [], []
+    for step in range(4):
+        source.fill_(step)
+        if (rank, step) == (1, 2):
+            target = torch.zeros(4)
+        before = resharder._num_exchanges
+        resharder.reshard({"w": source if rank == 0 else None}, {"w": target})
+        filled.append(target.tolist())
+        rounds.append(resharder._num_exchanges - before)
+    return filled, rounds
+
+
+def test_what_is_the_same_on_all_ranks_is_neither_told_nor_planned_again() -> None:
+    filled = [[float(step)] * 4 for step in range(4)]
+    assert run_world(2, changed_on_one_rank) == [(filled, [6, 2, 5, 2])] * 2
+
+
+def held_tensors(rank: int) -> list[list[bool]]:
+    resharder = ductile.Resharder(timeout_s=20.0)
+    held, seen = [], []
+    for _ in range(3):
+        source, target = torch.ones(8), torch.zeros(8)
+        held += [weakref.ref(source), weakref.ref(target)]
+        resharder.reshard({"w": source if rank else None}, {"w": target})
+        del source, target
+        gc.collect()
+        seen.append([tensor() is not None for tensor in held])
+    return seen
+
+
+def test_a_resharder_holds_the_tensors_of_its_last_call_alone() -> None:
+    for rank, seen in enumerate(run_world(2, held_tensors)):
+        last = [bool(rank), True]
+        assert seen == [last, [False] * 2 + last, [False] * 4 + last]
 
 
 def many_times(rank: int, carrier: str) -> tuple[list[int], list[int]]:

@@ -28,7 +28,7 @@ def before(owner: type, method: str, action: Callable[[], None]) -> None:
     setattr(owner, method, wrapped)
 
 
-POINTS = {"planned": (Resharder, "_prepare"), "ready": (Transfer, "run"), "moved": (Resharder, "_conclude")}
+POINTS = {"planned": (Resharder, "_agree"), "ready": (Transfer, "run"), "moved": (Resharder, "_conclude")}
 
 
 def lose_one(rank: int, point: str, number: int, carrier: str) -> str:

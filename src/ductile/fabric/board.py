@@ -17,6 +17,9 @@ from ductile.fabric.carrier import TransferFailed
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.0002, 0.02
 """Between two looks at the store; each one is twice as long as the one before."""
+LENGTH_BYTES = 4
+SHORT_BYTES = 512 - LENGTH_BYTES
+"""Notes in a group that are no longer travel at once; others only when everybody knows how long the longest is."""
 Missing = Callable[[list[int]], None]
 """Called with the slots whose notes are awaited; raises when waiting for them is in vain."""
 
@@ -103,15 +106,28 @@ class GroupBoard:
         longest: int | None = None,
         meanwhile: Callable[[], None] = _nothing,
     ) -> dict[int, bytes]:
+        if longest is None:
+            notes = self._gather(topic, note, SHORT_BYTES)
+            longest = max(map(_length, notes))
+            if longest <= SHORT_BYTES:
+                meanwhile()
+                return self._named(notes)
+        assert len(note) <= longest, f"a note of {len(note)} bytes is longer than the longest"
+        return self._named(self._gather(topic, note, longest, meanwhile))
+
+    def _gather(
+        self, topic: str, note: bytes, longest: int, meanwhile: Callable[[], None] = _nothing
+    ) -> list[torch.Tensor]:
+        """Of each note its length, and as much of it as fits."""
+        framed = len(note).to_bytes(LENGTH_BYTES, "little") + note[:longest].ljust(longest, b"\0")
         with self._telling(topic):
-            if longest is None:
-                longest = int(max(self._wait(self._post(torch.tensor([len(note)])))))
-            framed = len(note).to_bytes(4, "little") + note.ljust(longest, b"\0")
             posted = self._post(torch.frombuffer(bytearray(framed), dtype=torch.uint8))
         meanwhile()  # its errors are not those of a slot that died
         with self._telling(topic):
-            notes = self._wait(posted)
-        return {member: _unframed(note.numpy().tobytes()) for member, note in zip(self.members, notes, strict=True)}
+            return self._wait(posted)
+
+    def _named(self, notes: list[torch.Tensor]) -> dict[int, bytes]:
+        return {member: _note(framed) for member, framed in zip(self.members, notes, strict=True)}
 
     @contextmanager
     def _telling(self, topic: str) -> Iterator[None]:
@@ -136,5 +152,9 @@ class GroupBoard:
         return [one.cpu() for one in found]
 
 
-def _unframed(framed: bytes) -> bytes:
-    return framed[4 : 4 + int.from_bytes(framed[:4], "little")]
+def _length(framed: torch.Tensor) -> int:
+    return int.from_bytes(framed[:LENGTH_BYTES].numpy().tobytes(), "little")
+
+
+def _note(framed: torch.Tensor) -> bytes:
+    return framed[LENGTH_BYTES : LENGTH_BYTES + _length(framed)].numpy().tobytes()

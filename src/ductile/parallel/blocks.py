@@ -40,6 +40,7 @@ class Block:
     def piece(self) -> Piece:
         return Piece(self.start, tuple(self.data.shape), tuple(self.data.stride()))
 
+    @cached_property
     def memory(self) -> Tensor:
         """From the first element to the last, flat, with whatever lies between."""
         return self.data.as_strided((self.piece.size,), (1,), self.data.storage_offset())
@@ -48,6 +49,37 @@ class Block:
         """The same block of `other`, which lies as `whole` does, the tensor that `data` is a view of."""
         offset = other.storage_offset() + self.data.storage_offset() - whole.storage_offset()
         return Block(self.shape, self.start, other.as_strided(self.data.shape, self.data.stride(), offset))
+
+
+class KnownBlocks:
+    """`blocks_of` the tensors of one state, which remembers those of the state before: what still lies as it did is not
+    described again."""
+
+    def __init__(self, before: "KnownBlocks | None" = None) -> None:
+        self._before = before._now if before is not None else {}
+        self._now: dict[int, tuple[Tensor, tuple[object, ...], list[Block]]] = {}
+        """By the tensor's id: the tensor, how it lies, its blocks."""
+
+    def of(self, name: str, tensor: Tensor) -> list[Block]:
+        """To be called without gradients."""
+        known = self._before.get(id(tensor))
+        if known is None or known[0] is not tensor or known[1] != _lying(tensor):
+            blocks = blocks_of(name, tensor)
+            known = tensor, _lying(tensor), blocks  # not before: what is no plain memory has no address
+        self._now[id(tensor)] = known
+        return known[2]
+
+    def forget(self) -> None:
+        """The state is whole: nothing of the one before is needed any more."""
+        self._before = {}
+
+
+def _lying(tensor: Tensor) -> tuple[object, ...]:
+    """All that its blocks follow from."""
+    local, mesh, placements = tensor, None, None
+    if isinstance(tensor, DTensor):
+        local, mesh, placements = tensor.to_local(), tensor.device_mesh, tensor.placements
+    return local.data_ptr(), local.shape, local.stride(), local.dtype, tensor.shape, mesh, placements
 
 
 def blocks_of(name: str, tensor: Tensor) -> list[Block]:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ductile.core.layout.described import Held, Piece, buffer_name
 from ductile.core.transfer.cells import NotReshardable
-from ductile.parallel.blocks import Block, blocks_of, plain
+from ductile.parallel.blocks import Block, KnownBlocks, plain
 from ductile.parallel.megatron import MegatronModule, ShardedTensor, ShardedTensorFactory, sharded_block
 
 State = Any
@@ -36,14 +36,16 @@ class Inventory:
 
     With `source`, the description of another state, this one is to be overwritten by it: an optimizer that has not
     stepped gets, as zeros, what the source's keeps for its parameters, and a tied tensor counts under its first name
-    alone. Raises `NotReshardable` for what cannot be described.
+    alone. What lies as it did in the inventory `before` is not described again. Raises `NotReshardable` for what cannot
+    be described.
     """
 
     @torch.no_grad()
-    def __init__(self, state: State, source: Sequence[Held] | None = None) -> None:
+    def __init__(self, state: State, source: Sequence[Held] | None = None, before: "Inventory | None" = None) -> None:
         self.tensors: dict[str, list[Block]] = {}
         self.left_out: list[str] = []
         self._once = source is not None
+        self._known = KnownBlocks(before._known if before is not None else None)
         self._owners: dict[int, tuple[str, Tensor]] = {}
         """By the parameter's id: its name, and the memory that its blocks are views of."""
         self._names: dict[tuple[int, ...], str] = {}
@@ -57,6 +59,7 @@ class Inventory:
         self._source = source or ()
         for optimizer in optimizers:
             self._add_optimizer(optimizer)
+        self._known.forget()
 
     def held(self) -> list[Held]:
         """The description of it all, tensors that lie alike together."""
@@ -79,7 +82,18 @@ class Inventory:
     @cached_property
     def buffers(self) -> dict[str, Tensor]:
         """Their memory, flat."""
-        return {name: block.memory() for name, block in self.blocks.items()}
+        return {name: block.memory for name, block in self.blocks.items()}
+
+    def is_like(self, other: "Inventory") -> bool:
+        """The same names, in the same memory, which they share out alike."""
+        if self.tensors == other.tensors:  # the same blocks: nothing had to be described again
+            return self.left_out == other.left_out
+        pairs = zip(self.buffers.items(), other.buffers.items(), strict=True)
+        return (
+            self.left_out == other.left_out
+            and self.held() == other.held()
+            and all(a == b and here.data_ptr() == there.data_ptr() for (a, here), (b, there) in pairs)
+        )
 
     def _add(self, name: str, part: State, optimizers: list[torch.optim.Optimizer]) -> None:
         match part:
@@ -93,7 +107,7 @@ class Inventory:
                 for key, parameter, blocks in part.blocks():
                     self._own(_join(name, key), parameter, blocks)
             case Tensor():
-                self._own(name, part, blocks_of(name, part))
+                self._own(name, part, self._known.of(name, part))
             case Block():
                 self._put(name, [replace(part, data=plain(name, part.data.detach()))])
             case ShardedTensorFactory():
@@ -119,7 +133,7 @@ class Inventory:
             for wrapper in WRAPPERS:
                 name = name.replace(wrapper, "")
             if isinstance(value, Tensor) and not name.endswith("_extra_state"):
-                self._own(name, value, blocks_of(name, value))
+                self._own(name, value, self._known.of(name, value))
             else:
                 self.left_out.append(name)
 
@@ -136,10 +150,11 @@ class Inventory:
     def _own(self, name: str, tensor: Tensor, blocks: list[Block]) -> None:
         # Tied parameters have several names. Optimizers know them by the first.
         self._owners.setdefault(id(tensor), (name, tensor))
-        first = blocks[0].data
-        memory = (first.data_ptr(), *first.shape, *first.stride())
-        if not (self._once and first.numel()) or self._names.setdefault(memory, name) == name:
-            self._put(name, blocks)
+        if self._once and (first := blocks[0].data).numel():
+            memory = (first.data_ptr(), *first.shape, *first.stride())
+            if self._names.setdefault(memory, name) != name:
+                return
+        self._put(name, blocks)
 
     def _put(self, name: str, blocks: Iterable[Block]) -> None:
         for block in blocks:
@@ -181,7 +196,7 @@ class Inventory:
             self.left_out.append(name)
             return
         if isinstance(value, DTensor) or value.ndim == 0:
-            self._put(name, blocks_of(name, value))
+            self._put(name, self._known.of(name, value))
             return
         if isinstance(parameter, DTensor) or (value.shape, value.stride()) != (parameter.shape, parameter.stride()):
             raise NotReshardable(
