@@ -3,26 +3,35 @@
 A GPT-like model of 790 MiB in fp32 (12 layers, hidden 1024, 16 and 8 heads, vocabulary 32,000) on 4 processes of this
 host. tp is the inner axis, and what tp leaves over is data-parallel replicas.
 
-contender   what it does
-  shm         ductile: every slot reads its peers' memory
-  gloo        ductile: messages through gloo alone
-  dcp         torch.distributed.checkpoint: save to tmpfs, load
-  dtensor     DTensor.full_tensor() of one tensor after the other, then the slice
-  mcore       megatron-core's `reshard_model_weights` over gloo; left out when it is not installed
-  ... ver.    ductile again, with fingerprints of all that moves, on both sides; the peers check nothing
+contender        what it does                                                                          what it checks
+  ours           `ductile.Resharder().reshard(old, new)` on DTensors, by default, from the second      all that moves
+                 call on: describe, agree, transfer, verdict
+  transfer       what the trainer does in its pause: `Transfer`, made ready before, by default         all that moves
+  - unverified   the same with verify="off", which neither the trainer nor `reshard` does by default   nothing
+  messages       `Transfer` through gloo instead of reads, by default                                  all that moves
+  - unverified   the same with verify="off"                                                            nothing
+  dcp            torch.distributed.checkpoint: save to tmpfs, load                                     nothing
+  dtensor        DTensor.full_tensor() of one tensor after the other, then the slice                   nothing
+  mcore          megatron-core's `reshard_model_weights` over gloo                                     nothing
 
-The rules are the same for all: everybody moves the same tensors, from the same memory into the same memory. Both
-layouts lie in windows (`ductile.fabric.window`), touched beforehand; what contenders allocate by themselves is on huge
-pages where the kernel has them (`THP_MEM_ALLOC_ENABLE=1`), and glibc copies 64 KiB and more past the cache
-(`GLIBC_TUNABLES`). Plans are made in the first run, which does not count; contenders take turns. A time is that of the
-slowest rank, from a barrier to a barrier. Every contender's result is compared with the expected one, element by
-element, once. The second table moves the two moments of Adam as well, which DCP can do too.
+`ratio_vs_best_peer` is the fastest of dcp, dtensor and mcore over `ours`: what a user gets by default, verified, over
+peers that verify nothing. In tp1->4 no bytes move between ranks: every rank has what it needs, and only copies.
+
+To check means xxh3 over every byte that goes from rank to rank, taken by the one that has it and by the one that gets
+it, and compared: by all ranks before `reshard` returns; by the orchestrator after `Transfer`, which is not in its time.
+
+The rules are the same for all: everybody moves the same tensors, from the same memory into the same memory, touched
+beforehand: ordinary memory as the trainer allocates it (`ductile.fabric.pages`), in processes that are started as
+ductile starts its own. What contenders allocate by themselves is on huge pages, too, where the kernel has them
+(`THP_MEM_ALLOC_ENABLE=1`). Plans are made in the first run, which does not count; contenders take turns. A time is that
+of the slowest rank, from a barrier to a barrier. Every contender's result is compared with the expected one, element by
+element, once. The second table moves the two moments of Adam as well, which DCP and DTensor can do too.
 
 Two limits take turns with the contenders. Memory: what 4 processes copy at once, each from one large buffer of its own
-to another, in windows or on huge pages, whichever is faster. Loopback: what they send each other at once through gloo.
-A contender's part of the limit is the time that its bytes would take at these speeds, over the time that it takes:
-bytes that stay on a rank are copied, the others are copied (shm) or sent (gloo). Each turn begins after a short rest:
-what ran before has left the processes unevenly on the cores.
+to another, in the same kind of memory. Loopback: what they send each other at once through gloo. `fraction_of_limit` is
+the time that the bytes of `ours` would take at the memory's speed, over the time that it takes, checks included: bytes
+that stay on a rank are copied once, and so are those that move. Each turn begins after a short rest: what ran before
+has left the processes unevenly on the cores.
 
     python benchmarks/reshard.py --json benchmarks/results/reshard.json
 """
@@ -49,29 +58,42 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import ductile
 from ductile.core.layout.layout import Layout, Tensor
 from ductile.core.layout.mesh import Mesh
 from ductile.core.layout.sharding import Shard, place
 from ductile.core.transfer.plan import Plan
 from ductile.core.transfer.reshard import Planner
 from ductile.core.transfer.topology import MIB
-from ductile.fabric import heap, rendezvous, window
+from ductile.fabric import heap, pages, rendezvous
 from ductile.fabric.board import GroupBoard
 from ductile.fabric.choice import choose
 from ductile.fabric.memory import copy
 from ductile.fabric.transfer import Transfer
+from ductile.launch.local import FREED_MEMORY_STAYS
 from peers import reshard as peers
 from provenance import provenance
 
 RANKS = 4
 HIDDEN, INNER, HEADS, KEY_HEADS, VOCABULARY, LAYERS = 1024, 2816, 16, 8, 32_000, 12
 PAIRS = {"tp4->2": (4, 2), "tp2->4": (2, 4), "tp4->1": (4, 1), "tp1->4": (1, 4)}
+PEERS = {"dcp": peers.checkpoint, "dtensor": peers.gather, "mcore": peers.Refit}
+OURS = ("ours", "transfer", "transfer unverified", "messages", "messages unverified")
+PEERS_OF = {"weights": ("dcp", "dtensor", "mcore"), "moments": ("dcp", "dtensor")}
+"""By table."""
+KINDS = {"weights": [""], "moments": ["", "exp_avg.", "exp_avg_sq."]}
+VERIFIED = {
+    "ours": "all bytes that move, by xxh3 on both sides, compared by all ranks before anybody returns",
+    "transfer": "all bytes that move, by xxh3 on both sides",
+    "messages": "all bytes that move, by xxh3 on both sides",
+} | dict.fromkeys(("transfer unverified", "messages unverified", *PEERS), "nothing")
 COPIED_BYTES, SENT_BYTES = 192 * MIB, 16 * MIB
-"""For the limits: by each process at once. Every rank's part of the weights is larger than what is copied."""
+"""For the limits: by each process at once."""
 REST_S = 0.05
 TIMEOUT_S = 120.0
 
 Times = dict[str, list[float]]
+Run = Callable[[], object]
 
 
 def tensors(kinds: list[str]) -> dict[str, tuple[tuple[int, ...], int | None]]:
@@ -118,13 +140,11 @@ def contents(tp: int, kinds: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def local(tp: int, kinds: list[str], fill: bool) -> dict[str, torch.Tensor]:
-    """This rank's tensors, in one window: `contents`, or zeros."""
-    cut = {
-        name: tuple(length // tp if axis == dim else length for axis, length in enumerate(shape))
-        for name, (shape, dim) in tensors(kinds).items()
-    }
-    buffers = window.allocate({name: (torch.float32, prod(shape)) for name, shape in cut.items()})
-    found = {name: buffer.view(cut[name]) for name, buffer in buffers.items()}
+    """This rank's tensors, in memory as the trainer has it: `contents`, or zeros."""
+    found: dict[str, torch.Tensor] = {}
+    for name, (shape, dim) in tensors(kinds).items():
+        cut = tuple(length // tp if axis == dim else length for axis, length in enumerate(shape))
+        found[name] = pages.zeros(prod(cut), torch.float32, "cpu").view(cut)
     if fill:
         for name, numbers in contents(tp, kinds):
             found[name].copy_(numbers)
@@ -136,6 +156,7 @@ def measure_pair(
 ) -> dict[str, Any]:
     """What this rank measured for one change of layout."""
     before, after = tp
+    probes = limits()  # before the states: the last ones to come may find no huge pages any more
     job = peers.Job(
         local(before, kinds, fill=True),
         local(after, kinds, fill=False),
@@ -144,13 +165,10 @@ def measure_pair(
         (RANKS // after, after),
         folder,
     )
-    plans: dict[str, Plan] = {}
-    runs: dict[str, Callable[[], object]] = {}
-    for name in contenders:
-        if name in ("shm", "gloo"):
-            plans[name], runs[name], runs[f"{name} verified"] = ours(name == "shm", job, kinds, after, before)
-        else:
-            runs[name] = {"dcp": peers.checkpoint, "dtensor": peers.gather, "mcore": peers.Refit}[name](job)
+    layouts = layout(before, kinds), layout(after, kinds)
+    reads, messages = transfers(True, job, layouts), transfers(False, job, layouts)
+    runs: dict[str, Run] = dict(zip(OURS, (library(job), *reads[1], *messages[1]), strict=True))
+    runs |= {name: PEERS[name](job) for name in contenders}
     for name, run in runs.items():
         for tensor in job.new.values():
             tensor.zero_()
@@ -161,7 +179,6 @@ def measure_pair(
         wrong = [tensor for tensor, numbers in contents(after, kinds) if not torch.equal(job.new[tensor], numbers)]
         if wrong:
             raise AssertionError(f"{name}: {len(wrong)} tensors are wrong, {wrong[0]} among them")
-    probes = limits(job)  # what they write to `job.new`, the next contender overwrites
     for _, run in probes.values():
         run()
     in_turn = runs | {name: run for name, (_, run) in probes.items()}
@@ -169,12 +186,12 @@ def measure_pair(
     for _ in range(repeats):
         for name, run in in_turn.items():
             times[name].append(timed(run))
-    planned = next(iter(plans.values()))
+    plans = {"reads": reads[0], "messages": messages[0]}
     found: dict[str, Any] = {
         "times": times,
         "limit_bytes": {name: num_bytes for name, (num_bytes, _) in probes.items()},
-        "wire_bytes": planned.wire_bytes,
-        "kept_bytes": sum(planned.kept.values()),
+        "wire_bytes": reads[0].wire_bytes,
+        "kept_bytes": sum(reads[0].kept.values()),
         "plans": {
             name: {
                 "operations": plan.num_messages,
@@ -193,20 +210,30 @@ def measure_pair(
     return found
 
 
-def ours(
-    one_sided: bool, job: peers.Job, kinds: list[str], after: int, before: int
-) -> tuple[Plan, Callable[[], object], Callable[[], object]]:
+def library(job: peers.Job) -> Run:
+    """As somebody calls it who has DTensors and read docs/library.md."""
+    resharder = ductile.Resharder(timeout_s=TIMEOUT_S)
+    old, new = peers.dtensors(job.old, job, job.before), peers.dtensors(job.new, job, job.after)
+
+    def run() -> None:
+        report = resharder.reshard(old, new)
+        assert report.carrier.startswith("peer_memory"), report.carrier
+
+    return run
+
+
+def transfers(one_sided: bool, job: peers.Job, layouts: tuple[Layout, Layout]) -> tuple[Plan, list[Run]]:
+    """Verified and not."""
     group = dist.group.WORLD
     assert group is not None
     board = GroupBoard(group, dist.get_rank(), range(RANKS), "cpu", TIMEOUT_S)
     carrier, reason = choose(board, "cpu", lambda: group, one_sided)
     assert carrier.one_sided == one_sided, reason
-    plan = Planner(relays=not one_sided).plan(layout(before, kinds), layout(after, kinds))
-    moves = [Transfer(plan, dist.get_rank(), job.old, job.new, carrier, verify) for verify in ("off", "moved")]
-    return plan, moves[0].run, moves[1].run
+    plan = Planner(relays=not one_sided).plan(*layouts)
+    return plan, [Transfer(plan, dist.get_rank(), job.old, job.new, carrier, verify).run for verify in ("moved", "off")]
 
 
-def timed(run: Callable[[], object]) -> float:
+def timed(run: Run) -> float:
     dist.barrier()
     time.sleep(REST_S)
     dist.barrier()
@@ -216,18 +243,9 @@ def timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def limits(job: peers.Job) -> dict[str, tuple[int, Callable[[], object]]]:
-    """(bytes of all processes together, what moves them): copied in two kinds of memory, and sent through gloo.
-
-    The windows are the layouts' own: with others, the moments would not fit into 24 GiB.
-    """
-    buffers = {
-        "windows": (stretch(job.old), stretch(job.new)),
-        "huge pages": tuple(torch.ones(COPIED_BYTES, dtype=torch.uint8) for _ in range(2)),
-    }
-    found: dict[str, tuple[int, Callable[[], object]]] = {
-        where: (RANKS * COPIED_BYTES, partial(copy, *pair)) for where, pair in buffers.items()
-    }
+def limits() -> dict[str, tuple[int, Run]]:
+    """(bytes of all processes together, what moves them): copied in memory, and sent through gloo."""
+    copied = [pages.zeros(COPIED_BYTES, torch.uint8, "cpu") for _ in range(2)]
     others = [rank for rank in range(RANKS) if rank != dist.get_rank()]
     staged = {rank: [torch.ones(SENT_BYTES, dtype=torch.uint8) for _ in range(2)] for rank in others}
 
@@ -239,13 +257,10 @@ def limits(job: peers.Job) -> dict[str, tuple[int, Callable[[], object]]]:
                 assert work is not None
                 work.wait()
 
-    return found | {"loopback": (4 * RANKS * len(others) * SENT_BYTES, exchange)}
-
-
-def stretch(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The beginning of the window that they all lie in."""
-    storage = next(iter(tensors.values())).untyped_storage()
-    return torch.empty(0, dtype=torch.uint8).set_(storage)[:COPIED_BYTES]
+    return {
+        "memory": (RANKS * COPIED_BYTES, partial(copy, *copied)),
+        "loopback": (4 * RANKS * len(others) * SENT_BYTES, exchange),
+    }
 
 
 def rank_main(connection: Connection, rank: int, address: str, options: argparse.Namespace, tmpfs: str) -> None:
@@ -253,16 +268,13 @@ def rank_main(connection: Connection, rank: int, address: str, options: argparse
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=rendezvous.connect(address, TIMEOUT_S), rank=rank, world_size=RANKS)
-    contenders = {"weights": ["shm", "gloo", "dcp", "dtensor"], "moments": ["shm", "gloo", "dcp"]}
-    if find_spec("megatron"):
-        contenders["weights"].append("mcore")
-    kinds = {"weights": [""], "moments": ["", "exp_avg.", "exp_avg_sq."]}
     found: dict[str, Any] = {}
     for table in options.tables:
         found[table] = {}
         for name in options.pairs:
             folder = f"{tmpfs}/{table}-{name}"
-            found[table][name] = measure_pair(PAIRS[name], kinds[table], contenders[table], options.repeats, folder)
+            contenders = [peer for peer in PEERS_OF[table] if peer not in missing()]
+            found[table][name] = measure_pair(PAIRS[name], KINDS[table], contenders, options.repeats, folder)
             gc.collect()
             heap.give_back()  # what contenders have allocated and freed by themselves: the moments need the room
             dist.barrier()
@@ -272,6 +284,11 @@ def rank_main(connection: Connection, rank: int, address: str, options: argparse
     connection.send(found)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def missing() -> list[str]:
+    """Peers that are not installed."""
+    return [] if find_spec("megatron") else ["mcore"]
 
 
 def run_ranks(context: ForkServerContext, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -304,27 +321,28 @@ def summarise(ranks: list[dict[str, Any]], table: str) -> list[dict[str, Any]]:
         }
         median = {name: statistics.median(values) for name, values in times.items()}
         speed = {name: num_bytes / median[name] for name, num_bytes in first["limit_bytes"].items()}
-        limit = {"memory": max(speed["windows"], speed["huge pages"]), "loopback": speed["loopback"]}
         wire, kept = first["wire_bytes"], first["kept_bytes"]
-        by_memory = (wire + kept) / limit["memory"]
-        by_loopback = wire / limit["loopback"] + kept / limit["memory"]
-        peer_times = [median[name] for name in ("dcp", "mcore") if name in median]
-        row: dict[str, Any] = {"pair": pair} | {
-            f"{label}_s": median.get(name)
-            for label, name in (
-                ("ours_shm", "shm"), ("ours_gloo", "gloo"), ("dcp", "dcp"), ("dtensor", "dtensor"), ("mcore", "mcore"),
-                ("ours_shm_verified", "shm verified"), ("ours_gloo_verified", "gloo verified"),
-            )
-        }  # fmt: skip
+        by_memory = (wire + kept) / speed["memory"]
+        by_loopback = wire / speed["loopback"] + kept / speed["memory"]
+        best = min((name for name in PEERS if name in median), key=lambda name: median[name])
+        row: dict[str, Any] = {
+            "pair": pair,
+            "moves": f"{wire / MIB:.0f} MiB between ranks" if wire else "no bytes between ranks",
+        }
+        row |= {f"{name.replace(' ', '_')}_s": median[name] for name in (*OURS, *PEERS) if name in median}
         row |= {
-            "ratio_vs_best_peer": min(peer_times) / median["shm"],
-            "gloo_ratio_vs_best_peer": min(peer_times) / median["gloo"],
-            "fraction_of_limit": by_memory / median["shm"],
-            "gloo_fraction_of_limit": by_loopback / median["gloo"],
-            "limits_bytes_s": limit | speed,
+            "best_peer": best,
+            "ratio_vs_best_peer": median[best] / median["ours"],
+            "transfer_ratio_vs_best_peer": median[best] / median["transfer"],
+            "messages_ratio_vs_best_peer": median[best] / median["messages"],
+            "fraction_of_limit": by_memory / median["ours"],
+            "transfer_fraction_of_limit": by_memory / median["transfer"],
+            "messages_fraction_of_limit": by_loopback / median["messages"],
+            "limits_bytes_s": speed,
             "wire_bytes": wire,
             "kept_bytes": kept,
             "min_s": {name: min(values) for name, values in times.items()},
+            "max_s": {name: max(values) for name, values in times.items()},
             "plans": first["plans"],
         }
         if "mcore_wire" in first:
@@ -340,35 +358,36 @@ def updated(known: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dic
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:
-    print(f"\n{title}; seconds, medians")
-    columns = ("ours_shm", "ours_gloo", "dcp", "dtensor", "mcore", "ours_shm_verified", "ours_gloo_verified")
-    heads = ("shm", "gloo", "dcp", "dtensor", "mcore", "shm ver.", "gloo ver.")
-    print(
-        f"{'':8}" + "".join(f"{head:>10}" for head in heads) + f"{'x peer':>8}{'limit':>7}{'gloo':>7}{'MiB':>7} moved"
-    )
+    print(f"\n{title}; seconds, medians. Ours, transfer and messages are verified; the peers verify nothing.")
+    heads = ("ours", "transfer", "- unver.", "messages", "- unver.", *PEERS)
+    print(f"{'':8}" + "".join(f"{head:>10}" for head in heads) + f"{'x peer':>8}{'of limit':>10}   moves")
     for row in rows:
-        cells = "".join(f"{'-':>10}" if row[f"{c}_s"] is None else f"{row[f'{c}_s']:10.3f}" for c in columns)
-        fractions = f"{row['fraction_of_limit']:7.2f}{row['gloo_fraction_of_limit']:7.2f}"
-        print(
-            f"{row['pair']:8}{cells}{row['ratio_vs_best_peer']:8.1f}{fractions}{row['wire_bytes'] / MIB:7.0f}"
-            f"{row['limits_bytes_s']['memory'] / 1e9:12.1f} and {row['limits_bytes_s']['loopback'] / 1e9:.1f} GB/s"
-        )
+        columns = [f"{name.replace(' ', '_')}_s" for name in (*OURS, *PEERS)]
+        cells = "".join(f"{row[name]:10.3f}" if name in row else f"{'-':>10}" for name in columns)
+        ratio, fraction = row["ratio_vs_best_peer"], row["fraction_of_limit"]
+        print(f"{row['pair']:8}{cells}{ratio:8.2f}{fraction:10.2f}   {row['moves']}")
+    speeds = [row["limits_bytes_s"] for row in rows]
+    for name in ("memory", "loopback"):
+        slowest, fastest = (pick(speed[name] for speed in speeds) / 1e9 for pick in (min, max))
+        print(f"limit of the {name}: {slowest:.1f} to {fastest:.1f} GB/s")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--tables", nargs="+", choices=("weights", "moments"), default=["weights", "moments"])
+    parser.add_argument("--tables", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=list(PAIRS))
     options = parser.parse_args()
+    if missing():
+        print("megatron-core is not installed (pip install -e .[bench]): mcore is not measured", file=sys.stderr)
     os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # torch reads it when a process allocates for the first time
-    os.environ["GLIBC_TUNABLES"] = "glibc.cpu.x86_non_temporal_threshold=65536"  # read when a process starts
+    os.environ |= FREED_MEMORY_STAYS  # read when a process starts
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "torch.distributed.tensor"])
     ranks = run_ranks(context, options)
-    packages = ("torch", "numpy", *(("megatron-core",) if find_spec("megatron") else ()))
-    origin = {**provenance(*packages), "repeats": options.repeats}
+    packages = ("torch", "numpy", *(() if missing() else ("megatron-core",)))
+    origin = {**provenance(*packages), "repeats": options.repeats, "verified": VERIFIED, "not_measured": missing()}
     # What was not measured now stays as it is.
     results: dict[str, Any] = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     if "weights" in options.tables:

@@ -35,7 +35,7 @@ class Job:
 
 def checkpoint(job: Job) -> Run:
     """DCP through tmpfs: save, load into the new tensors. No fsync, plans cached, one file a rank."""
-    saved, loaded = _dtensors(job.old, job, job.before), _dtensors(job.new, job, job.after)
+    saved, loaded = dtensors(job.old, job, job.before), dtensors(job.new, job, job.after)
     planner = DefaultSavePlanner(enable_plan_caching=True)
     warnings.filterwarnings("ignore", "Detected an existing checkpoint")
 
@@ -49,7 +49,7 @@ def checkpoint(job: Job) -> Run:
 
 def gather(job: Job) -> Run:
     """DTensor: the full tensor on every rank, one tensor at a time, then the slice that is wanted."""
-    tensors = _dtensors(job.old, job, job.before)
+    tensors = dtensors(job.old, job, job.before)
     size, at = job.after[1], dist.get_rank() % job.after[1]
 
     def run() -> None:
@@ -60,7 +60,7 @@ def gather(job: Job) -> Run:
     return run
 
 
-def _dtensors(tensors: dict[str, torch.Tensor], job: Job, sizes: tuple[int, int]) -> dict[str, DTensor]:
+def dtensors(tensors: dict[str, torch.Tensor], job: Job, sizes: tuple[int, int]) -> dict[str, DTensor]:
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
     return {name: _dtensor(tensor, job.dims[name], mesh) for name, tensor in tensors.items()}
 

@@ -114,7 +114,6 @@ def test_large_boxes_go_past_the_cache_where_that_is_built(
     target = np.zeros(shape, dtype=np.uint8)
     boxes.copy(target, source)
     np.testing.assert_array_equal(target, source)
-    assert boxes.built() == built
     assert counted.calls == (streamed and built)
 
 

@@ -8,18 +8,12 @@ from ductile.core.layout.layout import Layout, Tensor
 from ductile.core.layout.mesh import Mesh
 from ductile.core.layout.sharding import Shard, place
 from ductile.core.transfer.reshard import Planner
-from ductile.fabric import boxes, choice, window
+from ductile.fabric import choice
 from ductile.fabric.board import GroupBoard, StoreBoard
 from ductile.fabric.choice import choose
 from ductile.fabric.groups import Groups
 from ductile.fabric.transfer import Transfer
 from tests.ranks import run_ranks
-
-PAST_THE_CACHE = "copies go past the cache"
-
-
-def by_numpy(*slots: int) -> str:
-    return f"numpy copies on slots {[*slots]}, as ductile.fabric._boxes is not built there"
 
 
 def line(mesh: Mesh, *shards: Shard) -> Layout:
@@ -32,12 +26,8 @@ def choose_apart(groups: Groups, members: tuple[int, ...], spoil: str) -> tuple[
         choice.host = lambda: "another one"
     if slot == 1 and spoil == "permission":
         choice.read = refuse
-    if slot == 1 and spoil == "build":
-        choice.boxes.built = lambda: False
-    lent = window.allocate({"w": (torch.uint8, 1 << 20)}) if spoil in ("windows", "build") else {}
     board = StoreBoard(groups._store, "board", slot, members, 20.0)
     carrier, reason = choose(board, "cpu", lambda: groups.group(members))
-    lent.clear()
     dist.barrier(group=groups.group(members))
     return carrier.name, f"{reason}; {len(groups._store.list_keys())} keys left"
 
@@ -49,17 +39,7 @@ def refuse(*arguments: object) -> None:
 @pytest.mark.parametrize(
     ("spoil", "expected"),
     [
-        ("", "peer_memory: all 3 slots are processes of this host, and a trial read worked; the kernel copies"),
-        (
-            "windows",
-            "peer_memory: all 3 slots are processes of this host, and a trial read worked; "
-            f"3 MiB of their memory can be mapped; {PAST_THE_CACHE if boxes.built() else by_numpy(0, 1, 2)}",
-        ),
-        (
-            "build",
-            "peer_memory: all 3 slots are processes of this host, and a trial read worked; "
-            f"3 MiB of their memory can be mapped; {by_numpy(1) if boxes.built() else by_numpy(0, 1, 2)}",
-        ),
+        ("", "peer_memory: all 3 slots are processes of this host, and a trial read worked"),
         ("host", "p2p: slots 0 and 1 are on different hosts, or in containers that do not see each other"),
         ("permission", "p2p: slot 1 may not read the memory of slot 0 (Operation not permitted)"),
     ],

@@ -13,7 +13,6 @@ from ductile.core.layout.layout import Layout, Tensor
 from ductile.core.layout.mesh import Mesh
 from ductile.core.layout.sharding import Shard, place
 from ductile.core.transfer.reshard import Planner
-from ductile.fabric import window
 from ductile.fabric.board import StoreBoard
 from ductile.fabric.carrier import Cargo, TransferFailed, Trip
 from ductile.fabric.choice import choose
@@ -35,10 +34,8 @@ def layout(**axes: int) -> Layout:
     return Layout([Tensor("w", "float32", place((64, 4096), mesh, [Shard(tuple(axes), dim)]))], mesh.slots)
 
 
-def buffer(kind: str, value: float) -> torch.Tensor:
-    if kind == "ordinary":
-        return torch.full((64 * 1024,), value)
-    return window.allocate({"w": (torch.float32, 64 * 1024)})["w"].fill_(value)
+def buffer(value: float) -> torch.Tensor:
+    return torch.full((64 * 1024,), value)
 
 
 def strike(how: signal.Signals, groups: Groups) -> None:
@@ -72,11 +69,10 @@ def attempt(
     timeout_s: float,
     how: signal.Signals,
     moment: str,
-    kind: str = "ordinary",
 ) -> tuple[str, float, int | None]:
     """What slot 2's accident looks like to the others: (what they were told, after how long, whom it names)."""
     slot = dist.get_rank()
-    old, new = {"w": buffer(kind, float(slot))}, {"w": torch.full((64 * 1024,), float(slot))}
+    old, new = {"w": buffer(float(slot))}, {"w": buffer(float(slot))}
     board = StoreBoard(groups._store, "board", slot, members, timeout_s)
     carrier, _ = choose(board, "cpu", lambda: groups.group(members), one_sided)
     plan = Planner(round_bytes=1 << 14, relays=False).plan(layout(fsdp=4), layout(tp=4))
@@ -92,7 +88,7 @@ def attempt(
         del transfer, carrier  # nothing may refer to the group when it is abandoned
         groups.abandon(error)
     took_s = time.monotonic() - start
-    assert torch.equal(old["w"], torch.full((64 * 1024,), float(slot))), "the old state is whole"
+    assert torch.equal(old["w"], buffer(float(slot))), "the old state is whole"
     survivors = Groups(slot, 1, "cpu", groups._store, 20.0)
     value = torch.ones(1)
     dist.all_reduce(value, group=survivors.group((0, 1, 3)))
@@ -132,20 +128,19 @@ def test_a_peer_that_stops_before_it_says_where_its_memory_is_is_named() -> None
         assert (said, peer) == (f"slots [{VICTIM}] did not answer within {SOON_S:g} s", VICTIM)
 
 
-@pytest.mark.parametrize("kind", ["ordinary", "window"])
-def test_a_peer_that_stops_later_can_still_be_read(kind: str) -> None:
-    assert [said for said, _, _ in outcomes(True, SOON_S, signal.SIGSTOP, "meanwhile", kind)] == ["arrived"] * 3
+def test_a_peer_that_stops_later_can_still_be_read() -> None:
+    assert [said for said, _, _ in outcomes(True, SOON_S, signal.SIGSTOP, "meanwhile")] == ["arrived"] * 3
 
 
-def read_the_dead(groups: Groups, members: tuple[int, ...], kind: str) -> tuple[str, int | None]:
+def read_the_dead(groups: Groups, members: tuple[int, ...]) -> tuple[str, int | None]:
     slot = dist.get_rank()
-    old, new = {"w": buffer(kind, float(slot))}, {"w": torch.full((64 * 1024,), float(slot))}
+    old, new = {"w": buffer(float(slot))}, {"w": buffer(float(slot))}
     carrier, _ = choose(StoreBoard(groups._store, "board", slot, members, 20.0), "cpu", lambda: groups.group(members))
     assert isinstance(carrier, PeerMemory)
     plan = Planner(relays=False).plan(layout(fsdp=4), layout(tp=4))
     trip = Transfer(plan, slot, old, new, carrier)
     if slot == VICTIM:
-        carrier._read = lambda pull, addresses: strike(signal.SIGKILL, groups)  # pyright: ignore
+        carrier._read = lambda *arguments: strike(signal.SIGKILL, groups)  # pyright: ignore
     else:
         read = carrier._read
 
@@ -164,8 +159,7 @@ def read_the_dead(groups: Groups, members: tuple[int, ...], kind: str) -> tuple[
     return said, peer
 
 
-@pytest.mark.parametrize("kind", ["ordinary", "window"])
-def test_nobody_reads_a_process_that_died(kind: str) -> None:
-    for said, peer in filter(None, run_ranks(4, read_the_dead, kind, mourned=[VICTIM])):
+def test_nobody_reads_a_process_that_died() -> None:
+    for said, peer in filter(None, run_ranks(4, read_the_dead, mourned=[VICTIM])):
         assert "cannot be read: No such process" in said
         assert peer == VICTIM

@@ -1,77 +1,136 @@
-"""Scattered reads out of a process: here our own, which the kernel treats like any other."""
+"""Reads out of a process: here our own, which the kernel treats like any other."""
 
+import ctypes
 import os
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from ductile.core.layout.holdings import View
-from ductile.fabric import peer_memory
-from ductile.fabric.memory import flat_bytes, num_bytes, pack, slabs, unpack
-from ductile.fabric.peer_memory import pieces_of, read
+from ductile.core.transfer.plan import Plan
+from ductile.core.transfer.reshard import Planner
+from ductile.fabric import peer_memory, slabs
+from ductile.fabric.board import Missing
+from ductile.fabric.memory import Memory, flat_bytes, num_bytes, pack, unpack
+from ductile.fabric.peer_memory import PeerMemory, read
 from ductile.fabric.process import Process
+from ductile.fabric.transfer import Moved, Transfer, Verify
+from tests.fabric.cases import PAIRS
+from tests.fabric.states import State, differences, padding, state
 from tests.ranks import start, stop
 
 
-def pieces(base: int, lengths: list[int], gap: int) -> np.ndarray:
-    """Stretches of these lengths with a gap after each, from `base` on."""
-    starts = base + np.cumsum([0, *(length + gap for length in lengths[:-1])])
-    return np.stack([starts, np.array(lengths)], axis=1).astype(np.int64)
+def test_scattered_on_both_sides() -> None:
+    source, target = np.arange(100, dtype=np.uint8), np.zeros(100, dtype=np.uint8)
+    remote = np.array([[source.ctypes.data + 10, 5], [source.ctypes.data + 50, 3]])
+    local = np.array([[target.ctypes.data, 2], [target.ctypes.data + 90, 6]])
+    read(Process.own(), local, remote)
+    assert target[:2].tolist() + target[90:96].tolist() == [10, 11, 12, 13, 14, 50, 51, 52]
+    assert not target[2:90].any()
 
 
-def cut(total: int, borders: set[int]) -> list[int]:
-    points = [0, *sorted(border for border in borders if border < total), total]
-    return np.diff(points).tolist()
+class Alone:
+    """The board of a process in which all slots run one after the other."""
+
+    timeout_s = 1.0
+
+    def __init__(self, slot: int, members: tuple[int, ...], notes: dict[int, bytes]) -> None:
+        self.slot, self.members, self._notes = slot, members, notes
+
+    def exchange(
+        self,
+        topic: str,
+        note: bytes,
+        missing: Missing | None = None,
+        longest: int | None = None,
+        meanwhile: Callable[[], None] = int,
+    ) -> dict[int, bytes]:
+        assert note == self._notes[self.slot]
+        assert longest is not None
+        assert len(note) <= longest
+        meanwhile()
+        return self._notes
 
 
-@given(
-    st.integers(1, 3000),
-    st.sets(st.integers(1, 2999)),
-    st.sets(st.integers(1, 2999)),
-    st.integers(1, 5),
-    st.sampled_from((1, 2, 7, 1024)),
-    st.sampled_from((1, 10, 1 << 30)),
-)
-def test_any_two_ways_of_scattering_the_same_bytes(
-    total: int, ours: set[int], theirs: set[int], gap: int, most_pieces: int, most_bytes: int
+def move(plan: Plan, olds: dict[int, State], verify: Verify) -> tuple[dict[int, State], dict[int, Moved]]:
+    memories = {slot: Memory(plan.source, slot, old) for slot, old in olds.items()}
+    notes = {
+        slot: np.array([memory.words(name).data_ptr() for name in memory.sizes], dtype="<i8").tobytes()
+        for slot, memory in memories.items()
+    }
+    news, moved = {}, {}
+    for slot in plan.slots:
+        carrier = PeerMemory(Alone(slot, plan.slots, notes), dict.fromkeys(plan.slots, Process.own()))
+        transfer = Transfer(plan, slot, olds[slot], padding(plan.target, slot), carrier, verify)
+        moved[slot], news[slot] = transfer.run(), transfer.buffers
+    return news, moved
+
+
+LIMITS = [("moved", 16, 4, 0), ("moved", 64, 3, 1000), ("moved", 512, 1024, 24), ("off", 64, 1024, 8)]
+"""(verify, bytes of a slab, pieces, bytes of a gap)"""
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+@pytest.mark.parametrize("name", [*[*PAIRS][::4], "large"])
+def test_every_byte_arrives_however_small_the_slabs(
+    name: str, limits: tuple[Verify, int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here, there = cut(total, ours), cut(total, theirs)
-    source = np.random.default_rng(0).integers(0, 256, total + gap * len(there), dtype=np.uint8)
-    target = np.zeros(total + gap * len(here), dtype=np.uint8)
-    remote, local = pieces(source.ctypes.data, there, gap), pieces(target.ctypes.data, here, gap)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peer_memory, "MAX_PIECES", most_pieces)
-        patch.setattr(peer_memory, "MAX_BYTES", most_bytes if total < 300 else 1 << 30)
-        read(Process.own(), local, remote)
+    verify, slab_bytes, most_pieces, gap_bytes = limits
+    if name == "large":
+        slab_bytes, gap_bytes = 500 * slab_bytes, 500 * gap_bytes
+    for where in (slabs, peer_memory):
+        monkeypatch.setattr(where, "SLAB_BYTES", slab_bytes)
+        monkeypatch.setattr(where, "ACROSS_BYTES", 4 * slab_bytes)
+        monkeypatch.setattr(where, "MAX_PIECES", most_pieces)
+    monkeypatch.setattr(slabs, "GAP_BYTES", gap_bytes)
+    source, target = PAIRS[name]
+    plan = Planner(relays=False).plan(source.layout(), target.layout())
+    olds = {slot: state(plan.source, slot, source.buffers()) for slot in plan.slots}
+    news, moved = move(plan, olds, verify)
+    for slot in plan.slots:
+        assert differences(news[slot], state(plan.target, slot, target.buffers())) == []
+        assert differences(olds[slot], state(plan.source, slot, source.buffers())) == []
+    sent, received = fingerprints(moved)
+    assert sent == received
+    assert len(sent) == (sum(len(plan.at_once(slot).sends) for slot in plan.slots) if verify == "moved" else 0)
 
-    def joined(data: np.ndarray, lengths: list[int]) -> np.ndarray:
-        ends = np.cumsum([length + gap for length in lengths])
-        return np.concatenate(
-            [data[end - gap - length : end - gap] for end, length in zip(ends, lengths, strict=True)]
-        )  # fmt: skip
 
-    np.testing.assert_array_equal(joined(target, here), joined(source, there))
-    assert target.sum() == joined(target, here).sum(), "something was written into a gap"
+def fingerprints(moved: dict[int, Moved]) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
+    """What went from slot to slot, as the one and as the other saw it."""
+    sent = {(slot, peer): value for slot, one in moved.items() for peer, value in one.sent.items()}
+    received = {(peer, slot): value for slot, one in moved.items() for peer, value in one.received.items()}
+    return sent, received
 
 
-@pytest.mark.parametrize(
-    ("view", "expected"),
-    [
-        (View(0, 0, (4, 6), (6, 1)), [(0, 96)]),
-        (View(0, 2, (4, 3), (6, 1)), [(8, 12), (32, 12), (56, 12), (80, 12)]),
-        (View(0, 12, (2, 6), (6, 1)), [(48, 48)]),
-        (View(0, 0, (2, 2, 6), (24, 6, 1)), [(0, 48), (96, 48)]),
-        (View(0, 5, (1, 1, 1), (24, 6, 1)), [(20, 4)]),
-        (View(0, 1, (3,), (2,)), [(4, 4), (12, 4), (20, 4)]),
-        (View(0, 0, (2, 2), (1, 2)), [(0, 4), (8, 4), (4, 4), (12, 4)]),
-    ],
-    ids=["whole", "columns", "rows", "two stretches", "one item", "every other item", "transposed"],
-)
-def test_a_box_in_pieces(view: View, expected: list[tuple[int, int]]) -> None:
-    assert [tuple(piece) for piece in pieces_of(view, 1000, 4).tolist()] == [(1000 + at, size) for at, size in expected]
+@pytest.mark.parametrize("name", ["fsdp2 to 3", "tp2 to 1", "tp1 to 2", "fsdp on tp"])
+def test_a_byte_that_arrives_changed_shows_wherever_it_lands(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = PAIRS[name]
+    plan = Planner(relays=False).plan(source.layout(), target.layout())
+    original = peer_memory._read
+
+    def spoiled(process: Process, local: int, *rest: int) -> None:
+        original(process, local, *rest)
+        first = ctypes.c_ubyte.from_address(ctypes.c_int64.from_address(local).value)
+        first.value ^= 1
+
+    monkeypatch.setattr(peer_memory, "_read", spoiled)
+    _, moved = move(plan, {slot: state(plan.source, slot, source.buffers()) for slot in plan.slots}, "moved")
+    sent, received = fingerprints(moved)
+    assert sent.keys() == received.keys()
+    assert all(sent[pair] != received[pair] for pair in sent)
+
+
+def test_many_small_parts_take_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = PAIRS["fsdp2 to 3"]
+    plan = Planner(relays=False).plan(source.layout(), target.layout())
+    calls: list[int] = []
+    original = peer_memory._read
+    monkeypatch.setattr(peer_memory, "_read", lambda *call: (calls.append(call[2]), original(*call)))
+    move(plan, {slot: state(plan.source, slot, source.buffers()) for slot in plan.slots}, "moved")
+    messages = [message for slot in plan.slots for message in plan.at_once(slot).receives]
+    assert max(len(message.parts) for message in messages) > 3
+    assert len(calls) == len(messages)
 
 
 def sleep_on() -> None:
@@ -94,14 +153,6 @@ def test_an_address_that_nobody_has() -> None:
     target = np.zeros(8, dtype=np.uint8)
     with pytest.raises(OSError, match="Bad address"):
         read(Process.own(), np.array([[target.ctypes.data, 8]]), np.array([[4096, 8]]))
-
-
-@pytest.mark.parametrize("most_bytes", [1, 8, 40, 100, 10_000])
-def test_slabs_are_the_box_in_order(most_bytes: int) -> None:
-    box = torch.arange(5 * 7 * 6, dtype=torch.int32).view(5, 7, 6)[1:4, :, 2:5]
-    found = list(slabs(box, most_bytes))
-    assert torch.equal(torch.cat([slab.reshape(-1) for slab in found]), box.reshape(-1))
-    assert max(map(num_bytes, found)) <= max(most_bytes, 3 * 4)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 3, 8])

@@ -14,7 +14,6 @@ from ductile.core.layout.mesh import Mesh
 from ductile.core.layout.sharding import Shard, place
 from ductile.core.transfer.plan import Plan
 from ductile.core.transfer.reshard import Planner
-from ductile.fabric import window
 from ductile.fabric.board import StoreBoard
 from ductile.fabric.carrier import Cargo, Carrier, Trip
 from ductile.fabric.choice import choose
@@ -24,7 +23,7 @@ from ductile.fabric.p2p import PeerToPeer
 from ductile.fabric.transfer import Transfer, stream
 from tests.core.transfer.twin import Buffers
 from tests.fabric.cases import PAIRS
-from tests.fabric.states import State, allocate, differences, padding, state
+from tests.fabric.states import allocate, differences, padding, state
 from tests.ranks import run_alone, run_ranks
 
 SLOTS = 8
@@ -59,13 +58,10 @@ def move(
     carrier: Carrier,
     mode: str,
     all_done: Callable[[], None],
-    lent: torch.Tensor | None,
 ) -> Outcome:
     before, after = numbers
     old, expected = state(plan.source, slot, before), state(plan.target, slot, after)
     if mode != "streaming":
-        if lent is not None:
-            old = partly_lent(old, slot, lent)
         transfer = Transfer(plan, slot, old, padding(plan.target, slot), carrier, verify="all")
         moved, new = transfer.run(), transfer.buffers
         all_done()  # nobody frees what others still read
@@ -76,23 +72,12 @@ def move(
     return Outcome(wrong + differences(new, expected), (moved.before, moved.after), moved.sent, moved.received)
 
 
-def partly_lent(buffers: State, slot: int, lent: torch.Tensor) -> State:
-    """Every other buffer lies in a window: some slots' first ones, other slots' second ones."""
-    found, begin = dict(buffers), 0
-    for name in list(buffers)[slot % 2 :: 2]:
-        end = begin + buffers[name].nbytes
-        found[name] = lent[begin:end].view(buffers[name].dtype).view(buffers[name].shape).copy_(buffers[name])
-        begin = end + -end % 64
-    return found
-
-
 def move_all(groups: Groups, members: tuple[int, ...], names: list[str], ways: list[tuple[str, str, int]]) -> dict:
     slot, found = dist.get_rank(), {}
 
     def all_done() -> None:
         dist.barrier(group=groups.group(members))
 
-    lent = window.allocate({"all": (torch.uint8, LENT_BYTES)})["all"]
     by_name = carriers(groups, members)
     planner = cache(lambda round_bytes, relays: Planner(round_bytes=round_bytes, relays=relays))
     for name in names:
@@ -103,24 +88,19 @@ def move_all(groups: Groups, members: tuple[int, ...], names: list[str], ways: l
                 round_bytes = max(round_bytes, 1 << 18)
             plan = planner(round_bytes, not by_name[carrier].one_sided).plan(source, target)
             key = f"{name}, {carrier}, {mode}, {round_bytes}"
-            room = lent if mode == "lent" else None
-            found[key] = move((before, after), plan, slot, by_name[carrier], mode, all_done, room)
+            found[key] = move((before, after), plan, slot, by_name[carrier], mode, all_done)
     return found
 
 
 SMALL, WHOLE = 512, 16 << 20
-LENT_BYTES = 16 << 20
-"""More than any slot holds in one of the pairs."""
 WAYS = [
     ("p2p", "shadow", SMALL),
     ("p2p", "shadow", WHOLE),
     ("p2p", "streaming", SMALL),
     ("p2p through the host", "streaming", WHOLE),
     ("peer_memory", "shadow", WHOLE),
-    ("peer_memory", "lent", WHOLE),
 ]
-"""(carrier, memory mode, bytes a round): many rounds with a part of a message each, or everything in one. Lent: shadow,
-and half of the old buffers lie in windows."""
+"""(carrier, memory mode, bytes a round): many rounds with a part of a message each, or everything in one."""
 
 
 @pytest.mark.parametrize("third", range(3))
@@ -232,34 +212,6 @@ def hand_on(groups: Groups, members: tuple[int, ...]) -> list[str]:
         if not torch.equal(copy, old["w"]) or not torch.equal(transfer.buffers["v"], torch.arange(8.0)):
             said.append(f"{name}: {copy} {transfer.buffers}")
     return said
-
-
-def map_and_unmap(groups: Groups, members: tuple[int, ...]) -> tuple[bool, list[int]]:
-    slot = dist.get_rank()
-    whole, half = Mesh.of(range(2), dp=2), Mesh.of(range(2), fsdp=2)
-    plan = Planner(relays=False).plan(named("v", half), named("v", whole))
-    old = window.allocate({"v": (torch.float32, 4)})
-    old["v"].copy_(torch.arange(4.0) + 4 * slot)
-    carrier = carriers(groups, members)["peer_memory"]
-    seen = [num_mapped()]
-    transfers = [Transfer(plan, slot, old, {"v": torch.zeros(8)}, carrier) for _ in range(2)]
-    seen.append(num_mapped())
-    for transfer in transfers:
-        transfer.run()
-    dist.barrier(group=groups.group(members))
-    arrived = all(torch.equal(transfer.buffers["v"], torch.arange(8.0)) for transfer in transfers)
-    transfers.clear()
-    del transfer
-    seen.append(num_mapped())
-    return arrived, seen
-
-
-def num_mapped() -> int:
-    return Path("/proc/self/maps").read_text().count("ductile-window")
-
-
-def test_windows_are_mapped_once_before_the_trip_and_not_after_it() -> None:
-    assert run_ranks(2, map_and_unmap) == [(True, [1, 2, 1])] * 2
 
 
 def named(name: str, mesh: Mesh) -> Layout:

@@ -18,13 +18,13 @@ try:
 except ModuleNotFoundError:
     _boxes = None
 
-# Measured on one core of a Xeon with AVX-512 and 2 MiB of L2 cache, in windows.
+# Measured on one core of a Xeon with AVX-512 and 2 MiB of L2 cache.
 LEAST_BYTES = 1 << 19
 """Smaller boxes, once they are in the cache, are better copied there. From here on a copy and one pass over the result
-take as long either way (4.3 and 4.8 GB/s in rows of 2.75 KiB, 5.9 and 6.4 in one piece); without the pass, as in a
-transfer, numpy copies 5.4 GB/s and 7.2, this 9.6 and 12.4."""
+take as long either way; without the pass, as in a transfer, and on huge pages, numpy copies 4.5 GB/s in rows of a KiB,
+5.3 in rows of 2.75 KiB and 6.9 in one piece, this 8.3, 9.5 and 12.3."""
 LEAST_ROW_BYTES = 256
-"""4.3 and 5.1 GB/s; 3.4 and 3.6 in rows of half that."""
+"""4.3 and 5.1 GB/s, on small pages; 3.4 and 3.6 in rows of half that."""
 
 
 def built() -> bool:
@@ -32,18 +32,19 @@ def built() -> bool:
     return _boxes is not None
 
 
-def copy(target: NDArray[Any], source: NDArray[Any]) -> None:
-    """Boxes of the same shape and dtype, which do not overlap."""
+def copy(target: NDArray[Any], source: NDArray[Any], least_bytes: int = LEAST_BYTES) -> None:
+    """Boxes of the same shape and dtype, which do not overlap. Those of `least_bytes` go past the cache: less than the
+    default is for a source that is in the cache."""
     row_bytes = contiguous_bytes(target.shape, (target.strides, source.strides), target.itemsize)
-    if _boxes is not None and streams(target.nbytes, row_bytes):
+    if _boxes is not None and streams(target.nbytes, row_bytes, least_bytes):
         _boxes.copy(target, source)
     else:
         np.copyto(target, source)
 
 
-def streams(num_bytes: int, row_bytes: int) -> bool:
+def streams(num_bytes: int, row_bytes: int, least_bytes: int = LEAST_BYTES) -> bool:
     """Whether a box in such rows is copied faster past the cache."""
-    return num_bytes >= LEAST_BYTES and row_bytes >= LEAST_ROW_BYTES
+    return num_bytes >= least_bytes and row_bytes >= LEAST_ROW_BYTES
 
 
 def contiguous_bytes(shape: Sequence[int], all_strides: Sequence[Sequence[int]], item_bytes: int) -> int:

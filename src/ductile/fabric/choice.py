@@ -1,7 +1,7 @@
 """Which carrier for these slots? All of them ask together, and all get the same answer and the same reason.
 
 carrier, reason = choose(board, "cpu", lambda: groups.group(members))
-# peer_memory: all 4 slots are processes of this host, and a trial read worked; the kernel copies
+# peer_memory: all 4 slots are processes of this host, and a trial read worked
 # p2p: slot 3 runs on another host than slot 0
 """
 
@@ -14,15 +14,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ductile.core.transfer.topology import MIB
-from ductile.fabric import boxes
 from ductile.fabric.board import Board, Missing
 from ductile.fabric.carrier import Carrier
 from ductile.fabric.cuda_ipc import CudaIpc, Share
 from ductile.fabric.p2p import PeerToPeer
 from ductile.fabric.peer_memory import PeerMemory, permit_siblings, read
 from ductile.fabric.process import Process, host
-from ductile.fabric.window import Window, windows
 
 
 class _Card(msgspec.Struct, frozen=True):
@@ -34,10 +31,6 @@ class _Card(msgspec.Struct, frozen=True):
     """Of its probe."""
     address: int = 0
     """Of the probe, on a CPU: eight bytes."""
-    windows: tuple[Window, ...] = ()
-    """What it has on a CPU. Who may read its memory may also map them: the kernel asks for less."""
-    built: bool = False
-    """Whether the compiled part of ductile is there."""
     shares: dict[int, Share] = {}
     """Of the probe, on a GPU, one for each reader."""
 
@@ -69,19 +62,8 @@ def choose_reader(
     if reason:
         return None, f"p2p: {reason}"
     peers = {slot: card.process for slot, card in cards.items()}
-    trial = f"all {len(peers)} slots are processes of this host, and a trial read worked"
-    if device != "cpu":
-        carrier = CudaIpc(board, peers, device)
-        return carrier, f"{carrier.name}: {trial}"
-    carrier = PeerMemory(board, peers, {slot: card.windows for slot, card in cards.items()})
-    mapped_bytes = sum(window.num_bytes for card in cards.values() for window in card.windows)
-    way = "the kernel copies"
-    if mapped_bytes:
-        how = "copies go past the cache"
-        if without := [slot for slot, card in cards.items() if not card.built]:
-            how = f"numpy copies on slots {without}, as ductile.fabric._boxes is not built there"
-        way = f"{mapped_bytes / MIB:.0f} MiB of their memory can be mapped; {how}"
-    return carrier, f"{carrier.name}: {trial}; {way}"
+    carrier = CudaIpc(board, peers, device) if device != "cpu" else PeerMemory(board, peers)
+    return carrier, f"{carrier.name}: all {len(peers)} slots are processes of this host, and a trial read worked"
 
 
 def _try_memory(board: Board, missing: Missing | None) -> tuple[dict[int, _Card], str]:
@@ -95,9 +77,7 @@ def _try_memory(board: Board, missing: Missing | None) -> tuple[dict[int, _Card]
         read(card.process, here, there)
         return int(found[0])
 
-    card = _Card(
-        host(), Process.own(), int(probe[0]), address=probe.ctypes.data, windows=windows(), built=boxes.built()
-    )
+    card = _Card(host(), Process.own(), int(probe[0]), address=probe.ctypes.data)
     return _try_all(board, card, look, missing)
 
 

@@ -117,18 +117,5 @@ def flat_bytes(box: torch.Tensor) -> torch.Tensor | None:
     return box.view(-1).view(torch.uint8) if box.is_contiguous() else None
 
 
-def slabs(box: torch.Tensor, most_bytes: int) -> Iterator[torch.Tensor]:
-    """A box in consecutive row-major pieces of at most so many bytes, but of one row of the innermost dim at least."""
-    if num_bytes(box) <= most_bytes or box.dim() == 1:
-        yield from box.split(max(1, most_bytes // box.element_size())) if box.dim() == 1 else (box,)
-        return
-    row = num_bytes(box) // box.shape[0]
-    if row > most_bytes:
-        for one in box:
-            yield from slabs(one, most_bytes)
-    else:
-        yield from box.split(most_bytes // row)
-
-
 def num_bytes(box: torch.Tensor) -> int:
     return prod(box.shape) * box.element_size()
