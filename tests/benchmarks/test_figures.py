@@ -7,7 +7,8 @@ from datetime import datetime
 import pytest
 
 from figures import MARKED, PAGES, refreshed
-from quoted import RESULTS, TABLES, result
+from measured import RESULTS, result
+from quoted import TABLES
 from run_all import APART, BENCHMARKS, command
 
 FILES = sorted(RESULTS.glob("*.json"))
@@ -80,7 +81,7 @@ def test_another_result_makes_another_table(monkeypatch, tmp_path):
     found["ratio_vs_transformers"] = 98.76
     (tmp_path / "generate.json").write_text(json.dumps(found), encoding="utf-8")
     before = TABLES["readme"]()
-    monkeypatch.setattr("quoted.RESULTS", tmp_path)
+    monkeypatch.setattr("measured.RESULTS", tmp_path)
     after = TABLES["readme"]()
     assert before != after
     assert "98.76 times as many" in after
