@@ -25,15 +25,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from gpu_parts.part import PART_MODULES, Failed, Setting, Skipped
+from gpu_parts.part import Failed, Setting, Skipped
 from provenance import provenance
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
 BUDGET_S = 520.0
 """Of all parts together."""
-PROBE_S = 90.0
-"""For finding out whether there is a GPU: the first import of torch on a cold machine."""
 SMALL_S = 120.0
 """Of each part with tiny models: whether it works, also on a busy machine."""
 TAIL_CHARS = 3000
@@ -41,21 +39,35 @@ TAIL_CHARS = 3000
 
 @dataclass(frozen=True, slots=True)
 class Part:
+    runs: str
+    """The module of `gpu_parts` whose `run` it is; behind a colon a further argument."""
     does: str
     deadline_s: float
 
 
 PARTS = {
-    "train_0.6b": Part("trains a random model of Qwen3-0.6B's shape at 16k tokens a micro-batch: MFU, memory", 45),
-    "train_4b": Part("trains a random model of Qwen3-4B's shape at 16k tokens a micro-batch: MFU, memory", 75),
-    "generate": Part("generates with the engine, and with transformers where it is installed: tokens/s of each", 100),
-    "reshard": Part("reshards 1 GiB between four processes on the device with ductile.reshard: seconds, carrier", 40),
-    "resize": Part("resizes a live trainer over slots that share the device: its pauses", 55),
-    "roles": Part("has a slot leave the trainer, generate, and come back, beside others: seconds, pauses", 55),
-    "publish": Part("publishes weights of Qwen3-0.6B's shape from a train slot to two generators: seconds", 45),
-    "tests": Part("runs the tests marked gpu", 140),
+    "train_0.6b": Part(
+        "train:0.6B", "trains a random model of Qwen3-0.6B's shape at 16k tokens a micro-batch: MFU, memory", 45
+    ),
+    "train_4b": Part(
+        "train:4B", "trains a random model of Qwen3-4B's shape at 16k tokens a micro-batch: MFU, memory", 75
+    ),
+    "generate": Part(
+        "generate", "generates with the engine, and with transformers where it is installed: tokens/s of each", 100
+    ),
+    "reshard": Part(
+        "reshard", "reshards 1 GiB between four processes on the device with ductile.reshard: seconds, carrier", 40
+    ),
+    "resize": Part("resize", "resizes a live trainer over slots that share the device: its pauses", 55),
+    "roles": Part("roles", "has a slot leave the trainer, generate, and come back, beside others: seconds, pauses", 55),
+    "publish": Part(
+        "publish", "publishes weights of Qwen3-0.6B's shape from a train slot to two generators: seconds", 45
+    ),
+    "tests": Part("tests", "runs the tests marked gpu", 140),
 }
 """In the order of their worth: what the budget does not reach is left out."""
+PROBE = Part("device", "says what the GPU is", 90)
+"""Its time is that of the first import of torch on a cold machine."""
 
 
 @dataclass(slots=True)
@@ -104,7 +116,7 @@ def find_device(asked: str) -> tuple[dict[str, Any], str]:
     """What there is, and why nothing can run on it; asked in another process, as this one keeps away from the GPU."""
     if asked == "cpu":
         return {"type": "cpu"}, ""
-    result = run_part("device", Part("says what the GPU is", PROBE_S), "cuda", small=False)
+    result = run_part(PROBE, "cuda", small=False)
     if result.outcome == "done":
         return result.figures, ""
     if asked == "cuda":
@@ -126,7 +138,7 @@ def run_all(
         elif left_s < 10:
             result = Result(part.does, "skipped", f"the budget of {options.budget_s:g} s is spent")
         else:
-            result = run_part(name, part, device["type"], options.small, left_s)
+            result = run_part(part, device["type"], options.small, left_s)
         print(line(name, result, dry=bool(why_not)))
         if result.outcome == "failed":
             print(result.log_tail)
@@ -140,12 +152,12 @@ def line(name: str, result: Result, dry: bool) -> str:
     return f"  {name:12} {result.outcome:8} {result.seconds:5.0f} s  {told}"
 
 
-def run_part(name: str, part: Part, device: str, small: bool, left_s: float = PROBE_S) -> Result:
+def run_part(part: Part, device: str, small: bool, left_s: float = BUDGET_S) -> Result:
     """In a process of its own, which is killed at the deadline with all that it started."""
     deadline_s, began_s = min(SMALL_S if small else part.deadline_s, left_s), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ductile-gpu-", ignore_cleanup_errors=True) as folder:
         out, log = Path(folder) / "out.json", Path(folder) / "log"
-        command = [sys.executable, __file__, "--run", name, "--device", device, "--out", str(out)]
+        command = [sys.executable, __file__, "--run", part.runs, "--device", device, "--out", str(out)]
         paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TMPDIR": folder}
         with log.open("wb") as stream:
@@ -184,9 +196,9 @@ def ends_in_time(process: "subprocess.Popen[bytes]", deadline_s: float) -> bool:
         process.wait(10.0)
 
 
-def run_here(name: str, setting: Setting, out: Path) -> None:
+def run_here(runs: str, setting: Setting, out: Path) -> None:
     try:
-        module, _, shape = PART_MODULES[name].partition(":")
+        module, _, shape = runs.partition(":")
         figures = import_module(f"gpu_parts.{module}").run(setting, *([shape] if shape else []))
         said = {"outcome": "done", "figures": figures}
     except Skipped as reason:

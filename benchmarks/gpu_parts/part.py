@@ -3,19 +3,6 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-PART_MODULES = {
-    "device": "device",
-    "train_0.6b": "train:0.6B",
-    "train_4b": "train:4B",
-    "generate": "generate",
-    "reshard": "reshard",
-    "resize": "resize",
-    "roles": "roles",
-    "publish": "publish",
-    "tests": "tests",
-}
-"""Which module has a part's `run`; behind the colon a further argument."""
-
 
 @dataclass(frozen=True, slots=True)
 class Setting:

@@ -80,8 +80,8 @@ def test_several_slots_on_the_cpu(tmp_path: Path) -> None:
 
 
 def test_a_part_that_fails_or_hangs_touches_no_other() -> None:
-    late = run_part("train_0.6b", Part("trains", 0.2), "cpu", small=False)
+    late = run_part(Part("train:0.6B", "trains", 0.2), "cpu", small=False)
     assert (late.outcome, late.reason) == ("failed", "it was not done after 0.2 s")
-    wrong = run_part("no such part", Part("fails", 60.0), "cpu", small=True)
-    assert (wrong.outcome, wrong.reason) == ("failed", "KeyError: 'no such part'")
+    wrong = run_part(Part("no_such_part", "fails", 60.0), "cpu", small=True)
+    assert (wrong.outcome, wrong.reason) == ("failed", "ModuleNotFoundError: No module named 'gpu_parts.no_such_part'")
     assert "Traceback" in wrong.log_tail
