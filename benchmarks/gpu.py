@@ -5,8 +5,10 @@
     python benchmarks/gpu.py --parts train_4b reshard
 
 It needs no network, no compiler and nothing installed but torch and what ductile imports; `PYTHONPATH=src` is enough.
-Each part runs in a process of its own with a deadline of its own, so that none is touched by another's failure. The
-JSON has each part's figures, or why there are none. The exit code is 1 when a part has failed.
+Only the part `tests` needs pytest and hypothesis, and is skipped where they are missing. Each part runs in a process of
+its own with a deadline of its own, so that none is touched by another's failure. The JSON has each part's figures, or
+why there are none. The exit code is 1 when a part has failed, when the time was over before a part's turn, and when
+there is a GPU that torch cannot use.
 """
 
 import argparse
@@ -18,7 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
@@ -32,6 +34,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
 BUDGET_S = 520.0
 """Of all parts together."""
+DRIVER = Path("/dev/nvidiactl")
+"""Is there wherever a process may use an NVIDIA GPU, whatever torch it has."""
 SMALL_S = 120.0
 """Of each part with tiny models: whether it works, also on a busy machine."""
 TAIL_CHARS = 3000
@@ -46,6 +50,7 @@ class Part:
 
 
 PARTS = {
+    "tests": Part("tests", "runs the tests marked gpu", 140),
     "train_0.6b": Part(
         "train:0.6B", "trains a random model of Qwen3-0.6B's shape at 16k tokens a micro-batch: MFU, memory", 45
     ),
@@ -63,9 +68,8 @@ PARTS = {
     "publish": Part(
         "publish", "publishes weights of Qwen3-0.6B's shape from a train slot to two generators: seconds", 45
     ),
-    "tests": Part("tests", "runs the tests marked gpu", 140),
 }
-"""In the order of their worth: what the budget does not reach is left out."""
+"""In the order of their worth: what the budget does not reach has failed."""
 PROBE = Part("device", "says what the GPU is", 90)
 """Its time is that of the first import of torch on a cold machine."""
 
@@ -87,7 +91,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--small", action="store_true", help="tiny models and few repetitions")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--json", type=Path, help=f"default where there is a GPU: {RESULTS.relative_to(ROOT)}")
+    parser.add_argument("--json", type=Path, help=f"default of all parts on a GPU: {RESULTS.relative_to(ROOT)}")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S)
     parser.add_argument("--run", help=argparse.SUPPRESS)  # one part, in this process
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
@@ -102,7 +106,7 @@ def main() -> None:
     failed = [name for name, result in results.items() if result.outcome == "failed"]
     seconds = time.monotonic() - began_s
     print(f"{len(results)} parts in {seconds:.0f} s" + (f"; failed: {', '.join(failed)}" if failed else ""))
-    file = options.json or (RESULTS if device.get("type") == "cuda" and not options.small else None)
+    file = options.json or results_file(device, options.parts, options.small)
     if file:
         figures = {"device": device, "small": options.small, "seconds": seconds}
         figures["parts"] = {name: asdict(result) for name, result in results.items()}
@@ -112,16 +116,36 @@ def main() -> None:
     sys.exit(1 if failed else 0)
 
 
+def results_file(device: dict[str, Any], parts: Collection[str], small: bool) -> Path | None:
+    """Where figures go by themselves: those of all parts alone, so that a part's do not replace the others'."""
+    return RESULTS if device.get("type") == "cuda" and not small and set(parts) == set(PARTS) else None
+
+
 def find_device(asked: str) -> tuple[dict[str, Any], str]:
-    """What there is, and why nothing can run on it; asked in another process, as this one keeps away from the GPU."""
+    """What there is, and why nothing can run on it; asked in another process, as this one keeps away from the GPU.
+
+    Exits with 1 where there should be a GPU and none can be used."""
     if asked == "cpu":
         return {"type": "cpu"}, ""
-    result = run_part(PROBE, "cuda", small=False)
-    if result.outcome == "done":
-        return result.figures, ""
+    found = run_part(PROBE, "cuda", small=False)
+    if found.outcome == "done":
+        return found.figures, ""
+    wrong = unusable(found, asked, DRIVER.exists())
+    if wrong:
+        sys.exit(f"{wrong}\n{found.log_tail}".rstrip())
+    return {}, found.reason
+
+
+def unusable(found: Result, asked: str, has_driver: bool) -> str:
+    """What is wrong where no GPU was found; "" where there is none and none was asked for."""
     if asked == "cuda":
-        sys.exit(f"--device cuda: {result.reason}\n{result.log_tail}")
-    return {}, result.reason
+        return f"--device cuda: {found.reason}."
+    if has_driver:
+        another = "Another Python with `make gpu GPU_PYTHON=...` may have a torch that can use it"
+        return f"There is a GPU ({DRIVER}), but {found.reason}. {another}; --device cpu --small needs no GPU."
+    if found.outcome == "failed":
+        return f"Whether there is a GPU is not known: {found.reason}. --device cpu --small needs no GPU."
+    return ""
 
 
 def run_all(
@@ -136,11 +160,11 @@ def run_all(
         if why_not:
             result = Result(part.does, "skipped", why_not)
         elif left_s < 10:
-            result = Result(part.does, "skipped", f"the budget of {options.budget_s:g} s is spent")
+            result = Result(part.does, "failed", f"the {options.budget_s:g} s of all parts were over (--budget-s)")
         else:
             result = run_part(part, device["type"], options.small, left_s)
         print(line(name, result, dry=bool(why_not)))
-        if result.outcome == "failed":
+        if result.log_tail:
             print(result.log_tail)
         yield name, result
 

@@ -1,5 +1,7 @@
 """Is there a GPU, and which?"""
 
+import os
+import sys
 from typing import Any
 
 import torch
@@ -9,9 +11,11 @@ from gpu_parts.part import Setting, Skipped
 
 def run(setting: Setting) -> dict[str, Any]:
     if torch.version.cuda is None:
-        raise Skipped(f"torch {torch.__version__} is built without CUDA")
+        raise Skipped(f"torch {torch.__version__} is built without CUDA ({sys.executable})")
     if not torch.cuda.is_available():
-        raise Skipped("torch finds no CUDA device")
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        shown = "" if hidden is None else f" (CUDA_VISIBLE_DEVICES is {hidden!r})"
+        raise Skipped(f"torch {torch.__version__} finds no CUDA device{shown}")
     torch.zeros(1, device="cuda").add_(1)  # a driver that is too old shows here
     properties = torch.cuda.get_device_properties(0)
     return {

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -10,11 +11,16 @@ from xml.etree import ElementTree
 from gpu_parts.part import Failed, Setting, Skipped
 
 ROOT = Path(__file__).parents[2]
+NEEDED = ("pytest", "hypothesis")
+"""What the tests import besides what ductile does."""
 
 
 def run(setting: Setting) -> dict[str, Any]:
     if setting.device != "cuda":
         raise Skipped("the tests marked gpu need a CUDA device")
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise Skipped(f"the tests need {' and '.join(missing)}, not installed for {sys.executable}")
     files = [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"

@@ -5,15 +5,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
-from gpu import Part, run_part
+import gpu as gpu_script
+from gpu import DRIVER, PARTS, RESULTS, Part, Result, results_file, run_part, unusable
+from gpu_parts import tests as tests_part
+from gpu_parts.part import Setting, Skipped
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-RESULTS = BENCHMARKS / "results" / "gpu.json"
-PARTS = ("train_0.6b", "train_4b", "generate", "reshard", "resize", "roles", "publish", "tests")
 
 
 def gpu(*words: object) -> "subprocess.CompletedProcess[str]":
@@ -31,6 +32,7 @@ def on_cpu(tmp_path: Path, *parts: str) -> dict[str, dict[str, Any]]:
     return found["parts"]
 
 
+@pytest.mark.skipif(DRIVER.exists(), reason="there is a GPU: that torch does not see it is no dry run")
 def test_without_a_gpu_each_part_says_what_it_would_do() -> None:
     before = RESULTS.read_bytes() if RESULTS.exists() else None
     done = gpu()
@@ -39,6 +41,52 @@ def test_without_a_gpu_each_part_says_what_it_would_do() -> None:
     for part in PARTS:
         assert f"  {part} " in done.stdout
     assert (RESULTS.read_bytes() if RESULTS.exists() else None) == before
+
+
+@pytest.mark.parametrize(
+    ("outcome", "asked", "has_driver", "wrong"),
+    [
+        ("skipped", "auto", False, ""),
+        ("skipped", "auto", True, "There is a GPU (/dev/nvidiactl), but torch is a CPU build. Another Python with "),
+        ("failed", "auto", True, "There is a GPU (/dev/nvidiactl), but torch is a CPU build. Another Python with "),
+        ("failed", "auto", False, "Whether there is a GPU is not known: torch is a CPU build. "),
+        ("skipped", "cuda", False, "--device cuda: torch is a CPU build."),
+    ],
+)
+def test_only_where_there_is_no_gpu_nothing_is_wrong_without_one(
+    outcome: Literal["skipped", "failed"], asked: str, has_driver: bool, wrong: str
+) -> None:
+    said = unusable(Result("says what the GPU is", outcome, "torch is a CPU build"), asked, has_driver)
+    assert said.startswith(wrong)
+    assert bool(said) == bool(wrong)
+
+
+def test_a_gpu_that_torch_cannot_use_is_no_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_script, "DRIVER", tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(SystemExit, match=f"There is a GPU .{tmp_path}.,? but torch .* CUDA"):
+        gpu_script.find_device("auto")
+
+
+def test_some_parts_do_not_replace_the_figures_of_all() -> None:
+    device = {"type": "cuda"}
+    assert results_file(device, list(PARTS), small=False) == RESULTS
+    assert results_file(device, ["train_4b"], small=False) is None
+    assert results_file(device, list(PARTS), small=True) is None
+    assert results_file({"type": "cpu"}, list(PARTS), small=False) is None
+    assert results_file({}, list(PARTS), small=False) is None
+
+
+def test_a_part_whose_turn_never_came_has_failed() -> None:
+    done = gpu("--device", "cpu", "--small", "--parts", "tests", "--budget-s", 1)
+    assert done.returncode == 1
+    assert "tests        failed       0 s  the 1 s of all parts were over (--budget-s)" in done.stdout
+
+
+def test_without_pytest_the_tests_are_skipped_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tests_part, "find_spec", lambda name: None)
+    with pytest.raises(Skipped, match="the tests need pytest and hypothesis, not installed for "):
+        tests_part.run(Setting("cuda", small=False))
 
 
 @pytest.mark.slow
