@@ -129,8 +129,9 @@ def test_ctrl_c_in_a_question_ends_it_in_a_word(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ductile.sim.recording.read_recording", interrupted)
+    # `compare` first: it keeps what it finds in `recording` when it is imported.
     monkeypatch.setattr("ductile.sim.compare.compare", interrupted)
+    monkeypatch.setattr("ductile.sim.recording.read_recording", interrupted)
     monkeypatch.setattr("ductile.dashboard.story.read_story", interrupted)
     monkeypatch.setattr("ductile.launch.rehearse.complaint", interrupted)
     Path("runs/x").mkdir(parents=True)
