@@ -272,7 +272,7 @@ def test_a_resharder_notices_that_a_tensor_has_other_memory() -> None:
     assert run_world(2, moved_elsewhere) == [[first, first, first, second]] * 2
 
 
-def changed_on_one_rank(rank: int) -> tuple[list[list[float]], list[int]]:
+def changed_on_one_rank(rank: int, by_hand: bool) -> tuple[list[list[float]], list[int]]:
     resharder = ductile.Resharder(timeout_s=20.0)
     source, target, filled, rounds = torch.zeros(4), torch.zeros(4), [], []
     for step in range(4):
@@ -280,15 +280,17 @@ def changed_on_one_rank(rank: int) -> tuple[list[list[float]], list[int]]:
         if (rank, step) == (1, 2):
             target = torch.zeros(4)
         before = resharder._num_exchanges
-        resharder.reshard({"w": source if rank == 0 else None}, {"w": target})
+        part = Block((4,), (0,), source) if by_hand else source  # a new description of the same memory
+        resharder.reshard({"w": part if rank == 0 else None}, {"w": target})
         filled.append(target.tolist())
         rounds.append(resharder._num_exchanges - before)
     return filled, rounds
 
 
-def test_what_is_the_same_on_all_ranks_is_neither_told_nor_planned_again() -> None:
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_what_is_the_same_on_all_ranks_is_neither_told_nor_planned_again(by_hand: bool) -> None:
     filled = [[float(step)] * 4 for step in range(4)]
-    assert run_world(2, changed_on_one_rank) == [(filled, [6, 2, 5, 2])] * 2
+    assert run_world(2, changed_on_one_rank, by_hand) == [(filled, [6, 2, 5, 2])] * 2
 
 
 def held_tensors(rank: int) -> list[list[bool]]:
