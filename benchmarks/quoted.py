@@ -125,7 +125,8 @@ def resize() -> str:
         ((name, *cells(of[False]), *cells(of[True])) for name, of in by_change.items()),
     )
     transfer = statistics.median(each["transfer_s"] / each["pause_s"] for each in found["resizes"])
-    prepared_s = [sum(each[f"{part}_s"] for part in ("plan", "groups", "build", "load")) for each in found["resizes"]]
+    parts = ("carrier", "plan", "groups", "build", "load")  # older results have the carrier's choice among `groups`
+    prepared_s = [sum(each.get(f"{part}_s", 0.0) for part in parts) for each in found["resizes"]]
     restart_s = found["median_restart_s"]
     said = prose(
         f"The median of all is {found['median_pause_s']:.2f} s, {percent(transfer)} of it the transfer.",

@@ -123,6 +123,7 @@ async def resize(live: Live, after: tuple[int, ...], inside: bool) -> dict[str, 
         "pause_s": result.pause_s,
         "freeze_s": result.seconds["freeze"],
         "plan_s": slots["plan"],
+        "carrier_s": slots["carrier"],
         "groups_s": slots["groups"],
         "build_s": slots.get("build", 0.0),
         "load_s": slots.get("load", 0.0),
@@ -186,7 +187,8 @@ def line(row: dict[str, Any]) -> str:
     before, after = (",".join(map(str, row[end])) for end in ("before", "after"))
     where = "in a batch" if row["in_a_batch"] else "between"
     phases = " ".join(f"{name} {row[name + '_s']:.3f}" for name in ("freeze", "bind", "transfer", "rebuild", "commit"))
-    beside = " ".join(f"{name} {row[name + '_s']:.2f}" for name in ("plan", "groups", "build", "load", "settle"))
+    names = ("carrier", "plan", "groups", "build", "load", "settle")
+    beside = " ".join(f"{name} {row[name + '_s']:.2f}" for name in names)
     steps = f"first step {row['first_step_s']:.2f}"
     moved = f"{row['moved_bytes'] / 2**20:6.0f} MiB"
     return (

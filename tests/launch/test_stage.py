@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ductile.core.cluster.measured import Measured
+from ductile.core.cluster.measured import Measured, Once
 from ductile.core.cluster.orders import Handoff
 from ductile.core.cluster.placement import Placement
 from ductile.launch.changes import Changes
@@ -33,6 +33,8 @@ class Told(Measured):
         super().__init__(cache_bytes_per_token=1000)
         self.kinds: list[str] = []
         self.handoffs: list[tuple[float, float]] = []
+        self.once: dict[Once, float] = {}
+        """The latest of each."""
 
     def micro_step(self, tokens_busiest: float, num_slots: int, seconds: float) -> None:
         self.kinds.append(f"o{num_slots}")
@@ -45,6 +47,10 @@ class Told(Measured):
     def handed_off(self, tokens: float, seconds: float) -> None:
         self.handoffs.append((tokens, seconds))
         super().handed_off(tokens, seconds)
+
+    def took(self, what: Once, seconds: float) -> None:
+        self.once[what] = seconds
+        super().took(what, seconds)
 
     def since(self) -> str:
         kinds, self.kinds = " ".join(self.kinds), []
@@ -59,9 +65,8 @@ class Rig:
         self.carrier = MemoryCarrier(dict.fromkeys(self.slots.slots, self.slots.answer))
         mailbox = Mailbox(self.carrier, clock)
         self.trainer = RemoteTrainer(mailbox, Formation(members), timeout_s=100)
-        cluster = SimpleNamespace(
-            mailbox=mailbox, add=self.none_started, condemn=mailbox.lose, devices=dict.fromkeys(range(NUM_SLOTS), "cpu")
-        )
+        self.devices = dict.fromkeys(range(NUM_SLOTS), "cpu")
+        cluster = SimpleNamespace(mailbox=mailbox, add=self.none_started, condemn=mailbox.lose, devices=self.devices)
         self.record = Recorder(folder)
         terms = Terms({}, "127.0.0.1:1", timeout_s=5, leave_s=50)
         self.changes = Changes(cluster, self.trainer, terms, Placement(members, (), (), ""), self.record, NUM_SLOTS)
@@ -172,6 +177,27 @@ def test_what_first_ones_take_longer_is_a_cost_of_resizing_and_no_speed(told_on)
         await rig.train(1)
         assert rig.told.speeds().train.seconds(SEQ_LEN, 2) == pytest.approx(usual_s)
         assert rig.told.costs().resize_s == pytest.approx(before_s + 3.0 - usual_s)
+
+    told_on(story, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "beside", "prepared_s", "taken_s"),
+    [
+        pytest.param("cpu", ("carrier", "plan", "groups", "build", "load"), 31, 4 + 8 + 16, id="a CPU"),
+        pytest.param("cuda:0", ("carrier", "plan", "groups", "build", "load"), 31, 0, id="one GPU for all"),
+        pytest.param("cuda:0", ("carrier", "plan"), 5, 0, id="NCCL"),
+    ],
+)
+def test_what_is_prepared_in_the_pause_is_not_a_cost_twice(told_on, device, beside, prepared_s, taken_s):
+    async def story(rig: Rig) -> None:
+        rig.devices.update(dict.fromkeys(rig.devices, device))
+        rig.slots.phases |= {"carrier": 1.0, "groups": 2.0, "plan": 4.0, "build": 8.0, "load": 16.0}
+        rig.slots.beside = beside
+        await rig.train(2)
+        await rig.resize(0, 1, 2)
+        assert rig.told.once["prepare"] == prepared_s
+        assert rig.told.once["resize"] == pytest.approx(rig.changes.history[-1].pause_s + taken_s)
 
     told_on(story, 0, 1)
 

@@ -138,6 +138,9 @@ def test_groups_may_be_made_in_the_pause(
         made_by = fleet.call(slots, groups_made_by)
     assert {name for names in made_by.values() for name in names} == {"MainThread"}
     assert all("groups were made in the pause, as this test says so" in reply.carrier for reply in moved.values())
+    for reply in moved.values():
+        assert reply.beside == ("carrier", "plan")
+        assert "groups" in reply.seconds
 
 
 @pytest.mark.gpu

@@ -81,12 +81,14 @@ class Stage:
 def test_a_change_in_the_middle_of_a_batch():
     async def story():
         stage = Stage([0, 1])
+        stage.slots.phases |= {"plan": 0.02}
+        stage.slots.beside = ("plan",)
         training = asyncio.create_task(stage.train(40))
         await asyncio.sleep(0.035)
         result = await stage.resize(1, 2, 3)
         assert (result.outcome, result.num_bytes, result.reason) == ("resized", 4000, "")
         assert result.carrier == "memory, as there is nothing else"
-        assert result.slot_seconds == {"transfer": 0.01}
+        assert (result.slot_seconds, result.beside) == ({"transfer": 0.01, "plan": 0.02}, ("plan",))
         assert list(result.seconds) == ["hold", "prepare", "freeze", "move", "commit", "settle"]
         assert result.pause_s == pytest.approx(4 * 0.01), "the answer to Prepare; Freeze, Move and Commit"
         assert (stage.trainer.formation, stage.mailbox.epoch) == (Formation((1, 2, 3)), 1)

@@ -32,6 +32,7 @@ from ductile.wire.messages import (
     Reply,
     Rollback,
     Settle,
+    SlotPhase,
     Stepped,
     Withdraw,
 )
@@ -88,6 +89,9 @@ class TrainSlots:
         """What should not have been asked."""
         self.spoil: dict[int, str] = {}
         """Slot to what it gets wrong: "plan", "bytes", "step"."""
+        self.phases: dict[SlotPhase, float] = {"transfer": 0.01}
+        """What each slot says of its work for a change, and which of it was beside training."""
+        self.beside: tuple[SlotPhase, ...] = ()
         self.unready: dict[int, int] = {}
         """Slot to how often it says that it has not prepared yet."""
         self.asked: list[tuple[int, Command]] = []
@@ -189,7 +193,7 @@ class TrainSlots:
             slot.new = State(change.after, progress.step, list(mine))
         told = {peer: peer + slot.number for peer in change.slots if peer != slot.number}
         sent = {peer: print_ + (self.spoil.get(slot.number) == "bytes") for peer, print_ in told.items()}
-        return Moved(sent, told, 1000, {"transfer": 0.01}, "memory, as there is nothing else")
+        return Moved(sent, told, 1000, self.phases, "memory, as there is nothing else", self.beside)
 
     def _optim_step(self, slot: Slot) -> Reply:
         assert slot.live is not None, "has no state"

@@ -166,6 +166,7 @@ class Changes:
             took_s=took_s,
             seconds=dict(result.seconds),
             slot_seconds=dict(result.slot_seconds),
+            beside=result.beside,
             num_bytes=result.num_bytes,
             carrier=result.carrier,
             step=self._record.last_step or 0,
@@ -186,6 +187,7 @@ class Changes:
             took_s=resized.took_s,
             seconds=resized.seconds,
             slot_seconds=resized.slot_seconds,
+            beside=resized.beside,
             num_bytes=resized.num_bytes,
             carrier=resized.carrier,
         )

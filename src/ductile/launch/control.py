@@ -74,6 +74,8 @@ class Resized(Words, tag="resized"):
     """By step of the transaction, as the orchestrator waited for it."""
     slot_seconds: dict[str, float] = {}
     """By phase of the work in the slots, the longest of all slots."""
+    beside: tuple[str, ...] = ()
+    """Of these phases, those in which the trainer still trained."""
     num_bytes: int = 0
     carrier: str = ""
     step: int = 0

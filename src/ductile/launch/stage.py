@@ -15,19 +15,19 @@ from ductile.core.cluster.placement import SPELLED, Placement, Role
 from ductile.core.cluster.state import ClusterState, Limits, SlotState, TrainerState
 from ductile.launch.activity import Situation, SlotActivity
 from ductile.launch.changes import Changes
-from ductile.launch.control import Resized, RunFailed, Unfit
+from ductile.launch.control import RunFailed, Unfit
 from ductile.launch.local import LocalCluster
 from ductile.loop.conductor import NotDone
 from ductile.loop.monitor import Monitor
 from ductile.records import Formation
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.fleet import RemoteGenerators
-from ductile.wire.messages import Died, EngineStats, Event, Finished
+from ductile.wire.messages import Died, EngineStats, Event, Finished, SlotPhase
 from ductile.wire.remote import RemoteScorer
 from ductile.wire.trainer import RemoteTrainer
 
-PREPARING = ("groups", "plan", "build", "load")
-"""What slots do to prepare a resize, phase by phase."""
+WAITING: frozenset[SlotPhase] = frozenset({"carrier", "groups"})
+"""Phases of a resize in which slots wait for each other, and keep no core busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,16 +185,18 @@ class LiveStage:
         if resized.outcome == "rolled_back":
             raise NotDone(resized.sentence.rstrip("."))
         if resized.outcome == "resized":
-            self._measured.took("resize", resized.pause_s + self._prepared_s(resized, formation))
+            # What was done in the pause is in its seconds already.
+            beside = {phase: resized.slot_seconds.get(phase, 0.0) for phase in resized.beside}
+            self._measured.took("resize", resized.pause_s + self._taken_s(beside, formation))
             # The slots' own work: how long messages wait for micro-steps depends on how long those are.
-            self._measured.took("prepare", sum(resized.slot_seconds.get(phase, 0.0) for phase in PREPARING))
+            self._measured.took("prepare", sum(beside.values()))
 
-    def _prepared_s(self, resized: Resized, formation: Formation) -> float:
+    def _taken_s(self, beside: Mapping[str, float], formation: Formation) -> float:
         """What preparing took from training and generating. On a CPU it runs on the slot's own core, beside them; a GPU
         does not notice."""
         if any(self._cluster.devices[slot] != "cpu" for slot in formation.members):
             return 0.0
-        return sum(resized.slot_seconds.get(phase, 0.0) for phase in PREPARING if phase != "groups")  # that one waits
+        return sum(seconds for phase, seconds in beside.items() if phase not in WAITING)
 
     # -- what happens
 

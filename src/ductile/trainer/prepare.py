@@ -36,6 +36,7 @@ from ductile.records import Change
 from ductile.roles import Place
 from ductile.trainer.state import StatePlans, named_state, parts_of
 from ductile.trainer.trainer import Trainer
+from ductile.wire.messages import SlotPhase
 
 _one_at_a_time = threading.Lock()
 """In this process: held by the thread that prepares."""
@@ -88,8 +89,9 @@ class Prepared:
     None in streaming mode."""
     transfers: dict[bool, Transfer] = field(default_factory=dict[bool, Transfer])
     """By whether a gradient moves, too: into the room. They only lack the old buffers. None in streaming mode."""
-    seconds: dict[str, float] = field(default_factory=dict[str, float])
-    """By phase."""
+    seconds: dict[SlotPhase, float] = field(default_factory=dict[SlotPhase, float])
+    beside: tuple[SlotPhase, ...] = ()
+    """The phases that were beside training."""
 
     def finish(self) -> None:
         """Destroy all but what comes after."""
@@ -194,10 +196,10 @@ class Preparation:
         board = StoreBoard(store, f"{notes}board", slot, change.slots, timeout_s)
         groups = Groups(slot, self._place.epoch, self._place.device, store, timeout_s)
         transfer_groups = Groups(slot, self._place.epoch, self._place.device, store, timeout_s, "transfer/")
-        seconds: dict[str, float] = {}
+        seconds: dict[SlotPhase, float] = {}
         gathering.enter()
         try:
-            with timed(seconds, "groups"):
+            with timed(seconds, "carrier"):
                 carrier, reason = self._choose(board)
                 waits = why_not_beside(torch.device(self._place.device).type, self._devices(board))
             self._go_on()
@@ -214,6 +216,7 @@ class Preparation:
                 prepared.reason += f"; groups were made in the pause, as {waits}"
             else:
                 self._connect(prepared)
+            prepared.beside = tuple(seconds)
             return prepared
         except Exception as error:
             groups.abandon(error)
@@ -305,7 +308,7 @@ def fingerprints(config: TrainerConfig) -> Verify:
 
 
 @contextmanager
-def timed(seconds: MutableMapping[str, float], phase: str) -> Iterator[None]:
+def timed(seconds: MutableMapping[SlotPhase, float], phase: SlotPhase) -> Iterator[None]:
     start = perf_counter()
     try:
         yield

@@ -61,7 +61,8 @@ class Resize:
     def freeze(self, with_gradient: bool) -> Frozen:
         prepared = self._preparation.result(self._config.resize.timeout_s)
         if torch.device(self._device).type == "cuda":
-            # Micro-steps are answered when their kernels are queued. Once all slots are frozen, no collective runs.
+            # A slot that only gives its part in a gather, for a publish or a checkpoint, is done when that is queued.
+            # Once all slots are frozen, no collective runs.
             torch.cuda.synchronize(self._device)
         progress = None
         if self._before is not None:
@@ -86,7 +87,7 @@ class Resize:
         else:
             moved, carrier = self._shadow(prepared, plan, progress), prepared.reason
         self._is_moved = True
-        return Moved(moved.sent, moved.received, moved.num_bytes, prepared.seconds, carrier)
+        return Moved(moved.sent, moved.received, moved.num_bytes, prepared.seconds, carrier, prepared.beside)
 
     def _shadow(self, prepared: Prepared, plan: Plan, progress: TrainProgress) -> transfer.Moved:
         """Old and new state exist side by side."""

@@ -274,16 +274,21 @@ class Frozen(Message):
     """None from a joining slot."""
 
 
+SlotPhase = Literal["carrier", "plan", "groups", "build", "load", "bind", "transfer", "verify", "rebuild"]
+"""Of a slot's work for a resize."""
+
+
 class Moved(Message):
     sent: dict[int, int]
     """64-bit fingerprint of all that went to each peer, by slot. It must be what the peer says in `received`."""
     received: dict[int, int]
     num_bytes: int
     """Received by this slot."""
-    seconds: dict[str, float]
-    """By phase of the work on this slot: groups, plan, build while it trained; then load, transfer, verify, rebuild."""
+    seconds: dict[SlotPhase, float]
     carrier: str
     """What moved the bytes, and why it was chosen: a sentence."""
+    beside: tuple[SlotPhase, ...] = ()
+    """The phases that this slot went through while it trained. All others were in the pause."""
 
 
 class Published(Message):

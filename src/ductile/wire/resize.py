@@ -53,6 +53,7 @@ from ductile.wire.messages import (
     Reply,
     Rollback,
     Settle,
+    SlotPhase,
 )
 from ductile.wire.trainer import RemoteTrainer
 
@@ -102,6 +103,8 @@ class ResizeResult:
     """By step of the transaction."""
     slot_seconds: Mapping[str, float] = field(default_factory=dict[str, float])
     """By phase of the work on the slots: the longest of all slots."""
+    beside: tuple[str, ...] = ()
+    """The phases in which the trainer still trained."""
     num_bytes: int = 0
     """Received by all slots together."""
     carrier: str = ""
@@ -365,7 +368,7 @@ class Transaction:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + self._clock() - began_s
 
     def _result(self, outcome: Literal["resized", "rolled_back"], reason: str = "") -> ResizeResult:
-        phases = dict.fromkeys(name for moved in self._moved.values() for name in moved.seconds)
+        phases: dict[SlotPhase, None] = dict.fromkeys(name for moved in self._moved.values() for name in moved.seconds)
         return ResizeResult(
             change=self.change,
             outcome=outcome,
@@ -373,6 +376,7 @@ class Transaction:
             pause_s=self._pause_s,
             seconds=self._seconds,
             slot_seconds={name: max(moved.seconds.get(name, 0.0) for moved in self._moved.values()) for name in phases},
+            beside=tuple(dict.fromkeys(name for moved in self._moved.values() for name in moved.beside)),
             num_bytes=sum(moved.num_bytes for moved in self._moved.values()),
             carrier=next((moved.carrier for moved in self._moved.values() if moved.carrier), ""),
         )
