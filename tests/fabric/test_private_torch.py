@@ -9,7 +9,10 @@ from torch._C import _distributed_c10d
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_api
 from torch.distributed.tensor import debug, placement_types
+
+from ductile.parallel.exchange import DirectAllGather, DirectReduceScatter
 
 USED = [
     (_distributed_c10d, "HashStore", "fabric.universe: a group that connects nobody"),
@@ -19,13 +22,20 @@ USED = [
     (distributed_c10d, "_world", "fabric.groups: a group's slots, by rank"),
     (distributed_c10d, "GroupName", "fabric.groups"),
     (_distributed_c10d.ProcessGroup, "_device_types", "parallel.reshard: does the group carry CUDA tensors?"),
+    (_distributed_c10d.ProcessGroup, "_get_backend", "fabric.p2p: is it gloo that carries CUDA tensors?"),
     (debug, "_clear_sharding_prop_cache", "fabric.groups: what torch remembers of a mesh goes with it"),
     (placement_types, "_StridedShard", "parallel.blocks: FSDP2 on tensor parallelism"),
     (torch.UntypedStorage, "_share_cuda_", "fabric.cuda_ipc"),
     (torch.UntypedStorage, "_new_shared_cuda", "fabric.cuda_ipc"),
     (FSDPModule, "set_force_sum_reduction_for_comms", "parallel.data: gloo has no scaled sum"),
+    (FSDPModule, "set_custom_all_gather", "parallel.data: parallel.exchange on CPUs"),
+    (FSDPModule, "set_custom_reduce_scatter", "parallel.data: parallel.exchange on CPUs"),
+    (_fsdp_api, "AllGather", "parallel.exchange"),
+    (_fsdp_api, "ReduceScatter", "parallel.exchange"),
     (FileSystemWriter, "write_data", "parallel.state"),
     (torch.ops.aten, "_softmax_backward_data", "model.cpu_attention"),
+    (torch.ops.aten.silu, "out", "model.swiglu"),
+    (torch.ops.aten.silu_backward, "grad_input", "model.swiglu"),
 ]
 
 
@@ -39,6 +49,22 @@ def test_a_group_is_made_with_these_arguments() -> None:
     ours = {"group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name", "timeout"}
     assert ours | {"device_id"} <= known.keys()
     assert isinstance(distributed_c10d._world.pg_group_ranks, dict)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [(_fsdp_api.AllGather, DirectAllGather), (_fsdp_api.ReduceScatter, DirectReduceScatter)],
+    ids=["all-gather", "reduce-scatter"],
+)
+def test_fsdp2_calls_its_collectives_with_these_arguments(theirs: type, ours: type) -> None:
+    """All of torch's arguments are named alike in ours, and ours are all of torch's."""
+    assert theirs.__abstractmethods__ == {"allocate", "__call__"}
+    for name in theirs.__abstractmethods__:
+        expected, found = (inspect.signature(getattr(one, name)).parameters for one in (theirs, ours))
+        assert list(found) == list(expected), name
+        assert [each.kind for each in found.values()] == [each.kind for each in expected.values()], name
+    setters = (FSDPModule.set_custom_all_gather, FSDPModule.set_custom_reduce_scatter)
+    assert [list(inspect.signature(setter).parameters) for setter in setters] == [["self", "comm"]] * 2
 
 
 def test_a_mesh_keeps_its_groups_where_they_can_be_let_go() -> None:
