@@ -14,7 +14,7 @@ from ductile.launch.local import FREED_MEMORY_STAYS, LocalCluster
 from ductile.launch.processes import Process, ProcessServer, StartFailed
 from ductile.records import GenerateRequest, Sampling
 from ductile.roles import Refused, SlotLost
-from ductile.wire.messages import Generate, Hold, OptimStep, Ping
+from ductile.wire.messages import Generate, Hold, OptimStep, Ping, Survey
 from tests.launch.processes import is_running
 from tests.slot.echo import ECHO
 from tests.wire.carriers import eventually
@@ -235,3 +235,34 @@ def test_what_the_user_says_about_memory_goes_before_our_settings(
         assert f"GLIBC_TUNABLES={expected}" in environment
 
     run(story())
+
+
+def test_a_slot_that_is_added_to_measured_ones_is_measured_too(tmp_path: Path):
+    """Without it the trainer could not say how fast its devices are together, once the slot is one of them."""
+
+    async def story():
+        async with LocalCluster([0], CPU, tmp_path, ECHO) as cluster:
+            asked: list[Survey] = []
+            listen_in(cluster, asked)
+            assert await cluster.add([1]) == [1]
+            assert asked == [], "nobody has asked how fast slots are"
+            first = await cluster.survey("float32")
+            assert first.keys() == {0, 1}
+            asked.clear()
+            assert await cluster.add([1, 2]) == [2]
+            assert asked == [Survey("float32")]
+            assert (await cluster.survey())[2].peak_flops_per_s is None, "only whoever asks for it is told"
+
+    run(story())
+
+
+def listen_in(cluster: LocalCluster, asked: list[Survey]) -> None:
+    """Note what slots are asked of their devices."""
+    ask = cluster.mailbox.ask
+
+    async def noting(slot, command, timeout_s):
+        if isinstance(command, Survey):
+            asked.append(command)
+        return await ask(slot, command, timeout_s)
+
+    cluster.mailbox.ask = noting

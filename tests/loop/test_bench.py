@@ -120,6 +120,26 @@ def test_what_cannot_be_told_is_null_with_the_reason():
     assert "starts no slots" in text
 
 
+def test_a_step_that_trained_nothing_is_not_in_the_mean_of_mfu():
+    bench = measured_on(cpus, [(1, 1.0, 0.9), (2, 1.0, 0.2), (3, 1.0, None), (4, 1.0, 0.4)])
+    figures = bench.figures()
+    assert figures["mfu"]["mean"] == pytest.approx(0.3)
+    assert figures["mfu_reason"] is None
+    assert text_of(bench).count("n/a") == 1
+
+
+def test_a_device_of_unknown_speed_is_no_slow_one():
+    async def ask(measure):
+        return {0: Surveyed("cpu", GIB, None, 40e9, "measured"), 1: Surveyed("cpu", GIB, None)}
+
+    bench = measured_on(ask, [(1, 1.0, 0.5), (2, 1.0, 0.5)])
+    assert bench.figures()["devices"] == [
+        {"name": "cpu", "slots": 1, "peak_flops_per_s": 40e9, "source": "measured"},
+        {"name": "cpu", "slots": 1, "peak_flops_per_s": None, "source": None},
+    ]
+    assert "against cpu at 0.04 TFLOP/s (measured)." in text_of(bench)
+
+
 def test_a_slot_that_does_not_answer_costs_its_figures_alone(capsys):
     async def ask(measure):
         if measure:

@@ -141,6 +141,18 @@ def test_utilisation_counts_what_all_devices_could_have_done():
     assert metrics["mfu_train"] == pytest.approx(0.5)
 
 
+def test_a_step_without_a_gradient_takes_no_utilisation_away():
+    """It reports no devices, whether it comes last or alone."""
+    nothing = StepReport(2, 0.0, 0.0, 1e-3, 0)
+    tally = Tally(version=0)
+    tally.add([], StepReport(1, 0.0, 0.0, 0.0, 0, {}, 3e12, 2e12))
+    tally.add([], nothing)
+    assert tally.metrics(10.0, {})["mfu"] == pytest.approx(0.15)
+    alone = Tally(version=0)
+    alone.add([], nothing)
+    assert {name for name in alone.metrics(1.0, {}) if "mfu" in name} == set()
+
+
 def test_without_a_known_device_there_is_no_utilisation():
     tally = Tally(version=0)
     tally.add([], StepReport(1, 0.0, 0.0, 0.0, 0, {}, 3e12, None))

@@ -15,6 +15,7 @@ from ductile.config.cluster import ClusterConfig
 from ductile.core.layout.peak import Arithmetic
 from ductile.launch.cap import CpuCap
 from ductile.launch.processes import Process, ProcessServer, StartFailed
+from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.heard import heard
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Done, Event, Hello, RoleName, Stop, Surveyed
@@ -68,6 +69,8 @@ class LocalCluster:
         self.processes: dict[int, Process] = {}
         self.depends_on: Callable[[int], bool] = lambda slot: True
         """Whether the run ends when this slot is lost."""
+        self._measured: Arithmetic | None = None
+        """What the slots were measured at, if they were: those that are added later are, too."""
         self._num_devices: int | None = None
         """None where slots are processes, of which there may be any number."""
         self._config = config
@@ -120,7 +123,8 @@ class LocalCluster:
         return await asyncio.shield(self._death)
 
     async def add(self, slots: Sequence[int]) -> list[int]:
-        """Start those of the slots that do not run; returns them when all have said Hello.
+        """Start those of the slots that do not run; returns them when all have said Hello, and how fast they are where
+        the others have.
 
         Raises StartFailed, with none of the new ones running. A slot that was lost starts anew, with nothing of its
         earlier life.
@@ -140,7 +144,9 @@ class LocalCluster:
                     for slot in new:
                         self.processes[slot] = await self._fork_slot(slot)
                     await self._greeted_or_ended(greeted, new)
-        except (TimeoutError, StartFailed) as error:
+            if self._measured:
+                await survey(self.mailbox, new, self._config.command_timeout_s, self._measured)
+        except (TimeoutError, StartFailed, SlotLost, Late, Refused) as error:
             for slot in new:
                 if slot in self.processes:
                     self.condemn(slot, f"slot {slot} was not needed, as another one did not start")
@@ -162,7 +168,8 @@ class LocalCluster:
         self.fail(f"{sentence}: {raised(error, ours=True)}")
 
     async def survey(self, measure: Arithmetic | None = None) -> dict[int, Surveyed]:
-        """As `ductile.wire.survey`, of all slots."""
+        """As `ductile.wire.survey`, of all slots. What is measured of them is measured of those that `add` starts."""
+        self._measured = measure or self._measured
         return await survey(self.mailbox, self.slots, self._config.command_timeout_s, measure)
 
     async def stop(self) -> None:

@@ -127,18 +127,22 @@ class Bench:
             print(f"The memory of step {row.step} is not known: {error}.", file=sys.stderr)
 
     def _mfu(self) -> dict[str, float] | None:
+        """Of the steps that have one: a step that trained nothing has none."""
         values = [row.mfu for row in self._rows if row.mfu is not None]
-        return spread(values) if values and len(values) == len(self._rows) else None
+        return spread(values) if values else None
 
     def _devices(self) -> list[dict[str, Any]]:
-        """One entry for all slots on devices of one kind; what was measured is their mean."""
-        kinds: dict[tuple[str, str | None], list[float]] = {}
+        """One entry for all slots on devices of one kind; what was measured is their mean. One that has not said how
+        fast it is has an entry of its own, without a figure."""
+        kinds: dict[tuple[str, str | None], list[Surveyed]] = {}
         for slot in self._at_best:
-            kinds.setdefault((slot.device_name, slot.peak_source), []).append(slot.peak_flops_per_s or 0.0)
-        return [
-            {"name": name, "slots": len(peaks), "peak_flops_per_s": fmean(peaks), "source": source}
-            for (name, source), peaks in kinds.items()
-        ]
+            kinds.setdefault((slot.device_name, slot.peak_source), []).append(slot)
+        found: list[dict[str, Any]] = []
+        for (name, source), slots in kinds.items():
+            peaks = [slot.peak_flops_per_s for slot in slots if slot.peak_flops_per_s is not None]
+            mean = fmean(peaks) if peaks else None
+            found.append({"name": name, "slots": len(slots), "peak_flops_per_s": mean, "source": source})
+        return found
 
     def _largest(self) -> Measured:
         """The row with the most memory."""
@@ -161,6 +165,7 @@ class Bench:
         peaks = [
             f"{kind['name']} at {kind['peak_flops_per_s'] / 1e12:,.3g} TFLOP/s ({kind['source']})"
             for kind in self._devices()
+            if kind["peak_flops_per_s"]
         ]
         memory = self._peak_memory()
         of = f"Memory: {memory['of']}, all together." if "of" in memory else f"No memory: {memory['reason']}."

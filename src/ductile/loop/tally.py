@@ -8,7 +8,8 @@ tokens_per_s_generate            sampled tokens of the batch by the step's wall 
 tokens_per_s_train               prompt and sampled tokens by the seconds that the trainer was at work
 train_flops                      floating-point operations of the model in training, all train slots together
 mfu, mfu_train                   train_flops by what the train slots' devices do at best, in the step's wall time and in
-                                 the seconds that the trainer was at work; missing where a device's best is not known
+                                 the seconds that the trainer was at work; missing where nothing was trained, or a
+                                 device's best is not known
 seconds/<phase>                  wall time by phase; phases overlap
 reward/<name>                    what the task's reward reports besides; mean of what was a finite number
 reward_metrics_not_finite        how many of these metrics were not, over the batch's answers
@@ -112,9 +113,11 @@ class Tally:
 
 
 def utilisation(reports: Sequence[StepReport], step_s: float, train_s: float) -> dict[str, float]:
-    """Of the train slots as they are at the last of these optimizer steps."""
-    flops, peak = sum(report.flops for report in reports), reports[-1].peak_flops_per_s
-    if not peak:
+    """Of the train slots as they are at the last of these optimizer steps that says it: one without a gradient does
+    not."""
+    flops = sum(report.flops for report in reports)
+    peak = next((report.peak_flops_per_s for report in reversed(reports) if report.peak_flops_per_s), None)
+    if peak is None:
         return {"train_flops": flops}
     seconds = {"mfu": step_s, "mfu_train": train_s}
     return {"train_flops": flops} | {name: flops / (max(s, 1e-9) * peak) for name, s in seconds.items()}
