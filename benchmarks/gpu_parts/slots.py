@@ -54,7 +54,7 @@ class Slots:
             joining = Hold("generate", self.generate_settings, (slot,), joining=True)
             await self.mailbox.ask(slot, joining, TIMEOUT_S)
         lender = Lender(self.mailbox, trainer, TIMEOUT_S)
-        return RemoteGenerators(self.mailbox, slots, 8, TIMEOUT_S, lender=lender)
+        return RemoteGenerators(self.mailbox, slots, 8, 16, TIMEOUT_S, lender=lender)
 
     async def half_a_batch(self, trainer: RemoteTrainer) -> None:
         """A micro-batch for every rank."""

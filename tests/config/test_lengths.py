@@ -8,6 +8,7 @@ import pytest
 
 from ductile import host
 from ductile.config.errors import ConfigError
+from ductile.config.inference import InferenceConfig, shared_block_tokens
 from ductile.config.parse import parse
 from ductile.config.run import InferenceRunConfig, RLConfig
 from tests.config.stories import MODEL, furnish
@@ -122,3 +123,9 @@ def test_the_share_of_a_gpu_leaves_room_for_other_roles(placement: str, given: s
     where = ["--cluster.component-placement", placement] if placement else []
     config = parse(RLConfig, ["@", "good.toml", *where, *given.split()]).config
     assert config.inference.gpu_memory_utilization == share
+
+
+def test_siblings_share_whole_blocks_unless_nothing_is_shared() -> None:
+    assert shared_block_tokens(InferenceConfig()) == 16
+    assert shared_block_tokens(InferenceConfig(block_size=32)) == 32
+    assert shared_block_tokens(InferenceConfig(block_size=32, enable_prefix_caching=False)) == 0

@@ -55,7 +55,9 @@ class Harness:
         self.mailbox.epoch += 1
         self.lender = Lender(self.mailbox, self.trainer, TIMEOUT_S)
         depends_on = self.cluster.depends_on
-        self.generators = RemoteGenerators(self.mailbox, (), 8, TIMEOUT_S, lender=self.lender, depends_on=depends_on)
+        self.generators = RemoteGenerators(
+            self.mailbox, (), 8, 16, TIMEOUT_S, lender=self.lender, depends_on=depends_on
+        )
         self.scorer = RemoteScorer(self.mailbox, (), TIMEOUT_S, self.lender, depends_on)
         await self.publish()
         for slot in (0, 1):

@@ -13,6 +13,7 @@ from ductile.loop.asking import BadDecision
 from ductile.observe import read_jsonl
 from ductile.sim.arms import run_arms
 from ductile.sim.command import main
+from ductile.sim.loads import Loads
 from ductile.sim.run import simulate
 from ductile.sim.timeline import causes, gantt, svg
 from tests.sim.scenarios import scenario
@@ -182,3 +183,21 @@ def test_prompts_are_computed_however_fast_caches_travel():
     assert simulate(replace(still, costs=costs), Static()).wall_s == simulate(still, Static()).wall_s
     slower = replace(still, speeds=replace(still.speeds, prefill_tokens_per_s=500.0), costs=costs)
     assert simulate(slower, Static()).wall_s > simulate(still, Static()).wall_s
+
+
+@pytest.mark.parametrize(("cache_block", "together"), [(1, True), (14, True), (16, False), (0, False)])
+def test_siblings_go_together_where_the_simulated_cache_shares_their_prompt(cache_block, together):
+    """Of 14 tokens."""
+    loads = Loads(cache_block)
+    for slot in (1, 2):
+        loads.open(slot)
+    loads.add(loads.route("g", 14).slot, "g", 50.0)
+    assert loads.route("g", 14).slot == (1 if together else 2)
+
+
+def test_a_cache_that_shares_nothing_costs_every_sibling_its_prompt():
+    longer, shorter = (
+        simulate(replace(scenario(prompt_tokens=1024, max_tokens=64, seq_len=1088), cache_block=block), Static())
+        for block in (0, 1)
+    )
+    assert longer.wall_s > shorter.wall_s

@@ -30,10 +30,10 @@ def stats(num_tokens: int) -> EngineStats:
 class Fleet:
     """Two generators that answer nothing by themselves."""
 
-    def __init__(self, timeout_s: float = 5.0, clock=time.monotonic) -> None:
+    def __init__(self, timeout_s: float = 5.0, clock=time.monotonic, block_tokens: int = 16) -> None:
         self.carrier = MemoryCarrier({0: self._answer, 1: self._answer})
         self.mailbox = Mailbox(self.carrier)
-        self.generators = RemoteGenerators(self.mailbox, (0, 1), 8, timeout_s, clock)
+        self.generators = RemoteGenerators(self.mailbox, (0, 1), 8, block_tokens, timeout_s, clock)
 
     def _answer(self, slot: int, command: Command) -> Reply:
         return Done()
@@ -92,6 +92,21 @@ def test_goes_where_fewest_tokens_are_left_and_siblings_together():
         await settle()
         where = {r.id: slot for slot, command in fleet.sent(Generate) for r in command.requests}
         assert where == {"long": 0, "s0": 1, "s1": 1, "other": 1}
+
+    run(story())
+
+
+@pytest.mark.parametrize(("block_tokens", "together"), [(2, True), (3, False), (0, False)])
+def test_siblings_go_together_where_the_cache_shares_their_prompt(block_tokens: int, together: bool):
+    """Of two tokens, as all prompts here. 0: nothing is shared."""
+
+    async def story():
+        fleet = Fleet(block_tokens=block_tokens)
+        fleet.ask("s0", group="s")
+        fleet.ask("s1", group="s")
+        await settle()
+        slots = [slot for slot, command in fleet.sent(Generate) for _ in command.requests]
+        assert slots == ([0, 0] if together else [0, 1])
 
     run(story())
 

@@ -36,7 +36,7 @@ class Cluster:
         self.needed = {TRAINER}
         self.restarted: list[str] = []
         self.generators = RemoteGenerators(
-            self.mailbox, generating, 8, TIMEOUT_S, clock, self.lender, lambda slot: slot in self.needed
+            self.mailbox, generating, 8, 16, TIMEOUT_S, clock, self.lender, lambda slot: slot in self.needed
         )
         self.generators.on_restarted = self.restarted.append
 

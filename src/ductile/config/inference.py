@@ -90,3 +90,9 @@ class InferenceConfig(Section):
     )
     """Joins within this time of each other are one change; removals never wait."""
     enable_topology_discovery: Annotated[bool, NotBuilt("joining and leaving generators")] = False
+
+
+def shared_block_tokens(config: InferenceConfig) -> int:
+    """Of what sequences that begin alike have in a generator's cache once: whole blocks of so many tokens. 0 where each
+    has its own."""
+    return config.block_size if config.enable_prefix_caching else 0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Group, RenderableType
 
+from ductile.config.inference import shared_block_tokens
 from ductile.config.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.scheduling import policy_name
 from ductile.config.secrets import secret_of
@@ -220,10 +221,12 @@ async def _take_roles(
     def depends_on(slot: int) -> bool:
         return cluster.depends_on(slot)  # as it is said then: a change of roles may be under way
 
-    num_seqs = config.inference.max_num_seqs
+    num_seqs, block_tokens = config.inference.max_num_seqs, shared_block_tokens(config.inference)
     return (
         learner,
-        RemoteGenerators(mailbox, placement.generate, num_seqs, timeout_s, lender=lender, depends_on=depends_on),
+        RemoteGenerators(
+            mailbox, placement.generate, num_seqs, block_tokens, timeout_s, lender=lender, depends_on=depends_on
+        ),
         RemoteScorer(mailbox, placement.score, timeout_s, lender, depends_on) if placement.score else None,
     )
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ductile.config.inference import shared_block_tokens
 from ductile.config.on_disk import read_spec
 from ductile.config.run import RLConfig
 from ductile.config.scheduling import policy_name, policy_of
@@ -171,7 +172,7 @@ def setting_of(config: RLConfig, prepared: Prepared, home: Placement, *, on_gpu:
         n_minibatches=prepared.plan.n_minibatches,
         max_async_level=orchestrator.max_async_level,
         max_off_policy_steps=orchestrator.max_off_policy_steps,
-        block_size=config.inference.block_size,
+        block_size=shared_block_tokens(config.inference),
         use_pre_process_policy=config.cluster.use_pre_process_policy,
         use_wait_before_last_iter_policy=config.cluster.use_wait_before_last_iter_policy,
         on_gpu=on_gpu,

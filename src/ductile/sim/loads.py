@@ -7,7 +7,9 @@ from ductile.core.cluster.routing import GeneratorLoad, Route, route
 
 
 class Loads:
-    def __init__(self) -> None:
+    def __init__(self, block_tokens: int) -> None:
+        """block_tokens: as `core.cluster.routing.route` has it."""
+        self._block_tokens = block_tokens
         self._tokens: dict[int, float] = {}
         self._least: list[tuple[float, int]] = []
         self._groups: dict[str, Counter[int]] = {}
@@ -46,7 +48,7 @@ class Loads:
         loads = [GeneratorLoad(slot, self._tokens[slot], near) for slot in siblings]
         if self._least and self._least[0][1] not in siblings:
             loads.append(GeneratorLoad(self._least[0][1], self._least[0][0]))
-        return route(group, loads, prompt_tokens)
+        return route(group, loads, prompt_tokens, self._block_tokens)
 
     def siblings(self, group: str, slot: int) -> bool:
         """Whether a sequence of the group is there: its prompt is cached."""

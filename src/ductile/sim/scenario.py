@@ -60,7 +60,7 @@ class Scenario:
     coalesce_s: float = 0.0
     """A policy is not asked again sooner than this after it was asked: events in between are looked at together."""
     cache_block: int = 1
-    """Tokens of a cache block: siblings share the full blocks of their prompt."""
+    """Tokens of a cache block: siblings share the full blocks of their prompt. 0 where they share nothing."""
     score: bool = False
     """There is a scorer, and every sample passes through it."""
     on_gpu: bool = False

@@ -57,7 +57,7 @@ class Stage:
         self.on_finished: Callable[[list[Flight]], None] = lambda flights: None
         self.on_capacity: Callable[[], None] = lambda: None
         """There are more or fewer generators."""
-        self._loads = Loads()
+        self._loads = Loads(scenario.cache_block)
         self._generates = asyncio.Event()
         self._doing: dict[Activity, Counter[int]] = {activity: Counter() for activity in DOING}
         self._groups: dict[str, _Group] = {}
@@ -227,7 +227,7 @@ class Stage:
     def _put(self, flight: Flight, slot: int) -> None:
         scenario = self.scenario
         context = flight.prompt_tokens + flight.generated
-        if not flight.generated and self._loads.siblings(flight.request.group, slot):
+        if not flight.generated and scenario.cache_block and self._loads.siblings(flight.request.group, slot):
             context %= scenario.cache_block  # the full blocks of the prompt are there
         if flight.generated:
             flight.prefill_s = carriage(context, scenario.speeds, scenario.costs).seconds

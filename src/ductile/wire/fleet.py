@@ -33,18 +33,21 @@ class RemoteGenerators:
         mailbox: Mailbox,
         slots: Sequence[int],
         max_num_seqs: int,
+        block_tokens: int,
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
         lender: Lender | None = None,
         depends_on: Callable[[int], bool] = whatever_slot,
     ) -> None:
-        """max_num_seqs: of one generator. timeout_s: without any progress of a slot, its sequences are `Late`.
+        """max_num_seqs: of one generator. block_tokens: as `core.cluster.routing.route` has it.
+        timeout_s: without any progress of a slot, its sequences are `Late`.
         lender: None where no slot ever joins. depends_on: whether the run ends when this slot is lost."""
         self.on_finished: Callable[[Generation], None] = lambda generation: None
         """Called with every answer, as it comes."""
         self.on_restarted: Callable[[str], None] = lambda sentence: None
         """Called with a sentence when a sequence begins again, because its slot was lost."""
         self._mailbox, self._max_num_seqs, self._timeout_s = mailbox, max_num_seqs, timeout_s
+        self._block_tokens = block_tokens
         self._depends_on = depends_on
         self._roster = Roster(mailbox, "generate", slots, timeout_s, lender, depends_on)
         self._flights = Flights(clock)
@@ -137,7 +140,7 @@ class RemoteGenerators:
     async def _take_off(self, flight: Flight) -> None:
         slots = await self._roster.some(f"request {flight.name}")
         request, loads = flight.request, self._flights.loads(slots)
-        self._flights.board(flight, route(request.group, loads, len(request.prompt)).slot)
+        self._flights.board(flight, route(request.group, loads, len(request.prompt), self._block_tokens).slot)
         self._dispatch.send(flight)
 
     async def _landing(self, flight: Flight) -> Generation:
@@ -161,7 +164,9 @@ class RemoteGenerators:
 
     async def _hand_off(self, handoffs: Sequence[Handoff]) -> tuple[HandoffResult, ...]:
         async with self._roster.turns.together(f"{len(handoffs)} requests change generators"):
-            handover = Handover(self._mailbox, self._roster, self._flights, self._dispatch, self._timeout_s)
+            handover = Handover(
+                self._mailbox, self._roster, self._flights, self._dispatch, self._block_tokens, self._timeout_s
+            )
             return await handover.run(handoffs)
 
     def _on_event(self, slot: int, event: Event) -> None:

@@ -52,10 +52,17 @@ class Handover:
     """Carries one set of handoffs out, once: `await Handover(...).run(orders)`."""
 
     def __init__(
-        self, mailbox: Mailbox, roster: Roster, flights: Flights, dispatch: Dispatch, timeout_s: float
+        self,
+        mailbox: Mailbox,
+        roster: Roster,
+        flights: Flights,
+        dispatch: Dispatch,
+        block_tokens: int,
+        timeout_s: float,
     ) -> None:
+        """block_tokens: as `core.cluster.routing.route` has it."""
         self._mailbox, self._roster, self._flights, self._dispatch = mailbox, roster, flights, dispatch
-        self._timeout_s = timeout_s
+        self._block_tokens, self._timeout_s = block_tokens, timeout_s
         self._results: dict[str, HandoffResult] = {}
         self._kept: dict[int, list[str]] = {}
         """Caches that the sources keep for others."""
@@ -161,7 +168,8 @@ class Handover:
             return False
         self._flights.board(flight, None)
         request = flight.request
-        traveller.target = route(request.group, self._flights.loads(others), len(request.prompt)).slot
+        loads = self._flights.loads(others)
+        traveller.target = route(request.group, loads, len(request.prompt), self._block_tokens).slot
         return True
 
     def _is_still_wanted(self, traveller: _Traveller) -> bool:

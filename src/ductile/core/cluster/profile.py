@@ -32,7 +32,7 @@ class Setting:
     max_async_level: int = 0
     max_off_policy_steps: int = 8
     block_size: int = 16
-    """Tokens of a cache block."""
+    """Tokens of a cache block that sequences share; 0 where they share none."""
     use_pre_process_policy: bool | None = None
     """As configured, None when it was not; so is the next one."""
     use_wait_before_last_iter_policy: bool | None = None

@@ -2,8 +2,8 @@
 
 The one with the least work ahead of it, counted in predicted tokens and not in sequences: sequences of a skewed length
 distribution are not alike. Siblings of a group go where their prompt is already cached, as long as that costs less
-than the cached prompt saves (`AFFINITY_TOKENS` more predicted tokens than the least loaded generator). A prompt that
-fills no block of the cache is not shared.
+than the cached prompt saves (`AFFINITY_TOKENS` more predicted tokens than the least loaded generator). A cache shares
+whole blocks: siblings of a prompt that fills none are strangers.
 
 The caller keeps the books (a `GeneratorLoad` a slot) and asks again for every sequence.
 """
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from ductile.core.cluster.placement import many
 
 AFFINITY_TOKENS = 256
-BLOCK_TOKENS = 16
-"""Of a cache's block, where `inference.block_size` is as it is by default."""
+"""So many more predicted tokens may a generator have before it than the least loaded one, and still get a sibling of a
+sequence that it has: beyond them, waiting costs more than computing the prompt once more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +33,16 @@ class Route:
     reason: str
 
 
-def route(group: str, loads: Sequence[GeneratorLoad], prompt_tokens: int = BLOCK_TOKENS) -> Route:
+def route(group: str, loads: Sequence[GeneratorLoad], prompt_tokens: int, block_tokens: int) -> Route:
     """The slot for one more sequence of `group` ("" for none), with so long a prompt. Ties go to the lowest slot.
 
+    block_tokens: of a block of the generators' caches; 0 where sequences share nothing.
     Raises ValueError when there is no generator.
     """
     if not loads:
         raise ValueError("there is no generator to route to")
     least = min(loads, key=lambda load: (load.remaining_tokens, load.slot))
-    is_shared = group and prompt_tokens >= BLOCK_TOKENS
+    is_shared = bool(group) and 0 < block_tokens <= prompt_tokens
     siblings = [load for load in loads if is_shared and group in load.groups]
     if siblings:
         near = min(siblings, key=lambda load: (load.remaining_tokens, load.slot))
