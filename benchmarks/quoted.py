@@ -91,6 +91,36 @@ def generate() -> str:
     return f"{markdown(('', 'tokens/s', 'ductile is', 'in CPU time'), map(row, speed))}\n\n{said}"
 
 
+def grpo_step() -> str:
+    found = result("grpo_step")
+    slot, loop = found["on_policy_step"]["slot"], found["on_policy_step"]["loop"]
+    idle_s = sum(part_s for what, part_s in slot.items() if what.startswith("idle"))
+
+    def ms(seconds: float) -> str:
+        return f"{1000 * seconds:.0f}"
+
+    rows = (
+        ("generate", ms(slot["generate"]), "prompts, then token after token of half the answers"),
+        (
+            "train",
+            ms(slot["train"]),
+            f"forward and backward pass of half the answers {ms(loop['forward_backward'])}, "
+            f"optimizer {ms(loop['optim_step'])}",
+        ),
+        (
+            "publish",
+            ms(slot["publish"]),
+            f"gathered and copied into a segment {ms(loop['publish'])}; mapped, checked and copied into the engines "
+            f"{ms(loop['receive'])}",
+        ),
+        ("nothing", ms(idle_s), "rewards, messages, the orchestrator's books"),
+    )
+    step_s = found["median_step_s"]
+    on_policy_s = next(value for name, value in step_s.items() if name.endswith("on-policy"))
+    said = prose(f"A step took {on_policy_s:.2f} s, and {found['trl_s']:.2f} s with TRL. On {where('grpo_step')}.")
+    return f"{markdown(('a slot', 'ms of a step', 'in it, ms'), rows)}\n\n{said}"
+
+
 def train_step() -> str:
     found = result("train_step")["milliseconds"]
     cpu = {name: of["forward_backward_cpu"] + of["optim_step_cpu"] for name, of in found.items()}
@@ -295,6 +325,7 @@ def predicted() -> str:
 TABLES: Mapping[str, Callable[[], str]] = {
     "readme": readme,
     "generate": generate,
+    "grpo_step": grpo_step,
     "train_step": train_step,
     "reshard": reshard,
     "reshard.moments": reshard_moments,
