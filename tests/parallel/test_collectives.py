@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ductile.config.trainer import SFTLoss, TrainerConfig
@@ -37,6 +38,8 @@ class Asked(TorchDispatchMode):
 
 def asked_of_gloo(groups: Groups, members: tuple[int, ...], settings: dict, replicas: int) -> set[str]:
     """By everything that a trainer does together with others, but for checkpoints, which speak through the CPU."""
+    for name in ("set_custom_all_gather", "set_custom_reduce_scatter"):
+        setattr(FSDPModule, name, lambda *_: None)  # those of CPUs: on a GPU FSDP2 keeps its own
     with Asked() as asked:
         ranks = Ranks(groups, Formation(members, replicas))
         trainer = Trainer(TrainerConfig.model_validate(settings), ranks)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -72,3 +73,19 @@ def averages(groups: Groups, members: tuple[int, ...]) -> None:
 def test_only_sums() -> None:
     with pytest.raises(AssertionError, match="add their gradients up"):
         run_ranks(1, averages)
+
+
+def comes_late(groups: Groups, members: tuple[int, ...]) -> list[float]:
+    group = groups.group(members)
+    groups.set_timeout(30.0)
+    if group.rank() == 1:
+        time.sleep(2.0)
+    whole = torch.empty(2)
+    DirectAllGather()(output_tensor=whole, input_tensor=torch.tensor([float(group.rank())]), group=group)
+    return whole.tolist()
+
+
+@pytest.mark.slow
+def test_a_timeout_that_was_set_later_counts() -> None:
+    """As after a resize, whose groups are made with a shorter one."""
+    assert run_ranks(2, comes_late, timeout_s=1.0) == [[0.0, 1.0]] * 2

@@ -33,6 +33,8 @@ class _Card(msgspec.Struct, frozen=True):
     """Of the probe, on a CPU: eight bytes."""
     shares: dict[int, Share] = {}
     """Of the probe, on a GPU, one for each reader."""
+    unshared: str = ""
+    """Why there are none."""
 
 
 def choose(
@@ -92,8 +94,13 @@ def _try_gpus(board: Board, device: torch.device, missing: Missing | None) -> tu
         return int(torch.empty(0, dtype=torch.int64, device=storage.device).set_(storage, 0, (1,), (1,)).item())
 
     readers = [member for member in board.members if member != board.slot]
-    shares = {reader: Share.of(probe) for reader in readers}
-    return _try_all(board, _Card(host(), Process.own(), content, shares=shares), look, missing)
+    shares, unshared = dict[int, Share](), ""
+    try:
+        shares = {reader: Share.of(probe) for reader in readers}
+    except RuntimeError as error:  # memory in expandable segments, a container without CUDA IPC
+        unshared = str(error).partition("\n")[0]
+    card = _Card(host(), Process.own(), content, shares=shares, unshared=unshared)
+    return _try_all(board, card, look, missing)
 
 
 def _try_all(
@@ -112,6 +119,8 @@ def _try(slot: int, card: _Card, peer: int, other: _Card, look: Callable[[_Card]
     """Why `slot` cannot read `peer`, or nothing."""
     if other.host != card.host:
         return f"slots {slot} and {peer} are on different hosts, or in containers that do not see each other"
+    if other.unshared:
+        return f"slot {peer} cannot share its memory ({other.unshared})"
     try:
         found = look(other)
     except (OSError, RuntimeError) as error:

@@ -158,6 +158,11 @@ class Groups:
         return backend
 
 
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Of a group of gloo's collectives, as it is now (`Groups.set_timeout`)."""
+    return group._get_backend(torch.device("cpu")).options._timeout
+
+
 def names_of(epoch: int) -> str:
     """What the names of an epoch's groups, and their keys in the store, begin with."""
     return f"epoch/{epoch}/"

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from ductile.fabric.groups import timeout_of
+
 
 class FreshMemory:
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -59,8 +61,9 @@ def exchange(leaving: Sequence[Tensor], coming: Sequence[Tensor], group: dist.Pr
 
     Collective. Returns when both are through; raises RuntimeError when a rank has died, or after the group's timeout.
     """
+    timeout = timeout_of(group)  # what gloo sends from rank to rank keeps the one that the group was made with
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     under_way = [group.recv([coming[rank]], rank, 0) for rank in others]
     under_way += [group.send([leaving[rank]], rank, 0) for rank in others]
     for work in under_way:
-        work.wait()
+        work.wait(timeout)

@@ -186,5 +186,7 @@ def _check_kept(plan: Plan, slot: int, old: Mapping[str, Tensor], new: Mapping[s
 
 
 def _give_memory_back() -> None:
-    """To the system: glibc keeps what was freed below its top, and the next tenant of this slot needs it."""
+    """The next tenant of this slot needs it: glibc keeps what was freed below its top, torch what lay on a GPU."""
     ctypes.CDLL(None).malloc_trim(0)
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

@@ -125,6 +125,8 @@ class TrainRole:
         if self._standing is not None:
             self._standing.destroy()
         self._standing = None
+        if self._place.device.startswith("cuda"):
+            torch.cuda.empty_cache()
 
     def _prepare(self, change: Change) -> None:
         if self._resize is not None and self._resize.is_committed:
