@@ -112,13 +112,58 @@ def test_messages_that_do_not_come_harm_nobody(settings: dict[str, Any], number:
         assert fleet.optim_step(20.0).step == 1
 
 
+@pytest.mark.parametrize("point", ["prepare: before the groups", "prepare: before the skeleton"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_joiner_fails_while_others_make_groups_in_the_pause(settings, number) -> None:  # noqa: F811
+def test_a_joiner_fails_while_others_make_groups_in_the_pause(settings, number, point) -> None:  # noqa: F811
     settings = settings | {"resize": settings["resize"] | {"timeout_s": TIMEOUT_S}}
     with Fleet(settings, range(4)) as fleet:
         fleet.call(range(4), leave_groups_to_the_pause)
-        assert strike_a_joiner(fleet, "prepare: before the groups", number) == "move"
+        assert strike_a_joiner(fleet, point, number) == "move"
         fleet.resize(Formation((3, 1)))
+        fleet.forward_backward(make_samples((7, 12)))
+        assert fleet.optim_step(20.0).step == 1
+
+
+def run_out_of_memory(role: TrainRole) -> None:
+    """The next trainer that this slot builds."""
+    build = prepare.Trainer
+
+    def failing(*arguments: Any) -> Any:
+        prepare.Trainer = build
+        raise RuntimeError("out of memory")
+
+    prepare.Trainer = failing
+
+
+def num_sockets(role: TrainRole) -> int:
+    links = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    return sum(os.readlink(link).startswith("socket:") for link in links if os.path.islink(link))
+
+
+@pytest.mark.parametrize("victim", [0, 2], ids=["a member", "a joiner"])
+def test_a_build_that_fails_in_the_pause_keeps_nobody_waiting(settings: dict[str, Any], victim: int) -> None:  # noqa: F811
+    """It closes its groups, and so those that wait for its messages fail too, long before the timeout."""
+    settings = settings | {"resize": settings["resize"] | {"timeout_s": 10 * IN_TIME_S, "carrier": "p2p"}}
+    with Fleet(settings, range(3)) as fleet:
+        fleet.call(range(3), leave_groups_to_the_pause)
+        fleet.hold((0, 1))
+        fleet.forward_backward(make_samples((9, 14)))
+        had = fleet.call((0, 1), whole)
+        fleet.hold_joining((2,))
+        fleet.call((victim,), run_out_of_memory)
+        change = fleet.prepare_change(Formation((2, 1, 0)))
+        fleet.step("prepare", change)
+        fleet.until_ready(change)
+        progress = fleet.total(change, fleet.step("freeze", change))
+        sockets = fleet.call((victim,), num_sockets)
+        for slot in change.slots:
+            fleet.post(slot, "handle", fleet.command("move", change, progress))
+        found = answers(fleet, change.slots)
+        assert str(found[victim]) == f"slot {victim}: RuntimeError: out of memory"
+        assert fleet.call((victim,), num_sockets) == sockets
+        fleet.roll_back(change)
+        assert fleet.call((0, 1), whole) == had
+        fleet.resize(Formation((2, 1)))
         fleet.forward_backward(make_samples((7, 12)))
         assert fleet.optim_step(20.0).step == 1
 

@@ -6,7 +6,7 @@ trainer alone. What torch remembers of operations on tensors it remembers by thr
 what it has made.
 
 NCCL's groups may not be made beside collectives of older ones (`fabric.backend.why_not_beside`). Then they, and what
-lies over them, are left to the main thread, which makes them in the pause (`Preparation.connect`).
+lies over them, are left to the main thread, which makes them in the pause (`Preparation.connected`).
 """
 
 import threading
@@ -62,13 +62,13 @@ class Standing:
 
 
 @dataclass
-class Prepared:
-    """What a slot has ready for the freeze."""
+class Planned:
+    """What a slot knows of a change before it makes groups."""
 
     plans: dict[bool, Plan]
     """By whether a gradient moves, too."""
-    carrier: Carrier | None
-    """None until there is a group for messages, where these are needed."""
+    reader: Carrier | None
+    """None where bytes go as messages, through a group that is yet to be made."""
     reason: str
     """Why this carrier."""
     groups: Groups
@@ -76,10 +76,18 @@ class Prepared:
     transfer_groups: Groups
     gathering: Gathering
     """Left at the end."""
-    is_connected: bool = False
-    """All groups are made, and what lies over them."""
-    ranks: Ranks | None = None
-    after: Standing | None = None
+    seconds: dict[SlotPhase, float]
+    beside: tuple[SlotPhase, ...] = ()
+    """The phases that were beside training."""
+
+
+@dataclass
+class Connected:
+    """The groups of a change, and what lies over them."""
+
+    carrier: Carrier
+    ranks: Ranks | None
+    after: Standing | None
     """None on a slot that leaves, as are its ranks. In streaming mode the trainer comes last."""
     room: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """By buffer: the memory of `after` and of its gradient. Buffers that are handed on as they are have none, and in
@@ -89,26 +97,15 @@ class Prepared:
     None in streaming mode."""
     transfers: dict[bool, Transfer] = field(default_factory=dict[bool, Transfer])
     """By whether a gradient moves, too: into the room. They only lack the old buffers. None in streaming mode."""
-    seconds: dict[SlotPhase, float] = field(default_factory=dict[SlotPhase, float])
-    beside: tuple[SlotPhase, ...] = ()
-    """The phases that were beside training."""
 
-    def finish(self) -> None:
-        """Destroy all but what comes after."""
+    def clear(self) -> None:
+        """Let go of all but what comes after."""
         for what in (self.room, self.old, self.transfers):
             what.clear()
-        self.transfer_groups.destroy()
-        self.gathering.leave()
-
-    def destroy(self) -> None:
-        if self.after is not None:
-            self.after.destroy()
-        self.groups.destroy()
-        self.finish()
 
 
 class Preparation:
-    """`Prepared` in the making."""
+    """`Planned` and `Connected` in the making."""
 
     def __init__(
         self, change: Change, place: Place, config: TrainerConfig, plans: StatePlans, before: Standing | None
@@ -121,7 +118,8 @@ class Preparation:
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._unwanted = False
-        self._prepared: Prepared | None = None
+        self._planned: Planned | None = None
+        self._connected: Connected | None = None
         self._error: Exception | None = None
 
     def start(self) -> None:
@@ -135,40 +133,63 @@ class Preparation:
         self.result(0.0)
         return True
 
-    def result(self, timeout_s: float) -> Prepared:
+    def result(self, timeout_s: float) -> Planned:
         """Raises `ResizeFailed` when there is none in time, or at all."""
         if not self._done.wait(timeout_s):
             raise ResizeFailed(f"this slot has not been able to prepare within {timeout_s:g} s")
         if self._error is not None:
             raise ResizeFailed(f"this slot could not prepare: {self._error}") from self._error
-        if self._prepared is None:
+        if self._planned is None:
             raise ResizeFailed("this change has been taken back")
-        return self._prepared
+        return self._planned
+
+    def connected(self) -> Connected:
+        """Makes groups and what lies over them, if the thread has left that to the pause: then collective over the
+        change."""
+        planned = self.result(0.0)
+        if self._connected is None:
+            try:
+                self._connected = self._connect(planned)
+            except Exception as error:
+                # What lies over the groups is held by the functions that failed alone, and goes with their locals.
+                planned.groups.abandon(error)
+                planned.transfer_groups.abandon(error)
+                raise
+        return self._connected
+
+    def finish(self) -> Standing | None:
+        """Destroy all but what comes after, and return that."""
+        planned, connected = self.result(0.0), self.connected()
+        connected.clear()
+        planned.transfer_groups.destroy()
+        planned.gathering.leave()
+        return connected.after
 
     def discard(self) -> None:
         """Destroy what there is, now or as soon as the thread is done with it."""
         with self._lock:
             self._unwanted = True
             self._old = {}
-            prepared, self._prepared = self._prepared, None
-        if prepared is not None:
-            prepared.destroy()
+            planned, self._planned = self._planned, None
+            connected, self._connected = self._connected, None
+        _destroy(planned, connected)
 
     def _run(self) -> None:
-        prepared: Prepared | None = None
+        planned: Planned | None = None
+        connected: Connected | None = None
         try:
             with self._turn():
-                prepared = self._prepare()
+                planned, connected = self._prepare()
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # they hold groups, and would keep their sockets open
             self._error = error
             self._old = {}
         with self._lock:
             if not self._unwanted:
-                self._prepared, prepared = prepared, None
+                self._planned, self._connected = planned, connected
+                planned = connected = None
             self._done.set()
-        if prepared is not None:
-            prepared.destroy()
+        _destroy(planned, connected)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -188,7 +209,8 @@ class Preparation:
         if self._unwanted:
             raise ResizeFailed("this change has been taken back")
 
-    def _prepare(self) -> Prepared:
+    def _prepare(self) -> tuple[Planned, Connected | None]:
+        """The second is None where groups are left to the pause."""
         change, slot, timeout_s = self._change, self._place.slot, self._config.resize.timeout_s
         store = rendezvous.lasting(self._place.rendezvous, timeout_s)
         notes = f"resize/{change.epoch}/"
@@ -200,63 +222,54 @@ class Preparation:
         gathering.enter()
         try:
             with timed(seconds, "carrier"):
-                carrier, reason = self._choose(board)
+                reader, reason = self._choose(board)
                 waits = why_not_beside(torch.device(self._place.device).type, self._devices(board))
             self._go_on()
             with timed(seconds, "plan"):
-                relays = carrier is None
+                relays = reader is None
                 plans = {
                     gradient: self._plans.plan(change.before, change.after, gradient, relays)
                     for gradient in (False, True)
                 }
                 assert all(plan.key for plan in plans.values())  # now, and not in the pause
             self._go_on()
-            prepared = Prepared(plans, carrier, reason, groups, transfer_groups, gathering, seconds=seconds)
+            planned = Planned(plans, reader, reason, groups, transfer_groups, gathering, seconds)
+            connected = None
             if waits:
-                prepared.reason += f"; groups were made in the pause, as {waits}"
+                planned.reason += f"; groups were made in the pause, as {waits}"
             else:
-                self._connect(prepared)
-            prepared.beside = tuple(seconds)
-            return prepared
+                connected = self._connect(planned)
+            planned.beside = tuple(seconds)
+            return planned, connected
         except Exception as error:
             groups.abandon(error)
             transfer_groups.abandon(error)
             gathering.leave()
             raise
 
-    def connect(self) -> None:
-        """Make groups and what lies over them, if the thread has left that to the pause. Collective over the change."""
-        prepared = self.result(0.0)
-        if prepared.is_connected:
-            return
-        try:
-            self._connect(prepared)
-        except Exception as error:
-            prepared.groups.abandon(error)
-            prepared.transfer_groups.abandon(error)
-            raise
-
-    def _connect(self, prepared: Prepared) -> None:
-        change, timeout_s = self._change, self._config.resize.timeout_s
-        with timed(prepared.seconds, "groups"):
-            prepared.gathering.all_or_none(self._go_on)
+    def _connect(self, planned: Planned) -> Connected:
+        change, timeout_s, seconds = self._change, self._config.resize.timeout_s, planned.seconds
+        carrier, ranks, after = planned.reader, None, None
+        with timed(seconds, "groups"):
+            planned.gathering.all_or_none(self._go_on)
             # From here on nobody leaves before all have made their groups, wanted or not.
-            if prepared.carrier is None:
-                group = prepared.transfer_groups.group(change.slots)
-                prepared.carrier = PeerToPeer(group, self._place.device, timeout_s)
+            if carrier is None:
+                group = planned.transfer_groups.group(change.slots)
+                carrier = PeerToPeer(group, self._place.device, timeout_s)
             if self._place.slot in change.after.members:
-                prepared.ranks = Ranks(prepared.groups, change.after)
-                prepared.after = Standing(prepared.groups, None)
+                ranks = Ranks(planned.groups, change.after)
+                after = Standing(planned.groups, None)
+        connected = Connected(carrier, ranks, after)
         self._go_on()
         if self._config.resize.memory == "shadow":
-            if prepared.after is not None and prepared.ranks is not None:
-                with timed(prepared.seconds, "build"):
-                    prepared.after.trainer = self._build(prepared.ranks, prepared.plans[True], prepared.room)
+            if after is not None and ranks is not None:
+                with timed(seconds, "build"):
+                    after.trainer = self._build(ranks, planned.plans[True], connected.room)
             self._go_on()
-            with timed(prepared.seconds, "load"):
-                self._load(prepared, prepared.carrier)
+            with timed(seconds, "load"):
+                self._load(planned, connected)
         self._old = {}
-        prepared.is_connected = True
+        return connected
 
     def _choose(self, board: StoreBoard) -> tuple[Carrier | None, str]:
         """None where messages are needed."""
@@ -292,14 +305,25 @@ class Preparation:
                 room[name] = part
         return trainer
 
-    def _load(self, prepared: Prepared, carrier: Carrier) -> None:
-        prepared.old = dict(self._old)
-        for with_gradient, plan in prepared.plans.items():
+    def _load(self, planned: Planned, connected: Connected) -> None:
+        connected.old = dict(self._old)
+        for with_gradient, plan in planned.plans.items():
             sizes = plan.target.buffer_sizes(self._place.slot)
-            room = {name: part for name, part in prepared.room.items() if name in sizes}
-            prepared.transfers[with_gradient] = Transfer(
-                plan, self._place.slot, None, room, carrier, fingerprints(self._config)
+            room = {name: part for name, part in connected.room.items() if name in sizes}
+            connected.transfers[with_gradient] = Transfer(
+                plan, self._place.slot, None, room, connected.carrier, fingerprints(self._config)
             )
+
+
+def _destroy(planned: Planned | None, connected: Connected | None) -> None:
+    if connected is not None:
+        if connected.after is not None:
+            connected.after.destroy()
+        connected.clear()
+    if planned is not None:
+        planned.groups.destroy()
+        planned.transfer_groups.destroy()
+        planned.gathering.leave()
 
 
 def fingerprints(config: TrainerConfig) -> Verify:

@@ -27,10 +27,10 @@ from ductile.fabric.memory import Memory
 from ductile.parallel.apply import Precision
 from ductile.records import Change, TrainProgress
 from ductile.roles import Place
-from ductile.trainer.prepare import Preparation, Prepared, ResizeFailed, Standing, fingerprints, timed
+from ductile.trainer.prepare import Connected, Preparation, ResizeFailed, Standing, fingerprints, timed
 from ductile.trainer.state import GRADIENT, StatePlans, named_gradient, named_state, parts_of, set_gradient
 from ductile.trainer.trainer import Trainer
-from ductile.wire.messages import Frozen, Moved
+from ductile.wire.messages import Frozen, Moved, SlotPhase
 
 
 class Resize:
@@ -59,7 +59,7 @@ class Resize:
         return self._preparation.is_done
 
     def freeze(self, with_gradient: bool) -> Frozen:
-        prepared = self._preparation.result(self._config.resize.timeout_s)
+        planned = self._preparation.result(self._config.resize.timeout_s)
         if torch.device(self._device).type == "cuda":
             # A slot that only gives its part in a gather, for a publish or a checkpoint, is done when that is queued.
             # Once all slots are frozen, no collective runs.
@@ -72,29 +72,32 @@ class Resize:
             if progress.with_gradient != with_gradient:
                 has = "has" if progress.with_gradient else "has not"
                 raise ResizeFailed(f"this slot {has} accumulated a gradient, contrary to what it was told")
-        self._plan = prepared.plans[with_gradient]
+        self._plan = planned.plans[with_gradient]
         return Frozen(self._plan.key, progress)
 
     def move(self, progress: TrainProgress) -> Moved:
         """Fill the new trainer. Raises `TransferFailed` when bytes do not arrive, and after that the old one is whole,
         unless the state was streamed."""
-        prepared, plan = self._ready(), self._plan
+        planned, plan = self._preparation.result(0.0), self._plan
         if plan is None:
             raise ResizeFailed("nothing can move before everybody is frozen")
-        self._preparation.connect()
+        connected, seconds, carrier = self._preparation.connected(), planned.seconds, planned.reason
         if self._config.resize.memory == "streaming":
-            moved, carrier = self._stream(prepared, plan, progress), f"{prepared.reason}; the old state is gone"
+            moved = self._stream(connected, plan, progress, seconds)
+            carrier += "; the old state is gone"
         else:
-            moved, carrier = self._shadow(prepared, plan, progress), prepared.reason
+            moved = self._shadow(connected, plan, progress, seconds)
         self._is_moved = True
-        return Moved(moved.sent, moved.received, moved.num_bytes, prepared.seconds, carrier, prepared.beside)
+        return Moved(moved.sent, moved.received, moved.num_bytes, seconds, carrier, planned.beside)
 
-    def _shadow(self, prepared: Prepared, plan: Plan, progress: TrainProgress) -> transfer.Moved:
+    def _shadow(
+        self, connected: Connected, plan: Plan, progress: TrainProgress, seconds: dict[SlotPhase, float]
+    ) -> transfer.Moved:
         """Old and new state exist side by side."""
-        verify, seconds = self._config.resize.verify, prepared.seconds
+        verify = self._config.resize.verify
         with timed(seconds, "bind"):
-            old = prepared.old | self._old_gradient() if progress.with_gradient else prepared.old
-            moving = prepared.transfers[progress.with_gradient]
+            old = connected.old | self._old_gradient() if progress.with_gradient else connected.old
+            moving = connected.transfers[progress.with_gradient]
             moving.bind(old)
         with timed(seconds, "transfer"):
             moved = moving.run()
@@ -102,15 +105,16 @@ class Resize:
             with timed(seconds, "verify"):
                 _check_kept(plan, self._slot, old, moving.buffers)
         with timed(seconds, "rebuild"):
-            _go_on(prepared, progress, moving.buffers)
+            _go_on(connected.after, progress, moving.buffers)
         return moved
 
-    def _stream(self, prepared: Prepared, plan: Plan, progress: TrainProgress) -> transfer.Moved:
+    def _stream(
+        self, connected: Connected, plan: Plan, progress: TrainProgress, seconds: dict[SlotPhase, float]
+    ) -> transfer.Moved:
         """Old memory is freed while new memory fills."""
         device = self._device
         dtype = Precision.of(self._config.model, device).parameters
-        assert prepared.carrier is not None, "all groups are made"
-        with timed(prepared.seconds, "transfer"):
+        with timed(seconds, "transfer"):
             state: dict[str, Tensor] = {}
             if self._before is not None and self._before.trainer is not None:
                 state |= parts_of(named_state(self._before.trainer))
@@ -121,22 +125,22 @@ class Resize:
                 plan,
                 self._slot,
                 state,
-                prepared.carrier,
+                connected.carrier,
                 lambda name, _, size: torch.zeros(size, dtype=dtype, device=device),
                 fingerprints(self._config),
             )
-        with timed(prepared.seconds, "rebuild"):
-            if prepared.after is not None and prepared.ranks is not None:
+        with timed(seconds, "rebuild"):
+            if connected.after is not None and connected.ranks is not None:
                 gradient = {name: buffers.pop(name) for name in list(buffers) if name.startswith(GRADIENT)}
-                prepared.after.trainer = Trainer(self._config, prepared.ranks, device, buffers)
-                _go_on(prepared, progress, gradient)
+                connected.after.trainer = Trainer(self._config, connected.ranks, device, buffers)
+                _go_on(connected.after, progress, gradient)
         return moved
 
     def commit(self) -> Standing | None:
         """What the slot has from now on."""
         if not self._is_moved:
             raise ResizeFailed("this slot has not moved its part of the state")
-        after = self._ready().after
+        after = self._preparation.connected().after
         if after is not None:
             after.groups.set_timeout(self._config.dist_timeout_seconds)
         self.is_committed = True
@@ -152,16 +156,12 @@ class Resize:
 
     def settle(self) -> Standing | None:
         """What the slot has from now on, also if it was never told to commit: all had voted."""
-        prepared = self._ready()
-        prepared.finish()
+        after = self._preparation.finish()
         if self._before is not None:
             self._before.destroy()
         self._before = None
         _give_memory_back()
-        return prepared.after
-
-    def _ready(self) -> Prepared:
-        return self._preparation.result(0.0)
+        return after
 
     def _old_gradient(self) -> dict[str, Tensor]:
         if self._before is None or self._before.trainer is None:
@@ -169,12 +169,12 @@ class Resize:
         return parts_of(named_gradient(self._before.trainer))
 
 
-def _go_on(prepared: Prepared, progress: TrainProgress, buffers: Mapping[str, Tensor]) -> None:
+def _go_on(after: Standing | None, progress: TrainProgress, buffers: Mapping[str, Tensor]) -> None:
     """All that the new trainer needs besides parameters and moments."""
-    if prepared.after is not None and prepared.after.trainer is not None:
-        prepared.after.trainer.go_on_from(progress)
+    if after is not None and after.trainer is not None:
+        after.trainer.go_on_from(progress)
         if progress.with_gradient:
-            set_gradient(prepared.after.trainer, buffers)
+            set_gradient(after.trainer, buffers)
 
 
 def _check_kept(plan: Plan, slot: int, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
