@@ -11,6 +11,8 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,6 @@ from ductile.core.layout.peak import Peak, arithmetic_of, compute_dtype
 from ductile.core.layout.spec import ModelSpec
 from ductile.fabric.device import name_of, peak_memory, peak_of
 from ductile.fabric.groups import Groups
-from ductile.model import varlen_attention
 from ductile.model.packed import PackedSamples
 from ductile.parallel.ranks import Ranks
 from ductile.records import Formation, MicroBatch, Sample
@@ -41,52 +42,59 @@ def run(setting: Setting, shape: str) -> dict[str, Any]:
     num_tokens = SMALL_TOKENS if setting.small else NUM_TOKENS
     device = "cuda:0" if setting.device == "cuda" else "cpu"
     groups = Groups(0, 0, device, HashStore(), 60.0)
-    too_many: list[int] = []
     with tempfile.TemporaryDirectory() as folder:
         model = make_folder(Path(folder) / "model", shape_of(shape, setting))
-        while True:
-            try:
-                rows, spec, peak = rows_of(groups, str(model), device, num_tokens)
-                break
-            except torch.OutOfMemoryError:
-                if len(too_many) == 2:
-                    raise
-                too_many.append(num_tokens)
-            num_tokens //= 2
-            gc.collect()  # the trainer that failed
-            torch.cuda.empty_cache()
-    memory = peak_memory(device)
+        found, too_many = that_fits(lambda num_tokens: measured(groups, str(model), device, num_tokens), num_tokens)
+    rows, spec, peak, memory = found.rows, found.spec, found.peak, peak_memory(device)
     best = max(rows.values(), key=lambda row: row["mfu"])
     return {
         "model": shape,
         "num_parameters": spec.num_parameters,
-        "tokens_a_micro_batch": num_tokens,
+        "tokens_a_micro_batch": found.num_tokens,
         "too_many_tokens_for_the_memory": too_many,
         "rows": rows,
-        "attention": attention_of(device, spec),
+        "attention": found.attention,
         "device": name_of(device),
         "peak_flops_per_s": peak.flops_per_s,
         "peak_source": peak.source,
         "peak_memory_gib": memory.used_bytes / 2**30,
         "reserved_gib": None if memory.reserved_bytes is None else memory.reserved_bytes / 2**30,
         "sentence": (
-            f"{spec.num_parameters / 1e9:.2g} B parameters, {num_tokens:,} tokens: MFU {best['mfu']:.1%}, "
+            f"{spec.num_parameters / 1e9:.2g} B parameters, {found.num_tokens:,} tokens: MFU {best['mfu']:.1%}, "
             f"{best['tokens_per_s']:,.0f} tokens/s, {memory.used_bytes / 2**30:.1f} GiB"
         ),
     }
 
 
-def attention_of(device: str, spec: ModelSpec) -> str:
-    if device == "cpu":
-        return "tiles, on a CPU"
-    capability = varlen_attention.capability_of(torch.device(device))
-    reason = varlen_attention.why_not(torch.bfloat16, spec.head_dim, capability)
-    return f"one call a document: {reason}" if reason else "one variable-length kernel a layer"
+@dataclass(frozen=True, slots=True)
+class Measured:
+    num_tokens: int
+    """Of a micro-batch."""
+    rows: dict[str, dict[str, float]]
+    spec: ModelSpec
+    peak: Peak
+    attention: str
+    """What the model's layers chose."""
 
 
-def rows_of(
-    groups: Groups, model: str, device: str, num_tokens: int
-) -> tuple[dict[str, dict[str, float]], ModelSpec, Peak]:
+def that_fits(measure: Callable[[int], Measured], num_tokens: int) -> tuple[Measured, list[int]]:
+    """What is measured with so many tokens, or half, or a quarter as many where the memory does not hold more; and with
+    how many it did not. What those tries took of the memory does not count for the one that succeeds."""
+    too_many: list[int] = []
+    while True:
+        try:
+            return measure(num_tokens), too_many
+        except torch.OutOfMemoryError:
+            if len(too_many) == 2:
+                raise
+            too_many.append(num_tokens)
+        num_tokens //= 2
+        gc.collect()  # the trainer that failed
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def measured(groups: Groups, model: str, device: str, num_tokens: int) -> Measured:
     config = TrainerConfig.model_validate({"model": {"name": model, "seq_len": num_tokens}, "loss": {"type": "grpo"}})
     arithmetic = arithmetic_of(compute_dtype(None, device), config.matmul_precision, device)
     peak = peak_of(device, arithmetic, measure=True)
@@ -97,8 +105,10 @@ def rows_of(
         "documents": documents(num_tokens, spec.vocab_size),
         "answers": answers(num_tokens, spec.vocab_size),
     }
+    attention: set[str] = set()
+    trainer.model.register_forward_hook(lambda model, inputs, outputs: attention.add(inputs[2].choice))
     rows = {name: measure(trainer, MicroBatch(tuple(samples)), peak) for name, samples in work.items()}
-    return rows, spec, peak
+    return Measured(num_tokens, rows, spec, peak, ", ".join(sorted(attention)))
 
 
 def random_state(config: TrainerConfig, device: str) -> dict[str, torch.Tensor]:

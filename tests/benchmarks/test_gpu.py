@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
 
 import gpu as gpu_script
+from ductile.core.layout.peak import Peak
+from ductile.core.layout.spec import ModelSpec
 from gpu import DRIVER, PARTS, RESULTS, Part, Result, results_file, run_part, unusable
 from gpu_parts import tests as tests_part
+from gpu_parts import train as train_part
 from gpu_parts.part import Setting, Skipped
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -89,6 +93,27 @@ def test_without_pytest_the_tests_are_skipped_and_say_so(monkeypatch: pytest.Mon
         tests_part.run(Setting("cuda", small=False))
 
 
+def test_a_try_that_the_memory_did_not_hold_is_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peak is forgotten once the memory of the try is free, and before the next one."""
+    did: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: did.append("free"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: did.append("forget"))
+
+    def measure(num_tokens: int) -> train_part.Measured:
+        did.append(str(num_tokens))
+        if num_tokens > fitting:
+            raise torch.OutOfMemoryError
+        return train_part.Measured(num_tokens, {}, spec, Peak(1e12, "known"), "")
+
+    spec, fitting = ModelSpec("qwen3", 11, 32, 48, 2, 4, 2, 8), 5_000
+    found, too_many = train_part.that_fits(measure, 16_384)
+    assert (found.num_tokens, too_many) == (4096, [16_384, 8192])
+    assert did == ["16384", "free", "forget", "8192", "free", "forget", "4096"]
+    fitting = 10
+    with pytest.raises(torch.OutOfMemoryError):
+        train_part.that_fits(measure, 16_384)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_training_and_generating_on_the_cpu(tmp_path: Path) -> None:
@@ -101,6 +126,7 @@ def test_training_and_generating_on_the_cpu(tmp_path: Path) -> None:
     train, generate = parts["train_0.6b"]["figures"], parts["generate"]["figures"]
     assert train["peak_source"] == "measured"
     assert train["too_many_tokens_for_the_memory"] == []
+    assert train["attention"] == "tiles, on a CPU"
     for row in train["rows"].values():
         assert row["mfu"] == pytest.approx(row["flops"] / (row["step_s"] * train["peak_flops_per_s"]))
         assert row["tokens_trained"] > 0

@@ -237,6 +237,7 @@ def test_the_kernel_of_a_gpu_equals_one_call_a_document(trees: Trees, head_size:
     packed = PackedAttention([stem for stem, _ in trees], [branches for _, branches in trees])
     found = forward_and_backward(partial(packed, 0), inputs, upstream)
     assert isinstance(packed._attend, VarlenAttention)
+    assert packed.choice == "one variable-length kernel a layer"
     exact = tuple(x.detach().float().requires_grad_() for x in inputs)
     expected = forward_and_backward(partial(by_document, packed.trees), exact, upstream.float())
     other = forward_and_backward(partial(by_document, packed.trees), inputs, upstream)
@@ -251,3 +252,13 @@ def test_fp32_on_a_gpu_is_one_call_a_document() -> None:
     q, k, v = (torch.randn(13, heads, 8) for heads in (4, 2, 2))
     found = PackedAttention([5, 4], [[3, 1], []])(0, q.cuda(), k.cuda(), v.cuda())
     torch.testing.assert_close(found.cpu(), dumb([(5, [3, 1]), (4, [])], q, k, v), atol=1e-4, rtol=1e-4)
+
+
+def test_a_batch_says_what_it_has_chosen() -> None:
+    packed = PackedAttention([3, 2])
+    assert packed.choice == "", "no layer has asked yet"
+    packed(0, *(torch.randn(5, 2, 8) for _ in range(3)))
+    assert packed.choice == "tiles, on a CPU"
+    elsewhere = PackedAttention([3, 2])
+    elsewhere(0, *(torch.randn(5, 2, 8, device="meta") for _ in range(3)))
+    assert elsewhere.choice == "one call a document and layer: the kernel is for NVIDIA devices"

@@ -66,6 +66,8 @@ class PackedAttention:
                 self.trees.append(tree)
         self._attend: Run | None = None
         """Chosen by the first layer, for all of them."""
+        self.choice = ""
+        """What was chosen, in words; "" as long as nothing has been."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not self.trees:
@@ -77,11 +79,14 @@ class PackedAttention:
 
     def _chosen(self, q: Tensor) -> "Run":
         if q.device.type == "cpu":
+            self.choice = "tiles, on a CPU"
             return partial(cpu_attention.attend, tiles=list(cpu_attention.tiles(self.trees, q.shape[1])))
         reason = varlen_attention.why_not(q.dtype, q.shape[2], varlen_attention.capability_of(q.device))
         if not reason:
+            self.choice = "one variable-length kernel a layer"
             return varlen_attention.VarlenAttention(self.trees, q.device)
-        _tell(f"attention is one call a document and layer: {reason}")
+        self.choice = f"one call a document and layer: {reason}"
+        _tell(f"attention is {self.choice}")
         return partial(by_document, self.trees)
 
 
