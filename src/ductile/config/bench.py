@@ -1,4 +1,4 @@
-"""[bench] of `ductile inference`: rounds of requests, where other commands have steps."""
+"""[bench]: a few steps, or for `ductile inference` rounds of requests, and the figures."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,11 +9,18 @@ from ductile.config.errors import listed
 from ductile.config.finding import Finding
 from ductile.config.inference import InferenceConfig, ServerConfig
 from ductile.config.schema import value_at
-from ductile.config.trainer import BenchConfig
+from ductile.config.section import Section
 
 PROMPT_TOKENS, MAX_TOKENS = 128, 64
 OWN: dict[str, object] = {"host": "127.0.0.1", "port": 0, "api_key": None, "api_key_var": None}
 """Where the server of a benchmark is, and who may ask it."""
+
+
+class BenchConfig(Section):
+    steps: int = Field(default=4, ge=2)
+    """Steps to take, whatever `max_steps` says. The first one warms up, and is not counted."""
+    output_json: str | None = None
+    """Write the figures here too."""
 
 
 class InferenceBenchConfig(BenchConfig):

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ductile.config.bench import InferenceBenchConfig
+from ductile.config.bench import BenchConfig, InferenceBenchConfig
 from ductile.config.cluster import (
     ClusterConfig,
     DeploymentConfig,
@@ -21,7 +21,6 @@ from ductile.config.orchestrator import OrchestratorConfig
 from ductile.config.section import NotBuilt, Section
 from ductile.config.trainer import (
     AdamWConfig,
-    BenchConfig,
     CheckpointConfig,
     ConstantSchedule,
     OptimConfig,

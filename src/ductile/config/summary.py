@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from ductile.config.bench import load_of
+from ductile.config.bench import BenchConfig, load_of
 from ductile.config.on_disk import read_spec
 from ductile.config.orchestrator import ImportTask, JsonlTask, OrchestratorConfig, TaskConfig
 from ductile.config.parse import Parsed
@@ -18,7 +18,6 @@ from ductile.config.run import (
 )
 from ductile.config.scheduling import policy_name
 from ductile.config.slots import placement_of
-from ductile.config.trainer import BenchConfig
 from ductile.config.written import of_a_run
 from ductile.core.cluster.placement import many
 from ductile.core.cluster.policies.names import described

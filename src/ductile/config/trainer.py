@@ -218,13 +218,6 @@ class CheckpointConfig(Section):
     weights: Annotated[WeightsCheckpointConfig | None, NotBuilt("choosing how weights are written")] = None
 
 
-class BenchConfig(Section):
-    steps: int = Field(default=4, ge=2)
-    """Steps to take, whatever `max_steps` says. The first one warms up, and is not counted."""
-    output_json: str | None = None
-    """Write the figures here too."""
-
-
 class GCConfig(Section):
     interval: int = Field(default=50, ge=1)
     """Steps between collections, in lock-step on all ranks."""

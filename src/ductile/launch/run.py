@@ -11,12 +11,13 @@ from pathlib import Path
 
 from rich.console import Group, RenderableType
 
+from ductile.config.bench import BenchConfig
 from ductile.config.inference import shared_block_tokens
 from ductile.config.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.scheduling import policy_name
 from ductile.config.secrets import secret_of
 from ductile.config.slots import placement_of
-from ductile.config.trainer import BenchConfig, TrainerConfig
+from ductile.config.trainer import TrainerConfig
 from ductile.core.cluster.placement import SPELLED, Placement
 from ductile.core.layout.peak import arithmetic_of, compute_dtype
 from ductile.launch.activity import SlotActivity

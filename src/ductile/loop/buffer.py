@@ -143,7 +143,7 @@ class Buffer:
         groups_per_update: int,
         num_ranks: int,
         seq_len: int,
-        soon: Callable[[], int] = lambda: 0,
+        soon: Callable[[], int],
     ) -> list[RolloutGroup]:
         """Between 1 and `wanted` groups, fresh enough to train on, in the order in which they were finished.
 
