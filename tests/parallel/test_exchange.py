@@ -7,9 +7,13 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from ductile.fabric.groups import Groups
-from ductile.parallel.exchange import DirectAllGather, DirectReduceScatter
+from ductile.parallel.data import full
+from ductile.parallel.exchange import DirectAllGather, DirectReduceScatter, FreshMemory
 from tests.ranks import run_ranks
 
 PART = 5
@@ -43,7 +47,7 @@ def gather_and_scatter(groups: Groups, members: tuple[int, ...], dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_parts_come_and_terms_are_added(num_ranks: int, dtype: torch.dtype) -> None:
     run_ranks(num_ranks, gather_and_scatter, dtype)
 
@@ -64,6 +68,25 @@ def test_a_rank_that_dies_is_an_error_for_the_others() -> None:
     first, second, _ = run_ranks(3, meets_a_death, mourned=(2,))
     assert first
     assert second
+
+
+class Never(FreshMemory, ReduceScatter):
+    def __call__(self, *args: object, **named: object) -> None:
+        raise AssertionError("FSDP2 reduces nothing where there is one rank")
+
+
+def learns_alone(groups: Groups, members: tuple[int, ...]) -> None:
+    layer = nn.Linear(3, 2)
+    fully_shard(layer, mesh=groups.mesh(members, 1))
+    assert isinstance(layer, FSDPModule)
+    layer.set_force_sum_reduction_for_comms(True)
+    layer.set_custom_reduce_scatter(Never())
+    layer(torch.ones(1, 3)).sum().backward()
+    assert torch.equal(full(layer.weight.grad), torch.ones(2, 3))
+
+
+def test_a_rank_that_is_alone_is_asked_nothing() -> None:
+    run_ranks(1, learns_alone)
 
 
 def averages(groups: Groups, members: tuple[int, ...]) -> None:

@@ -44,14 +44,16 @@ class DirectReduceScatter(FreshMemory, ReduceScatter):
         op: object,
         async_op: bool = False,
     ) -> None:
-        """`output_tensor` [S] becomes this rank's part of the sum of all ranks' `input_tensor` [R S]."""
+        """`output_tensor` [S] becomes this rank's part of the sum of all ranks' `input_tensor` [R S].
+
+        R is at least 2: FSDP2 asks nothing of a rank that is alone."""
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"ranks on CPUs add their gradients up; {op} was asked for")
         parts, own = input_tensor.chunk(group.size()), group.rank()
         terms = [part if rank == own else torch.empty_like(output_tensor) for rank, part in enumerate(parts)]
         exchange(parts, terms, group)
-        first, *others = terms
-        torch.add(first, others.pop(0) if others else 0, out=output_tensor)
+        first, second, *others = terms
+        torch.add(first, second, out=output_tensor)
         for term in others:
             output_tensor.add_(term)
 
