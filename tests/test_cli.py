@@ -225,11 +225,30 @@ def test_check_says_what_would_run(words: list[str], capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == CHECKED
 
 
-def test_check_says_what_slots_that_share_a_gpu_do(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--deployment.num-train-gpus", "3", "--cluster.slots-per-device", "2"]
-    assert main(["check", "rl", "@", "good.toml", *words]) == 0
+THROUGH_GLOO = "a group that has both goes through gloo and the host's memory, as NCCL takes one rank a GPU"
+THROUGH_NCCL = "no two train slots do at the start, so their collectives go through NCCL"
+
+
+@pytest.mark.parametrize(
+    ("device", "actor", "rollout", "said"),
+    [
+        ("auto", "1-3", "0", f"where there are GPUs, 2 slots share each; train slots 2 and 3 do: {THROUGH_GLOO}"),
+        ("cuda", "1-3", "0", f"2 slots share each GPU; train slots 2 and 3 do: {THROUGH_GLOO}"),
+        ("cuda", "0,2", "1,3", f"2 slots share each GPU; {THROUGH_NCCL}"),
+        ("cuda", "1-2", "0,3", f"2 slots share each GPU; {THROUGH_NCCL}"),
+        ("cuda", "1", "0", "2 slots share each GPU"),
+    ],
+)
+def test_check_says_what_slots_that_share_a_gpu_do(
+    device: str, actor: str, rollout: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run.toml").write_text(
+        f"[cluster]\ndevice = '{device}'\nslots_per_device = 2\n"
+        f"[cluster.component_placement]\nactor = '{actor}'\nrollout = '{rollout}'\n"
+    )
+    assert main(["check", "rl", "@", "good.toml", "@", "run.toml"]) == 0
     out = capsys.readouterr().out
-    assert "            2 slots share each GPU; collectives among them go through gloo and the host's memory" in out
+    assert f"            {said}\n" in out
     assert "inference.gpu_memory_utilization = 0.45: 2 slots share each GPU (cluster.slots_per_device)\n" in out
 
 

@@ -28,7 +28,8 @@ class ClusterConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     slots_per_device: int = Field(default=1, ge=1)
     """Slots on each GPU: with 2, slots 0 and 1 are on the first one. They share its memory and its time, so it is for
-    trying out on few GPUs what is meant for more. Slots on a CPU take no notice."""
+    trying out on few GPUs what is meant for more. Refused beside `device = "cpu"`; not used where "auto" finds no
+    GPU."""
     cpu_slot_fraction: float | None = Field(default=None, gt=0, le=1)
     """Cap each slot's process to this share of one core (cgroup v1 or v2 `cpu` controller; needs permission)."""
     heartbeat_timeout_s: float = Field(default=30.0, gt=0)

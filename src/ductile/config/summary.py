@@ -1,6 +1,7 @@
 """What `ductile check` says: what a run would do, on which slots, and why."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from ductile.config.bench import BenchConfig, load_of
@@ -170,11 +171,22 @@ def _slots(config: RunConfig) -> list[Row]:
     if isinstance(config, OrchestratorRunConfig) or not placement.slots:
         return []
     table = [f"{slot:>3}  {' and '.join(placement.roles(slot))}" for slot in placement.slots]
-    each = config.cluster.slots_per_device
-    if each > 1:
-        why = "as NCCL takes one rank a GPU"
-        table += [f"{each} slots share each GPU; collectives among them go through gloo and the host's memory, {why}"]
+    cluster = config.cluster
+    if cluster.slots_per_device > 1:
+        table.append(_on_gpus(placement.train, cluster.slots_per_device, certain=cluster.device == "cuda"))
     return _column("slots", [f"{placement.num_slots}, {placement.reason}", *table])
+
+
+def _on_gpus(train: Sequence[int], each: int, certain: bool) -> str:
+    """How the trainer's groups fare where several slots share a GPU. Other roles have no groups."""
+    said = f"{each} slots share each GPU" if certain else f"where there are GPUs, {each} slots share each"
+    if len(train) == 1:
+        return said
+    together = next((pair for pair in pairwise(sorted(train)) if pair[0] // each == pair[1] // each), None)
+    if together is None:
+        return f"{said}; no two train slots do at the start, so their collectives go through NCCL"
+    way = "a group that has both goes through gloo and the host's memory, as NCCL takes one rank a GPU"
+    return f"{said}; train slots {together[0]} and {together[1]} do: {way}"
 
 
 def _scheduling(config: RunConfig) -> Iterator[Row]:
