@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
+from ductile.core.transfer.reshard import Planner
 from ductile.fabric.groups import Groups
 from ductile.parallel.data import full
 from ductile.records import Formation
@@ -230,4 +231,5 @@ def test_streaming_needs_room_for_little_more_than_one_state(tmp_path: Path) -> 
             num_parameters = fleet.call((0,), num_parameters_of)[0]
     state_bytes = 4 * 4 * num_parameters // 2  # parameters, two moments and a gradient, on two slots
     assert growth["shadow"] > 0.9 * state_bytes
-    assert growth["streaming"] < 0.7 * state_bytes
+    staging_bytes = 4 * Planner().round_bytes
+    assert growth["streaming"] < staging_bytes + 0.25 * state_bytes < growth["shadow"]
