@@ -67,7 +67,7 @@ def run(setting: Setting, shape: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class TrainFigures:
     num_tokens: int
     """Of a micro-batch."""
     rows: dict[str, dict[str, float]]
@@ -77,7 +77,7 @@ class Measured:
     """What the model's layers chose."""
 
 
-def that_fits(measure: Callable[[int], Measured], num_tokens: int) -> tuple[Measured, list[int]]:
+def that_fits(measure: Callable[[int], TrainFigures], num_tokens: int) -> tuple[TrainFigures, list[int]]:
     """What is measured with so many tokens, or half, or a quarter as many where the memory does not hold more; and with
     how many it did not. What those tries took of the memory does not count for the one that succeeds."""
     too_many: list[int] = []
@@ -94,7 +94,7 @@ def that_fits(measure: Callable[[int], Measured], num_tokens: int) -> tuple[Meas
         torch.cuda.reset_peak_memory_stats()
 
 
-def measured(groups: Groups, model: str, device: str, num_tokens: int) -> Measured:
+def measured(groups: Groups, model: str, device: str, num_tokens: int) -> TrainFigures:
     config = TrainerConfig.model_validate({"model": {"name": model, "seq_len": num_tokens}, "loss": {"type": "grpo"}})
     arithmetic = arithmetic_of(compute_dtype(None, device), config.matmul_precision, device)
     peak = peak_of(device, arithmetic, measure=True)
@@ -108,7 +108,7 @@ def measured(groups: Groups, model: str, device: str, num_tokens: int) -> Measur
     attention: set[str] = set()
     trainer.model.register_forward_hook(lambda model, inputs, outputs: attention.add(inputs[2].choice))
     rows = {name: measure(trainer, MicroBatch(tuple(samples)), peak) for name, samples in work.items()}
-    return Measured(num_tokens, rows, spec, peak, ", ".join(sorted(attention)))
+    return TrainFigures(num_tokens, rows, spec, peak, ", ".join(sorted(attention)))
 
 
 def random_state(config: TrainerConfig, device: str) -> dict[str, torch.Tensor]:

@@ -99,11 +99,11 @@ def test_a_try_that_the_memory_did_not_hold_is_no_peak(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: did.append("free"))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: did.append("forget"))
 
-    def measure(num_tokens: int) -> train_part.Measured:
+    def measure(num_tokens: int) -> train_part.TrainFigures:
         did.append(str(num_tokens))
         if num_tokens > fitting:
             raise torch.OutOfMemoryError
-        return train_part.Measured(num_tokens, {}, spec, Peak(1e12, "known"), "")
+        return train_part.TrainFigures(num_tokens, {}, spec, Peak(1e12, "known"), "")
 
     spec, fitting = ModelSpec("qwen3", 11, 32, 48, 2, 4, 2, 8), 5_000
     found, too_many = train_part.that_fits(measure, 16_384)

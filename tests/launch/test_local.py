@@ -13,7 +13,7 @@ from ductile.config.cluster import ClusterConfig
 from ductile.launch.local import FREED_MEMORY_STAYS, LocalCluster
 from ductile.launch.processes import Process, ProcessServer, StartFailed
 from ductile.records import GenerateRequest, Sampling
-from ductile.roles import Refused, SlotLost
+from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.messages import Generate, Hold, OptimStep, Ping, Survey
 from tests.launch.processes import is_running
 from tests.slot.echo import ECHO
@@ -252,6 +252,27 @@ def test_a_slot_that_is_added_to_measured_ones_is_measured_too(tmp_path: Path):
             assert await cluster.add([1, 2]) == [2]
             assert asked == [Survey("float32")]
             assert (await cluster.survey())[2].peak_flops_per_s is None, "only whoever asks for it is told"
+
+    run(story())
+
+
+def test_a_slot_that_cannot_be_measured_does_not_start(tmp_path: Path):
+    async def story():
+        async with LocalCluster([0], CPU, tmp_path, ECHO) as cluster:
+            await cluster.survey("float32")
+            ask = cluster.mailbox.ask
+
+            async def late(slot, command, timeout_s):
+                if isinstance(command, Survey):
+                    raise Late(f"slot {slot} did not answer Survey")
+                return await ask(slot, command, timeout_s)
+
+            cluster.mailbox.ask = late
+            cluster.depends_on = lambda slot: slot == 0
+            with pytest.raises(StartFailed, match="slot 1 did not answer Survey"):
+                await cluster.add([1])
+            assert 1 in cluster.mailbox.lost
+            await cluster.mailbox.ask(0, Ping(), 10)
 
     run(story())
 
