@@ -227,9 +227,11 @@ class LocalCluster:
         each = self._config.slots_per_device
         if slot >= self._num_devices * each:
             shared = f", with {each} slots on each (cluster.slots_per_device)" if each > 1 else ""
+            instead = "Use fewer slots, put several roles on one slot, raise cluster.slots_per_device, or say "
+            if self._num_devices == 0:
+                shared, instead = " that torch can use", 'A CPU build of torch ("+cpu" in its version) sees none. Say '
             raise StartFailed(
-                f"slot {slot} has no device: this machine has {self._num_devices} CUDA devices{shared}. Use fewer "
-                "slots, put several roles on one slot, raise cluster.slots_per_device, or say "
+                f"slot {slot} has no device: this machine has {self._num_devices} CUDA devices{shared}. {instead}"
                 'cluster.device = "cpu"'
             )
         return f"cuda:{slot // each}"

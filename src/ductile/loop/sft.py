@@ -55,7 +55,8 @@ def prepare_sft(config: SFTConfig) -> PreparedBatches:
     if bench or isinstance(data, FakeData):
         fake = data if isinstance(data, FakeData) else FakeData(batch_size=data.batch_size, seq_len=data.seq_len)
         batch = _fake_batch(fake, vocab_size=_vocab_size(str(config.model.name)))
-        one_epoch, sentence = 1, f"Made-up data, {fake.batch_size} samples a step."
+        unread = "" if fake is data else "; --bench does not read data.path"
+        one_epoch, sentence = 1, f"Made-up data, {fake.batch_size} samples a step{unread}."
     else:
         folder = str(config.model.name)
         tokenizer = Tokenizer.from_folder(folder, chat_template_kwargs=data.chat_template_kwargs)
