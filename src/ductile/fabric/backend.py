@@ -25,7 +25,7 @@ class Backend:
 
 
 def choose_backend(device_type: str, devices: Sequence[str]) -> Backend:
-    """For a group whose rank i has `devices[i]`: names that are equal where the device is the same one."""
+    """For a group whose rank i has `devices[i]`, a `device_id`."""
     if device_type == "cpu":
         return Backend("gloo")
     first: dict[str, int] = {}
@@ -36,19 +36,19 @@ def choose_backend(device_type: str, devices: Sequence[str]) -> Backend:
     return Backend("nccl")
 
 
-def device_name(device: torch.device) -> str:
-    """Equal for slots on one GPU, whatever number each of them knows it by."""
+def device_id(device: torch.device) -> str:
+    """Equal for slots on one GPU, whatever number each of them knows it by. `fabric.device.name_of` says its kind."""
     return f"{host()} {torch.cuda.get_device_properties(device).uuid}"
 
 
 def tell_devices(store: Store, prefix: str, slot: int, members: Sequence[int], device: str) -> list[str]:
-    """The device of each member, in this order, as they tell each other under `prefix` of the store. Collective."""
+    """The `device_id` of each member, in this order, as they tell each other under `prefix`. Collective."""
     store.set(f"{prefix}device/{slot}", device)
     return [store.get(f"{prefix}device/{member}").decode() for member in members]
 
 
 def why_not_beside(device_type: str, devices: Collection[str]) -> str:
-    """Why slots with these devices may not make groups while they run collectives of older ones; "" if they may.
+    """Why slots with these `device_id`s may not make groups while they run collectives of older ones; "" if they may.
 
     gloo's groups know nothing of each other. NCCL's share each GPU: what one of them waits for can stand behind the
     other on a peer, unless both are used in the same order on every rank.

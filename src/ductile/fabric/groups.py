@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from ductile.fabric import rendezvous, universe
-from ductile.fabric.backend import Backend, choose_backend, device_name, tell_devices
+from ductile.fabric.backend import Backend, choose_backend, device_id, tell_devices
 from ductile.roles import Place
 
 Mesh = DeviceMesh
@@ -150,7 +150,7 @@ class Groups:
     def _backend(self, members: tuple[int, ...], prefix: str) -> Backend:
         if self._device.type == "cpu" or len(members) == 1:
             return choose_backend(self._device.type, [""])
-        devices = tell_devices(self._store, prefix, self._slot, members, device_name(self._device))
+        devices = tell_devices(self._store, prefix, self._slot, members, device_id(self._device))
         self._num_on_device[members] = devices.count(devices[members.index(self._slot)])
         backend = choose_backend(self._device.type, devices)
         if backend.stands_in and members[0] == self._slot:

@@ -22,7 +22,7 @@ from torch import Tensor
 from ductile.config.trainer import TrainerConfig
 from ductile.core.transfer.plan import Plan
 from ductile.fabric import pages, rendezvous
-from ductile.fabric.backend import device_name, why_not_beside
+from ductile.fabric.backend import device_id, why_not_beside
 from ductile.fabric.board import StoreBoard
 from ductile.fabric.carrier import Carrier
 from ductile.fabric.choice import choose_reader
@@ -223,7 +223,7 @@ class Preparation:
         try:
             with timed(seconds, "carrier"):
                 reader, reason = self._choose(board)
-                waits = why_not_beside(torch.device(self._place.device).type, self._devices(board))
+                waits = why_not_beside(torch.device(self._place.device).type, self._device_ids(board))
             self._go_on()
             with timed(seconds, "plan"):
                 relays = reader is None
@@ -281,12 +281,12 @@ class Preparation:
             raise ResizeFailed(f'trainer.resize.carrier is "peer_memory", which does not work here: {reason}')
         return carrier, reason
 
-    def _devices(self, board: StoreBoard) -> set[str]:
+    def _device_ids(self, board: StoreBoard) -> set[str]:
         """All that the slots of the change have, where it matters."""
         device = torch.device(self._place.device)
         if device.type == "cpu":
             return set()
-        notes = board.exchange("devices", device_name(device).encode(), self._go_on)
+        notes = board.exchange("devices", device_id(device).encode(), self._go_on)
         return {note.decode() for note in notes.values()}
 
     def _build(self, ranks: Ranks, plan: Plan, room: dict[str, Tensor]) -> Trainer:
