@@ -16,6 +16,7 @@ from ductile import host
 from ductile.config.inference import InferenceConfig
 from ductile.core import cache_size
 from ductile.core.layout.spec import ModelSpec
+from ductile.fabric import heap
 from ductile.generator.attention import KVCache, PagedAttention, order_for_attention
 from ductile.generator.columns import lay_by_columns, overwrite
 from ductile.generator.handoff import CacheUnavailable, HandedCache, fetch
@@ -51,6 +52,7 @@ class Engine:
         self.model = model.requires_grad_(False).eval()
         if not device.startswith("cuda"):
             lay_by_columns(self.model)
+            heap.give_back()  # the rows
         self.version = version
         self.limits = Limits(model.spec.vocab_size, config.model.max_model_len, num_blocks * config.block_size)
         self.pool = BlockPool(num_blocks, config.block_size)
