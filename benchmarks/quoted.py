@@ -38,8 +38,8 @@ def readme() -> str:
             f"roles together {grpo['ratio_vs_trl_on_policy']:.2f} times",
         ),
         (
-            "`benchmarks/elastic.py`: seconds of ten GRPO steps with long-tailed answers, six slots of a quarter of a "
-            "core",
+            "`benchmarks/elastic.py`: seconds of ten strictly on-policy GRPO steps with long-tailed answers, six slots "
+            "of a quarter of a core",
             f"the best of {len(elastic['splits'])} fixed splits; collocated; both rules",
             '`policy = "model"` takes '
             + listed([f"{less(share)} time than {arms[arm]}" for arm, share in elastic["model_against"].items()])
@@ -48,14 +48,16 @@ def readme() -> str:
         (
             "`benchmarks/reshard.py`: another tensor-parallel layout of a 790 MiB model, live, 4 processes",
             listed([PEERS[name] for name in PEERS if f"{name}_s" in moving[0]]),
-            f"`ductile.reshard` by default is {span((row['ratio_vs_best_peer'] for row in moving), '.1f')} times as "
-            "fast as the best of them, and checks every byte that moves, which they do not "
+            "a `ductile.Resharder`, from its second call on, is by default "
+            f"{span((row['ratio_vs_best_peer'] for row in moving), '.1f')} times as "
+            "fast as the best of them, and compares fingerprints of all that is read, which they do not "
             "([how](docs/transfer.md#what-is-measured))",
         ),
         (
             "`benchmarks/resize.py`: a trainer of 100 M parameters goes to other slots",
             "checkpoint and restart of the workers",
-            f"{resize['ratio_vs_restart']:.1f} times as fast; median pause {resize['median_pause_s']:.2f} s "
+            f"{resize['ratio_vs_restart_in_memory']:.1f} times as fast where the checkpoint stays in memory, "
+            f"{resize['ratio_vs_restart']:.1f} times from disk; median pause {resize['median_pause_s']:.2f} s "
             "([how](docs/resize.md#measured))",
         ),
         (
