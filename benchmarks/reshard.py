@@ -352,11 +352,6 @@ def summarise(ranks: list[dict[str, Any]], table: str) -> list[dict[str, Any]]:
     return rows
 
 
-def updated(known: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    by_pair = {row["pair"]: row for row in (*known, *rows)}
-    return [by_pair[pair] for pair in PAIRS if pair in by_pair]
-
-
 def show(title: str, rows: list[dict[str, Any]]) -> None:
     print(f"\n{title}; seconds, medians. Ours, transfer and messages are verified; the peers verify nothing.")
     heads = ("ours", "transfer", "- unver.", "messages", "- unver.", *PEERS)
@@ -388,15 +383,15 @@ def main() -> None:
     ranks = run_ranks(context, options)
     packages = ("torch", "numpy", *(() if missing() else ("megatron-core",)))
     origin = {**provenance(*packages), "repeats": options.repeats, "verified": VERIFIED, "not_measured": missing()}
-    # What was not measured now stays as it is.
+    # A table that was not measured now stays as it is; it says itself of which commit it is.
     results: dict[str, Any] = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     if "weights" in options.tables:
         rows = summarise(ranks, "weights")
-        results |= {**origin, "pairs": updated(results.get("pairs", []), rows)}
+        results |= {**origin, "pairs": rows}
         show("weights, 790 MiB", rows)
     if "moments" in options.tables:
-        rows, known = summarise(ranks, "moments"), results.get("with_moments", {})
-        results["with_moments"] = {**origin, "pairs": updated(known.get("pairs", []), rows)}
+        rows = summarise(ranks, "moments")
+        results["with_moments"] = {**origin, "pairs": rows}
         show("weights and moments, 2370 MiB", rows)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
