@@ -31,7 +31,9 @@ FLAGS = (
 
 def run_to_the_end(folder: Path, model: Path, start, policy: str, *flags: str, num_steps: int = NUM_STEPS) -> Run:
     config = write_scheduled(folder, model, policy, max_steps=num_steps, interval=100, generate="1-2", train=0)
-    config.write_text(config.read_text().replace("letters.Letters", "letters.Even"))
+    # Two at a time: no generator is ever done with its share before the policy hears of the first answer.
+    text = config.read_text().replace("letters.Letters", "letters.Even")
+    config.write_text(f"inference.max_num_seqs = 2\n{text}")
     watched = {FOLDER: str(folder), STATES: "1", DRAWS: "1", "RESTLESS_SEED": "1"}
     run = start(config, *FLAGS, *flags, module="tests.end_to_end.watched", **watched)
     assert run.ends(within_s=180) == 0, run.said()
