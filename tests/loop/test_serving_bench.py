@@ -9,7 +9,7 @@ from rich.console import Console
 
 from ductile.config.bench import Load
 from ductile.loop.bench import GIB
-from ductile.loop.serving_bench import Answer, Round, ServingBench, ask_rounds
+from ductile.loop.serving_bench import BenchRound, RequestTimes, ServingBench, ask_rounds
 from ductile.roles import Late, Refused, SlotLost
 
 LOAD = Load(num_requests=3, prompt_tokens=5, max_tokens=4)
@@ -93,8 +93,8 @@ def test_what_goes_wrong_is_told_once(spoil, error, said):
 def test_the_first_round_is_not_counted(tmp_path):
     bench = ServingBench(LOAD)
     for number, seconds in ((1, 100.0), (2, 2.0), (3, 4.0)):
-        answers = tuple(Answer(0.1 * k * number, 0.5 * k * number) for k in (1, 2, 3))
-        bench.add(Round(number, seconds, LOAD, answers, peak_bytes=number * GIB))
+        answers = tuple(RequestTimes(0.1 * k * number, 0.5 * k * number) for k in (1, 2, 3))
+        bench.add(BenchRound(number, seconds, LOAD, answers, peak_bytes=number * GIB))
     figures = bench.figures()
     assert (figures["steps"], figures["warm_up_steps"]) == (2, 1)
     assert figures["throughput"] == {"mean": 4.5, "std": 1.5, "min": 3.0, "max": 6.0}

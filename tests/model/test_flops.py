@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from ductile.core.layout.flops import Work, forward_flops, training_flops
+from ductile.core.layout.flops import ForwardWork, forward_flops, training_flops
 from ductile.core.layout.spec import ModelSpec
 from ductile.model.checkpoint import load_model
 from ductile.model.logprobs import LogprobHead
@@ -52,7 +52,7 @@ def test_matrices_and_head_without_attention(family: str, tied: bool, tmp_path: 
     assert packed.work.num_tokens == len(packed.token_ids) == 3 + 1 + 3 + 2
     assert packed.work.num_scored == 2 + 3 + 2
     head = LogprobHead(packed.rows, packed.targets)
-    work = Work(packed.work.num_tokens, 0, packed.work.num_scored)
+    work = ForwardWork(packed.work.num_tokens, 0, packed.work.num_scored)
     with FlopCounterMode(display=False) as forward:
         logprobs, _ = model(packed.token_ids, packed.positions, values, head)
     with FlopCounterMode(display=False) as backward:
@@ -70,4 +70,4 @@ def test_attention_over_a_whole_square(tmp_path: Path) -> None:
         logprobs, _ = model(tokens, positions, whole_square, LogprobHead(rows, rows))
         logprobs.sum().backward()
     total = counted.get_total_flops() - of_norms(model.spec, num)
-    assert total == training_flops(model.spec, Work(num, num * num, 4))
+    assert total == training_flops(model.spec, ForwardWork(num, num * num, 4))

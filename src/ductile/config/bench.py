@@ -27,16 +27,17 @@ class InferenceBenchConfig(BenchConfig):
     steps: int = Field(default=4, ge=2)
     """Rounds. All requests of one are sent at once. The first round warms up, and is not counted."""
     num_requests: int | None = Field(default=None, ge=1)
-    """Of a round. Default: `max_num_seqs`."""
+    """Requests that a round sends at once. Default: `max_num_seqs`."""
     prompt_tokens: int | None = Field(default=None, ge=1)
-    """Of a request; at random, so that no two have a beginning in common. Default: 128, or half of `max_model_len`."""
+    """Prompt length of a request; random tokens, so that no two prompts share a prefix. Default: 128, or half of
+    `max_model_len`."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Of an answer, which has all of them. Default: 64, or what the prompt leaves of `max_model_len`."""
+    """Tokens that each completion has, exactly. Default: 64, or what the prompt leaves of `max_model_len`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Of one round."""
+    """Requests that one round sends, all of one size."""
 
     num_requests: int
     prompt_tokens: int
@@ -44,7 +45,8 @@ class Load:
 
 
 def load_of(bench: InferenceBenchConfig, config: InferenceConfig) -> Load:
-    """What is written, and for the rest what fits. It may not fit where several are written."""
+    """The load that the config asks for; keys that are not set get what fits. Several keys that are set may not fit
+    together: `load_findings` tells."""
     most, server = config.model.max_model_len, config.server
     prompt = bench.prompt_tokens or max(1, min(PROMPT_TOKENS, most // 2, most - (bench.max_tokens or 0)))
     answer = bench.max_tokens or max(1, min(MAX_TOKENS, most - prompt))
@@ -53,7 +55,7 @@ def load_of(bench: InferenceBenchConfig, config: InferenceConfig) -> Load:
 
 
 def load_findings(bench: InferenceBenchConfig | None, config: InferenceConfig) -> Iterator[Finding]:
-    """Of the load of `--bench`, what the server would refuse."""
+    """Findings for what the server would refuse of the load of `--bench`."""
     if bench is None:
         return
     load, most, server = load_of(bench, config), config.model.max_model_len, config.server
@@ -71,7 +73,7 @@ def load_findings(bench: InferenceBenchConfig | None, config: InferenceConfig) -
 
 
 def own_server(config: ServerConfig) -> ServerConfig:
-    """Of a benchmark: on a free port, for nobody else."""
+    """The server's settings for a benchmark: on a free port of the loopback interface, without a key."""
     return config.model_copy(update=OWN)
 
 

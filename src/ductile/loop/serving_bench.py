@@ -29,24 +29,25 @@ PEAK = "ductile_peak_memory_bytes"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RequestTimes:
     first_token_s: float
-    """Since the request was sent; so is the next one."""
+    """Seconds from sending the request to its first token."""
     latency_s: float
+    """Seconds from sending the request to its last token."""
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class BenchRound:
     number: int
     seconds: float
     load: Load
-    answers: tuple[Answer, ...]
+    answers: tuple[RequestTimes, ...]
     peak_bytes: float
-    """Of the server's memory, so far: of a GPU what its tensors took, else what its process had resident."""
+    """The server's peak memory so far: on a GPU what its tensors took, else what its process had resident."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated."""
+        """Generated tokens a second of the whole round."""
         return self.load.num_requests * self.load.max_tokens / self.seconds
 
     @property
@@ -56,7 +57,7 @@ class Round:
 
 async def ask_rounds(
     url: str, load: Load, vocab_size: int, num_rounds: int, transport: httpx.AsyncBaseTransport | None = None
-) -> AsyncIterator[Round]:
+) -> AsyncIterator[BenchRound]:
     """Each round as soon as it is over. Raises Refused, Late or SlotLost."""
     client = httpx.AsyncClient(
         base_url=url,
@@ -71,10 +72,10 @@ async def ask_rounds(
             prompts = [draw.choices(range(vocab_size), k=load.prompt_tokens) for _ in range(load.num_requests)]
             began_s = time.perf_counter()
             answers = await _all(client, prompts, load.max_tokens)
-            yield Round(number, time.perf_counter() - began_s, load, answers, await _peak_bytes(client))
+            yield BenchRound(number, time.perf_counter() - began_s, load, answers, await _peak_bytes(client))
 
 
-async def _all(client: httpx.AsyncClient, prompts: Sequence[list[int]], max_tokens: int) -> tuple[Answer, ...]:
+async def _all(client: httpx.AsyncClient, prompts: Sequence[list[int]], max_tokens: int) -> tuple[RequestTimes, ...]:
     try:
         async with asyncio.TaskGroup() as group:
             asked = [group.create_task(_ask(client, prompt, max_tokens)) for prompt in prompts]
@@ -83,7 +84,7 @@ async def _all(client: httpx.AsyncClient, prompts: Sequence[list[int]], max_toke
     return tuple(each.result() for each in asked)
 
 
-async def _ask(client: httpx.AsyncClient, prompt: list[int], max_tokens: int) -> Answer:
+async def _ask(client: httpx.AsyncClient, prompt: list[int], max_tokens: int) -> RequestTimes:
     body = {
         "prompt": prompt,
         "max_tokens": max_tokens,
@@ -106,7 +107,7 @@ async def _ask(client: httpx.AsyncClient, prompt: list[int], max_tokens: int) ->
         raise SlotLost(f"the server cannot be reached: {error or type(error).__name__}") from error
     if num_tokens != max_tokens:
         raise Refused(f"the server answered with {num_tokens} tokens, and was asked for {max_tokens}")
-    return Answer(first_token_s, time.perf_counter() - began_s)
+    return RequestTimes(first_token_s, time.perf_counter() - began_s)
 
 
 def _usage(event: dict[str, Any]) -> int:
@@ -129,9 +130,9 @@ class ServingBench:
 
     def __init__(self, load: Load) -> None:
         self._load = load
-        self._rounds: list[Round] = []
+        self._rounds: list[BenchRound] = []
 
-    def add(self, found: Round) -> None:
+    def add(self, found: BenchRound) -> None:
         if found.number > NUM_WARM_UP:
             self._rounds.append(found)
 

@@ -15,7 +15,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from ductile.core.layout.flops import Work
+from ductile.core.layout.flops import ForwardWork
 from ductile.model.attention import PackedAttention
 from ductile.model.logprobs import LogprobHead
 from ductile.model.transformer import Transformer
@@ -83,9 +83,9 @@ class PackedSamples:
         return cls(as_tensor[0], as_tensor[1], tuple(stems), tuple(branches), as_tensor[2], as_tensor[3], temperatures)
 
     @property
-    def work(self) -> Work:
+    def work(self) -> ForwardWork:
         """What running it, and scoring the N tokens, asks of a model."""
-        return Work.of(self.stems, self.branches, len(self.targets))
+        return ForwardWork.of(self.stems, self.branches, len(self.targets))
 
     def score(self, model: Transformer, chunk_tokens: int | None = None) -> tuple[Tensor, Tensor]:
         """Log-probs [N] (with gradient, if enabled) and entropies [N] of the scored tokens.

@@ -14,7 +14,7 @@ from torch import Tensor
 from ductile.blame import raised
 from ductile.config.trainer import TrainerConfig
 from ductile.config.weight_headers import ModelFolderError
-from ductile.core.layout.flops import Work, training_flops
+from ductile.core.layout.flops import ForwardWork, training_flops
 from ductile.core.layout.peak import Arithmetic, arithmetic_of, compute_dtype
 from ductile.core.layout.spec import ModelSpec
 from ductile.fabric.device import peak_of
@@ -193,7 +193,7 @@ class Trainer:
             return raised(error)
         loss.backward()
         sums = {"loss": loss.detach(), "num_tokens": torch.tensor(batch.num_trained)}
-        work = batch.packed.work if batch.num_trained else Work()
+        work = batch.packed.work if batch.num_trained else ForwardWork()
         sums["flops"] = torch.tensor(float(training_flops(self.spec, work)), dtype=torch.float64)
         for name, values in outputs.metrics.items():
             sums[METRIC + name] = values.detach().sum() if batch.num_trained else torch.zeros(())

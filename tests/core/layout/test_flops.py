@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ductile.core.layout.flops import Work, forward_flops, layer_matrix_parameters, training_flops
+from ductile.core.layout.flops import ForwardWork, forward_flops, layer_matrix_parameters, training_flops
 from ductile.core.layout.spec import ModelSpec
 
 QWEN3_4B = ModelSpec(
@@ -38,11 +38,11 @@ def seen(stems: list[int], branches: list[list[int]]) -> np.ndarray:
 def test_pairs_are_the_trues_of_a_mask(trees: list[tuple[int, list[int]]]) -> None:
     stems, branches = [stem for stem, _ in trees], [of_stem for _, of_stem in trees]
     mask = seen(stems, branches)
-    assert Work.of(stems, branches, 0) == Work(len(mask), int(mask.sum()))
+    assert ForwardWork.of(stems, branches, 0) == ForwardWork(len(mask), int(mask.sum()))
 
 
 def test_a_shared_prompt_is_run_once() -> None:
-    shared, apart = Work.of([100], [[10] * 8], 80), Work.of([110] * 8, [()] * 8, 80)
+    shared, apart = ForwardWork.of([100], [[10] * 8], 80), ForwardWork.of([110] * 8, [()] * 8, 80)
     assert (shared.num_tokens, apart.num_tokens) == (180, 880)
     assert shared.num_scored == apart.num_scored
     # Each answer's tokens see the same in both; the prompt's own pairs are there once and not eight times.
@@ -50,9 +50,9 @@ def test_a_shared_prompt_is_run_once() -> None:
 
 
 def test_work_adds_up() -> None:
-    one, other = Work.of([3], [[2, 1]], 3), Work.of([5], [()], 4)
-    assert one == Work(6, 6 + (3 * 2 + 3) + (3 * 1 + 1), 3)
-    assert one + other == Work.of([3, 5], [[2, 1], ()], 7)
+    one, other = ForwardWork.of([3], [[2, 1]], 3), ForwardWork.of([5], [()], 4)
+    assert one == ForwardWork(6, 6 + (3 * 2 + 3) + (3 * 1 + 1), 3)
+    assert one + other == ForwardWork.of([3, 5], [[2, 1], ()], 7)
     assert forward_flops(QWEN3_4B, one + other) == forward_flops(QWEN3_4B, one) + forward_flops(QWEN3_4B, other)
 
 
@@ -62,12 +62,12 @@ def test_six_operations_a_parameter_and_token() -> None:
     matrices = spec.num_layers * layer_matrix_parameters(spec) + spec.vocab_size * spec.hidden_size
     norms = spec.num_layers * 2 * spec.hidden_size + spec.hidden_size
     assert matrices == spec.num_parameters - spec.vocab_size * spec.hidden_size - norms
-    assert training_flops(spec, Work(1000, 0, 1000)) == 6 * matrices * 1000
+    assert training_flops(spec, ForwardWork(1000, 0, 1000)) == 6 * matrices * 1000
 
 
 def test_attention_of_a_long_document() -> None:
     """12 L H D S^2 for a whole square; the causal half of it, and the diagonal's other half."""
-    work, spec = Work.of([4096], [()], 0), QWEN3_4B
+    work, spec = ForwardWork.of([4096], [()], 0), QWEN3_4B
     attention = training_flops(spec, work) - training_flops(spec, replace(work, num_pairs=0))
     square = 12 * spec.num_layers * spec.num_heads * spec.head_dim * 4096**2
     assert 2 * attention == square + square // 4096

@@ -19,7 +19,7 @@ from ductile.core.layout.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ForwardWork:
     """What a model is run on."""
 
     num_tokens: int = 0
@@ -30,10 +30,10 @@ class Work:
     """Tokens that are compared with the whole vocabulary."""
 
     @classmethod
-    def of(cls, stems: Sequence[int], branches: Sequence[Sequence[int]], num_scored: int) -> "Work":
+    def of(cls, stems: Sequence[int], branches: Sequence[Sequence[int]], num_scored: int) -> "ForwardWork":
         """Documents of these lengths, and what branches off from each: a branch sees its stem and itself.
 
-        Work.of([3], [[2, 1]], 3)     6 tokens; 6 pairs in the stem, 6 + 3 and 3 + 1 in the branches
+        ForwardWork.of([3], [[2, 1]], 3)     6 tokens; 6 pairs in the stem, 6 + 3 and 3 + 1 in the branches
         """
         num_tokens = num_pairs = 0
         for stem, of_stem in zip(stems, branches, strict=True):
@@ -41,20 +41,20 @@ class Work:
             num_pairs += _triangle(stem) + sum(branch * stem + _triangle(branch) for branch in of_stem)
         return cls(num_tokens, num_pairs, num_scored)
 
-    def __add__(self, other: "Work") -> "Work":
-        return Work(
+    def __add__(self, other: "ForwardWork") -> "ForwardWork":
+        return ForwardWork(
             self.num_tokens + other.num_tokens, self.num_pairs + other.num_pairs, self.num_scored + other.num_scored
         )
 
 
-def forward_flops(spec: ModelSpec, work: Work) -> int:
+def forward_flops(spec: ModelSpec, work: ForwardWork) -> int:
     matrices = spec.num_layers * layer_matrix_parameters(spec) * work.num_tokens
     head = spec.vocab_size * spec.hidden_size * work.num_scored
     attention = 2 * spec.num_layers * spec.num_heads * spec.head_dim * work.num_pairs
     return 2 * (matrices + head + attention)
 
 
-def training_flops(spec: ModelSpec, work: Work) -> int:
+def training_flops(spec: ModelSpec, work: ForwardWork) -> int:
     """Forward and backward. Of a product's two factors each has a gradient, and each gradient is as large a product."""
     return 3 * forward_flops(spec, work)
 
