@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from provenance import commit
@@ -58,15 +59,24 @@ def run(name: str, runs: str) -> str:
     return f"{name} ended with {done.returncode}" if done.returncode else ""
 
 
-def main() -> int:
+def asked(arguments: Sequence[str] | None = None) -> list[str]:
+    """Those that the command line names, in the order of `BENCHMARKS`; all, if it names none."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=list(BENCHMARKS), help="only these; all, if left out")
-    asked = parser.parse_args()
+    # Without `choices`: argparse in Python 3.11 holds no names at all against them, too.
+    parser.add_argument("names", nargs="*", metavar="name", help=f"only these of: {', '.join(BENCHMARKS)}")
+    names = parser.parse_args(arguments).names
+    if unknown := [name for name in names if name not in BENCHMARKS]:
+        parser.error(f"there is no benchmark named {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+    return [name for name in BENCHMARKS if name in names or not names]
+
+
+def main() -> int:
+    names = asked()
     if "+" in (at := commit()):
         raise SystemExit(f"the tree is {at}: commit first, as figures are of a commit")
     began_s, failures = time.monotonic(), list[str]()
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as runs:
-        for name in [name for name in BENCHMARKS if name in asked.names or not asked.names]:
+        for name in names:
             since_s = time.monotonic()
             print(f"== {name}: {shlex.join(command(name, runs))}", flush=True)
             if failure := run(name, runs):

@@ -9,7 +9,7 @@ import pytest
 from figures import MARKED, PAGES, refreshed
 from measured import RESULTS, result
 from quoted import TABLES
-from run_all import APART, BENCHMARKS, command
+from run_all import APART, BENCHMARKS, asked, command
 
 FILES = sorted(RESULTS.glob("*.json"))
 BY_HAND = re.compile(
@@ -52,6 +52,14 @@ def test_one_command_measures_every_file_anew():
         script, *_, file = command(name, "runs")
         assert (RESULTS.parents[1] / script).is_file()
         assert RESULTS.parents[1] / file in FILES
+
+
+def test_all_benchmarks_run_unless_some_are_named(capsys):
+    assert asked([]) == list(BENCHMARKS)
+    assert asked(["plan", "generate"]) == ["generate", "plan"]
+    with pytest.raises(SystemExit):
+        asked(["plans"])
+    assert "no benchmark named plans" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
