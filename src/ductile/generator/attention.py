@@ -164,9 +164,9 @@ class _Window:
         """`chunks` from the shortest to the longest. Holds all but the new tokens at first."""
         self.num_tokens = len(chunks)
         self.next_members = _members(chunks, ahead=1)
-        blocks = _padded_blocks(chunks, cache)
-        self.room = _window_len(chunks)
-        keys, values = (self._gather(tensor, blocks) for tensor in (cache.keys, cache.values))
+        self.room = _window_len(chunks, cache.block_size)
+        blocks = _padded_blocks(chunks, cache, self.room // cache.block_size)
+        keys, values = (_gather(tensor, blocks) for tensor in (cache.keys, cache.values))
         self._rows = _rows(keys, values)
         self._heads = list(zip(keys.transpose(2, 3), values.transpose(2, 3), strict=True))
         starts = torch.tensor([chunk.start for chunk in chunks], device=blocks.device)
@@ -192,13 +192,6 @@ class _Window:
         value_rows.index_copy_(0, self._slots, v)
         keys, values = (x.narrow(2, 0, self._longest) for x in self._heads[layer])
         return scaled_dot_product_attention(q_NKGD, keys, values, attn_mask=self._seen).reshape(q.shape)
-
-    def _gather(self, cached: Tensor, blocks: Tensor) -> Tensor:
-        window = cached.new_zeros((cached.shape[0], blocks.shape[0], self.room, *cached.shape[-2:]))
-        tokens = cached.index_select(1, blocks.flatten()).view(*window.shape[:2], -1, *cached.shape[-2:])
-        num = min(self.room, tokens.shape[2])
-        window[:, :, :num] = tokens[:, :, :num]
-        return window
 
 
 class _Prefill:
@@ -258,7 +251,7 @@ def _decode_parts(
         part = last.get(_members(group))
         if isinstance(part, _Window) and group[-1].end <= part.room:
             part.advance(group)
-        elif part and len(group) * _window_len(group) <= free_tokens:
+        elif part and len(group) * _window_len(group, cache.block_size) <= free_tokens:
             part = _Window(cache, group)
         else:
             part = _Decode(cache, group)
@@ -277,21 +270,27 @@ def _members(chunks: Sequence[Chunk], ahead: int = 0) -> Members:
     return tuple((chunk.sequence, chunk.sequence.salt, chunk.start + ahead) for chunk in chunks)
 
 
-def _window_len(chunks: Sequence[Chunk]) -> int:
-    return chunks[-1].end + WINDOW_ROOM_TOKENS
+def _window_len(chunks: Sequence[Chunk], block_size: int) -> int:
+    """Whole blocks: a window is gathered from the cache in one pass."""
+    return -(-(chunks[-1].end + WINDOW_ROOM_TOKENS) // block_size) * block_size
 
 
 def _shape(chunk: Chunk) -> tuple[int, int]:
     return chunk.start, chunk.count
 
 
-def _padded_blocks(chunks: Sequence[Chunk], cache: KVCache) -> Tensor:
-    """[N, blocks of the longest]. Rows of shorter sequences go on with block 0, which is masked."""
+def _padded_blocks(chunks: Sequence[Chunk], cache: KVCache, num_blocks: int | None = None) -> Tensor:
+    """[N, num_blocks], by default as many as the longest has. Shorter rows go on with block 0, which is masked."""
     used = [chunk.blocks(cache.block_size) for chunk in chunks]
-    padded = np.zeros((len(used), max(map(len, used))), dtype=np.int64)
+    padded = np.zeros((len(used), num_blocks or max(map(len, used))), dtype=np.int64)
     for row, blocks in zip(padded, used, strict=True):
         row[: len(blocks)] = blocks
     return torch.from_numpy(padded).to(cache.keys.device)
+
+
+def _gather(cached: Tensor, blocks: Tensor) -> Tensor:
+    """[layers, blocks of the cache, block size, K, D] -> [layers, N, S, K, D]"""
+    return cached.index_select(1, blocks.flatten()).view(cached.shape[0], blocks.shape[0], -1, *cached.shape[-2:])
 
 
 def _slots(chunks: Sequence[Chunk], block_size: int) -> np.ndarray:
