@@ -31,6 +31,8 @@ from provenance import provenance
 
 HERE = Path(__file__).parent
 ON_POLICY = "ductile, roles together, on-policy"
+Spent = dict[str, list[dict[str, float]]]
+"""Seconds by what they went to, of each step: of a slot, and of the loop."""
 REWARD = "def reward(row, answer):\n    return float(len(set(answer)) % 7)\n"
 
 
@@ -122,9 +124,9 @@ def run_ductile(args: argparse.Namespace, work: Path, placement: dict[str, str],
     return [row["step_s"] for row in steps]
 
 
-def where_it_goes(folder: Path, warmup: int) -> dict[str, dict[str, float]]:
-    """Of the run in `folder`, medians over its steps: seconds of a slot by activity (an idle one by its cause), and of
-    the loop by phase, which overlap."""
+def where_it_goes(folder: Path, warmup: int) -> Spent:
+    """Of the run in `folder`, step by step: seconds of a slot by activity (an idle one by its cause), and of the loop
+    by phase, which overlap."""
     slots: list[dict[str, float]] = []
     for profile in profiles(folder, warmup):
         seconds: dict[str, float] = {}
@@ -138,7 +140,7 @@ def where_it_goes(folder: Path, warmup: int) -> dict[str, dict[str, float]]:
         for row in lines(folder / "metrics.jsonl")
         if row["step"] > warmup
     ]
-    return {"slot": medians(slots), "loop": medians(phases)}
+    return {"slot": slots, "loop": phases}
 
 
 def medians(rows: list[dict[str, float]]) -> dict[str, float]:
@@ -191,7 +193,7 @@ def main() -> None:
         "ductile, roles together, one version ahead": lambda work: run_ductile(args, work, {"actor,rollout": both}, 1),
     }
     seconds: dict[str, list[float]] = {name: [] for name in setups}
-    spent: dict[str, dict[str, float]] = {}
+    spent: Spent = {"slot": [], "loop": []}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         make_model(work / "model")
@@ -204,7 +206,8 @@ def main() -> None:
                 steps = run(work)
                 seconds[name] += steps
                 if name == ON_POLICY:
-                    spent = where_it_goes(work / "ductile", args.warmup)
+                    for whose, found in where_it_goes(work / "ductile", args.warmup).items():
+                        spent[whose] += found
                     if args.trace:
                         write_trace(work / "ductile", args.warmup, args.trace)
                 print(f"round {number}  {name:45s} {statistics.median(steps):.3f} s a step", flush=True)
@@ -213,18 +216,19 @@ def main() -> None:
     trl_s = min(value for name, value in median_s.items() if name.startswith("trl"))
     ductile_s = min(value for name, value in median_s.items() if name.startswith("ductile"))
     on_policy_s = median_s[ON_POLICY]
+    on_policy_step = {whose: medians(found) for whose, found in spent.items()}
     result = {
         "ratio_vs_trl": trl_s / ductile_s,
         "ratio_vs_trl_on_policy": trl_s / on_policy_s,
         "trl_s": trl_s,
         "ductile_s": ductile_s,
         "median_step_s": median_s,
-        "on_policy_step": spent,
+        "on_policy_step": on_policy_step,
         "settings": {key: value for key, value in vars(args).items() if key not in ("json", "trace")},
         **provenance("ductile", "torch", "trl"),
     }
     print(f"TRL {trl_s:.3f} s, ductile {ductile_s:.3f} s: {trl_s / ductile_s:.2f} times faster")
-    for whose, parts in spent.items():
+    for whose, parts in on_policy_step.items():
         told = ", ".join(f"{what} {part_s:.3f}" for what, part_s in sorted(parts.items(), key=lambda part: -part[1]))
         print(f"seconds of a {whose} in a step, on-policy: {told}")
     if args.json:

@@ -93,6 +93,8 @@ COPIED_BYTES, SENT_BYTES = 192 * MIB, 16 * MIB
 """For the limits: by each process at once."""
 REST_S = 0.05
 TIMEOUT_S = 120.0
+LONGEST_S = 3600.0
+"""For all pairs of both tables."""
 
 Times = dict[str, list[float]]
 Run = Callable[[], object]
@@ -305,6 +307,10 @@ def run_ranks(context: ForkServerContext, options: argparse.Namespace) -> list[d
             process.start()
             theirs.close()
             started.append((process, mine))
+        until_s = time.monotonic() + LONGEST_S
+        for rank, (_, connection) in enumerate(started):
+            if not connection.poll(max(0.0, until_s - time.monotonic())):
+                raise TimeoutError(f"rank {rank} was still at work after {LONGEST_S / 60:.0f} minutes")
         found = [connection.recv() for _, connection in started]
     for process, _ in started:
         process.join(30.0)

@@ -67,6 +67,8 @@ def asked(arguments: Sequence[str] | None = None) -> list[str]:
     names = parser.parse_args(arguments).names
     if unknown := [name for name in names if name not in BENCHMARKS]:
         parser.error(f"there is no benchmark named {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+    if "predicted" in names and "elastic" not in names:
+        parser.error("predicted reads the runs that elastic leaves: name elastic, too")
     return [name for name in BENCHMARKS if name in names or not names]
 
 

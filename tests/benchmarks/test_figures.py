@@ -60,6 +60,9 @@ def test_all_benchmarks_run_unless_some_are_named(capsys):
     with pytest.raises(SystemExit):
         asked(["plans"])
     assert "no benchmark named plans" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        asked(["predicted"])
+    assert "name elastic, too" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
