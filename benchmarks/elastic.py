@@ -121,7 +121,7 @@ def run(arm: Arm, number: int, args: argparse.Namespace, work: Path) -> Outcome:
         "model": {"name": str(work / "model")},
         "cluster": {"cpu_slot_fraction": args.fraction, **arm.cluster},
         "trainer": {
-            "model": {"seq_len": args.seq_len, "reshard_after_forward": False},
+            "model": {"seq_len": args.seq_len},
             "optim": {"lr": args.lr},
             "loss": {"type": "grpo"},
         },

@@ -92,12 +92,7 @@ def run_ductile(args: argparse.Namespace, work: Path, placement: dict[str, str],
         "max_steps": args.steps + args.warmup,
         "model": {"name": str(work / "model")},
         "cluster": {"component_placement": placement},
-        # The model is small: its weights stay gathered from the forward pass to the backward pass.
-        "trainer": {
-            "model": {"seq_len": 4096, "reshard_after_forward": False},
-            "optim": {"lr": args.lr},
-            "loss": {"type": "grpo"},
-        },
+        "trainer": {"model": {"seq_len": 4096}, "optim": {"lr": args.lr}, "loss": {"type": "grpo"}},
         "inference": {"model": {"max_model_len": 256}},
         "orchestrator": {
             "batch_size": args.batch,
