@@ -275,11 +275,13 @@ class ResizeConfig(Section):
     """A step of a resize that takes longer fails, and the trainer stays as it was."""
     memory: Literal["shadow", "streaming"] = "shadow"
     """shadow: old and new state exist together until the resize is settled, and it can be taken back until then;
-    streaming: layer by layer, with room for one layer more, and no way back once the first layer is freed."""
+    streaming: a new part of a tensor is allocated when its first bytes come, an old one freed when its last bytes have
+    left, with at most 64 MiB of staging memory besides, and there is no way back once bytes move."""
     carrier: Literal["auto", "peer_memory", "p2p"] = "auto"
     """What moves the bytes: slots of one host read each other's memory; p2p sends messages through gloo or NCCL."""
     verify: Literal["moved", "all", "off"] = "moved"
-    """Fingerprint what went from slot to slot, or also what a slot copied for itself, or nothing."""
+    """moved: compare fingerprints of what goes from slot to slot; all: each slot also compares what it copied for
+    itself, bit for bit, with what it had (not with `memory` "streaming", which frees that); off: compare nothing."""
 
 
 class TrainerConfig(Section):
