@@ -393,6 +393,12 @@ def _formation(config: RLConfig | SFTConfig | TrainerRunConfig, num_slots: int) 
             'cannot stream: a slot would not know when its memory has been read and may be freed. Write "p2p" or "auto"'
         )
         yield Finding((f"{root}resize.carrier", f"{root}resize.memory"), what)
+    if trainer.resize.memory == "streaming" and trainer.resize.verify == "all":
+        what = (
+            f"compares what a slot copied for itself with what it had, which {root}resize.memory = "
+            f'"streaming" has freed by then. Write "moved", or {root}resize.memory = "shadow"'
+        )
+        yield Finding((f"{root}resize.verify", f"{root}resize.memory"), what)
 
 
 def _cluster(config: ClusterConfig) -> Iterator[Finding]:
