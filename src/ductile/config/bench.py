@@ -27,12 +27,14 @@ class InferenceBenchConfig(BenchConfig):
     steps: int = Field(default=4, ge=2)
     """Rounds. All requests of one are sent at once. The first round warms up, and is not counted."""
     num_requests: int | None = Field(default=None, ge=1)
-    """Requests that a round sends at once. Default: `max_num_seqs`."""
+    """Requests that a round sends at once. Default: the least of `max_num_seqs`, `server.max_connections` and
+    `server.max_sequences`."""
     prompt_tokens: int | None = Field(default=None, ge=1)
-    """Prompt length of a request; random tokens, so that no two prompts share a prefix. Default: 128, or half of
-    `max_model_len`."""
+    """Prompt length of a request; random tokens, so that no two prompts share a prefix. Default: the least of 128, half
+    of `max_model_len`, and what `bench.max_tokens` leaves of it."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Tokens that each completion has, exactly. Default: 64, or what the prompt leaves of `max_model_len`."""
+    """Tokens that each completion has, exactly. Default: 64, or what the prompt leaves of `max_model_len` if that is
+    less."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,9 @@ class TrainerModelConfig(ModelConfig):
             instead='Write "sdpa".',
         ),
     ] = "auto"
-    """`auto` and `sdpa` use torch's scaled_dot_product_attention."""
+    """`auto` and `sdpa` are the same. On a CPU attention is ductile's own; on a GPU it is torch's variable-length
+    kernel, or torch's scaled_dot_product_attention, document by document, where the kernel does not take the device,
+    the dtype or the heads."""
     optimization_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the sharded parameters, which the optimizer updates."""
     compute_dtype: Literal["float32", "bfloat16"] | None = None
