@@ -52,8 +52,8 @@ gpu:
 endings: setup
 	ENDINGS_VIRTUAL=500 ENDINGS_REAL=40 $(BIN)/python -m pytest tests/end_to_end/test_endings.py -q -s
 
-# Every benchmark, each to its file in benchmarks/results, then the tables of README and docs: about two hours on two cores
-# with nothing else at work. The peers come with the extra `bench`.
+# Every benchmark but gpu.py, each to its file in benchmarks/results, then the tables of README and docs: about two hours on
+# two cores with nothing else at work. The peers come with the extra `bench`.
 figures: setup
 	$(PIP) install -e '.[dev,bench]'
 	$(BIN)/python benchmarks/run_all.py

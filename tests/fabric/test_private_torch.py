@@ -23,6 +23,7 @@ USED = [
     (distributed_c10d, "GroupName", "fabric.groups"),
     (_distributed_c10d.ProcessGroup, "_device_types", "parallel.reshard: does the group carry CUDA tensors?"),
     (_distributed_c10d.ProcessGroup, "_get_backend", "fabric.p2p: is it gloo that carries CUDA tensors?"),
+    (_distributed_c10d.Backend.Options, "_timeout", "fabric.groups: what `set_timeout` has set"),
     (debug, "_clear_sharding_prop_cache", "fabric.groups: what torch remembers of a mesh goes with it"),
     (placement_types, "_StridedShard", "parallel.blocks: FSDP2 on tensor parallelism"),
     (torch.UntypedStorage, "_share_cuda_", "fabric.cuda_ipc"),
