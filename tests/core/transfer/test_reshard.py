@@ -153,8 +153,24 @@ def test_a_plan_prints_what_it_does() -> None:
     assert "1 tensors in 1 classes, 12.0 MiB, 1 slots to 3" in text
     assert "wire 24.0 MiB (lower bound 24.0), relayed 12.0, kept in place 12.0" in text
     assert "     0       12.0       12.0        0.0" in text
+    assert f"predicted {plan.predicted_s * 1e3:.2f} ms at 200 GB/s\n" in text
     assert "0 -> 1 -> 2" in plan.describe_flows()
     assert "0 -> 2 -> 1" in plan.describe_flows()
+
+
+def test_a_small_plan_prints_kib() -> None:
+    plan = Planner().plan(whole(range(1), 256), whole(range(2), 256, dp=2))
+    text = str(plan)
+    assert "1 tensors in 1 classes, 1.0 KiB, 1 slots to 2" in text
+    assert "wire 1.0 KiB (lower bound 1.0), relayed 0.0, kept in place 1.0" in text
+    assert "  slot      keeps      sends   receives   KiB" in text
+    assert plan.describe_flows().endswith("1.0 KiB")
+
+
+def test_a_prediction_says_which_links_it_is_for() -> None:
+    machines = Topology(nodes=((0,), (1,)), node_bytes_s=8e9, network_bytes_s=1.5e9)
+    text = str(Planner(machines).plan(whole(range(1)), whole(range(2), dp=2)))
+    assert " ms at 8 GB/s inside a machine and 1.5 GB/s across\n" in text
 
 
 def test_too_small_a_bound_is_refused() -> None:

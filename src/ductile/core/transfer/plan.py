@@ -20,7 +20,7 @@ from ductile.core.layout.layout import Layout
 from ductile.core.transfer.cells import Line, Refinement
 from ductile.core.transfer.flows import Edge, Flow
 from ductile.core.transfer.rounds import Timing, border
-from ductile.core.transfer.topology import MIB, Topology
+from ductile.core.transfer.topology import KIB, MIB, Topology
 
 
 class Part(NamedTuple):
@@ -195,26 +195,34 @@ class Plan:
 
     def __str__(self) -> str:
         tensors, whole = len(self.target.tensors), sum(tensor.num_bytes for tensor in self.target)
+        unit, name = self._unit
         lines = [
             f"plan {self.key.hex()[:8]}: {tensors} tensors in {self.refinement.num_classes} classes, "
-            f"{whole / MIB:.1f} MiB, {len(self.source.slots)} slots to {len(self.target.slots)}",
-            f"  wire {self.wire_bytes / MIB:.1f} MiB (lower bound {self.lower_bound_bytes / MIB:.1f}), relayed "
-            f"{self.relayed_bytes / MIB:.1f}, kept in place {sum(self.kept.values()) / MIB:.1f}",
+            f"{whole / unit:.1f} {name}, {len(self.source.slots)} slots to {len(self.target.slots)}",
+            f"  wire {self.wire_bytes / unit:.1f} {name} (lower bound {self.lower_bound_bytes / unit:.1f}), relayed "
+            f"{self.relayed_bytes / unit:.1f}, kept in place {sum(self.kept.values()) / unit:.1f}",
             f"  {len(self.flows)} flows, {self.num_messages} messages, {self.num_rounds} "
             f"{'round' if self.num_rounds == 1 else 'rounds'} of at most "
-            f"{self.round_bytes / MIB:g} MiB each way, predicted {self.predicted_s * 1e3:.2f} ms",
+            f"{self.round_bytes / MIB:g} MiB each way, predicted {self.predicted_s * 1e3:.2f} ms at "
+            f"{self.topology.speeds}",
             f"  {self.reason}",
-            "  slot      keeps      sends   receives   MiB",
+            f"  slot      keeps      sends   receives   {name}",
         ]
         for slot in self.slots:
             row = (self.kept[slot], self.egress[slot], self.ingress[slot])
-            lines.append(f"  {slot:4d} " + " ".join(f"{amount / MIB:10.1f}" for amount in row))
+            lines.append(f"  {slot:4d} " + " ".join(f"{amount / unit:10.1f}" for amount in row))
         return "\n".join(lines)
 
     def describe_flows(self, limit: int = 20) -> str:
         """The largest flows, one a line: `0 -> 2 -> 4, 6   161.7 MiB`."""
+        unit, name = self._unit
         largest = sorted(self.flows, key=lambda flow: -flow.num_bytes)[:limit]
-        return "\n".join(f"  {_route(flow.edges):40} {flow.num_bytes / MIB:10.1f} MiB" for flow in largest)
+        return "\n".join(f"  {_route(flow.edges):40} {flow.num_bytes / unit:10.1f} {name}" for flow in largest)
+
+    @property
+    def _unit(self) -> tuple[int, str]:
+        """In which amounts are printed, and its name: a plan of a few KiB would be one of 0.0 MiB."""
+        return (MIB, "MiB") if sum(tensor.num_bytes for tensor in self.target) >= MIB else (KIB, "KiB")
 
 
 def busiest_links_s(flows: Sequence[Flow], topology: Topology) -> tuple[float, float]:

@@ -6,6 +6,7 @@ Speeds choose between plans; that a plan is right never depends on them.
 from dataclasses import dataclass
 from functools import cached_property
 
+KIB = 1 << 10
 MIB = 1 << 20
 
 
@@ -19,6 +20,12 @@ class Topology:
     """The same across machines."""
     round_s: float = 50e-6
     """What a round costs besides its bytes."""
+
+    @property
+    def speeds(self) -> str:
+        """Of the links that there are, in words."""
+        near = f"{self.node_bytes_s / 1e9:g} GB/s"
+        return f"{near} inside a machine and {self.network_bytes_s / 1e9:g} GB/s across" if self.nodes else near
 
     def node(self, slot: int) -> int:
         """Equal numbers mean the same machine."""
