@@ -90,13 +90,13 @@ class Connected:
     after: Standing | None
     """None on a slot that leaves, as are its ranks. In streaming mode the trainer comes last."""
     room: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """By buffer: the memory of `after` and of its gradient. Buffers that are handed on as they are have none, and in
-    streaming mode there is none at all."""
+    """By buffer: the memory of `after` and of its gradient, without buffers that are handed on as they are. Empty in
+    streaming mode."""
     old: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """This slot's parameters and moments: the old trainer goes on changing what they hold, but not where they lie.
-    None in streaming mode."""
+    Empty in streaming mode."""
     transfers: dict[bool, Transfer] = field(default_factory=dict[bool, Transfer])
-    """By whether a gradient moves, too: into the room. They only lack the old buffers. None in streaming mode."""
+    """By whether a gradient moves, too: into the room. They only lack the old buffers. Empty in streaming mode."""
 
     def clear(self) -> None:
         """Let go of all but what comes after."""
