@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from ductile.fabric.groups import Groups
+from ductile.parallel import exchange
 from ductile.parallel.data import full
 from ductile.parallel.exchange import DirectAllGather, DirectReduceScatter, FreshMemory
 from tests.ranks import run_ranks
@@ -106,6 +108,37 @@ def comes_late(groups: Groups, members: tuple[int, ...]) -> list[float]:
     whole = torch.empty(2)
     DirectAllGather()(output_tensor=whole, input_tensor=torch.tensor([float(group.rank())]), group=group)
     return whole.tolist()
+
+
+class SlowGroup:
+    """Rank 0 of three, whose every operation takes four seconds of a clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.waits_s: list[float] = []
+
+    def size(self) -> int:
+        return 3
+
+    def rank(self) -> int:
+        return 0
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> "SlowGroup":
+        return self
+
+    send = recv
+
+    def wait(self, timeout: timedelta) -> None:
+        self.waits_s.append(timeout.total_seconds())
+        self.now_s += 4.0
+
+
+def test_all_waits_together_have_the_group_s_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = SlowGroup()
+    monkeypatch.setattr(exchange, "monotonic", lambda: group.now_s)
+    monkeypatch.setattr(exchange, "timeout_of", lambda _: timedelta(seconds=10))
+    exchange.exchange([torch.zeros(1)] * 3, [torch.zeros(1)] * 3, group)
+    assert group.waits_s == [10.0, 6.0, 2.0, 0.001]
 
 
 @pytest.mark.slow

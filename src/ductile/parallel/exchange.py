@@ -9,6 +9,8 @@ R ranks, S elements of one rank's part.
 """
 
 from collections.abc import Sequence
+from datetime import timedelta
+from time import monotonic
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,9 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from ductile.fabric.groups import timeout_of
+
+LEAST_S = 0.001
+"""That one waits at least: torch counts a timeout in whole milliseconds, and takes 0 for the group's own."""
 
 
 class FreshMemory:
@@ -61,11 +66,13 @@ class DirectReduceScatter(FreshMemory, ReduceScatter):
 def exchange(leaving: Sequence[Tensor], coming: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Send `leaving[rank]` to each other rank of the group, and fill `coming[rank]` with what that one sends.
 
-    Collective. Returns when both are through; raises RuntimeError when a rank has died, or after the group's timeout.
+    Collective. Returns when both are through; raises RuntimeError when a rank has died, or when not all are through
+    after the group's timeout.
     """
-    timeout = timeout_of(group)  # what gloo sends from rank to rank keeps the one that the group was made with
+    # As it is now: by itself, what gloo sends from rank to rank keeps the timeout that the group was made with.
+    deadline = monotonic() + timeout_of(group).total_seconds()
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     under_way = [group.recv([coming[rank]], rank, 0) for rank in others]
     under_way += [group.send([leaving[rank]], rank, 0) for rank in others]
     for work in under_way:
-        work.wait(timeout)
+        work.wait(timedelta(seconds=max(LEAST_S, deadline - monotonic())))
