@@ -45,7 +45,7 @@ def asked_of_gloo(groups: Groups, members: tuple[int, ...], settings: dict, repl
         trainer = Trainer(TrainerConfig.model_validate(settings), ranks)
         trainer.forward_backward(pack(make_samples((9, 14, 5)), len(members), 64)[ranks.rank])
         trainer.optim_step(20.0)
-        whole = dict(trainer.full_tensors())
+        whole = dict(trainer.gathered_tensors())
     assert all(type(tensor) is torch.Tensor for tensor in whole.values())
     return asked.names
 

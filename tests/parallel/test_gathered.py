@@ -42,7 +42,7 @@ def publishes_before_and_after_a_step(
 
 def received(publisher: Publisher, version: int, trainer: Trainer) -> dict[str, torch.Tensor]:
     """Through a real segment: whoever holds gathered memory breaks the next gather."""
-    return receive(publisher.publish(version, trainer.full_tensors()))
+    return receive(publisher.publish(version, trainer.gathered_tensors()))
 
 
 @pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])

@@ -67,7 +67,7 @@ def train_on_ranks(groups: Groups, members: tuple[int, ...], settings: dict) -> 
     ranks = Ranks(groups, Formation(members))
     trainer = Trainer(TrainerConfig.model_validate(settings), ranks)
     losses = train(trainer, LENGTHS, ranks.rank, len(members))
-    return losses, {name: tensor.tolist() for name, tensor in trainer.full_tensors()}
+    return losses, {name: tensor.tolist() for name, tensor in trainer.gathered_tensors()}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -150,9 +150,9 @@ def test_a_batch_that_taught_nothing_counts_for_the_schedule_and_moves_no_weight
     scheduler = {"type": "linear", "warmup_steps": 0, "decay_steps": 4}
     config = config_for(folder, optim=SGDConfig(lr=1.0), loss=SFTLoss(), scheduler=scheduler, max_steps=4)
     trainer = Trainer(config, alone)
-    before = {name: tensor.clone() for name, tensor in trainer.full_tensors()}
+    before = {name: tensor.clone() for name, tensor in trainer.gathered_tensors()}
     assert [trainer.optim_step(0.0).lr for _ in range(3)] == [1.0, 0.75, 0.5]
-    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.full_tensors())
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.gathered_tensors())
     assert trainer.num_updates == 0
     trainer.forward_backward([MicroBatch(tuple(make_samples((6,))))])
     with pytest.raises(ValueError, match="is 0, and there is a gradient"):
@@ -162,7 +162,7 @@ def test_a_batch_that_taught_nothing_counts_for_the_schedule_and_moves_no_weight
 
 def test_a_gradient_that_is_not_finite_changes_nothing(folder: Path, alone: Ranks) -> None:
     trainer = Trainer(config_for(folder, loss=DefaultLoss(), optim=AdamWConfig(lr=1e-2)), alone)
-    before = {name: tensor.clone() for name, tensor in trainer.full_tensors()}
+    before = {name: tensor.clone() for name, tensor in trainer.gathered_tensors()}
     (sample,) = make_samples((6,))
     poisoned = Sample(
         sample.token_ids, sample.mask, sample.logprobs, advantages=tuple(3e38 * (a != 0) for a in sample.advantages)
@@ -171,7 +171,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(folder: Path, alone: Rank
     report = trainer.optim_step(1.0)
     assert report.metrics["skipped"] == 1.0
     assert (trainer.step, trainer.num_updates) == (1, 0)
-    for name, tensor in trainer.full_tensors():
+    for name, tensor in trainer.gathered_tensors():
         assert torch.equal(tensor, before[name])
     trainer.forward_backward([MicroBatch((sample,))])
     assert trainer.optim_step(1.0).metrics["skipped"] == 0.0
@@ -250,6 +250,8 @@ def test_debug_options_shape_the_model(folder: Path, alone: Ranks) -> None:
     one, same = (Trainer(TrainerConfig.model_validate({"model": debug, "seed": 3}), alone) for _ in range(2))
     other = Trainer(TrainerConfig.model_validate({"model": debug, "seed": 4}), alone)
     assert one.spec.num_layers == 1
-    for (name, a), (_, b), (_, c) in zip(one.full_tensors(), same.full_tensors(), other.full_tensors(), strict=True):
+    for (name, a), (_, b), (_, c) in zip(
+        one.gathered_tensors(), same.gathered_tensors(), other.gathered_tensors(), strict=True
+    ):
         assert torch.equal(a, b)
         assert torch.equal(a, c) == name.endswith(("norm.weight", "bias"))

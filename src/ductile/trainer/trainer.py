@@ -152,13 +152,20 @@ class Trainer:
             for name, total in progress.sums.items()
         }
 
-    def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter, whole, in `dtype`. None: as the forward pass computes with it, there until the next one is
-        asked for (`parallel.data.gathered_tensors`).
+    def full_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter, whole, in `dtype`. Each is there for as long as the caller holds it.
 
         In the order of `ductile.core.layout.parameters`. All ranks must run it to its end.
         """
-        return data.gathered_tensors(self.model) if dtype is None else data.full_tensors(self.model, dtype)
+        return data.full_tensors(self.model, dtype)
+
+    def gathered_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter, whole, as the forward pass computes with it. Each is there until the next one is asked for,
+        and nobody may hold its memory (`parallel.data.gathered_tensors`).
+
+        In the order of `ductile.core.layout.parameters`. All ranks must run it to its end.
+        """
+        return data.gathered_tensors(self.model)
 
     def _load(self) -> Transformer:
         model = self.config.model

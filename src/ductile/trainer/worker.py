@@ -84,7 +84,10 @@ class TrainRole:
             case OptimStep(divisor=divisor):
                 return Stepped(self._optim_step(divisor))
             case Publish(version=version):
-                return Published(self._first_only(lambda tensors: self._publisher.publish(version, tensors)))
+                manifest = self._first_only(
+                    Trainer.gathered_tensors, lambda tensors: self._publisher.publish(version, tensors)
+                )
+                return Published(manifest)
             case Withdraw(version=version):
                 self._publisher.withdraw(version)
             case SaveState(path=path):
@@ -175,23 +178,23 @@ class TrainRole:
         def save(tensors: Tensors) -> None:
             save_model(path, spec, _InOrder(tensors), source, dtype, eos_token_ids=eos)
 
-        self._first_only(save, dtype)
+        self._first_only(lambda trainer: trainer.full_tensors(dtype), save)
 
-    def _first_only(self, use: Callable[[Tensors], T], dtype: torch.dtype | None = None) -> T | None:
-        """The first member does something with the full tensors; the others help to gather them.
+    def _first_only(self, gather: Callable[[Trainer], Tensors], use: Callable[[Tensors], T]) -> T | None:
+        """The first member does something with the whole tensors; the others help to gather them.
 
         When `use` fails half way, the first member still gathers the rest: the others are spared its failure.
         """
-        tensors = self._gather(dtype)
+        tensors = self._gathered(gather)
         try:
             return use(tensors) if self._live.ranks.rank == 0 else None
         finally:
             for _ in tensors:
                 pass
 
-    def _gather(self, dtype: torch.dtype | None) -> Tensors:
+    def _gathered(self, gather: Callable[[Trainer], Tensors]) -> Tensors:
         with self._together():
-            yield from self._live.full_tensors(dtype)
+            yield from gather(self._live)
 
     @property
     def _live(self) -> Trainer:
