@@ -2,12 +2,18 @@
 
 import os
 import signal
+from collections.abc import Callable
+from datetime import timedelta
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor, Shard
 
+from ductile.fabric import groups as groups_module
+from ductile.fabric.backend import SETTINGS, Backend
 from ductile.fabric.groups import Groups
 from ductile.roles import Place
 from tests.ranks import run_ranks
@@ -127,3 +133,72 @@ def ask_as_a_stranger(groups: Groups, members: tuple[int, ...]) -> str:
 
 def test_only_members_ask_for_a_group() -> None:
     assert run_ranks(1, ask_as_a_stranger, slots=(5,)) == ["slot 5 is not among the members (88, 89)"]
+
+
+def abandon_after_a_failure(groups: Groups) -> None:
+    groups.abandon(RuntimeError("nothing came from slot 2"))
+
+
+def closed_as_if_nccl(groups: Groups, members: tuple[int, ...], close: Callable[[Groups], None]) -> tuple[int, int]:
+    """How many groups are aborted, and destroyed."""
+    group = groups.group(members)
+    with (
+        patch.object(dist, "get_backend", return_value="nccl"),
+        patch.object(c10d, "_abort_process_group", wraps=c10d._abort_process_group) as aborted,
+        patch.object(dist, "destroy_process_group", wraps=dist.destroy_process_group) as destroyed,
+    ):
+        close(groups)
+    assert group not in c10d._world.pg_map
+    return aborted.call_count, destroyed.call_count
+
+
+@pytest.mark.parametrize(
+    ("close", "expected"),
+    [(Groups.destroy, (0, 1)), (Groups.abort, (1, 0)), (abandon_after_a_failure, (1, 0))],
+)
+def test_of_nccls_groups_only_destroying_waits_for_others(
+    close: Callable[[Groups], None], expected: tuple[int, int]
+) -> None:
+    assert run_ranks(1, closed_as_if_nccl, close) == [expected]
+
+
+def waits_for_a_stuck_member(groups: Groups, members: tuple[int, ...]) -> tuple[tuple[timedelta, ...], int]:
+    meeting = Mock()
+    meeting.wait.side_effect = RuntimeError("Work timed out in blocking wait")
+    with (
+        patch.object(dist, "get_backend", return_value="nccl"),
+        patch.object(dist, "barrier", return_value=meeting),
+        patch.object(c10d, "_abort_process_group", wraps=c10d._abort_process_group) as aborted,
+        pytest.raises(RuntimeError, match="timed out"),
+    ):
+        groups.group(members)
+    return meeting.wait.call_args.args, aborted.call_count
+
+
+def test_a_member_that_nccl_has_connected_is_waited_for_no_longer_than_the_timeout() -> None:
+    assert run_ranks(1, waits_for_a_stuck_member, timeout_s=2.0) == [((timedelta(seconds=2.0),), 1)]
+
+
+def settings_of_nccl(groups: Groups, members: tuple[int, ...]) -> dict[str, str | None]:
+    """What torch finds in the environment when it makes a group."""
+    found: dict[str, str | None] = {}
+
+    def make(**arguments: object) -> None:
+        found.update({variable: os.environ.get(variable) for variable in SETTINGS["nccl"]})
+        raise RuntimeError("there is no GPU")
+
+    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
+    with (
+        patch.object(groups_module, "choose_backend", return_value=Backend("nccl")),
+        patch.object(c10d, "_new_process_group_helper", make),
+        pytest.raises(RuntimeError, match="there is no GPU"),
+    ):
+        groups.group(members)
+    return found
+
+
+def test_before_nccls_first_group_its_watchdog_is_told_to_leave_errors_alone() -> None:
+    (found,) = run_ranks(1, settings_of_nccl)
+    assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert found["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] == "0"
+    assert found["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1", "what the user has set stays"

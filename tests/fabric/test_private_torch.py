@@ -18,12 +18,15 @@ USED = [
     (_distributed_c10d, "HashStore", "fabric.universe: a group that connects nobody"),
     (distributed_c10d, "_get_default_group", "parallel.reshard: among everybody, unless told otherwise"),
     (distributed_c10d, "_new_process_group_helper", "fabric.groups: a group among its members alone"),
-    (distributed_c10d, "_set_pg_timeout", "fabric.groups"),
+    (distributed_c10d, "_abort_process_group", "fabric.groups: a group of NCCL's, without waiting for its members"),
+    (_distributed_c10d.Backend, "_set_default_timeout", "fabric.groups"),
+    (_distributed_c10d._ProcessGroupWrapper, "wrapped_pg", "fabric.groups: what TORCH_DISTRIBUTED_DEBUG=DETAIL wraps"),
     (distributed_c10d, "_world", "fabric.groups: a group's slots, by rank"),
     (distributed_c10d, "GroupName", "fabric.groups"),
     (_distributed_c10d.ProcessGroup, "_device_types", "parallel.reshard: does the group carry CUDA tensors?"),
     (_distributed_c10d.ProcessGroup, "_get_backend", "fabric.p2p: is it gloo that carries CUDA tensors?"),
     (_distributed_c10d.Backend.Options, "_timeout", "fabric.groups: what `set_timeout` has set"),
+    (_distributed_c10d.Backend, "name", "fabric.p2p: the same"),
     (debug, "_clear_sharding_prop_cache", "fabric.groups: what torch remembers of a mesh goes with it"),
     (placement_types, "_StridedShard", "parallel.blocks: FSDP2 on tensor parallelism"),
     (torch.UntypedStorage, "_share_cuda_", "fabric.cuda_ipc"),
@@ -66,6 +69,14 @@ def test_fsdp2_calls_its_collectives_with_these_arguments(theirs: type, ours: ty
         assert [each.kind for each in found.values()] == [each.kind for each in expected.values()], name
     setters = (FSDPModule.set_custom_all_gather, FSDPModule.set_custom_reduce_scatter)
     assert [list(inspect.signature(setter).parameters) for setter in setters] == [["self", "comm"]] * 2
+
+
+def test_a_part_is_sent_with_a_rank_and_a_tag() -> None:
+    """These are not Python's, so their signature is the first line of what they say of themselves."""
+    for name, rank in (("send", "dstRank"), ("recv", "srcRank")):
+        said = getattr(_distributed_c10d.ProcessGroup, name).__doc__ or ""
+        assert f"{rank}: " in said, name
+        assert "tag: " in said, name
 
 
 def test_a_mesh_keeps_its_groups_where_they_can_be_let_go() -> None:

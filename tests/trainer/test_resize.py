@@ -110,7 +110,7 @@ GROUPS_MADE_BY: list[str] = []
 
 
 def leave_groups_to_the_pause(role: TrainRole | None) -> None:
-    """As where groups are NCCL's; and watch."""
+    """As where groups are NCCL's, which are destroyed together: a slot that would wait for others fails. And watch."""
     prepare.why_not_beside = lambda device_type, devices: "this test says so"
     make = Groups._create
 
@@ -118,7 +118,11 @@ def leave_groups_to_the_pause(role: TrainRole | None) -> None:
         GROUPS_MADE_BY.append(threading.current_thread().name)
         return make(groups, members)
 
+    def together(groups: Groups) -> None:
+        raise AssertionError("a member that is dead or stuck would be waited for")
+
     Groups._create = watched
+    Groups.destroy = together
 
 
 def groups_made_by(role: TrainRole | None) -> list[str]:

@@ -294,7 +294,7 @@ class TrainerConfig(Section):
     seed: int = 0
     matmul_precision: Literal["highest", "high", "medium"] = "high"
     dist_timeout_seconds: int = Field(default=600, ge=1)
-    """Every collective gives up after this."""
+    """A collective of gloo's gives up after this; the wait for one of NCCL's ends with `cluster.command_timeout_s`."""
     resize: ResizeConfig = ResizeConfig()
     weight_broadcast: Annotated[
         WeightBroadcastConfig | None,

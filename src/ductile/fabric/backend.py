@@ -24,6 +24,22 @@ class Backend:
     """Why it has to do what another one does faster; "" where it need not."""
 
 
+SETTINGS: dict[str, dict[str, str]] = {
+    "gloo": {"GLOO_SOCKET_IFNAME": "lo"},
+    "nccl": {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    },
+}
+"""Variables of the environment that a slot sets before it makes a group of the backend, unless they are set.
+
+Without its own, gloo listens wherever the host's name points. By default torch's watchdog over NCCL ends the process
+when a collective of any group fails or is late, also the slot of an old trainer when only a joiner was late; and it
+does so for what an abort has ended. With 0 it leaves errors alone: whoever waits has a deadline. Nor does it write a
+report before, or keep an abort waiting for one."""
+
+
 def choose_backend(device_type: str, devices: Sequence[str]) -> Backend:
     """For a group whose rank i has `devices[i]`, a `device_id`."""
     if device_type == "cpu":

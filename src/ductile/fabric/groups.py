@@ -9,18 +9,19 @@ import gc
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_c10d import Backend as TorchBackend
+from torch._C._distributed_c10d import HashStore, Store, _ProcessGroupWrapper
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from ductile.fabric import rendezvous, universe
-from ductile.fabric.backend import Backend, choose_backend, device_id, tell_devices
+from ductile.fabric.backend import SETTINGS, Backend, choose_backend, device_id, tell_devices
 from ductile.roles import Place
 
 Mesh = DeviceMesh
@@ -31,7 +32,8 @@ class Groups:
     """Makes groups for one slot in one epoch. All members ask for the same groups in the same order.
 
     After a member's death, its neighbours get an error from the collective they are in; the others wait. Whoever gets
-    the error calls `abandon`: its sockets close, and so the error reaches everybody within milliseconds.
+    the error calls `abandon`. With gloo its sockets close, and so the error reaches everybody within milliseconds. NCCL
+    tells nobody: each member waits until its own deadline.
     """
 
     def __init__(self, slot: int, epoch: int, device: str, store: Store, timeout_s: float, purpose: str = "") -> None:
@@ -96,10 +98,28 @@ class Groups:
     def set_timeout(self, timeout_s: float) -> None:
         """Of all later collectives on the groups made so far."""
         for group in self._groups.values():
-            c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+            _behind(group, self._device)._set_default_timeout(timedelta(seconds=timeout_s))
 
     def destroy(self) -> None:
-        """Close every group, in the order of their making. Drop what was made from them (meshes, modules) before."""
+        """Close every group, in the order of their making. Drop what was made from them (meshes, modules) before.
+
+        All members do: those of NCCL's groups wait for each other.
+        """
+        self._close(dist.destroy_process_group)
+
+    def abort(self) -> None:
+        """`destroy` without waiting for anybody: other members may be dead, or stuck, or not do it."""
+        self._close(_abort)
+
+    def abandon(self, error: BaseException) -> None:
+        """`abort` after a failure. With gloo the other members fail too then, instead of waiting.
+
+        Drop models and meshes first; the locals of the functions that failed are cleared here.
+        """
+        traceback.clear_frames(error.__traceback__)
+        self.abort()
+
+    def _close(self, close: Callable[[dist.ProcessGroup], None]) -> None:
         for mesh in self._meshes:
             # Whoever keeps a mesh would keep its group, and with it its sockets.
             mesh._pg_registry.clear()
@@ -107,22 +127,14 @@ class Groups:
         # What torch remembers of operations on tensors is kept by mesh, and for ever.
         _clear_sharding_prop_cache()
         for members in list(self._groups):
-            dist.destroy_process_group(self._groups.pop(members))
+            close(self._groups.pop(members))
         gc.collect()  # sharded modules refer to each other in circles; only without them sockets and threads go
-
-    def abandon(self, error: BaseException) -> None:
-        """`destroy` after a failure, so that the other members fail too instead of waiting.
-
-        Drop models and meshes first; the locals of the functions that failed are cleared here.
-        """
-        traceback.clear_frames(error.__traceback__)
-        self.destroy()
 
     def _create(self, members: tuple[int, ...]) -> dist.ProcessGroup:
         name = f"{names_of(self._epoch)}{self._purpose}{'.'.join(map(str, members))}"
         backend = self._backend(members, f"{name}/")
-        if backend.name == "gloo":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it listens wherever the host's name points
+        for variable, value in SETTINGS[backend.name].items():
+            os.environ.setdefault(variable, value)
         group, _ = c10d._new_process_group_helper(
             group_size=len(members),
             group_rank=members.index(self._slot),
@@ -138,14 +150,23 @@ class Groups:
         # Who cannot connect shows here and not in the middle of a step. Once all have, nobody reads the addresses any
         # more: without them a run that resizes a thousand times leaves nothing behind, and a name can be used again.
         try:
-            dist.barrier(group=group)
+            self._meet(group)
             if members[0] == self._slot:
                 rendezvous.forget(self._store, f"{name}/")
-            dist.barrier(group=group)
+            self._meet(group)
         except Exception:
-            dist.destroy_process_group(group)
+            _abort(group)
             raise
         return group
+
+    def _meet(self, group: dist.ProcessGroup) -> None:
+        """Returns when all members have come. Raises RuntimeError when they have not in time."""
+        work = dist.barrier(group=group, async_op=True)
+        assert work is not None, "this slot is in the group"
+        if dist.get_backend(group) == "nccl":
+            work.wait(timedelta(seconds=self._timeout_s))  # without a time it waits for ever
+        else:
+            work.wait()
 
     def _backend(self, members: tuple[int, ...], prefix: str) -> Backend:
         if self._device.type == "cpu" or len(members) == 1:
@@ -158,9 +179,23 @@ class Groups:
         return backend
 
 
+def _abort(group: dist.ProcessGroup) -> None:
+    if dist.get_backend(group) == "nccl":
+        c10d._abort_process_group(group)  # destroying it would wait for what is under way, and so for other members
+    else:
+        dist.destroy_process_group(group)
+
+
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """Of a group of gloo's collectives, as it is now (`Groups.set_timeout`)."""
-    return group._get_backend(torch.device("cpu")).options._timeout
+    return _behind(group, torch.device("cpu")).options._timeout
+
+
+def _behind(group: dist.ProcessGroup, device: torch.device) -> TorchBackend:
+    """What carries the group's collectives on the device. Where TORCH_DISTRIBUTED_DEBUG is DETAIL torch puts its checks
+    of collectives before it, which have no timeout that can be told or set."""
+    backend = group._get_backend(device)
+    return backend.wrapped_pg if isinstance(backend, _ProcessGroupWrapper) else backend
 
 
 def names_of(epoch: int) -> str:

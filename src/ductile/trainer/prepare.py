@@ -60,6 +60,11 @@ class Standing:
         self.trainer = None  # before its groups: what refers to them would keep their sockets open
         self.groups.destroy()
 
+    def abort(self) -> None:
+        """`destroy` where other members may be dead, or stuck."""
+        self.trainer = None
+        self.groups.abort()
+
 
 @dataclass
 class Planned:
@@ -161,18 +166,18 @@ class Preparation:
         """Destroy all but what comes after, and return that."""
         planned, connected = self.result(0.0), self.connected()
         connected.clear()
-        planned.transfer_groups.destroy()
+        planned.transfer_groups.abort()  # all have what they wanted, and one that leaves may have died since
         planned.gathering.leave()
         return connected.after
 
     def discard(self) -> None:
-        """Destroy what there is, now or as soon as the thread is done with it."""
+        """Abort what there is, now or as soon as the thread is done with it."""
         with self._lock:
             self._unwanted = True
             self._old = {}
             planned, self._planned = self._planned, None
             connected, self._connected = self._connected, None
-        _destroy(planned, connected)
+        _abort(planned, connected)
 
     def _run(self) -> None:
         planned: Planned | None = None
@@ -189,7 +194,7 @@ class Preparation:
                 self._planned, self._connected = planned, connected
                 planned = connected = None
             self._done.set()
-        _destroy(planned, connected)
+        _abort(planned, connected)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -315,14 +320,14 @@ class Preparation:
             )
 
 
-def _destroy(planned: Planned | None, connected: Connected | None) -> None:
+def _abort(planned: Planned | None, connected: Connected | None) -> None:
     if connected is not None:
         if connected.after is not None:
-            connected.after.destroy()
+            connected.after.abort()
         connected.clear()
     if planned is not None:
-        planned.groups.destroy()
-        planned.transfer_groups.destroy()
+        planned.groups.abort()
+        planned.transfer_groups.abort()
         planned.gathering.leave()
 
 

@@ -9,7 +9,7 @@
 
 Nothing here touches what the old trainer needs: its groups, its tensors and its connection to the store are its own. So
 whatever fails, and whoever dies, it can go on as long as its own members live. A step that needs others gives up after
-`trainer.resize.timeout_s`.
+`trainer.resize.timeout_s`; the exception is a member that dies, or is stuck, while NCCL connects.
 """
 
 import ctypes
@@ -158,7 +158,8 @@ class Resize:
         """What the slot has from now on, also if it was never told to commit: all had voted."""
         after = self._preparation.finish()
         if self._before is not None:
-            self._before.destroy()
+            # Its groups have had no collective since all were frozen, and a slot that leaves may have died since.
+            self._before.abort()
         self._before = None
         _give_memory_back()
         return after
