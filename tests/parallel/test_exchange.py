@@ -100,13 +100,22 @@ def test_only_sums() -> None:
         run_ranks(1, averages)
 
 
-def comes_late(groups: Groups, members: tuple[int, ...]) -> list[float]:
+def comes_late(
+    groups: Groups, members: tuple[int, ...], timeouts_s: tuple[float, ...], checked: bool = False
+) -> list[float]:
+    """What is there in the end; nothing after a timeout. checked: as under TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    if checked:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
     group = groups.group(members)
-    groups.set_timeout(30.0)
+    for timeout_s in timeouts_s:
+        groups.set_timeout(timeout_s)
     if group.rank() == 1:
         time.sleep(2.0)
     whole = torch.empty(2)
-    DirectAllGather()(output_tensor=whole, input_tensor=torch.tensor([float(group.rank())]), group=group)
+    try:
+        DirectAllGather()(output_tensor=whole, input_tensor=torch.tensor([float(group.rank())]), group=group)
+    except RuntimeError:
+        return []
     return whole.tolist()
 
 
@@ -142,6 +151,9 @@ def test_all_waits_together_have_the_group_s_timeout(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_a_timeout_that_was_set_later_counts() -> None:
-    """As after a resize, whose groups are made with a shorter one."""
-    assert run_ranks(2, comes_late, timeout_s=1.0) == [[0.0, 1.0]] * 2
+@pytest.mark.parametrize("checked", [False, True], ids=["", "torch checks collectives"])
+def test_a_timeout_that_was_set_later_counts(checked: bool) -> None:
+    """As after a resize, whose groups are made with another one."""
+    assert run_ranks(2, comes_late, (1.0, 30.0), checked, timeout_s=20.0) == [[0.0, 1.0]] * 2
+    waited, _ = run_ranks(2, comes_late, (30.0, 1.0), checked, timeout_s=20.0)
+    assert waited == []
