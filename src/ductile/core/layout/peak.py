@@ -54,12 +54,14 @@ _DEVICES = (
 
 _SLOWER = frozenset({"MIG", "LAPTOP", "D", "MAX"})
 """A part of a device, or another chip than the name's number says: such a device is not known."""
+_VIRTUAL = re.compile(r"\d+[ABCQ]")
+"""A word of a vGPU's name: the GiB that it has of a device, and its kind ("GRID A100-10C")."""
 
 
 def known_peak(device_name: str, arithmetic: Arithmetic) -> float | None:
     """Operations a second of the device that torch calls so ("NVIDIA H100 80GB HBM3"); None where it is not known."""
     words = set(re.split(r"[\s-]+", device_name.upper()))
-    if words & _SLOWER:
+    if words & _SLOWER or any(map(_VIRTUAL.fullmatch, words)):
         return None
     found = next((device for device in _DEVICES if device.words <= words), None)
     return found.flops_per_s.get(arithmetic) if found else None
