@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from ductile.config.model import TrainerModelConfig
 from ductile.model import logprobs
-from ductile.model.logprobs import LogprobHead, _logits
+from ductile.model.logprobs import LogprobHead, _logits, tokens_of_chunk
 
 T, M, V, N = 30, 8, 11, 17
 
@@ -14,7 +14,7 @@ T, M, V, N = 30, 8, 11, 17
 @pytest.mark.parametrize("chunk_elements", [10**6, 5 * V, 1], ids=["one chunk", "four chunks", "a row a chunk"])
 @pytest.mark.parametrize("with_temperatures", [False, True])
 def test_against_log_softmax(monkeypatch: pytest.MonkeyPatch, chunk_elements: int, with_temperatures: bool) -> None:
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setitem(logprobs.CHUNK_ELEMENTS, "cpu", chunk_elements)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(T, M, generator=generator, requires_grad=True)
     weight = torch.randn(V, M, generator=generator, requires_grad=True)
@@ -65,10 +65,22 @@ def test_bf16_weights_give_fp32_scores() -> None:
 def test_the_config_says_how_many_logits_exist_at_a_time(
     monkeypatch: pytest.MonkeyPatch, size: int | str, num_logits: int
 ) -> None:
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 6 * V)
+    monkeypatch.setitem(logprobs.CHUNK_ELEMENTS, "cpu", 6 * V)
     seen: list[slice] = []
     monkeypatch.setattr(logprobs, "_logits", lambda *args: seen.append(args[-1]) or _logits(*args))
     model = TrainerModelConfig.model_validate({"fused_lm_head_token_chunk_size": size})
     head = LogprobHead(torch.arange(N), torch.zeros(N, dtype=torch.int64), None, model.head_chunk_tokens)
     head(torch.randn(T, M), torch.randn(V, M))
     assert max(rows.stop - rows.start for rows in seen) * V == num_logits
+
+
+@pytest.mark.parametrize(
+    ("device_type", "vocab_size", "tokens"),
+    [
+        ("cpu", 151_936, 220),
+        ("cuda", 151_936, 883),
+        ("cpu", 1 << 26, 1),
+    ],
+)
+def test_a_gpu_scores_more_tokens_at_a_time(device_type: str, vocab_size: int, tokens: int) -> None:
+    assert tokens_of_chunk(device_type, vocab_size) == tokens

@@ -115,8 +115,8 @@ class TrainerModelConfig(ModelConfig):
     quantization: Annotated[QuantizationConfig | None, NotBuilt("8-bit training")] = None
     lora: Annotated[LoraConfig | None, NotBuilt("LoRA")] = None
     fused_lm_head_token_chunk_size: Annotated[int, Ge(1)] | Literal["auto", "disabled"] = "auto"
-    """Tokens whose logits exist at a time, when trained tokens are scored: auto: as many as have 2^25 logits (128 MiB);
-    disabled: all of a micro-batch."""
+    """Tokens whose logits exist at a time, when trained tokens are scored: auto: as many as have 2^25 logits (128 MiB),
+    on a GPU 2^27 (512 MiB); disabled: all of a micro-batch."""
     debug: DebugConfig = DebugConfig()
 
     @property
