@@ -1,5 +1,6 @@
 import torch
 
+from ductile.core.layout.peak import Peak
 from ductile.fabric import device
 from ductile.fabric.device import name_of, peak_memory, peak_of
 
@@ -30,3 +31,23 @@ def test_memory_of_a_process_is_what_it_had_at_most():
     assert with_block.used_bytes >= 64 << 20
     assert after.used_bytes > with_block.used_bytes - (32 << 20), "what was freed still counts"
     assert name_of("cpu") == "cpu"
+
+
+def test_what_measuring_took_of_a_gpu_is_given_back_and_no_peak_of_the_run(monkeypatch):
+    did, found = [], iter([torch.OutOfMemoryError("of 128 MiB"), 1e12])
+
+    def fastest(at, arithmetic):
+        did.append("measure")
+        outcome = next(found)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(device, "_measured", {})
+    monkeypatch.setattr(device, "name_of", lambda at: "an unknown GPU")
+    monkeypatch.setattr(device, "_fastest", fastest)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: did.append("give back"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda at: did.append(f"forget {at}"))
+    assert peak_of("cuda:1", "bfloat16", measure=True) is None, "there was no room: the run goes on without"
+    assert peak_of("cuda:1", "bfloat16", measure=True) == Peak(1e12, "measured")
+    assert did == ["measure", "give back", "forget cuda:1"] * 2

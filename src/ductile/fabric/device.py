@@ -19,7 +19,7 @@ _measured: dict[tuple[torch.device, Arithmetic], Peak] = {}
 
 @dataclass(frozen=True, slots=True)
 class PeakMemory:
-    """The most that there has been at a time, since the process began."""
+    """The most that there has been at a time, since the process began; on a GPU that was measured, since then."""
 
     used_bytes: int
     """On a GPU what tensors took, elsewhere what the process had resident."""
@@ -35,13 +35,14 @@ def name_of(device: str | torch.device) -> str:
 
 def peak_of(device: str | torch.device, arithmetic: Arithmetic, measure: bool = False) -> Peak | None:
     """By the table of known devices, or as it was measured in this process. Else it is measured now, if `measure`, in
-    less than a second, for which nothing else should be under way on the device; else None."""
+    less than a second, for which nothing else should be under way on the device. None where it is not measured, and
+    where the device has no room for that."""
     device = torch.device(device)
     found = _measured.get((device, arithmetic))
     if found is None and device.type == "cuda" and (known := known_peak(name_of(device), arithmetic)):
         found = _measured[device, arithmetic] = Peak(known, "known")
-    if found is None and measure:
-        found = _measured[device, arithmetic] = Peak(_measure(device, arithmetic), "measured")
+    if found is None and measure and (flops_per_s := _measure(device, arithmetic)):
+        found = _measured[device, arithmetic] = Peak(flops_per_s, "measured")
     return found
 
 
@@ -52,7 +53,20 @@ def peak_memory(device: str | torch.device) -> PeakMemory:
     return PeakMemory(_resident_bytes(), None)
 
 
-def _measure(device: torch.device, arithmetic: Arithmetic) -> float:
+def _measure(device: torch.device, arithmetic: Arithmetic) -> float | None:
+    """Operations a second; None where a GPU has no room for the matrices. Their memory is given back, and no peak of
+    what comes after."""
+    try:
+        return _fastest(device, arithmetic)
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+
+
+def _fastest(device: torch.device, arithmetic: Arithmetic) -> float:
     """Operations a second of the fastest of several products of matrices with random numbers."""
     size = SIZES[device.type]
     dtype = torch.bfloat16 if arithmetic == "bfloat16" else torch.float32

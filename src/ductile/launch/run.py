@@ -5,7 +5,7 @@ How a command ends, whatever happens to it, is `ductile.launch.supervise`.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from ductile.launch.scheduling import Crew, Scheduling
 from ductile.launch.serving import become_server, bench_server
 from ductile.launch.supervise import Session, supervise
 from ductile.loop.alone import PreparedAlone, prepare_alone, run_alone
-from ductile.loop.attend import attend
+from ductile.loop.attend import SlotDied, Stopped, attend
 from ductile.loop.bench import Bench
 from ductile.loop.client import HttpGenerators
 from ductile.loop.compose import Prepared, prepare, run_circle
@@ -83,11 +83,11 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
     try:
         activity = await _start(cluster, placement, session)
         bench = _bench(config.bench, session, cluster)
+        if bench:
+            await _begin(bench, prepared.trainer, cluster, session)
         trainer, generators, scorer = await attend(
             _take_roles(config, prepared, placement, cluster), session.interrupt.asked, cluster.death()
         )
-        if bench:
-            await _begin(bench, prepared.trainer, cluster, session)
         slots = Slots(cluster, placement, trainer, activity)
         async with _live("rl", prepared.plan.max_steps, prepared.trainer, config, slots, session) as changes:
             crew = Crew(cluster, placement, trainer, generators, scorer, activity, changes)
@@ -96,7 +96,7 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
             circle = run_circle(prepared, trainer, generators, scorer, life, scheduling.watch, scheduling.spent)
             result = await attend(circle, session.interrupt.insisted)
         if bench:
-            await bench.settle()
+            await _settle(bench, cluster, session)
     finally:
         await cluster.stop()
     return _finish(bench, config.bench) if bench else closing_rl(result)
@@ -110,19 +110,19 @@ async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatch
     try:
         activity = await _start(cluster, placement, session)
         bench = _bench(config.bench, session, cluster)
+        if bench:
+            await _begin(bench, prepared.trainer, cluster, session)
         settings = prepared.trainer.model_dump(mode="json")
         taking = hold(cluster.mailbox, "train", settings, placement.train, timeout_s, cluster.rendezvous)
         await attend(taking, session.interrupt.asked, cluster.death())
         trainer = RemoteTrainer(cluster.mailbox, _formation(placement, prepared.trainer), timeout_s)
-        if bench:
-            await _begin(bench, prepared.trainer, cluster, session)
         slots = Slots(cluster, placement, trainer, activity)
         command = "sft" if isinstance(config, SFTConfig) else "trainer"
         async with _live(command, prepared.max_steps, prepared.trainer, config, slots, session) as changes:
             life = _life(session, lambda: {"train": trainer.formation.members}, changes, cluster)
             summary = await attend(run_batches(prepared, trainer, life), session.interrupt.insisted)
         if bench:
-            await bench.settle()
+            await _settle(bench, cluster, session)
     finally:
         await cluster.stop()
     return _finish(bench, config.bench) if bench else closing_batches(summary, prepared.model_folder)
@@ -241,9 +241,16 @@ def _bench(config: BenchConfig | None, session: Session, cluster: LocalCluster |
 
 
 async def _begin(bench: Bench, trainer: TrainerConfig, cluster: LocalCluster, session: Session) -> None:
+    """Before roles are taken: models leave little room to measure in, and what it takes is none of the run's memory."""
     device = next(iter(cluster.devices.values()))
     arithmetic = arithmetic_of(compute_dtype(trainer.model.compute_dtype, device), trainer.matmul_precision, device)
     await attend(bench.begin(arithmetic), session.interrupt.asked, cluster.death())
+
+
+async def _settle(bench: Bench, cluster: LocalCluster, session: Session) -> None:
+    """The steps are done. Their memory is not known where a user, or a slot's death, is sooner than the answers."""
+    with suppress(Stopped, SlotDied):
+        await attend(bench.settle(), session.interrupt.asked, cluster.death())
 
 
 def _finish(bench: Bench, config: BenchConfig | None) -> RenderableType:
