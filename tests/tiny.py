@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 SPECIALS = ("<|pad|>", "<|bos|>", "<|im_start|>", "<|im_end|>", "<|unk|>")
 PAD, BOS, IM_START, IM_END, UNK = range(len(SPECIALS))
 """`<|im_end|>` ends a turn and is the end-of-sequence token."""
@@ -72,9 +74,9 @@ def may_think(folder: Path) -> Path:
 
 
 def hf_config(family: str = "qwen3", **overrides: Any) -> Any:
-    """A small `transformers` config of the family; `overrides` are its own keys."""
-    import transformers
-
+    """A small `transformers` config of the family; `overrides` are its own keys. Without `transformers` a test is
+    skipped here."""
+    transformers = pytest.importorskip("transformers")
     classes = {
         "llama": transformers.LlamaConfig,
         "qwen2": transformers.Qwen2Config,
@@ -88,9 +90,8 @@ def make_hf_model(family: str = "qwen3", seed: int = 0, **overrides: Any) -> Any
     """A random `transformers` model. Weights are ten times larger than usual, so that attention is far from uniform;
     norms and biases are random too, so that leaving one out shows."""
     import torch
-    import transformers
 
-    config = hf_config(family, **overrides)
+    transformers, config = pytest.importorskip("transformers"), hf_config(family, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)

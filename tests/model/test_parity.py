@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from ductile.model.attention import PackedAttention
 from ductile.model.checkpoint import load_model
 from ductile.model.transformer import Transformer
 from tests.tiny import VOCAB_SIZE, make_model_folder
+
+AutoModelForCausalLM = pytest.importorskip("transformers").AutoModelForCausalLM
 
 LLAMA3 = {
     "rope_theta": 10000.0,
