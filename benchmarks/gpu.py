@@ -7,8 +7,8 @@
 It needs no network, no compiler and nothing installed but torch and what ductile imports; `PYTHONPATH=src` is enough.
 Only the part `tests` needs pytest and hypothesis, and is skipped where they are missing. Each part runs in a process of
 its own with a deadline of its own, so that none is touched by another's failure. The JSON has each part's figures, or
-why there are none. The exit code is 1 when a part has failed, when the time was over before a part's turn, and when
-there is a GPU that torch cannot use.
+why there are none, and is written after each part: whoever ends all this early has what was done. The exit code is 1
+when a part has failed, when the time was over before a part's turn, and when there is a GPU that torch cannot use.
 """
 
 import argparse
@@ -24,21 +24,26 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 from gpu_parts.part import Failed, Setting, Skipped
+from gpu_parts.tests import NEEDED
 from provenance import provenance
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
 BUDGET_S = 520.0
-"""Of all parts together."""
+"""Of all parts together, and of finding the device: 20 s are left of the 9 minutes to end in."""
 DRIVER = Path("/dev/nvidiactl")
 """Is there wherever a process may use an NVIDIA GPU, whatever torch it has."""
 SMALL_S = 120.0
 """Of each part with tiny models: whether it works, also on a busy machine."""
 TAIL_CHARS = 3000
+KILL_S = 10.0
+"""What is killed is gone by then, unless it hangs in the driver."""
+NO_TURN = "its turn had not come"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,29 +52,34 @@ class Part:
     """The module of `gpu_parts` whose `run` it is; behind a colon a further argument."""
     does: str
     deadline_s: float
+    needs: tuple[str, ...] = ()
+    """It is skipped where one of these packages is missing."""
+
+    def missing(self) -> list[str]:
+        return [name for name in self.needs if find_spec(name) is None]
 
 
 PARTS = {
-    "tests": Part("tests", "runs the tests marked gpu", 140),
+    "tests": Part("tests", "runs the tests marked gpu", 130, NEEDED),
     "train_0.6b": Part(
         "train:0.6B", "trains a random model of Qwen3-0.6B's shape at 16k tokens a micro-batch: MFU, memory", 45
     ),
     "train_4b": Part(
-        "train:4B", "trains a random model of Qwen3-4B's shape at 16k tokens a micro-batch: MFU, memory", 75
+        "train:4B", "trains a random model of Qwen3-4B's shape at 16k tokens a micro-batch: MFU, memory", 70
     ),
     "generate": Part(
-        "generate", "generates with the engine, and with transformers where it is installed: tokens/s of each", 100
+        "generate", "generates with the engine, and with transformers where it is installed: tokens/s of each", 90
     ),
     "reshard": Part(
         "reshard", "reshards 1 GiB between four processes on the device with ductile.reshard: seconds, carrier", 40
     ),
-    "resize": Part("resize", "resizes a live trainer over slots that share the device: its pauses", 55),
-    "roles": Part("roles", "has a slot leave the trainer, generate, and come back, beside others: seconds, pauses", 55),
+    "resize": Part("resize", "resizes a live trainer over slots that share the device: its pauses", 50),
+    "roles": Part("roles", "has a slot leave the trainer, generate, and come back, beside others: seconds, pauses", 50),
     "publish": Part(
         "publish", "publishes weights of Qwen3-0.6B's shape from a train slot to two generators: seconds", 45
     ),
 }
-"""In the order of their worth: what the budget does not reach has failed."""
+"""In the order of their worth: what the budget does not reach has failed. Their deadlines add up to the budget."""
 PROBE = Part("device", "says what the GPU is", 90)
 """Its time is that of the first import of torch on a cold machine."""
 
@@ -95,25 +105,35 @@ def main() -> None:
     parser.add_argument("--budget-s", type=float, default=BUDGET_S)
     parser.add_argument("--run", help=argparse.SUPPRESS)  # one part, in this process
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--deadline-s", type=float, default=SMALL_S, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
-        run_here(options.run, Setting(options.device, options.small), options.out)
+        run_here(options.run, Setting(options.device, options.small, options.deadline_s), options.out)
         return
     sys.stdout.reconfigure(line_buffering=True)
     began_s = time.monotonic()
     device, why_not = find_device(options.device)
-    results = dict(run_all(options, device, why_not, began_s))
+    results = {name: Result(PARTS[name].does, "failed", NO_TURN) for name in options.parts}
+    file, origin = options.json or results_file(device, options.parts, options.small), provenance("torch")
+    for name, result in run_all(options, device, why_not, began_s):
+        results[name] = result
+        if file:
+            figures = {"device": device, "small": options.small, "seconds": time.monotonic() - began_s}
+            write(file, figures | {"parts": {name: asdict(result) for name, result in results.items()}} | origin)
     failed = [name for name, result in results.items() if result.outcome == "failed"]
     seconds = time.monotonic() - began_s
     print(f"{len(results)} parts in {seconds:.0f} s" + (f"; failed: {', '.join(failed)}" if failed else ""))
-    file = options.json or results_file(device, options.parts, options.small)
     if file:
-        figures = {"device": device, "small": options.small, "seconds": seconds}
-        figures["parts"] = {name: asdict(result) for name, result in results.items()}
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(figures | provenance("torch"), indent=1) + "\n")
         print(f"The figures are in {file}.")
     sys.exit(1 if failed else 0)
+
+
+def write(file: Path, figures: dict[str, Any]) -> None:
+    """Whole, or as it was before."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_name(f"{file.name}.new")
+    beside.write_text(json.dumps(figures, indent=1) + "\n")
+    beside.replace(file)
 
 
 def results_file(device: dict[str, Any], parts: Collection[str], small: bool) -> Path | None:
@@ -171,7 +191,9 @@ def run_all(
 
 def line(name: str, result: Result, dry: bool) -> str:
     if dry:
-        return f"  {name:12} {result.does}"
+        missing = PARTS[name].missing()
+        skipped = f"; skipped, as {' and '.join(missing)} are missing for {sys.executable}" if missing else ""
+        return f"  {name:12} {result.does}{skipped}"
     told = result.figures.get("sentence", "") if result.outcome == "done" else result.reason
     return f"  {name:12} {result.outcome:8} {result.seconds:5.0f} s  {told}"
 
@@ -182,6 +204,7 @@ def run_part(part: Part, device: str, small: bool, left_s: float = BUDGET_S) -> 
     with tempfile.TemporaryDirectory(prefix="ductile-gpu-", ignore_cleanup_errors=True) as folder:
         out, log = Path(folder) / "out.json", Path(folder) / "log"
         command = [sys.executable, __file__, "--run", part.runs, "--device", device, "--out", str(out)]
+        command += ["--deadline-s", str(deadline_s)]
         paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TMPDIR": folder}
         with log.open("wb") as stream:
@@ -208,7 +231,7 @@ def run_part(part: Part, device: str, small: bool, left_s: float = BUDGET_S) -> 
 
 
 def ends_in_time(process: "subprocess.Popen[bytes]", deadline_s: float) -> bool:
-    """Whatever it leaves behind in its session is killed in any case."""
+    """Whatever it leaves behind in its session is killed in any case; what hangs in the driver then is left there."""
     try:
         process.wait(deadline_s)
         return True
@@ -217,7 +240,8 @@ def ends_in_time(process: "subprocess.Popen[bytes]", deadline_s: float) -> bool:
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10.0)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(KILL_S)
 
 
 def run_here(runs: str, setting: Setting, out: Path) -> None:

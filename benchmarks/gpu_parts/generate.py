@@ -142,10 +142,11 @@ def run_engine(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> 
 def peer_figures(
     load: Load, shape: dict[str, Any], prompts: list[list[int]], lengths: list[int], device: str, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Its own failure costs the peer's figures alone."""
+    """Its own failure, whatever it is, costs the peer's figures alone, and not those of batch sizes before it."""
+    speeds, failure = dict[str, float](), ""
     try:
         model = make_peer(shape, device, dtype)
-        began_s, speeds = time.monotonic(), dict[str, float]()
+        began_s = time.monotonic()
         for batch in load.batches:
             if time.monotonic() - began_s < PEER_S:
 
@@ -153,12 +154,14 @@ def peer_figures(
                     run_peer(model, prompts[:few], [4] * few if few < len(prompts) else lengths, batch, device)
 
                 speeds[str(batch)] = sum(lengths) / timed(device, work)
-    except (ImportError, RuntimeError, ValueError, TypeError) as error:
-        return {"no_peer": f"transformers failed: {type(error).__name__}: {error}"[:300]}
+    except Exception as error:
+        failure = f"transformers failed: {type(error).__name__}: {error}"[:300]
+    if not speeds:
+        return {"no_peer": failure}
     import transformers
 
     found = {"tokens_per_s_transformers": max(speeds.values()), "by_batch_size": speeds}
-    return found | {"transformers": transformers.__version__}
+    return found | {"transformers": transformers.__version__} | ({"peer_failed": failure} if failure else {})
 
 
 def make_peer(shape: dict[str, Any], device: str, dtype: torch.dtype) -> Any:

@@ -9,6 +9,8 @@ class Setting:
     device: Literal["cuda", "cpu"]
     small: bool
     """Tiny models: whether it works, and not how fast."""
+    deadline_s: float = 120.0
+    """The part's process is killed then, with all that it has not said."""
 
 
 class Skipped(Exception):

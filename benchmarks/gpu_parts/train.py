@@ -2,8 +2,9 @@
 
 The trainer works on a micro-batch of 16k tokens, forward, backward and optimizer step, with bf16 compute, fp32 masters
 and AdamW: once on documents of 2,048 tokens, once on prompts with eight answers each, which share their prompt. When
-the memory does not hold that, on half as many tokens. The operations are those of the model's spec
-(`ductile.core.layout.flops`), the time is that of the whole step.
+the memory does not hold that, on half as many tokens, and when it does not hold those, on a quarter, in shorter
+documents. The operations are those of the model's spec (`ductile.core.layout.flops`), the time is that of the whole
+step.
 """
 
 import gc
@@ -98,7 +99,7 @@ def measured(groups: Groups, model: str, device: str, num_tokens: int) -> TrainF
     config = TrainerConfig.model_validate({"model": {"name": model, "seq_len": num_tokens}, "loss": {"type": "grpo"}})
     arithmetic = arithmetic_of(compute_dtype(None, device), config.matmul_precision, device)
     peak = peak_of(device, arithmetic, measure=True)
-    assert peak is not None
+    assert peak is not None, "the device has no room to be measured in"
     spec = spec_of(config)
     trainer = Trainer(config, Ranks(groups, Formation((0,))), device, random_state(config, device))
     work = {

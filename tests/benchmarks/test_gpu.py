@@ -1,5 +1,6 @@
 """What `make gpu` does where there is no GPU: it says what it would do, or does it on the CPU with tiny models."""
 
+import io
 import json
 import os
 import subprocess
@@ -13,10 +14,12 @@ import torch
 import gpu as gpu_script
 from ductile.core.layout.peak import Peak
 from ductile.core.layout.spec import ModelSpec
-from gpu import DRIVER, PARTS, RESULTS, Part, Result, results_file, run_part, unusable
+from gpu import BUDGET_S, DRIVER, KILL_S, PARTS, RESULTS, Part, Result, ends_in_time, results_file, run_part, unusable
+from gpu_parts import generate as generate_part
 from gpu_parts import tests as tests_part
 from gpu_parts import train as train_part
-from gpu_parts.part import Setting, Skipped
+from gpu_parts.part import Failed, Setting, Skipped
+from tests.tiny import make_model_folder
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -42,9 +45,23 @@ def test_without_a_gpu_each_part_says_what_it_would_do() -> None:
     done = gpu()
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("A dry run: torch ")
-    for part in PARTS:
-        assert f"  {part} " in done.stdout
+    lines = done.stdout.splitlines()[1:]
+    for (name, part), said in zip(PARTS.items(), lines, strict=False):
+        assert said == f"  {name:12} {part.does}", "what it would do, and no package is missing for it here"
     assert (RESULTS.read_bytes() if RESULTS.exists() else None) == before
+
+
+def test_the_dry_run_says_what_would_be_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_script, "find_spec", lambda name: None if name == "hypothesis" else object())
+    said = gpu_script.line("tests", Result("runs the tests marked gpu", "skipped", "no GPU"), dry=True)
+    assert said.startswith("  tests        runs the tests marked gpu; skipped, as hypothesis are missing for ")
+    said = gpu_script.line("publish", Result("publishes", "skipped", "no GPU"), dry=True)
+    assert said == "  publish      publishes"
+
+
+def test_all_parts_have_their_time_in_less_than_nine_minutes() -> None:
+    assert sum(part.deadline_s for part in PARTS.values()) == BUDGET_S
+    assert BUDGET_S + KILL_S < 9 * 60
 
 
 @pytest.mark.parametrize(
@@ -87,10 +104,175 @@ def test_a_part_whose_turn_never_came_has_failed() -> None:
     assert "tests        failed       0 s  the 1 s of all parts were over (--budget-s)" in done.stdout
 
 
+def test_an_end_before_the_last_part_costs_the_figures_of_what_came_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def a_part(part: Part, *setting: Any) -> Result:
+        if part.runs == "roles":
+            raise KeyboardInterrupt
+        return Result(part.does, "done", figures={"sentence": "fine"})
+
+    file = tmp_path / "results" / "gpu.json"
+    words = ["gpu.py", "--device", "cpu", "--json", str(file), "--parts", "publish", "resize", "roles", "reshard"]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO()))
+    monkeypatch.setattr(gpu_script, "run_part", a_part)
+    with pytest.raises(KeyboardInterrupt):
+        gpu_script.main()
+    parts = json.loads(file.read_text())["parts"]
+    assert {name: part["outcome"] for name, part in parts.items()} == {
+        "publish": "done",
+        "resize": "done",
+        "roles": "failed",
+        "reshard": "failed",
+    }
+    assert parts["reshard"]["reason"] == "its turn had not come"
+    assert [path.name for path in file.parent.iterdir()] == ["gpu.json"]
+
+
+def test_a_process_that_hangs_in_the_driver_is_left_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hanging:
+        pid = 12345678
+
+        def wait(self, timeout_s: float) -> int:
+            raise subprocess.TimeoutExpired("python", timeout_s)
+
+    killed: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda pid, number: killed.append(pid))
+    hanging: Any = Hanging()
+    assert not ends_in_time(hanging, 1.0)
+    assert killed == [12345678]
+
+
 def test_without_pytest_the_tests_are_skipped_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tests_part, "find_spec", lambda name: None)
     with pytest.raises(Skipped, match="the tests need pytest and hypothesis, not installed for "):
         tests_part.run(Setting("cuda", small=False))
+
+
+GPU_TESTS = """
+import os, signal
+import pytest
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wrong", [False, True])
+def test_first(wrong):
+    assert not wrong
+
+@pytest.mark.gpu
+def test_skipped():
+    pytest.importorskip("no_such_package")
+
+def test_of_a_cpu():
+    raise AssertionError
+
+@pytest.mark.gpu
+def test_stuck():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+@pytest.mark.gpu
+def test_last():
+    pass
+"""
+
+
+@pytest.fixture
+def gpu_tests(tmp_path: Path) -> Path:
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a GPU\n")
+    (tmp_path / "test_some.py").write_text(GPU_TESTS)
+    (tmp_path / "test_broken.py").write_text("import no_such_package\n")
+    return tmp_path
+
+
+def test_what_has_run_is_known_however_the_tests_end(gpu_tests: Path) -> None:
+    found = tests_part.outcomes(gpu_tests, ["test_broken.py", "test_some.py"], 100.0)
+    assert found == {
+        "test_broken.py": "failed",
+        "test_some.py::test_first[False]": "passed",
+        "test_some.py::test_first[True]": "failed",
+        "test_some.py::test_skipped": "skipped",
+        "test_some.py::test_stuck": "unfinished",
+        "test_some.py::test_last": "unfinished",
+    }
+    with pytest.raises(Failed) as caught:
+        tests_part.figures_of(found)
+    assert caught.value.figures["outcomes"] == found
+    assert str(caught.value) == (
+        "1 of 6 passed; failed: test_broken.py, test_some.py::test_first[True]; "
+        "unfinished: test_some.py::test_stuck, test_some.py::test_last; 1 skipped"
+    )
+
+
+def test_tests_whose_time_is_over_are_ended(gpu_tests: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (gpu_tests / "test_some.py").write_text(GPU_TESTS.replace("os.kill(os.getpid(), signal.SIGKILL)", "signal.pause()"))
+    found = tests_part.outcomes(gpu_tests, ["test_some.py"], 0.1)
+    assert set(found.values()) <= {"unfinished"}, "pytest has hardly begun"
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        ({"a": "passed", "b": "skipped"}, "1 of 2 passed; 1 skipped"),
+        ({"a": "passed", "b": "unfinished"}, None),
+        ({"a": "skipped"}, None),
+        ({}, None),
+    ],
+)
+def test_the_tests_have_passed_when_some_have_and_none_has_not(
+    found: dict[str, tests_part.Outcome], sentence: str | None
+) -> None:
+    if sentence is None:
+        with pytest.raises(Failed):
+            tests_part.figures_of(found)
+    else:
+        assert tests_part.figures_of(found)["sentence"] == sentence
+
+
+def test_half_a_line_of_a_process_that_died_is_left_out() -> None:
+    said = '{"collected": ["a", "b"]}\n{"id": "a", "outcome": "passed"}\n{"id": "b", "outco'
+    assert tests_part.read(said) == {"a": "passed", "b": "unfinished"}
+
+
+@pytest.mark.slow
+def test_without_transformers_the_tests_for_a_gpu_are_found(tmp_path: Path) -> None:
+    package = tmp_path / "transformers"
+    package.mkdir()
+    (package / "__init__.py").write_text('raise ModuleNotFoundError("it is not there", name="transformers")\n')
+    root = BENCHMARKS.parent
+    files = [str(path) for path in sorted((root / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-m", "gpu", "-p", "no:cacheprovider", *files]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(root / "src")])}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "tests/test_gpu.py::test_the_device_is_known_or_measured" in done.stdout
+
+
+def test_without_transformers_a_test_that_needs_a_model_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(pytest.skip.Exception, match="transformers"):
+        make_model_folder(tmp_path / "m")
+
+
+LOAD = generate_part.Load(requests=2, shortest_prompt=1, longest_prompt=2, median=4, longest=4, batches=(2, 1))
+
+
+@pytest.mark.parametrize("fails", ["at once", "in the second batch size"])
+def test_whatever_the_peer_fails_with_costs_its_own_figures_alone(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_peer(model: object, prompts: object, lengths: object, batch: int, device: str) -> None:
+        if fails == "at once" or batch == 1:
+            raise KeyError("cache")
+
+    monkeypatch.setattr(generate_part, "make_peer", lambda *arguments: None)
+    monkeypatch.setattr(generate_part, "run_peer", run_peer)
+    found = generate_part.peer_figures(LOAD, {}, [[1], [2]], [4, 4], "cpu", torch.float32)
+    if fails == "at once":
+        assert found == {"no_peer": "transformers failed: KeyError: 'cache'"}
+    else:
+        assert found["by_batch_size"].keys() == {"2"}
+        assert found["tokens_per_s_transformers"] > 0
+        assert found["peer_failed"] == "transformers failed: KeyError: 'cache'"
 
 
 def test_a_try_that_the_memory_did_not_hold_is_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
