@@ -110,7 +110,7 @@ def comes_late(
     for timeout_s in timeouts_s:
         groups.set_timeout(timeout_s)
     if group.rank() == 1:
-        time.sleep(2.0)
+        time.sleep(3.0)
     whole = torch.empty(2)
     try:
         DirectAllGather()(output_tensor=whole, input_tensor=torch.tensor([float(group.rank())]), group=group)
@@ -151,7 +151,7 @@ def test_all_waits_together_have_the_group_s_timeout(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checked", [False, True], ids=["", "torch checks collectives"])
+@pytest.mark.parametrize("checked", [False, True], ids=["plain", "torch checks collectives"])
 def test_a_timeout_that_was_set_later_counts(checked: bool) -> None:
     """As after a resize, whose groups are made with another one."""
     assert run_ranks(2, comes_late, (1.0, 30.0), checked, timeout_s=20.0) == [[0.0, 1.0]] * 2
