@@ -20,7 +20,7 @@ class Derived:
     path: tuple[str, ...]
     value: int | float
     reason: str
-    """Empty where the value is a default that nobody needs to be told of."""
+    """Why the key has this value; empty for a default that the user need not be told of."""
 
 
 def derive(config: S) -> tuple[S, tuple[str, ...]]:

@@ -16,13 +16,13 @@ class Problem:
     """One thing to put right."""
 
     what: str
-    """What is wrong and what to write instead. Starts where the subject, the key, leaves off."""
+    """What is wrong and what to write instead. The sentence goes on after its subject, the key."""
     key: str = ""
-    """In its flag spelling; empty for a problem with a file or with the command line itself."""
+    """Key in its flag spelling; empty for a problem with a file or with the command line itself."""
     value: str | None = None
     origin: Origin = NOWHERE
     is_unknown_key: bool = False
-    """Several of them may mean a config of another command."""
+    """Whether the command has no such key; several such problems may mean that the config is another command's."""
 
     @property
     def head(self) -> str:
@@ -47,7 +47,7 @@ class ConfigError(Exception):
 
 
 def _reading_order(problem: Problem) -> tuple[bool, int, int]:
-    """Files in the order in which they were given, then flags; last what nobody wrote."""
+    """Sort key: problems of files in the order in which they were given, then of flags, last of values by default."""
     return problem.origin.layer < 0, problem.origin.layer, problem.origin.line or 0
 
 

@@ -10,4 +10,4 @@ class Finding:
     keys: tuple[str, ...]
     """The keys that it is about, dotted; first the one to change."""
     what: str
-    """Goes on where the first key leaves off."""
+    """What is wrong and what to write instead. The sentence goes on after its subject, the first key."""

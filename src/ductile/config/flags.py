@@ -37,14 +37,14 @@ class Given:
     problems: list[Problem] = field(default_factory=list[Problem])
     files: list[str] = field(default_factory=list[str])
     all_read: bool = True
-    """Whether every file could be read: if not, that a key is missing says nothing."""
+    """Whether every file could be read. If not, a missing key may be in a file that could not be."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Assignment:
     path: Path
     words: tuple[str, ...] | None
-    """None: the flag stood alone."""
+    """Words of the flag's value; None when the flag stood alone."""
     typed: str
     negated: bool = False
 
@@ -129,7 +129,7 @@ def _stray(word: str) -> Problem:
 
 
 def _own_words(root: type[Section], typed: str, words: list[str]) -> tuple[tuple[str, ...] | None, list[str]]:
-    """Of the words up to the next flag, those that are the flag's value, and those that are nobody's."""
+    """The words up to the next flag: those that are this flag's value, and the rest, which belong to no flag."""
     assignment = _assignment(root, typed, None)
     found = find(root, assignment.path)
     if assignment.negated:

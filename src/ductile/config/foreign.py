@@ -110,7 +110,8 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "stop_token_ids": ("orchestrator.sampling.stop_token_ids",),
     "use_vllm": ("inference.engine",),
 }
-"""The last word of their key, and ours, as `ductile rl` or the other commands have it: the first that there is."""
+"""Last word of another system's key -> our keys, as `ductile rl` or the other commands have them; the first one that
+the command has is meant."""
 
 
 def ours(root: type[Section], path: Path) -> Path | None:

@@ -11,7 +11,7 @@ from ductile.core.layout.spec import ModelSpec
 from ductile.core.sampling import MAX_STOP_CHARS, MAX_STOP_TOKEN_IDS, MAX_STOPS, wrong_values
 
 RESERVED_VARIABLES = frozenset({"self", "messages", "add_generation_prompt"})
-"""Of a chat template: Jinja's own, and those that every request gives by itself."""
+"""Variables that no caller may give a chat template: `self` is Jinja's own, and every request sets the other two."""
 
 
 def length_findings(config: OrchestratorConfig, max_model_len: int) -> Iterator[Finding]:
@@ -27,7 +27,7 @@ def length_findings(config: OrchestratorConfig, max_model_len: int) -> Iterator[
 
 
 def sampling_findings(key: str, sampling: SamplingConfig, spec: ModelSpec | None) -> Iterator[Finding]:
-    """`key` is that of the table. spec: of the model, where it can be read."""
+    """`key` names the sampling table. `spec` is the model's; None where it cannot be read."""
     for name, _, rule in wrong_values(to_sampling(sampling)):
         yield Finding((f"{key}.{name}",), f"must be {rule}")
     foreign = [token for token in sampling.stop_token_ids if token < 0 or (spec and token >= spec.vocab_size)]
@@ -37,7 +37,7 @@ def sampling_findings(key: str, sampling: SamplingConfig, spec: ModelSpec | None
 
 
 def sampling_remarks(key: str, sampling: SamplingConfig) -> list[str]:
-    """What is done with answers that were drawn from a part of the vocabulary."""
+    """A remark where completions are drawn from a part of the vocabulary."""
     filters = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
     names = " and ".join(f"{key}.{name}" for name, cuts in filters.items() if cuts)
     why = "answers are drawn from the likeliest tokens only, while the loss takes them for draws from all tokens"
@@ -64,8 +64,8 @@ def template_findings(key: str, variables: Mapping[str, object]) -> Iterator[Fin
 
 
 def generator_findings(config: InferenceConfig, at: str, spec: ModelSpec | None, device: str) -> Iterator[Finding]:
-    """`at` stands before the keys of `config`: "inference." or nothing. spec: of the model, where it can be read.
-    device: `cluster.device`."""
+    """`at` stands before the keys of `config`: "inference." or nothing. `spec` is the model's; None where it cannot be
+    read. `device` is `cluster.device`."""
     if config.model.chat_template is not None:
         yield from file_findings(f"{at}model.chat_template", config.model.chat_template)
     needed = -(-config.model.max_model_len // config.block_size)

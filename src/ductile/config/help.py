@@ -28,9 +28,9 @@ class Line:
     variant: str = ""
     """The `type` that the key belongs to, where its table is a union: "sgd"."""
     not_built: str = ""
-    """What is missing, or empty."""
+    """A sentence on what is not built yet of the key; empty where all of it is built."""
     built: bool = True
-    """False where every value but the default is refused."""
+    """Whether any value besides the default is accepted."""
 
 
 def lines(

@@ -8,7 +8,7 @@ from ductile.config.model import ModelConfig
 from ductile.config.section import NotBuilt, Section
 
 MIN_KEY_CHARS = 8
-"""Shorter keys can be guessed."""
+"""Least length of an API key; a shorter one can be guessed."""
 
 
 class ServerConfig(Section):
@@ -23,12 +23,13 @@ class ServerConfig(Section):
     served_model_name: str | None = Field(default=None, min_length=1)
     """What clients call the model; default: `model.name`."""
     max_connections: int = Field(default=1024, ge=1)
-    """Beyond it, the connection that has waited longest without a whole request makes room for the new one."""
+    """Connections that are open at a time. One more takes the place of the connection that has waited longest without a
+    whole request."""
     max_sequences: int = Field(default=4096, ge=1)
     """Sequences (prompts times `n`) in the server at a time. A request that alone has more is refused; one that finds
     no room gets 503, to be tried again."""
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
-    """Of one request."""
+    """Largest body of a request, in bytes."""
     timeout_s: float = Field(default=30.0, gt=0)
     """A client has this long to send a request's headers, again for its body, and to take what was sent to it."""
 
@@ -93,6 +94,5 @@ class InferenceConfig(Section):
 
 
 def shared_block_tokens(config: InferenceConfig) -> int:
-    """Of what sequences that begin alike have in a generator's cache once: whole blocks of so many tokens. 0 where each
-    has its own."""
+    """Tokens in a KV-cache block that sequences with the same beginning share; 0 where they share none."""
     return config.block_size if config.enable_prefix_caching else 0

@@ -81,11 +81,11 @@ class TrainerModelConfig(ModelConfig):
     kernel, or torch's scaled_dot_product_attention, document by document, where the kernel does not take the device,
     the dtype or the heads."""
     optimization_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the sharded parameters, which the optimizer updates."""
+    """Dtype of the sharded parameters, which the optimizer updates."""
     compute_dtype: Literal["float32", "bfloat16"] | None = None
-    """Of the forward and backward arithmetic. Default: bfloat16 on a GPU, float32 on a CPU."""
+    """Dtype of the forward and backward arithmetic. Default: bfloat16 on a GPU, float32 on a CPU."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of gradient reductions."""
+    """Dtype of gradient reductions."""
     dp_replicate: int = Field(default=1, ge=1)
     """Copies of the state (HSDP); each is sharded over its part of the train slots, whose number it must divide."""
     reshard_after_forward: bool = True
@@ -121,6 +121,6 @@ class TrainerModelConfig(ModelConfig):
 
     @property
     def head_chunk_tokens(self) -> int | None:
-        """As the head takes it; None lets it choose."""
+        """`fused_lm_head_token_chunk_size` as a number of tokens; None lets the head choose it."""
         size = self.fused_lm_head_token_chunk_size
         return {"auto": None, "disabled": sys.maxsize}[size] if isinstance(size, str) else size

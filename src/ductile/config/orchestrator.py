@@ -77,12 +77,13 @@ class EvalConfig(Section):
     num_examples: int = Field(default=64, ge=1)
     samples_per_example: int = Field(default=1, ge=1)
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)
-    """Greedy. `max_tokens`, `stop` and `stop_token_ids` are those of `orchestrator.sampling`, where they are absent."""
+    """Sampling of the evaluation, greedy by default. `max_tokens`, `stop` and `stop_token_ids` are those of
+    `orchestrator.sampling` where they are absent."""
     enabled: bool = True
 
 
 def to_sampling(config: SamplingConfig) -> Sampling:
-    """As generators are asked."""
+    """The section as the sampling that requests carry to a generator."""
     return Sampling(
         temperature=config.temperature,
         top_p=config.top_p,
@@ -100,7 +101,8 @@ class AdvantageConfig(Section):
     type: Literal["default", "grpo", "custom"] = "default"
     """default: reward minus the group's mean; grpo: also divided by the group's standard deviation."""
     import_path: str | None = None
-    """For `custom`: `function(rewards: list[float], group: RolloutGroup) -> list[float]`."""
+    """Import path of the function that `custom` calls as `function(rewards: list[float], group: RolloutGroup) ->
+    list[float]`."""
 
 
 class GradersConfig(Section):

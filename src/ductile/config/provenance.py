@@ -15,7 +15,7 @@ class Origin:
     """A file as the user named it, or "command line"."""
     line: int | None = None
     layer: int = 0
-    """Sources in the order in which they are merged; a higher one wins."""
+    """Place of the source in the order of merging; a source of a higher layer wins."""
 
     def __str__(self) -> str:
         return self.source if self.line is None else f"{self.source}:{self.line}"

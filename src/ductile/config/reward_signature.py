@@ -25,14 +25,14 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 
 class WrongSignature(Exception):
-    """The text goes on after the function's name: "takes no ..."."""
+    """A function cannot be called as a reward. The text goes on after the function's name: "takes no ..."."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardSignature:
     style: Literal["row", "lists"]
     by_name: frozenset[str] = frozenset()
-    """What it is given by name; with `takes_all`, whatever there is."""
+    """Names of the arguments that the function is given by name; with `takes_all` it gets every one that there is."""
     takes_all: bool = False
 
     def wants(self, name: str) -> bool:

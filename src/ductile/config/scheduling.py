@@ -23,7 +23,7 @@ POLICIES = '"model", "rules", "static", "in_turns" or the import path of your ow
 
 
 def policy_name(cluster: ClusterConfig) -> str:
-    """One of `NAMES`, or an import path: what `cluster.policy` is when nobody wrote it."""
+    """`cluster.policy`, or the default where it is not set: one of `NAMES`, or an import path."""
     return cluster.policy or (DEFAULT if cluster.auto_scheduler else "static")
 
 
@@ -43,7 +43,7 @@ def policy_of(cluster: ClusterConfig) -> "Policy":
 
 
 def scheduling_findings(cluster: ClusterConfig) -> Iterator[Finding]:
-    """Of `ductile rl`."""
+    """Findings on the scheduling keys of `ductile rl`."""
     name = policy_name(cluster)
     known = name in NAMES or _is_import_path(name)
     if not known:

@@ -14,7 +14,7 @@ from ductile.config.section import NotBuilt, Section
 
 Shape = Literal["table", "dict", "list", "bool", "value"]
 REQUIRED: Any = object()
-"""The default of a key that has none."""
+"""Stands for the default of a key that has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,11 @@ class Key:
     default: Any
     help: str
     optional: bool
-    """May be "None"."""
+    """Whether "None" is a value of the key."""
     variants: tuple[type[Section], ...] = ()
-    """For a table: the section it holds, or those that its `type` chooses from."""
+    """The section that a table holds, or those that its `type` chooses from; empty for a key that is no table."""
     choices: tuple[object, ...] = ()
-    """The words it may be, where there is a list of them."""
+    """Values that the key's `Literal` type lists; empty where it has none."""
     has_bool: bool = False
     is_text: bool = False
     not_built: NotBuilt | None = None
@@ -116,7 +116,7 @@ def _key(name: str, info: FieldInfo) -> Key:
 
 
 def _options(annotation: Any) -> Iterator[Any]:
-    """`Annotated[A | B, ...] | None` as A, B, None."""
+    """The types that an annotation joins: A, B, None of `Annotated[A | B, ...] | None`."""
     origin = get_origin(annotation)
     if origin is Annotated:
         yield from _options(get_args(annotation)[0])
@@ -128,7 +128,7 @@ def _options(annotation: Any) -> Iterator[Any]:
 
 
 def _marks(annotation: Any) -> Iterator[Any]:
-    """Of one option of several: `Ge(1)` of `Annotated[int, Ge(1)] | None`."""
+    """Metadata of the annotation and of the options that it joins: `Ge(1)` of `Annotated[int, Ge(1)] | None`."""
     if get_origin(annotation) is Annotated:
         yield from get_args(annotation)[1:]
     elif get_origin(annotation) in (Union, types.UnionType):
@@ -155,7 +155,7 @@ def _wants(options: list[Any], sections: tuple[type[Section], ...], info: FieldI
 
 
 def _bounded(annotation: Any) -> Iterator[tuple[Any, str]]:
-    """Options with bounds of their own: `Annotated[int, Ge(0)]` of several."""
+    """(option, its bounds in words) for each option that is annotated by itself: `Annotated[int, Ge(0)]` of several."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         yield inner[0], _bounds(list(inner[1:]))

@@ -34,7 +34,7 @@ def without_secrets(words: Sequence[str]) -> list[str]:
 
 
 def secret_of(given: str | None, variable: str | None, environment: Mapping[str, str] = os.environ) -> str | None:
-    """The value as it was given, or that of the environment variable; None without either."""
+    """The secret as it was given, or the environment variable's value; None without either."""
     return given if given is not None or variable is None else environment.get(variable)
 
 

@@ -53,7 +53,7 @@ class NotBuilt:
 
     what: str
     only: tuple[object, ...] = ()
-    """Refuse just these values; empty: everything but the default."""
+    """The values that are refused; empty: every value but the default."""
     instead: str = ""
     """What to write, or what happens, instead: a sentence."""
 

@@ -19,7 +19,7 @@ class SimulatedCluster(Section):
     """What the slots are. On a CPU each has memory for the trainer's state and a generator; a GPU ("cuda") where the
     placement has `actor` and `rollout` share slots, as in a run."""
     coalesce_s: float = Field(default=0.5, ge=0)
-    """Events within this time are looked at together."""
+    """Seconds from one decision to the next at the least; events in between are looked at together."""
 
 
 class LognormalLengths(Section):
@@ -43,7 +43,7 @@ class SimulatedWork(Section):
     group_size: int = Field(default=8, ge=1)
     prompt_tokens: int = Field(default=64, ge=1)
     max_tokens: int = Field(default=2048, ge=1)
-    """The most of one answer."""
+    """Most tokens of one completion."""
     lengths: LengthsConfig = LognormalLengths()
     alike: float = Field(default=0.3, ge=0, le=1)
     """Share of a group's answers that are about equally long."""
@@ -55,17 +55,17 @@ class SimulatedWork(Section):
 
 
 class SimulatedSpeeds(Section):
-    """Of one slot."""
+    """Speeds of one slot."""
 
     decode_step_s: float = Field(default=0.01, gt=0)
-    """One decode step, besides what its sequences and their context cost."""
+    """Seconds of a decode step, without what its sequences and their contexts add."""
     decode_per_sequence_s: float = Field(default=0.0005, ge=0)
     decode_per_context_s: float = Field(default=0.0, ge=0)
-    """For each token that some sequence has in the cache."""
+    """Seconds that each token in the KV cache adds to a decode step."""
     prefill_tokens_per_s: float = Field(default=10_000.0, gt=0)
     train_tokens_per_s: float = Field(default=1_000.0, gt=0)
     train_overhead: float = Field(default=0.02, ge=0)
-    """What each further slot costs all others: `n` slots are `n / (1 + overhead (n - 1))` times as fast as one."""
+    """Overhead of each further slot: `n` slots train `n / (1 + overhead (n - 1))` times as fast as one."""
     micro_step_s: float = Field(default=0.01, ge=0)
     score_tokens_per_s: float = Field(default=5_000.0, gt=0)
     optim_s: float = Field(default=0.1, ge=0)
@@ -75,15 +75,16 @@ class SimulatedSpeeds(Section):
 
 class SimulatedCosts(Section):
     prepare_s: float = Field(default=0.0, ge=0)
-    """From the decision to resize until the trainer can: nobody waits for it."""
+    """Seconds from the decision to resize until the trainer is ready to; all slots work on meanwhile."""
     resize_s: float = Field(default=0.5, ge=0)
     grant_s: float = Field(default=0.5, ge=0)
     release_s: float = Field(default=0.1, ge=0)
     handoff_s: float = Field(default=0.01, ge=0)
-    """What is handed off waits so long, however many rollouts go at once."""
+    """Seconds that rollouts wait while they are handed off, however many are handed off at once."""
     cache_bytes_per_token: float = Field(default=0.0, ge=0)
     cache_bytes_per_s: float = Field(default=0.0, ge=0)
-    """0: the cache stays, and what is handed off is prefilled again."""
+    """Bytes of KV cache that go from slot to slot in a second. 0: the cache stays, and what is handed off is prefilled
+    again."""
 
 
 class SimulateConfig(Section):

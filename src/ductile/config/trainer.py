@@ -29,7 +29,7 @@ class SGDConfig(Section):
     weight_decay: float = Field(default=0.01, ge=0)
     max_norm: float | None = Field(default=1.0, gt=0)
     max_skipped_steps: int | None = Field(default=10, ge=1)
-    """As in `adamw`."""
+    """The run ends, saved, when so many steps in a row were thrown away because their gradients were not finite."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
     nesterov: bool = True
 
@@ -108,18 +108,19 @@ class DefaultLoss(Section):
 
 
 class IPOLoss(Section):
-    """As `default`, but a token is dropped when the absolute change of its probability exceeds `ipo_threshold`."""
+    """The `default` loss, but it drops a token when the absolute change of its probability exceeds `ipo_threshold`."""
 
     type: Literal["ipo"] = "ipo"
     ipo_threshold: float = Field(default=0.1, gt=0)
     adv_tau: float = Field(default=1.0, ge=0)
     kl_tau: float = Field(default=1e-3, ge=0)
     clip_ratio_c: float | None = Field(default=10.0, gt=1)
-    """As in `default`."""
+    """A token with A < 0 that has become more than this many times likelier has no gradient; "None" has no limit."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """As in `default`."""
+    """Weight of the k3 KL estimate to the reference model. Above 0 needs a `score` slot."""
     normalise: Normalisation = "token_mean"
-    """As in `default`."""
+    """token_mean: each trained token counts alike; seq_mean_token_mean: each sequence counts alike;
+    seq_mean_token_sum: token sums, divided by the number of sequences."""
 
 
 class GRPOLoss(Section):
@@ -132,12 +133,13 @@ class GRPOLoss(Section):
     clip_ratio_c: float | None = Field(default=3.0, gt=1)
     """Dual clip: a token with A < 0 whose ratio is above this has no gradient; "None" has no limit."""
     importance_cap: float = Field(default=2.0, ge=1)
-    """With a `score` slot: a token counts as many times as it was likelier under the weights before the batch than when
-    it was sampled, and at most this often."""
+    """Largest factor by which a token counts. The factor is how many times likelier the token was under the weights
+    before the batch than when it was sampled; without a `score` slot it is 1."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the k3 KL estimate to the reference model. Above 0 needs a `score` slot."""
     normalise: Normalisation = "token_mean"
-    """As in `default`."""
+    """token_mean: each trained token counts alike; seq_mean_token_mean: each sequence counts alike;
+    seq_mean_token_sum: token sums, divided by the number of sequences."""
 
 
 class CustomLoss(Section):
@@ -148,7 +150,9 @@ class CustomLoss(Section):
     needs_reference: bool = False
     """The function reads `ref_logprobs`. Needs a `score` slot."""
     normalise: Normalisation = "token_mean"
-    """As in `default`. What the function itself knows of sequences is `LossInputs.sequences`."""
+    """token_mean: each trained token counts alike; seq_mean_token_mean: each sequence counts alike;
+    seq_mean_token_sum: token sums, divided by the number of sequences. The function sees sequences as
+    `LossInputs.sequences`."""
 
 
 class SFTLoss(Section):
@@ -172,7 +176,7 @@ def needs_reference(loss: LossConfig) -> bool:
 
 
 def normalisation(loss: LossConfig) -> Normalisation:
-    """What counts alike; in SFT every token."""
+    """How the loss is normalised; in SFT every trained token counts alike."""
     return "token_mean" if isinstance(loss, SFTLoss) else loss.normalise
 
 
@@ -205,7 +209,7 @@ class CheckpointConfig(Section):
     export_model: bool = True
     """Also write an HF folder at each save."""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of its weights. "auto": what the config.json of `model.name` says."""
+    """Dtype of the exported weights. "auto": what the config.json of `model.name` says."""
     keep_interval: Annotated[int | None, NotBuilt("keeping every n-th checkpoint for good")] = Field(default=None, ge=1)
     output_dir: Annotated[str | None, NotBuilt("checkpoints outside `output_dir`")] = None
     skip_progress: Annotated[bool, NotBuilt("resuming a part of the state")] = False

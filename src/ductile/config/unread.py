@@ -17,14 +17,14 @@ from ductile.config.section import Section
 @dataclass(frozen=True, slots=True)
 class Unread:
     keys: tuple[str, ...]
-    """Dotted. A table stands for everything below it."""
+    """Dotted keys; a table stands for everything below it."""
     why: str
-    """Goes on where "it has no effect here:" leaves off."""
+    """Why the keys have no effect. The sentence goes on after "it has no effect here:"."""
     noted: bool = False
-    """Accepted with a note, instead of refused."""
+    """Whether the keys are accepted with a note, instead of refused."""
 
     def given(self, config: Section) -> list[str]:
-        """Those that have another value than their default."""
+        """The keys that have another value than their default."""
         return [key for key in self.keys if _differs(config, key)]
 
 

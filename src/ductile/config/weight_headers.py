@@ -19,11 +19,11 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""What is read and written: as safetensors spells it, and as torch does."""
+"""Dtypes that are read and written, as safetensors spells them and as torch does."""
 
 _LENGTH_BYTES = 8
 _MOST_BYTES = 100_000_000
-"""Of a header, as the format says."""
+"""Largest header of a safetensors file, in bytes, as the format says."""
 
 
 class ModelFolderError(Exception):
