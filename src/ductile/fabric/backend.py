@@ -21,7 +21,7 @@ from ductile.fabric.process import host
 class Backend:
     name: Literal["gloo", "nccl"]
     stands_in: str = ""
-    """Why it has to do what another one does faster; "" where it need not."""
+    """Why this backend stands in for a faster one; "" where it is the fastest."""
 
 
 SETTINGS: dict[str, dict[str, str]] = {
@@ -41,7 +41,7 @@ report before, or keep an abort waiting for one."""
 
 
 def choose_backend(device_type: str, devices: Sequence[str]) -> Backend:
-    """For a group whose rank i has `devices[i]`, a `device_id`."""
+    """The backend of a group whose rank i has the device `devices[i]`, a `device_id`."""
     if device_type == "cpu":
         return Backend("gloo")
     first: dict[str, int] = {}
@@ -53,7 +53,8 @@ def choose_backend(device_type: str, devices: Sequence[str]) -> Backend:
 
 
 def device_id(device: torch.device) -> str:
-    """Equal for slots on one GPU, whatever number each of them knows it by. `fabric.device.name_of` says its kind."""
+    """Name of a device, equal for all slots on one GPU, whatever number each of them knows it by.
+    `fabric.device.name_of` says its kind."""
     return f"{host()} {torch.cuda.get_device_properties(device).uuid}"
 
 

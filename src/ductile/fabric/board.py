@@ -16,10 +16,10 @@ from torch._C._distributed_c10d import Store
 from ductile.fabric.carrier import TransferFailed
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.0002, 0.02
-"""Between two looks at the store; each one is twice as long as the one before."""
+"""Pauses between two looks at the store, in seconds; each one is twice as long as the one before."""
 LENGTH_BYTES = 4
 SHORT_BYTES = 512 - LENGTH_BYTES
-"""Notes in a group that are no longer travel at once; others only when everybody knows how long the longest is."""
+"""Longest note that travels in a group's first round; longer ones wait until all ranks know the longest length."""
 Missing = Callable[[list[int]], None]
 """Called with the slots whose notes are awaited; raises when waiting for them is in vain."""
 
@@ -118,7 +118,7 @@ class GroupBoard:
     def _gather(
         self, topic: str, note: bytes, longest: int, meanwhile: Callable[[], None] = _nothing
     ) -> list[torch.Tensor]:
-        """Of each note its length, and as much of it as fits."""
+        """The length of each note, and as much of it as fits."""
         framed = len(note).to_bytes(LENGTH_BYTES, "little") + note[:longest].ljust(longest, b"\0")
         with self._telling(topic):
             posted = self._post(torch.frombuffer(bytearray(framed), dtype=torch.uint8))

@@ -20,21 +20,22 @@ except ModuleNotFoundError:
 
 # Measured on one core of a Xeon with AVX-512 and 2 MiB of L2 cache.
 LEAST_BYTES = 1 << 19
-"""Smaller boxes, once they are in the cache, are better copied there. From here on a copy and one pass over the result
-take as long either way; without the pass, as in a transfer, and on huge pages, numpy copies 4.5 GB/s in rows of a KiB,
-5.3 in rows of 2.75 KiB and 6.9 in one piece, this 8.3, 9.5 and 12.3."""
+"""Least box that is copied past the cache. Smaller ones are better copied in it. From here on a copy and one pass over
+the result take as long either way; without the pass, as in a transfer, and on huge pages, numpy copies 4.5 GB/s in rows
+of a KiB, 5.3 in rows of 2.75 KiB and 6.9 in one piece, this 8.3, 9.5 and 12.3."""
 LEAST_ROW_BYTES = 256
-"""4.3 and 5.1 GB/s, on small pages; 3.4 and 3.6 in rows of half that."""
+"""Least rows that are copied past the cache. On small pages numpy copies them at 4.3 GB/s and this at 5.1, rows of half
+that at 3.4 and 3.6."""
 
 
 def built() -> bool:
-    """Whether there is more than numpy."""
+    """Whether boxes can be copied past the cache: the C extension is there."""
     return _boxes is not None
 
 
 def copy(target: NDArray[Any], source: NDArray[Any], least_bytes: int = LEAST_BYTES) -> None:
-    """Boxes of the same shape and dtype, which do not overlap. Those of `least_bytes` go past the cache: less than the
-    default is for a source that is in the cache."""
+    """Copy a box to one of the same shape and dtype that does not overlap it. Boxes of `least_bytes` and more go past
+    the cache; less than the default is for a source that is in the cache."""
     row_bytes = contiguous_bytes(target.shape, (target.strides, source.strides), target.itemsize)
     if _boxes is not None and streams(target.nbytes, row_bytes, least_bytes):
         _boxes.copy(target, source)
@@ -48,7 +49,7 @@ def streams(num_bytes: int, row_bytes: int, least_bytes: int = LEAST_BYTES) -> b
 
 
 def contiguous_bytes(shape: Sequence[int], all_strides: Sequence[Sequence[int]], item_bytes: int) -> int:
-    """How much lies in one piece in all of several boxes of one shape; their strides are in bytes."""
+    """Bytes that lie in one piece in all of several boxes of one shape; the strides are in bytes."""
     row_bytes = item_bytes
     for dim in reversed(range(len(shape))):
         if shape[dim] > 1 and any(strides[dim] != row_bytes for strides in all_strides):

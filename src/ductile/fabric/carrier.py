@@ -15,7 +15,7 @@ from ductile.fabric.memory import Memory
 
 
 class TransferFailed(RuntimeError):
-    """Bytes did not arrive: a peer died, stopped, or did not answer in time. The text says who and what.
+    """Bytes did not arrive: a peer died, stopped, or did not answer in time. The text says which slot and what.
 
     The new buffers are worth nothing then. Between two memory modes the old ones differ: in shadow mode they are whole.
     """
@@ -23,7 +23,7 @@ class TransferFailed(RuntimeError):
     def __init__(self, message: str, peer: int | None = None) -> None:
         super().__init__(message)
         self.peer = peer
-        """The slot that failed, where that is known. It may be one that itself only waits for another."""
+        """Slot that failed; None where it is not known. It may be a slot that only waits for another one."""
 
 
 class Steps(Protocol):
@@ -42,7 +42,7 @@ class Steps(Protocol):
         ...
 
     def finish(self) -> None:
-        """Everything has. Not the carrier's to call."""
+        """All messages have left and arrived. The transfer calls this, not the carrier."""
         ...
 
 
@@ -59,16 +59,16 @@ class Cargo:
 
 
 Trip = Callable[[Digests, Digests], None]
-"""Sends and receives everything, and takes the fingerprints of what it sent and received. Raises `TransferFailed` when
-the carrier's timeout passes, or before."""
+"""Function that sends and receives everything, and takes the fingerprints of both. Raises `TransferFailed` when the
+carrier's timeout passes, or before."""
 
 
 class Carrier(Protocol):
     name: str
     one_sided: bool
-    """Receivers read by themselves. There are no rounds, so plans have no relays, and what they read must stay until
-    every slot is done."""
+    """Whether receivers read the senders' memory themselves. Then there are no rounds, so plans have no relays, and
+    what is read must stay until every slot is done."""
 
     def load(self, cargo: Cargo) -> Trip:
-        """Do all that needs no peer, so that it need not be done while everybody waits."""
+        """Do all that needs no peer, so that it need not be done while all slots wait."""
         ...

@@ -28,13 +28,13 @@ class _Card(msgspec.Struct, frozen=True):
     host: str
     process: Process
     content: int
-    """Of its probe."""
+    """What the probe holds: a random number."""
     address: int = 0
-    """Of the probe, on a CPU: eight bytes."""
+    """Address of the probe, eight bytes, on a CPU."""
     shares: dict[int, Share] = {}
-    """Of the probe, on a GPU, one for each reader."""
+    """Shares of the probe on a GPU, by the slot that reads it."""
     unshared: str = ""
-    """Why there are none."""
+    """Why the slot cannot share memory of its GPU; empty where it can."""
 
 
 def choose(
@@ -47,7 +47,7 @@ def choose(
     """The fastest carrier that works among all members of `board`, and why: a sentence. Collective.
 
     `group` makes the process group of all members, in case that messages are needed. Without `one_sided` only messages
-    are considered: to stream, or to compare. Raises `TransferFailed` when somebody does not answer, or what `missing`
+    are considered: to stream, or to compare. Raises `TransferFailed` when a slot does not answer, or what `missing`
     raises.
     """
     reader, reason = choose_reader(board, device, one_sided, missing)
@@ -57,7 +57,7 @@ def choose(
 def choose_reader(
     board: Board, device: str, one_sided: bool = True, missing: Missing | None = None
 ) -> tuple[Carrier | None, str]:
-    """The same as far as it needs no process group: None where messages are needed, and why."""
+    """`choose` as far as it needs no process group: the carrier, None where messages are needed, and why."""
     if not one_sided:
         return None, "p2p: only messages were asked for"
     cards, reason = _try_memory(board, missing) if device == "cpu" else _try_gpus(board, torch.device(device), missing)
@@ -69,7 +69,7 @@ def choose_reader(
 
 
 def _try_memory(board: Board, missing: Missing | None) -> tuple[dict[int, _Card], str]:
-    """Everybody reads eight bytes of everybody else's memory."""
+    """Each slot reads eight bytes of every other slot's memory."""
     permit_siblings()
     probe = np.frombuffer(os.urandom(8), dtype="<u8").copy()
 
@@ -84,7 +84,7 @@ def _try_memory(board: Board, missing: Missing | None) -> tuple[dict[int, _Card]
 
 
 def _try_gpus(board: Board, device: torch.device, missing: Missing | None) -> tuple[dict[int, _Card], str]:
-    """Everybody reads one number of everybody else's GPU."""
+    """Each slot reads one number of every other slot's GPU."""
     content = int.from_bytes(os.urandom(4), "little")
     probe = torch.full((1,), content, dtype=torch.int64, device=device)
     torch.cuda.synchronize(device)
@@ -106,12 +106,12 @@ def _try_gpus(board: Board, device: torch.device, missing: Missing | None) -> tu
 def _try_all(
     board: Board, card: _Card, look: Callable[[_Card], int], missing: Missing | None
 ) -> tuple[dict[int, _Card], str]:
-    """(everybody's card, what kept anybody from looking at anybody else: the same for all)"""
+    """(card of each slot, what kept some slot from reading another: the same on all slots)"""
     notes = board.exchange("cards", msgspec.msgpack.encode(card), missing)
     cards = {slot: msgspec.msgpack.decode(note, type=_Card, strict=False) for slot, note in notes.items()}
     others = ((slot, other) for slot, other in cards.items() if slot != board.slot)
     verdict = next(filter(None, (_try(board.slot, card, slot, other, look) for slot, other in others)), "")
-    verdicts = board.exchange("verdicts", verdict.encode(), missing)  # nobody's probe goes before everybody has looked
+    verdicts = board.exchange("verdicts", verdict.encode(), missing)  # no probe goes before all slots have looked
     return cards, next((verdict.decode() for _, verdict in sorted(verdicts.items()) if verdict), "")
 
 

@@ -26,7 +26,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
     handle: bytes
     size_bytes: int
     offset_bytes: int
-    """Of the storage in the allocation."""
+    """Where the storage begins in the allocation."""
     counter_handle: bytes
     counter_offset: int
     event_handle: bytes
@@ -34,7 +34,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Share":
-        """For one reader."""
+        """A share of the tensor's storage, for one reader."""
         return cls(*tensor.untyped_storage()._share_cuda_())
 
     def open(self) -> torch.UntypedStorage:
@@ -46,16 +46,16 @@ class Window(msgspec.Struct, frozen=True, array_like=True):
 
     share: Share
     first: int
-    """Where it begins in the storage, in its own items."""
+    """Where the buffer begins in the storage, in items of the buffer."""
     num_items: int
 
 
 Windows = dict[int, list[Window]]
-"""By reader, in the order in which the parts for this reader touch the buffers."""
+"""Windows by the slot that reads them, in the order in which the parts for this reader touch the buffers."""
 
 
 class CudaIpc:
-    """Reads from the GPUs of `peers`, by slot. `choose` makes it once everybody could read everybody."""
+    """Reads from the GPUs of `peers`, by slot. `choose` makes it once every slot could read every other."""
 
     name = "cuda_ipc"
     one_sided = True
@@ -121,6 +121,6 @@ def _windows(cargo: Cargo, message: Message) -> list[Window]:
 
 
 def _mapped(window: Window, dtype: torch.dtype) -> torch.Tensor:
-    """On the peer's device, which may be this slot's, too."""
+    """The peer's buffer, on the peer's device, which may be this slot's, too."""
     storage: Any = window.share.open()
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, window.first, (window.num_items,), (1,))

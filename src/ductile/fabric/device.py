@@ -9,12 +9,12 @@ import torch
 from ductile.core.layout.peak import Arithmetic, Peak, known_peak
 
 SIZES = {"cuda": 8192, "cpu": 1024}
-"""Of the square matrices whose product is timed, by kind of device: large enough to be as fast as any."""
+"""Rows of the square matrices whose product is timed, by kind of device: large enough for the fastest products."""
 MEASURE_S = 0.3
-"""Products are timed for this long, and at least twice."""
+"""Seconds for which products are timed; there are at least two."""
 
 _measured: dict[tuple[torch.device, Arithmetic], Peak] = {}
-"""In this process, which keeps its device."""
+"""Peaks that this process has measured or looked up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +22,13 @@ class PeakMemory:
     """The most that there has been at a time, since the process began; on a GPU that was measured, since then."""
 
     used_bytes: int
-    """On a GPU what tensors took, elsewhere what the process had resident."""
+    """Bytes that tensors took on a GPU, or that the process had resident elsewhere."""
     reserved_bytes: int | None
-    """What torch's allocator held of the GPU; None elsewhere."""
+    """Bytes of the GPU that torch's allocator held; None elsewhere."""
 
 
 def name_of(device: str | torch.device) -> str:
-    """As torch calls it: "NVIDIA H200"; "cpu"."""
+    """A device's name, as torch calls it: "NVIDIA H200"; "cpu"."""
     device = torch.device(device)
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 

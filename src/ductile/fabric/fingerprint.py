@@ -22,7 +22,7 @@ from ductile.fabric.memory import Memory
 
 MODULUS = 1 << 64
 BLOCK_ITEMS = 1 << 17
-"""Contracted at once: as 64-bit integers they stay in a core's second cache."""
+"""Items that are contracted at once: as 64-bit integers they stay in a core's second cache."""
 GPU_BLOCK_ITEMS = 1 << 24
 _GOLDEN, _FIRST, _SECOND = (value - MODULUS for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
@@ -40,7 +40,7 @@ def fingerprint(memory: Memory) -> int:
 
 
 def box_fingerprint(box: torch.Tensor) -> bytes:
-    """Of one box alone, on any device: what xxh3 is to a CPU's memory."""
+    """The fingerprint of one box alone, on any device: what xxh3 is to a CPU's memory."""
     return (_box(box, (0,) * box.dim()) % MODULUS).to_bytes(8, "little")
 
 
@@ -73,7 +73,7 @@ def _block(block: torch.Tensor, start: tuple[int, ...]) -> int:
 
 @lru_cache(maxsize=64)
 def _weights(level: int, first: int, stop: int, device: torch.device) -> torch.Tensor:
-    """Of indices first:stop of a dim, [stop - first]; dims are counted from the last one, which is 1."""
+    """Weights of the indices first:stop of a dim, [stop - first]; dims are counted from the last one, which is 1."""
     value = (torch.arange(first, stop, device=device) + (level << 40)) * _GOLDEN
     for shift, factor in ((30, _FIRST), (27, _SECOND)):  # the finaliser of splitmix64
         value = (value ^ _shifted(value, shift)) * factor

@@ -36,7 +36,7 @@ class Gathering:
         timeout_s: float,
         others: Sequence[str] = (),
     ) -> None:
-        """Its own notes lie under `prefix`. The last one out takes those down, and what lies under the `others`."""
+        """Notes lie under `prefix`. The last member to leave deletes them and what lies under the `others`."""
         self._store, self._prefix, self._slot, self._members = store, prefix, slot, tuple(members)
         self._prefixes = (prefix, *others)
         self._timeout_s = timeout_s
@@ -60,8 +60,8 @@ class Gathering:
     def all_or_none(self, go_on: Callable[[], None]) -> None:
         """Returns on all members, or on none; once it has, again at once.
 
-        `go_on` raises when this slot is to stop. Then nobody goes, unless it is too late for that, and this slot goes
-        too. Raises `TransferFailed` when somebody else has stopped or does not come within the timeout.
+        `go_on` raises when this slot is to stop. Then no member goes on, unless all have come already: then this slot
+        goes on as well. Raises `TransferFailed` when another slot has stopped or does not come within the timeout.
         """
         try:
             said = self._until_decided(go_on)
@@ -88,5 +88,5 @@ class Gathering:
         return self._decide(_GO)
 
     def _decide(self, wanted: str) -> str:
-        """What the first one to decide has said."""
+        """The verdict of the member that decided first."""
         return self._store.compare_set(self._verdict, "", wanted).decode()

@@ -53,7 +53,7 @@ class Groups:
 
     @classmethod
     def at(cls, place: Place, timeout_s: float) -> "Groups":
-        """For a role's place. A role that is held by one slot alone needs no rendezvous."""
+        """Groups for a role's place. A role that is held by one slot alone needs no rendezvous."""
         if len(place.members) > 1 and not place.rendezvous:
             raise ValueError(f"slots {place.members} cannot find each other: the place names no rendezvous")
         store = rendezvous.connect(place.rendezvous, timeout_s) if place.rendezvous else HashStore()
@@ -69,7 +69,7 @@ class Groups:
         return self._groups[key]
 
     def num_on_device(self, members: Sequence[int]) -> int:
-        """Of a group that is made: those that share this slot's GPU, itself among them. 1 on a CPU."""
+        """Slots of a made group that share this slot's GPU, itself among them; 1 on a CPU."""
         return self._num_on_device.get(tuple(members), 1)
 
     def mesh(self, members: Sequence[int], replicas: int = 1) -> Mesh:
@@ -96,7 +96,7 @@ class Groups:
         return mesh
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Of all later collectives on the groups made so far."""
+        """Set the timeout of all later collectives on the groups made so far."""
         for group in self._groups.values():
             _behind(group, self._device)._set_default_timeout(timedelta(seconds=timeout_s))
 

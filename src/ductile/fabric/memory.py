@@ -15,7 +15,7 @@ from ductile.core.layout.layout import Layout
 from ductile.fabric import boxes
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes."""
+"""Integer dtype by the bytes of an item."""
 
 
 class Place(NamedTuple):
@@ -39,7 +39,7 @@ class Memory:
 
     @classmethod
     def empty(cls, layout: Layout, slot: int) -> "Memory":
-        """Without buffers; they come one by one through `add`."""
+        """A memory without buffers; they come one by one through `add`."""
         memory = cls(Layout((), (slot,)), slot, {})
         memory.layout, memory.sizes = layout, layout.buffer_sizes(slot)
         return memory
@@ -91,7 +91,7 @@ class Memory:
 
 
 def copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Words from box to box, which do not overlap."""
+    """Copy words from box to box; the two do not overlap."""
     if source.device.type == target.device.type == "cpu":
         boxes.copy(target.numpy(), source.numpy())
     else:

@@ -14,11 +14,11 @@ from ductile.fabric import heap
 from ductile.fabric.memory import Memory, copy
 
 Allocate = Callable[[str, str, int], torch.Tensor]
-"""(buffer, dtype, elements) -> a contiguous tensor."""
+"""Function that allocates a buffer: (name, dtype, elements) -> a contiguous tensor."""
 
 
 TRIMS = 16
-"""How often a streaming slot gives freed memory back to the system, about."""
+"""About how many times in a transfer a streaming slot gives freed memory back to the system."""
 
 
 class Shadow:
@@ -73,7 +73,7 @@ class Streaming:
         kept = set(handed_on)
         rounds = list(plan.rounds(new.slot))
         self._needed: dict[int, list[str]] = {}
-        """By round: the target buffers that its messages touch."""
+        """Target buffers that the messages of a round touch, by the round's index."""
         last: dict[str, int] = dict.fromkeys((name for name in old if name not in kept), -1)
         for index, step in enumerate(rounds):
             for message in step.receives:
@@ -81,7 +81,7 @@ class Streaming:
             for message in step.sends:
                 last.update((old.buffer(p.name, p.box), index) for p in message.parts if not p.relayed)
         self._leaving: dict[int, list[str]] = {}
-        """By round: the source buffers that no later round reads."""
+        """Source buffers that no round after this one reads, by the round's index; -1 before the first."""
         for name, index in last.items():
             if name not in kept:
                 self._leaving.setdefault(index, []).append(name)
@@ -114,7 +114,7 @@ class Streaming:
             self._freed_bytes = 0
 
     def finish(self) -> None:
-        """When no rounds were needed, and for buffers that hold nothing but padding."""
+        """Move what stays where there were no rounds, and allocate buffers that hold nothing but padding."""
         self.after(-1)
         for name in self._new.sizes:
             self._ensure(name)

@@ -27,11 +27,12 @@ from ductile.fabric.digest import Digests
 from ductile.fabric.memory import Memory, flat_bytes, num_bytes, pack, unpack
 
 DIRECT_BYTES = MIB
-"""From this size on a part is a segment of its own: gloo's throughput is near its best there, and staging is a copy."""
+"""Least part that is a segment of its own: gloo's throughput is near its best there, and staging is a copy."""
 ALIGN = 8
-"""Bytes; segments in staging begin at multiples, so that words of any size can be read there."""
+"""Segments in staging begin at multiples of so many bytes, so that words of any size can be read there."""
 ROUND_TAGS, SEGMENT_TAGS = 1 << 12, 1 << 16
-"""Two rounds are in flight; a round's message has at most as many segments as a MiB has parts."""
+"""Tags that tell rounds apart, and segments of a round. Two rounds are in flight; a round's message has at most as many
+segments as a MiB has parts."""
 POLL_S = 0.0002
 
 
@@ -41,17 +42,17 @@ class _Segment:
 
     peer: int
     number: int
-    """Among those of the same round with the same peer."""
+    """Number of the segment among those of the same round with the same peer."""
     memory: torch.Tensor
     boxes: tuple[torch.Tensor, ...]
-    """Empty where the memory is the box itself."""
+    """Boxes that the memory is packed from or unpacked into; empty where it is the box itself."""
 
 
 @dataclass(frozen=True)
 class _Posted:
     arriving: list[_Segment]
     works: list[tuple[int, dist.Work]]
-    """(peer, work)"""
+    """Operations that torch has begun, each with its peer: (peer, work)."""
 
 
 class PeerToPeer:
@@ -63,15 +64,15 @@ class PeerToPeer:
     def __init__(
         self, group: dist.ProcessGroup, device: str, timeout_s: float, through_host: bool | None = None
     ) -> None:
-        """through_host: nothing leaves from where it lies. By default where gloo carries what lies on a GPU."""
+        """`through_host`: segments go through memory of the host; None: where gloo carries what lies on a GPU."""
         self._group = group
         self._device = torch.device(device)
         self._through_host = _needs_host(group, self._device) if through_host is None else through_host
         self._wire = torch.device("cpu") if self._through_host else self._device
-        """Where memory lies that is sent and received."""
+        """Device of the memory that is sent and received."""
         self._timeout_s = timeout_s
         self._staging: dict[tuple[bool, int], torch.Tensor] = {}
-        """By direction and parity of the round."""
+        """Staging memory by direction (True: leaving) and parity of the round."""
 
     def load(self, cargo: Cargo) -> Trip:
         rounds = list(cargo.plan.rounds(cargo.slot))
@@ -217,5 +218,5 @@ def _passes_on(step: Round) -> bool:
 
 
 def _sentence(error: BaseException) -> str:
-    """Without the C++ frames behind it."""
+    """The first line of an error of torch's, without the C++ frames behind it."""
     return str(error).partition("\n")[0].strip()

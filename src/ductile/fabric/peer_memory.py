@@ -29,9 +29,9 @@ from ductile.fabric.slabs import ACROSS_BYTES, MAX_PIECES, SLAB_BYTES, Slab, sla
 
 STAGING_BYTES = ACROSS_BYTES + SLAB_BYTES
 ALIGNMENT_BYTES = 64
-"""In staging: a cache line, and the widest vector load."""
+"""Slabs in staging memory begin at multiples of this: a cache line, and the widest vector load."""
 PIECE_BYTES = 16
-"""An address and a length, as the kernel takes them."""
+"""Bytes of a piece as the kernel takes it: an address and a length."""
 _PR_SET_PTRACER = 0x59616D61
 
 Bytes = NDArray[np.uint8]
@@ -58,7 +58,7 @@ def read(process: Process, local: Ints, remote: Ints) -> None:
 
 
 def _read(process: Process, local: int, num_local: int, remote: int, num_remote: int, num_bytes: int) -> None:
-    """Lists by their addresses."""
+    """`read` with the two lists given by their addresses and lengths."""
     done = _libc.process_vm_readv(process.pid, local, num_local, remote, num_remote, 0)
     if done != num_bytes:
         code = ctypes.get_errno() if done < 0 else errno.EFAULT  # only the beginning could be read
@@ -70,11 +70,11 @@ class _Landing:
     """What becomes of a slab once it has been read."""
 
     gathered: tuple[NDArray[Any], NDArray[Any]] | None
-    """(to, from): it was read with what lies between its elements."""
+    """(to, from) of the copy that leaves out what was read between the elements; None where nothing was."""
     content: memoryview
-    """Its elements in row-major order, to be hashed."""
+    """The slab's elements in row-major order, to be hashed."""
     scattered: tuple[NDArray[Any], NDArray[Any]] | None
-    """(to, from): it was read into staging memory."""
+    """(to, from) of the copy out of staging memory; None where the slab was read into its place."""
     ends_part: bool
 
 
@@ -85,11 +85,11 @@ class _Step:
         self._staging = staging
         self._num_bytes = self._num_pieces = self._staged_bytes = 0
         self.local: list[tuple[int, int]] = []
-        """(address, bytes) of each slab."""
+        """(address, bytes) of the memory here that each slab is read into."""
         self.remote: list[Ints] = []
-        """Of each slab [pieces, (offset in the peer's buffer, bytes)]."""
+        """Pieces of each slab: [pieces, (offset in the peer's buffer, bytes)]."""
         self.buffers: list[int] = []
-        """In which each piece lies, by its place in the peer's list."""
+        """The peer's buffer that each piece lies in, by its number in the peer's layout."""
         self.landings: list[_Landing] = []
 
     def has_room(self, slab: Slab) -> bool:
@@ -100,7 +100,7 @@ class _Step:
         )
 
     def add(self, buffer: int, slab: Slab, memory: Bytes, ends_part: bool) -> None:
-        """A slab from the peer's `buffer` into `memory`."""
+        """Add a slab to read from the peer's `buffer` into `memory`."""
         target = packed = slab.lying_here(memory)
         loose = None
         if slab.across:
@@ -125,12 +125,12 @@ class _Step:
 
 
 def _across_bytes(slab: Slab) -> int:
-    """How much staging memory it takes as it is read."""
+    """Staging memory that a slab takes as it is read."""
     return _aligned(slab.span_bytes) if slab.across else 0
 
 
 def _packed_bytes(slab: Slab) -> int:
-    """And end to end, unless it is read into its place."""
+    """Staging memory that a slab takes end to end; 0 where it is read into its place."""
     return _aligned(slab.num_bytes) if _is_staged(slab) else 0
 
 
@@ -160,7 +160,7 @@ class _Pull:
         self._buffers = np.concatenate([np.array(step.buffers, dtype=np.int64) for step in steps])
         self._remote = self._offsets.copy()
         self._calls: list[tuple[int, int, int, int, int]] = []
-        """What `_read` is called with, besides the process."""
+        """Arguments of each call of `_read`, besides the process."""
         local, remote = self._local.ctypes.data, self._remote.ctypes.data
         for step in steps:
             num_bytes = sum(size for _, size in step.local)
@@ -169,7 +169,7 @@ class _Pull:
             remote += len(step.buffers) * PIECE_BYTES
 
     def run(self, process: Process, addresses: Ints, received: Digests) -> None:
-        """`addresses`: of the peer's buffers. Raises `OSError`."""
+        """Read all slabs; `addresses` are those of the peer's buffers. Raises `OSError`."""
         self._remote[:, 0] = self._offsets[:, 0] + addresses[self._buffers]
         digest = xxhash.xxh3_64()
         for landings, call in zip(self._landings, self._calls, strict=True):
@@ -187,7 +187,7 @@ class _Pull:
 
 
 class PeerMemory:
-    """Reads from the processes of `peers`, by slot. `choose` makes it once everybody could read everybody."""
+    """Reads from the processes of `peers`, by slot. `choose` makes it once every slot could read every other."""
 
     name = "peer_memory"
     one_sided = True
@@ -246,7 +246,7 @@ class PeerMemory:
 
 
 def _slabs_of(cargo: Cargo, message: Message) -> Iterator[tuple[int, Slab, Bytes, bool]]:
-    """(the peer's buffer, the slab, the memory here, whether its part ends with it) in the parts' order."""
+    """(the peer's buffer, the slab, the memory here, whether the slab ends its part) in the parts' order."""
     source = cargo.plan.source
     numbers = {name: number for number, name in enumerate(source.buffer_sizes(message.peer))}
     for part in message.parts:
@@ -264,7 +264,7 @@ def _bytes(memory: Memory, buffer: str) -> Bytes:
 
 
 def _hash_sent(old: Memory, sends: Sequence[Message], sent: Digests, staging: Bytes) -> None:
-    """What peers read of us. Several may read the same part; it is hashed once."""
+    """Hash what peers read of this slot. Several may read the same part; it is hashed once."""
     known: dict[Part, bytes] = {}
     for message in sends:
         for part in message.parts:
@@ -274,7 +274,7 @@ def _hash_sent(old: Memory, sends: Sequence[Message], sent: Digests, staging: By
 
 
 def _digest(memory: Memory, part: Part, staging: Bytes) -> bytes:
-    """Of a box's bytes in row-major order."""
+    """The hash of a box's bytes in row-major order."""
     buffer, view = memory.place(part.name, part.box)
     content = _bytes(memory, buffer)
     digest = xxhash.xxh3_64()

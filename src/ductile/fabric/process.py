@@ -9,7 +9,7 @@ from pathlib import Path
 class Process:
     pid: int
     started: int
-    """In clock ticks after boot."""
+    """When the process started, in clock ticks after boot."""
 
     @classmethod
     def own(cls) -> "Process":
@@ -21,7 +21,7 @@ class Process:
 
 
 def host() -> str:
-    """Equal for processes that see each other under the same numbers."""
+    """Name of the host, equal for processes that see each other under the same process ids."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 

@@ -31,7 +31,7 @@ class SegmentUnavailable(Exception):
 
 class Segment:
     def __init__(self, name: str) -> None:
-        """`name` is for people: /proc shows it."""
+        """Make an empty segment. `name` is for people: /proc shows it."""
         self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._digest = xxhash.xxh3_64()
         self.num_bytes = 0
@@ -56,7 +56,7 @@ class Segment:
         return offset_bytes
 
     def seal(self) -> None:
-        """Nothing can be added or changed any more."""
+        """Seal the segment: nothing can be added or changed any more."""
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
 
     def close(self) -> None:
@@ -74,8 +74,8 @@ class Segment:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Of a contiguous tensor on the CPU, for as long as that is there. `Tensor.numpy` would do, but for ever forbid to
-    free the memory of a tensor that others hold, as FSDP2 does with what it has gathered."""
+    """The bytes of a contiguous tensor on the CPU, for as long as that is there. `Tensor.numpy` would do, but for ever
+    forbid to free the memory of a tensor that others hold, as FSDP2 does with what it has gathered."""
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
 
 

@@ -20,18 +20,19 @@ from numpy.typing import NDArray
 from ductile.core.layout.holdings import Ints, View
 
 SLAB_BYTES = 512 << 10
-"""What is read stays in the cache (2 MiB a core) until it is hashed and put where it belongs. Half of it costs 3 %."""
+"""Largest slab. It stays in the cache (2 MiB a core) until it is hashed and put in its place. Half of it costs 3 %."""
 MAX_PIECES = 1024
-"""The kernel takes so many stretches a side in one call."""
+"""Most stretches of either side that the kernel takes in one call."""
 GAP_BYTES = 2048
-"""The kernel reads about so much while it looks up where the next stretch lies: rows of 1 KiB come at 2.7 GB/s across
-gaps of 1 KiB and at 2.3 one by one, rows of 2.75 KiB across such gaps at 2.6 and 2.9."""
+"""Mean gap between stretches up to which they are read as one, gaps included: the kernel reads about so much while it
+looks up where the next stretch lies. Rows of 1 KiB come at 2.7 GB/s across gaps of 1 KiB and at 2.3 one by one, rows of
+2.75 KiB across such gaps at 2.6 and 2.9."""
 ACROSS_BYTES = 2 * SLAB_BYTES
 """The most that is read for one slab, gaps included."""
 
 
 class Dim(NamedTuple):
-    """Strides in bytes."""
+    """A dim of a slab: its length, and its strides in the other memory and in this one, in bytes."""
 
     length: int
     there: int
@@ -45,7 +46,7 @@ class Slab:
     there: int
     here: int
     dims: tuple[Dim, ...]
-    """From the outside in, without those that are one in both memories."""
+    """Dims from the outermost to the innermost; neighbours that are contiguous in both memories are joined."""
     item_bytes: int
 
     @property
@@ -58,7 +59,7 @@ class Slab:
 
     @cached_property
     def across(self) -> bool:
-        """Short stretches that lie close together are read faster as one."""
+        """Whether the slab is read as one stretch, gaps included: short stretches close together are read faster so."""
         num_gaps = self.num_bytes // self._run_bytes - 1
         return (
             num_gaps > 0
@@ -68,12 +69,12 @@ class Slab:
 
     @property
     def span_bytes(self) -> int:
-        """From its first byte there to its last."""
+        """Bytes from the slab's first to its last in the other memory."""
         return sum((dim.length - 1) * dim.there for dim in self.dims) + self.item_bytes
 
     @cached_property
     def pieces(self) -> Ints:
-        """[pieces, (offset, bytes)] of the other memory, in row-major order."""
+        """Stretches to read of the other memory, in row-major order: [pieces, (offset, bytes)]."""
         if self.across:
             return np.array([[self.there, self.span_bytes]], dtype=np.int64)
         run_bytes, starts = self._run_bytes, np.array([self.there], dtype=np.int64)
@@ -86,15 +87,15 @@ class Slab:
         return np.stack([starts, np.full(len(starts), run_bytes, dtype=np.int64)], axis=1)
 
     def lying_there(self, memory: NDArray[np.uint8], offset: int) -> NDArray[Any]:
-        """Its elements in bytes that were read across, from `offset` on."""
+        """The slab's elements in bytes that were read across, from `offset` on."""
         return self._view(memory, offset, [dim.there for dim in self.dims])
 
     def lying_here(self, memory: NDArray[np.uint8]) -> NDArray[Any]:
-        """Its elements where they belong in this memory."""
+        """The slab's elements where they belong in this memory."""
         return self._view(memory, self.here, [dim.here for dim in self.dims])
 
     def packed(self, memory: NDArray[np.uint8], offset: int) -> NDArray[Any]:
-        """Its elements end to end, from `offset` on."""
+        """The slab's elements end to end, from `offset` on."""
         return self._view(memory, offset, None)
 
     def _view(self, memory: NDArray[np.uint8], offset: int, strides: list[int] | None) -> NDArray[Any]:
@@ -114,7 +115,7 @@ def slabs(there: View, here: View, item_bytes: int) -> Iterator[Slab]:
 
 
 def _joined(there: View, here: View, item_bytes: int) -> list[Dim]:
-    """The dims of both, from the outside in; those that are one in both memories are one dim."""
+    """Dims of both views, from the outermost to the innermost; neighbours that are contiguous in both are joined."""
     dims: list[Dim] = []
     for length, far, near in reversed(list(zip(there.shape, there.strides, here.strides, strict=True))):
         dim = Dim(length, far * item_bytes, near * item_bytes)

@@ -28,15 +28,15 @@ Verify = Literal["off", "moved", "all"]
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What a slot did."""
+    """What a slot did in a transfer."""
 
     sent: dict[int, int]
     """64-bit fingerprint of all that went to each peer, by slot. It must be what the peer says in `received`."""
     received: dict[int, int]
     num_bytes: int
-    """Received from peers."""
+    """Bytes that the slot received from peers."""
     seconds: dict[str, float]
-    """By phase: transfer, and verify where the whole state is."""
+    """Seconds by phase: "transfer", and "verify" where the whole state is verified."""
     before: int = 0
     """This slot's part of the whole state's fingerprint in the old layout, with `verify="all"`. The sum over all slots,
     modulo 2^64, must be the same before and after."""
@@ -82,7 +82,7 @@ class Transfer:
         self._trip = carrier.load(self._cargo)
 
     def bind(self, old: Mapping[str, torch.Tensor]) -> None:
-        """Once. Raises `ValueError`, as above."""
+        """Bring the old buffers, once. Raises `ValueError` as `__init__` does."""
         for name in self._cargo.old.sizes:
             self._cargo.old.take(name, old)
         new = self._new

@@ -19,7 +19,7 @@ _BACKEND = "null"
 
 
 class StrayCollective(RuntimeError):
-    """Somebody called a collective without saying among whom."""
+    """A collective was called without the group that it is for."""
 
 
 class NullGroup(dist.ProcessGroup):
