@@ -64,7 +64,8 @@ def build_over(
     precision: Precision,
     reshard_after_forward: bool = True,
 ) -> Transformer:
-    """The same over memory that is there already: this rank's part of every parameter, flat. `shards` is emptied.
+    """The model of `spec`, spread over `mesh`, over memory that is there already: this rank's part of every parameter,
+    flat. `shards` is emptied.
 
     A part that has fewer rows than the first rank's is copied into padded memory, as FSDP2 needs it.
     """

@@ -34,7 +34,7 @@ class Block:
     start: tuple[int, ...]
     data: Tensor
     padded: bool = False
-    """The whole tensor may have another length on the other side; what both sides have moves."""
+    """Whether the whole tensor may have another length on the other side; what both sides have is moved."""
 
     @cached_property
     def piece(self) -> Piece:
@@ -42,7 +42,7 @@ class Block:
 
     @cached_property
     def memory(self) -> Tensor:
-        """From the first element to the last, flat, with whatever lies between."""
+        """Memory of the block from its first element to its last, flat, with whatever lies between."""
         return self.data.as_strided((self.piece.size,), (1,), self.data.storage_offset())
 
     def beside(self, whole: Tensor, other: Tensor) -> "Block":
@@ -58,10 +58,10 @@ class KnownBlocks:
     def __init__(self, before: "KnownBlocks | None" = None) -> None:
         self._before = before._now if before is not None else {}
         self._now: dict[int, tuple[Tensor, tuple[object, ...], list[Block]]] = {}
-        """By the tensor's id: the tensor, how it lies, its blocks."""
+        """Tensors by their id: (the tensor, how it lies, its blocks)."""
 
     def of(self, name: str, tensor: Tensor) -> list[Block]:
-        """To be called without gradients."""
+        """The blocks of a tensor. To be called without gradients."""
         known = self._before.get(id(tensor))
         if known is None or known[0] is not tensor or known[1] != _lying(tensor):
             blocks = blocks_of(name, tensor)
@@ -70,12 +70,12 @@ class KnownBlocks:
         return known[2]
 
     def forget(self) -> None:
-        """The state is whole: nothing of the one before is needed any more."""
+        """Forget the state before: all tensors of this one are known."""
         self._before = {}
 
 
 def _lying(tensor: Tensor) -> tuple[object, ...]:
-    """All that its blocks follow from."""
+    """All that a tensor's blocks follow from."""
     local, mesh, placements = tensor, None, None
     if isinstance(tensor, DTensor):
         local, mesh, placements = tensor.to_local(), tensor.device_mesh, tensor.placements
@@ -106,7 +106,7 @@ _runs = lru_cache(maxsize=10_000)(held_runs)
 
 
 def _cuts(name: str, tensor: DTensor) -> tuple[Cut, ...] | None:
-    """None on a rank outside the mesh."""
+    """The cuts that make this rank's part of a DTensor; None on a rank outside the mesh."""
     coordinates = tensor.device_mesh.get_coordinate()
     if coordinates is None:
         return None
@@ -135,7 +135,7 @@ def _products(shape: tuple[int, ...], runs: list[list[tuple[int, int, int]]], lo
 
 
 def plain(name: str, tensor: Tensor) -> Tensor:
-    """Raises `NotReshardable` for what is not simply memory with strides."""
+    """The tensor itself. Raises `NotReshardable` for what is not simply memory with strides."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
         kind = type(tensor).__name__ if type(tensor) is not Tensor else f"tensor with layout {tensor.layout}"

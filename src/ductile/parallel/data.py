@@ -85,12 +85,12 @@ def like(parameter: Tensor, local: Tensor) -> Tensor:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's part, sharing memory."""
+    """This rank's part of a tensor, sharing memory."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def full(tensor: Tensor) -> Tensor:
-    """All of it, without gradient; all ranks must ask for it.
+    """The whole of a tensor, without gradient; all ranks must ask for it.
 
     DTensor's own way asks gloo for a collective that it does not have for what lies on a GPU.
     """
@@ -115,7 +115,7 @@ def _rows(parameter: Tensor) -> slice:
 
 
 def _chunk(parameter: DTensor) -> int:
-    """Rows of a rank that has all that it may have."""
+    """Rows of a rank that has as many as a rank can have."""
     mesh = parameter.device_mesh
     return -(-len(parameter) // mesh.size(mesh.ndim - 1))
 

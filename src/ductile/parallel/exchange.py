@@ -20,12 +20,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from ductile.fabric.groups import timeout_of
 
 LEAST_S = 0.001
-"""That one waits at least: torch counts a timeout in whole milliseconds, and takes 0 for the group's own."""
+"""Least wait for a message: torch counts a timeout in whole milliseconds, and takes 0 for the group's own."""
 
 
 class FreshMemory:
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """For one call."""
+        """Fresh memory for one collective; FSDP2 asks for it."""
         return torch.empty(tuple(map(int, size)), dtype=dtype, device=device)
 
 
@@ -69,7 +69,7 @@ def exchange(leaving: Sequence[Tensor], coming: Sequence[Tensor], group: dist.Pr
     Collective. Returns when both are through; raises RuntimeError when a rank has died, or when not all are through
     after the group's timeout.
     """
-    # As it is now: by itself, what gloo sends from rank to rank keeps the timeout that the group was made with.
+    # The group's timeout as it is now: by itself, a message of gloo's keeps the one that the group was made with.
     deadline = monotonic() + timeout_of(group).total_seconds()
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     under_way = [group.recv([coming[rank]], rank, 0) for rank in others]

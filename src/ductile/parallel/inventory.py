@@ -25,10 +25,11 @@ from ductile.parallel.blocks import Block, KnownBlocks, plain
 from ductile.parallel.megatron import MegatronModule, ShardedTensor, ShardedTensorFactory, sharded_block
 
 State = Any
-"""A mapping, a module, an optimizer, a tensor or another description of one, None; or a list of such parts."""
+"""What can be resharded: a mapping, a module, an optimizer, a tensor or another description of one, None; or a list of
+such parts."""
 
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""What activation checkpointing and torch.compile put into names."""
+"""Parts of names that activation checkpointing and torch.compile add."""
 
 
 class Inventory:
@@ -47,9 +48,9 @@ class Inventory:
         self._once = source is not None
         self._known = KnownBlocks(before._known if before is not None else None)
         self._owners: dict[int, tuple[str, Tensor]] = {}
-        """By the parameter's id: its name, and the memory that its blocks are views of."""
+        """Parameters by their id: (name, the memory that the blocks are views of)."""
         self._names: dict[tuple[int, ...], str] = {}
-        """By the place and shape of the memory: its first name."""
+        """First name of each tensor, by the place and shape of its memory."""
         optimizers: list[torch.optim.Optimizer] = []
         for part in state if isinstance(state, list | tuple) else [state]:
             if isinstance(part, str | bytes | int | float):
@@ -62,7 +63,7 @@ class Inventory:
         self._known.forget()
 
     def held(self) -> list[Held]:
-        """The description of it all, tensors that lie alike together."""
+        """The description of all tensors; those that lie alike share one `Held`."""
         alike: dict[tuple[str, tuple[int, ...], tuple[Piece, ...], bool], list[str]] = {}
         for name, blocks in self.tensors.items():
             dtype = str(blocks[0].data.dtype).removeprefix("torch.")
@@ -81,11 +82,11 @@ class Inventory:
 
     @cached_property
     def buffers(self) -> dict[str, Tensor]:
-        """Their memory, flat."""
+        """The blocks' memory, flat, by the name of the buffer."""
         return {name: block.memory for name, block in self.blocks.items()}
 
     def is_like(self, other: "Inventory") -> bool:
-        """The same names, in the same memory, which they share out alike."""
+        """Whether both have the same names in the same memory, cut alike."""
         if self.tensors == other.tensors:  # the same blocks: nothing had to be described again
             return self.left_out == other.left_out
         pairs = zip(self.buffers.items(), other.buffers.items(), strict=True)

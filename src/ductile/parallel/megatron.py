@@ -28,7 +28,7 @@ class ShardedTensor(Protocol):
     prepend_axis_num: int
     """Leading dims of the whole tensor that the local one lacks, such as the number of the layer or expert."""
     allow_shape_mismatch: bool
-    """The vocabulary is padded, and may be padded to another length on the other side."""
+    """Whether the whole tensor may have another length on the other side, as a padded vocabulary may."""
 
 
 @runtime_checkable
@@ -43,7 +43,7 @@ class ShardedTensorFactory(Protocol):
 
 
 def sharded_block(tensor: ShardedTensor) -> list[Block]:
-    """No block when the descriptor has no data."""
+    """The block that a descriptor stands for, if it has data."""
     if tensor.data is None:
         return []
     data = plain(tensor.key, tensor.data.detach())
@@ -78,7 +78,7 @@ class MegatronModule:
     parts: Mapping[str, Sequence[int]] = field(default_factory=dict)
     lengths: Mapping[str, int] = field(default_factory=dict)
     rename: Callable[[str], str] = lambda name: name
-    """From this rank's name to the name in the whole model: a pipeline stage counts its layers from zero."""
+    """Function from this rank's name to the name in the whole model: a pipeline stage counts its layers from zero."""
 
     def blocks(self) -> Iterator[tuple[str, Tensor, list[Block]]]:
         """Name, tensor and blocks of every parameter and persistent buffer."""

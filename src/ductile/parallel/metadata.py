@@ -24,8 +24,8 @@ ALLOWED = {
     "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
     "pathlib": {"PosixPath"},
 }  # fmt: skip
-"""By module; none of them does more than to hold values. `BytesStorageMetadata` is not here: torch unpickles what it
-describes."""
+"""Names that a pickle may name, by module; none of them does more than hold values. `BytesStorageMetadata` is not here:
+torch unpickles what it describes."""
 
 
 class UnsafeMetadata(Exception):
@@ -44,7 +44,8 @@ class SafeReader(FileSystemReader):
 
 
 def _load(pickled: bytes) -> object:
-    """Raises UnsafeMetadata, too, where the pickle sets attributes of what it names: these classes are everybody's."""
+    """Unpickle metadata. Raises UnsafeMetadata, too, where the pickle sets attributes of what it names: these classes
+    are the whole process's."""
     named = [getattr(import_module(module), name) for module, names in ALLOWED.items() for name in names]
     classes = [each for each in named if hasattr(each, "__dict__")]
     before = [dict(vars(each)) for each in classes]

@@ -11,7 +11,7 @@ from ductile.parallel.inventory import Inventory
 
 
 class Move:
-    """Can be made again as long as plan and memory are the same (`key`).
+    """A transfer that can run again as long as plan and memory are the same (`key`).
 
     The carrier takes memory on `device`. What lies elsewhere, such as step counts that an optimizer keeps on the CPU,
     makes a detour over a copy there.

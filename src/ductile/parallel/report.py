@@ -14,11 +14,11 @@ class Report:
 
     plan: Plan
     carrier: str
-    """Its name and why it was chosen."""
+    """The carrier's name, and why it was chosen."""
     received_bytes: int
-    """By this rank, from others."""
+    """Bytes that this rank received from others."""
     seconds: Mapping[str, float]
-    """By phase, on this rank: describe, carrier, plan, agree, transfer."""
+    """Seconds on this rank by phase: describe, carrier, plan, agree, transfer."""
     left_out: tuple[str, ...]
     """Values of the target that are not tensors, and were not moved."""
 
@@ -29,7 +29,7 @@ class Report:
 
 
 class Clock:
-    """Seconds by phase."""
+    """Measures the seconds that each phase takes."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

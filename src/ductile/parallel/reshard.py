@@ -39,7 +39,7 @@ from ductile.parallel.report import Clock, Report
 _Kind = TypeVar("_Kind")
 
 REMEMBERED = 32
-"""Layouts; the oldest goes first."""
+"""Most layouts that are remembered; the oldest goes first."""
 
 
 def reshard(
@@ -57,18 +57,18 @@ def reshard(
 
 
 class _Note(msgspec.Struct, frozen=True):
-    """What a rank says of its part of one side."""
+    """What a rank tells the others of its part of one side, source or target."""
 
     problem: str
     digest: bytes
     host: str
     on_gpu: bool
-    """Some of it is."""
+    """Whether some of the rank's part is on a GPU."""
     has_gpu: bool
 
 
 class _Verdict(msgspec.Struct, frozen=True):
-    """What a rank says after the transfer."""
+    """What a rank tells the others after the transfer."""
 
     problem: str
     sent: dict[int, int]
@@ -77,10 +77,10 @@ class _Verdict(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class _Side:
-    """What all ranks hold, and what this one does."""
+    """One side of a call, source or target: what all ranks hold."""
 
     held: list[Held]
-    """Of all ranks."""
+    """Descriptions of the tensors that all ranks hold."""
     layout: Layout
 
     @cached_property
@@ -97,7 +97,7 @@ class _Prepared:
     move: Move
     plan: Plan
     reason: str
-    """Why this carrier."""
+    """Why this carrier was chosen."""
 
 
 class Resharder:
@@ -105,8 +105,8 @@ class Resharder:
 
     It holds on to the tensors of its last call: when it gets the same ones again, nothing has to be prepared.
 
-    `group` has all ranks of both states, by default everybody. `timeout_s` bounds every wait. `carrier` is chosen by
-    what works between the ranks; "p2p" insists on messages through the group.
+    `group` has all ranks of both states, by default all of the job. `timeout_s` bounds every wait. `carrier` is chosen
+    by what works between the ranks; "p2p" insists on messages through the group.
     """
 
     def __init__(
@@ -125,13 +125,13 @@ class Resharder:
         self._planners: dict[bool, Planner] = {}
         self._sides: dict[tuple[bytes, ...], _Side] = {}
         self._inventories: dict[str, Inventory] = {}
-        """By side, of the last call."""
+        """Inventories of the last call, by side."""
         self._last: _Prepared | None = None
         self._topology = Topology()
         self._num_exchanges = 0
 
     def reshard(self, source_state: State, target_state: State) -> Report:
-        """Fill the tensors of `target_state` in place. Nobody may write to either state meanwhile.
+        """Fill the tensors of `target_state` in place. Neither state may be written to meanwhile.
 
         Raises, on every rank, `NotReshardable` when the states do not fit each other (nothing is touched then), and
         `TransferFailed` when a rank dies or does not answer in time: the source is whole, the target is not.
@@ -185,7 +185,7 @@ class Resharder:
         self._last = _Prepared(source, target, move, plan, reason)
 
     def _describe(self, side: str, state: State, source: Sequence[Held] | None) -> tuple[Inventory, _Side, bool]:
-        """This rank's inventory, what all ranks hold, and whether GPUs are what it should travel between."""
+        """This rank's inventory, what all ranks hold, and whether the bytes should travel between GPUs."""
         inventory, held, on_gpu, failure = None, b"", False, None
         try:
             inventory = self._inventories[side] = Inventory(state, source, self._inventories.get(side))
@@ -213,7 +213,7 @@ class Resharder:
         return inventory, self._sides[key], on_gpu
 
     def _carrier(self, on_gpu: bool) -> tuple[Carrier, str, torch.device]:
-        """With the device whose memory it carries; memory elsewhere takes a detour over a copy there."""
+        """(carrier, why it was chosen, device whose memory it carries); other memory makes a detour over a copy."""
         if on_gpu not in self._carriers:
             device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
             carrier, reason = self._choose(device)
@@ -233,7 +233,7 @@ class Resharder:
         return self._planners[one_sided].plan(source, target)
 
     def _agree(self, plan: Plan, source: Inventory, target: Inventory, carrier: Carrier, device: torch.device) -> Move:
-        """All ranks are ready to carry out the same plan, or all raise."""
+        """Make the move, and find out that all ranks have the same plan; else all raise."""
         move, failure = self._last.move if self._last is not None else None, None
         try:
             if move is None or move.key != Move.key_of(plan, source, target):
@@ -250,7 +250,7 @@ class Resharder:
         return move
 
     def _run(self, move: Move) -> Moved:
-        """All ranks have what they should, or all raise."""
+        """Move, and find out that every rank has what was sent to it; else all raise."""
         moved, failure = None, None
         start = time.monotonic()
         try:
@@ -285,7 +285,7 @@ class Resharder:
 
 
 def _data(before: _Side, after: _Side) -> tuple[Layout, Layout]:
-    """Both layouts without what only one of them pads its tensors with."""
+    """Both layouts without the padding that only one of them has."""
     shapes: dict[str, Shape] = {}
     for name in before.padded & after.padded:
         here, there = before.layout[name].shape, after.layout[name].shape
@@ -325,5 +325,5 @@ def _carries(group: dist.ProcessGroup, kind: str) -> bool:
 
 
 def _meeting_device(group: dist.ProcessGroup) -> str:
-    """Where notes can be gathered."""
+    """The device on which the group can gather notes."""
     return "cpu" if _carries(group, "cpu") else f"cuda:{torch.cuda.current_device()}"

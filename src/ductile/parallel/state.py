@@ -52,7 +52,7 @@ def load(tensors: Mapping[str, Tensor], path: str | Path, ranks: Ranks) -> None:
 
 
 class _NamingWriter(FileSystemWriter):
-    """Says which disk failed, and why: torch's own error is of its zip writer, which misses what was not written."""
+    """Names the disk that failed, and why: torch's own error is its zip writer's, which misses what was not written."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
@@ -68,5 +68,5 @@ class _NamingWriter(FileSystemWriter):
 
 
 def _first(error: CheckpointException) -> BaseException:
-    """What failed on the first rank that failed."""
+    """The error of the first rank that failed."""
     return next(iter(error.failures.values()))[0]
