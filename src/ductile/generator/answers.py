@@ -38,7 +38,7 @@ class Choice:
 
 class Format(Protocol):
     prefix: str
-    """Of the answer's id."""
+    """Beginning of the response's id: "chatcmpl"."""
     whole_object: str
     chunk_object: str
 

@@ -30,10 +30,10 @@ from ductile.generator import sequence
 from ductile.generator.scheduler import Chunk
 
 GROUP_COST_BLOCKS = 16
-"""Running one more group costs about as much as reading this many padded blocks (16 tokens of 2 heads of 64, CPU)."""
+"""Padded blocks whose reading costs about as much as one more group (16 tokens of 2 heads of 64, CPU)."""
 
 WINDOW_ROOM_TOKENS = 64
-"""A window is made this much longer than its longest sequence; when that is used up it is made anew."""
+"""Tokens that a window has room for beyond its longest sequence; when they are used up it is made anew."""
 
 
 class KVCache:
@@ -53,7 +53,7 @@ class KVCache:
         return self.keys.dtype
 
     def shape_outside(self, num_tokens: int) -> tuple[int, ...]:
-        """Of what `take_out` returns."""
+        """Shape of what `take_out` returns."""
         return (2, self.keys.shape[0], num_tokens, *self.keys.shape[-2:])
 
     @staticmethod
@@ -82,7 +82,7 @@ class KVCache:
         return content.cpu()
 
     def put_in(self, blocks: Sequence[int], start: int, end: int, content: Tensor) -> None:
-        """Tokens `start : end` of what `take_out` returned, into the blocks of another sequence."""
+        """Copy tokens `start : end` of what `take_out` returned into the blocks of another sequence."""
         slots = self._slots(blocks, start, end)
         for cached, part in zip((self.keys, self.values), content, strict=True):
             cached.flatten(1, 2).index_copy_(1, slots, part[:, start:end].to(cached.device))
@@ -262,7 +262,7 @@ def _decode_parts(
 
 
 Members = tuple[tuple[sequence.Sequence, int, int], ...]
-"""Each sequence, the weights its cache was begun under, and the position of its token."""
+"""Members of a group: each sequence, the weights its cache was begun under, and the position of its token."""
 
 
 def _members(chunks: Sequence[Chunk], ahead: int = 0) -> Members:
@@ -271,7 +271,7 @@ def _members(chunks: Sequence[Chunk], ahead: int = 0) -> Members:
 
 
 def _window_len(chunks: Sequence[Chunk], block_size: int) -> int:
-    """Whole blocks: a window is gathered from the cache in one pass."""
+    """Tokens of a new window: whole blocks, as it is gathered from the cache in one pass."""
     return -(-(chunks[-1].end + WINDOW_ROOM_TOKENS) // block_size) * block_size
 
 
@@ -280,7 +280,8 @@ def _shape(chunk: Chunk) -> tuple[int, int]:
 
 
 def _padded_blocks(chunks: Sequence[Chunk], cache: KVCache, num_blocks: int | None = None) -> Tensor:
-    """[N, num_blocks], by default as many as the longest has. Shorter rows go on with block 0, which is masked."""
+    """Blocks of each chunk [N, num_blocks], by default as many as the longest has. Shorter rows go on with block 0,
+    which is masked."""
     used = [chunk.blocks(cache.block_size) for chunk in chunks]
     padded = np.zeros((len(used), num_blocks or max(map(len, used))), dtype=np.int64)
     for row, blocks in zip(padded, used, strict=True):

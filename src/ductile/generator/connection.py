@@ -74,7 +74,7 @@ class BoundedHTTP(h11.Connection):
 
 
 class Connection(H11Protocol):
-    """uvicorn's, with deadlines. Subclassed for each server, as uvicorn makes its instances (`crowded`)."""
+    """uvicorn's connection, with deadlines. Subclassed for each server, as uvicorn makes its instances (`crowded`)."""
 
     crowd: Crowd
 

@@ -103,7 +103,7 @@ def check(path: str, method: str, headers: Headers, config: ServerConfig) -> Non
 
 
 def host_name(host: str) -> str:
-    """Of a Host header: without the port, and without the brackets of an IPv6 address."""
+    """The name in a Host header, without the port and without the brackets of an IPv6 address."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0]
@@ -121,15 +121,15 @@ def _too_large(max_body_bytes: int) -> Refusal:
 
 
 class Bodies:
-    """Bodies on their way in."""
+    """Reads the bodies of requests, and bounds what all that are on their way take together."""
 
     def __init__(self, max_body_bytes: int, timeout_s: float) -> None:
         self._max_body_bytes, self._timeout_s = max_body_bytes, timeout_s
         self._num_bytes: dict[asyncio.Timeout, int] = {}
-        """Of each that is being read."""
+        """Bytes that have come of each body that is being read, by the deadline of its reading."""
 
     async def read(self, receive: Receive) -> bytes | None:
-        """All of it; None when the client goes away before. Raises `Refusal`."""
+        """A whole body; None when the client goes away before its end. Raises `Refusal`."""
         deadline = asyncio.timeout(self._timeout_s)
         chunks: list[bytes] = []
         try:
@@ -157,7 +157,7 @@ class Bodies:
             self._num_bytes.pop(deadline, None)
 
     def _make_room(self) -> None:
-        """End the reading of the largest, until all fit."""
+        """End the reading of the largest bodies, until the rest fit."""
         while sum(self._num_bytes.values()) > BODIES_AT_ONCE * self._max_body_bytes:
             largest = max(self._num_bytes, key=self._num_bytes.__getitem__)
             del self._num_bytes[largest]

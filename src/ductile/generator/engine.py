@@ -61,13 +61,13 @@ class Engine:
         )
         self._cache = KVCache(model.spec, num_blocks, config.block_size, dtype, device)
         self._attention: PagedAttention | None = None
-        """That of the last step."""
+        """Attention of the last step, which gives its windows to the next one."""
         self.device = device
         self._eos_token_ids = frozenset(eos_token_ids)
         self._decode = decode
         self._live: dict[str, Sequence] = {}
         self._ended: list[Generation] = []
-        """Ended outside of a step, reported by the next one."""
+        """Completions that ended outside of a step; the next step reports them."""
         self.failed: dict[str, Exception] = {}
         """Requests that the last step could not go on with, and why. They are gone; the others do not notice."""
         self._num_arrived = 0
@@ -147,7 +147,7 @@ class Engine:
         return bool(self._live or self._ended)
 
     def running(self) -> list[str]:
-        """The requests in the batch, those that the last step gave a token among them."""
+        """Ids of the requests in the batch; those that the last step gave a token are among them."""
         return [sequence.request.id for sequence in self.scheduler.running]
 
     def peek(self, id: str, start: int = 0) -> tuple[list[int], list[float]] | None:
@@ -198,7 +198,7 @@ class Engine:
         self.scheduler.weights_changed(keep_cache=self.config.keep_cache_on_update)
 
     def num_generated(self) -> dict[str, int]:
-        """By request in flight."""
+        """Tokens generated so far, by request in flight."""
         return {id: sequence.num_generated for id, sequence in self._live.items()}
 
     def stats(self) -> EngineStats:

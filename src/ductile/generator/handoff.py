@@ -25,7 +25,7 @@ class CacheUnavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class HandedCache:
-    """Of the first tokens of one request, all computed under one version."""
+    """KV cache of the first tokens of one request, all computed under one weight version."""
 
     content: Tensor
     """Keys, then values: [2, layers, tokens, key/value heads, head size]. On the CPU."""
@@ -46,7 +46,8 @@ class Shelf:
         return len(self._segments)
 
     def put(self, id: str, cache: HandedCache) -> CacheNote:
-        """What lay there under this id goes: the request has been elsewhere since, and came back from there.
+        """Keep a cache for others to fetch. What was kept under this id goes: the request has been elsewhere since, and
+        came back.
 
         Raises `OSError` when there is no memory for it, or too many files are open."""
         self.forget([id])
@@ -70,7 +71,8 @@ class Shelf:
 
 
 def fetch(note: CacheNote, shape: Sequence[int], dtype: torch.dtype) -> HandedCache:
-    """`shape` and `dtype` are what the content of `note.num_tokens` tokens has here. Raises `CacheUnavailable`."""
+    """The cache that a note describes. `shape` and `dtype` are what the content of `note.num_tokens` tokens has here.
+    Raises `CacheUnavailable`."""
     expected = torch.Size(shape).numel() * dtype.itemsize
     if note.num_bytes != expected:
         raise CacheUnavailable(

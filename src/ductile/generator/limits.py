@@ -23,25 +23,25 @@ class Limits:
     vocab_size: int
     max_model_len: int
     cache_tokens: int
-    """What the whole cache holds."""
+    """Tokens that the whole KV cache holds."""
 
     def max_len(self, prompt_len: int, max_tokens: int) -> int:
         """Prompt plus answer, in tokens, at which generation ends."""
         return min(prompt_len + max_tokens, self.max_model_len)
 
     def room(self, prompt_len: int) -> int:
-        """For an answer, in tokens: as the model and the whole cache go."""
+        """Tokens that the model and the whole KV cache leave for a completion."""
         return min(self.max_model_len, self.cache_tokens) - prompt_len
 
     def too_long(self, num_prompt: str) -> str:
-        """`num_prompt`: the prompt's tokens, or what is known of them."""
+        """Why a prompt is refused for its length. `num_prompt`: the prompt's tokens, or what is known of them."""
         return (
             f"the prompt has {num_prompt} tokens; model.max_model_len {self.max_model_len} leaves room for "
             f"{self.max_model_len - 1} and one of the answer"
         )
 
     def why_not(self, request: GenerateRequest) -> str:
-        """Empty when the request can be served."""
+        """Why the request can never be served; empty when it can."""
         num_prompt = len(request.prompt)
         if not num_prompt:
             return "the prompt has no tokens; it needs at least one"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 WINDOW_S = 10.0
 MOST_LINES = 5
-"""In a window."""
+"""Most lines that a logger writes in a window."""
 
 
 class LogLimit(logging.Filter):

@@ -63,10 +63,10 @@ IGNORED = frozenset(
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""Of 64 bits, as everywhere below."""
+"""Whole number of 64 bits, as all whole numbers below are."""
 
 MAX_CHOICES = 1024
-"""Of one prompt."""
+"""Most choices of one prompt."""
 
 
 def _sampled_only(logprobs: Any) -> Any:
@@ -97,7 +97,7 @@ class Body(BaseModel):
 
 
 class SamplingFields(Body):
-    """Null means the default, as clients send it."""
+    """Sampling as a body gives it. Null means the default, as clients send it."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     temperature: Number | None = None
@@ -108,7 +108,7 @@ class SamplingFields(Body):
     seed: Annotated[Int, Field(lt=2**63 - MAX_CHOICES)] | None = None
     """Choice number k of a prompt gets the seed plus k."""
     stop: list[str] | None = None
-    """In the body also a single text."""
+    """Stop strings. The body may also give a single text."""
     stop_token_ids: Annotated[list[Int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -124,7 +124,7 @@ class SamplingFields(Body):
         raise ValueError(f"stop is {show(stop)}; it must be a text or a list of texts")
 
     def sampling(self, default_max_tokens: int) -> Sampling:
-        """Of choice 0."""
+        """The sampling of choice 0 of a prompt."""
         top_k = self.top_k if self.top_k is not None else -1
         return Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -146,7 +146,7 @@ class StreamOptions(Body):
 
 
 class TextRequest(SamplingFields):
-    """What completions and chat have in common."""
+    """Fields that the bodies of completions and chat have in common."""
 
     model: str | None = None
     stream: bool | None = None
@@ -156,14 +156,14 @@ class TextRequest(SamplingFields):
     return_tokens_as_token_ids: bool | None = None
     """Spell the tokens of `logprobs` "token_id:123"."""
     priority: Int | None = None
-    """vLLM's: the lower goes first."""
+    """Priority as in vLLM: requests with a lower number go first."""
 
 
 class CompletionRequest(TextRequest):
     prompt: list[str | list[int]]
-    """In the body: a text, a list of token ids, or a list of either. Here always a list of prompts."""
+    """Prompts, each a text or a list of token ids. The body may also give a single one."""
     logprobs: Logprobs = None
-    """0 and 1 both give the sampled token's; there are no alternatives."""
+    """0 and 1 both ask for the sampled tokens' log-probs; alternatives are not offered."""
     add_special_tokens: bool | None = None
 
     @field_validator("prompt", mode="before")
@@ -180,12 +180,12 @@ class CompletionRequest(TextRequest):
 
 
 class ChatMessage(BaseModel):
-    """Whatever else it has goes to the template as it is."""
+    """A message of a chat. Fields besides these go to the template as they are."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | None = None
-    """In the body a text, or a list of parts that are."""
+    """Text of the message. The body may also give a list of parts that are texts."""
 
     @field_validator("content", mode="before")
     @classmethod

@@ -16,11 +16,11 @@ class StepLoad:
     num_sequences: int
     num_tokens: int
     context_tokens: int
-    """Of all its sequences together, the new tokens included."""
+    """Tokens in the contexts of all the step's sequences together, the new tokens included."""
     num_fills: int
-    """Caches that were copied in before."""
+    """Handed-over caches that were copied into the KV cache before the step."""
     num_decoding: int = 0
-    """Of its sequences; the others' prompts, or handed-over contexts, were computed."""
+    """Sequences that the step gave one token; of the others it computed prompts, or contexts that were handed over."""
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], num_fills: int) -> "StepLoad":
@@ -34,7 +34,7 @@ class StepLoad:
 
 @dataclass(slots=True)
 class _Steps:
-    """Some that only decoded."""
+    """Sums over some steps that only decoded."""
 
     num_steps: int = 0
     sequences: int = 0
@@ -50,7 +50,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._decodes: dict[int, _Steps] = {}
-        """By number of sequences."""
+        """Steps that only decoded, by number of sequences."""
         self._prefilled = (0, 0.0)
         self._latest: tuple[int, float] | None = None
         """Sequences and seconds of the latest step that only decoded."""
@@ -86,7 +86,7 @@ class Pace:
 
 
 def _points(sizes: Sequence[_Steps]) -> tuple[tuple[float, float, float], ...]:
-    """One for each size, or for some neighbouring ones together when there are too many."""
+    """One point for each size of batch, or for some neighbouring ones together when there are too many."""
     num = min(len(sizes), MOST_POINTS)
     cuts = [len(sizes) * point // num for point in range(num + 1)] if num else []
     return tuple(_together(sizes[start:end]).point() for start, end in pairwise(cuts))

@@ -13,14 +13,14 @@ from ductile.generator.limits import Limits, Overloaded, RequestRefused
 from ductile.tasks.tokenizer import Tokenizer
 
 LARGE_CHARS = 2**16
-"""Texts of one request that have more take turns with those of others."""
+"""Characters beyond which the texts of a request take turns with those of other requests."""
 
 CHARS_A_TOKEN = 4
-"""Few texts have more: of a prompt that fits, the beginning is nearly always all of it."""
+"""Characters a token that few texts exceed: the beginning of a prompt that fits is nearly always all of it."""
 
 SURELY = 2
-"""Where a beginning has so many times the tokens that fit, the whole has too many, however the rest changes its last
-ones."""
+"""Times the tokens that fit: a text whose beginning has more has too many as a whole, however its rest changes the
+beginning's last tokens."""
 
 
 class PromptEncoder:
@@ -31,7 +31,8 @@ class PromptEncoder:
         self._max_waiting_chars, self._waiting_chars = max_waiting_chars, 0
 
     async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """In a thread. Cancelled before its turn, it costs nothing. Raises `RequestRefused`, `Overloaded`."""
+        """Turn texts into token ids, in a thread. Cancelled before its turn, it costs nothing. Raises `RequestRefused`,
+        `Overloaded`."""
         self._refuse_far_too_long(max(map(len, texts), default=0))
         num_chars = sum(map(len, texts))
         if num_chars <= LARGE_CHARS:
@@ -55,7 +56,7 @@ class PromptEncoder:
             )
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """Ends at the first that is too long."""
+        """Encode the texts; the first that is too long ends it with `RequestRefused`."""
         return [self._encode_one(text, add_special_tokens) for text in texts]
 
     def _encode_one(self, text: str, add_special_tokens: bool) -> list[int]:

@@ -12,13 +12,13 @@ from ductile.generator.openai_api import Body
 B = TypeVar("B", bound=Body)
 
 MAX_CONTAINERS = 2**16
-"""Lists and objects in a body. Each empty one takes two bytes there and eighty in memory."""
+"""Most lists and objects in a body. Each empty one takes two bytes there and eighty in memory."""
 
 _NO_MARKS = bytes(set(range(256)) - set(b'"[{'))
 
 
 class BadBody(Exception):
-    """The text is for the client; `param` is the field."""
+    """A body is not what the API asks for. The text is for the client; `param` is the field."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)

@@ -23,7 +23,7 @@ from ductile.records import FinishReason, GenerateRequest, Generation, Sampling
 from ductile.wire.messages import EngineStats
 
 STALLED_AFTER_S = 60.0
-"""No engine step takes so long."""
+"""Seconds of one engine step after which the engine counts as stuck."""
 
 PROBE = "probe"
 """The id of the request that asks an idle engine for a step."""
@@ -42,7 +42,7 @@ class Delta:
     """What one request of a call generated since the last time."""
 
     index: int
-    """Of the request in its call."""
+    """Place of the request among those of its call."""
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason | None
@@ -67,7 +67,7 @@ class EngineRunner:
         self._loop = asyncio.get_running_loop()
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._listeners: dict[str, _Listener] = {}
-        """Touched by the thread only, as are the engine and `_probes`."""
+        """Listeners by request id. Only the thread touches them, the engine and `_probes`."""
         self._probes: list[asyncio.Queue[Delta | Exception]] = []
         self._stopping = False
         self._failure: EngineFailed | None = None
@@ -90,7 +90,7 @@ class EngineRunner:
     async def generate(self, requests: Sequence[GenerateRequest], each_step: bool) -> AsyncGenerator[Delta]:
         """Yields until all requests ended: their tokens after each step, or all at the end.
 
-        Whoever stops iterating aborts what has not ended. Raises `RequestRefused` before the first delta,
+        A caller that stops iterating aborts what has not ended. Raises `RequestRefused` before the first delta,
         `RequestFailed` and `EngineFailed` at any time.
         """
         mailbox: asyncio.Queue[Delta | Exception] = asyncio.Queue()

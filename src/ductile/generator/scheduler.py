@@ -33,7 +33,7 @@ class Chunk:
         return self.start + self.count
 
     def blocks(self, block_size: int) -> list[int]:
-        """Those that hold its tokens and all before them."""
+        """Blocks that hold the chunk's tokens and all before them."""
         return self.sequence.blocks[: -(-self.end // block_size)]
 
     @property
@@ -61,10 +61,10 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.share_prefixes = share_prefixes
         self.running: list[Sequence] = []
-        """In order, as `waiting` is. Exactly these hold blocks."""
+        """Sequences that hold blocks, sorted by `Sequence.order` as `waiting` is."""
         self.waiting: list[Sequence] = []
         self.fills: list[Fill] = []
-        """What must be done before the step that was scheduled last."""
+        """Fills that must be done before the step that was scheduled last."""
         self.num_preempted = 0
         self._salt = 0
 
@@ -89,7 +89,7 @@ class Scheduler:
                 self._back_to_waiting(self.running[-1])
 
     def is_pure(self, sequence: Sequence) -> bool:
-        """Whether all that it has in its blocks was computed under the live weights."""
+        """Whether all that a sequence has in its blocks was computed under the live weights."""
         return sequence.salt == self._salt
 
     def schedule(self) -> list[Chunk]:
@@ -132,7 +132,7 @@ class Scheduler:
         return True
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Give it blocks for all known tokens, shared ones where there are, or nothing when there are too few."""
+        """Give a sequence blocks for all known tokens, shared ones where there are, or none when there are too few."""
         shared: list[int] = []
         if self.share_prefixes:
             sequence.keys.clear()
@@ -186,5 +186,5 @@ def _order(sequence: Sequence) -> tuple[int, int]:
 
 
 def _take_out(sequences: list[Sequence], sequence: Sequence) -> None:
-    """Of a list in order, found by bisection: a hundred thousand aborts at once must not look through it each."""
+    """Remove a sequence from a sorted list by bisection, as a hundred thousand may be aborted at once."""
     del sequences[bisect_left(sequences, sequence.order, key=_order)]

@@ -14,25 +14,25 @@ class Sequence:
     order: tuple[int, int]
     """(-priority, arrival): the smaller goes first."""
     stream: int
-    """64-bit key of its random numbers (`ductile.generator.sampler.stream_key`)."""
+    """64-bit key of the sequence's random numbers (`ductile.generator.sampler.stream_key`)."""
     max_len: int
-    """Prompt plus answer, in tokens, at which it ends."""
+    """Tokens of prompt and completion at which the sequence ends."""
     stop_ids: Collection[int]
     texts: Collection[TextStream] = ()
-    """They look for the stop strings; empty when there are none."""
+    """Streams that look for the stop strings; empty when there are none."""
     handed: HandedCache | None = None
-    """What another engine has computed of it, until it gets blocks here or the weights change."""
+    """KV cache that another engine computed of the sequence; None once it has blocks here or the weights changed."""
     tokens: list[int] = field(init=False)
-    """Prompt, then answer."""
+    """Tokens of the prompt, then of the completion."""
     logprobs: list[float] = field(init=False)
     versions: list[int] = field(init=False)
     blocks: list[int] = field(default_factory=list[int])
     keys: list[bytes] = field(default_factory=list[bytes])
-    """Content keys of its full blocks, valid under `salt`."""
+    """Content keys of the sequence's full blocks, valid under `salt`."""
     salt: int = -1
-    """The weights that its first block was computed under; -1 when it holds none."""
+    """Number of the weights that the first block was computed under; -1 when the sequence holds none."""
     num_registered: int = 0
-    """Leading blocks that others can find."""
+    """Leading blocks that other sequences can find."""
     num_computed: int = 0
     """Leading tokens whose keys and values are in the cache, or will be when the scheduled step has run."""
 
@@ -60,7 +60,7 @@ class Sequence:
             text.push([token], last=False)
 
     def finish_reason(self) -> FinishReason | None:
-        """None while it goes on."""
+        """Why the sequence has ended; None while it goes on."""
         if self.num_generated and self.tokens[-1] in self.stop_ids:
             return "stop"
         if any(text.stopped for text in self.texts):
@@ -70,7 +70,7 @@ class Sequence:
         return None
 
     def so_far(self) -> GenerateRequest:
-        """What another engine needs to go on with it."""
+        """The request with which another engine can go on with the sequence."""
         answer = tuple(self.tokens[len(self.request.prompt) :])
         return replace(self.request, generated=answer, logprobs=tuple(self.logprobs), versions=tuple(self.versions))
 

@@ -31,7 +31,7 @@ TOKEN_MAX_TOKENS = 16
 
 
 class ClientGone(Exception):
-    """Nobody waits for this answer any more."""
+    """The client went away, so its response is not needed any more."""
 
 
 class UnknownModel(Exception):
@@ -63,7 +63,7 @@ class Service:
         self._prompts = PromptEncoder(tokenizer, engine.limits, max_waiting_chars)
 
     def admit(self, num_prompts: int, n: int | None) -> None:
-        """Before anything is done for a request that the server has no room for."""
+        """Raise `RequestRefused` or `Overloaded` for a request with more sequences than the server has room for."""
         num_sequences = num_prompts * (n or 1)
         if num_sequences > self._max_sequences:
             raise RequestRefused(

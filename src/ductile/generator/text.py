@@ -11,8 +11,7 @@ INCOMPLETE = "\ufffd"
 """What decoders write for bytes that are not (yet) a whole character."""
 
 MOST_INCOMPLETE = 3
-"""Of those at the end of a text that may still become a character; all before them are no character, and never will
-be."""
+"""Most `INCOMPLETE`s at the end of a text that may still become a character; those before them never will."""
 
 NUM_CONTEXT = 8
 """Tokens that are decoded again, only so that what follows them is spelled right."""
@@ -21,7 +20,7 @@ MAX_WINDOW = 12
 """Tokens that are decoded together, before all but `NUM_CONTEXT` are forgotten."""
 
 Decode = Callable[[list[int], bool], str]
-"""Tokens, and whether to leave out special ones."""
+"""Function from tokens, and whether to leave out special ones, to their text."""
 
 
 class TextStream:
@@ -40,15 +39,16 @@ class TextStream:
         self._window: list[int] = []
         """The context, then tokens that are not all taken."""
         self._taken = ""
-        """Of the window's text."""
+        """Beginning of the window's text that `push` has taken already."""
         self._num_open_tokens = 0
-        """At the window's end, since all of its text was taken."""
+        """Tokens at the window's end that came since all of its text was taken."""
         self._held = ""
         self.stopped = False
         """Whether a stop string has come."""
 
     def push(self, tokens: list[int], last: bool) -> str:
-        """`last`: no more will come, so nothing is held back except what stopped the answer."""
+        """Take tokens and return the text that is certain now. `last`: no more will come, so nothing is held back
+        except what stopped the completion."""
         if last and tokens and tokens[-1] in self._stop_ids:
             tokens = tokens[:-1]
         if self.stopped:
@@ -81,7 +81,7 @@ class TextStream:
         return text[num_taken:num_certain]
 
     def _forget(self, text: str) -> None:
-        """All but the context, which is a little longer where a character would be cut."""
+        """Drop all of the window but the context, which is a little longer where a character would be cut."""
         pending = text[len(self._taken) :]
         for size in range(NUM_CONTEXT, MAX_WINDOW):
             window = self._window[-size:]

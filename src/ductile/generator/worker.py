@@ -52,7 +52,7 @@ class GenerateRole:
         self._pace = Pace()
         self._stats_due = time.monotonic()
         self._stats_owed = False
-        """Requests left, so that the last statistics are wrong, also if there is nothing to do any more."""
+        """Whether requests have left, so that statistics must be told again even if there is nothing to do any more."""
 
     def handle(self, command: Any) -> Any:
         """All of a `Generate`'s requests are taken, or none: it raises `RequestRefused` before the first."""
