@@ -12,7 +12,7 @@ from ductile.trainer.loss import LossInputs
 
 LARGEST = torch.finfo(torch.float32).max
 NOTHING = Sample(token_ids=(0, 0), mask=(False, True))
-"""Runs in place of an empty micro-batch, so that the rank takes its part in every gather and reduction."""
+"""Sample that runs in place of an empty micro-batch, so that the rank takes its part in every gather and reduction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Batch:
 
     packed: PackedSamples
     weights: Tensor
-    """[N] each token's share in the summed loss."""
+    """Each token's share in the summed loss [N]."""
     num_trained: int
     sampled_logprobs: Tensor
     old_logprobs: Tensor
@@ -42,7 +42,8 @@ class Batch:
 
 
 def collate(micro_batch: MicroBatch, required: Sequence[str] = (), device: str | torch.device = "cpu") -> Batch:
-    """Raises ValueError when a sample lacks one of the `required` lists, or has a value that fp32 cannot hold."""
+    """A micro-batch as tensors. Raises ValueError when a sample lacks one of the `required` lists, or has a value that
+    fp32 cannot hold."""
     # Samples without a trained token have nothing to say in the loss, and other tokens cannot see them.
     samples = [sample for sample in micro_batch.samples if any(sample.mask)]
     num_trained = sum(sum(sample.mask) for sample in samples)

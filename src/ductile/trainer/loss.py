@@ -39,7 +39,7 @@ from ductile.config.trainer import (
 )
 
 MAX_LOG_RATIO = 20.0
-"""A ratio of 5e8: far beyond what means anything, far below what overflows."""
+"""Cap on the log of a ratio. A ratio of 5e8 is far beyond what means anything, and far below what overflows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +47,22 @@ class LossInputs:
     """The N trained tokens of one micro-batch, all tensors [N]. Only the first two have a gradient."""
 
     logprobs: Tensor
-    """Under the weights in training."""
+    """Log-probs under the weights in training."""
     entropies: Tensor
-    """Of the whole distribution that the token was drawn from, under the weights in training."""
+    """Entropy of the whole distribution that each token was drawn from, under the weights in training."""
     sampled_logprobs: Tensor
-    """As the generator reported them; 0 in SFT."""
+    """Log-probs that the generator reported; 0 in SFT."""
     old_logprobs: Tensor
-    """From the scorer, or else the generator's."""
+    """Log-probs under the weights before the batch: the scorer's, or without one the generator's."""
     reference: Tensor | None
-    """`ref_logprobs`; None for a loss that has not asked for them."""
+    """Log-probs of the reference model; None for a loss that has not asked for them."""
     advantages: Tensor
     sequences: Tensor
-    """int64: which of the micro-batch's samples the token belongs to."""
+    """Index (int64) of the micro-batch's sample that the token belongs to."""
 
     @property
     def ref_logprobs(self) -> Tensor:
-        """Of the reference model. Raises ValueError for a loss that has not asked for them."""
+        """Log-probs of the reference model. Raises ValueError for a loss that has not asked for them."""
         if self.reference is None:
             raise ValueError(
                 "the loss reads ref_logprobs and has not asked for them: write trainer.loss.needs_reference = true, "
@@ -74,19 +74,19 @@ class LossInputs:
 @dataclass(frozen=True, slots=True)
 class LossOutputs:
     loss: Tensor
-    """[N]"""
+    """Loss of each token [N]."""
     metrics: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """[N] each, without gradient; reported as the mean over all trained tokens. The names
-    must not depend on the tokens: ranks add up their metrics one by one."""
+    """Values of each metric [N], without gradient; their mean over all trained tokens is reported. The names must not
+    depend on the tokens: ranks add up their metrics one by one."""
 
 
 Loss = Callable[[LossInputs], LossOutputs]
-"""A custom one is called as `function(inputs, **kwargs)`. It may be called with made-up tokens, whose result is thrown
-away, where a rank has none."""
+"""Loss function. A custom one is called as `function(inputs, **kwargs)`. It may be called with made-up tokens, whose
+result is thrown away, where a rank has none."""
 
 
 def make_loss(config: LossConfig) -> Loss:
-    """Raises ImportPathError when a custom loss cannot be imported."""
+    """The loss function that the config names. Raises ImportPathError when a custom one cannot be imported."""
     match config:
         case DefaultLoss() | IPOLoss():
             return partial(policy_gradient, config=config)
@@ -147,7 +147,7 @@ def _beyond(limit: float | None, log_ratio: Tensor, advantages: Tensor) -> Tenso
 
 
 def _near_reference(outputs: LossOutputs, inputs: LossInputs, kl_coef: float) -> LossOutputs:
-    """With the KL term, and with what policy gradients report alike."""
+    """Add the KL term to the loss, and the metrics that all policy gradients report."""
     log_ratio = (inputs.logprobs - inputs.sampled_logprobs).detach()
     metrics = {**outputs.metrics, "entropy": inputs.entropies.detach(), "mismatch_kl": k3(log_ratio)}
     if not kl_coef:

@@ -16,7 +16,7 @@ Supported = AdamWConfig | SGDConfig
 
 
 def supported(config: OptimConfig) -> Supported:
-    """Raises ValueError for an optimizer that only the config knows."""
+    """The config itself. Raises ValueError for an optimizer that only the config knows."""
     if isinstance(config, Supported):
         return config
     raise ValueError(f"trainer.optim.type = {config.type!r} is not built yet; use adamw or sgd")
@@ -76,7 +76,7 @@ def moment_names(config: Supported) -> tuple[str, ...]:
 
 
 def set_num_steps(optimizer: torch.optim.Optimizer, num_steps: int) -> None:
-    """Adam's bias correction counts its steps once a parameter."""
+    """Set the count of steps that Adam's bias correction keeps for each parameter."""
     for state in optimizer.state.values():
         if "step" in state:
             state["step"].fill_(float(num_steps))

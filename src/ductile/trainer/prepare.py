@@ -39,9 +39,9 @@ from ductile.trainer.trainer import Trainer
 from ductile.wire.messages import SlotPhase
 
 _one_at_a_time = threading.Lock()
-"""In this process: held by the thread that prepares."""
+"""Held by the thread of this process that prepares a change."""
 LOOK_S = 0.02
-"""How often one that waits for another looks whether it is still wanted."""
+"""Seconds after which a thread that waits for another looks again whether its change is still wanted."""
 
 
 class ResizeFailed(RuntimeError):
@@ -54,7 +54,7 @@ class Standing:
 
     groups: Groups
     trainer: Trainer | None
-    """None once it has failed."""
+    """The slot's part of the trainer; None before it is built, and once it has failed."""
 
     def destroy(self) -> None:
         self.trainer = None  # before its groups: what refers to them would keep their sockets open
@@ -71,19 +71,19 @@ class Planned:
     """What a slot knows of a change before it makes groups."""
 
     plans: dict[bool, Plan]
-    """By whether a gradient moves, too."""
+    """Plans without the accumulated gradient (False) and with it (True)."""
     reader: Carrier | None
-    """None where bytes go as messages, through a group that is yet to be made."""
+    """Carrier that reads; None where bytes go as messages, through a group that is yet to be made."""
     reason: str
-    """Why this carrier."""
+    """Why this carrier was chosen."""
     groups: Groups
-    """Of the formation that comes after."""
+    """Groups of the formation that comes after."""
     transfer_groups: Groups
     gathering: Gathering
-    """Left at the end."""
+    """Gathering of the change's slots; this slot leaves it at the end."""
     seconds: dict[SlotPhase, float]
     beside: tuple[SlotPhase, ...] = ()
-    """The phases that were beside training."""
+    """Phases that ran beside training."""
 
 
 @dataclass
@@ -93,15 +93,17 @@ class Connected:
     carrier: Carrier
     ranks: Ranks | None
     after: Standing | None
-    """None on a slot that leaves, as are its ranks. In streaming mode the trainer comes last."""
+    """What the slot has after the change; None on a slot that leaves, as are its ranks. In streaming mode the trainer
+    comes last."""
     room: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """By buffer: the memory of `after` and of its gradient, without buffers that are handed on as they are. Empty in
+    """Memory of the new trainer and of its gradient by buffer, without buffers that are handed on as they are. Empty in
     streaming mode."""
     old: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """This slot's parameters and moments: the old trainer goes on changing what they hold, but not where they lie.
     Empty in streaming mode."""
     transfers: dict[bool, Transfer] = field(default_factory=dict[bool, Transfer])
-    """By whether a gradient moves, too: into the room. They only lack the old buffers. Empty in streaming mode."""
+    """Transfers into the room, without gradient (False) and with it (True). They only lack the old buffers. Empty in
+    streaming mode."""
 
     def clear(self) -> None:
         """Let go of all but what comes after."""
@@ -132,14 +134,14 @@ class Preparation:
 
     @property
     def is_done(self) -> bool:
-        """Raises `ResizeFailed` when it ended without a result."""
+        """Whether there is a result. Raises `ResizeFailed` when the thread ended without one."""
         if not self._done.is_set():
             return False
         self.result(0.0)
         return True
 
     def result(self, timeout_s: float) -> Planned:
-        """Raises `ResizeFailed` when there is none in time, or at all."""
+        """What was planned. Raises `ResizeFailed` when there is no result in time, or at all."""
         if not self._done.wait(timeout_s):
             raise ResizeFailed(f"this slot has not been able to prepare within {timeout_s:g} s")
         if self._error is not None:
@@ -149,8 +151,8 @@ class Preparation:
         return self._planned
 
     def connected(self) -> Connected:
-        """Makes groups and what lies over them, if the thread has left that to the pause: then collective over the
-        change."""
+        """The groups and what lies over them, made now if the thread has left that to the pause: then collective over
+        the change."""
         planned = self.result(0.0)
         if self._connected is None:
             try:
@@ -198,7 +200,7 @@ class Preparation:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """A change may have been taken back, and its role dropped, while its thread was still busy with it."""
+        """Wait until no other thread prepares: the thread of a change that was taken back may still be busy with it."""
         deadline = monotonic() + self._config.resize.timeout_s
         while not _one_at_a_time.acquire(timeout=LOOK_S):
             self._go_on()
@@ -210,12 +212,12 @@ class Preparation:
             _one_at_a_time.release()
 
     def _go_on(self, awaited: Sequence[int] = ()) -> None:
-        """Raises `ResizeFailed` once nobody wants the result, whoever else is still awaited."""
+        """Raises `ResizeFailed` once the result is not wanted any more, whichever slots are still awaited."""
         if self._unwanted:
             raise ResizeFailed("this change has been taken back")
 
     def _prepare(self) -> tuple[Planned, Connected | None]:
-        """The second is None where groups are left to the pause."""
+        """Plan, and connect unless groups are left to the pause: then the second is None."""
         change, slot, timeout_s = self._change, self._place.slot, self._config.resize.timeout_s
         store = rendezvous.lasting(self._place.rendezvous, timeout_s)
         notes = f"resize/{change.epoch}/"
@@ -277,7 +279,7 @@ class Preparation:
         return connected
 
     def _choose(self, board: StoreBoard) -> tuple[Carrier | None, str]:
-        """None where messages are needed."""
+        """The carrier that reads, None where messages are needed, and why."""
         terms, device = self._config.resize, torch.device(self._place.device).type
         # Whoever frees memory while it moves must know that it has been read.
         one_sided = terms.carrier != "p2p" and terms.memory == "shadow"
@@ -287,7 +289,7 @@ class Preparation:
         return carrier, reason
 
     def _device_ids(self, board: StoreBoard) -> set[str]:
-        """All that the slots of the change have, where it matters."""
+        """The `device_id`s of the change's slots; empty on CPUs, where they do not matter."""
         device = torch.device(self._place.device)
         if device.type == "cpu":
             return set()
@@ -332,7 +334,7 @@ def _abort(planned: Planned | None, connected: Connected | None) -> None:
 
 
 def fingerprints(config: TrainerConfig) -> Verify:
-    """Which of them a transfer takes. What else `verify` asks for is compared by its slot alone."""
+    """Which fingerprints a transfer takes. What else `verify` asks for, each slot compares by itself."""
     return "off" if config.resize.verify == "off" else "moved"
 
 

@@ -13,7 +13,7 @@ from ductile.config.trainer import ConstantSchedule, CosineSchedule, LinearSched
 
 
 def learning_rate(config: SchedulerConfig, peak: float, step: int, max_steps: int | None) -> float:
-    """For the optimizer step with index `step` (from 0). `peak` is the optimizer's `lr`.
+    """Learning rate of the optimizer step with index `step` (from 0). `peak` is the optimizer's `lr`.
 
     Raises ValueError when a schedule that ends is not told when (`max_steps` None).
     """
@@ -33,7 +33,7 @@ def learning_rate(config: SchedulerConfig, peak: float, step: int, max_steps: in
 
 
 def _share_of_decay(config: LinearSchedule | CosineSchedule, step: int, max_steps: int) -> float:
-    """0 where the decay begins, 1 at `max_steps` and after. The last step that is taken is one before that."""
+    """Share of the decay that is done: 0 where it begins, 1 at `max_steps`, one after the last step of a run."""
     start = in_steps(config.warmup_steps, max_steps)
     if isinstance(config, LinearSchedule) and config.decay_steps is not None:
         start = max(start, max_steps - in_steps(config.decay_steps, max_steps))

@@ -27,7 +27,7 @@ from ductile.trainer.trainer import Trainer
 
 GRADIENT = "gradient/"
 REMEMBERED_LAYOUTS = 32
-"""The least recently used one goes first."""
+"""Most layouts that are remembered; the least recently used one goes first."""
 
 
 def named_state(trainer: Trainer) -> dict[str, Tensor]:
@@ -68,7 +68,8 @@ class StatePlans:
         self._layouts: dict[tuple[Formation, bool], Layout] = {}
 
     def layout(self, formation: Formation, with_gradient: bool) -> Layout:
-        """Every copy is sharded as FSDP2 does it: rows in chunks, rounded up, the last ones short or empty."""
+        """The state's layout in a formation. Every replica is sharded as FSDP2 does it: rows in chunks, rounded up, the
+        last ones short or empty."""
         key = (formation, with_gradient)
         layout = self._layouts.pop(key, None) or self._make(formation, with_gradient)
         self._layouts[key] = layout
@@ -77,7 +78,7 @@ class StatePlans:
         return layout
 
     def plan(self, before: Formation, after: Formation, with_gradient: bool, relays: bool) -> Plan:
-        """`relays`: slots may pass on what they have received."""
+        """The plan from one formation to another. `relays`: slots may pass on what they have received."""
         return self._planners[relays].plan(self.layout(before, with_gradient), self.layout(after, with_gradient))
 
     def _make(self, formation: Formation, with_gradient: bool) -> Layout:

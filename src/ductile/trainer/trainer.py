@@ -34,7 +34,7 @@ class LossFailed(Exception):
 
 
 METRIC = "metric/"
-"""Before the names of a loss's metrics among the trainer's own sums: a custom one may be called "loss"."""
+"""Prefix of the names of a loss's metrics among the trainer's own sums: a custom one may be called "loss"."""
 
 
 class Trainer:
@@ -63,7 +63,7 @@ class Trainer:
         self.step = 0
         """Optimizer steps asked for, those without a gradient too; the schedule follows it."""
         self.num_updates = 0
-        """Those that changed the weights: not those that were skipped, or had nothing to learn."""
+        """Optimizer steps that changed the weights: not those that were skipped, or had nothing to learn."""
         self._optim = supported(config.optim)
         self._lr_at(0)  # complains now about a schedule without an end
         if self.device.type == "cuda":
@@ -187,7 +187,7 @@ class Trainer:
         return learning_rate(self.config.scheduler, self._optim.lr, step, self.config.max_steps)
 
     def _run(self, batch: Batch) -> str:
-        """Returns how the loss function failed, or ""."""
+        """Run a batch forward and backward. Returns how the loss function failed, or ""."""
         logprobs, entropies = batch.packed.score(self.model, self.config.model.head_chunk_tokens)
         try:
             outputs = self._loss(batch.loss_inputs(logprobs, entropies))
@@ -223,7 +223,7 @@ class Trainer:
 
 
 def spec_of(config: TrainerConfig) -> ModelSpec:
-    """Of the model that the config trains. Raises ModelFolderError."""
+    """The spec of the model that the config trains. Raises ModelFolderError."""
     folder, num_layers = _folder(config), config.model.debug.num_layers
     spec = read_spec(folder)
     return spec if num_layers is None else truncate(spec, num_layers, folder)

@@ -206,7 +206,7 @@ class TrainRole:
 
     @contextmanager
     def _together(self) -> Iterator[Standing]:
-        """Around what members do in step: a failure here ends the groups."""
+        """Guards what members do in step: a failure inside ends the groups."""
         standing = self._standing
         if standing is None:
             raise RuntimeError("this slot has no part of the trainer's state: it is joining, or has left")
