@@ -44,8 +44,7 @@ class Publisher:
         return manifest
 
     def lend(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
-        """The same for several who ask one after the other: what is published of this version already is offered
-        again."""
+        """`publish` for several readers, one after the other: a version that is published already is offered again."""
         for offer in self._offers:
             if offer.manifest.version == version:
                 return offer.manifest
