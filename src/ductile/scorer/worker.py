@@ -36,7 +36,7 @@ class ScoreRole:
         self._policy = self._load() if self._has_weights else self._allocate()
         self._version = 0
         self._lent = Publisher()
-        # At once: what lies at model.name may be newer later.
+        # The reference is loaded at once: what lies at model.name may be newer later.
         self._reference: Transformer | None = self._load() if needs_reference(self._config.loss) else None
 
     def handle(self, command: Any) -> Any:
@@ -58,7 +58,7 @@ class ScoreRole:
                 raise ValueError(f"a score slot does not know the command {type(command).__name__}")
 
     def score(self, samples: tuple[Sample, ...], model: Literal["policy", "reference"]) -> list[tuple[float, ...]]:
-        """One list a sample, as long as its tokens; 0 where the mask is false."""
+        """Log-probs, one list a sample, as long as its tokens; 0 where the mask is false."""
         scoring = self._policy if model == "policy" else self._load_reference()
         scores: dict[Sample, tuple[float, ...]] = {}
         (micro_batches,) = pack(samples, num_ranks=1, seq_len=self._config.model.seq_len)
@@ -116,7 +116,7 @@ class ScoreRole:
         return self._reference
 
     def _allocate(self) -> Transformer:
-        """The policy, for weights to come."""
+        """The policy's model without weights, which are to come."""
         model, folder = self._config.model, self._folder()
         spec = read_spec(folder)
         if model.debug.num_layers is not None:
