@@ -48,7 +48,7 @@ class _Child:
     pid: int
     pidfd: int
     said_fd: int
-    """Our end of the pipe behind `say`."""
+    """The server's end of the pipe behind the child's `say`."""
     cgroup: str
 
 
@@ -63,7 +63,7 @@ class ForkServer:
         self._selector.register(self._parent_fd, selectors.EVENT_READ, self._leave)
 
     def serve(self) -> None:
-        """Until the parent closes the control socket or ends: the wait that ends with either."""
+        """Serve until the parent closes the control socket or ends; either ends the wait."""
         self._send({"ready": True})
         while True:
             for key, _ in self._selector.select():

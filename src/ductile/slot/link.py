@@ -20,7 +20,7 @@ HEARTBEAT_INTERVAL_S = 1.0
 
 
 class Link:
-    """Between the main thread, which calls the methods, and the orchestrator.
+    """Connects the main thread, which calls the methods, with the orchestrator.
 
     When the orchestrator ends, so does this process, at once, whatever the main thread does.
     """
@@ -29,7 +29,7 @@ class Link:
         self.inbox: queue.SimpleQueue[Envelope] = queue.SimpleQueue()
         """Commands, in the order in which they were sent."""
         self.epoch = 0
-        """Stamped on what is sent."""
+        """Membership epoch that every message sent carries: that of the latest command."""
         self._outbox: deque[bytes] = deque()
         self._orchestrator_fd = os.pidfd_open(orchestrator)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -66,7 +66,7 @@ HANDLED_BY: dict[type[Any], RoleName] = {
     **dict.fromkeys((Generate, Abort, HandOff, Forget), "generate"),
     Score: "score",
 }
-"""`Receive`, `Lend` and `TakeBack` say themselves which role they are for."""
+"""Role that carries out a command. `Receive`, `Lend` and `TakeBack` say themselves which role they are for."""
 
 
 class SlotSettings(msgspec.Struct, frozen=True):
@@ -77,11 +77,11 @@ class SlotSettings(msgspec.Struct, frozen=True):
     token: str
     """The run's token, in hex."""
     orchestrator: int
-    """Its process id: the slot ends when it does."""
+    """Process id of the orchestrator: the slot ends when that process does."""
     device: str
     """"cpu" or "cuda:0"."""
     roles: dict[str, str]
-    """Role name to "package.module:Class"."""
+    """Class of each role by the role's name: "package.module:Class"."""
 
 
 class Worker:
@@ -92,7 +92,7 @@ class Worker:
         self._leaving = False
 
     def run(self) -> None:
-        """Until `Stop`. A role whose own `step` fails ends the process, since nobody asked and nobody would hear."""
+        """Carry out commands until `Stop`. A role whose own `step` fails ends the process, as no command reports it."""
         while not self._leaving:
             envelope = self._next(wait=not any(role.has_work() for role in self._roles.values()))
             if envelope:
