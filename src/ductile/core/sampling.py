@@ -6,16 +6,18 @@ from collections.abc import Iterator
 from ductile.records import Sampling
 
 COLDEST = 1e-5
-"""Logits divided by less may overflow: one such request would make the whole engine's step fail."""
+"""Lowest temperature besides 0. Logits divided by less may overflow, and one such request would make the whole engine's
+step fail."""
 
 MAX_STOPS = 4
-"""OpenAI's limit, which our server has, too."""
+"""Most stop strings of a request to the server; OpenAI's limit, too."""
 
 MAX_STOP_CHARS = 256
-"""Of a stop string, for the server: whatever may become one is held back, and looked at again with every token."""
+"""Most characters of a stop string in a request to the server, which holds back text that may become one and looks at
+it again with every token."""
 
 MAX_STOP_TOKEN_IDS = 128
-"""For the server."""
+"""Most stop token ids of a request to the server."""
 
 
 def wrong_values(sampling: Sampling) -> Iterator[tuple[str, object, str]]:
@@ -34,5 +36,5 @@ def wrong_values(sampling: Sampling) -> Iterator[tuple[str, object, str]]:
 
 
 def wrong_sampling(sampling: Sampling) -> str:
-    """The first thing that makes no sense, in a sentence; empty when there is none."""
+    """The first value that makes no sense, in a sentence; "" when all make sense."""
     return next((f"{name} is {value!r}; it must be {rule}" for name, value, rule in wrong_values(sampling)), "")

@@ -12,7 +12,7 @@ from numpy import finfo, float32
 from ductile.records import Prompt, Rollout, RolloutGroup, Sample
 
 LARGEST = float(finfo(float32).max)
-"""The trainer computes in fp32: a larger number is infinite there."""
+"""Largest advantage: the trainer computes in fp32, where a larger number is infinite."""
 
 Advantage = Callable[[list[float], RolloutGroup], list[float]]
 """`function(rewards, group)` gives one advantage a rollout. A custom one has this signature too.
@@ -38,7 +38,8 @@ def standardised(rewards: list[float], group: RolloutGroup, eps: float = 1e-6) -
 
 
 ADVANTAGES: dict[str, Advantage] = {"default": mean_baseline, "grpo": standardised}
-"""By the `type` of `[orchestrator.advantage]`; `custom` is imported by who reads the config."""
+"""Advantage functions by the `type` of `[orchestrator.advantage]`, all but `custom`, which the run imports from the
+path in the configuration."""
 
 
 def to_samples(group: RolloutGroup, advantage: Advantage = mean_baseline, temperature: float = 1.0) -> list[Sample]:
@@ -59,7 +60,7 @@ def to_samples(group: RolloutGroup, advantage: Advantage = mean_baseline, temper
 
 
 def all_equal(rewards: Sequence[float]) -> bool:
-    """Nobody did better than a sibling."""
+    """Whether no rollout did better than a sibling."""
     return len(set(rewards)) <= 1
 
 

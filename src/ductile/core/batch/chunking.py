@@ -10,7 +10,8 @@ the other, and would make a chunk each.
 from collections.abc import Sequence
 
 MOST = 4
-"""Micro-batches a rank in one chunk: enough to balance them well, few enough to overlap scoring with training."""
+"""Most full micro-batches a rank in one chunk: enough to balance them well, few enough to overlap scoring with
+training."""
 
 
 def chunk(

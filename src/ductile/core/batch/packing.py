@@ -29,8 +29,8 @@ class Cost:
     """Relative time of one sample's forward and backward pass: `tokens + per_pair * tokens^2`."""
 
     per_pair: float = 1 / 12_288
-    """A layer of width M takes about 24 M^2 operations a token and 2 M a pair of tokens (causal): 1/(12 M); this is
-    the one for M = 1024."""
+    """Cost of a pair of tokens, where a token costs 1. A layer of width M takes about 24 M^2 operations a token and 2 M
+    a pair (causal), which makes 1/(12 M); the default is that of M = 1024."""
 
     def __call__(self, num_tokens: int) -> float:
         return num_tokens + self.per_pair * num_tokens * num_tokens
@@ -74,11 +74,11 @@ def pack(samples: Sequence[Sample], num_ranks: int, seq_len: int, cost: Cost | N
             if bins is not None:
                 _even_out(bins, cost)
                 return _deal(bins, num_ranks)
-        rows += 1  # ends at the latest with one sample a micro-batch
+        rows += 1  # the loop ends at the latest when each micro-batch holds one sample
 
 
 def _num_bins_needed(dearest_first: Sequence[Sample], seq_len: int) -> int:
-    """By first-fit decreasing: at most 11/9 of the best possible."""
+    """Micro-batches that first-fit decreasing needs: at most 11/9 of the fewest possible."""
     rooms: list[int] = []
     for sample in dearest_first:
         for index, room in enumerate(rooms):

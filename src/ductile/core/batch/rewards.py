@@ -6,7 +6,7 @@ from ductile.records import Rollout
 
 
 def scored(rollouts: Iterable[Rollout]) -> list[float]:
-    """The rewards of those that have one."""
+    """Rewards of the rollouts that have one."""
     return [rollout.reward for rollout in rollouts if rollout.reward is not None]
 
 

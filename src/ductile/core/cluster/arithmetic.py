@@ -15,10 +15,11 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 EQUAL = 1e-9
-"""Numbers that differ by less than this share are the same: a rule decides between them, not the last bit."""
+"""Numbers that differ by less than this share count as equal: a rule decides between them, not the last bit."""
 _HALVINGS = 8
 _SURELY = 40.0
-"""Of a Poisson variable with this mean, the chance of none is below half a unit in the last place of 1."""
+"""Mean of a Poisson variable from which on an event is sure: the chance of none is below half a unit in the last place
+of 1."""
 
 
 def whole_times(amount: float, part: float) -> int:

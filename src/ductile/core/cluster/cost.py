@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ductile.core.cluster.arithmetic import least_squares
 
 Amount = TypeVar("Amount", float, npt.NDArray[np.float64])
-"""One number, or one for each of the plans that are compared."""
+"""One number, or an array with one for each of the plans that are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,8 @@ class DecodeSpeed:
 
     @staticmethod
     def fit(points: Sequence[tuple[float, float, float]]) -> "DecodeSpeed":
-        """From measurements (sequences, context tokens, seconds a step), by least squares with no negative part.
+        """The speed that fits measurements (sequences, context tokens, seconds a step) best, by least squares with no
+        negative part.
 
         Raises ValueError without points. What the points cannot tell apart (all at one batch size) goes to `step_s`.
         """
@@ -57,23 +58,24 @@ class DecodeSpeed:
 
 @dataclass(frozen=True, slots=True)
 class TrainSpeed:
-    """Of forward, backward and the gradients' reduction. `n` slots are `n / (1 + overhead * (n - 1))` times as fast as
-    one."""
+    """Speed of forward, backward and the gradients' reduction. `n` slots are `n / (1 + overhead * (n - 1))` times as
+    fast as one."""
 
     tokens_per_s: float
-    """Of one slot alone."""
+    """Tokens that one slot alone trains on per second."""
     overhead: float = 0.0
-    """What each further slot costs all others; measured by training on two different numbers of slots."""
+    """Share of a token's time that each further slot adds for all slots; measured by training on two different numbers
+    of slots."""
     micro_step_s: float = 0.0
-    """Of every micro-step, however small: messages, launches, the collective's start."""
+    """Seconds that every micro-step takes, however small: messages, launches, the collective's start."""
 
     def of(self, num_slots: Amount) -> Amount:
-        """Tokens a second of that many slots together, micro-steps being full."""
-        # abs: of no slots it is 0, whatever the overhead.
+        """Tokens that so many slots together train on per second, when micro-steps are full."""
+        # `abs` keeps the speed of no slots at 0, whatever the overhead.
         return self.tokens_per_s * num_slots / (1 + self.overhead * abs(num_slots - 1))
 
     def seconds(self, tokens_of_a_slot: float, num_slots: int) -> float:
-        """Of one micro-step in which the busiest slot has that many tokens."""
+        """Seconds of one micro-step in which the busiest slot has so many tokens."""
         return self.micro_step_s + tokens_of_a_slot * (1 + self.overhead * (num_slots - 1)) / self.tokens_per_s
 
 
@@ -84,18 +86,18 @@ class Speeds:
     train: TrainSpeed
     score_tokens_per_s: float = float("inf")
     optim_s: float = 0.0
-    """An optimizer step, on however many slots."""
+    """Seconds of an optimizer step, on however many slots."""
     publish_s: float = 0.0
-    """A weight version leaves the trainer."""
+    """Seconds in which a weight version leaves the trainer."""
     receive_s: float = 0.0
-    """A generator or scorer makes it live; generators pause for it."""
+    """Seconds in which a generator or scorer makes a weight version live; generators pause for it."""
 
 
 def mean_speeds(several: Sequence[Speeds]) -> Speeds:
-    """Those with which everything takes the mean of the seconds that it takes with each of `several`."""
+    """Speeds with which everything takes the mean of the seconds that it takes with each of `several`."""
     decodes, trains = [each.decode for each in several], [each.train for each in several]
     token_s = fmean(1 / train.tokens_per_s for train in trains)
-    scores = [each.score_tokens_per_s for each in several if each.score_tokens_per_s < inf]  # the others have none yet
+    scores = [each.score_tokens_per_s for each in several if each.score_tokens_per_s < inf]  # inf: none scored yet
     return Speeds(
         DecodeSpeed(
             fmean(decode.step_s for decode in decodes),
@@ -120,21 +122,22 @@ class SwitchCosts:
     """What a change of roles costs, as measured in this run."""
 
     resize_s: float = 0.0
-    """What a change of the trainer's slots takes from their work: the pause, what the first micro-step afterwards takes
-    longer, and on CPUs the preparation."""
+    """Seconds that a resize takes from the work of the trainer's slots: the pause, what the first micro-step afterwards
+    takes longer, and on CPUs the preparation."""
     prepare_s: float = 0.0
-    """From the decision until they can, where nobody trains: all go on with what they do meanwhile. Where somebody
-    does, messages wait for micro-steps besides."""
+    """Seconds from the decision until the trainer's slots can resize when no micro-step runs; all slots go on with what
+    they do meanwhile. Where micro-steps run, messages wait for them besides."""
     grant_s: float = 0.0
-    """A slot becomes a generator or scorer: weights from a peer, cache allocated. Nobody else waits for it."""
+    """Seconds until a slot that becomes a generator or scorer is one: weights from a peer, cache allocated. No other
+    slot waits for it."""
     release_s: float = 0.0
-    """A slot stops being one: cache and weights freed."""
+    """Seconds until a slot that stops generating or scoring has freed its cache and weights."""
     handoff_s: float = 0.0
-    """Rollouts change generators, however many at once: messages and bookkeeping. What is handed off waits for it,
-    other rollouts do not. Neither prefill nor caches are in it."""
+    """Seconds in which rollouts change generators, however many at once: messages and bookkeeping. Rollouts that are
+    handed off wait for it, others do not. Neither prefill nor caches are in it."""
     cache_bytes_per_token: float = 0.0
     cache_bytes_per_s: float = 0.0
-    """Between two slots; 0 when the cache cannot travel."""
+    """Bytes of KV cache that travel from one slot to another per second; 0 when the cache cannot travel."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,18 +12,18 @@ import numpy as np
 from ductile.core.cluster.arithmetic import Floats, dot, least_squares, ordered_sum
 
 FAR_OFF = 3.0
-"""What took so many times what the others lead to expect is left out."""
+"""A measurement that took more than so many times what the others lead to expect is left out."""
 PACE = 0.1
-"""By this share a machine's pace differs from one minute to another."""
+"""Share by which a machine's pace differs from one minute to another."""
 OVERHEAD = 0.05
-"""What a further train slot costs all others, give or take, before anything is known."""
+"""Share of a token's time that a further train slot adds for all slots, give or take, before anything is measured."""
 EXPECTED_BYTES = 4e6
-"""Handed off before anything is known, at the speed that is expected: they count as one measurement among others."""
+"""Bytes of an imagined handoff at the expected speed, which counts as one measurement among the others."""
 
 Row = TypeVar("Row", bound=tuple[float, ...])
-"""(amount, seconds, ...)"""
+"""A measurement: (amount, seconds, ...)."""
 Parts = tuple[float, float]
-"""(start, seconds of one of the amount)"""
+"""The line through measurements: (seconds at the start, seconds for each one of the amount)."""
 
 
 def near(rows: Sequence[Row], fit: Callable[[Sequence[Row]], Parts]) -> list[Row]:
@@ -76,7 +76,7 @@ def handing_off(rows: Sequence[tuple[float, float]], expected: Parts) -> Parts:
     def fit(rows: Sequence[tuple[float, float]]) -> Parts:
         sizes, seconds = _columns([*rows, (0.0, start_s), (EXPECTED_BYTES, EXPECTED_BYTES * byte_s)])
         starts = np.ones_like(sizes)
-        starts[-1] = 0.0  # bytes without messages
+        starts[-1] = 0.0  # the imagined handoff has bytes and no messages
         start, expected_bytes = least_squares([starts, sizes / EXPECTED_BYTES], seconds)
         if start <= 0:
             return start_s, float(dot(sizes, np.maximum(0.0, seconds - start_s * starts)) / dot(sizes, sizes))
@@ -88,5 +88,5 @@ def handing_off(rows: Sequence[tuple[float, float]], expected: Parts) -> Parts:
 
 
 def _columns(rows: Sequence[tuple[float, ...]]) -> tuple[Floats, Floats]:
-    """Amounts and seconds."""
+    """The amounts and the seconds of all rows."""
     return np.array([row[0] for row in rows], np.float64), np.array([row[1] for row in rows], np.float64)

@@ -1,4 +1,4 @@
-"""Who finishes the rollouts that a generator leaves behind?
+"""Which generators finish the rollouts that another one leaves behind?
 
 Loads are predicted tokens, not rollouts: one that has just begun is not like one that is nearly done. The longest goes
 first, each to the generator that then has the least before it, those with room for another sequence first.
@@ -28,12 +28,12 @@ def length_model(state: ClusterState) -> Survival:
 
 
 def remaining_tokens(state: ClusterState, lengths: Survival | None = None) -> dict[str, float]:
-    """Of every unfinished rollout; never more than its limit leaves."""
+    """Predicted tokens still to come, of every unfinished rollout; never more than its limit leaves."""
     lengths = lengths or length_model(state)
     generated = np.array([rollout.generated for rollout in state.unfinished], float)
     room = np.array([rollout.limit for rollout in state.unfinished], float) - generated
-    # In parts of a token that floats add and subtract without error: equal loads are equal in whatever order they were
-    # added up.
+    # Rounded to parts of a token that floats add and subtract without error: equal loads are equal in whatever order
+    # they were added up.
     left = np.minimum(np.round(lengths.remaining(generated) * TOKEN_PARTS) / TOKEN_PARTS, room).tolist()
     return dict(zip([rollout.id for rollout in state.unfinished], left, strict=True))
 
@@ -41,9 +41,9 @@ def remaining_tokens(state: ClusterState, lengths: Survival | None = None) -> di
 def hand_off(
     state: ClusterState, leaving: Collection[int], receivers: Sequence[int], remaining: Remaining | None = None
 ) -> tuple[Handoff, ...]:
-    """Every rollout of the `leaving` slots goes to one of `receivers`.
+    """Handoffs of every rollout of the `leaving` slots to one of `receivers`.
 
-    Raises ValueError when there is something to hand off and nobody to take it.
+    Raises ValueError when there is something to hand off and no receiver.
     """
     orphans = [rollout for rollout in state.unfinished if rollout.slot in leaving] if leaving else []
     if not orphans:
@@ -69,8 +69,8 @@ def hand_off(
 
 
 def spread(state: ClusterState, generators: Sequence[int], remaining: Remaining | None = None) -> tuple[Handoff, ...]:
-    """Rollouts go from the generators with the most predicted tokens to those with the least, as long as that evens
-    them out; each goes at most once."""
+    """Handoffs from the generators with the most predicted tokens to those with the least, as long as that evens them
+    out; each rollout goes at most once."""
     remaining = remaining if remaining is not None else remaining_tokens(state)
     here: dict[int, list[Unfinished]] = {slot: [] for slot in generators}
     load = dict.fromkeys(generators, 0.0)
@@ -78,7 +78,7 @@ def spread(state: ClusterState, generators: Sequence[int], remaining: Remaining 
         if rollout.slot in here:
             here[rollout.slot].append(rollout)
             load[rollout.slot] += remaining[rollout.id]
-    # Entries whose tokens are no longer the slot's are left over from before a handoff.
+    # An entry whose tokens are no longer its slot's is left over from before a handoff.
     fullest = [(-tokens, slot) for slot, tokens in load.items()]
     emptiest = [(tokens, slot) for slot, tokens in load.items()]
     heapq.heapify(fullest)
@@ -109,11 +109,11 @@ def spread(state: ClusterState, generators: Sequence[int], remaining: Remaining 
 def change(
     state: ClusterState, roles: Mapping[int, tuple[Role, ...]], generators: Collection[int] | None = None
 ) -> tuple[Order, ...]:
-    """The orders after which the slots hold `roles` (slots that are not named stay as they are): a move a slot that
-    changes, and a handoff for each rollout that would be left behind.
+    """The orders after which the slots hold `roles` (slots that are not named stay as they are): a move for each slot
+    that changes, and a handoff for each rollout that would be left behind.
 
-    generators: who is to work on the rollouts of the slots that are named; the others hand theirs over, even where they
-    stay generators. None: all that generate.
+    generators: slots that are to work on the rollouts of the slots that are named; the others hand theirs over, even
+    where they stay generators. None: all that generate.
     """
     before = {slot.slot: slot.roles for slot in state.slots}
     moves = [Move(slot, before[slot], after) for slot, after in sorted(roles.items()) if before[slot] != after]

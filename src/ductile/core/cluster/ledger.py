@@ -16,15 +16,15 @@ Activity = Literal["train", "generate", "score", "publish", "switch", "idle"]
 IdleCause = Literal[
     "start_up", "tail", "queue_full", "queue_empty", "waiting_for_batch", "held", "no_role", "lost", "other"
 ]
-"""start_up           it has not begun yet
+"""start_up           the slot has not begun yet
 tail               a generator without sequences, while others still decode theirs and nothing more may start
 queue_full         a generator without sequences: all that may be started is answered, the trainer has to catch up
-queue_empty        a generator or scorer that could work, if somebody sent it something
+queue_empty        a generator or scorer that could work, and has been sent nothing
 waiting_for_batch  a train slot without finished samples
 held               a train slot that a policy lets wait, although there are samples
-no_role            nobody's
-lost               its process is gone
-other              whoever said "idle" did not say why"""
+no_role            a slot without a role
+lost               a slot whose process is gone
+other              no cause was given"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Span:
     end_s: float
     activity: Activity
     cause: IdleCause | None = None
-    """Of idleness; None otherwise."""
+    """Why the slot was idle; None for other activities."""
 
     @property
     def seconds(self) -> float:
@@ -55,9 +55,9 @@ class SlotLedger:
     activity: Activity = "idle"
     opened_s: float = 0.0
     cause: IdleCause | None = "start_up"
-    """Why it is idle; None while it is not."""
+    """Why the slot is idle; None while it is not."""
     entries: tuple[tuple[Entry, float], ...] = ()
-    """Closed seconds, one number an activity and cause."""
+    """Seconds of closed spans, one number for each activity and cause."""
 
     @staticmethod
     def opened(slot: int, now_s: float) -> "SlotLedger":
@@ -66,7 +66,7 @@ class SlotLedger:
     def switch(self, activity: Activity, now_s: float, cause: IdleCause = "other") -> "SlotLedger":
         """The account after the slot turned to `activity` at `now_s`. A clock that runs backwards adds nothing.
 
-        cause: of idleness; it is not looked at otherwise.
+        cause: why the slot is idle; not looked at for other activities.
         """
         because = cause if activity == "idle" else None
         if (activity, because) == (self.activity, self.cause):
@@ -87,7 +87,7 @@ class SlotLedger:
         return _by_activity(self.seconds(now_s))
 
     def idle(self, now_s: float) -> dict[IdleCause, float]:
-        """Idle seconds by cause."""
+        """Idle seconds by cause until `now_s`."""
         return _by_cause(self.seconds(now_s))
 
 
@@ -170,8 +170,8 @@ def idle_cause(
 ) -> IdleCause:
     """Why a slot with these roles has nothing to do.
 
-    others_decode: some generator has sequences. may_start: rollouts that the staleness bound admits and nobody has
-    taken. samples_ready: finished and not trained on. held: a policy lets the trainer wait.
+    others_decode: some generator has sequences. may_start: rollouts that the staleness bound admits and no generator
+    has. samples_ready: samples that are finished and not trained on. held: a policy lets the trainer wait.
     """
     if not roles:
         return "no_role"

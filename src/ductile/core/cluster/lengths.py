@@ -16,7 +16,7 @@ from ductile.core.cluster.arithmetic import Floats, interpolate
 
 PRIOR_WEIGHT = 2.0
 NUM_CELLS = 96
-"""Of the token axis; finer where answers are short."""
+"""Cells of the token axis; they are narrower where completions are short."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,14 +26,14 @@ class Survival:
     edges: Floats
     alive: Floats
     rest: Floats
-    """Expected tokens that an answer still takes when it has `edges[k]` and goes on."""
+    """Expected tokens that a completion still takes when it has `edges[k]` and goes on."""
 
     def more_than(self, tokens: Sequence[int] | Floats) -> Floats:
-        """P(length > tokens)."""
+        """P(length > tokens) of a completion."""
         return interpolate(np.asarray(tokens, float), self.edges, self.alive)
 
     def remaining(self, generated: Sequence[int] | Floats) -> Floats:
-        """Expected tokens still to come, of answers that have so many and go on."""
+        """Expected tokens still to come, of completions that have so many and go on."""
         return interpolate(np.asarray(generated, float), self.edges, self.rest)
 
     def mean(self) -> float:
@@ -43,20 +43,21 @@ class Survival:
 def survival(
     max_tokens: int, ended: Sequence[int] = (), cut: Sequence[int] = (), unfinished: Sequence[int] = ()
 ) -> Survival:
-    """The lengths' distribution up to `max_tokens`.
+    """The distribution of completions' lengths up to `max_tokens`.
 
-    ended: lengths of answers that the model ended. cut: of those that hit a limit. unfinished: tokens so far.
+    ended: lengths of completions that the model ended. cut: lengths of those that hit a limit. unfinished: tokens so
+    far of those that go on.
     """
     shares = np.arange(NUM_CELLS + 1) / NUM_CELLS
     edges = max_tokens * shares * np.sqrt(shares)
     deaths, censored = histogram(ended, edges), histogram([*cut, *unfinished], edges)
-    # In each cell: how many got as far as its start, and how many ended in it. Who was censored inside counts half.
+    # For each cell: how many got as far as its start, and how many ended in it. One censored inside counts half.
     at_risk = _from_here(deaths + censored) - censored / 2
     prior = _prior(edges)
     ended_here = deaths + PRIOR_WEIGHT * -np.diff(prior)
     hazard = np.clip(ended_here / (at_risk + PRIOR_WEIGHT * prior[:-1]), 0.0, 1.0)
     alive = np.concatenate([[1.0], np.cumprod(1 - hazard)])
-    alive[-1] = 0.0  # whatever the model wants, the limit ends it
+    alive[-1] = 0.0  # the limit ends every completion
     widths = np.diff(edges)
     areas = widths * (alive[:-1] + alive[1:]) / 2
     ahead = np.concatenate([_from_here(areas), [0.0]])
@@ -65,7 +66,7 @@ def survival(
 
 
 def histogram(lengths: Sequence[int] | Floats, edges: Floats) -> Floats:
-    """How many are in each cell; those beyond the last edge count for the last cell."""
+    """How many lengths are in each cell; those beyond the last edge count for the last cell."""
     return np.histogram(np.minimum(np.asarray(lengths, float), edges[-1]), edges)[0].astype(float)
 
 

@@ -2,7 +2,7 @@
 
 Only the latest measurements count, of each kind as many as `WINDOW`. Single numbers are medians, and lines are fitted
 without what is far off them: the first of a kind is often the slowest, and one stop of the machine is not how things
-are. What nobody has measured yet is a prior, and of changes that is one measurement among the others: a run may make
+are. What has not been measured yet is a prior, and of changes that is one measurement among the others: a run may make
 only one resize, its first.
 
     decoding        50 ms a step, whatever the batch; a policy that reckons should not be asked before this is measured
@@ -25,12 +25,13 @@ from ductile.core.cluster.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpe
 from ductile.core.cluster.fits import by_slots, handing_off, line, near
 
 Once = Literal["optim", "publish", "receive", "resize", "warm_up", "prepare", "grant", "release"]
-"""What takes about as long each time. warm_up: what the first micro-step after a resize takes longer than others."""
+"""What takes about as long each time. `warm_up` is what the first micro-step after a resize takes longer than
+others."""
 
 PRIOR_DECODE = DecodeSpeed(step_s=0.05)
 PRIOR_PREFILL_SEQUENCES = 32
 PRIOR_HANDOFF = (0.05, 1e-9)
-"""Seconds, and seconds more for each byte of a cache."""
+"""Prior of a handoff: (seconds at the start, seconds for each byte of a cache)."""
 TRAIN_WORK = 3.0
 PRIORS: dict[Once, float] = {
     "optim": 0.0, "publish": 0.0, "receive": 0.0,
@@ -38,7 +39,7 @@ PRIORS: dict[Once, float] = {
 }  # fmt: skip
 RARE: frozenset[Once] = frozenset({"resize", "prepare", "grant"})
 STATE = 4
-"""Parameters, two moments and the gradient: a resize moves so many times what is published."""
+"""A resize moves so many times the bytes of a published version: parameters, two moments and the gradient."""
 WINDOW = 64
 
 K = TypeVar("K", bound=Hashable)
@@ -67,20 +68,21 @@ class Measured:
     # -- measurements
 
     def decoded(self, points: Iterable[tuple[float, float, float]]) -> None:
-        """Decode steps of one generator: (sequences, tokens in their contexts, seconds a step)."""
+        """Decode steps of one generator were measured: (sequences, tokens in their contexts, seconds a step)."""
         for sequences, context, seconds in points:
-            # By size of the batch: a long tail of single sequences must not push out what full batches were like.
+            # Kept by size of the batch: a long tail of single sequences must not push out what full batches were like.
             self._keep(self._decoded, int(sequences).bit_length(), (sequences, context, seconds))
 
     def prefilled(self, tokens: float, seconds: float) -> None:
         self._rate("prefill", tokens, seconds)
 
     def scored(self, tokens: float, slot_seconds: float) -> None:
-        """slot_seconds: of all scorers that worked on it, added up."""
+        """slot_seconds: seconds of all scorers that worked on these tokens, added up."""
         self._rate("score", tokens, slot_seconds)
 
     def handed_off(self, tokens: float, seconds: float) -> None:
-        """Rollouts, all at once. tokens: of the contexts whose cache went along, to the slot that took in the most."""
+        """Rollouts were handed off, all at once. tokens: context tokens whose cache went along, to the slot that took
+        in the most."""
         self._handoffs.append((tokens * self._cache_bytes_per_token, seconds))
         self._handing_off = handing_off(self._handoffs, PRIOR_HANDOFF)
 
@@ -88,7 +90,8 @@ class Measured:
         self._keep(self._micro_steps, num_slots, (tokens_busiest, seconds))
 
     def first_micro_step(self, tokens_busiest: float, num_slots: int, seconds: float) -> None:
-        """Of these slots together: new memory, new groups. It says nothing of their speed, as long as others do."""
+        """These slots have run their first micro-step together, in new memory and groups. It says nothing of their
+        speed, as long as others do."""
         if self._micro_steps:
             usual_s = self.speeds().train.seconds(tokens_busiest, num_slots)
             self.took("warm_up", max(0.0, seconds - usual_s))
@@ -98,7 +101,7 @@ class Measured:
     def took(self, what: Once, seconds: float) -> None:
         self._keep(self._once, what, seconds)
 
-    # -- what they say
+    # -- speeds and costs
 
     def speeds(self) -> Speeds:
         if self._cached is None:
@@ -146,7 +149,7 @@ class Measured:
         start_s, per_token_s = line(rows)
         if per_token_s <= 0:
             return None
-        # As a ratio to the line: what is left of a short micro-step without its start may be less than nothing.
+        # A ratio to the line is taken: a short micro-step may be shorter than its start, and leave less than nothing.
         per_slots = {
             number: per_token_s
             * fsum(seconds for _, seconds, slots in rows if slots == number)
@@ -175,7 +178,7 @@ class Measured:
             self._keep(self._rates, what, (amount, seconds))
 
     def _per(self, what: str, otherwise: float) -> float:
-        """Amounts and seconds are added up: small ones are mostly what every one costs."""
+        """Amount per second. Amounts and seconds are added up: small ones are mostly what every one costs."""
         seen = self._rates.get(what)
         return fsum(amount for amount, _ in seen) / fsum(seconds for _, seconds in seen) if seen else otherwise
 

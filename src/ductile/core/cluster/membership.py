@@ -7,7 +7,7 @@ on with the state as it was frozen. Hence one rule:
 - afterwards the new formation goes on if its slots are well, else the old one;
 - a formation that lacks a slot lacks that slot's part of the state: when neither can go on, the trainer stops.
 
-A ruling comes with its reason, a sentence for a person. Who waits, asks and kills is `ductile.wire.resize`.
+A ruling comes with its reason, a sentence for a person. `ductile.wire.resize` waits, asks and kills.
 """
 
 from collections.abc import Collection, Mapping
@@ -18,7 +18,7 @@ from ductile.core.cluster.placement import many, slots_of
 from ductile.records import Change, Formation, TrainProgress
 
 Phase = Literal["hold", "prepare", "freeze", "move", "commit", "settle", "rollback"]
-"""The step of the transaction that has just been answered, or not."""
+"""Step of a resize, whose answers are to be judged."""
 
 Verdict = Literal["proceed", "rollback", "stop"]
 
@@ -27,7 +27,7 @@ Verdict = Literal["proceed", "rollback", "stop"]
 class Ruling:
     verdict: Verdict
     reason: str
-    """Why not `proceed`; "" otherwise."""
+    """Why the verdict is not `proceed`, in a sentence; "" when it is."""
 
 
 PROCEED = Ruling("proceed", "")
@@ -47,7 +47,7 @@ def judge(
     """
     lacking = {*dead, *failed}
     if phase == "rollback":
-        # Taking back is all that is left; a joiner that cannot even do that has nothing that anybody needs.
+        # Taking back is all that is left; a joiner that cannot even do that has nothing that is needed.
         bad = lacking.intersection(change.before.members)
         return _stop(change.before, bad, dead, failed) if bad else PROCEED
     voted = phase in ("commit", "settle")
@@ -102,7 +102,7 @@ def complaint_about_bytes(sent: Mapping[int, Mapping[int, int]], received: Mappi
 
 
 def total(progress: Mapping[int, TrainProgress]) -> TrainProgress:
-    """Of the trainer as a whole: its slots' sums added up, in ascending order of slots."""
+    """Progress of the trainer as a whole: its slots' sums added up, in ascending order of slots."""
     first = progress[min(progress)]
     sums: dict[str, float] = {}
     for slot in sorted(progress):
@@ -112,7 +112,7 @@ def total(progress: Mapping[int, TrainProgress]) -> TrainProgress:
 
 
 def describe(formation: Formation) -> str:
-    """ "slots 0-3", "slots 0-3 in 2 copies"."""
+    """The formation in words: "slots 0-3", "slots 0-3 in 2 copies"."""
     copies = f" in {formation.replicas} copies" if formation.replicas > 1 else ""
     return slots_of(formation.members) + copies
 
@@ -125,7 +125,7 @@ def _stop(formation: Formation, slots: Collection[int], dead: Mapping[int, str],
 
 
 def _told(slots: Collection[int], dead: Mapping[int, str], failed: Mapping[int, str]) -> str:
-    """The first sentence, of a death if there is one: the others' failures usually follow from it."""
+    """The first of the slots' sentences, of a death if there is one: the others' failures usually follow from it."""
     told = [dead[slot] for slot in sorted(slots) if slot in dead]
     told += [failed[slot] for slot in sorted(slots) if slot not in dead]
     sentences = list(dict.fromkeys(told))

@@ -1,8 +1,8 @@
 """What a policy answers: orders, and why.
 
 A `Decision` is one change of the cluster, carried out as a whole: rollouts are handed off, slots give roles up, the
-trainer resizes once to `formation_after`, slots take roles on. `complaints` says what is wrong with one; whoever
-carries decisions out asks it first, so that a policy with a bug is refused and not obeyed.
+trainer resizes once to `formation_after`, slots take roles on. `complaints` says what is wrong with one; it is
+asked before a decision is carried out, so that a policy with a bug is refused and not obeyed.
 """
 
 from collections import Counter
@@ -32,7 +32,7 @@ class Handoff:
     source: int
     target: int
     with_cache: bool = False
-    """Its cache travels too; otherwise the target prefills its context again."""
+    """Whether the rollout's cache travels too; otherwise the target prefills its context again."""
 
 
 Order = Move | Handoff
@@ -44,11 +44,11 @@ class Prediction:
     """What the policy expected when it decided. Seconds from now until all the work in sight is done."""
 
     stay_s: float
-    """Without the decision."""
+    """Seconds without the decision."""
     go_s: float
-    """With it, its cost included."""
+    """Seconds with the decision, its cost included."""
     cost_s: float = 0.0
-    """Of carrying it out: pauses of the trainer, prefill of what is handed off."""
+    """Seconds that carrying the decision out costs: pauses of the trainer, prefill of what is handed off."""
 
     @property
     def gain_s(self) -> float:
@@ -59,13 +59,13 @@ class Prediction:
 class Decision:
     orders: tuple[Order, ...] = ()
     reason: str = ""
-    """A sentence for people; empty when there is nothing to say."""
+    """Why the policy decided so, in a sentence for people; empty when there is nothing to say."""
     hold_training: bool = False
     """The trainer begins no micro-step until a later decision says otherwise."""
     prediction: Prediction | None = None
     topic: str = ""
     """What stays of the reason while the numbers in it change: a decision without orders is told of once a topic.
-    Empty: the reason itself."""
+    Empty: the reason itself is the topic."""
 
     @property
     def moves(self) -> tuple[Move, ...]:
@@ -89,8 +89,8 @@ def roles_after(state: ClusterState, decision: Decision) -> dict[int, tuple[Role
 
 
 def formation_after(state: ClusterState, decision: Decision) -> Formation:
-    """The trainer's slots afterwards: who stays keeps its order, who joins comes last. Copies of the state stay as many
-    as they are where the number of slots allows it, else there is one."""
+    """The trainer's slots after the decision: those that stay keep their order, those that join come last. Copies of
+    the state stay as many as they are where the number of slots allows it, else there is one."""
     return reformed(state.trainer.formation, roles_after(state, decision))
 
 
@@ -103,9 +103,9 @@ def reformed(formation: Formation, roles: dict[int, tuple[Role, ...]]) -> Format
 
 
 def complaints(state: ClusterState, decision: Decision) -> list[str]:
-    """What is wrong with the decision, a sentence each; none when it may be carried out."""
+    """What is wrong with the decision, a sentence for each defect; none when it may be carried out."""
     if not decision.orders:
-        return []  # all stays as it is, which nobody ordered
+        return []  # all stays as it is: what is wrong with that is not the decision's
     found = [*_wrong_moves(state, decision), *_wrong_handoffs(state, decision)]
     after = roles_after(state, decision)
     return found or [*_broken_floors(state, state.limits, after), *_wrong_moment(state, after)]
@@ -191,7 +191,8 @@ def _wrong_moment(state: ClusterState, after: dict[int, tuple[Role, ...]]) -> It
 
 
 def sentence(orders: Iterable[Order], *further: str) -> str:
-    """ "slot 2 generate → train: 3 rollouts left, handed to slot 3; cost 0.4 s"; `further` parts come last."""
+    """The orders in words: "slot 2 generate → train: 3 rollouts left, handed to slot 3; cost 0.4 s"; `further` parts
+    come last."""
     kinds: dict[tuple[str, str], list[int]] = {}
     handoffs: list[Handoff] = []
     for order in orders:

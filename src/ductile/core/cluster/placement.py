@@ -28,7 +28,7 @@ ROLES: dict[str, Role] = {
     "score": "score",
     "scorer": "score",
 }
-"""Every accepted spelling: the users' words are actor, rollout, inference; ours are train, generate, score."""
+"""Role of every accepted spelling: the users' words are actor, rollout, inference; ours are train, generate, score."""
 
 SPELLED: dict[Role, str] = {"train": "actor", "generate": "rollout", "score": "inference"}
 
@@ -55,14 +55,14 @@ class Placement:
 
     @property
     def shares(self) -> bool:
-        """Some slot holds the trainer's state and a generator."""
+        """Whether some slot holds both the trainer's state and a generator."""
         return bool({*self.train} & {*self.generate})
 
     def of(self, role: Role) -> tuple[int, ...]:
         return {"train": self.train, "generate": self.generate, "score": self.score}[role]
 
     def roles(self, slot: int) -> tuple[Role, ...]:
-        """What the slot does, in the order train, generate, score."""
+        """Roles of the slot, in the order train, generate, score."""
         return tuple(role for role in SPELLED if slot in self.of(role))
 
 
@@ -239,12 +239,12 @@ def _sharing(placement: Placement, role: Role) -> str:
 
 
 def _list(slots: Sequence[int]) -> str:
-    """ " 3", "s 3-5"."""
+    """What follows the word "slot": " 3", "s 3-5"."""
     return (" " if len(slots) == 1 else "s ") + compact(slots)
 
 
 def compact(slots: Sequence[int]) -> str:
-    """(0, 1, 2, 5) as "0-2,5"."""
+    """Slot numbers as ranges: (0, 1, 2, 5) as "0-2,5"."""
     parts: list[str] = []
     start = 0
     for index in range(1, len(slots) + 1):
@@ -256,10 +256,10 @@ def compact(slots: Sequence[int]) -> str:
 
 
 def slots_of(slots: Collection[int]) -> str:
-    """ "slot 3", "slots 0-2,5", in ascending order."""
+    """The slots in words, in ascending order: "slot 3", "slots 0-2,5"."""
     return f"slot{'' if len(slots) == 1 else 's'} {compact(sorted(slots))}"
 
 
 def many(number: int, noun: str) -> str:
-    """ "1 rollout", "3 rollouts"."""
+    """The number with its noun: "1 rollout", "3 rollouts"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

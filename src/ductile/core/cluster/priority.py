@@ -8,7 +8,7 @@ the one that came first.
 
 
 def priority(num_turns: int, siblings_finished: int, group_size: int) -> int:
-    """For `GenerateRequest.priority`: higher runs first.
+    """The `priority` of a rollout's next `GenerateRequest`: higher runs first.
 
     num_turns: finished turns of the rollout.
     siblings_finished: members of its group that have ended, at most `group_size`.

@@ -16,28 +16,29 @@ from ductile.core.cluster.state import Limits
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the run has to do, and what it began with."""
+    """What a run has to do, and what it began with."""
 
     home: Placement
     limits: Limits
     policy: str
-    """"static", "rules", "model", or an import path."""
+    """Name of the policy, such as "static", "rules" or "model", or an import path."""
     num_steps: int
     groups_per_step: int
     group_size: int
     max_tokens: int
-    """The most of one answer."""
+    """Most tokens of one completion."""
     seq_len: int
     n_minibatches: int = 1
     max_async_level: int = 0
     max_off_policy_steps: int = 8
     block_size: int = 16
-    """Tokens of a cache block that sequences share; 0 where they share none."""
+    """Tokens of a KV cache block that sequences share; 0 where they share none."""
     use_pre_process_policy: bool | None = None
-    """As configured, None when it was not; so is the next one."""
+    """`cluster.use_pre_process_policy` as configured; None when it was not."""
     use_wait_before_last_iter_policy: bool | None = None
+    """`cluster.use_wait_before_last_iter_policy` as configured; None when it was not."""
     on_gpu: bool = False
-    """The slots are GPUs: who may share one then follows from the placement (`state.may_share`)."""
+    """Whether the slots are GPUs: which roles may share one then follows from the placement (`state.may_share`)."""
 
     def as_fields(self) -> dict[str, Any]:
         return asdict(self)
@@ -57,20 +58,20 @@ class StepProfile:
     """A step as it was. Times are seconds since the run's slots had their roles; the first step begins at 0."""
 
     step: int
-    """That was finished: 1 is the first."""
+    """Number of the step that was finished; 1 is the first."""
     start_s: float
     end_s: float
     spans: tuple[Span, ...]
-    """Of all slots, those that ended in this step; the run's spans, all steps together, cover slots x time."""
+    """Spans of all slots that ended in this step; the run's spans, all steps together, cover slots x time."""
     lengths: tuple[int, ...]
-    """Of the answers that ended in this step, in tokens."""
+    """Tokens of each completion that ended in this step."""
     prompt_tokens: float
-    """Of a prompt, on average."""
+    """Tokens of a prompt, on average."""
     speeds: Speeds
-    """As measured up to here."""
+    """Speeds as measured by the end of this step."""
     costs: SwitchCosts
     num_switches: int = 0
-    """Decisions carried out."""
+    """Decisions that were carried out in this step."""
 
     def as_fields(self) -> dict[str, Any]:
         spans = [(s.slot, round(s.start_s, 4), round(s.end_s, 4), s.activity, s.cause) for s in self.spans]
@@ -95,5 +96,5 @@ class StepProfile:
 
 
 def _only(kind: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """An event's line also has its time, kind and sentence."""
+    """The fields that `kind` has: an event's line also has its time, kind and sentence."""
     return {name: fields[name] for name in kind.__dataclass_fields__ if name in fields}

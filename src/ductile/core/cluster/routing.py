@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from ductile.core.cluster.placement import many
 
 AFFINITY_TOKENS = 256
-"""So many more predicted tokens may a generator have before it than the least loaded one, and still get a sibling of a
-sequence that it has: beyond them, waiting costs more than computing the prompt once more."""
+"""Predicted tokens that a generator may have more than the least loaded one, and still get a sibling of a sequence that
+it has: beyond them, waiting costs more than computing the prompt once more."""
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratorLoad:
     slot: int
     remaining_tokens: float
-    """Predicted tokens that it still has to sample, all its sequences together."""
+    """Predicted tokens that the generator still has to sample, all its sequences together."""
     groups: frozenset[str] = frozenset()
-    """Groups with a member in flight here: their prompts are cached."""
+    """Groups with a request in flight on the generator: their prompts are cached there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Route:
 def route(group: str, loads: Sequence[GeneratorLoad], prompt_tokens: int, block_tokens: int) -> Route:
     """The slot for one more sequence of `group` ("" for none), with so long a prompt. Ties go to the lowest slot.
 
-    block_tokens: of a block of the generators' caches; 0 where sequences share nothing.
+    block_tokens: tokens of a block of the generators' caches; 0 where sequences share nothing.
     Raises ValueError when there is no generator.
     """
     if not loads:
@@ -58,7 +58,7 @@ def route(group: str, loads: Sequence[GeneratorLoad], prompt_tokens: int, block_
 def predicted_tokens(max_tokens: int, generated: int, mean_length: float | None) -> float:
     """How many tokens a sequence still takes, as far as one can know.
 
-    mean_length: of the answers finished so far; None before the first one, when the limit is all that is known.
+    mean_length: mean tokens of the completions finished so far; None before the first one.
     A sequence that outlived the mean is expected to need half of what its limit leaves.
     """
     left = max(0, max_tokens - generated)

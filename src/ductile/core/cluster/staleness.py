@@ -30,7 +30,7 @@ class StalenessBound:
 @dataclass(frozen=True, slots=True)
 class Admission:
     num_groups: int
-    """May be started now."""
+    """Groups that may be started now."""
     reason: str
 
 
@@ -38,7 +38,7 @@ class Admission:
 class Freshness:
     fresh: bool
     age: int
-    """Versions between the oldest token and the weights that would be trained."""
+    """Versions between the group's oldest token and the weights that would be trained."""
     reason: str
 
 
@@ -47,7 +47,7 @@ def admission(bound: StalenessBound, *, outstanding: int, taken: int, steps_left
 
     outstanding: groups started and not taken by the trainer, running or waiting in the buffer.
     taken: groups that the current step has taken already.
-    steps_left: steps until the end, the current one included; what nobody will train on is not started.
+    steps_left: steps until the end, the current one included; what would not be trained on is not started.
     """
     steps = min(1 + bound.ahead, steps_left)
     room = steps * bound.groups_per_step - taken - outstanding

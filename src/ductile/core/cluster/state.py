@@ -1,7 +1,7 @@
-"""What a policy sees: who has which slot, what is under way, what is left to do, and how fast things go.
+"""What a policy sees: which slot has which roles, what is under way, what is left to do, and how fast things go.
 
-Plain values of one instant; the time is among them. `loop` and `sim` fill them in, `policies/` decide on them, tests
-write them down by hand.
+All are plain values of one instant; the time is among them. `loop` and `sim` fill them in, `policies/` decide on them,
+tests write them down by hand.
 """
 
 from collections import Counter
@@ -13,18 +13,20 @@ from ductile.core.cluster.placement import Placement, Role
 from ductile.records import Formation
 
 IN_FLIGHT = 2
-"""Micro-steps: one that runs and one that waits in the slots. More would only make a change wait for longer."""
+"""Micro-steps that the trainer's slots have at once: one that runs and one that waits. More would only make a change
+wait for longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
     slot: int
     roles: tuple[Role, ...]
-    """What it holds, in the order train, generate, score. Both train and generate: it decodes between micro-steps."""
+    """Roles that the slot holds, in the order train, generate, score. A slot that both trains and generates decodes
+    between micro-steps."""
     since_s: float = 0.0
-    """When it got these roles."""
+    """When the slot got these roles, on the clock of `ClusterState.now_s`."""
     ready: bool = True
-    """False while it changes roles, warms up or is suspect: no order may name it."""
+    """False while the slot changes roles, warms up or is suspect: no order may name it then."""
 
 
 class Unfinished(NamedTuple):
@@ -35,14 +37,14 @@ class Unfinished(NamedTuple):
     id: str
     slot: int
     prompt_tokens: int
-    """Everything before this turn's first token."""
+    """Tokens before this turn's first one."""
     generated: int
-    """Tokens of this turn so far."""
+    """Tokens that this turn has so far."""
     limit: int
-    """The most tokens that this turn may have."""
+    """Most tokens that this turn may have."""
     group: str = ""
     num_turns: int = 0
-    """Finished ones."""
+    """Finished turns of the rollout."""
 
     @property
     def context_tokens(self) -> int:
@@ -55,26 +57,26 @@ class Batch:
 
     step: int
     num_rollouts: int
-    """That the step trains on."""
+    """Rollouts that the step trains on."""
     group_size: int = 1
     trained: int = 0
     ready: int = 0
-    """Finished, in whole groups, scored where there is a scorer: the trainer can have them. Those of later steps too,
-    when generation runs ahead."""
+    """Rollouts that the trainer can have: finished, in whole groups, scored where there is a scorer. Those of later
+    steps count too, when generation runs ahead."""
     ready_tokens: int = 0
-    """Prompts and answers of `ready`."""
+    """Tokens of the `ready` rollouts, prompts included."""
     partial: int = 0
-    """Finished, while siblings of their groups are not."""
+    """Rollouts that are finished while siblings of their groups are not."""
     partial_tokens: int = 0
     to_score: int = 0
     to_score_tokens: int = 0
     to_start: int = 0
-    """The staleness bound admits them, and no generator has them yet."""
+    """Rollouts that the staleness bound admits and no generator has yet."""
     update: int = 0
     num_updates: int = 1
-    """Optimizer steps of the batch; `update` are done."""
+    """Optimizer steps of the batch; `update` of them are done."""
     steps_left: int = 1
-    """This one included; 0 after the last."""
+    """Steps that are left, this one included; 0 after the last."""
     steps_ahead: int = 0
     """Steps that generation may run ahead of this one."""
 
@@ -84,25 +86,26 @@ class Batch:
 
     @property
     def missing(self) -> int:
-        """Of what the step trains on: not yet generated, or waiting for siblings. What only has to be scored is
+        """Rollouts of this step that are not yet generated, or wait for siblings. Those that only have to be scored are
         `unscored`, and not missing."""
         return max(0, self.left - self.ready - self.to_score)
 
     @property
     def unscored(self) -> int:
-        """Of what the step trains on: generated, and still to be scored. A trainer that is held may wait for it: all
-        that the optimizer step wants is scored meanwhile, and not only the next chunk."""
+        """Rollouts of this step that are generated and still to be scored. A trainer that is held may wait for them:
+        all that the optimizer step wants is scored meanwhile, and not only the next chunk."""
         return max(0, self.left - self.ready - self.missing)
 
     @property
     def all_scored(self) -> bool:
-        """Nothing is left to score, and nothing will be: what waits for its rewards only is still to come."""
+        """Whether nothing is left to score, now or later in this step; what only waits for its reward may still have to
+        be."""
         return not self.to_score and not self.missing
 
     @property
     def last_update(self) -> bool:
-        """What is left is the last optimizer step's share, which is none larger than the others'; of a batch with one
-        optimizer step, the last quarter."""
+        """Whether only the last optimizer step's share is left, which is no larger than the others'; of a batch with
+        one optimizer step, the last quarter."""
         if self.num_updates == 1:
             return self.left <= self.num_rollouts / 4
         return self.left <= self.num_rollouts // self.group_size // self.num_updates * self.group_size
@@ -112,11 +115,11 @@ class Batch:
 class TrainerState:
     formation: Formation
     at_boundary: bool = True
-    """Between two micro-steps: only now may its slots change."""
+    """Whether the trainer is between two micro-steps: only then may its slots change."""
     held: bool = False
-    """A decision lets it wait."""
+    """Whether a decision lets the trainer wait."""
     seq_len: int = 2048
-    """Tokens of a slot's micro-step."""
+    """Most tokens of one slot's micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,61 +127,61 @@ class Limits:
     """What no decision may break."""
 
     min_train: int = 1
-    """Slots that hold the trainer's state, at any time. At least 1: it has to be somewhere."""
+    """Fewest slots that hold the trainer's state, at any time. At least 1: it has to be somewhere."""
     min_generate: int = 1
-    """Generators, while there is anything to generate."""
+    """Fewest generators, while there is anything to generate."""
     min_score: int = 0
-    """Scorers, while there is anything to score; 0 for a run without."""
+    """Fewest scorers, while there is anything to score; 0 for a run without."""
     max_num_seqs: int = 64
-    """Of one generator."""
+    """Most sequences that one generator decodes at once."""
     may_share: bool = True
-    """A train slot may hold a generator besides: there is memory for both."""
+    """Whether a train slot may hold a generator besides: there is memory for both."""
 
 
 def may_share(placement: Placement, *, on_gpu: bool) -> bool:
     """Whether a train slot has memory for a generator besides, in a run with this placement.
 
-    A slot on a CPU has. A GPU has where the configuration has the two roles share slots: elsewhere nobody has said that
-    both fit, and nothing is offloaded.
+    A slot on a CPU has. A GPU has where the configuration has the two roles share slots: elsewhere the configuration
+    does not say that both fit, and nothing is offloaded.
     """
     return not on_gpu or placement.shares
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Answers' lengths in tokens, as far as seen."""
+    """Completions' lengths in tokens, as far as seen."""
 
     ended: tuple[int, ...] = ()
-    """Those that the model ended, of late."""
+    """Lengths of recent completions that the model ended."""
     cut: tuple[int, ...] = ()
-    """Those that hit their limit: they would have been longer."""
+    """Lengths of completions that hit their limit: they would have been longer."""
     prompt_mean: float = 0.0
-    """Tokens of a prompt."""
+    """Mean tokens of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterState:
     now_s: float
     slots: tuple[SlotState, ...]
-    """Of the current members, in ascending order."""
+    """Slots of the current membership, in ascending order."""
     batch: Batch
     trainer: TrainerState
     speeds: Speeds
     costs: SwitchCosts
     home: Placement
-    """What the configuration gave each role: where `rules` returns to after each step."""
+    """Slots that the configuration gave each role: `rules` returns to them after each step."""
     limits: Limits = Limits()
     unfinished: tuple[Unfinished, ...] = ()
     lengths: Lengths = Lengths()
     max_tokens: int = 1024
-    """The most tokens of one answer."""
+    """Most tokens of one completion."""
     asked: bool = True
-    """The policy has been asked in this step before."""
+    """Whether the policy has been asked in this step before."""
 
     @property
     def step_begins(self) -> bool:
-        """Slots may go where a new step wants them: nothing of it is trained yet; or it is, as a change of the step
-        before was still under way, and nobody has been asked in this one."""
+        """Whether slots may go where a new step wants them: nothing of it is trained yet, or the policy has not been
+        asked in it yet, as a change of the step before was still under way."""
         return not (self.asked and self.batch.trained)
 
     def of(self, role: Role) -> tuple[int, ...]:
@@ -200,19 +203,19 @@ class ClusterState:
 
     @property
     def micro_step_s(self) -> float:
-        """Of a full one."""
+        """Seconds of a full micro-step."""
         return self.speeds.train.seconds(self.trainer.seq_len, len(self.trainer.formation.members))
 
     @property
     def patience_s(self) -> float:
-        """That new weights wait for slots which are about to generate or score: with what else a change costs the
-        others, less than a micro-step."""
+        """Seconds that new weights wait for slots which are about to generate or score: with what else a change costs
+        the others, less than a micro-step."""
         return self.micro_step_s / 2
 
     @property
     def resize_wait_s(self) -> float:
-        """From the decision until the trainer's slots can change: messages wait for the micro-steps that were sent
-        before, on average for half of the one that runs, and the slots say once more that they are ready."""
+        """Seconds from the decision until the trainer's slots can change: messages wait for the micro-steps that were
+        sent before, on average for half of the one that runs, and the slots say once more that they are ready."""
         slots, seq_len = len(self.trainer.formation.members), self.trainer.seq_len
         micro_steps = 0.0 if self.trainer.held else min(IN_FLIGHT + 0.5, self.batch.ready_tokens / (slots * seq_len))
         return micro_steps * self.micro_step_s + self.costs.prepare_s

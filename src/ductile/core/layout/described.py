@@ -1,7 +1,7 @@
 """A layout put together from what its slots say of themselves.
 
-Nobody has to know the mesh, the parallelism or the framework behind it: every slot lists the blocks that it holds, and
-all lists together are the layout. Plain values, so that a list travels as msgpack.
+The mesh, the parallelism and the framework behind it need not be known: every slot lists the blocks that it holds, and
+all lists together are the layout. A list has plain values only, so that it travels as msgpack.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,11 +42,13 @@ class Held:
     names: tuple[str, ...]
     dtype: str
     shape: Shape
-    """Of the whole tensor; a scalar has ()."""
+    """Shape of the whole tensor; () for a scalar."""
     pieces: tuple[Piece, ...]
-    """Piece k lies in the buffer `buffer_name(name, k)`. Empty: the slot only says that there is such a tensor."""
+    """Blocks that the slot holds; piece k lies in the buffer `buffer_name(name, k)`. Empty: the slot only says that
+    there is such a tensor."""
     padded: bool = False
-    """The whole tensor may be longer on one side than on the other: what both have is data."""
+    """Whether the whole tensor may be longer in the source or in the target than in the other: what both have is data,
+    the rest is padding."""
 
 
 def buffer_name(name: str, piece: int) -> str:

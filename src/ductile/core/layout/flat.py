@@ -14,7 +14,7 @@ from ductile.core.layout.layout import Tensor
 from ductile.core.layout.mesh import Mesh
 
 Row = tuple[int, Shape, Shape, int, Shape]
-"""(slot, start, stop, offset, strides)"""
+"""(slot, start, stop, offset, strides) of a box: where it lies in the tensor, and where in the slot's buffer."""
 
 
 def flatten(

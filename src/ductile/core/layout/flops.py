@@ -20,12 +20,12 @@ from ductile.core.layout.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class ForwardWork:
-    """What a model is run on."""
+    """How much a model has to compute in a forward pass."""
 
     num_tokens: int = 0
-    """That go through all layers."""
+    """Tokens that go through all layers."""
     num_pairs: int = 0
-    """Of a token and one that it sees, itself among them."""
+    """Pairs of a token and one that it sees, itself among them."""
     num_scored: int = 0
     """Tokens that are compared with the whole vocabulary."""
 
@@ -60,7 +60,7 @@ def training_flops(spec: ModelSpec, work: ForwardWork) -> int:
 
 
 def layer_matrix_parameters(spec: ModelSpec) -> int:
-    """Of one layer's projections, without biases."""
+    """Parameters of one layer's projections, without biases."""
     query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     attention = (2 * query + 2 * key) * spec.hidden_size
     return attention + 3 * spec.hidden_size * spec.intermediate_size

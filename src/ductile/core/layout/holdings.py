@@ -1,6 +1,6 @@
-"""Who holds which part of a tensor: a list of (global box <-> local strided view) for every slot.
+"""Which slot holds which part of a tensor: a list of (global box <-> local strided view) for every slot.
 
-All that a parallel layout does to a tensor ends as such rows; whoever moves tensors needs to know nothing else:
+All that a parallel layout does to a tensor ends as such rows; code that moves tensors needs to know nothing else:
 
     slot   global box            lies in its buffer at
        0   rows 0:4, cols 0:8    offset 0, strides (8, 1)
@@ -29,7 +29,7 @@ class View:
     """Where a box lies in a slot's memory: `as_strided(buffer, shape, strides, offset)`."""
 
     buffer: int
-    """Index into `Tensor.buffers`."""
+    """Index into `Tensor.buffers` of the buffer in which the box lies."""
     offset: int
     shape: Shape
     strides: Shape
@@ -37,27 +37,27 @@ class View:
 
 @dataclass(frozen=True, eq=False)
 class Holdings:
-    """Rows of every slot, ordered by slot. n rows, d dims of the tensor; a scalar is a tensor of shape (1,)."""
+    """Rows of every slot, ordered by slot: n rows, d dims of the tensor. A scalar is a tensor of shape (1,)."""
 
     shape: Shape
     slots: Ints
-    """[n]"""
+    """[n] slot that has each row."""
     start: Ints
-    """[n, d]"""
+    """[n, d] first index of each row's box along each dim."""
     stop: Ints
-    """[n, d]"""
+    """[n, d] index after the last of each row's box along each dim."""
     offset: Ints
-    """[n]"""
+    """[n] where each row's box begins in its buffer."""
     strides: Ints
-    """[n, d]"""
+    """[n, d] strides of each row's box in its buffer."""
     buffer: Ints
-    """[n]"""
+    """[n] index into `Tensor.buffers` of each row's buffer."""
     sizes: tuple[tuple[int, int, int], ...]
-    """(slot, buffer, elements that it has there, padding included)."""
+    """(slot, buffer, elements) of every slot's buffers, padding included."""
 
     @cached_property
     def key(self) -> bytes:
-        """Equal content, equal key, on every machine."""
+        """Digest of the content: equal holdings have equal keys on every machine."""
         digest = blake2b(repr((self.shape, self.sizes)).encode(), digest_size=16)
         for array in (self.slots, self.start, self.stop, self.offset, self.strides, self.buffer):
             digest.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
@@ -65,7 +65,7 @@ class Holdings:
 
     @cached_property
     def geometry(self) -> bytes:
-        """Like `key`, but only of who holds which box: all that a plan depends on."""
+        """Digest of which slots hold which boxes: all that a plan depends on."""
         digest = blake2b(repr(self.shape).encode(), digest_size=16)
         for array in (self.slots, self.start, self.stop):
             digest.update(np.ascontiguousarray(array, dtype="<i8").tobytes())

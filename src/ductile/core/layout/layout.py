@@ -12,7 +12,8 @@ ITEM_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
-"""Names are torch's without the prefix. Only the size matters: tensors move as bytes, never as values."""
+"""Bytes of one element, by dtype. Names are torch's without the prefix. Only the size matters: tensors move as bytes,
+never as values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Tensor:
     dtype: str
     holdings: Holdings
     buffers: tuple[str, ...] = ()
-    """Names of the local buffers that its rows lie in; empty: one buffer that is called like the tensor."""
+    """Names of the local buffers that the tensor's rows lie in; empty: one buffer that is called like the tensor."""
 
     @property
     def shape(self) -> Shape:
@@ -56,7 +57,7 @@ class Layout:
 
     @cached_property
     def key(self) -> bytes:
-        """Equal content, equal key: names, dtypes, buffers and every row of every slot."""
+        """Digest of names, dtypes, buffers and every row of every slot: equal layouts have equal keys."""
         digest = blake2b(repr(self.slots).encode(), digest_size=16)
         for tensor in self:
             digest.update(f"{tensor.name}\0{tensor.dtype}\0{tensor.buffers}\0".encode())
@@ -91,7 +92,7 @@ class Layout:
         )
 
     def __or__(self, other: "Layout") -> "Layout":
-        """Both together. Their tensors have different names."""
+        """Both layouts together. Their tensors must have different names."""
         both = self.tensors.keys() & other.tensors.keys()
         if both:
             raise ValueError(f"{min(both)!r} is in both layouts")

@@ -29,7 +29,7 @@ class Mesh:
 
     @staticmethod
     def of(slots: Iterable[int], **axes: int) -> "Mesh":
-        """`Mesh.of(range(8), dp=4, tp=2)`"""
+        """The mesh of these slots with these axes: `Mesh.of(range(8), dp=4, tp=2)`."""
         return Mesh(tuple(axes.items()), tuple(slots))
 
     def size(self, axes: Sequence[str]) -> int:

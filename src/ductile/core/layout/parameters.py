@@ -36,7 +36,7 @@ class Parameter:
 
 
 def parameters(spec: ModelSpec) -> tuple[Parameter, ...]:
-    """In the order of a forward pass. Tied embeddings appear once, as `embed.weight`."""
+    """All parameters of a model, in the order of a forward pass. Tied embeddings appear once, as `embed.weight`."""
     table = [_same("embed.weight", "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)]
     for layer in range(spec.num_layers):
         table += _layer(spec, f"layers.{layer}.", f"model.layers.{layer}.")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Arithmetic = Literal["bfloat16", "tf32", "float32"]
-"""Of matrix products."""
+"""Number format in which a device multiplies matrices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,18 +17,18 @@ class Peak:
 
     flops_per_s: float
     source: Literal["known", "measured"]
-    """By the table below, or by a product that was timed on the device itself."""
+    """Where the figure is from: "known" from the table below, "measured" by timing a product on the device itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Device:
     words: frozenset[str]
-    """All of them are in the device's name."""
+    """Words that are all in the device's name."""
     flops_per_s: dict[Arithmetic, float]
 
 
 def _device(words: str, bfloat16: float, tf32: float | None = None, float32: float | None = None) -> _Device:
-    """In units of 10^12."""
+    """A row of the table, given in units of 10^12 operations a second."""
     given: dict[Arithmetic, float | None] = {"bfloat16": bfloat16, "tf32": tf32, "float32": float32}
     return _Device(frozenset(words.split()), {name: value * 1e12 for name, value in given.items() if value is not None})
 
@@ -50,10 +50,11 @@ _DEVICES = (
     _device("RTX 4090", 165, 82.6, 82.6),
     _device("RTX 3090", 71, 35.6, 35.6),
 )
-"""Of several that fit a name, the first. H100 and H200 without a word more are the SXM modules."""
+"""Known devices. If several fit a name, the first counts. H100 and H200 without a further word are the SXM modules."""
 
 _SLOWER = frozenset({"MIG", "LAPTOP", "D", "MAX"})
-"""A part of a device, or another chip than the name's number says: such a device is not known."""
+"""Words in the names of parts of a device, and of slower chips than the number in the name says: such a device is not
+known."""
 _VIRTUAL = re.compile(r"\d+[ABCQ]")
 """A word of a vGPU's name: the GiB that it has of a device, and its kind ("GRID A100-10C")."""
 
@@ -68,12 +69,12 @@ def known_peak(device_name: str, arithmetic: Arithmetic) -> float | None:
 
 
 def compute_dtype(configured: Literal["float32", "bfloat16"] | None, device: str) -> Literal["float32", "bfloat16"]:
-    """What forward and backward passes compute in, where the config does not say it."""
+    """The dtype that forward and backward passes compute in: the configured one, else the device's default."""
     return configured or ("bfloat16" if device.startswith("cuda") else "float32")
 
 
 def arithmetic_of(compute: Literal["float32", "bfloat16"], matmul_precision: str, device: str) -> Arithmetic:
-    """`trainer.matmul_precision` allows fp32 products to be made in TF32, on a GPU."""
+    """The format in which products are made: `trainer.matmul_precision` allows fp32 products in TF32, on a GPU."""
     if compute == "float32" and device.startswith("cuda") and matmul_precision != "highest":
         return "tf32"
     return compute

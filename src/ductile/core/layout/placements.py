@@ -25,7 +25,7 @@ class Cut:
     size: int
     coordinate: int
     strips: int = 1
-    """`split_factor`."""
+    """DTensor's `split_factor`: strips of the dim, each of which is cut into chunks."""
 
 
 def held_runs(shape: Shape, cuts: Sequence[Cut], local_shape: Shape) -> list[list[Run]]:

@@ -22,7 +22,8 @@ from ductile.core.layout.holdings import Holdings, Shape, row_major
 from ductile.core.layout.mesh import Mesh
 
 Run = tuple[int, int, int]
-"""(global start, local start, length)"""
+"""(global start, local start, length) of indices of a dim that follow each other both in the tensor and in a slot's
+part."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class Shard:
     need: with fewer key heads than slots, neighbours hold the same one.
     """
     padded: int = 0
-    """Local policy: cut as if the dim were this long. The extra rows exist in memory and are nobody's data."""
+    """Length to which the dim is padded before it is cut; 0 for no padding. The extra rows exist in memory and are not
+    data."""
 
     @property
     def axes(self) -> tuple[str, ...]:

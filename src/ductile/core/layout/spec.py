@@ -25,7 +25,8 @@ LARGEST = {
     "num_key_value_heads": 10_000,
     "head_dim": 10_000,
 }
-"""Beyond what any model has: a slip in a `config.json`, told before memory is asked for."""
+"""Largest values that are read, beyond those of any model: a slip in a `config.json` is told before memory is asked
+for."""
 MOST_PARAMETERS = 10**13
 
 
@@ -42,7 +43,7 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
-    """Only `llama3` reads these three."""
+    """Context length before stretching. Only `llama3` reads it and the two factors for low and high frequencies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +63,12 @@ class ModelSpec:
     rms_norm_eps: float = 1e-6
     tie_embeddings: bool = False
     attention_bias: bool = False
-    """On q, k and v."""
+    """Whether the projections of q, k and v have a bias."""
     output_bias: bool = False
-    """On the projection after attention."""
+    """Whether the projection after attention has a bias."""
     mlp_bias: bool = False
     qk_norm: bool = False
-    """RMSNorm over each head of q and k, before the rotation."""
+    """Whether each head of q and k goes through an RMSNorm before the rotation."""
     max_position: int = 2048
     """Longest sequence that the model was trained for; nothing here enforces it."""
     initializer_range: float = 0.02
@@ -103,7 +104,7 @@ class ModelSpec:
 
     @property
     def num_parameters(self) -> int:
-        """Tied embeddings count once."""
+        """Number of parameters; tied embeddings count once."""
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = (query + 2 * key) * (self.hidden_size + self.attention_bias)
         attention += query * self.hidden_size + self.hidden_size * self.output_bias

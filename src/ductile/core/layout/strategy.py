@@ -50,9 +50,10 @@ TENSOR_PARALLEL: dict[str, Callable[[ModelSpec, int], Shard]] = {
     "mlp.gate_up_proj.bias": _gate_and_up,
     "mlp.down_proj.weight": _inner_inputs,
 }
-"""By the last part of the name; the number is that of vocabulary rows, padding included.
+"""How tp cuts a parameter, by the last part of its name; the functions take the number of vocabulary rows, padding
+included.
 
-What is not here (norms, biases after a row-parallel product) is whole on every tp slot.
+Parameters that are not here (norms, biases after a row-parallel product) are whole on every tp slot.
 """
 
 

@@ -1,4 +1,4 @@
-"""Who becomes which coordinate? The places of a target mesh are free: choose the slots so that most bytes stay put.
+"""Which slot takes which place of a target mesh? Places are free: choose the slots so that most bytes stay put.
 
 Growing flat state from two ranges to three, the newcomer in the middle moves a third of the bytes; at the end it would
 move half of them.
@@ -42,7 +42,7 @@ def kept_bytes(source: Layout, target: Layout, slots: Sequence[int], refiner: Re
 
 
 def best_assignment(value: Ints) -> Ints:
-    """A different column for every row with the highest sum of values; exact, by shortest augmenting paths.
+    """A different column for every row, chosen for the highest sum of values; exact, by shortest augmenting paths.
 
     `value` is [rows, columns] with no more rows than columns.
     """

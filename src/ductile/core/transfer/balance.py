@@ -1,7 +1,7 @@
-"""Who sends how much: level the loads of those who can.
+"""Which slot sends how much: level the loads of the slots that can.
 
 A demand is a stretch of a line, the slots that can send it, the slots that need it. Without relays, each of the V bytes
-leaves a holder D times. With relays it leaves holders at least once, and those who received it may pass it on.
+leaves a holder D times. With relays it leaves holders at least once, and slots that received it may pass it on.
 
 1. Demands with the fewest holders first, then the largest.
 2. Each is spread over its senders like water: the lowest rise first, to one level.
@@ -20,7 +20,8 @@ from ductile.core.layout.holdings import Ints
 from ductile.core.transfer.cells import Slots
 
 SWEEPS = 8
-"""Random problems are within 1% of the optimum by then; most come to rest after two or three."""
+"""Most levelling sweeps. Random problems are within 1% of the optimum after so many; most come to rest after two or
+three."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,15 @@ class Demand:
     line: int
     low: int
     high: int
-    """Bytes low:high of the line."""
+    """End of the bytes low:high of the line that are asked for."""
     holders: Slots
     needers: Slots
     network: bool
-    """Whether it crosses machines: the two kinds of links are levelled separately."""
+    """Whether the bytes cross machines: links inside machines and links across them are levelled separately."""
     relay: bool = False
-    """Whether needers may pass it on to one another."""
+    """Whether needers may pass the bytes on to one another."""
     fan_out: tuple[tuple[int, Slots], ...] = ()
-    """(needer, others on its machine): who passes everything on to whom after receiving it."""
+    """(needer, other slots of its machine): the needer passes all bytes on to these slots after receiving them."""
 
     @property
     def num_bytes(self) -> int:

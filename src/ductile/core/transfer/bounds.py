@@ -16,9 +16,9 @@ SOURCE, SINK = ("source", 0), ("sink", 0)
 
 
 def least_egress(lines: Sequence[Line], relay: bool) -> int:
-    """Bytes, with all links taken as equal.
+    """Least possible egress of the busiest slot in bytes, with all links taken as equal.
 
-    With `relay`, every byte leaves a holder once, and its further copies anybody who holds or receives it.
+    With `relay`, the first copy of a byte leaves a holder, and further copies leave any slot that holds or receives it.
     """
     demands: dict[Slots, int] = {}
     for line in lines:
@@ -50,7 +50,8 @@ def _network(demands: dict[Slots, int], bound: int) -> Capacity:
 
 
 def _max_flow(capacity: Capacity) -> tuple[int, int]:
-    """(what flows, how many slots limit it), along shortest augmenting paths. `capacity` becomes what is left."""
+    """(bytes that flow, number of slots that limit them), along shortest augmenting paths. `capacity` becomes what is
+    left."""
     flowing = 0
     while True:
         came_from: dict[Node, Node] = {SOURCE: SOURCE}

@@ -19,7 +19,8 @@ from ductile.core.layout.layout import Layout, Tensor
 
 Slots = tuple[int, ...]
 REMEMBERED_CLASSES = 20_000
-"""A flat buffer makes a class of every tensor; a run that resizes for weeks must not remember them all."""
+"""Most classes whose cells are remembered. A flat buffer makes a class of every tensor; a run that resizes for weeks
+must not remember them all."""
 
 
 class NotReshardable(ValueError):
@@ -28,12 +29,12 @@ class NotReshardable(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Atoms:
-    """Disjoint boxes of one tensor, each with the slots that have it. a atoms, d dims."""
+    """Disjoint boxes of one tensor, each with the slots that have it: a boxes, d dims."""
 
     start: Ints
-    """[a, d]"""
+    """[a, d] first index of each box along each dim."""
     stop: Ints
-    """[a, d]"""
+    """[a, d] index after the last of each box along each dim."""
     slots: list[Slots]
 
 
@@ -54,14 +55,14 @@ class Entry:
     box: Box
     item_bytes: int
     offset: int
-    """Where it begins on its line, in bytes."""
+    """Where the entry begins on its line, in bytes."""
 
     @property
     def num_bytes(self) -> int:
         return len(self.names) * volume(self.box) * self.item_bytes
 
     def parts(self, low: int, high: int) -> list[tuple[str, Box]]:
-        """Its bytes low:high as boxes of tensors, in order. Both are multiples of `item_bytes`."""
+        """The entry's bytes low:high as boxes of tensors, in order. Both are multiples of `item_bytes`."""
         start, stop = self.box
         shape = tuple(b - a for a, b in zip(start, stop, strict=True))
         each = volume(self.box) * self.item_bytes
@@ -92,7 +93,7 @@ class Line:
         return self.entries[-1].offset + self.entries[-1].num_bytes
 
     def parts(self, low: int, high: int) -> list[tuple[str, Box]]:
-        """Bytes low:high as boxes of tensors, in order."""
+        """The line's bytes low:high as boxes of tensors, in order."""
         found: list[tuple[str, Box]] = []
         for entry in self.entries[self._entry_at(low) :]:
             if entry.offset >= high:
@@ -113,9 +114,9 @@ class Line:
 @dataclass(frozen=True, eq=False)
 class Refinement:
     lines: list[Line]
-    """With needers; ordered by (holders, needers)."""
+    """Lines whose needers have to receive them, ordered by (holders, needers)."""
     local: list[Line]
-    """With `holders == needers`: what these slots keep."""
+    """Lines whose holders are their needers: bytes that these slots keep."""
     num_classes: int
 
 
@@ -127,7 +128,7 @@ class Refiner:
         self._cells: dict[tuple[bytes, bytes], Cells] = {}
 
     def refine(self, source: Layout, target: Layout) -> Refinement:
-        """Raises `NotReshardable`."""
+        """The lines of a move from one layout to another. Raises `NotReshardable`."""
         classes = _classes(source, target)
         lines: dict[tuple[Slots, Slots], list[tuple[int, Box, tuple[str, ...]]]] = {}
         local: dict[tuple[Slots, Slots], list[tuple[int, Box, tuple[str, ...]]]] = {}

@@ -1,10 +1,10 @@
-"""Turn levelled shares into flows: which stretch of a line goes from whom to whom, and on.
+"""Turn levelled shares into flows: which stretch of a line goes from which slot to which, and on.
 
     direct        0 -> 4
     striped       0 -> 2 -> {4, 6}    0 sends a third to each of 2, 4, 6, and each passes its third on to the others
     machines      0 -> 8 -> 16, 8 -> {9, 10}, 16 -> {17, 18}    into each machine once, then round inside it
 
-A relay forwards only what it needs itself, so nothing is sent that somebody did not have to receive.
+A relay forwards only what it needs itself, so nothing is sent that its receiver does not need.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,9 +15,10 @@ from ductile.core.transfer.cells import Line, Slots
 from ductile.core.transfer.topology import Topology
 
 ALIGN = 8
-"""Stretches begin and end at multiples of it, which never cuts an item in two (see `Line`)."""
+"""Stretches begin and end at multiples of so many bytes, which never cuts an item in two (see `Line`)."""
 STRIPES = 16
-"""Among more receivers than this, a stripe travels down a tree, so that nobody has more than 16 neighbours each way."""
+"""Most stripes of a demand. With more receivers a stripe travels down a tree, so that no slot has more than 16
+neighbours each way."""
 NOWHERE = -1
 
 
@@ -26,7 +27,7 @@ class Edge:
     source: int
     target: int
     hop: int
-    """0 from a holder; h + 1 from a slot that received it at hop h."""
+    """Hops of the bytes before this edge: 0 from a holder, h + 1 from a slot that received them at hop h."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Flow:
 
 
 def demands(lines: Sequence[Line], topology: Topology, relay: bool) -> list[Demand]:
-    """Who asks whom. Slots with a holder on their machine ask there, the others ask everywhere."""
+    """Which slots ask which holders: slots with a holder on their machine ask there, the others ask all holders."""
     found: list[Demand] = []
     for index, line in enumerate(lines):
         inside: dict[int, list[int]] = {}
@@ -67,7 +68,8 @@ def demands(lines: Sequence[Line], topology: Topology, relay: bool) -> list[Dema
 
 
 def _machines(index: int, line: Line, machines: list[Slots]) -> Iterator[Demand]:
-    """Each machine receives every byte once, its slots take turns as the entrance, and spread it inside."""
+    """Demands by which each machine receives every byte once: its slots take turns as the entrance, and spread the
+    bytes inside."""
     turns = max(len(slots) for slots in machines)
     borders = [line.num_bytes * turn // turns // ALIGN * ALIGN for turn in range(turns)] + [line.num_bytes]
     for turn in range(turns):
@@ -83,7 +85,8 @@ def _machines(index: int, line: Line, machines: list[Slots]) -> Iterator[Demand]
 
 
 def flows(asked: Sequence[Demand], shares: Sequence[Share], grain_bytes: int) -> list[Flow]:
-    """Shares below `grain_bytes` are not worth a message of their own; the largest sender of the demand takes them."""
+    """The flows that serve these demands. Shares below `grain_bytes` are not worth a message of their own; the largest
+    sender of the demand takes them."""
     found: list[Flow] = []
     for demand, share in zip(asked, shares, strict=True):
         holders = _coarse(share.holders.tolist(), grain_bytes)
@@ -113,7 +116,7 @@ def _stretches(demand: Demand, relays: list[int]) -> Iterator[tuple[int, int, tu
         length = sum(relays[i] for i in inner) // (copies - 1) // ALIGN * ALIGN
         high = min(position + length, demand.high)
         if stripe == stripes - 1 and demand.high - high < ALIGN * copies:
-            high = demand.high  # what rounding left over
+            high = demand.high  # with what rounding left over
         if position < high:
             children = _in_proportion([relays[i] for i in inner], copies - 1)
             inner.sort(key=lambda i: -children[i // stripes])
@@ -137,9 +140,11 @@ def _in_proportion(amounts: list[int], count: int) -> list[int]:
 
 
 def _tree(slots: Sequence[int], children: Sequence[int], fan_out: dict[int, Slots]) -> tuple[Edge, ...]:
-    """Breadth first: the first slot passes on to the next `children[0]` ones, the second one to those after, and so on.
+    """Edges of a tree, breadth first: the first slot passes on to the next `children[0]` ones, the second one to those
+    after, and so on.
 
-    Begins with an edge from nowhere to the first slot. `children` falls, so whoever has some has been reached before.
+    Begins with an edge from nowhere to the first slot. `children` falls, so a slot that has some has been reached
+    before.
     """
     hops = {slots[0]: 0}
     edges = [Edge(NOWHERE, slots[0], 0)]

@@ -29,7 +29,8 @@ class Part(NamedTuple):
     name: str
     box: Box
     relayed: bool = False
-    """The sender received it in an earlier round and reads it from its new buffers; else from its old ones."""
+    """Whether the sender received the box in an earlier round and reads it from its new buffers; else it reads its old
+    ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Message:
     peer: int
     num_bytes: int
     parts: tuple[Part, ...]
-    """Packed end to end in this order, each row-major."""
+    """Boxes of the message, packed end to end in this order, each row-major."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Round:
 
 
 Stretch = tuple[int, int, int, bool]
-"""(line, low, high, relayed)"""
+"""(line, low, high, relayed): bytes low:high of a line, and whether the sender itself receives them in the plan."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +65,7 @@ class Plan:
     num_rounds: int
     round_bytes: int
     reason: str
-    """Why flows run as they do: a sentence."""
+    """Why the flows take these routes, in a sentence."""
 
     @property
     def lines(self) -> list[Line]:
@@ -76,7 +77,7 @@ class Plan:
 
     @cached_property
     def key(self) -> bytes:
-        """All slots must agree on it before the first byte moves."""
+        """Digest of the plan. All slots must agree on it before the first byte moves."""
         digest = blake2b(self.source.key + self.target.key, digest_size=16)
         for flow, timing in zip(self.flows, self.timings, strict=True):
             digest.update(repr((flow.line, flow.low, flow.high, flow.edges, timing.count)).encode())
@@ -85,7 +86,7 @@ class Plan:
         return digest.digest()
 
     def local(self, slot: int) -> Iterator[Part]:
-        """What `slot` has and goes on having."""
+        """Boxes that `slot` has and keeps."""
         for line in self.refinement.local:
             if slot in line.holders:
                 yield from (Part(*part) for part in line.parts(0, line.num_bytes))
@@ -162,7 +163,7 @@ class Plan:
 
     @cached_property
     def lower_bound_bytes(self) -> int:
-        """What every slot needs and does not have: no plan can move less."""
+        """Bytes that slots need and do not have, added up: no plan can move fewer."""
         needed = sum(
             int((t.holdings.stop - t.holdings.start).prod(axis=1).sum()) * t.item_bytes for t in self.target
         )  # fmt: skip
@@ -170,7 +171,7 @@ class Plan:
 
     @property
     def relayed_bytes(self) -> int:
-        """How much of the wire bytes leaves a slot that received them in this plan."""
+        """Wire bytes that leave a slot which received them in this plan."""
         return sum(flow.num_bytes for flow in self.flows for edge in flow.edges if edge.hop)
 
     @cached_property
@@ -221,7 +222,7 @@ class Plan:
 
     @property
     def _unit(self) -> tuple[int, str]:
-        """In which amounts are printed, and its name: a plan of a few KiB would be one of 0.0 MiB."""
+        """Unit in which amounts are printed, and its name: in MiB, a plan of a few KiB would be one of 0.0."""
         return (MIB, "MiB") if sum(tensor.num_bytes for tensor in self.target) >= MIB else (KIB, "KiB")
 
 

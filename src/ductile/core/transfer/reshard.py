@@ -1,7 +1,7 @@
 """Plan how a state gets from one layout to another.
 
 1. Refine: cut both layouts into cells, and put cells with the same holders and needers on one line (`cells`).
-2. Whoever has what it needs keeps it. The rest comes from the same machine where somebody there has it, else from the
+2. A slot keeps what it has and needs. The rest comes from the same machine where a slot there has it, else from the
    least loaded holders (`balance`).
 3. Where several slots need the same bytes and holders are the bottleneck, receivers pass on what they got (`flows`).
    That happens only if it lowers the predicted time.
@@ -23,10 +23,10 @@ from ductile.core.transfer.rounds import schedule
 from ductile.core.transfer.topology import MIB, Topology
 
 WORTH_A_HOP = 0.95
-"""Relays must bring the predicted time below this part of the direct one."""
+"""Relays are used when they bring the predicted time below this share of the time without them."""
 
 REMEMBERED_PLANS = 32
-"""The least recently used one goes first."""
+"""Most plans that a planner remembers; the least recently used one goes first."""
 
 
 class Planner:
@@ -51,7 +51,7 @@ class Planner:
         return plan
 
     def forget_plans(self) -> None:
-        """Keep only what is known of classes."""
+        """Forget all plans. What is known of classes stays."""
         self._plans.clear()
 
     def key(self, source: Layout, target: Layout) -> bytes:
@@ -98,7 +98,7 @@ class Planner:
         return direct, f"relays do not pay: {figures}"
 
     def _repeated_bytes(self, refinement: Refinement) -> int:
-        """What direct flows carry into a machine again, after another slot there received it."""
+        """Bytes that direct flows carry into a machine again, after another slot there received them."""
         found = 0
         for line in refinement.lines:
             if len(line.needers) > 1 and self.topology.nodes:

@@ -3,7 +3,7 @@
 A flow is cut into messages. In a round every slot sends at most `round_bytes` and receives at most `round_bytes`; what
 a relay received in one round it may pass on in a later one. Rounds need no barrier: a slot goes to the next one when
 its own sends and receives of this one are done. As every message is sent and received in the same round, and all of a
-round's operations are posted together, nobody waits for somebody who waits for him.
+round's operations are posted together, no slot waits for one that waits for it.
 
 1. The number of rounds follows from the busiest slot.
 2. Large flows move the same share in every round, so their slots are busy from the first round to the last.
@@ -24,9 +24,9 @@ class Timing:
     """When a flow's messages travel."""
 
     count: int
-    """Number of messages, about equally long."""
+    """Messages of the flow, about equally long."""
     rounds: tuple[Sequence[int], ...]
-    """`rounds[edge][message]`"""
+    """`rounds[edge][message]` is the round in which the message travels along the edge."""
 
 
 def border(flow: Flow, count: int, message: int) -> int:
@@ -95,12 +95,13 @@ class _Room:
     def __init__(self, round_bytes: int) -> None:
         self.round_bytes = round_bytes
         self.taken: dict[tuple[bool, int], int] = {}
-        """By large flows, in each of the rounds that they use."""
+        """Bytes that large flows take of a slot's sends (True, slot) or receives (False, slot), in each of the rounds
+        that they use."""
         self.free_from = 0
         """The first round without large flows."""
         self.used: dict[tuple[bool, int], list[int]] = {}
         self.full: dict[tuple[bool, int], int] = {}
-        """All rounds before this one are as good as full."""
+        """First round of a slot's sends or receives that may have room: all rounds before it are as good as full."""
 
     def steady(self, edge: Edge, num_bytes: int) -> None:
         for end in ((True, edge.source), (False, edge.target)):
@@ -117,7 +118,7 @@ class _Room:
         return self.round_bytes - taken
 
     def take(self, edge: Edge, earliest: int, num_bytes: int) -> int:
-        """The first round from `earliest` on in which both ends have room; it is used up by that."""
+        """The first round from `earliest` on in which both ends have room for so many bytes, which are then taken."""
         out, into = (True, edge.source), (False, edge.target)
         number = max(earliest, self.full.get(out, 0), self.full.get(into, 0))
         if num_bytes > self.beside(edge):

@@ -13,22 +13,23 @@ MIB = 1 << 20
 @dataclass(frozen=True)
 class Topology:
     nodes: tuple[tuple[int, ...], ...] = ()
-    """Slots that share a machine. Empty: all do. A slot in none of them is a machine of its own."""
+    """Groups of slots that share a machine; empty when all slots share one. A slot in no group is a machine of its
+    own."""
     node_bytes_s: float = 200e9
-    """What a slot sends, and at the same time receives, inside its machine."""
+    """Bytes that a slot sends, and at the same time receives, per second inside its machine."""
     network_bytes_s: float = 50e9
-    """The same across machines."""
+    """Bytes that a slot sends, and at the same time receives, per second across machines."""
     round_s: float = 50e-6
-    """What a round costs besides its bytes."""
+    """Seconds that a round takes besides its bytes."""
 
     @property
     def speeds(self) -> str:
-        """Of the links that there are, in words."""
+        """Speeds of the links that there are, in words."""
         near = f"{self.node_bytes_s / 1e9:g} GB/s"
         return f"{near} inside a machine and {self.network_bytes_s / 1e9:g} GB/s across" if self.nodes else near
 
     def node(self, slot: int) -> int:
-        """Equal numbers mean the same machine."""
+        """Number of the slot's machine: equal numbers mean the same machine."""
         return self._node_of.get(slot, -1 - slot) if self.nodes else 0
 
     @cached_property

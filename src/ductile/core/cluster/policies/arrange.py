@@ -3,7 +3,8 @@
 Slots that train keep their generator beside the trainer's state where there is memory for both, so that the next step
 finds it there: from all generating to some of them training takes handoffs alone, and back again nothing.
 
-Looked at once a decision; every number of generators is then a slice of one order and a difference of running sums.
+Slots are ordered once a decision; every number of generators is then a slice of one order and a difference of running
+sums.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ BOTH: tuple[Role, ...] = ("train", "generate")
 
 
 class Arrangements:
-    """Of the slots in `pool`, which train or generate."""
+    """Which of the slots in `pool` train or generate, for every number of generators."""
 
     def __init__(self, state: ClusterState, pool: Sequence[int], remaining: Remaining) -> None:
         held = {slot.slot: slot.roles for slot in state.slots}
@@ -31,12 +32,12 @@ class Arrangements:
                 left[rollout.slot] += remaining[rollout.id]
                 context[rollout.slot] += rollout.prompt_tokens + rollout.generated
         self.tokens_left: Mapping[int, float] = left
-        """Predicted, by slot."""
+        """Predicted tokens still to come, by slot."""
         self._state, self._held = state, {slot: held[slot] for slot in pool}
         self.members = frozenset(members).intersection(pool)
         self.generators_now = frozenset(slot for slot in pool if "generate" in held[slot])
-        # Who is a generator and nothing else stays one; who has the most to hand off goes on; of the trainer's slots,
-        # those that joined last leave it first.
+        # Slots that only generate come first, then those that have the most to hand off; of the trainer's slots, those
+        # that joined last leave it first.
         self._order = sorted(
             pool,
             key=lambda slot: (
@@ -50,7 +51,8 @@ class Arrangements:
         )
         self._context = [0.0, *accumulate(context[slot] for slot in self._order)]
         sharing = self.members & self.generators_now
-        # Sequences that a micro-step would stop: while there are such, the trainer is held, or they are handed off.
+        # A micro-step would stop sequences of these slots: while there are such, the trainer is held, or they are
+        # handed off.
         self.shared = bool(sharing) and (state.batch.to_start > 0 or any(context[slot] for slot in sharing))
         self._carried_s = carriage(1.0, state.speeds, state.costs).seconds
         several_turns = any(rollout.num_turns for rollout in state.unfinished)
@@ -58,11 +60,11 @@ class Arrangements:
 
     @property
     def num_generators(self) -> int:
-        """That have or get sequences now."""
+        """Number of generators that have or get sequences now."""
         return len(self.generators_now if self.shared else self.generators_now - self.members)
 
     def generators(self, count: int) -> frozenset[int]:
-        """The slots that only generate, when there are so many."""
+        """The slots that only generate, when `count` do."""
         return frozenset(self._order[:count])
 
     def trainers(self, count: int) -> frozenset[int]:
@@ -72,47 +74,49 @@ class Arrangements:
         return self.trainers(count) != self.members
 
     def split(self, count: int) -> Mapping[int, tuple[Role, ...]]:
-        """So many generate, the others train. Those have nothing to do with what is generated: where new sequences may
-        come up, they give their generators up."""
+        """Roles with which `count` slots generate and the others train. These have nothing to do with what is
+        generated: where new sequences may come up, they give their generators up."""
         roles: dict[int, tuple[Role, ...]] = {slot: ("generate",) for slot in self.generators(count)}
         for slot in self.trainers(count):
             roles[slot] = BOTH if self._keeps and slot in self.generators_now else ("train",)
         return roles
 
     def everybody(self) -> Mapping[int, tuple[Role, ...]]:
-        """All generate; the trainer's slots keep its state beside their generator, and nothing is moved for it."""
+        """Roles with which all slots generate; the trainer's slots keep its state beside their generator, and nothing
+        is moved for it."""
         return {slot: BOTH if slot in self.members else ("generate",) for slot in self._held}
 
     def moved_context(self, count: int) -> float:
-        """Tokens that are handed off."""
+        """Context tokens that are handed off when `count` slots generate."""
         return self._context[-1] - self._context[count]
 
     def split_delays_s(self, count: int) -> tuple[float, float]:
-        """What `split` costs now: seconds of the trainer, and of generation."""
+        """What `split` costs now, in seconds: of the trainer, and of generation."""
         costs = self._state.costs
         resize_s = costs.resize_s if self.resizes(count) else 0.0
         new = len(self.generators(count) - self.generators_now)
-        # Who leaves the trainer waits for it before it generates.
+        # A slot that leaves the trainer waits for the resize before it generates.
         stopped, left_s = len(self.generators(count) & self.members), self._state.resize_wait_s + resize_s
         generate_s = self._joining_s(costs.grant_s, new, count) + self._joining_s(left_s, stopped, count)
         return resize_s, generate_s + self._handing_off_s(self.moved_context(count), count)
 
     def everybody_delays_s(self) -> tuple[float, float]:
-        """What `everybody` costs now, in the same way."""
+        """What `everybody` costs now, in seconds: of the trainer, and of generation."""
         num_slots = len(self._held)
         new = num_slots - len(self.generators_now)
         moved = 0.0 if self._state.batch.to_start else self._context[-1] * new / num_slots
         return 0.0, self._joining_s(self._state.costs.grant_s, new, num_slots) + self._handing_off_s(moved, new)
 
     def _handing_off_s(self, context: float, num_targets: int) -> float:
-        """On average over what is generated: messages stop only those that they are about."""
+        """Seconds that handing off costs generation, on average over all sequences: messages stop only those that they
+        are about."""
         if not context:
             return 0.0
         return self._state.costs.handoff_s * context / self._context[-1] + self._carried_s * context / num_targets
 
     def _joining_s(self, seconds: float, new: int, count: int) -> float:
-        """That `new` of `count` generators come so much later. Before a step's first rollout new weights wait for them,
-        and the others with those."""
+        """Seconds that generation loses because `new` of `count` generators come so much later. Before a step's first
+        rollout new weights wait for them, and the other generators wait for the weights."""
         share = new / max(1, count)
         if self._state.unfinished or not new:
             return seconds * share

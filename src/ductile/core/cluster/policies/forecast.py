@@ -1,7 +1,7 @@
 """When will all the work in sight be done, if the slots are used like this?
 
-Rollouts are followed as a population: how many have how many tokens by now. Each round, everybody under way gets the
-same few tokens more; of those, the share that `Survival` says ends; whoever ends makes room for one that has not
+Rollouts are followed as a population: how many have how many tokens by now. Each round, every rollout under way gets
+the same few tokens more; of those, the share that `Survival` says ends, and each makes room for one that has not
 started. The seconds of a round follow from how many sequences a generator has, and from the measured speeds. What ends
 is trained on, as soon as its group is whole, by the slots that train meanwhile. When nothing is left to generate, all
 slots train what is left.
@@ -21,7 +21,7 @@ from ductile.core.cluster.state import ClusterState
 
 NUM_AGES = 48
 NEVER = 0
-"""As `Plans.fill`: generators stay as they are until the last rollout ends."""
+"""Value of `Plans.fill` with which generators stay as they are until the last rollout ends."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,22 +32,23 @@ class Work:
     """[NUM_AGES] rollouts under way, by tokens so far."""
     unstarted: float
     round_tokens: float
-    """Tokens that everybody gets in a round: the width of an age."""
+    """Tokens that every sequence gets in a round: the width of an age."""
     go_on: Floats
     """[NUM_AGES] the share of an age that goes on to the next."""
     members: float
     """Unfinished rollouts of an unfinished group, on average."""
     ready_tokens: float
-    """That the trainer could have at once."""
+    """Tokens that the trainer could have at once."""
     coming_tokens: float
-    """That it will have when everything under way and unstarted is finished."""
+    """Further tokens that the trainer will have when everything under way and unstarted is finished."""
     longest_tokens: float
-    """Of the sample that will be the longest of those to come: one slot has to train it, while others may wait."""
+    """Tokens of the sample that will be the longest of those to come: one slot has to train it, while others may
+    wait."""
     batch_tokens: float
-    """Of a whole step."""
+    """Tokens of a whole step's samples."""
     prompt_tokens: float
     sample_tokens: float
-    """Of a prompt and its answer, on average."""
+    """Tokens of a prompt and its completion, on average."""
 
     @property
     def to_generate(self) -> float:
@@ -91,25 +92,26 @@ class Plans:
     """Ways to use the slots from now on, one a row: first in one way, and then in another."""
 
     generators: Floats
-    """Slots that generate at first."""
+    """Slots that generate in the first way."""
     trainers: Floats
-    """Slots that train at first; 0 while the trainer is held."""
+    """Slots that train in the first way; 0 while the trainer is held."""
     until: Floats
-    """So many rollouts are left when that ends; negative for never."""
+    """Rollouts that are left when the first way ends; negative when it never does."""
     then: Floats
-    """Slots that generate afterwards; the others train."""
+    """Slots that generate in the second way; the others train."""
     resize_s: Floats
-    """What resizing the trainer costs then."""
+    """Seconds that resizing the trainer for the second way takes."""
     fill: Floats
-    """A generator with fewer sequences than this, on average, makes the generators fewer after that; or `NEVER`."""
+    """Sequences that a generator should have in the second way: with fewer on average, there are fewer generators; or
+    `NEVER`."""
     delay_train_s: Floats
-    """Until the trainer can go on: what resizing costs now."""
+    """Seconds until the trainer can go on: what resizing costs now."""
     delay_generate_s: Floats
-    """Added to generation: taking in what is handed off, and new generators that are not there yet."""
+    """Seconds added to generation: taking in what is handed off, and new generators that are not there yet."""
 
 
 def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> Floats:
-    """By plan: seconds from now until all is generated and trained, on `num_slots` slots."""
+    """Seconds from now until all is generated and trained on `num_slots` slots, by plan."""
     speeds, full = state.speeds, float(state.limits.max_num_seqs)
     num_plans = len(plans.generators)
     stage = _Stage(plans.generators.copy(), plans.trainers.copy(), plans.until < 0)
@@ -163,10 +165,10 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
 
 
 def _rest_s(state: ClusterState, todo: Work, trained: Floats, trainers: Floats, num_slots: int) -> Floats:
-    """Nothing is left to generate: the trainer goes on as it is, or takes all slots, if that is worth the way there
-    and, when there is another step, back."""
+    """Seconds that training takes when nothing is left to generate, by plan: the trainer goes on as it is, or takes all
+    slots, if that is worth the way there and, when there is another step, back."""
     rest = np.maximum(0.0, todo.ready_tokens + todo.coming_tokens - trained)
-    # Who was held trains on what it has.
+    # A trainer that was held trains on the slots that it has.
     members = np.where(trainers > 0, trainers, float(len(state.trainer.formation.members)))
     way_s = state.costs.resize_s * (2 if state.batch.steps_left > 1 else 1)
     longest = np.where(rest > 0, todo.longest_tokens, 0.0)
@@ -180,18 +182,18 @@ def _rest_s(state: ClusterState, todo: Work, trained: Floats, trainers: Floats, 
 
 @dataclass(slots=True, eq=False)
 class _Stage:
-    """Who does what in this round, by plan."""
+    """How many slots generate and train in this round, by plan."""
 
     generators: Floats
     trainers: Floats
     second: npt.NDArray[np.bool_]
 
     def advance(self, state: ClusterState, plans: Plans, left: Floats, num_slots: int) -> tuple[Floats, Floats]:
-        """On to the round in which so many rollouts are left. Returns the share of contexts that are handed off, and
+        """Go on to the round in which so many rollouts are left. Returns the share of contexts that are handed off, and
         for how long the trainer pauses."""
         before, paused_s = self.generators, np.zeros_like(left)
         change = ~self.second & (left <= plans.until)
-        # Who joins a trainer that is at work waits for the end of a micro-step, on average for half of it.
+        # A slot that joins a trainer at work waits for the end of a micro-step, on average for half of it.
         lag_s = state.speeds.train.seconds(state.trainer.seq_len, 1) / 2
         if change.any():
             paused_s += np.where(change, plans.resize_s + lag_s * (self.trainers > 0) * (plans.resize_s > 0), 0.0)
@@ -206,7 +208,8 @@ class _Stage:
         return np.maximum(0.0, before - self.generators) / before, paused_s
 
     def _fewer(self, plans: Plans, left: Floats) -> Floats | None:
-        """Only a quarter fewer at once is worth a resize."""
+        """Generators by plan after releases in this round; None when there are none. Only a quarter fewer at once is
+        worth a resize."""
         wanted = np.maximum(1.0, np.ceil(left / np.maximum(plans.fill, 1.0)))
         may = (plans.fill != NEVER) & self.second & (wanted <= 0.75 * self.generators)
         return np.where(may, wanted, self.generators) if may.any() else None
@@ -223,7 +226,8 @@ def _taken(state: ClusterState, todo: Work, taken: Floats, share_left: Floats, t
 
 
 def _tokens_per_s(state: ClusterState, todo: Work, slots: Floats) -> Floats:
-    """Of the trainer. Its micro-steps have room left that is too small for another sample, and each costs something."""
+    """Tokens that a trainer of so many slots takes per second. Its micro-steps have room left that is too small for
+    another sample, and each costs something."""
     per_s, seq_len = state.speeds.train.of(slots), float(state.trainer.seq_len)
     filled = max(seq_len / 2, seq_len - todo.sample_tokens / 2)
     micro_step_s = seq_len * slots / np.maximum(per_s, 1e-12) + state.speeds.train.micro_step_s

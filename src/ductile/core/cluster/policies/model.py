@@ -8,9 +8,9 @@
    until the last rollout ends, then the trainer trains).
 3. A candidate is taken when it ends the work earlier than leaving the roles as they are does, its cost counted, by more
    than a margin, and when doing it now is as good as doing it later. Soon after a change, it has to gain twice that.
-4. The slots that move are those with the fewest predicted tokens to hand off; these go to whoever has the least left.
-   Slots that need not give up a role keep it: a step that generates on all slots and then trains on most of them takes
-   handoffs, and no resize.
+4. The slots that move are those with the fewest predicted tokens to hand off; these go to the generators with the
+   least left. Slots that need not give up a role keep it: a step that generates on all slots and then trains on most
+   of them takes handoffs, and no resize.
 
 Two permissions say whether training may wait for what train slots generate: `pre_process` until the batch's last part,
 `wait_before_last_iter` in it.
@@ -35,13 +35,13 @@ from ductile.core.cluster.policies.forecast import NEVER, Plans, Work, forecast,
 from ductile.core.cluster.state import ClusterState
 
 FILLS = (NEVER, 2.0, 8.0, 32.0)
-"""Sequences a generator should have at least, in the futures that are compared."""
+"""Sequences that a generator should have at least, in the futures that are compared."""
 LATER = (0.9, 0.75, 0.6, 0.45, 0.3, 0.2, 0.1, 0.05, 0.02)
 """Shares of the rollouts that may be left when a change that is not made now is made."""
 TRAIN: tuple[Role, ...] = ("train",)
 BOTH: tuple[Role, ...] = ("train", "generate")
 ALL = 0
-"""As a number of generators: all slots, and training waits."""
+"""Number of generators that stands for all slots, while training waits."""
 WAITS = "training waits while its slots generate"
 
 
@@ -50,13 +50,14 @@ class Model:
     margin: float = 0.01
     """A move must gain this share of the time that is left, its cost taken off."""
     caution: float = 0.25
-    """And this share of its cost besides."""
+    """A move must gain this share of its cost besides."""
     patience: float = 4.0
-    """Less than this many resizes after a change, the next one must gain twice as much."""
+    """After a change, the next one must gain twice as much for the time of so many resizes."""
     pre_process: bool = True
     """Train slots may generate, and training wait for it, while more than the batch's last part is left to train."""
     wait_before_last_iter: bool = True
-    """So they may in the batch's last part: before it is trained, training may wait until all slots can train it."""
+    """Train slots may generate in the batch's last part: before it is trained, training may wait until all slots can
+    train it."""
 
     def decide(self, state: ClusterState) -> Decision:
         if not state.batch.steps_left:
@@ -89,7 +90,7 @@ class Model:
         changes = [count for count in counts if arrangements.shared or arrangements.resizes(count)]
         rows: list[tuple[float, ...]] = []
         first: dict[int, int] = {}
-        # Columns as in `Plans`.
+        # The columns are those of `Plans`.
         trainers = 0 if arrangements.shared else len(arrangements.members)
         rows += _futures(state, todo, arrangements, counts, (max(1, now), trainers), (0.0, 0.0))
         num_stays = len(rows)
@@ -125,13 +126,15 @@ class Model:
         return best
 
     def _may_wait(self, state: ClusterState) -> bool:
-        """Training, for what train slots generate meanwhile."""
+        """Whether training may wait for what train slots generate meanwhile."""
         return self.wait_before_last_iter if state.batch.last_update else self.pre_process
 
     def _all_train(self, state: ClusterState, pool: Sequence[int], todo: Work) -> Decision:
-        """Nothing is left to generate: the rest is trained on all slots, when it is worth the way there and back.
+        """A decision for when nothing is left to generate: the rest is trained on all slots, when it is worth the way
+        there and back.
 
-        Generators stay where there is memory for both: the next step finds them there."""
+        Generators stay where there is memory for both: the next step finds them there.
+        """
         members = {*state.trainer.formation.members}
         scorers = [slot for slot in state.of("score") if slot in state.ready and state.batch.all_scored]
         idle = [slot for slot in (*pool, *scorers) if slot not in members]
@@ -202,7 +205,7 @@ def _counts(now: int, most: int) -> list[int]:
 def _even_out(
     state: ClusterState, arrangements: Arrangements, remaining: Remaining, margin: float, *, may_wait: bool
 ) -> Decision:
-    """The same slots, but no generator has much more before it than the others."""
+    """A decision that leaves the roles as they are and evens out what generators have before them, where that pays."""
     decode = state.speeds.decode
     # Where train slots generate too, a micro-step would stop their sequences: it was found not to be worth that.
     hold = may_wait and arrangements.shared and state.batch.missing > 0
@@ -216,7 +219,7 @@ def _even_out(
     token_s = decode.per_sequence_s + decode.per_context_s * context
     longest_s = decode.step_s * max(remaining.values())
     stay_s, even = longest_s + token_s * max(before.values()), fsum(before.values()) / len(before)
-    # Nobody can have less than all have on average. Most often that is not enough, and how to spread need not be found.
+    # The fullest generator cannot get below the average. Most often that does not pay, and no spread need be found.
     if token_s * (max(before.values()) - even) < state.costs.handoff_s + 5 * margin * stay_s:
         return stay
     handoffs = spread(state, generators, remaining)

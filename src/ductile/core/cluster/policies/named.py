@@ -11,7 +11,7 @@ from ductile.core.cluster.policies.static import InTurns, Static
 def policy(name: str, *, pre_process: bool | None = None, wait_before_last_iter: bool | None = None) -> Policy:
     """The built-in policy of that name. Raises ValueError for another name.
 
-    The two options: `rules` do what is True, and `model` may do what is not False.
+    Of the two options, `rules` do what is True, and `model` may do what is not False.
     """
     made: Mapping[str, Callable[[], Policy]] = {
         "static": Static,

@@ -15,7 +15,7 @@ When the next step begins every slot returns to what the configuration gave it. 
 - `wait_before_last_iter`: before its last optimizer step (of a batch with one: before its last quarter) the trainer
   waits until generation and scoring are done, and then takes all slots.
 
-There is no estimate of what a move costs or gains: `model` is for that. What is kept from breaking is said in
+There is no estimate of what a move costs or gains: `model` is for that. What the rules never break is said in
 tests/core/cluster/policies/test_properties.py.
 """
 
@@ -56,7 +56,7 @@ class Rules:
         if early:
             home |= {slot: _with_generate(home[slot]) for slot in _lendable(state, home)}
         orders = _orders(state, home)
-        # Of those that cannot generate nobody does so sooner because the trainer waits.
+        # Where no train slot can generate, nothing is generated sooner because the trainer waits.
         lend = early and any({"train", "generate"} <= {*roles} for roles in home.values())
         if lend:
             why = f"train slots generate until half of the step's rollouts ({state.batch.num_rollouts}) are finished"
@@ -74,7 +74,7 @@ class Rules:
         needed = ceil(to_generate / _carries(state))
         if to_generate:
             needed = max(needed, state.limits.min_generate)
-        # Who cannot be ordered about generates on, and counts.
+        # Generators that cannot be ordered about go on, and count.
         num_others = len(state.of("generate")) - len(generators)
         surplus = len(generators) - max(0, needed - num_others)
         roles = {slot: TRAIN for slot in _cheapest_to_free(state, generators)[: max(0, surplus)]}
@@ -120,7 +120,7 @@ def _with_generate(roles: tuple[Role, ...]) -> tuple[Role, ...]:
 
 
 def _carries(state: ClusterState) -> int:
-    """Sequences that a generator takes on, whoever hands them over."""
+    """Sequences that a generator takes on from others."""
     decode, most = state.speeds.decode, state.limits.max_num_seqs
     context = sum(rollout.context_tokens for rollout in state.unfinished) / max(1, len(state.unfinished))
     each_s = decode.per_sequence_s + decode.per_context_s * context
@@ -128,7 +128,8 @@ def _carries(state: ClusterState) -> int:
 
 
 def _cheapest_to_free(state: ClusterState, generators: list[int]) -> list[int]:
-    """Those that train already first (they only stop generating), then the fewest predicted tokens to hand off."""
+    """The generators in the order in which they are freed: those that train already (they only stop generating), then
+    those with the fewest predicted tokens to hand off."""
     left = dict.fromkeys(generators, 0.0)
     remaining = remaining_tokens(state)
     for rollout in state.unfinished:
@@ -139,8 +140,8 @@ def _cheapest_to_free(state: ClusterState, generators: list[int]) -> list[int]:
 
 
 def _orders(state: ClusterState, roles: Mapping[int, tuple[Role, ...]]) -> tuple[Order, ...]:
-    """The change to `roles`, of those slots that may be ordered about; none while others are still needed where they
-    are, because who should take their place is not ready."""
+    """The orders that change slots to `roles`, of those slots that may be ordered about; none while others are still
+    needed where they are, because the slots that should take their place are not ready."""
     may_move = state.ready
     moved = {slot: after for slot, after in roles.items() if slot in may_move}
     after = {slot.slot: moved.get(slot.slot, slot.roles) for slot in state.slots}

@@ -15,7 +15,7 @@ class Static:
 
 @dataclass(frozen=True, slots=True)
 class InTurns:
-    """Everybody generates, then everybody trains: the trainer waits until the step's last rollout is there.
+    """All slots generate, then all train: the trainer waits until the step's last rollout is there.
 
     Meant for a placement in which all slots hold both roles (`actor,rollout: all`): the collocated arm of comparisons.
     """
