@@ -19,7 +19,7 @@ from ductile.model import cpu_attention, varlen_attention
 
 
 class Attend(Protocol):
-    """The seam between the model and whoever keeps keys and values: a packed batch here, a paged cache elsewhere."""
+    """The seam between the model and what keeps keys and values: a packed batch here, a paged cache elsewhere."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, H, D], k and v [T, K, D], after norms and rotation -> [T, H, D]."""
@@ -40,7 +40,7 @@ class Tree:
 
     @property
     def branches(self) -> list[tuple[int, int]]:
-        """First row and end of each."""
+        """First row and end of each branch."""
         return list(pairwise((self.stem, *self.ends)))
 
 
@@ -65,9 +65,9 @@ class PackedAttention:
             if tree.end > tree.start:
                 self.trees.append(tree)
         self._attend: Run | None = None
-        """Chosen by the first layer, for all of them."""
+        """How attention is computed in all layers; None until the first layer has chosen."""
         self.choice = ""
-        """What was chosen, in words; "" as long as nothing has been."""
+        """How attention is computed, in words; "" until the first layer has chosen."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not self.trees:
@@ -91,18 +91,18 @@ class PackedAttention:
 
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""q [T, H, D], k and v [T, K, D] -> [T, H, D], of the batch that it was made for."""
+"""Attention of the batch that it was made for: q [T, H, D], k and v [T, K, D] -> [T, H, D]."""
 
 
 @cache
 def _tell(sentence: str) -> None:
-    """To the slot's log, once."""
+    """Write the sentence to the slot's log, once."""
     print(sentence, file=sys.stderr)
 
 
 def by_document(trees: Sequence[Tree], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """torch's kernel for one document a call: a call for each stem, and for each branch, which finds the stem's keys
-    before its own. For devices and types that have no kernel for all of them."""
+    before its own. Used on devices and for types that have no kernel for all documents at once."""
     grouped = q.shape[1] != k.shape[1]
     outputs: list[Tensor] = []
     for tree in trees:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from torch import Tensor
 
 BLOCK_BYTES = 1 << 18
-"""Of the widest tensor. A few of them together fit in the 1 or 2 MiB that a core has for itself."""
+"""Bytes of the widest tensor in a block. A few such blocks together fit in the 1 or 2 MiB of cache that a core has for
+itself."""
 
 
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -34,7 +34,7 @@ COPIED = (
     "tokenizer.model",
     "LICENSE",
 )
-"""What a saved folder takes over from its source, where it is there."""
+"""Files that a saved folder takes over from its source, where they are there."""
 
 # -- Reading ---------------------------------------------------------------------------------------------------------
 
@@ -49,13 +49,13 @@ def read_spec(folder: str | Path) -> ModelSpec:
 
 
 def stored_dtype(folder: str | Path) -> torch.dtype | None:
-    """Of the weights, as `config.json` says it; None where it does not, or says one that we do not write."""
+    """The weights' dtype, as `config.json` says it; None where it does not, or says one that we do not write."""
     config = read_json(Path(folder) / CONFIG)
     return dtype_named(config.get("dtype", config.get("torch_dtype")))  # transformers 5's word, and 4's
 
 
 def dtype_named(name: object) -> torch.dtype | None:
-    """ "bfloat16" as torch knows it."""
+    """The torch dtype of that name, such as "bfloat16"; None for one that we do not write."""
     return next((dtype for dtype in DTYPES if str(dtype) == f"torch.{name}"), None)
 
 
@@ -84,7 +84,7 @@ def load_model(
 
 
 def empty_model(spec: ModelSpec, dtype: torch.dtype, device: str | torch.device) -> Transformer:
-    """For weights that come from elsewhere: they are whatever lay in that memory."""
+    """A model for weights that come from elsewhere: until then they are whatever lay in that memory."""
     with torch.device("meta"):
         model = Transformer(spec)
     return model.to(dtype).to_empty(device=device)
@@ -139,9 +139,9 @@ def save_model(
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     building, old = (folder.with_name(f".{folder.name}.{word}") for word in ("partial", "old"))
-    shutil.rmtree(building, ignore_errors=True)  # of a writer that was killed
+    shutil.rmtree(building, ignore_errors=True)  # left by a writer that was killed
     if old.exists() and not folder.exists():
-        old.rename(folder)  # it was killed between two renames
+        old.rename(folder)  # the writer was killed between two renames
     building.mkdir()
     try:
         in_order = (tensors[parameter.name] for parameter in parameters(spec))
@@ -238,7 +238,7 @@ def _replace(folder: Path, building: Path, old: Path) -> None:
 
 
 def _delete(folder: Path) -> None:
-    """Of a link, the link."""
+    """Remove the folder; of a link, only the link itself."""
     if folder.is_symlink():
         folder.unlink()
     else:

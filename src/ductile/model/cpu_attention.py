@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ductile.model.attention import Tree
 
 TILE_SCORES = 1 << 19
-"""Scores of a tile, all heads together: 2 MiB in fp32."""
+"""Most scores of a tile, all heads together: 2 MiB in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Tile:
     first: int
     last: int
     stem: slice
-    """Rows that all of them see besides; empty for a document on its own."""
+    """Rows of the stem, which all sequences of the tile see besides their own; empty for a document on its own."""
 
     @property
     def is_whole(self) -> bool:
@@ -138,14 +138,14 @@ def _flat(queries: Tensor) -> Tensor:
 
 
 def _probabilities(tile: Tile, queries: Tensor, keys: Tensor) -> Tensor:
-    """[N K, G S, P + S]"""
+    """Probabilities [N K, G S, P + S] with which queries weigh values."""
     mask = tile.mask(queries).repeat(queries.shape[1] // (tile.last - tile.first), 1)
     scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=queries.shape[-1] ** -0.5)
     return torch.softmax(scores, -1)
 
 
 def _add_to_keys(tile: Tile, total: Tensor, part: Tensor) -> None:
-    """`part` [N K, P + S, D] to the rows of `total` [T, K, D]."""
+    """Add `part` [N K, P + S, D] to the rows of `total` [T, K, D]."""
     stem, own = part.unflatten(0, (tile.num, -1)).tensor_split([tile.stem.stop - tile.stem.start], dim=2)
     tile.own_keys(total).add_(own)
     if stem.shape[2]:

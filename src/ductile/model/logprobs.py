@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 27}
-"""Logits of one chunk by kind of device, where its tokens are not given: 128 MiB in fp32; on a GPU 512 MiB, of which
+"""Most logits of a chunk, by kind of device, when `chunk_tokens` is not given: 128 MiB in fp32; on a GPU 512 MiB, of which
 the backward pass has three and a half at a time, 1.75 GiB.
 
 For each chunk the weight's gradient, [V, M] in fp32, is read and written: for the 151,936 x 2,560 of Qwen3-4B 3 GB, by
@@ -31,9 +31,9 @@ class LogprobHead:
     rows: Tensor
     """[N] int64: the position before each token to score, as a hidden state speaks about the next token."""
     targets: Tensor
-    """[N] int64: the tokens."""
+    """[N] int64: the tokens to score."""
     temperatures: Tensor | None = None
-    """[N] fp32, by which logits are divided; None is 1."""
+    """[N] fp32: what the logits of each row are divided by; None means 1."""
     chunk_tokens: int | None = None
     """Tokens that are scored at a time; None: `tokens_of_chunk`."""
 

@@ -11,7 +11,8 @@ from ductile.model.blocks import blocks
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., D], weight [D] -> weight * x / sqrt(mean(x^2) + eps), the mean over D. In fp32 or more, then as x is.
+    """x [..., D], weight [D] -> weight * x / sqrt(mean(x^2) + eps), the mean over D. Computed in fp32 or more; the
+    result has x's dtype.
 
     torch has a kernel for its gradient on CUDA. On a CPU it has none, and autograd walks a chain of small steps, each
     through memory: the same by hand takes a third of the time.
@@ -22,7 +23,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_norm(x: Tensor, change: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x and `change` [..., D] -> x + change, and its `rms_norm`. Without a change x itself, and its norm.
 
-    In one piece: on the way back, what comes through the norm and what comes past it are added in the same block.
+    Both are one function, as the backward pass then adds what comes through the norm and what comes past it in one
+    block.
     """
     if x.device.type == "cpu" and x.requires_grad:
         return _AddNorm.apply(x, change, weight, eps)  # pyright: ignore
@@ -78,5 +80,5 @@ def _there(tensor: Tensor | None) -> tuple[Tensor, ...]:
 
 
 def wide_type(x: Tensor) -> torch.dtype:
-    """The type to add up in."""
+    """The dtype in which values of x are added up: fp32 or more."""
     return torch.promote_types(x.dtype, torch.float32)

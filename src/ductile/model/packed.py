@@ -27,19 +27,19 @@ class PackedSamples:
     """T tokens to run; N tokens to score, sample by sample, in order."""
 
     token_ids: Tensor
-    """[T] int64"""
+    """[T] int64: the tokens to run."""
     positions: Tensor
-    """[T] int64, from 0 in each sample"""
+    """[T] int64: position of each token in its sample, from 0."""
     stems: tuple[int, ...]
-    """Tokens of each document, or of what several of them share."""
+    """Length of each document, or of the beginning that several documents share, in tokens."""
     branches: tuple[tuple[int, ...], ...]
-    """What goes on from each stem, in tokens; together with the stems T."""
+    """Lengths of the branches of each stem, in tokens; together with the stems they add up to T."""
     rows: Tensor
     """[N] int64: which of the T tokens comes before the scored one."""
     targets: Tensor
     """[N] int64: the scored tokens."""
     temperatures: Tensor | None
-    """[N] fp32; None when all are 1."""
+    """[N] fp32: sampling temperature of each scored token; None when all are 1."""
 
     @classmethod
     def of(cls, samples: Sequence[Sample], device: str | torch.device = "cpu") -> "PackedSamples":
@@ -84,20 +84,20 @@ class PackedSamples:
 
     @property
     def work(self) -> ForwardWork:
-        """What running it, and scoring the N tokens, asks of a model."""
+        """What running the T tokens, and scoring the N tokens, asks of a model."""
         return ForwardWork.of(self.stems, self.branches, len(self.targets))
 
     def score(self, model: Transformer, chunk_tokens: int | None = None) -> tuple[Tensor, Tensor]:
         """Log-probs [N] (with gradient, if enabled) and entropies [N] of the scored tokens.
 
-        chunk_tokens: as `LogprobHead` has it.
+        chunk_tokens: see `LogprobHead`.
         """
         head = LogprobHead(self.rows, self.targets, self.temperatures, chunk_tokens)
         return model(self.token_ids, self.positions, PackedAttention(self.stems, self.branches), head)
 
 
 def _by_prompt(samples: Sequence[Sample]) -> dict[tuple[int, ...], list[int]]:
-    """What comes before the first scored token, and the indices of the samples that begin so."""
+    """The tokens before the first scored one, and the indices of the samples that begin with them."""
     found: dict[tuple[int, ...], list[int]] = {}
     for index, sample in enumerate(samples):
         if any(sample.mask):

@@ -12,7 +12,8 @@ from ductile.core.layout.spec import ModelSpec, RopeScaling
 
 
 class Rope:
-    """Turns positions into angles. Without parameters or buffers, so that meta devices and `.to(dtype)` leave it be."""
+    """Turns positions into angles. It has no parameters or buffers, so that meta devices and `.to(dtype)` leave it
+    be."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._frequencies = {torch.device("cpu"): frequencies(spec)}

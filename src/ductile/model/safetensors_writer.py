@@ -16,7 +16,7 @@ from pathlib import Path
 class Entry:
     name: str
     dtype: str
-    """As the format spells it: "F32", "BF16"."""
+    """Dtype of the tensor, as the format spells it: "F32", "BF16"."""
     shape: tuple[int, ...]
     itemsize: int
 

@@ -20,11 +20,11 @@ from ductile.model.rope import Rope
 from ductile.model.swiglu import swiglu
 
 Head = Callable[[Tensor, Tensor], Tensor]
-"""What is made of the last hidden states [T, M] and the output embeddings [V, M]."""
+"""Function that makes the model's output from the last hidden states [T, M] and the output embeddings [V, M]."""
 
 
 def full_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """[T, V]"""
+    """Logits [T, V] of all tokens."""
     return F.linear(hidden, weight)
 
 
@@ -40,7 +40,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def after(self, x: Tensor, change: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x + change, and that normalised."""
+        """x + change, and its norm."""
         return add_norm(x, change, self.weight, self.eps)
 
 

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from ductile.model.attention import Tree
 
 HEAD_SIZES = range(8, 257, 8)
-"""That the kernel has."""
+"""Head sizes that the kernel takes."""
 DTYPES = (torch.float16, torch.bfloat16)
 CAPABILITY = (8, 0)
-"""Of the oldest devices that it runs on."""
+"""Compute capability of the oldest devices that the kernel runs on."""
 
 
 def why_not(dtype: torch.dtype, head_size: int, capability: tuple[int, int] | None) -> str:
@@ -74,8 +74,8 @@ class Kernel(Protocol):
 
 @cache
 def torch_kernel() -> Kernel:
-    """torch's, with the arguments that this version of it has."""
-    from torch.nn.attention.varlen import varlen_attn  # it registers operators: only where it is used
+    """torch's kernel, with the arguments that this version of torch has."""
+    from torch.nn.attention.varlen import varlen_attn  # the import registers operators: only where it is used
 
     kernel: Any = partial(varlen_attn, **_options(inspect.signature(varlen_attn).parameters))
     return kernel
@@ -92,9 +92,9 @@ class Sequences:
     """Where the kernel finds the queries and keys of each of N sequences. None of them is empty."""
 
     query_offsets: np.ndarray
-    """[N + 1] int32, in the tokens as they lie."""
+    """[N + 1] int32: where the queries of each sequence begin and those of the last end, in the T tokens."""
     key_offsets: np.ndarray
-    """[N + 1] int32, in the gathered rows."""
+    """[N + 1] int32: where the keys of each sequence begin and those of the last end, in the R gathered rows."""
     key_rows: np.ndarray | None
     """[R] int64: the tokens whose keys are gathered. None where these are all tokens in their order."""
 
@@ -108,7 +108,7 @@ class Sequences:
 
 
 def sequences(trees: "Sequence[Tree]") -> Sequences:
-    """Those of `trees`, which follow each other from row 0 on, and of which there is at least one.
+    """The sequences of `trees`, which follow each other from row 0 on, and of which there is at least one.
 
     stem of 2, branches of 1 and 2       tokens a b | c | d e
     query_offsets 0 2 3 5                           a b | c | d e

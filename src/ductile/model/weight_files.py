@@ -14,14 +14,14 @@ from ductile.core.layout.parameters import Part
 from ductile.core.layout.spec import ModelSpec
 
 DTYPES: dict[torch.dtype, str] = {getattr(torch, name): spelled for spelled, name in weight_headers.DTYPES.items()}
-"""What we read and write, and how safetensors spells it."""
+"""Dtypes that we read and write, and how safetensors spells them."""
 
 
 class WeightFiles:
     """The safetensors of a folder, one file or several, opened when first asked for a tensor."""
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
-        """Raises ModelFolderError when they are not those of the model."""
+        """Raises ModelFolderError when the folder's tensors are not those of the model."""
         self._path_of = find_weights(folder, spec)
         self._stack = ExitStack()
         self._opened: dict[Path, Any] = {}
