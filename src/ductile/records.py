@@ -5,7 +5,7 @@
 All of them are plain, immutable values without tensors. They cross process borders as msgpack (`ductile.wire.codec`);
 they become tensors in `ductile.trainer.collate` and `ductile.generator.engine`, and only there.
 
-Per-token lists of one value always have the same length; `__post_init__` says so where it would hurt most.
+Per-token lists of one value always have the same length; `GenerateRequest` and `Sample` check it.
 """
 
 from dataclasses import dataclass, field
@@ -20,18 +20,20 @@ class Sampling:
     """How the next token is drawn. Field names and meanings are those of the OpenAI API and its vLLM extensions."""
 
     temperature: float = 1.0
-    """0 means greedy."""
+    """What logits are divided by; 0 means greedy."""
     top_p: float = 1.0
     top_k: int = -1
-    """-1 keeps all tokens."""
+    """Tokens of the highest probability that may be drawn; -1 keeps all."""
     min_p: float = 0.0
     max_tokens: int = 128
     stop_token_ids: tuple[int, ...] = ()
-    """Generation ends after one of these; the token is part of the output, so that it can be trained on."""
+    """Generation ends after one of these tokens, which is part of the output, so that it can be trained on."""
     stop: tuple[str, ...] = ()
-    """Generation ends when the decoded text contains one of these, with special tokens spelled out or without them."""
+    """Generation ends when the decoded text contains one of these strings, with special tokens spelled out or without
+    them."""
     seed: int | None = None
-    """With a seed, the same request gives the same tokens, whatever else runs in the batch and across a hand-over."""
+    """Requests with one seed get the same tokens for the same prompt, whatever else runs in the batch and across a
+    hand-over. None: the engine derives a seed from its own and the request's id."""
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     """Whether the text that is shown leaves out special tokens."""
@@ -39,7 +41,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One question, before anybody answers it."""
+    """One example of a task, as the tokens that completions continue."""
 
     id: str
     """Unique in a run, and the same after a resume: `"train/0/17"` is epoch 0, example 17."""
@@ -51,20 +53,21 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """Ask a generator for one sequence. `generated` is what another generator (or an earlier life) produced already."""
+    """A request to a generator for one sequence. `generated` holds the tokens that another generator, or this one
+    earlier, has sampled for it already."""
 
     id: str
     prompt: tuple[int, ...]
     sampling: Sampling
     group: str = ""
-    """Members of a group share their prompt's cache blocks."""
+    """Name of the request's rollout group; "" for none. Requests of one group share their prompt's cache blocks."""
     generated: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     versions: tuple[int, ...] = ()
     priority: int = 0
-    """Higher runs first."""
+    """Requests of higher priority run first."""
     num_turns: int = 0
-    """Turns of its rollout that are finished; they are part of `prompt`."""
+    """Finished turns of the request's rollout; their tokens are part of `prompt`."""
 
     def __post_init__(self) -> None:
         if not len(self.generated) == len(self.logprobs) == len(self.versions):
@@ -89,31 +92,34 @@ class Generation:
 
 
 RewardFailure = Literal["timeout", "lost", "raised", "wrong"]
-"""How there came to be no reward: it took too long, its process ended, it raised, it returned something else."""
+"""Why a rollout has no reward: computing it took too long, its process ended, it raised, or it returned something
+else."""
 REWARD_FAILURES: tuple[RewardFailure, ...] = get_args(RewardFailure)
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One answer to a prompt, scored. In a task of several turns it holds all turns, the environment's words too."""
+    """One completion of a prompt, with its reward. In a task of several turns it holds all turns, the environment's
+    words too."""
 
     token_ids: tuple[int, ...]
-    """After the prompt."""
+    """All tokens after the prompt."""
     mask: tuple[bool, ...]
     """True where the policy sampled the token: these are trained on."""
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
-    """-1 where the policy did not sample."""
+    """Weight version that each token was sampled from; -1 where the policy did not sample it."""
     finish_reason: FinishReason
     reward: float | None
-    """None: it could not be scored. Such a rollout is not trained on, and its siblings are compared without it."""
+    """Reward of the rollout; None when it could not be scored: it is not trained on then, and its siblings are compared
+    without it."""
     metrics: dict[str, float | None] = field(default_factory=dict[str, float | None])
-    """What the reward reports besides. None: it was no finite number."""
+    """Further numbers that the reward function reports; None for one that is not finite."""
     num_turns: int = 1
     error: str = ""
-    """Why there is no reward."""
+    """Why the rollout has no reward; "" when it has one."""
     failure: RewardFailure | None = None
-    """Set where `error` is."""
+    """What kind of failure `error` describes; None when `error` is ""."""
 
     @property
     def oldest_version(self) -> int:
@@ -122,21 +128,21 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a reward is told of the policy's last words."""
+    """What a reward function is given of a rollout: its last turn, and a few numbers of all turns."""
 
     text: str
-    """Without the stop string that ended it."""
+    """Text of the last turn, without the stop string that ended it."""
     num_tokens: int = 0
-    """Sampled in the whole rollout, over all its turns."""
+    """Tokens that the policy sampled in the whole rollout, over all its turns."""
     finish_reason: FinishReason = "stop"
     num_turns: int = 1
     token_ids: tuple[int, ...] = ()
-    """Of the last turn; empty when no reward asks for them."""
+    """Tokens of the last turn; empty when no reward function asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutGroup:
-    """All answers to one prompt; advantages are computed inside it."""
+    """All rollouts of one prompt; advantages are computed inside it."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
@@ -164,15 +170,15 @@ class Sample:
     token_ids: tuple[int, ...]
     mask: tuple[bool, ...]
     logprobs: tuple[float, ...] = ()
-    """As the generator sampled them. Empty in SFT."""
+    """Log-probs at which the generator sampled the tokens. Empty in SFT."""
     advantages: tuple[float, ...] = ()
-    """Empty in SFT."""
+    """Advantage of each token, 0 where `mask` is false. Empty in SFT."""
     weights: tuple[float, ...] = ()
     """Each token's share in the un-normalised loss: 1 for token-mean, 1/length for seq-mean. Empty means 1."""
     old_logprobs: tuple[float, ...] = ()
-    """Under trainer numerics, from the scorer. Empty: the generator's are used."""
+    """Log-probs under the trainer's numerics, which a scorer computed. Empty: the trainer takes `logprobs` instead."""
     ref_logprobs: tuple[float, ...] = ()
-    """Of the reference model, from the scorer. Empty: no KL term."""
+    """Log-probs of the reference model, which a scorer computed. Empty: the loss has no KL term."""
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
@@ -192,7 +198,7 @@ class Sample:
 class MicroBatch:
     """Samples that one rank runs forward and backward together, packed one after the other.
 
-    An empty one is a rank's turn in the collectives without work of its own.
+    With an empty micro-batch a rank takes part in the collectives without work of its own.
     """
 
     samples: tuple[Sample, ...]
@@ -223,7 +229,7 @@ class Manifest:
     """`shared_memory`: a path that the receiver opens; `disk`: an HF folder."""
     num_bytes: int
     fingerprint: int
-    """64-bit, over all bytes in order (`ductile.fabric.segment`)."""
+    """64-bit fingerprint of all bytes in order (`ductile.fabric.segment`)."""
     tensors: tuple[TensorEntry, ...]
 
 
@@ -232,31 +238,31 @@ class CacheNote:
     """Where a generator keeps the keys and values of a request that it has handed off."""
 
     location: str
-    """A path that the receiver opens."""
+    """Path of the segment, which the receiving generator opens."""
     num_tokens: int
-    """Leading tokens of prompt and answer that are in it."""
+    """Leading tokens of prompt and completion whose keys and values are in the segment."""
     num_bytes: int
     version: int
-    """The weights it was computed under."""
+    """Weight version that the keys and values were computed with."""
     fingerprint: int
-    """64-bit, over all bytes."""
+    """64-bit fingerprint of all bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What the trainer says of one optimizer step. All ranks compute the same one."""
+    """What the trainer reports of one optimizer step. All ranks compute the same report."""
 
     step: int
     loss: float
     grad_norm: float
     lr: float
     num_tokens: int
-    """Trained tokens (mask true), all ranks together."""
+    """Trained tokens (mask true) of all ranks together."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     flops: float = 0.0
     """Floating-point operations since the last step, all ranks together, as `ductile.core.layout.flops` counts them."""
     peak_flops_per_s: float | None = None
-    """At best, of all ranks' devices together, each counted once; None where one is not known."""
+    """Peak speed of all ranks' devices together, each device counted once; None when the peak of one is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,13 +288,13 @@ class Change:
     """A resize of the trainer, as the orchestrator decided it. Every slot of both formations gets the same one."""
 
     epoch: int
-    """Of the new membership. A failed change's number is not used again."""
+    """Membership epoch that the change begins. The number of a failed change is not used again."""
     before: Formation
     after: Formation
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """All that take part, in ascending order."""
+        """All slots that take part, in ascending order."""
         return tuple(sorted({*self.before.members, *self.after.members}))
 
     @property
@@ -307,6 +313,6 @@ class TrainProgress:
     step: int
     num_updates: int
     with_gradient: bool
-    """There is an accumulated gradient: the freeze is in the middle of a global batch."""
+    """Whether there is an accumulated gradient: the trainer was frozen in the middle of a global batch."""
     sums: dict[str, float] = field(default_factory=dict[str, float])
-    """This rank's part of the loss and metrics since the last optimizer step; they add up over ranks."""
+    """This rank's part of the loss and metrics since the last optimizer step; the parts add up over ranks."""
