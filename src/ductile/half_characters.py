@@ -8,7 +8,7 @@ Where text leaves this process, something stands for them:
 """
 
 ESCAPED = "backslashreplace"
-"""For `errors=` of streams to files, logs and terminals."""
+"""Value of `errors=` for streams to files, logs and terminals: a half character is written as its escape."""
 
 
 def escaped(text: str) -> str:

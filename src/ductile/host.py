@@ -4,18 +4,19 @@ import os
 from pathlib import Path
 
 _LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
-"""Of a control group's memory, v2 and v1, below where control groups are mounted: in a container, its own."""
+"""Files with the memory limit of a control group, v2 and v1, below where control groups are mounted: in a container,
+the limit of its own group."""
 
 
 def memory_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Of the machine, or what the container that this process runs in may use of it."""
+    """Memory that this process may use: the machine's, or less where its container has a limit."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [_limit(groups / name) for name in _LIMITS]
     return min([machine, *(limit for limit in limits if limit is not None)])
 
 
 def _limit(file: Path) -> int | None:
-    """None where there is no such group, or no limit ("max")."""
+    """The limit that the file holds, in bytes; None where there is no such group, or no limit ("max")."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):
