@@ -5,8 +5,8 @@
     samples.jsonl   some rollouts of each step, with their rewards, for people to read
     summary.json    the run in a dozen numbers, written at its end
 
-`Recorder` writes them; whoever wants to watch (the live view, TensorBoard, W&B) is a `Listener` of it. A line is
-with the kernel when it is written: after a kill -9 the files tell everything up to that moment.
+`Recorder` writes them; what watches a run (the live view, TensorBoard, W&B) is a `Listener` of it. The kernel has a
+line as soon as it is written: after a kill -9 the files tell everything up to that moment.
 
 Watching never ends a run: half a character is written as its escape, a listener that raises is not told again, and
 what the disk has no room for waits in memory until it has.
@@ -35,14 +35,15 @@ class Event:
     time_s: float
     """Unix time."""
     kind: str
-    """For programs: "saved", "slot_lost", "group_dropped"."""
+    """What happened, as a word for programs: "saved", "slot_lost", "group_dropped"."""
     sentence: str
-    """For people; "" when there is nothing to say to them."""
+    """What happened, as a sentence for people; "" when there is nothing to say to them."""
     fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 class Listener(Protocol):
-    """Follows a run. Called in the orchestrator's event loop: must return at once. One that raises is told no more."""
+    """Follows a run. It is called in the orchestrator's event loop and must return at once. One that raises is not
+    called again."""
 
     def on_event(self, event: Event) -> None: ...
 
@@ -59,7 +60,7 @@ class Recorder:
         self.clock = clock
         self.listeners: list[Listener] = []
         self.last_step: int | None = None
-        """The latest step that was told of in this life."""
+        """The latest step whose metrics this process has recorded; None before the first."""
         folder.mkdir(parents=True, exist_ok=True)
         self._events = _Journal(folder / "events.jsonl", self._unwritable)
         self._metrics = _Journal(folder / "metrics.jsonl", self._unwritable)
@@ -83,7 +84,7 @@ class Recorder:
 
     def rewind(self, last_step: int) -> int:
         """Drop metrics and samples of steps after `last_step`, which a resume from there repeats. Returns how many
-        lines of metrics."""
+        lines of metrics were dropped."""
         self._samples.rewind(last_step)
         return self._metrics.rewind(last_step)
 
@@ -102,7 +103,7 @@ class Recorder:
             try:
                 tell(listener)
             except Exception as error:
-                if listener in self.listeners:  # it may have failed again while this was told
+                if listener in self.listeners:  # a listener may raise again while its failure is recorded
                     self.listeners.remove(listener)
                 why = told(error)
                 sentence = f"{type(listener).__name__} is not told of the run any more: {why}."
@@ -120,7 +121,7 @@ class _Journal:
     """
 
     def __init__(self, file: Path, on_error: Callable[[str], None]) -> None:
-        """on_error: told, once, of a disk that takes no more."""
+        """on_error: called with a sentence at the first write that fails, and again only after one has succeeded."""
         self._file, self._on_error = file, on_error
         self._stream: FileIO | None = None
         self._waiting = b""
@@ -139,7 +140,7 @@ class _Journal:
         self._write()
 
     def rewind(self, last_step: int) -> int:
-        """Drop the lines of later steps. Returns how many."""
+        """Drop the lines of steps after `last_step`. Returns how many were dropped."""
         rows = read_jsonl(self._file)
         kept = [row for row in rows if row["step"] <= last_step]
         self.close()
@@ -149,7 +150,7 @@ class _Journal:
         return len(rows) - len(kept)
 
     def close(self) -> str:
-        """A sentence when lines are lost, because the disk is full to the end."""
+        """Close the file. Returns a sentence when lines are lost because the disk is still full, else ""."""
         if len(self._waiting) > 1:
             self._write()
         if self._stream is not None:
@@ -174,7 +175,7 @@ class _Journal:
     def _write_to(self, stream: FileIO) -> None:
         end, written = stream.seek(0, os.SEEK_END), 0
         try:
-            while written < len(self._waiting):  # a disk that is nearly full takes a part
+            while written < len(self._waiting):  # a disk that is nearly full takes only a part
                 written += stream.write(self._waiting[written:])
         except OSError:
             with suppress(OSError):
@@ -214,7 +215,7 @@ def read_jsonl(file: Path) -> list[dict[str, Any]]:
     for line in file.read_bytes().split(b"\n") if file.exists() else []:
         try:
             row = cast(object, json.loads(line))
-        except ValueError:  # half a line; UnicodeDecodeError, which it is, too: half a character
+        except ValueError:  # half a line, or half a character (UnicodeDecodeError is a ValueError)
             continue
         if isinstance(row, dict):
             rows.append(cast(dict[str, Any], row))
@@ -222,7 +223,8 @@ def read_jsonl(file: Path) -> list[dict[str, Any]]:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """As `ductile.disk.write_whole`."""
+    """Write a value as JSON, whole or not at all (`ductile.disk.write_whole`), with null for a number that is not
+    finite."""
     write_whole(file, json.dumps(_finite(value), indent=2, sort_keys=False) + "\n")
 
 
