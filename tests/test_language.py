@@ -1,0 +1,69 @@
+"""Docstrings of fields, constants and type aliases stand alone: a reader sees one without its neighbours."""
+
+import ast
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import ductile
+
+SOURCE = Path(ductile.__file__).parent
+FRAGMENT = re.compile(r"\s*(That|Of|By|In|For|As|With|From|And)\b")
+"""How a text begins that goes on with another one, such as "Of one slot alone." after a name."""
+
+
+def test_no_attribute_docstring_is_a_fragment() -> None:
+    found = [
+        f"{file.relative_to(SOURCE.parents[1])}:{line}: {text}"
+        for file in sorted(SOURCE.rglob("*.py"))
+        for line, text in fragments(file.read_text(encoding="utf-8"))
+    ]
+    advice = 'write what the value is, as in "Seconds that the slowest rank waited." instead of "Of the slowest rank."'
+    assert not found, "\n".join([f"{len(found)} docstrings are fragments; {advice}", *found])
+
+
+def test_fragments_are_found_under_fields_constants_and_attributes_of_self() -> None:
+    source = '''"""For a module this is no fragment."""
+LIMIT = 3
+"""Of one slot."""
+Row = tuple[int, str]
+"""A row: (number, name)."""
+
+class Box:
+    """As in a picture."""
+    x: int
+    """Offset from the left."""
+    y: int = 0
+    """
+    From above, in
+    pixels.
+    """
+    def __init__(self) -> None:
+        """With nothing in it."""
+        self.z = 1
+        """And depth."""
+        self.inside = 2
+        """Inside the box. Of no use here."""
+'''
+    assert list(fragments(source)) == [(3, "Of one slot."), (12, "From above, in pixels."), (19, "And depth.")]
+
+
+def fragments(source: str) -> Iterator[tuple[int, str]]:
+    """(line, text) of each attribute docstring that is a fragment, from the first line to the last."""
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(ast.parse(source)):
+        for name in ("body", "orelse", "finalbody"):
+            block = getattr(node, name, None)
+            if isinstance(block, list):
+                found += _in_block(block)
+    yield from sorted(found)
+
+
+def _in_block(block: list[ast.stmt]) -> Iterator[tuple[int, str]]:
+    for statement, after in pairwise(block):
+        match statement, after:
+            case ast.Assign() | ast.AnnAssign(), ast.Expr(value=ast.Constant(value=str(text))) if FRAGMENT.match(text):
+                yield after.lineno, " ".join(text.split())
+            case _:
+                pass
