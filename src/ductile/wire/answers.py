@@ -1,4 +1,4 @@
-"""How long answers have been of late: what policies and routing reckon with."""
+"""How long completions have been of late: what policies and routing reckon with."""
 
 from collections import deque
 
@@ -9,13 +9,13 @@ KEPT = 2048
 
 
 class Answers:
-    """The latest. One that was aborted says nothing about lengths."""
+    """Lengths of the latest completions. An aborted one is not counted: it says nothing about lengths."""
 
     def __init__(self) -> None:
         self.ended: deque[int] = deque(maxlen=KEPT)
-        """Tokens of those that the model ended."""
+        """Tokens of each completion that the model ended."""
         self.cut: deque[int] = deque(maxlen=KEPT)
-        """Of those that hit their limit."""
+        """Tokens of each completion that hit its limit."""
         self.num_seen = 0
         self._tokens = 0
         self._prompts: deque[int] = deque(maxlen=KEPT)
@@ -31,7 +31,7 @@ class Answers:
 
     @property
     def mean(self) -> float | None:
-        """Tokens of an answer, over the whole run; None before the first."""
+        """Mean tokens of a completion over the whole run; None before the first completion."""
         return self._tokens / self.num_seen if self.num_seen else None
 
     def lengths(self) -> Lengths:

@@ -14,7 +14,7 @@ class Dealer:
         self._name = str(slot).encode()
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
-        """For a `zmq.Poller`."""
+        """The DEALER socket, for a `zmq.Poller`."""
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, 0)
@@ -35,5 +35,5 @@ class Dealer:
         return decode(frames[1])
 
     def close(self, linger_s: float = 1.0) -> None:
-        """Give what was sent `linger_s` to leave."""
+        """Close the socket; messages that were sent have `linger_s` seconds to leave."""
         self._context.destroy(linger=int(linger_s * 1000))

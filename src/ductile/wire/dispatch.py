@@ -1,6 +1,6 @@
 """Requests and aborts on their way to the slots: what is sent in one turn of the event loop goes in one message a slot.
 
-Aborts go before requests. Whoever asks a slot from a task that is made later is heard after what is sent here.
+Aborts go before requests. A command from a task that is made later reaches the slot after what is sent here.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ class Dispatch:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def send(self, flight: Flight) -> None:
-        """To the slot that it is at when the event loop turns. A failure of this is the flight's."""
+        """Send a request to the slot that it is at when the event loop turns. If that fails, the request fails."""
         self._outgoing.append(flight)
         self._send_soon()
 
     def abort(self, flight: Flight) -> None:
-        """Nobody waits for it any more."""
+        """Abort a request that its caller does not wait for any more."""
         if flight in self._outgoing:
             self._outgoing.remove(flight)
         elif flight.slot is not None:
@@ -37,7 +37,7 @@ class Dispatch:
             self._send_soon()
 
     def start(self, telling: "Coroutine[Any, Any, T]") -> "asyncio.Task[T]":
-        """A task that goes on whoever is cancelled."""
+        """Start a task that goes on when its caller is cancelled."""
         task = asyncio.create_task(telling)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -43,9 +43,9 @@ class RemoteGenerators:
         timeout_s: without any progress of a slot, its sequences are `Late`.
         lender: None where no slot ever joins. depends_on: whether the run ends when this slot is lost."""
         self.on_finished: Callable[[Generation], None] = lambda generation: None
-        """Called with every answer, as it comes."""
+        """Called with every completion, as it comes."""
         self.on_restarted: Callable[[str], None] = lambda sentence: None
-        """Called with a sentence when a sequence begins again, because its slot was lost."""
+        """Called with a sentence when a request begins again, because its slot was lost."""
         self._mailbox, self._max_num_seqs, self._timeout_s = mailbox, max_num_seqs, timeout_s
         self._block_tokens = block_tokens
         self._depends_on = depends_on
@@ -56,7 +56,7 @@ class RemoteGenerators:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Those that take requests."""
+        """Slots that take requests."""
         return self._roster.slots
 
     @property
@@ -100,7 +100,7 @@ class RemoteGenerators:
         return await self._roster.admit(slot, settings)
 
     def hold(self, slot: int) -> None:
-        """Send it nothing new: it is about to leave."""
+        """Send the slot no new requests: it is about to leave."""
         self._roster.hold(slot)
 
     def resume(self, slot: int) -> None:
@@ -119,22 +119,22 @@ class RemoteGenerators:
         await self._roster.drop(slot)
 
     async def hand_off(self, handoffs: Sequence[Handoff]) -> tuple[HandoffResult, ...]:
-        """One result a handoff, in their order. It goes on to its end when the caller is cancelled.
+        """Returns one result a handoff, in their order. Handoffs go on to their end when the caller is cancelled.
 
-        Raises Late when it could not begin, as a version was going live.
+        Raises Late when they could not begin, as a version was going live.
         """
         return await finish(self._dispatch.start(self._hand_off(handoffs)))
 
     def unfinished(self) -> tuple[Unfinished, ...]:
-        """What is under way, as policies see it; `Unfinished.id` is what `hand_off` understands."""
+        """Requests in flight, as policies see them; `Unfinished.id` is what `hand_off` understands."""
         return self._flights.unfinished()
 
     def lengths(self) -> Lengths:
-        """Of answers seen of late."""
+        """Lengths of the latest completions."""
         return self._flights.answers.lengths()
 
     def loads(self) -> list[GeneratorLoad]:
-        """What each slot still has to do, as far as one can know."""
+        """Predicted work that each slot still has."""
         return self._flights.loads(self.slots)
 
     async def _take_off(self, flight: Flight) -> None:

@@ -1,4 +1,4 @@
-"""The books of all sequences under way: where each is, how far it is, and what every generator has before it."""
+"""The books of all requests in flight: where each is, how far it is, and how much work every generator still has."""
 
 import asyncio
 from collections import Counter
@@ -15,29 +15,29 @@ from ductile.wire.news import News
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One sequence under way."""
+    """One request in flight."""
 
     name: str
-    """On the wire."""
+    """Id of the request on the wire: its own, with a number after it once that id was aborted."""
     request: GenerateRequest
-    """With what a generator that gave it away had of the answer."""
+    """The request, with the tokens that it had when a generator last handed it off."""
     arrival: "asyncio.Future[Generation]"
     slot: int | None = None
-    """None while it waits for a generator, or is between two."""
+    """Slot that has the request; None while it waits for a generator, or is between two."""
     since_s: float = 0.0
-    """When it got there."""
+    """Time on the clock of `Flights` at which the request came to `slot`, in seconds."""
     generated: int = 0
-    """Tokens of the answer, as its generator said last."""
+    """Tokens of the completion, as its generator said last."""
     predicted_tokens: float = 0.0
-    """Still to come."""
+    """Tokens that are still to come, as predicted."""
     num_lost: int = 0
-    """Slots that were lost with it on board."""
+    """Slots that were lost while they had the request."""
 
     landing: bool = False
-    """A handoff brings it to its slot and waits for the answer. Should that slot be lost, it is the handoff's turn."""
+    """A handoff brings the request to `slot` and waits for the reply. Should that slot be lost, the handoff goes on."""
 
     def take(self, request: GenerateRequest) -> None:
-        """What a generator gave away: the same request, with what it has of the answer."""
+        """Take over what a generator handed off: the same request, with the tokens that it has so far."""
         self.request = replace(request, id=self.request.id)
         self.generated = len(request.generated)
 
@@ -56,9 +56,9 @@ class Flights:
         self._clock = clock
         self._by_name: dict[str, Flight] = {}
         self._num_aborted: Counter[str] = Counter()
-        """By request."""
+        """Number of aborts, by request id."""
         self._num_tokens: dict[int, int] = {}
-        """Sampled by each slot, as it said last."""
+        """Tokens that each slot has sampled, as it said last."""
         self._progress_at_s: dict[int, float] = {}
         self._news = News()
 
@@ -72,7 +72,7 @@ class Flights:
         return flight
 
     def reopen(self, flight: Flight) -> None:
-        """Its slot was lost, and with it what it had generated since it came there."""
+        """Make the request ready to begin again: its slot was lost, with the tokens that were generated there."""
         flight.num_lost += 1
         flight.generated = len(flight.request.generated)
         flight.arrival = asyncio.get_running_loop().create_future()
@@ -80,13 +80,13 @@ class Flights:
 
     def close(self, flight: Flight, aborted: bool) -> None:
         del self._by_name[flight.name]
-        flight.arrival.cancel()  # nobody waits for it any more
+        flight.arrival.cancel()  # its caller does not wait for it any more
         if aborted:  # an entry for each request that was ever made would only grow
             self._num_aborted[flight.request.id] += 1
         self._news.tell()
 
     def board(self, flight: Flight, slot: int | None) -> None:
-        """It is at this slot from now on; None: at none."""
+        """Note that the request is at this slot from now on; None: at none."""
         flight.slot, flight.since_s = slot, self._clock()
         self._predict(flight)
         self._news.tell()
@@ -101,18 +101,18 @@ class Flights:
         return [flight for flight in self._by_name.values() if flight.slot == slot]
 
     async def gone_from(self, slot: int, timeout_s: float) -> None:
-        """Returns when none is at this slot. Raises TimeoutError."""
+        """Returns when no request is at this slot. Raises TimeoutError."""
         await self._news.until(lambda: not self.at(slot), timeout_s)
 
     def patience_s(self, flight: Flight, timeout_s: float) -> float:
-        """How long until its generator has made no progress for `timeout_s`. Between two generators nobody is to
-        blame: the handoff has deadlines of its own."""
+        """Seconds until the request's generator has made no progress for `timeout_s`. Between two generators it is the
+        whole `timeout_s`: no generator is to blame, and the handoff has deadlines of its own."""
         if flight.slot is None or flight.landing:
             return timeout_s
         return max(flight.since_s, self._progress_at_s.get(flight.slot, flight.since_s)) + timeout_s - self._clock()
 
     def note_answers(self, slot: int, generations: Iterable[Generation]) -> list[Generation]:
-        """Returns those that were waited for."""
+        """Returns the completions that were waited for, under the ids of their requests."""
         self._progress_at_s[slot] = self._clock()
         landed: list[Generation] = []
         for generation in generations:
@@ -135,7 +135,7 @@ class Flights:
                 self._predict(flight)
 
     def loads(self, slots: Sequence[int]) -> list[GeneratorLoad]:
-        """What each slot still has to do, as far as one can know."""
+        """Predicted work that each slot still has."""
         remaining = dict.fromkeys(slots, 0.0)
         groups: dict[int, set[str]] = {slot: set() for slot in slots}
         for flight in self._by_name.values():
@@ -146,7 +146,7 @@ class Flights:
         return [GeneratorLoad(slot, remaining[slot], frozenset(groups[slot])) for slot in slots]
 
     def unfinished(self) -> tuple[Unfinished, ...]:
-        """All that are at a generator, as policies see them. Their names are those on the wire."""
+        """All requests that are at a generator, as policies see them; their ids are those on the wire."""
         return tuple(
             Unfinished(
                 id=flight.name,

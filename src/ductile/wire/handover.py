@@ -32,10 +32,10 @@ class HandoffResult:
 
     order: Handoff
     slot: int | None
-    """Where the sequence goes on; None: nowhere, it has ended or failed."""
+    """Slot where the request goes on; None: nowhere, it has ended or failed."""
     with_cache: bool = False
     why: str = ""
-    """It is not as it was ordered: "it had ended", "slot 3 refused it". "" when it is."""
+    """Why the handoff is not as it was ordered: "it had ended", "slot 3 refused it". "" when it is."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +65,7 @@ class Handover:
         self._block_tokens, self._timeout_s = block_tokens, timeout_s
         self._results: dict[str, HandoffResult] = {}
         self._kept: dict[int, list[str]] = {}
-        """Caches that the sources keep for others."""
+        """Names of the requests whose KV caches a source keeps for other slots, by source."""
 
     async def run(self, orders: Sequence[Handoff]) -> tuple[HandoffResult, ...]:
         by_source: dict[int, list[tuple[Handoff, Flight]]] = {}
@@ -81,7 +81,7 @@ class Handover:
         return tuple(self._results[order.id] for order in orders)
 
     async def _leave(self, source: int, leaving: Sequence[tuple[Handoff, Flight]]) -> list[_Traveller]:
-        """Those that are now between two generators."""
+        """Take requests away from their source. Returns those that are now between two generators."""
         names = tuple(flight.name for _, flight in leaving)
         with_cache = tuple(order.id for order, _ in leaving if order.with_cache)
         try:
@@ -118,7 +118,7 @@ class Handover:
             travellers = [traveller for group in refused for traveller in group]
 
     async def _land(self, target: int, travellers: Sequence[_Traveller]) -> list[_Traveller]:
-        """Those that go to another generator now."""
+        """Bring requests to a target. Returns those that go to another generator now."""
         aboard = [traveller for traveller in travellers if self._is_still_wanted(traveller)]
         if not aboard:
             return []

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def heard(task: "asyncio.Task[Any]", sentence: str, on_error: Callable[[str, Exception], None]) -> None:
-    """For `task.add_done_callback`: a failure goes to `on_error(sentence, error)`, and to asyncio's log."""
+    """Report the failure of a task that is done to `on_error(sentence, error)` and to asyncio's log."""
     if task.cancelled():
         return
     error = task.exception()

@@ -21,7 +21,7 @@ from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Lend, Published, Receive, TakeBack
 
 Serving = Literal["generate", "score"]
-"""The roles of which each slot works for itself, with a whole model."""
+"""Roles in which each slot works for itself, with a whole model."""
 
 FAILURES = (SlotLost, Late, Refused)
 
@@ -45,7 +45,7 @@ class _Holder:
 
 
 _Source = _Holder | None
-"""None is the trainer."""
+"""Where weights are fetched from: a slot that has them, or the trainer (None)."""
 
 
 @dataclass(slots=True, eq=False)

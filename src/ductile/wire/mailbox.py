@@ -50,14 +50,14 @@ class Mailbox:
     ) -> None:
         """on_error: told when a listener raises, with a sentence. Its books are wrong from then on."""
         self.epoch = 0
-        """Sent with every command; slots refuse older ones than they have seen."""
+        """Membership epoch, sent with every command; a slot refuses an older one than it has seen."""
         self.lost: dict[int, str] = {}
         """Slots that were given up, with the sentence that says why."""
         self.heard_at_s: dict[int, float] = {}
         """When each slot last said anything, on `clock`."""
         self.heartbeats: dict[int, Heartbeat] = {}
         self.unused: Counter[str] = Counter()
-        """Answers that nobody waits for any more, by class."""
+        """Number of messages that came too late to be used, by class."""
         self._roles: dict[int, list[str]] = {}
         self._pids: dict[int, int] = {}
         self._carrier = carrier
@@ -151,11 +151,11 @@ class Mailbox:
             known.pop(slot, None)
 
     def roles(self, slot: int) -> tuple[str, ...]:
-        """Those that the slot was told to hold, in the order in which it was."""
+        """Roles that the slot was told to hold, in the order in which it was told."""
         return tuple(self._roles.get(slot, ()))
 
     def silent_for_s(self, slot: int) -> float:
-        """Since the slot last said anything; 0 for one that never did (starting has its own deadline)."""
+        """Seconds since the slot last said anything; 0 for one that never did (starting has its own deadline)."""
         now = self._clock()
         return now - self.heard_at_s.get(slot, now)
 

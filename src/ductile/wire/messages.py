@@ -64,8 +64,8 @@ class Survey(Message):
     """Say what the device is, can do and has used. Answered by `Surveyed`."""
 
     measure: Arithmetic | None = None
-    """Say how fast it multiplies matrices so, too: where no table knows, the slot measures it, while nobody else should
-    be at work on the machine."""
+    """Arithmetic of which the slot also says how fast it multiplies matrices; None: of none. Where no table knows, the
+    slot measures it, and nothing else should run on the machine meanwhile."""
 
 
 # -- Commands: train -----------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ class ExportModel(Message):
 
     path: str
     dtype: str
-    """As `ckpt.export_dtype`."""
+    """Dtype of the exported weights, spelled as in `ckpt.export_dtype`."""
 
 
 # -- Commands: train, a resize (docs/resize.md) ------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class Move(Message):
 
     epoch: int
     progress: TrainProgress
-    """Of the trainer as a whole: sums over all ranks."""
+    """Progress of the trainer as a whole: sums over all ranks."""
 
 
 class Commit(Message):
@@ -177,8 +177,8 @@ class Generate(Message):
 
     requests: tuple[GenerateRequest, ...]
     caches: dict[str, CacheNote] = {}
-    """By request: what another generator has computed of its context. One that cannot be read any more, or was computed
-    under other weights, is computed again."""
+    """KV caches that another generator has computed, by request id. A cache that cannot be read any more, or was
+    computed under other weights, is computed again."""
 
 
 class Abort(Message):
@@ -192,7 +192,7 @@ class HandOff(Message):
 
     ids: tuple[str, ...]
     with_cache: tuple[str, ...] = ()
-    """Of `ids`: those whose cache goes along. It is kept for the receivers until `Forget`."""
+    """Those of `ids` whose KV cache goes along; the slot keeps it for the receivers until `Forget`."""
 
 
 class Forget(Message):
@@ -255,11 +255,11 @@ class Surveyed(Message):
     device_name: str
     """"NVIDIA H200", "cpu"."""
     used_bytes: int
-    """The most so far: of a GPU what the slot's tensors took, else what its process had resident."""
+    """Peak memory so far: on a GPU what the slot's tensors took, else what its process had resident."""
     reserved_bytes: int | None
-    """The most that torch held of a GPU; None on a CPU."""
+    """Peak GPU memory that torch has reserved so far; None on a CPU."""
     peak_flops_per_s: float | None = None
-    """None where it was not asked for."""
+    """Floating-point operations a second in matrix products; None where `Survey` did not ask for it."""
     peak_source: Literal["known", "measured"] | None = None
 
 
@@ -269,13 +269,13 @@ class Readiness(Message):
 
 class Frozen(Message):
     plan_key: bytes
-    """All slots must have made the same plan before the first byte moves."""
+    """Key of the plan that the slot made: all slots must have made the same plan before the first byte moves."""
     progress: TrainProgress | None = None
-    """None from a joining slot."""
+    """Progress of this rank; None from a joining slot."""
 
 
 SlotPhase = Literal["carrier", "plan", "groups", "build", "load", "bind", "transfer", "verify", "rebuild"]
-"""Of a slot's work for a resize."""
+"""A phase of a slot's work for a resize."""
 
 
 class Moved(Message):
@@ -283,7 +283,7 @@ class Moved(Message):
     """64-bit fingerprint of all that went to each peer, by slot. It must be what the peer says in `received`."""
     received: dict[int, int]
     num_bytes: int
-    """Received by this slot."""
+    """Bytes that this slot received."""
     seconds: dict[SlotPhase, float]
     carrier: str
     """What moved the bytes, and why it was chosen: a sentence."""
@@ -302,8 +302,8 @@ class Scores(Message):
 
 class HandedOff(Message):
     requests: tuple[GenerateRequest, ...]
-    """With what they have so far, ready to be sent to another generator under the same id. Those that ended before are
-    missing: their `Finished` was sent before this."""
+    """The requests with the tokens that they have so far, ready to be sent to another generator under the same ids.
+    Requests that ended before are missing: their `Finished` was sent before this."""
     caches: dict[str, CacheNote] = {}
 
 
@@ -319,7 +319,7 @@ class Heartbeat(Message):
     """Sent by a side thread every second, also while the main thread works."""
 
     busy_with: str
-    """Name of the command in execution, or ""."""
+    """Name of the command that the main thread executes; "" when there is none."""
     busy_for_s: float
 
 
@@ -328,28 +328,28 @@ class Finished(Message):
 
 
 class EngineStats(Message):
-    """Twice a second while the engine works, and when it has nothing more to do."""
+    """Sent twice a second while the engine works, and when it has nothing more to do."""
 
     num_running: int
     num_waiting: int
     num_tokens: int
-    """Sampled since start."""
+    """Tokens that the engine has sampled since its start."""
     num_preempted: int
     cache_used: float
     """Share of the KV blocks in use, 0 to 1."""
     version: int
     generated: dict[str, int] = {}
-    """Tokens so far, of every request in flight."""
+    """Tokens sampled so far, by request in flight."""
     decoded: tuple[tuple[float, float, float], ...] = ()
     """Steps since the last statistics that only decoded: (sequences, tokens in their contexts, seconds), each the mean
     of some steps of about the same size. Steps that copied a handed-over cache are neither here nor below."""
     prefilled: tuple[int, float] = (0, 0.0)
-    """Since the last statistics: (tokens, seconds) of prompts or handed-over contexts that were computed. Of a step in
-    which others decoded, what it took longer than one that only decoded."""
+    """Tokens of prompts or handed-over contexts that were computed since the last statistics, and the seconds that this
+    took. A step in which others decoded counts with the seconds that it took longer than one that only decoded."""
 
 
 class Died(Message):
-    """Not sent by a slot: the launcher or the mailbox reports that one is gone."""
+    """A slot is gone. The slot does not send this: the launcher or the mailbox reports it."""
 
     reason: str
 
@@ -372,5 +372,5 @@ class Envelope(msgspec.Struct, frozen=True):
 
     epoch: int
     seq: int
-    """Of the command; its reply carries the same. 0 for events."""
+    """Number of the command; its reply carries the same. 0 for events."""
     body: Command | Reply | Event

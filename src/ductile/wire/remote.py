@@ -37,7 +37,7 @@ class RemoteScorer:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Those that score."""
+        """Slots that score."""
         return self._roster.slots
 
     @property
@@ -46,10 +46,10 @@ class RemoteScorer:
         return self._roster.num_waiting
 
     async def score(self, samples: Sequence[Sample], model: Literal["policy", "reference"]) -> list[tuple[float, ...]]:
-        """Waits for a scorer while there is none. Those that it begins with stay until it has ended.
+        """Waits for a scorer while there is none. The scorers that it begins with stay until it has ended.
 
-        What was under way at a slot that is lost is scored by others, unless the run ends with that slot. Who fails is
-        told of once all have answered. Raises SlotLost, Refused or Late.
+        What was under way at a slot that is lost is scored by others, unless the run ends with that slot. A failure is
+        raised once all slots have answered: SlotLost, Refused or Late.
         """
         scores: dict[int, tuple[float, ...]] = {}
         left = list(range(len(samples)))
@@ -65,7 +65,7 @@ class RemoteScorer:
     async def _score(
         self, samples: Sequence[Sample], asked: Mapping[int, Sequence[int]], model: Literal["policy", "reference"]
     ) -> dict[int, tuple[tuple[float, ...], ...]]:
-        """By slot, of all that are not lost. Raises SlotLost, Refused or Late."""
+        """Log-probs by slot, from all slots that are not lost. Raises SlotLost, Refused or Late."""
         commands = {slot: Score(tuple(samples[index] for index in share), model) for slot, share in asked.items()}
         self._num_scoring.update(commands.keys())
         try:

@@ -58,16 +58,17 @@ from ductile.wire.messages import (
 from ductile.wire.trainer import RemoteTrainer
 
 GRACE_S = 1.0
-"""Slots know the deadline of a step, too. Those that wait in vain for another one have this long to say so."""
+"""Seconds that slots have beyond the deadline of a step, which they know, too, to say that they waited in vain for
+another slot."""
 
 READY_S, READY_SHARE = 0.02, 0.1
-"""Between two questions whether slots are ready: seconds at least, and a share of how long it has taken so far. Each is
-answered between two micro-steps, for which nobody waits."""
+"""Time between two questions whether slots are ready: seconds at least, and a share of how long it has taken so far. A
+slot that trains answers between two micro-steps."""
 
 LOOK_S, NUM_LOOKS = 0.1, 25
-"""For signs of life from slots that are late: for 2.5 s, while heartbeats come every second, also from a slot whose
-main thread is busy or waits for another. Looks are counted, and not seconds: had this process itself been suspended,
-the heartbeats of that time would wait unread."""
+"""Seconds between two looks for a sign of life from slots that are late, and number of looks: 2.5 s in all, while
+heartbeats come every second, also from a slot whose main thread is busy or waits for another. Looks are counted, and
+not seconds: had this process itself been suspended, the heartbeats of that time would wait unread."""
 
 R = TypeVar("R", bound=Reply)
 
@@ -77,16 +78,17 @@ class Terms:
     """What a change needs to know besides the slots."""
 
     settings: Mapping[str, object]
-    """The train role's, for joiners."""
+    """Settings of the train role, for joiners."""
     rendezvous: str
     timeout_s: float
-    """For each step. Slots have the same one in their settings."""
+    """Seconds that each step of the transaction may take. Slots have the same deadline in their settings."""
     leave_s: float
-    """How long a slot that left keeps a published version for those that still fetch it."""
+    """Seconds at most that a slot which left keeps a published version for slots that still fetch it."""
     keeps_old: bool = True
     """The old state stays whole until `Settle`; see `ductile.core.cluster.membership.judge`."""
     patience_s: float = 600.0
-    """For what has to be done in any case, behind whatever the slot is busy with: take back, give the role up."""
+    """Seconds for what a slot must do in any case, behind other work that it is busy with: roll back, give the role up.
+    A member in the middle of a micro-step has as long to prepare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,21 +100,21 @@ class ResizeResult:
     reason: str
     """Why it was rolled back; "" when it was not."""
     pause_s: float
-    """In which the trainer stood still, for this change alone."""
+    """Seconds that the trainer stood still, for this change alone."""
     seconds: Mapping[str, float]
-    """By step of the transaction."""
+    """Seconds that the orchestrator waited, by step of the transaction."""
     slot_seconds: Mapping[str, float] = field(default_factory=dict[str, float])
-    """By phase of the work on the slots: the longest of all slots."""
+    """Seconds of the slots' work, by phase: the longest of all slots."""
     beside: tuple[str, ...] = ()
-    """The phases in which the trainer still trained."""
+    """Phases of `slot_seconds` in which the trainer still trained."""
     num_bytes: int = 0
-    """Received by all slots together."""
+    """Bytes that all slots together received."""
     carrier: str = ""
     """What moved the bytes, and why."""
 
 
 async def nobody_leaves() -> None:
-    """Joiners have nothing else to give up."""
+    """`leave` of a change whose joiners have no other role to give up."""
 
 
 class _Unfinished(Exception):
@@ -136,8 +138,8 @@ class Transaction:
         clock: Callable[[], float] = time.perf_counter,
         leave: Callable[[], Awaitable[None]] = nobody_leaves,
     ) -> None:
-        """kill(slot, sentence): end a slot that does not answer, and lose it in the mailbox. leave: what joiners do
-        until all is prepared, they give up in this, while the trainer stands still."""
+        """kill(slot, sentence): end a slot that does not answer, and lose it in the mailbox. leave: called when all is
+        prepared and the trainer stands still; joiners give up their other roles in it."""
         self._mailbox, self._trainer, self._terms, self._kill, self._clock = mailbox, trainer, terms, kill, clock
         self._leave = leave
         # Every change has a number of its own, and every command from now on carries it.
@@ -183,7 +185,7 @@ class Transaction:
         return self._result("resized")
 
     async def _hold(self) -> None:
-        """Only joiners hear of this: should it fail, there is nothing to take back."""
+        """Have joiners take the role. Only they hear of this: should it fail, there is nothing to take back."""
         members, terms = self.change.after.members, self._terms
         hold = Hold("train", dict(terms.settings), members, terms.rendezvous, joining=True)
         with self._timed("hold"):
@@ -192,9 +194,9 @@ class Transaction:
         await self._judge("hold", outcomes)
 
     async def _prepare(self) -> None:
-        """All answer at once and prepare beside what they do. Old members are told at a boundary: in the middle of a
-        micro-step, which may take longer than any deadline of a change, they would not answer, and joiners wait for
-        them as soon as they have begun."""
+        """Have all slots prepare; they answer at once and prepare beside what they do. Old members are told at a
+        boundary: in the middle of a micro-step, which may take longer than any deadline of a change, they would not
+        answer, and joiners wait for them as soon as they have begun."""
         prepare = Prepare(self.change)
         with self._timed("prepare"):
             async with self._boundary():
@@ -204,7 +206,7 @@ class Transaction:
             await self._until_ready()
 
     async def _until_ready(self) -> None:
-        """To freeze slots before they have prepared would be to wait for them then."""
+        """Wait until all slots have prepared. If they were frozen earlier, the trainer would stand still meanwhile."""
         unready, began_s = set(self.change.slots), self._clock()
         while unready:
             unready, late = await self._unready(unready)
@@ -217,8 +219,8 @@ class Transaction:
                 await asyncio.sleep(max(READY_S, READY_SHARE * waited_s))
 
     async def _unready(self, slots: Collection[int]) -> tuple[set[int], set[int]]:
-        """Those that have not prepared yet, and members among them that are in the middle of a micro-step and have not
-        answered. Whoever has died, also of the others, will not be waited for."""
+        """Those of `slots` that have not prepared yet, and members among them that are in the middle of a micro-step
+        and have not answered. A slot of the change that has died, also one that had prepared, is judged at once."""
         gone = [slot for slot in self.change.slots if slot in self._mailbox.lost]
         outcomes = await self._ask(dict.fromkeys([*sorted(slots), *gone], Ready(self.change.epoch)))
         late = {slot for slot in self.change.before.members if isinstance(outcomes.get(slot), Late)}
@@ -243,7 +245,7 @@ class Transaction:
 
     @asynccontextmanager
     async def _boundary(self) -> AsyncIterator[None]:
-        """The trainer stands still."""
+        """Keep the trainer still, and count the time as pause."""
         async with self._trainer.boundary():
             began_s = self._clock()
             try:
@@ -253,7 +255,7 @@ class Transaction:
 
     @asynccontextmanager
     async def _as_before_unless_done(self) -> AsyncIterator[None]:
-        """What is left unfinished, for whatever reason, is taken back."""
+        """Take the change back when the block is left unfinished, for whatever reason."""
         try:
             yield
         except BaseException as error:
@@ -267,7 +269,7 @@ class Transaction:
         return judge(self.phase, self.change, {}, dict.fromkeys(self.change.slots, said), self._terms.keeps_old)
 
     async def _take_back(self, ruling: Ruling) -> None:
-        """Only those that train are waited for: nobody else's part is needed."""
+        """Roll the change back. Only the slots that train are waited for: no other slot's part is needed."""
         if ruling.verdict == "stop":
             raise self._lost(ruling.reason)
         rollback = dict.fromkeys(self.change.before.members, Rollback(self.change.epoch))
@@ -285,13 +287,13 @@ class Transaction:
         await self._drop(self.change.joiners, leave_s=0.0)
 
     async def _drop(self, slots: Sequence[int], leave_s: float) -> None:
-        """Have slots give the role up that are not in the trainer."""
+        """Have slots that are not in the trainer give the role up."""
         for slot in slots:
             await self._trainer.has_withdrawn(slot, leave_s)
         await self._insist(slots, Drop("train"))
 
     async def _insist(self, slots: Sequence[int], command: Command) -> None:
-        """A slot that holds the role and cannot do this is not worth keeping."""
+        """Have slots do what must be done: one that is late, or that holds the role and refuses, is killed."""
         outcomes = await self._ask(dict.fromkeys(slots, command), self._terms.patience_s, after_failure_s=None)
         for slot, outcome in outcomes.items():
             if isinstance(outcome, Late) or (isinstance(outcome, Refused) and slot in self._holding):
@@ -314,7 +316,7 @@ class Transaction:
         deadline_s: float | None = None,
         after_failure_s: float | None = AFTER_FAILURE_S,
     ) -> dict[int, Outcome]:
-        """Within the time of a step, unless told otherwise."""
+        """One outcome of every slot, within the time of a step unless told otherwise; a lost slot is not asked."""
         alive = {slot: command for slot, command in commands.items() if slot not in self._mailbox.lost}
         deadline_s = self._terms.timeout_s + GRACE_S if deadline_s is None else deadline_s
         outcomes = await self._mailbox.ask_all(alive, deadline_s, after_failure_s)
@@ -334,7 +336,7 @@ class Transaction:
         return {slot: SlotLost(self._mailbox.lost[slot]) for slot in silent}
 
     async def _silent(self, late: Collection[int]) -> list[int]:
-        """Those that give no sign of life from now on. The others may wait for these, or be slow."""
+        """Slots of `late` that give no sign of life from now on. The others may wait for these, or be slow."""
         heard_at_s = {slot: self._mailbox.heard_at_s.get(slot) for slot in late}
         silent = sorted(late)
         for _ in range(NUM_LOOKS):
@@ -345,7 +347,7 @@ class Transaction:
         return silent
 
     def _complain(self, phase: Phase, complaint: str) -> None:
-        """About all of them together."""
+        """Rule on a complaint about all slots together; "" is none."""
         if complaint:
             self._rule(phase, {}, dict.fromkeys(self.change.slots, complaint))
 

@@ -2,9 +2,9 @@
 
     slots      have the live version and take work
     held       take no more work, and finish what they have
-    waiting    hold the role without weights: nobody has the live version any more, so the next one is their first
+    waiting    hold the role without weights: no slot has the live version any more, so the next one is their first
 
-A version goes live on all of them, and nobody joins meanwhile: so nobody ends up on another one.
+A version goes live on all of them while no slot joins, so no slot ends up on another version.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,15 +31,15 @@ class Roster:
         lender: Lender | None,
         depends_on: Callable[[int], bool],
     ) -> None:
-        """lender: None where nobody ever joins. depends_on: whether the run ends when this slot is lost."""
+        """lender: None where no slot ever joins. depends_on: whether the run ends when this slot is lost."""
         self.slots = tuple(slots)
         self.version: int | None = None
-        """That is live; None before the first."""
+        """Version that is live; None before the first."""
         self.num_waiting = 0
         """Calls of `some` that wait for a slot."""
         self.turns = Turns(timeout_s)
         self.on_change: Callable[[], None] = lambda: None
-        """`slots` are others now, or somebody waits for one."""
+        """Called when `slots` have changed, or a call of `some` begins to wait for one."""
         self.depends_on = depends_on
         self._mailbox, self._timeout_s, self._lender = mailbox, timeout_s, lender
         self._role: Serving = role
@@ -51,16 +51,16 @@ class Roster:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """All that hold the role, in ascending order."""
+        """All slots that hold the role, in ascending order."""
         return tuple(sorted({*self.slots, *self._held, *self._waiting}))
 
     @property
     def serving(self) -> tuple[int, ...]:
-        """Those with weights: they can work, though the held ones get nothing new."""
+        """Slots that have weights: they can work, though the held ones get nothing new."""
         return tuple(sorted({*self.slots, *self._held}))
 
     async def some(self, what: str) -> tuple[int, ...]:
-        """The slots that take work, at least one. Raises Late when none comes: what "12 samples" could not be done."""
+        """The slots that take work, at least one. Raises Late when none comes. what: the work, such as "12 samples"."""
         if not self.slots:
             self.num_waiting += 1
             self.on_change()

@@ -34,7 +34,7 @@ class Router:
         """address: as ZeroMQ has it, such as `ductile.wire.sockets` has, or with "*" for a free port. on_error: told
         with a sentence when nobody hears the slots any more."""
         self.dropped: Counter[str] = Counter()
-        """Messages that were not let in, by reason."""
+        """Number of messages that were not let in, by reason."""
         self._token = token
         self._connections: dict[int, bytes] = {}
         self._context = zmq.asyncio.Context()

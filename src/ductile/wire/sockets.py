@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 MAX_PATH_BYTES = 107
-"""What the kernel takes for the path of a socket (`sun_path`), without the zero at its end."""
+"""Longest path of a socket that the kernel takes (`sun_path`), without the zero at its end."""
 _PREFIX, _SOCKET, _LOCK, _UNNAMED = "ductile-sockets-", "slots", "lock", "lock.new"
 _OURS = {_SOCKET, _LOCK, _UNNAMED}
 
@@ -44,8 +44,8 @@ class SocketFolder:
 
 
 def remove_folder(path: Path) -> None:
-    """What a run has made in it goes, and then the folder, if nothing else lies in it. Does nothing when somebody else
-    was faster."""
+    """Remove what a run has made in the folder, and then the folder, if nothing else lies in it. Does nothing when
+    another process was faster."""
     with suppress(OSError):
         for name in (_SOCKET, _UNNAMED, _LOCK):
             (path / name).unlink(missing_ok=True)

@@ -12,7 +12,7 @@ from ductile.wire.messages import Survey, Surveyed
 async def survey(
     mailbox: Mailbox, slots: Sequence[int], timeout_s: float, measure: Arithmetic | None = None
 ) -> dict[int, Surveyed]:
-    """Of the slots that live. Those that measure do so one after the other, as they may share processors.
+    """Replies of all slots that are not lost. Those that measure do so one after the other: they may share processors.
 
     Raises SlotLost, Refused or Late.
     """

@@ -37,8 +37,8 @@ Row = tuple[MicroBatch, ...]
 """A micro-step: each rank's micro-batch."""
 
 OnMicroStep = Callable[[int, int, float, int], None]
-"""Told of a micro-step that is done: tokens of its busiest slot, slots, seconds that the slowest of them worked (how
-long the command waited in the slot is not counted), tokens of all slots."""
+"""Called after each micro-step with the tokens of its busiest slot, the number of slots, the seconds that the slowest
+slot worked (how long the command waited in the slot is not counted), and the tokens of all slots."""
 
 
 @dataclass(slots=True)
@@ -55,12 +55,12 @@ class _Given:
 
 @dataclass(slots=True)
 class _Kept:
-    """A version that is published, and by which slot."""
+    """A published version, and the slot that keeps it."""
 
     slot: int
     manifest: Manifest
     num_users: int = 0
-    """Whoever published it, and whoever had it lent: each withdraws it once."""
+    """Calls of `publish` and `lend` that got the version and have not withdrawn it yet; each withdraws it once."""
 
 
 class RemoteTrainer:
@@ -68,13 +68,13 @@ class RemoteTrainer:
 
     def __init__(self, mailbox: Mailbox, formation: Formation, timeout_s: float) -> None:
         self.formation = formation
-        """Set by a change, within `boundary`."""
+        """Slots that train; a change sets it, within `boundary`."""
         self.epoch = 0
-        """Of the change that made the formation, and set with it; 0 of the one that the run began with."""
+        """Membership epoch of the change that made `formation`, set with it; 0 for the one that the run began with."""
         self.with_gradient = False
-        """Something has been accumulated since the last optimizer step."""
+        """A gradient has been accumulated since the last optimizer step."""
         self.version: int | None = None
-        """That the weights are, as it was published; None from the first optimizer step after it."""
+        """Published version that the weights still are; None before the first, and once the weights have changed."""
         self._mailbox, self._timeout_s = mailbox, timeout_s
         self._turn = asyncio.Lock()
         self._num_waiting = 0
@@ -83,7 +83,7 @@ class RemoteTrainer:
         self._given: list[_Given] = []
         self._on_micro_step: list[OnMicroStep] = []
         self._kept: dict[int, _Kept] = {}
-        """By version, until it is withdrawn."""
+        """Published versions that are not withdrawn yet, by number."""
         self._news = News()
         self._end: SlotLost | None = None
 
@@ -93,12 +93,12 @@ class RemoteTrainer:
 
     @property
     def pending_samples(self) -> int:
-        """Given to `forward_backward`, and not yet done."""
+        """Samples that were given to `forward_backward` and are not done yet."""
         return sum(given.num_samples for given in self._given)
 
     @property
     def pending_tokens(self) -> int:
-        """Of `pending_samples`."""
+        """Tokens of the samples that `pending_samples` counts."""
         return sum(given.num_tokens for given in self._given)
 
     def on_micro_step(self, callback: OnMicroStep) -> None:
@@ -187,7 +187,7 @@ class RemoteTrainer:
 
     @asynccontextmanager
     async def boundary(self) -> AsyncIterator[None]:
-        """Between two micro-steps, with none in flight: nothing else is asked of the trainer meanwhile."""
+        """Hold the trainer between two micro-steps, with none in flight: it gets no other command meanwhile."""
         self._num_waiting += 1
         try:
             await self._turn.acquire()
@@ -199,13 +199,13 @@ class RemoteTrainer:
             self._turn.release()
 
     def lose(self, error: SlotLost) -> None:
-        """There is no trainer any more: whatever is asked of it raises `error`."""
+        """There is no trainer any more: every later call raises `error`."""
         self._end = error
         self._news.tell()
 
     @property
     def publishers(self) -> frozenset[int]:
-        """Slots that keep a version which is not withdrawn yet. One that leaves the trainer may be among them."""
+        """Slots that keep a version which is not withdrawn yet. A slot that has left the trainer may be among them."""
         return frozenset(keeper.slot for keeper in self._kept.values())
 
     async def has_withdrawn(self, slot: int, deadline_s: float) -> None:
@@ -237,7 +237,7 @@ class RemoteTrainer:
             ) from None
 
     def _keeper(self, version: int) -> _Kept | None:
-        """None when the version is not published, is just being withdrawn, or its slot is lost."""
+        """The keeper of a version; None when it is not published, is just being withdrawn, or its slot is lost."""
         kept = self._kept.get(version)
         return kept if kept is not None and kept.num_users and kept.slot not in self._mailbox.lost else None
 

@@ -8,12 +8,12 @@ from ductile.wire.news import News
 
 
 class Turns:
-    """Whoever wants to be alone goes before those that come later. Every wait ends after `timeout_s`, as `Late`."""
+    """A caller that wants to be alone goes before later ones. Every wait ends after `timeout_s`, as `Late`."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._doing: list[str] = []
-        """What is done at the moment, for those that wait too long."""
+        """What is done at the moment; a caller that waits too long is told of it."""
         self._alone = False
         self._num_waiting_alone = 0
         self._news = News()
