@@ -25,7 +25,7 @@ NUM_WARM_UP = 1
 GIB = 1024**3
 
 AskSlots = Callable[[Arithmetic | None], Awaitable[Mapping[int, Surveyed]]]
-"""What each slot says of its device; with an arithmetic, how fast it is at that, too."""
+"""Asks each slot about its device; with an arithmetic, also how fast the device is at that."""
 NO_SLOTS = "this command starts no slots: the server's devices and their memory are its own"
 NOT_KNOWN = "how fast the train slots' devices are at best is not known"
 
@@ -37,11 +37,11 @@ class Measured:
     step_s: float
     mfu: float | None
     slots: Mapping[int, Surveyed] = field(default_factory=dict[int, Surveyed])
-    """Their memory, at most until they had answered after this step; empty where they have not."""
+    """What each slot said of its peak memory after this step; empty where the slots have not answered."""
 
     @property
     def used_bytes(self) -> float | None:
-        """Of all slots together."""
+        """Peak memory of all slots together; None where they have not answered."""
         return sum(slot.used_bytes for slot in self.slots.values()) if self.slots else None
 
 
@@ -75,7 +75,7 @@ class Bench:
         pass
 
     async def settle(self) -> None:
-        """Until all slots have answered what they were asked, for which each question has its deadline."""
+        """Wait until all slots have answered what they were asked; each question has its deadline."""
         await asyncio.gather(*self._asking)
 
     def figures(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class Bench:
             print(f"The memory of step {row.step} is not known: {error}.", file=sys.stderr)
 
     def _mfu(self) -> dict[str, float] | None:
-        """Of the steps that have one: a step that trained nothing has none."""
+        """Mean and spread of the steps' MFU; None without any. A step that trained nothing has none."""
         values = [row.mfu for row in self._rows if row.mfu is not None]
         return spread(values) if values else None
 

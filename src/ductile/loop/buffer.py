@@ -19,12 +19,12 @@ from ductile.roles import Late
 from ductile.tasks.prompts import PromptPosition, Prompts
 
 MOMENT_S = 0.05
-"""How long groups are waited for that only lack rewards: a few dozen quick ones take no longer."""
+"""Seconds that `take` waits for groups that lack only rewards: a few dozen quick rewards take no longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Finished:
-    """A group with what is asked of it whenever anything changes: its tokens are counted once."""
+    """A finished group with its tokens and its oldest version, which are asked for often and computed once."""
 
     group: RolloutGroup
     num_tokens: int
@@ -36,7 +36,7 @@ class _Finished:
 
 
 def num_tokens(group: RolloutGroup) -> int:
-    """Prompt and answer, of every answer."""
+    """Tokens of prompt and completion, summed over the rollouts."""
     return sum(len(group.prompt.token_ids) + len(rollout.token_ids) for rollout in group.rollouts)
 
 
@@ -54,21 +54,21 @@ class Buffer:
     ) -> None:
         """timeout_s: the longest that `take` waits. stop: once set, nothing is started beyond the current step."""
         self.version = version
-        """That the trainer trains: the step."""
+        """Version of the weights that the trainer trains; also the step."""
         self.live_version = version
-        """That every generator samples from; one less while new weights are on their way."""
+        """Version that every generator samples from; one less than `version` while new weights are on their way."""
         self.num_taken = 0
         """Groups that the trainer has taken in this step."""
         self.num_updates = 0
-        """Optimizer steps that this step has behind it."""
+        """Optimizer steps that are done in this step."""
         self.on_change: Callable[[], None] = lambda: None
-        """Told of whatever `changed` returns for."""
+        """Called on every change for which `changed` returns."""
         self.num_dropped = 0
         """Groups that were too old to train on; their prompts are asked again."""
         self.num_dropped_answers = 0
-        """Of these groups, as far as they were finished."""
+        """Rollouts of the dropped groups that were finished."""
         self.num_dropped_tokens = 0
-        """Sampled, in these answers."""
+        """Sampled tokens of the rollouts that `num_dropped_answers` counts."""
         self._drops: Counter[str] = Counter()
         self._prompts, self._bound, self._record = prompts, bound, record
         self._max_steps, self._timeout_s, self._stop = max_steps, timeout_s, stop
@@ -113,11 +113,11 @@ class Buffer:
         self.wake()
 
     def hopeless(self) -> list[str]:
-        """Prompts that are being answered and would be too old even if they finished now."""
+        """Ids of prompts whose groups are in generation and would be too old even if they finished now."""
         return [prompt for prompt, version in self._running.items() if not self._freshness(version).fresh]
 
     def give_up(self, prompt: Prompt) -> None:
-        """Stop waiting for its answers, and ask it again."""
+        """Stop waiting for the prompt's rollouts, and ask the prompt again."""
         self._drop(prompt, (), self._freshness(self._running.pop(prompt.id)))
 
     def fail(self, error: BaseException) -> None:
@@ -126,7 +126,7 @@ class Buffer:
         self.wake()
 
     async def changed(self) -> None:
-        """Returns after the next change, or `wake`. Whoever waits here is cancelled when the run ends."""
+        """Returns after the next change, or `wake`. A task that waits here is cancelled when the run ends."""
         await self._changed.wait()
 
     def now_live(self, version: int) -> None:
@@ -205,7 +205,7 @@ class Buffer:
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompts and answers of the groups that wait for the trainer."""
+        """Tokens of prompts and completions in the groups that wait for the trainer."""
         return sum(finished.num_tokens for finished in self._waiting)
 
     def __len__(self) -> int:
@@ -243,7 +243,7 @@ class Buffer:
         self.wake()
 
     def wake(self) -> None:
-        """Whoever waits here looks again."""
+        """Have every waiting `take` and `changed` look again."""
         self._changed.set()
         self._changed = asyncio.Event()
         self.on_change()

@@ -14,7 +14,7 @@ from ductile.records import GenerateRequest, Generation, Manifest
 from ductile.roles import Late, Refused, SlotLost
 
 NUM_ATTEMPTS = 3
-"""When the server cannot be reached, or says that it is overloaded."""
+"""Attempts at a request when the server cannot be reached, or says that it is overloaded."""
 
 
 class HttpGenerators:

@@ -48,16 +48,16 @@ class Prepared:
     config: RLConfig
     plan: Plan
     trainer: TrainerConfig
-    """As the train slots need it: `max_steps` counts optimizer steps."""
+    """The trainer's config as the train slots need it: its `max_steps` counts optimizer steps."""
     tokenizer: Tokenizer
     tasks: Mapping[str, Task]
-    """By `Prompt.task`: "train", and "eval" when it is another one."""
+    """Tasks by `Prompt.task`: "train", and "eval" where evaluation has a task of its own."""
     train_examples: Sequence[int]
     eval_prompts: Sequence[Prompt]
     advantage: Advantage
     checkpoints: Checkpoints
     progress: Progress
-    """Where to go on; step 0 for a new run."""
+    """Where the run goes on; step 0 for a new run."""
 
     @property
     def folder(self) -> Path:
@@ -69,8 +69,9 @@ class RunResult:
     step: int
     summary: Mapping[str, Any]
     first: EvalReport | None
-    """Before any training; None when the run was resumed or has no evaluation. So is `last`, of this life."""
+    """Evaluation before any training; None when the run was resumed or has no evaluation."""
     last: EvalReport | None
+    """Latest evaluation since the start or resume; None when there was none."""
     model_folder: Path | None
     """The HF folder, when one was written."""
 
@@ -140,7 +141,7 @@ async def run_circle(
 ) -> RunResult:
     """Run until `max_steps` or `life.stop`; writes metrics, checkpoints, `model/` and `summary.json`.
 
-    watch: told of the loop before it begins; returns who moves slots between roles meanwhile, if somebody does.
+    watch: told of the loop before it begins; returns the conductor that moves slots between roles meanwhile, or None.
     spent: what the slots did with their time, for the summary.
     Raises what a role raises (SlotLost, Late, Refused), SlotDied, CustomCodeFailed, and TaskError when a task cannot be
     made in a grader; what was trained is saved by then.
@@ -260,7 +261,7 @@ def _advantage(config: AdvantageConfig) -> Advantage:
 def _eval_prompts(
     tokenizer: Tokenizer, task: Task, name: str, examples: Sequence[int], max_len_tokens: int
 ) -> list[Prompt]:
-    """Held-out questions that leave room for an answer. Raises TaskError when none does."""
+    """Held-out prompts that leave room for a completion. Raises TaskError when none does."""
     prompts = [
         Prompt(f"eval/0/{example}", name, example, tuple(first_turn(tokenizer, messages_of(task, example))))
         for example in examples

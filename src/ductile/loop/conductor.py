@@ -5,14 +5,14 @@
     1. rollouts leave with what they have, for generators that are there; then their slots give up what they did
     2. the trainer resizes               beside it, slots that are not about to leave the trainer take roles on
     3. slots that have left the trainer take roles on
-    4. rollouts go to the new generators, and who has kept them until then gives up generating
+    4. rollouts go to the new generators, and slots that have kept them until then give up generating
 
-Who joins the trainer leaves its generator only when the resize is prepared and the trainer stands still for it: until
-then it generates on. (Where there is no memory for both, it leaves first.)
+A slot that joins the trainer leaves its generator only when the resize is prepared and the trainer stands still for it:
+until then it generates on. (Where there is no memory for both, it leaves first.)
 
 One decision at a time: events that come meanwhile are looked at together, afterwards. Before weights are published the
 slots settle for the step that begins, and nothing is decided until the weights are live. A change goes on beside that:
-its slots may prepare for long, and nobody waits for its end. Weights go live when those that join are there, so that
+its slots may prepare for long, and the loop does not wait for its end. Weights go live when joiners are there, so that
 new rollouts are shared with them; or half a micro-step later, without them. A part that is not done is told in a
 sentence; the slots then have the roles that they really have, and the next decision sees those.
 
@@ -38,9 +38,10 @@ from ductile.records import Formation
 
 LEAST_REST_S = 0.05
 REST = 100.0
-"""A decision that took a second, policy and all, is followed by so many seconds without one: it costs 1 % at most."""
+"""Seconds without a decision after one that took a second, policy and all: decisions cost 1 % of the time at most."""
 MOST_PATIENCE_S = 60.0
-"""After changes that failed. The first failure costs a second, each further one twice the last."""
+"""Longest time without a decision after changes that failed, in seconds. The first failure costs a second, each further
+one twice the last."""
 KEPT = 1 << 16
 
 
@@ -49,7 +50,7 @@ class NotDone(Exception):
 
 
 class Stage(Protocol):
-    """Who has the slots. Parts raise NotDone; whatever else they raise ends the run."""
+    """The slots, of a real run or a simulated one. Parts raise NotDone; any other error of theirs ends the run."""
 
     @property
     def now_s(self) -> float: ...
@@ -61,11 +62,11 @@ class Stage(Protocol):
         ...
 
     def hold_training(self, held: bool) -> None:
-        """Held: no micro-step begins."""
+        """While training is held, no micro-step begins."""
         ...
 
     def changing(self, moves: Sequence[Move]) -> None:
-        """These slots, and no others, change roles. Who is to generate no more gets nothing new."""
+        """These slots, and no others, change roles. A slot that is to generate no more gets no new requests."""
         ...
 
     async def hand_off(self, handoffs: Sequence[Handoff]) -> None:
@@ -83,13 +84,13 @@ class Stage(Protocol):
     async def resize(self, formation: Formation, leave: Callable[[], Awaitable[None]]) -> None:
         """The trainer goes on with these slots from a boundary between two micro-steps on.
 
-        leave: what is to be done before that, once all is prepared and nobody trains.
+        leave: called before that, once all is prepared and no slot trains.
         """
         ...
 
 
 def rest_s(took_s: float) -> float:
-    """How long nothing is decided after a decision that took so long."""
+    """Seconds without a decision after one that took `took_s`."""
     return max(LEAST_REST_S, REST * took_s)
 
 
@@ -105,29 +106,29 @@ class Conductor:
         """otherwise: asked instead of a policy that has ordered what cannot be; None: that raises BadDecision."""
         self.num_changes = 0
         self.changes: deque[Change] = deque(maxlen=KEPT)
-        """The latest."""
+        """The latest changes."""
         self.decide_s: deque[float] = deque(maxlen=KEPT)
         """Real seconds that each decision took the policy."""
         self.deciding_s = 0.0
-        """Of this thread, that all decisions took: the state, the policy, and what holds and complaints are about."""
+        """CPU seconds of this thread that all decisions took: the state, the policy and the check of its orders."""
         self.hold = Pause()
-        """Of training."""
+        """The pause of training that the policy ordered."""
         self.refused = ""
         """Why the policy is not asked any more, as a sentence; empty while it is asked."""
         self._policy, self._stage, self._log = policy, stage, DecisionLog(record)
         self._otherwise, self._rest_s = otherwise, rest_s
         self._change: asyncio.Task[None] | None = None
-        """That is under way."""
+        """The change that is under way; None when there is none."""
         self._failed: Exception | None = None
         """What ended the run: nothing is decided after it."""
         self._joined = asyncio.Event()
         self._joined.set()
         self._patience_s = 0.0
-        """Of new weights, when the change was decided."""
+        """Seconds that new weights wait for slots of the latest change, from the state that it was decided on."""
         self._on_error: Callable[[BaseException], None] = lambda error: None
         self._publishing = False
         self._asked = True
-        """In this step."""
+        """Whether the policy has been asked in this step."""
         self._happened = asyncio.Event()
         self._not_before_s = float("-inf")
         self._num_failed = 0
@@ -167,7 +168,7 @@ class Conductor:
             self._decide()
 
     async def joined(self) -> None:
-        """Returns when those that a change has generate or score do so, or cannot; half a micro-step later at most."""
+        """Returns when the slots that a change has generate or score do so or cannot, or half a micro-step later."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._patience_s):
                 await self._joined.wait()
@@ -178,7 +179,7 @@ class Conductor:
         self.notify()
 
     async def _watch(self) -> None:
-        """Waits for `notify`. Nobody waits for it."""
+        """Decide after each `notify`, until cancelled."""
         try:
             while True:
                 await self._happened.wait()
@@ -201,7 +202,7 @@ class Conductor:
         self._on_error(error)
 
     def _decide(self) -> None:
-        """Has a change begin if the policy wants one."""
+        """Ask the policy, and begin the change that it orders, if any."""
         stage, began_s = self._stage, time.thread_time()
         at_s, state = stage.now_s, replace(stage.state(), asked=self._asked)
         self._asked = True
@@ -220,7 +221,7 @@ class Conductor:
             self._change = asyncio.create_task(self._make(state, decision, way, at_s))
 
     async def _make(self, state: ClusterState, decision: Decision, way: "_Way", at_s: float) -> None:
-        """The change, from its first part to what is said of it. Nobody waits for it."""
+        """Carry the change out, and note what became of it. The loop does not wait for this task."""
         try:
             failures = await self._carry_out(state, decision, way)
             self._note(Change(at_s, self._stage.now_s - at_s, decision, tuple(failures)))
@@ -261,7 +262,7 @@ class Conductor:
     # -- changes
 
     async def _carry_out(self, state: ClusterState, decision: Decision, way: "_Way") -> list[str]:
-        """Returns what was not done, a sentence each."""
+        """Carry the parts out. Returns a sentence for each that was not done."""
         stage, failures = self._stage, list[str]()
 
         async def leave(slots: Collection[int]) -> None:
@@ -301,7 +302,7 @@ class Conductor:
         return failures
 
     async def _finish_handoffs(self, decision: Decision, way: "_Way") -> list[str]:
-        """To generators that are really there now; who could not hand all of its rollouts off goes on generating."""
+        """Hand rollouts to new generators that are really there. A slot that keeps rollouts goes on generating."""
         late = [order for order in decision.handoffs if order.target in way.joining]
         if not late:
             return []
@@ -322,15 +323,16 @@ class Conductor:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """From the roles that slots have to those that they are to have."""
+    """What a decision changes: the roles that slots give up and take on, and the formation of the trainer."""
 
     given_up: tuple[tuple[int, Role], ...]
-    """Besides training; so is `taken_on`."""
+    """(slot, role) for each role besides training that a slot gives up."""
     taken_on: tuple[tuple[int, Role], ...]
+    """(slot, role) for each role besides training that a slot takes on."""
     joining: frozenset[int]
-    """New generators."""
+    """Slots that become generators."""
     keeping: frozenset[int]
-    """Generators with rollouts for new ones: they cannot leave before those are there."""
+    """Generators whose rollouts go to new generators: they cannot leave before the new ones are there."""
     formation: Formation
     resizes: bool
     waiting: frozenset[int]
@@ -356,12 +358,12 @@ class _Way:
 
 
 def _roles(ways: Iterable[tuple[int, Collection[Role], Collection[Role]]]) -> tuple[tuple[int, Role], ...]:
-    """By slot, the roles besides training that it has in the second of two sets and not in the first."""
+    """(slot, role) for each role besides training that a slot has in the second of two sets and not in the first."""
     return tuple((slot, role) for slot, one, two in ways for role in two if role != "train" and role not in one)
 
 
 async def _done(*parts: Coroutine[object, object, None]) -> list[str]:
-    """All at once, and all of them to their end. Returns the sentences of those that were not done."""
+    """Run all parts at once, and all of them to their end. Returns a sentence for each that was not done."""
     outcomes = await asyncio.gather(*parts, return_exceptions=True)
     for outcome in outcomes:
         if isinstance(outcome, BaseException) and not isinstance(outcome, NotDone):

@@ -1,7 +1,7 @@
 """What a run writes down of its policy's decisions: events with a sentence each.
 
 decided     orders, and why; with what the policy expects of them
-held        training waits, or goes on again, or there is something to say; nobody changes roles for it
+held        training waits, or goes on again, or there is something to say; no slot changes roles for it
 switched    a change is done, or what of it is not
 refused     the policy is not asked any more
 """
@@ -28,7 +28,7 @@ class DecisionLog:
         self._record = record
         self._holds = False
         self._topic = ""
-        """Of what was told last."""
+        """Topic of the last decision that had something to tell."""
 
     def decided(self, decision: Decision, at_s: float) -> None:
         """A decision without orders is told of when training begins or ceases to wait, or about another topic."""
@@ -60,7 +60,7 @@ class DecisionLog:
         )
 
     def refused(self, error: Exception) -> str:
-        """To be called while the error is handled. Returns the sentence."""
+        """Write down that the policy is not asked any more; call it while `error` is handled. Returns the sentence."""
         said = f"The policy is not asked any more, and the slots go back to what the configuration gave them: {error}."
         self._record.event("refused", said, traceback=traceback.format_exc())
         return said

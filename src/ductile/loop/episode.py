@@ -18,12 +18,12 @@ ABOVE_TURNS = 1_000_000
 
 @dataclass(slots=True)
 class _Siblings:
-    """Answers to one prompt that are played at the same time."""
+    """Rollouts of one prompt that are played at the same time."""
 
     num_playing: int = 0
     num_finished: int = 0
     num_grading: int = 0
-    """Of those that are played: they are generated, and wait for their reward."""
+    """Rollouts that `num_playing` counts, and that are generated and wait for their reward."""
 
     def priority(self, num_turns: int) -> int:
         return priority_of_turn(num_turns, self.num_finished, self.num_playing + self.num_finished)
@@ -45,7 +45,7 @@ class Tokens:
         self.versions += generation.versions
 
     def given(self, token_ids: list[int]) -> None:
-        """The environment's: not sampled by the policy, so not trained on."""
+        """Add tokens of the environment: not sampled by the policy, so not trained on."""
         self.ids += token_ids
         self.mask += [False] * len(token_ids)
         self.logprobs += [0.0] * len(token_ids)
@@ -67,10 +67,10 @@ class Episodes:
         self._tasks, self._tokenizer, self._generators, self._graders = tasks, tokenizer, generators, graders
         self._max_len_tokens = max_len_tokens
         self._groups: dict[str, _Siblings] = {}
-        """By prompt."""
+        """Siblings by prompt id."""
 
     async def play(self, prompt: Prompt, sampling: Sampling, member: int = 0, priority: int = 0) -> Rollout:
-        """One answer. Each turn has at most `sampling.max_tokens` tokens; the whole at most `max_len_tokens`.
+        """Play one rollout. Each turn has at most `sampling.max_tokens` tokens; the whole at most `max_len_tokens`.
 
         Of two rollouts of the same `priority`, the one with more finished turns goes first, then the one with more
         finished siblings.
@@ -82,7 +82,7 @@ class Episodes:
             return await self._play(prompt, sampling, member, priority, siblings)
 
     def num_grading(self, prompt: str) -> int:
-        """Answers to the prompt of this id that are generated, and wait for their reward."""
+        """Rollouts of the prompt with this id that are generated and wait for their reward."""
         siblings = self._groups.get(prompt)
         return siblings.num_grading if siblings else 0
 
@@ -165,7 +165,8 @@ def before_stop(text: str, stop: Sequence[str]) -> str:
 
 
 def _of_turn(sampling: Sampling, prompt: Prompt, member: int, turn: int, room: int) -> Sampling:
-    """With a seed, every member and every turn draws its own numbers, and a resumed run the same ones again."""
+    """The sampling of one turn. With a seed, every member and every turn draws its own numbers, and a resumed run the
+    same ones again."""
     seed = sampling.seed
     if seed is not None:
         digest = blake2b(f"{seed}/{prompt.id}/{member}/{turn}".encode(), digest_size=8).digest()

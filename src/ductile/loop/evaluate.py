@@ -16,7 +16,7 @@ from ductile.tasks.conversation import ChatTokenizer
 SOLVED = 1.0
 """A reward from here on counts as solved in pass@k."""
 PRIORITY = 1
-"""Before training's requests: the trainer waits for this answer."""
+"""Priority of the evaluation's requests, above training's: the trainer waits for the result."""
 
 
 class RewardsFailed(Exception):
@@ -25,7 +25,7 @@ class RewardsFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One answer for people to read."""
+    """One rollout for people to read."""
 
     question: str
     answer: str
@@ -35,17 +35,18 @@ class Sampled:
 @dataclass(frozen=True, slots=True)
 class EvalReport:
     reward_mean: float
-    """Of the answers that could be scored; NaN when none could."""
+    """Mean reward of the rollouts that could be scored; NaN when none could."""
     pass_at: dict[int, float]
-    """By k; the unbiased estimate when there are more than k samples. Without the k of which no prompt has enough."""
+    """pass@k, by k; the unbiased estimate where a prompt has more than k scored rollouts. A k for which no prompt has
+    enough is left out."""
     length_mean: float
-    """Sampled tokens an answer."""
+    """Mean sampled tokens of a rollout."""
     num_answers: int
     reward_error_share: float
-    """Of the answers that could not be scored."""
+    """Share of the rollouts that could not be scored, 0 to 1."""
     samples: tuple[Sampled, ...]
     step: int
-    """After which the policy was asked; 0 before any training."""
+    """Training step after which the policy was evaluated; 0 before any training."""
 
     def metrics(self) -> dict[str, float]:
         passes = {f"eval_pass_at_{k}": share for k, share in self.pass_at.items()}
@@ -79,13 +80,13 @@ class Evaluation:
 
     @property
     def num_answers(self) -> int:
-        """That one run of it asks for."""
+        """Rollouts that one `run` asks for."""
         return len(self._prompts) * self._samples_per_example
 
     async def run(self, step: int) -> EvalReport:
         """Ask every held-out prompt. Each generation's own deadline bounds it; the first failure is raised.
 
-        Raises RewardsFailed when too many answers could not be scored.
+        Raises RewardsFailed when too many rollouts could not be scored.
         """
         asked = [(prompt, member) for prompt in self._prompts for member in range(self._samples_per_example)]
         rollouts = await together(

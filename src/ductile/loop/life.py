@@ -15,16 +15,16 @@ class Life:
     stop: asyncio.Event
     """Set by the first Ctrl-C: the running step is finished and saved."""
     slots: Callable[[], Mapping[str, Sequence[int]]] = dict
-    """By role, asked for at the end, for the summary."""
+    """Returns the slots by role; called at the end, for the summary."""
     counts: Callable[[], Mapping[str, float]] = dict
-    """Further metrics of each step."""
+    """Returns further metrics of each step."""
     death: Callable[[], Coroutine[Any, Any, str]] | None = None
-    """Returns when a process is gone that the run needs."""
+    """Waits until a process that the run needs is gone, and returns a sentence about it; None: none is watched."""
     began_s: float = field(default_factory=time.perf_counter)
     """`time.perf_counter()` of the command's start, for `wall_s`."""
 
     def deadly(self) -> Coroutine[Any, Any, str] | None:
-        """To await beside work that needs all processes, as `ductile.loop.attend.attend` does."""
+        """`death()`, for `ductile.loop.attend.attend` to await beside work that needs all processes."""
         return self.death() if self.death else None
 
     def wall_s(self) -> float:

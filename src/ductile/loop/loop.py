@@ -39,14 +39,14 @@ class Plan:
     max_steps: int
     groups_per_step: int
     n_minibatches: int = 1
-    """Optimizer steps a step."""
+    """Optimizer steps in each step."""
     seq_len: int = 2048
     max_skipped_steps: int | None = None
     """Optimizer steps in a row without a finite gradient that end the run."""
     eval_interval: int | None = None
-    """In steps; None: the first weights and the last only."""
+    """Steps from one evaluation to the next; None: only the first weights and the last are evaluated."""
     max_reward_error_share: float = 1.0
-    """Of a step's rewards; when more fail, the run ends."""
+    """Share of a step's rewards that may fail, 0 to 1; when more fail, the run ends."""
 
     def due(self, interval: int | None, step: int) -> bool:
         return step == self.max_steps or (interval is not None and step % interval == 0)
@@ -58,7 +58,7 @@ class Hand:
 
     rollouts: int = 0
     tokens: int = 0
-    """Prompts and answers."""
+    """Tokens of prompts and completions."""
 
     @staticmethod
     def of(groups: Sequence[RolloutGroup]) -> "Hand":
@@ -97,16 +97,16 @@ class Loop:
         self.watch = Stopwatch()
         self.skips = Skips(plan.max_skipped_steps, record, table="trainer.")
         self.conductor: Conductor | None = None
-        """Moves slots between roles; None: they keep those that they have."""
+        """Moves slots between roles; None: slots keep the roles that they have."""
         self.scoring = Hand()
-        """What is being scored: out of the buffer, and not yet in the hand."""
+        """Rollouts that are being scored: out of the buffer, and not yet in `hand`."""
         self.hand = Hand()
         self.handing_over = Hand()
-        """Out of the hand, and not yet with the trainer: for one turn of the event loop."""
+        """Rollouts that are out of `hand`, and not yet with the trainer: for one turn of the event loop."""
         self.evaluates = False
         """An evaluation is next, or under way."""
         self.to_evaluate = 0
-        """Answers that it is going to ask for, and has not yet."""
+        """Rollouts that the next evaluation will ask for, and has not asked for yet."""
 
     async def run(self, death: Coroutine[Any, Any, str] | None = None) -> int:
         """Train until `max_steps` or `stop`. Returns the step.
@@ -158,7 +158,7 @@ class Loop:
 
     async def train(self, num_groups: int, tally: Tally, ends_step: bool) -> None:
         """One optimizer step. While the trainer works on a chunk, the next one is generated, taken and scored; while
-        the policy holds the trainer, all others too, and then they go to it as one."""
+        the policy holds the trainer, all other chunks are, too, and then they go to it as one."""
         groups, divisor = list[RolloutGroup](), 0.0
         async with OneBehind(on_error=self.buffer.fail) as behind:
             while len(groups) < num_groups:
@@ -195,7 +195,7 @@ class Loop:
             self.save.step_ends(self.step)
 
     async def score(self, chunk: Sequence[RolloutGroup]) -> list[Sample]:
-        """From the groups to what they teach, which is then in the hand."""
+        """Turn groups into the samples that are trained on, which are then in `hand`."""
         self.scoring = Hand.of(chunk)
         with self.watch("score"):
             samples = await self.lessons.prepare(chunk)
@@ -205,8 +205,8 @@ class Loop:
         return samples
 
     async def take_while_held(self, behind: OneBehind, wanted: int, groups_per_update: int) -> list[RolloutGroup]:
-        """The next chunk, if the policy holds the trainer: it may wait until all is scored, and then nobody else would
-        ask for that. Empty once the trainer has done what it has, or nothing is wanted."""
+        """The next chunk, if the policy holds the trainer: the policy may wait until all is scored, and nothing else
+        would ask for that. Empty once the trainer has done what it has, or nothing is wanted."""
         if self.scorer is None or self.conductor is None or not wanted:
             return []
         hold = self.conductor.hold

@@ -53,11 +53,11 @@ class Checkpoints:
         self.folder, self._keep_last = folder, keep_last
 
     def steps(self) -> list[int]:
-        """Of the complete checkpoints, oldest first. Raises OSError when the folder cannot be read."""
+        """Steps of the complete checkpoints, oldest first. Raises OSError when the folder cannot be read."""
         return [step for step, wrong in self._all() if not wrong]
 
     def damaged(self) -> dict[int, str]:
-        """The others, with what is wrong with them. Raises OSError."""
+        """Steps of the other checkpoints, with what is wrong with each. Raises OSError."""
         return {step: wrong for step, wrong in self._all() if wrong}
 
     def path(self, step: int) -> Path:
@@ -127,7 +127,7 @@ class Checkpoints:
         raise CheckpointError(f"{what}; {broken}" if broken else what)
 
     def tidy(self, last_step: int) -> list[str]:
-        """Before a run goes on after `last_step`: remove what was left half done, rename what it does not go on from.
+        """Remove what was left half done and rename later checkpoints, before a run goes on after `last_step`.
 
         Returns a sentence for each checkpoint that is called otherwise now.
         """
@@ -154,7 +154,8 @@ class Checkpoints:
         return [(step, self._wrong(step)) for step in steps]
 
     def _wrong(self, step: int) -> str:
-        """Only what is surely not there is missing: a disk that does not answer raises its OSError."""
+        """What is wrong with a checkpoint; "" when it is complete. A file is missing only when it is surely not there:
+        a disk that does not answer raises its OSError."""
         folder = self.path(step)
         try:
             files = json.loads((folder / COMPLETE).read_bytes())["files"].items()
@@ -172,7 +173,7 @@ class Checkpoints:
         return ""
 
     def _rename(self, step: int, word: str) -> Path:
-        """To a name that is free."""
+        """Rename a checkpoint to a name that is free, and return its new path."""
         aside, number = self.folder / f"{word}_step_{step}", 1
         while aside.exists():
             number += 1

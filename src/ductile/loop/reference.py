@@ -7,11 +7,12 @@ from pathlib import Path
 from ductile.loop.progress import CheckpointError, Progress
 
 NUM_PIECES, PIECE_BYTES = 64, 4096
-"""Read of each file: training moves every tensor, so a part of the bytes tells one state from another."""
+"""Pieces that are read of each file, and their size: training moves every tensor, so a part of the bytes tells one
+state from another."""
 
 
 def fingerprint(folder: Path) -> str:
-    """Of the weights in a model folder. Raises OSError."""
+    """Fingerprint of the weights in a model folder. Raises OSError."""
     digest = blake2b(digest_size=8)
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:

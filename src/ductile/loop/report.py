@@ -35,7 +35,7 @@ def summarise_rl(rows: Sequence[Row], slots: Mapping[str, Sequence[int]], wall_s
 
 
 def this_life(max_steps: int, began_at_step: int, life_s: float) -> dict[str, Any]:
-    """For every summary: how far the run was to go, and what of it was done since it was started, or resumed, last."""
+    """What every summary says: how far the run was to go, and what was done since it was last started or resumed."""
     return {"max_steps": max_steps, "began_at_step": began_at_step, "life_s": life_s}
 
 

@@ -12,9 +12,9 @@ from ductile.observe import Recorder
 from ductile.roles import Trainer
 
 AUTO_S = 600.0
-"""`ckpt.interval = "auto"` saves when this much time has passed since the last save ..."""
+"""Seconds at least between two saves with `ckpt.interval = "auto"`."""
 MAX_SHARE = 0.05
-"""... and, where saving takes long, so seldom that it takes no more of the time than this."""
+"""Largest share of the time that saving takes with `ckpt.interval = "auto"`: where it takes long, it comes seldom."""
 
 
 class Saver:

@@ -185,5 +185,5 @@ class ServingBench:
 
 
 def _times(seconds: Sequence[float]) -> dict[str, float]:
-    """Of all answers, so that the slowest count too."""
+    """Spread and median over all completions, so that the slowest count too."""
     return spread(seconds) | {"median": median(seconds)} if seconds else spread(seconds)

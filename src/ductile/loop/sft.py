@@ -45,7 +45,7 @@ class PreparedBatches:
     resume_asked: bool
     model_folder: Path | None
     facts: Mapping[str, float]
-    """About the data, for the summary."""
+    """Facts about the data, for the summary."""
     sentence: str
 
 
@@ -193,7 +193,7 @@ class _Training:
         await self._save(self.step)
 
     async def save_when_asked(self) -> None:
-        """As soon as somebody asks to stop."""
+        """Save as soon as the run is asked to stop."""
         await self._save.when(self._life.stop)
 
     async def _write(self, step: int) -> None:

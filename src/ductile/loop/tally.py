@@ -35,7 +35,7 @@ AT_WORK = ("forward_backward", "optim_step")
 
 
 class Tally:
-    """Of one step. `add` what it used, then ask for `metrics`."""
+    """What one step has trained on. `add` each optimizer step's share, then ask for `metrics`."""
 
     def __init__(self, version: int) -> None:
         """version: of the weights that the step trains."""
@@ -44,7 +44,7 @@ class Tally:
         self._reports: list[StepReport] = []
 
     def add(self, groups: Iterable[RolloutGroup], report: StepReport | None) -> None:
-        """One optimizer step's share; without a report when there was nothing to learn from."""
+        """Add one optimizer step's share; without a report when there was nothing to learn from."""
         self._groups += groups
         if report is not None:
             self._reports.append(report)
@@ -113,8 +113,8 @@ class Tally:
 
 
 def utilisation(reports: Sequence[StepReport], step_s: float, train_s: float) -> dict[str, float]:
-    """Of the train slots as they are at the last of these optimizer steps that says it: one without a gradient does
-    not."""
+    """FLOPs and MFU of the train slots. Their peak is that of the last of these optimizer steps that reports one: a
+    step without a gradient does not."""
     flops = sum(report.flops for report in reports)
     peak = next((report.peak_flops_per_s for report in reversed(reports) if report.peak_flops_per_s), None)
     if peak is None:
