@@ -26,7 +26,7 @@ class Situation:
     """Why slots may have nothing to do."""
 
     may_start: bool = False
-    """There are rollouts that nobody has begun."""
+    """There are rollouts that no generator has begun."""
     samples_ready: bool = False
     """There is something to train on."""
     held: bool = False
@@ -38,9 +38,9 @@ class SlotActivity:
 
     def __init__(self, mailbox: Mailbox, view: View, clock: Callable[[], float] = time.monotonic) -> None:
         self.situation: Callable[[], Situation] = Situation
-        """Asked with everything that happens."""
+        """Says why slots may have nothing to do; asked after everything that happens."""
         self.on_span: Callable[[Span], None] = lambda span: None
-        """Told of each closed stretch of one activity."""
+        """Called with each closed stretch of one activity."""
         self.ledger = Ledger()
         self._mailbox, self._view, self._clock = mailbox, view, clock
         self._opened: set[int] = set()
@@ -61,11 +61,11 @@ class SlotActivity:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """That have accounts."""
+        """Slots that have accounts."""
         return tuple(sorted(self._opened))
 
     def account(self, slot: int) -> SlotLedger:
-        """Of a slot, since it got its first role."""
+        """The account of a slot since it got its first role."""
         return self.ledger.account(slot) if slot in self._opened else SlotLedger.opened(slot, self._clock())
 
     def changing(self, slots: Collection[int]) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def start_time(pid: int) -> int | None:
-    """In clock ticks since the machine started; None when there is no such process."""
+    """Start time of a process, in clock ticks since the machine started; None when there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -33,7 +33,7 @@ class Changes:
         record: Recorder,
         num_slots: int,
     ) -> None:
-        """placement: where the other roles are. num_slots: those that this machine has."""
+        """placement: where the other roles are. num_slots: how many slots this machine has."""
         self.others: Callable[[], Collection[int]] = lambda: {*placement.generate, *placement.score}
         """Slots that the run needs for something else than training."""
         self.history: deque[Resized] = deque(maxlen=NUM_KEPT)
@@ -41,7 +41,7 @@ class Changes:
         self._cluster, self._trainer, self._terms, self._record = cluster, trainer, terms, record
         self._num_slots = num_slots
         self._target: Formation | None = None
-        """Of the change that is under way."""
+        """Formation that the change under way leads to; None when no change is under way."""
         self._transaction: Transaction | None = None
         self._needed: dict[int, bool] = {}
         """What `depends_on` said of each slot."""
@@ -53,10 +53,10 @@ class Changes:
     ) -> Resized:
         """Have the trainer go on as this formation, and wait for what comes of it.
 
-        leave: what joiners give up in, once all is prepared and the trainer stands still.
+        leave: called once all is prepared and the trainer stands still; joiners give up their other roles in it.
 
         Raises Unfit for a formation that cannot be, and RunFailed when another change is under way, when a slot does
-        not start, when the trainer is lost, or when the change fails in a way that nobody thought of.
+        not start, when the trainer is lost, or when the change fails in an unexpected way.
         """
         before, after = self._trainer.formation, formation_of(members, replicas, self._num_slots)
         if self._target is not None:
@@ -88,7 +88,7 @@ class Changes:
         replicas: int | None = None,
         leave: Callable[[], Awaitable[None]] = nobody_leaves,
     ) -> Resized:
-        """`resize`, in the order of slots that moves least of the state. Without `replicas` it keeps its copies."""
+        """`resize`, in the order of slots that moves least of the state. Without `replicas` it keeps as many copies."""
         before = self._trainer.formation
         replicas = before.replicas if replicas is None else replicas
         after = formation_of(slots, replicas, self._num_slots)
@@ -121,7 +121,7 @@ class Changes:
         return slot in self._trainer.formation.members
 
     def metrics(self) -> dict[str, float]:
-        """For the row of a step; `seconds/resize` counts from the one before."""
+        """Metrics for the row of a step; `seconds/resize` counts from the row before."""
         paused_s, self._paused_s = self._paused_s, 0.0
         return {
             "train_slots": float(self._trainer.num_ranks),
@@ -140,7 +140,7 @@ class Changes:
             self._record.event("slot_started", sentence, slot=slot, roles=[], device=device, pid=pid)
 
     def _note_failure(self, before: Formation, after: Formation, error: Exception) -> str:
-        """The sentence, without its full stop."""
+        """Write the failure down. Returns its sentence without the full stop."""
         now = self._trainer.formation
         sentence = f"Trainer is on {describe(now)}; its resize to {describe(after)} failed: {told(error)}"
         self._record.event(
@@ -204,7 +204,7 @@ def sentence_of(result: ResizeResult) -> str:
 
 
 def formation_of(members: Sequence[int], replicas: int, num_slots: int) -> Formation:
-    """Raises Unfit for one that cannot be."""
+    """The formation of these members. Raises Unfit for one that cannot be."""
     beyond = [slot for slot in members if not 0 <= slot < num_slots]
     if beyond:
         verb = "does" if len(beyond) == 1 else "do"

@@ -53,7 +53,7 @@ class Request(Words):
 
 class TrainerSlots(Words):
     slots: tuple[int, ...]
-    """In rank order."""
+    """Slots of the trainer, in rank order."""
     replicas: int
 
 
@@ -65,21 +65,21 @@ class Resized(Words, tag="resized"):
     epoch: int
     before: TrainerSlots
     after: TrainerSlots
-    """As asked for; after a rollback the trainer is as `before`."""
+    """Slots that were asked for; after a rollback the trainer is on `before`."""
     pause_s: float = 0.0
-    """In which the trainer stood still."""
+    """Seconds that the trainer stood still."""
     took_s: float = 0.0
-    """From the question to the end of it, the start of slots included."""
+    """Seconds from the request to the end of the resize, the start of slots included."""
     seconds: dict[str, float] = {}
-    """By step of the transaction, as the orchestrator waited for it."""
+    """Seconds that the orchestrator waited, by step of the transaction."""
     slot_seconds: dict[str, float] = {}
-    """By phase of the work in the slots, the longest of all slots."""
+    """Seconds of the slots' work, by phase: the longest of all slots."""
     beside: tuple[str, ...] = ()
-    """Of these phases, those in which the trainer still trained."""
+    """Phases of `slot_seconds` in which the trainer still trained."""
     num_bytes: int = 0
     carrier: str = ""
     step: int = 0
-    """Training steps done before it."""
+    """Training steps that were done before the resize."""
 
 
 class SlotStatus(Words):
@@ -90,9 +90,9 @@ class SlotStatus(Words):
     doing: str
     """An activity of the ledger: train, generate, score, publish, switch, idle; or "lost"."""
     seconds: dict[str, float]
-    """By activity, since the slot had its first role; all together since then."""
+    """Seconds by activity since the slot had its first role; together they are all the time since then."""
     idle: dict[str, float] = {}
-    """Of these, the idle ones by cause."""
+    """Idle seconds of `seconds`, by cause."""
 
 
 class RunStatus(Words, tag="status"):
@@ -107,7 +107,7 @@ class RunStatus(Words, tag="status"):
     """The step of a resize that is under way, and to where; "" when there is none."""
     slots: tuple[SlotStatus, ...]
     changes: tuple[Resized, ...]
-    """The latest ones, oldest first."""
+    """The latest resizes, oldest first."""
     lost: dict[int, str]
     """Slots that died, with the sentence that says how."""
 
@@ -116,7 +116,7 @@ class Answer(Words):
     version: int
     result: Resized | RunStatus | None = None
     error: str = ""
-    """A sentence when there is no result."""
+    """Why there is no result, as a sentence; "" when there is one."""
     unfit: bool = False
     """What was asked for cannot be, and nothing was tried."""
 
@@ -207,7 +207,7 @@ class Run:
 
 
 def _line(connection: socket.socket, timeout_s: float) -> bytes:
-    """One line, without its end. Raises TimeoutError, EOFError or OSError."""
+    """One line, with its end. Raises TimeoutError, EOFError or OSError."""
     deadline_s, received = time.monotonic() + timeout_s, b""
     while not received.endswith(b"\n"):
         left_s = deadline_s - time.monotonic()

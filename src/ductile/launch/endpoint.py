@@ -33,12 +33,12 @@ from ductile.launch.control import (
 )
 
 READ_S = 5.0
-"""To send the request, and to take the answer."""
+"""Seconds that a client has to send its request, and to take the answer."""
 CLOSE_S = 1.0
-"""What is being answered when the run ends has this long."""
+"""Seconds that requests have which are being answered when the run ends."""
 MAX_SILENT = 16
-"""Connections whose request has not come yet. For one more, the one that has been silent for longest is hung up on:
-whoever connects and says nothing keeps nobody else out."""
+"""Connections at most whose request has not come yet. For one more, the one that has been silent for longest is hung up
+on: a client that connects and says nothing keeps no other out."""
 
 Respond = Callable[[Resize | Status], Awaitable[Resized | RunStatus]]
 
@@ -51,7 +51,7 @@ class Endpoint:
         self._token = secrets.token_hex(32)
         self._talking: set[asyncio.Task[None]] = set()
         self._silent: deque[asyncio.StreamWriter] = deque()
-        """Longest first."""
+        """Connections whose request has not come yet, the longest silent first."""
 
     async def __aenter__(self) -> "Endpoint":
         self._server = await asyncio.start_server(self._talk, "127.0.0.1", 0, limit=MAX_REQUEST_BYTES)

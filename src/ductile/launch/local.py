@@ -70,9 +70,9 @@ class LocalCluster:
         self.depends_on: Callable[[int], bool] = lambda slot: True
         """Whether the run ends when this slot is lost."""
         self._measured: Arithmetic | None = None
-        """What the slots were measured at, if they were: those that are added later are, too."""
+        """Arithmetic that the slots were measured at, as slots that are added later will be; None: not measured."""
         self._num_devices: int | None = None
-        """None where slots are processes, of which there may be any number."""
+        """Devices of the machine; None where slots are processes, of which there may be any number."""
         self._config = config
         self._logs = logs
         self._roles = dict(roles)
@@ -168,7 +168,7 @@ class LocalCluster:
         self.fail(f"{sentence}: {raised(error, ours=True)}")
 
     async def survey(self, measure: Arithmetic | None = None) -> dict[int, Surveyed]:
-        """As `ductile.wire.survey`, of all slots. What is measured of them is measured of those that `add` starts."""
+        """`ductile.wire.survey` of all slots. What it measures is also measured of slots that `add` starts later."""
         self._measured = measure or self._measured
         return await survey(self.mailbox, self.slots, self._config.command_timeout_s, measure)
 

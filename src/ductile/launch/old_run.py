@@ -17,7 +17,7 @@ from ductile.observe import Event
 
 MOVING, OLD, GONE = ".run.moving", ".run.old", ".run.gone"
 FAILED_START = "failed_start"
-"""Below `logs/`: what the slots of a start that never began have said."""
+"""Folder below `logs/` for what the slots of a start that never began have said."""
 
 
 def set_aside(folder: Path) -> None:

@@ -9,7 +9,7 @@ from ductile.records import Formation
 
 ACTIVITIES = ("train", "generate", "score", "publish", "switch", "idle")
 NUM_CHANGES = 5
-"""The latest ones."""
+"""Resizes that are shown: the latest ones."""
 
 
 def show(known: RunStatus) -> None:
@@ -17,7 +17,7 @@ def show(known: RunStatus) -> None:
 
 
 def picture(known: RunStatus) -> RenderableType:
-    """For a person."""
+    """The status of a run, for people to read."""
     title = f"{known.command}: step {known.step}/{known.max_steps}, epoch {known.epoch}, pid {known.pid}"
     trainer = f"trainer: {_described(known.trainer)}"
     if known.changing:

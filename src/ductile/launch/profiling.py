@@ -62,7 +62,7 @@ class Profiler:
         pass
 
     def _note_phases(self, metrics: Mapping[str, float]) -> None:
-        """What the loop's stopwatch has seen."""
+        """Note the seconds that the loop's stopwatch has seen."""
         if "seconds/optim_step" in metrics:
             self._measured.took("optim", metrics["seconds/optim_step"] / self._num_updates)
         if "seconds/publish" in metrics:

@@ -151,7 +151,7 @@ def _roles(placement: Placement) -> dict[RoleName, str]:
 
 
 def _all_roles(placement: Placement) -> dict[RoleName, str]:
-    """Where slots change roles, each must know all that there are."""
+    """The roles that every slot must know where slots change roles: all that there are."""
     return {"train": ROLES["train"], "generate": ROLES["generate"], **_roles(placement)}
 
 
@@ -208,7 +208,7 @@ def _formation(placement: Placement, trainer: TrainerConfig) -> Formation:
 async def _take_roles(
     config: RLConfig, prepared: Prepared, placement: Placement, cluster: LocalCluster
 ) -> tuple[RemoteTrainer, RemoteGenerators, RemoteScorer | None]:
-    """All slots load their models at the same time."""
+    """Give all slots their roles; they load their models at the same time."""
     mailbox, timeout_s = cluster.mailbox, config.cluster.command_timeout_s
     trainer, inference = prepared.trainer.model_dump(mode="json"), config.inference.model_dump(mode="json")
     await asyncio.gather(

@@ -45,7 +45,7 @@ class Crew:
 
     @property
     def members(self) -> Mapping[str, tuple[int, ...]]:
-        """By role, as things are now."""
+        """Slots by role, as things are now."""
         scorers = {"score": self.scorer.slots} if self.scorer else {}
         return {"train": self.trainer.formation.members, "generate": self.generators.slots, **scorers}
 
@@ -70,7 +70,7 @@ class Scheduling:
         self._began_s = 0.0
 
     def watch(self, loop: Loop) -> Conductor | None:
-        """From now on the slots' time is accounted for. Returns who moves them, with `cluster.auto_scheduler`."""
+        """Account for the slots' time from now on. Returns their conductor; None without `cluster.auto_scheduler`."""
         config, crew = self._config, self._crew
         setting = setting_of(config, self._prepared, crew.home, on_gpu=_on_gpu(crew))
         measured = Measured(_cache_bytes_per_token(config, crew))
@@ -123,7 +123,7 @@ class Scheduling:
         }
 
     def _deciding_share(self) -> float:
-        """Of the run's time, what the orchestrator spent on decisions; the slots work on meanwhile."""
+        """Share of the run's time that the orchestrator spent on decisions; the slots work on meanwhile."""
         elapsed_s = time.monotonic() - self._began_s
         return self._conductor.deciding_s / max(elapsed_s, 1e-9) if self._conductor else 0.0
 
@@ -144,7 +144,7 @@ class Scheduling:
         profiler.open(setting)
 
     def _expected_gain_s(self) -> float | None:
-        """What the policy expected of the decisions that were carried out, one after the other."""
+        """Seconds that the policy expected to gain by the decisions that were carried out, summed; None without any."""
         changes = self._conductor.changes if self._conductor else ()
         gains = [change.decision.prediction.gain_s for change in changes if change.decision.prediction]
         return sum(gains) if gains else None

@@ -18,19 +18,19 @@ from ductile.loop.serving_bench import ServingBench, ask_rounds
 from ductile.roles import Late, Refused, SlotLost
 
 START_S = 1800.0
-"""A server has this long to load its model."""
+"""Seconds that a server has to load its model."""
 LEAVE_S = 10.0
-"""And this long to end, when nobody asks it any more."""
+"""Seconds that a server has to end once it is told to."""
 DONE, FAILED = 0, 1
 
 
 def become_server(config: InferenceRunConfig) -> int:
-    """This process is replaced, so that signals and the exit code are the server's own."""
+    """Replace this process by the server, so that signals and the exit code are the server's own."""
     os.execv(sys.executable, _command(_in_memory(config)))
 
 
 def bench_server(config: InferenceRunConfig, bench: InferenceBenchConfig) -> int:
-    """Returns the exit code. Why a server does not start, it says itself."""
+    """Returns the exit code. A server that does not start says itself why."""
     alone = config.model_copy(update={"bench": None, "server": own_server(config.server)})
     try:
         with _server(alone) as url:
@@ -90,7 +90,7 @@ def _command(fd: int) -> list[str]:
 
 
 def _in_memory(config: InferenceRunConfig) -> int:
-    """The config, which may hold a key, as a file that nobody else sees."""
+    """The config, which may hold a key, as a file that is in memory only."""
     fd = os.memfd_create("ductile-inference-config", 0)
     os.write(fd, config.model_dump_json().encode())
     return fd

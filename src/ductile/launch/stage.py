@@ -27,7 +27,7 @@ from ductile.wire.remote import RemoteScorer
 from ductile.wire.trainer import RemoteTrainer
 
 WAITING: frozenset[SlotPhase] = frozenset({"carrier", "groups"})
-"""Phases of a resize in which slots wait for each other, and keep no core busy."""
+"""Phases of a resize in which slots wait for each other and keep no core busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,11 @@ class Terms:
     home: Placement
     limits: Limits
     max_tokens: int
-    """Of one answer."""
+    """Limit of one completion, in tokens."""
     generate: Mapping[str, object]
-    """The role's settings, for joiners; so are `score`'s."""
+    """Settings of the generate role, for slots that take it on."""
     score: Mapping[str, object]
+    """Settings of the score role, for slots that take it on."""
 
 
 class LiveStage:
@@ -221,7 +222,8 @@ class LiveStage:
 
     @asynccontextmanager
     async def _or_not_done(self) -> AsyncIterator[None]:
-        """Whether the run can go on without a slot that is lost is not decided here (`LocalCluster.depends_on`)."""
+        """Turn a slot's failure into NotDone. Whether the run can go on without a lost slot is decided elsewhere
+        (`LocalCluster.depends_on`)."""
         try:
             yield
         except (SlotLost, Late, Refused) as error:
