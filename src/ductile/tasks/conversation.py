@@ -22,7 +22,7 @@ class ChatTokenizer(Protocol):
 
     @property
     def chat_template(self) -> ApplyTemplate | None:
-        """From messages to tokens; None for a base model's, which reads plain text."""
+        """Turns messages into tokens; None for a base model, which reads plain text."""
         ...
 
     eos_token_ids: tuple[int, ...]

@@ -2,8 +2,8 @@
 
 `Graders` keeps up to `num_workers` plain-Python processes (`ductile.tasks.keeper`), each with its own copy of the
 tasks, and starts them as they are needed. A call goes to a free one and has a deadline. A worker that misses it, or
-dies, is killed and replaced; its request has no reward but an error, and nobody else notices. Every call returns
-exactly once. One that nobody waits for any more has a moment to end by itself: a new worker would take longer to start.
+dies, is killed and replaced; its request has no reward but an error, and other calls do not notice. Every call returns
+exactly once. A cancelled call has a moment to end by itself: a new worker would take longer to start.
 
 Ends: a worker exits when its standard input closes, and the kernel kills it when the orchestrator dies; so do the
 processes that a reward has started.
@@ -35,11 +35,11 @@ from ductile.tasks.task import TaskError
 
 START_TIMEOUT_S = 120.0  # importing a reward's libraries on a busy machine
 ABANDONED_TIMEOUT_S = 2.0
-"""Of a call whose group was dropped; most rewards take less than a new process would."""
+"""Seconds that a cancelled call has to end by itself; most rewards take less than a new process would."""
 MAX_FAILED_STARTS = 3
-"""In a row, with no worker left."""
+"""Starts that may fail in a row, with no worker left, before a call raises TaskError."""
 MAX_WORKERS = 8
-"""Where nobody says how many."""
+"""Largest number of workers where the config does not give one."""
 
 A = TypeVar("A", Scored, Replied)
 
@@ -50,7 +50,7 @@ class Verdict:
 
     reward: float | None = None
     metrics: dict[str, float | None] = field(default_factory=dict[str, float | None])
-    """As `Rollout.metrics`."""
+    """What the reward reports besides, as in `Rollout.metrics`."""
     error: str | None = None
     failure: RewardFailure | None = None
 
@@ -90,7 +90,7 @@ class Graders:
         self._log, self._on_print = log, appender(log) if log else _forget
         self._want_token_ids: frozenset[str] = frozenset()
         self._free: asyncio.LifoQueue[GraderWorker | None] = asyncio.LifoQueue()
-        """None: a worker that is not started yet, or has died. One that is there is taken first."""
+        """Workers that are free. None: one that is not started yet, or has died. A worker that runs is taken first."""
         self._workers: set[GraderWorker] = set()
         self._calls: set[asyncio.Task[Any]] = set()
         self._noted = False
@@ -154,7 +154,7 @@ class Graders:
     async def _call(
         self, worker: GraderWorker | None, wanted: type[A], request: Callable[[int], Request]
     ) -> A | GradingFailed:
-        """Ends by itself, whoever waits for it: the worker is free again, or lost."""
+        """Ends by itself when its caller is cancelled, too: the worker is free again, or lost."""
         try:
             worker = worker or await self._replacement()
             answer = await worker.ask(request(worker.number()), self._config.timeout_s)
@@ -173,7 +173,7 @@ class Graders:
             self._free.put_nowait(worker)
 
     async def _replacement(self) -> GraderWorker:
-        """For one that was lost, or was not needed before: then a failure costs this call its answer, and no more.
+        """Start a worker for one that was lost, or was not needed before. A failure costs this call its answer only.
 
         Raises TaskError when no worker is left and none can be started, time after time.
         """
@@ -212,7 +212,7 @@ class Graders:
 
 
 def default_num_workers() -> int:
-    """Half of the cores that this process may use: the other half belongs to those who make the work."""
+    """Half of the cores that this process may use: the other half belongs to the slots."""
     return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // 2))
 
 

@@ -9,11 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 
 MAX_BYTES = 16 * 1024 * 1024
-"""Of each half."""
+"""Bytes of each half of the log."""
 
 
 def appender(file: Path) -> Callable[[bytes], None]:
-    """To be called with what was printed. What cannot be written is lost."""
+    """Returns a function to call with what was printed. What cannot be written is lost."""
     old = file.with_name(f"{file.name}.old")
 
     def append(printed: bytes) -> None:

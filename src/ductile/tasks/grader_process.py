@@ -46,7 +46,8 @@ UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN)
 
 
 def serve(notes: Sequence[str], has_network: bool) -> None:
-    """Until standard input ends. notes: what could not be taken from rewards. has_network: whether they have one."""
+    """Answer requests until standard input ends. notes: what could not be taken from rewards. has_network: whether
+    rewards have one."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
@@ -104,12 +105,13 @@ class Grader:
         )
 
     def _run(self, value: Awaitable[Any]) -> Any:
-        """In one event loop for all calls: a client that a reward keeps belongs to the loop that it was made in."""
+        """Await `value` in the one event loop of all calls: a client that a reward keeps belongs to its loop."""
         self._runner = self._runner or asyncio.Runner()
         return self._runner.run(awaited(value))
 
     def _allow_cpu(self) -> None:
-        """As much as all cores could give this call before its deadline. The kernel then ends what nobody stops."""
+        """Allow as much CPU time as all cores could give this call before its deadline. Beyond it the kernel ends the
+        process, should nothing else have stopped it."""
         used_s = time.process_time()
         allowed_s = int(used_s + (self._timeout_s + 1) * len(os.sched_getaffinity(0))) + 1
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)

@@ -1,7 +1,7 @@
 """What the orchestrator and a grader process say to each other: one JSON object a line, numbered on both sides.
 
 A worker answers one request at a time, with the request's number. Whatever else comes through the pipe (a line that
-user code wrote there, an answer that nobody waits for) is no message, and its writer is not trusted any more.
+user code wrote there, an answer to no request) is no message, and its writer is not trusted any more.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from ductile.records import Completion, RewardFailure
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
 MAX_ERROR_CHARS = 2000
-"""Of what a reward's exception says: it may quote the whole answer."""
+"""Characters that are kept of what a reward's exception says: it may quote the whole completion."""
 
 
 class MakeTasks(msgspec.Struct, tag=True, frozen=True):
@@ -21,9 +21,9 @@ class MakeTasks(msgspec.Struct, tag=True, frozen=True):
 
     number: int
     tasks: dict[str, Any]
-    """By the name that calls use, each a dumped task config (`ductile.config.orchestrator.TaskConfig`)."""
+    """Dumped task configs (`ductile.config.orchestrator.TaskConfig`), by the name that calls use."""
     timeout_s: float
-    """Of each later call; no process may compute for longer than that allows."""
+    """Deadline of each later call, in seconds; it also bounds the CPU time that the call may use."""
 
 
 class AskReward(msgspec.Struct, tag=True, frozen=True):
@@ -48,16 +48,16 @@ class TasksMade(msgspec.Struct, tag=True, frozen=True):
 
     number: int
     notes: list[str]
-    """What a reward is not kept from, for want of permission; each a sentence."""
+    """Sentences about what rewards are not kept from, for want of permission."""
     want_token_ids: list[str]
-    """Tasks whose rewards ask for the tokens."""
+    """Names of the tasks whose rewards ask for the completion's token ids."""
 
 
 class Scored(msgspec.Struct, tag=True, frozen=True):
     number: int
     reward: float
     metrics: dict[str, float | None]
-    """None: it was no finite number, which JSON has no word for."""
+    """What the reward reports besides, by name. None: it was no finite number, which JSON has no word for."""
 
 
 class Replied(msgspec.Struct, tag=True, frozen=True):
@@ -68,7 +68,7 @@ class Replied(msgspec.Struct, tag=True, frozen=True):
 class GradingFailed(msgspec.Struct, tag=True, frozen=True):
     number: int
     error: str
-    """Goes on after "the reward of ..."."""
+    """Rest of a sentence that begins with "the reward of ..."."""
     failure: RewardFailure
     traceback: str = ""
 

@@ -103,7 +103,7 @@ class GraderWorker:
         return GraderWorker(process, on_print)
 
     def number(self) -> int:
-        """Of the next request."""
+        """The number of the next request."""
         self._next += 1
         return self._next
 
@@ -130,7 +130,7 @@ class GraderWorker:
         raise no_answer()
 
     async def kill(self) -> None:
-        """With all that a reward has started."""
+        """Kill the process, with all that a reward has started."""
         for end, wait_s in ((LEAVE, LEAVE_TIMEOUT_S), (signal.SIGKILL, 10.0)):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, end) if end == signal.SIGKILL else os.kill(self.pid, end)

@@ -63,7 +63,7 @@ class JsonlDataset(Task):
         return any(reward.signature.wants_token_ids for reward in self.rewards)
 
     def reward(self, example: int, answer: str, **facts: Any) -> Any:
-        """One function's reward as it is; of several the weighted sum, and each one among the metrics."""
+        """The reward of one function as it is; for several the weighted sum, with each one among the metrics."""
         calls = [(reward, _call(reward, self._rows[example], answer, facts)) for reward in self.rewards]
         if any(isinstance(value, Awaitable) for _, value in calls):
             return _summed_later(calls)
@@ -117,8 +117,8 @@ def _of_one(reward: _Reward, value: Any) -> Any:
 
 
 def names_of(import_paths: Sequence[str]) -> list[str]:
-    """Of functions, as metrics have them: `style`; `a.style` and `b.style` where there are two of them, and with its
-    place in the list what is the same even so."""
+    """Names of reward functions in metrics: `style`; `a.style` and `b.style` where there are two of them. Names that
+    are the same even so end with the place in the list."""
     parts = [path.replace("/", ".").replace(".py:", ".").replace(":", ".").split(".") for path in import_paths]
     names = [".".join(each[-1:]) for each in parts]
     names = [".".join(each[-2:]) if names.count(name) > 1 else name for each, name in zip(parts, names, strict=True)]

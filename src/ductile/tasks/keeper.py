@@ -26,8 +26,8 @@ from typing import Any
 from ductile.lifeline import fork_tied, leave_signals_to_the_orchestrator, prctl, signal_on_parent_death
 
 LEAVE = signal.SIGRTMIN
-"""To a keeper: kill everything and go. Not SIGTERM or SIGUSR1, which batch systems send to every process of a run that
-shall end in order: then rewards go on until the orchestrator has no more of them."""
+"""Signal that has a keeper kill everything and exit. Not SIGTERM or SIGUSR1, which batch systems send to every process
+of a run that shall end in order: then rewards go on until the orchestrator has no more of them."""
 
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x10000000, 0x20000000, 0x40000000
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38

@@ -13,9 +13,9 @@ from typing import Any
 MAX_CHARS = 100_000
 MAX_FORMULA_CHARS = 10_000
 MAX_EXPONENT = 1000
-"""`9**9**9` is short to write and does not end."""
+"""Largest exponent in a formula: `9**9**9` is short to write and does not end."""
 MAX_BITS = 10_000
-"""Of a number; `1000**1000` is within."""
+"""Largest size of a number, in bits; `1000**1000` is within."""
 
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -129,7 +129,7 @@ def _not_long(value: Any) -> Any:
 
 
 def _num_bits(value: Any) -> int:
-    """Of the rational number that the value is, or is a multiple of."""
+    """Bits of the rational number that the value is, or is a multiple of: its numerator's or denominator's; else 0."""
     factor, _ = value.as_coeff_Mul()
     return max(int(factor.p).bit_length(), int(factor.q).bit_length()) if factor.is_Rational else 0
 
@@ -166,12 +166,12 @@ DISARMED: dict[str, dict[str, Callable[[], Any]]] = {
     "games.n_queens": {"eval": lambda: read_literal},
     "games.puzzle24": {"parse_expr": lambda: read_formula},
 }
-"""By module of reasoning-gym, the names in it that a reader of this file stands in for. A test walks through the
+"""Modules of reasoning-gym, with the names in each that a reader of this file replaces. A test walks through the
 installed version and finds every scorer that needs an entry."""
 
 
 def disarm(modules: Mapping[str, ModuleType]) -> None:
-    """Of all imported `modules`, make those of DISARMED read text as data. May be called again."""
+    """Make those of the imported `modules` that DISARMED lists read text as data. May be called again."""
     for name, readers in DISARMED.items():
         module = modules.get(f"reasoning_gym.{name}")
         for attribute, reader in readers.items() if module else ():

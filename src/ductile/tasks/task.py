@@ -72,7 +72,7 @@ def _asked_for(task: Task, completion: Completion) -> dict[str, Any]:
 
 
 def signature_of(task: Task) -> RewardSignature:
-    """Of its `reward`. Raises TaskError when nobody could call that."""
+    """The signature of the task's `reward`. Raises TaskError when it cannot be called."""
     try:
         return reward_signature(task.reward, first="example")
     except WrongSignature as error:

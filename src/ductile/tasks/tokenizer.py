@@ -68,7 +68,7 @@ class Tokenizer:
         return self._backend.encode(mended(text), add_special_tokens=add_special_tokens).ids
 
     def encode_beside(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """For a long text in a thread: other threads run meanwhile, which `encode` does not allow."""
+        """`encode` for a long text in a thread: other threads run meanwhile, which `encode` does not allow."""
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
