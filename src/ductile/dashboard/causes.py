@@ -21,5 +21,5 @@ def said(activity: Activity, cause: IdleCause | None) -> str:
 
 
 def named(cause: str) -> str:
-    """As people read it: "queue full"."""
+    """The name of a cause as people read it: "queue full"."""
     return cause.replace("_", " ")

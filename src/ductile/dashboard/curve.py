@@ -33,7 +33,7 @@ CURVES = (
 @dataclass(frozen=True, slots=True)
 class Tick:
     at: float
-    """In the picture: from its left, or from its top."""
+    """Distance from the picture's left or top, in its units."""
     text: str
 
 
@@ -42,7 +42,7 @@ class Curve:
     name: str
     form: str
     points: tuple[tuple[float, float], ...]
-    """(step, value), at least one."""
+    """Points as (step, value), at least one."""
 
     @property
     def last(self) -> str:
@@ -100,7 +100,7 @@ def round_up(number: float) -> float:
 
 
 def curves(rows: Iterable[Mapping[str, Any]]) -> list[Curve]:
-    """Those that the rows have numbers for."""
+    """The curves that the rows have numbers for."""
     rows = list(rows)
     found: list[Curve] = []
     for name, key, form in CURVES:

@@ -9,7 +9,7 @@ from ductile.observe import Event
 
 NUM_EVENTS = 6
 PASSING = frozenset({"held"})
-"""Several times a step, and the slots' own rows show it: training waits, or goes on."""
+"""Kinds of events that come several times a step and that the slots' own rows show: training waits, or goes on."""
 
 
 class Follower:

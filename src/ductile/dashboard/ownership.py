@@ -12,7 +12,7 @@ from ductile.dashboard.causes import said
 from ductile.dashboard.colours import COLOURS
 
 MOST_ROWS = 64
-"""Slots that are drawn; of more, evenly chosen ones."""
+"""Slots that are drawn at most; of more, evenly chosen ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class Shape:
 @dataclass(frozen=True, slots=True)
 class Ownership:
     slots: tuple[int, ...]
-    """Top to bottom."""
+    """Slots that are drawn, top to bottom."""
     num_slots: int
-    """Drawn or not."""
+    """Number of slots, drawn or not."""
     end_s: float
     shapes: tuple[Shape, ...]
 
@@ -43,7 +43,7 @@ def ownership(spans: Iterable[Span]) -> Ownership:
 
 
 def chosen(slots: Sequence[int]) -> list[int]:
-    """At most `MOST_ROWS` of them."""
+    """At most `MOST_ROWS` of the slots, evenly chosen."""
     if len(slots) <= MOST_ROWS:
         return list(slots)
     return [slots[place * len(slots) // MOST_ROWS] for place in range(MOST_ROWS)]

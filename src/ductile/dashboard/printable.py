@@ -5,7 +5,7 @@ import unicodedata
 STEERING = frozenset({"Cc", "Cs", "Zl", "Zp"})
 """Unicode categories: C0 and C1 controls, halves of characters, line and paragraph separators."""
 DIRECTIONS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-"""They turn the reading direction, also of what is printed after them."""
+"""Characters that turn the reading direction, also of what is printed after them."""
 
 
 def printable(text: str, keep: str = "") -> str:

@@ -18,7 +18,7 @@ from ductile.dashboard.story import Row, Story
 from ductile.dashboard.view import duration
 
 MOST_EVENTS = 2000
-"""Of each list; the middle of a longer one is left out, and the page says so."""
+"""Rows of each list that the page shows, the first ones; a list of events says how many more there are."""
 
 
 def render(story: Story) -> str:

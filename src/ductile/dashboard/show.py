@@ -110,10 +110,10 @@ PARTS = (
 )
 
 TROUBLE = frozenset({"reward_error_share", "eval_reward_error_share"})
-"""Told only where there is any."""
+"""Metrics that a line has only where they are not 0."""
 
 FAILED = {"timeout": "timed out", "lost": "lost their process", "raised": "raised", "wrong": "returned no number"}
-"""What `reward_error_share` is made of."""
+"""Kinds of failure that make up `reward_error_share`, each with its words."""
 
 
 def step_line(step: int, max_steps: int, metrics: Mapping[str, float]) -> str:

@@ -19,7 +19,7 @@ Row = Mapping[str, Any]
 RESIZES = frozenset({"resized", "resize_rolled_back"})
 DECISIONS = frozenset({"decided", "switched", "refused"})
 WAITS = "held"
-"""Training begins to wait, or goes on: several times a step."""
+"""Kind of the events in which training begins to wait, or goes on: several a step."""
 NUM_SAMPLES = 64
 
 
@@ -43,18 +43,18 @@ class Story:
     setting: Setting | None
     profiles: tuple[StepProfile, ...]
     metrics: tuple[Row, ...]
-    """One row a step, the first may be step 0: the evaluation before training."""
+    """Metrics of each step; the first row may be step 0, the evaluation before training."""
     decisions: tuple[Told, ...]
     waits: tuple[Told, ...]
-    """In which the policy let training wait, and those after which it went on."""
+    """Events in which the policy had training wait, and those in which it let training go on."""
     num_waits: int
     resizes: tuple[Told, ...]
     others: tuple[Told, ...]
     samples: tuple[Row, ...]
-    """Of the last steps: rollouts with their rewards."""
+    """Rollouts of the last steps, with their rewards."""
     config: Row
     missing: tuple[str, ...]
-    """What cannot be told, and why: sentences."""
+    """Sentences about what cannot be told, and why."""
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -73,7 +73,7 @@ class Story:
 
     @property
     def idle_share(self) -> float:
-        """Of the slot-seconds of the profiles."""
+        """Share of the slot-seconds in the profiles that slots were idle, 0 to 1."""
         spent = self.seconds()
         total_s = sum(spent.values())
         idle_s = sum(seconds for (activity, _), seconds in spent.items() if activity == "idle")
@@ -81,7 +81,7 @@ class Story:
 
 
 def read_story(folder: Path) -> Story:
-    """Of the run's last life, but for its metrics, which are of all. Raises NoStory."""
+    """The story of a run since its last start or resume; its metrics are those of the whole run. Raises NoStory."""
     if not folder.is_dir():
         raise NoStory(f"there is no run {folder}: write the output_dir of one")
     rows = read_jsonl(folder / "events.jsonl")

@@ -25,7 +25,7 @@ class SlotView:
     doing: str
     """An activity of `ductile.core.cluster.ledger`."""
     busy: float
-    """Share of the time since the start in which it was not idle, 0 to 1."""
+    """Share of the time since the start in which the slot was not idle, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class ViewState:
     step: int = 0
     elapsed_s: float = 0.0
     rewards: tuple[float, ...] = ()
-    """One a step, oldest first. Empty in SFT, which shows `losses`."""
+    """Mean reward of each step, oldest first. Empty in SFT, which shows `losses`."""
     lengths: tuple[float, ...] = ()
     losses: tuple[float, ...] = ()
     eval_rewards: tuple[float, ...] = ()
