@@ -24,7 +24,7 @@ PLACED = (BEST_STATIC, COLLOCATED)
 class Outcome:
     name: str
     placement: Placement
-    """That it began with."""
+    """Placement that the run began with."""
     result: Simulated
 
     def as_json(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def splits(scenario: Scenario) -> list[Placement]:
 
 
 def together(placement: Placement) -> Placement:
-    """All slots train and generate."""
+    """A placement in which all slots train and generate, but for the scorers."""
     slots = tuple(slot for slot in placement.slots if slot not in placement.score)
     return Placement(slots, slots, placement.score, "all slots hold both roles")
 

@@ -65,7 +65,7 @@ def _written(config: SimulateConfig) -> Scenario:
 
 
 def _changed(scenario: Scenario, config: SimulateConfig) -> Scenario:
-    """With what the config says otherwise."""
+    """The scenario with what the config says otherwise."""
     cluster, work, speeds = _said(config.cluster), _said(config.work), _said(config.speeds)
     if "device" in cluster:
         scenario = replace(scenario, on_gpu=config.cluster.device == "cuda").at(scenario.placement)

@@ -22,21 +22,21 @@ HAIR = 1e-6
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One sequence under way, wherever it is."""
+    """One request in flight, wherever it is."""
 
     request: GenerateRequest
     prompt_tokens: int
     num_tokens: int
-    """That it will have in the end."""
+    """Tokens that the completion will have in the end."""
     predicted_tokens: float
     arrival: "asyncio.Future[None]"
     generated: float = 0.0
     joined_at: float | None = None
-    """The engine's progress when it joined, less what it had then; None while it waits or travels."""
+    """Progress of the engine when the request joined, less the tokens it had then; None while it waits or travels."""
     prefill_s: float = 0.0
-    """What joining costs: nobody decodes meanwhile."""
+    """Seconds that joining takes: no request of the engine decodes meanwhile."""
     flips: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """(tokens so far, version) for each weight version that it was sampled from."""
+    """(tokens so far, version) for each weight version that the completion was sampled from."""
 
 
 class Engine:
@@ -66,7 +66,7 @@ class Engine:
         self._touch()
 
     def remove(self, name: str) -> Flight:
-        """Take it away, with what it has so far."""
+        """Take a request away, with the tokens that it has so far."""
         flight = self.flights.pop(name)
         self._settle()
         if flight.joined_at is None:
@@ -81,7 +81,7 @@ class Engine:
         return flight
 
     def stall(self, seconds: float) -> None:
-        """Nobody decodes for so long: new weights come, or the slot trains."""
+        """No request decodes for so long: new weights come, or the slot trains."""
         self._settle()
         self._paused_until_s = max(self._loop.time(), self._paused_until_s) + seconds
         self._touch()

@@ -39,8 +39,8 @@ class Loads:
             del self._groups[group]
 
     def route(self, group: str, prompt_tokens: int) -> Route:
-        """As `core.cluster.routing` has it: asked about the least loaded slot and the siblings' alone, it answers as if
-        it were asked about all. Raises ValueError when nobody generates."""
+        """Choose the slot of a request, by `core.cluster.routing.route`: asked about the least loaded slot and those of
+        siblings alone, it answers as if it were asked about all. Raises ValueError when no slot generates."""
         while self._least and self._tokens.get(self._least[0][1]) != self._least[0][0]:
             heapq.heappop(self._least)
         siblings = [slot for slot, count in self._groups.get(group, {}).items() if count and slot in self._tokens]
@@ -51,7 +51,7 @@ class Loads:
         return route(group, loads, prompt_tokens, self._block_tokens)
 
     def siblings(self, group: str, slot: int) -> bool:
-        """Whether a sequence of the group is there: its prompt is cached."""
+        """Whether a request of the group is at the slot: then the prompt is cached there."""
         return self._groups.get(group, Counter())[slot] > 0
 
     def __len__(self) -> int:

@@ -23,7 +23,7 @@ CONFIGURED: Mapping[str, tuple[str, tuple[str, ...]]] = {
     RULES_POLICIES: ("rules", ("use_pre_process_policy", "use_wait_before_last_iter_policy")),
     COLLOCATED: ("in_turns", ()),
 }
-"""Rows that are no value of `cluster.policy`: which value they are, and with which keys."""
+"""Rows of the table that are no value of `cluster.policy`: which value they are, and with which keys."""
 RULES_NOTE = f'{RULES_POLICIES}: policy "rules" with use_pre_process_policy and use_wait_before_last_iter_policy.'
 COLLOCATED_NOTE = f'{COLLOCATED}: policy "in_turns" with all slots in `actor,rollout`: all generate, then all train.'
 NOT_COLLOCATED_NOTE = (
@@ -31,10 +31,10 @@ NOT_COLLOCATED_NOTE = (
     "generator at once."
 )
 WORTH = 0.01
-"""A smaller share of a step is no difference."""
+"""Smallest share of a step that counts as a difference."""
 TRUST = 0.15
-"""A run whose own step is predicted worse than this says little of other ways to run it: most recordings of real runs
-are well within it (docs/simulator.md)."""
+"""Largest error of a run's own predicted step, as a share of it, at which predictions of other ways to run it can be
+trusted: most recordings of real runs are well within it (docs/simulator.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Case:
     policy: str
     placement: Placement
     step_s: float
-    """Predicted, on average over the steps that are compared."""
+    """Predicted seconds of a step, on average over the steps that are compared."""
     idle_share: float
     switches_per_step: float
 
@@ -188,5 +188,5 @@ def _than(case: Case, own: Case) -> str:
 
 
 def _alike(one: Case, other: Case) -> bool:
-    """As many slots of each kind."""
+    """Whether both have as many slots of each role."""
     return all(len(one.placement.of(role)) == len(other.placement.of(role)) for role in ("train", "generate", "score"))

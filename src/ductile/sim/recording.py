@@ -24,9 +24,9 @@ from ductile.sim.scenario import Scenario, WorkLoad, recorded
 from ductile.tasks.prompts import ExampleOrder
 
 MOST_STEPS = 10
-"""That are compared; earlier ones had other lengths and speeds."""
+"""Steps that are compared at most, the latest ones: earlier ones had other lengths and speeds."""
 REST_S = 0.3
-"""Between two decisions: a hundred times what one takes on few slots (`loop.conductor`)."""
+"""Seconds between two decisions: a hundred times what one takes on few slots (`loop.conductor`)."""
 
 
 class NoRecording(ValueError):
@@ -38,25 +38,25 @@ class Recording:
     run: Path
     setting: Setting
     steps: tuple[StepProfile, ...]
-    """In order, at least two; the first warms up."""
+    """Profiles of steps, in order, at least two; the first warms up."""
     counted: tuple[int, ...]
     """Places in `steps` that are compared: not the first, and none with an evaluation in it where there are others."""
     trained_share: float
-    """Of the answers; the others' groups teach nothing."""
+    """Share of the rollouts that are trained on, 0 to 1; the groups of the others teach nothing."""
     num_resized_by_hand: int = 0
     """Resizes that no scheduler ordered: nothing simulates them."""
 
     @property
     def step_s(self) -> float:
-        """Measured, on average."""
+        """Mean measured seconds of the steps that are compared."""
         return self.mean_s([step.end_s - step.start_s for step in self.steps])
 
     def mean_s(self, step_s: Sequence[float]) -> float:
-        """Of the steps that are compared."""
+        """Mean of `step_s`, one number a step, over the steps that are compared."""
         return fsum(step_s[place] for place in self.counted) / len(self.counted)
 
     def sentence(self) -> str:
-        """What was taken."""
+        """A sentence about what was taken from the run."""
         first, last = self.steps[self.counted[0]].step, self.steps[self.counted[-1]].step
         compared = f"step {first}" if first == last else f"steps {first}-{last}"
         num_answers = sum(len(step.lengths) for step in self.steps)
@@ -68,7 +68,7 @@ class Recording:
 
 
 def read_recording(run: str | Path) -> Recording:
-    """Raises NoRecording."""
+    """The recording of a run's last life. Raises NoRecording."""
     folder = Path(run)
     if not folder.is_dir():
         raise NoRecording(f"there is no run {folder}: write the output_dir of one")

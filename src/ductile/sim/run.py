@@ -31,7 +31,7 @@ PATIENCE_S = 1e7
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What came out. Seconds are virtual, but for `decide_s`."""
+    """What came out of a simulation. Seconds are virtual, but for `decide_s`."""
 
     wall_s: float
     num_slots: int
@@ -43,7 +43,7 @@ class Simulated:
     spans: tuple[Span, ...]
     num_rollouts: int
     num_tokens: int
-    """Trained: prompts and answers."""
+    """Tokens that were trained on, of prompts and completions."""
     decide_s: tuple[float, ...]
 
     @property

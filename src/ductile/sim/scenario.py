@@ -11,7 +11,7 @@ from ductile.core.cluster.placement import Placement
 from ductile.core.cluster.state import Limits, may_share
 
 DrawLength = Callable[[random.Random], float]
-"""One answer's tokens, before the limit cuts it."""
+"""Draws the tokens of one completion, before the limit cuts it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +32,14 @@ class WorkLoad:
     seq_len: int = 2048
     seed: int = 0
     given: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
-    """The members' tokens of groups of which they are known; others are drawn."""
+    """Tokens of each member's completion, by group, where they are known; others are drawn."""
 
     @property
     def rollouts_per_step(self) -> int:
         return self.groups_per_step * self.group_size
 
     def length(self, group: str, member: str) -> int:
-        """Tokens of one answer, between 1 and the limit. member: the request's name, group/member/turn."""
+        """Tokens of one completion, between 1 and the limit. member: the request's name, group/member/turn."""
         if group in self.given:
             return max(1, min(self.max_tokens, self.given[group][int(member.split("/")[-2])]))
         draw = _random(self.seed, group, member)
@@ -67,7 +67,7 @@ class Scenario:
     """The slots are GPUs, which have memory for two roles only where the placement says so."""
 
     def at(self, placement: Placement) -> "Scenario":
-        """The same begun elsewhere, with what a run may do there."""
+        """The same scenario begun with another placement, with what a run may do there."""
         limits = replace(self.limits, may_share=may_share(placement, on_gpu=self.on_gpu))
         return replace(self, placement=placement, limits=limits)
 
@@ -85,7 +85,7 @@ def lognormal(median: float, sigma: float) -> DrawLength:
 
 
 def recorded(lengths: Sequence[int]) -> DrawLength:
-    """One of those seen in a run, at random."""
+    """Draws one of the lengths that were seen in a run, at random."""
     return lambda draw: float(draw.choice(lengths))
 
 

@@ -21,9 +21,9 @@ from ductile.sim.loads import Loads
 from ductile.sim.scenario import Scenario
 
 DOING: tuple[Activity, ...] = ("switch", "publish", "train", "score")
-"""What keeps a slot from generating; the first that holds is what it does."""
+"""Activities that keep a slot from generating; the first that applies is what the slot does."""
 SEEN = 2048
-"""Lengths of answers that policies are told of: the latest."""
+"""Lengths of completions that policies are told of: the latest."""
 
 
 @dataclass(slots=True)
@@ -42,13 +42,13 @@ class Stage:
         self._changing: frozenset[int] = frozenset()
         self.formation = Formation(scenario.placement.train)
         self.boundary = asyncio.Lock()
-        """Held by the trainer in a micro-step, and by whoever changes its slots."""
+        """Held by the trainer in a micro-step, and by a change of its slots."""
         self.may_train = asyncio.Event()
         self.may_train.set()
         self.version = 0
-        """That the trainer has."""
+        """Version of the weights that the trainer has."""
         self.live_version = -1
-        """That the generators sample from."""
+        """Version that the generators sample from; -1 before the first."""
         self.num_updates = 0
         self.started = self.finished = self.trained = 0
         """Rollouts since the run began."""
@@ -56,7 +56,7 @@ class Stage:
         self.step_s: list[float] = []
         self.on_finished: Callable[[list[Flight]], None] = lambda flights: None
         self.on_capacity: Callable[[], None] = lambda: None
-        """There are more or fewer generators."""
+        """Called when slots begin or cease to take requests."""
         self._loads = Loads(scenario.cache_block)
         self._generates = asyncio.Event()
         self._doing: dict[Activity, Counter[int]] = {activity: Counter() for activity in DOING}
@@ -102,7 +102,7 @@ class Stage:
         self._open({move.slot: "generate" in move.before and "generate" in move.after for move in moves})
 
     async def hand_off(self, handoffs: Sequence[Handoff]) -> None:
-        """With all they have so far; who has ended meanwhile stays out of it. The others decode on."""
+        """Move rollouts, with all that they have so far; those that have ended stay out of it. The others decode on."""
         for order in handoffs:
             if order.id in self.engines[order.source].flights:
                 self._in_the_air[order.id] = self._take(order.id, order.source)
@@ -133,7 +133,7 @@ class Stage:
             self.hold({slot: in_order(*self.roles[slot], "train") for slot in {*after} - {*before}})
 
     async def _micro_steps_pass(self, count: int) -> None:
-        """Messages to slots that train wait for those that were sent before; nobody waits where nobody trains."""
+        """Messages to slots that train wait for those that were sent before; where no slot trains, they do not wait."""
         for _ in range(count):
             async with self.boundary:
                 pass
@@ -154,7 +154,7 @@ class Stage:
             self.refresh(slot)
 
     def _open(self, slots: Mapping[int, bool]) -> None:
-        """Whether they take sequences."""
+        """Note for each slot whether it takes requests."""
         for slot, takes in slots.items():
             (self._loads.open if takes else self._loads.close)(slot)
         (self._generates.set if self._loads else self._generates.clear)()
@@ -203,7 +203,7 @@ class Stage:
     # -- what becomes of rollouts
 
     async def start(self, flight: Flight) -> None:
-        """Send the sequence where there is the least to do; waits while nobody generates."""
+        """Send the request where there is the least to do; waits while no slot generates."""
         while not self._loads:
             await self._generates.wait()
         self.started += 1
@@ -271,7 +271,7 @@ class Stage:
         self.look_again()
 
     def to_start(self) -> int:
-        """Rollouts that the staleness bound admits, and nobody has begun."""
+        """Rollouts that the staleness bound admits and that have not begun."""
         work = self.scenario.work
         ahead = min(work.max_async_level, work.max_off_policy_steps)
         steps = min(self.version + 1 + ahead, work.num_steps)
@@ -334,7 +334,7 @@ class Stage:
 
 
 def in_order(*roles: Role) -> tuple[Role, ...]:
-    """As `SlotState` has them."""
+    """Roles in the order in which `SlotState` has them."""
     return tuple(role for role in SPELLED if role in roles)
 
 
