@@ -109,7 +109,7 @@ class SlotActivity:
             self._generating.discard(slot)
 
     def _on_span(self, span: Span) -> None:
-        self.on_span(span)  # whoever listens now, and not when the ledger was made
+        self.on_span(span)  # the callback that is set now, and not when the ledger was made
 
     def _tell(self, slot: int) -> None:
         self._view.on_slot(slot, self._mailbox.roles(slot), self._write(slot))

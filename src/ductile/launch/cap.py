@@ -20,7 +20,8 @@ from typing import Literal
 from ductile.launch.alive import start_time
 
 PERIOD_US = 20_000
-"""Short, so that a slot which ran out waits 20 ms and not 100; at 5 ms the kernel's own accounting shows."""
+"""Period of the quota: short, so that a slot which ran out waits 20 ms and not 100; at 5 ms the kernel's own accounting
+shows."""
 
 
 class CapNotPermitted(Exception):
@@ -67,7 +68,7 @@ class CpuCap:
         sweep(self._parent)
 
     def group(self, slot: int) -> str:
-        """Make the slot's group with its quota; returns the folder, to be given to whoever starts the process."""
+        """Make the slot's group with its quota; returns the folder, which the process server puts the slot into."""
         folder = self._parent / f"{self._run}-slot{slot}"
         quota_us = round(self._fraction * PERIOD_US)
         try:

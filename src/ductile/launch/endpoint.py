@@ -1,6 +1,7 @@
 """The run's end of `ductile.launch.control`: a line of JSON in, a line of JSON out, one of each a connection.
 
-It listens on loopback only. Whoever lacks the token of the 0600 file is refused, whoever says nothing is hung up on.
+It listens on loopback only. A client without the token of the 0600 file is refused, a client that says nothing is hung
+up on.
 """
 
 import asyncio

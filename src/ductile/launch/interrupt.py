@@ -31,7 +31,7 @@ class Interrupt:
             self.insisted.set()
 
     def hint(self) -> None:
-        """The terminal is gone, or a batch system says that time is running out. Nobody insists by that: kernel and
+        """The terminal is gone, or a batch system says that time is running out. That does not insist: kernel and
         shell may both say it, and SIGTERM may follow."""
         self.asked.set()
 

@@ -27,7 +27,7 @@ class Process:
     name: str
     pid: int
     pidfd: int | None
-    """None when it had ended before we could look."""
+    """Handle of the process; None when it had ended before we could look."""
     said: list[str] = field(default_factory=list[str])
     """The lines it passed to `say`. The last one of a process that failed is its error."""
     code: int | None = None
@@ -66,8 +66,8 @@ class ProcessServer:
         on_error: Callable[[str, Exception], None] = lambda sentence, error: None,
         sockets: Path | None = None,
     ) -> None:
-        """on_error: told with a sentence when nobody hears any more which processes end. sockets: a folder that the
-        server removes at its end, which comes after that of whoever uses it."""
+        """on_error: told with a sentence when it is not heard any more which processes end. sockets: a folder that the
+        server removes at its end, which comes after the end of all processes that use it."""
         self._log, self._on_error, self._sockets = log, on_error, sockets
         self._environment = dict(environment)
         self._on_exit = on_exit

@@ -1,4 +1,4 @@
-"""What goes on beside the loop of a run: the books of its slots' time, and whoever moves them between roles."""
+"""What goes on beside the loop of a run: the books of its slots' time, and the conductor that moves its slots."""
 
 import time
 from collections.abc import Mapping

@@ -155,13 +155,13 @@ class LiveStage:
         for result in results:
             if result.slot is not None and result.slot != result.order.source:
                 taken_in[result.slot] += contexts.get(result.order.id, 0) if result.with_cache else 0
-        if taken_in:  # otherwise all had ended, and nobody was asked
+        if taken_in:  # otherwise all had ended, and no slot was asked
             self._measured.handed_off(max(taken_in.values()), self.now_s - began_s)
 
     async def dismiss(self, slot: int, role: Role) -> None:
         if role == "generate":
             left = sum(rollout.slot == slot for rollout in self._generators.unfinished())
-            if left:  # it could not be handed off, and nobody is to wait for its end
+            if left:  # they could not be handed off, and the change is not to wait for their end
                 raise NotDone(f"slot {slot} goes on generating: {left} of its rollouts could not be handed off")
             async with self._or_not_done(), self._measuring("release"):
                 await self._generators.dismiss(slot)

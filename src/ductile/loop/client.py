@@ -40,7 +40,7 @@ class HttpGenerators:
         self._model, self._version = "", 0
 
     async def __aenter__(self) -> "HttpGenerators":
-        """Raises SlotLost when nobody answers, Refused when it is no such server."""
+        """Raises SlotLost when no server answers, Refused when it is no such server."""
         try:
             answer = await self._ask("GET", "/models")
             self._model = str(answer["data"][0]["id"])

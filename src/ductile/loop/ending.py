@@ -50,7 +50,7 @@ class OncePerStep:
         self._whole = step
 
     async def when(self, stop: asyncio.Event) -> None:
-        """Wait until somebody asks to stop, and save the last whole step at once.
+        """Wait until the run is asked to stop, and save the last whole step at once.
 
         Batch systems kill half a minute after they have asked, and a step may take ten times as long. A failure is not
         raised: the end of the step is another chance.

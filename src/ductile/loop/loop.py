@@ -137,7 +137,7 @@ class Loop:
             for update, num_groups in enumerate(shares(plan.groups_per_step, plan.n_minibatches), start=1):
                 await self.train(num_groups, tally, ends_step=update == plan.n_minibatches)
             due = plan.due(plan.eval_interval, self.step)
-            if not self.stop.is_set():  # nobody would sample from these weights
+            if not self.stop.is_set():  # no generator would sample from these weights
                 await self.make_live(self.step, arrival, evaluates=due)
             if due:
                 await arrival.finish()

@@ -34,7 +34,7 @@ async def unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None
 async def undisturbed(work: Awaitable[T]) -> T:
     """The result of `work`, which must not be left half done: a cancellation is raised when it has ended.
 
-    A second cancellation ends it: nobody wants to wait any more.
+    A second cancellation ends it: the caller does not want to wait any more.
     """
     task = asyncio.ensure_future(work)
     try:

@@ -64,7 +64,7 @@ class Saver:
             await self._trainer.save(str(partial / TRAINER))
             # In a thread: to be sure that gigabytes are on disk takes a while, and slots and generators are waiting.
             return await asyncio.to_thread(self._checkpoints.commit, partial, progress)
-        except Exception:  # when it is cancelled, somebody may still be writing: the next start sweeps it
+        except Exception:  # when it is cancelled, a slot may still be writing: the next start sweeps it
             await asyncio.to_thread(self._checkpoints.discard, partial)
             raise
 

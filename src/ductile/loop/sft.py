@@ -40,7 +40,7 @@ class PreparedBatches:
     max_steps: int
     ckpt: CheckpointConfig
     checkpoints: Checkpoints | None
-    """None saves nothing."""
+    """Checkpoints of the run; None saves nothing."""
     progress: Progress
     resume_asked: bool
     model_folder: Path | None

@@ -231,7 +231,7 @@ class Stage:
             context %= scenario.cache_block  # the full blocks of the prompt are there
         if flight.generated:
             flight.prefill_s = carriage(context, scenario.speeds, scenario.costs).seconds
-        else:  # nobody has a cache of it
+        else:  # no slot has a cache of it
             flight.prefill_s = context / scenario.speeds.prefill_tokens_per_s
         self._loads.add(slot, flight.request.group, flight.predicted_tokens)
         self.engines[slot].add(flight)

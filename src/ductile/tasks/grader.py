@@ -197,7 +197,7 @@ class Graders:
                 raise TaskError(
                     answer.error if isinstance(answer, GradingFailed) else f"a grader process answered {answer}"
                 )
-        except BaseException as error:  # cancelled, too: nobody else knows of this worker
+        except BaseException as error:  # cancelled, too: nothing else knows of this worker
             self._workers.discard(worker)
             await asyncio.shield(worker.kill())
             if isinstance(error, WorkerLost):

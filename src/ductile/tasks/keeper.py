@@ -4,8 +4,8 @@
 
 - Inside, there is no network, and no process is seen but the grader's own (namespaces, where the kernel permits them).
   When the keeper inside ends, the kernel kills all that are left there.
-- Without namespaces both keepers adopt whoever loses its parent, and kill it when the grader ends.
-- Each process of the chain ends with the one before it, whoever is killed and however.
+- Without namespaces both keepers adopt each process that loses its parent, and kill it when the grader ends.
+- Each process of the chain ends with the one before it, whichever is killed and however.
 
 Before the grader is born it imports nothing but the standard library, so that the two keepers stay small.
 """

@@ -56,7 +56,7 @@ class Dispatch:
             self.start(self._tell_generate(slot, [flight for flight in outgoing if flight.slot == slot]))
 
     async def _tell_abort(self, slot: int, names: list[str]) -> None:
-        with suppress(SlotLost, Late, Refused):  # nobody waits for these sequences any more
+        with suppress(SlotLost, Late, Refused):  # these requests are not waited for any more
             await self._mailbox.ask(slot, Abort(tuple(names)), self._timeout_s)
 
     async def _tell_generate(self, slot: int, flights: Sequence[Flight]) -> None:

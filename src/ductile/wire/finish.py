@@ -1,4 +1,4 @@
-"""Work that is not left half done when whoever waits for it is cancelled."""
+"""Work that is not left half done when its caller is cancelled."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -10,8 +10,8 @@ T = TypeVar("T")
 async def finish(work: Awaitable[T]) -> T:
     """The result of `work`, which goes on to its end when the caller is cancelled.
 
-    What it raises after that is nobody's: the caller has ended for a reason of its own, and asyncio is not to print a
-    traceback about it.
+    What `work` raises after that is dropped: the caller has ended for a reason of its own, and asyncio is not to print
+    a traceback about it.
     """
     working = asyncio.ensure_future(work)
     try:

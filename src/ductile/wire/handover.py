@@ -1,12 +1,13 @@
-"""Unfinished sequences leave their generators with what they have, and go on at others.
+"""Unfinished requests leave their generators with the tokens that they have, and go on at others.
 
     HandOff   to each source            it forgets them and answers with their tokens; caches that go along stay there
     Generate  to each target            with the notes where the caches lie
     Forget    to each source            once the targets have taken them
 
-Sequences keep their names, and whoever waits for one notices nothing. One that ends in the meantime is simply finished;
-one that is aborted on the way is taken on by nobody. When a target does not take what it was to take, another generator
-does, the source last; when there is none, the sequence fails with what the target said. Each handoff has one outcome.
+Requests keep their names, and the caller of `generate` notices nothing. One that ends in the meantime is simply
+finished; one that is aborted on the way goes to no generator. When a target does not take what it was to take, another
+generator does, the source last; when there is none, the request fails with what the target said. Each handoff has one
+outcome.
 """
 
 import asyncio

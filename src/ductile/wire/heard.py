@@ -1,4 +1,4 @@
-"""Tasks that nobody awaits, and whose failure must not stay unheard."""
+"""Tasks that are not awaited, and whose failure must not stay unheard."""
 
 import asyncio
 from collections.abc import Callable

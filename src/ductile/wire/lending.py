@@ -73,9 +73,9 @@ class Lender:
         self._versions.pop(_Holder(role, slot), None)
 
     async def give(self, role: Serving, slot: int, version: int) -> bool:
-        """Have `slot`, which has the role and no weights, make this version live. False: nobody has it any more.
+        """Have `slot`, which has the role and no weights, make this version live. False: no source has it any more.
 
-        Raises SlotLost when `slot` is lost, and the first failure when nobody could give it what it took.
+        Raises SlotLost when `slot` is lost, and the first failure when no source could give the weights.
         """
         failures: list[Exception] = []
         for source in self._sources(role, version):
@@ -118,7 +118,7 @@ class Lender:
             offer.num_users -= 1
             if not offer.num_users:
                 del self._offers[source]
-                # Nobody waits for it; what is lent by this source from now on is asked for after this.
+                # Not waited for: what this source lends from now on is asked for after this.
                 taking_back = asyncio.create_task(self._take_back(source, offer))
                 self._taking_back.add(taking_back)
                 taking_back.add_done_callback(self._taking_back.discard)

@@ -1,7 +1,7 @@
 """The orchestrator's side of every conversation: ask one slot or many, hear their events, and give the lost ones up.
 
 A mailbox knows no sockets: a `Carrier` takes envelopes away and brings others in (`router` across processes, `memory`
-in tests). It counts what it could not use instead of failing on it: a late or doubled answer is nobody's error.
+in tests). It counts what it could not use instead of failing on it: a late or doubled reply is no error.
 """
 
 import asyncio
@@ -196,7 +196,7 @@ class Mailbox:
                 self.unused[type(body).__name__] += 1
 
     def _tell(self, slot: int, event: Event) -> None:
-        # Through the loop: whoever asked or is waited for goes on before anybody hears of it.
+        # Through the loop: a task that waits for a reply goes on before any listener hears of the event.
         for listener in self._listeners:
             asyncio.get_running_loop().call_soon(self._call, listener, slot, event)
 

@@ -1,4 +1,4 @@
-"""Something has changed: whoever waits for a state of affairs looks again."""
+"""Something has changed: every task that waits for a state of affairs looks again."""
 
 import asyncio
 from collections.abc import Callable

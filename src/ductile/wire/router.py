@@ -32,7 +32,7 @@ class Router:
         on_error: Callable[[str, Exception], None] = lambda sentence, error: None,
     ) -> None:
         """address: as ZeroMQ has it, such as `ductile.wire.sockets` has, or with "*" for a free port. on_error: told
-        with a sentence when nobody hears the slots any more."""
+        with a sentence when the orchestrator does not hear the slots any more."""
         self.dropped: Counter[str] = Counter()
         """Number of messages that were not let in, by reason."""
         self._token = token
