@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 27}
-"""Most logits of a chunk, by kind of device, when `chunk_tokens` is not given: 128 MiB in fp32; on a GPU 512 MiB, of which
-the backward pass has three and a half at a time, 1.75 GiB.
+"""Most logits of a chunk, by kind of device, when `chunk_tokens` is not given: 128 MiB in fp32; on a GPU 512 MiB, of
+which the backward pass has three and a half at a time, 1.75 GiB.
 
 For each chunk the weight's gradient, [V, M] in fp32, is read and written: for the 151,936 x 2,560 of Qwen3-4B 3 GB, by
 its data sheet a millisecond of an H100. The products of the 220 rows that 2^25 logits have take no longer than that;
