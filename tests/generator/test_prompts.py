@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from ductile.config.inference import ServerConfig
-from ductile.generator.limits import Limits, Overloaded, RequestRefused
+from ductile.generator.limits import Overloaded, RequestRefused, SequenceLimits
 from ductile.generator.prompts import CHARS_A_TOKEN, LARGE_CHARS, SURELY, PromptEncoder
 from ductile.generator.server import create_app
 from ductile.tasks.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ def watched() -> Iterator[Watched]:
 
 
 def encoder(tokenizer: Tokenizer, max_model_len: int = MAX_MODEL_LEN, max_waiting_chars: int = 10**9) -> PromptEncoder:
-    return PromptEncoder(tokenizer, Limits(400, max_model_len, 10**6), max_waiting_chars)
+    return PromptEncoder(tokenizer, SequenceLimits(400, max_model_len, 10**6), max_waiting_chars)
 
 
 def test_of_a_text_that_is_far_too_long_only_a_beginning_is_tokenised(watched: Watched) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ductile.launch.cap import PERIOD_US, CapNotPermitted, CpuCap, Tree, find_tree, sweep
+from ductile.launch.cap import PERIOD_US, CapNotPermitted, CgroupTree, CpuCap, find_tree, sweep
 
 V1 = "34 32 0:29 / /sys/fs/cgroup/cpu,cpuacct rw shared:1 - cgroup cgroup rw,cpu,cpuacct"
 V2 = "35 32 0:30 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw"
@@ -17,14 +17,14 @@ OTHER = "36 32 0:31 / /proc rw - proc proc rw"
 @pytest.mark.parametrize(
     ("mounts", "memberships", "expected"),
     [
-        ([OTHER, V2, V1], "4:cpu,cpuacct:/\n0::/", Tree(1, Path("/sys/fs/cgroup/cpu,cpuacct"))),
-        ([V1], "4:cpuacct,cpu:/user/a\n", Tree(1, Path("/sys/fs/cgroup/cpu,cpuacct/user/a"))),
-        ([CONTAINER], "4:cpu:/docker/abc/x", Tree(1, Path("/sys/fs/cgroup/cpu/x"))),
-        ([CONTAINER], "4:cpu:/elsewhere", Tree(1, Path("/sys/fs/cgroup/cpu"))),
-        ([OTHER, V2], "0::/user.slice/run.scope", Tree(2, Path("/sys/fs/cgroup/unified/user.slice/run.scope"))),
+        ([OTHER, V2, V1], "4:cpu,cpuacct:/\n0::/", CgroupTree(1, Path("/sys/fs/cgroup/cpu,cpuacct"))),
+        ([V1], "4:cpuacct,cpu:/user/a\n", CgroupTree(1, Path("/sys/fs/cgroup/cpu,cpuacct/user/a"))),
+        ([CONTAINER], "4:cpu:/docker/abc/x", CgroupTree(1, Path("/sys/fs/cgroup/cpu/x"))),
+        ([CONTAINER], "4:cpu:/elsewhere", CgroupTree(1, Path("/sys/fs/cgroup/cpu"))),
+        ([OTHER, V2], "0::/user.slice/run.scope", CgroupTree(2, Path("/sys/fs/cgroup/unified/user.slice/run.scope"))),
     ],
 )
-def test_finds_the_place_for_groups(mounts: list[str], memberships: str, expected: Tree):
+def test_finds_the_place_for_groups(mounts: list[str], memberships: str, expected: CgroupTree):
     assert find_tree("\n".join(mounts), memberships) == expected
 
 
@@ -39,7 +39,7 @@ def test_version_2_writes_beside_its_own_group(tmp_path: Path):
     (own / "cgroup.type").write_text("domain")
     (tmp_path / "cgroup.controllers").write_text("cpu memory")
     (tmp_path / "cgroup.subtree_control").write_text("cpu")
-    cap = CpuCap(0.25, Tree(2, own))
+    cap = CpuCap(0.25, CgroupTree(2, own))
     group = Path(cap.group(3))
     assert group.parent == tmp_path
     assert (group / "cpu.max").read_text() == f"5000 {PERIOD_US}"
@@ -57,13 +57,13 @@ def test_version_2_without_the_controller_is_a_clear_error(tmp_path: Path, contr
     if controllers:
         (tmp_path / "cgroup.controllers").write_text(controllers)
     with pytest.raises(CapNotPermitted, match=message):
-        CpuCap(0.25, Tree(2, tmp_path))
+        CpuCap(0.25, CgroupTree(2, tmp_path))
 
 
 def test_sweeps_what_dead_runs_left(tmp_path: Path):
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    mine = CpuCap(0.5, Tree(1, tmp_path))
+    mine = CpuCap(0.5, CgroupTree(1, tmp_path))
     kept = Path(mine.group(0))
     left = tmp_path / f"ductile-{dead.pid}-123-slot0"
     reused = tmp_path / f"ductile-{os.getpid()}-1-slot0"

@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ductile.model.safetensors_writer import Entry, write_safetensors
+from ductile.model.safetensors_writer import SafetensorsEntry, write_safetensors
 
 
 def raw(tensor: Tensor) -> memoryview:
@@ -22,7 +22,9 @@ def test_the_library_reads_it(tmp_path: Path) -> None:
         "é": torch.randn(7).bfloat16(),
     }
     entries = [
-        Entry(name, {torch.float32: "F32", torch.bfloat16: "BF16"}[tensor.dtype], tuple(tensor.shape), tensor.itemsize)
+        SafetensorsEntry(
+            name, {torch.float32: "F32", torch.bfloat16: "BF16"}[tensor.dtype], tuple(tensor.shape), tensor.itemsize
+        )
         for name, tensor in tensors.items()
     ]
     write_safetensors(tmp_path / "f.safetensors", entries, (raw(tensor) for tensor in tensors.values()))
@@ -35,7 +37,7 @@ def test_the_library_reads_it(tmp_path: Path) -> None:
 
 def test_chunks_may_hold_several_entries(tmp_path: Path) -> None:
     whole = torch.arange(12.0).view(6, 2)
-    entries = [Entry("top", "F32", (4, 2), 4), Entry("bottom", "F32", (2, 2), 4)]
+    entries = [SafetensorsEntry("top", "F32", (4, 2), 4), SafetensorsEntry("bottom", "F32", (2, 2), 4)]
     write_safetensors(tmp_path / "f.safetensors", entries, [raw(whole)])
     with safe_open(tmp_path / "f.safetensors", framework="pt") as file:
         assert torch.equal(file.get_tensor("top"), whole[:4])
@@ -45,4 +47,4 @@ def test_chunks_may_hold_several_entries(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_elements", [3, 5])
 def test_too_few_or_too_many_bytes_are_an_error(num_elements: int, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"{4 * num_elements} bytes for entries of 16 bytes"):
-        write_safetensors(tmp_path / "f", [Entry("a", "F32", (4,), 4)], [raw(torch.zeros(num_elements))])
+        write_safetensors(tmp_path / "f", [SafetensorsEntry("a", "F32", (4,), 4)], [raw(torch.zeros(num_elements))])

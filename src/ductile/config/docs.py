@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path as FilePath
 
 from ductile.config.errors import dotted
-from ductile.config.help import Line, lines
+from ductile.config.help import KeyHelp, lines
 from ductile.config.rename import renames
 from ductile.config.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.schema import REQUIRED, walk
@@ -115,7 +115,7 @@ def _home(path: tuple[str, ...], branch: str) -> tuple[str, ...]:
     return next((home for home in ((branch, *path), ("trainer", *path), path) if home in _PATHS), path)
 
 
-def _row(line: Line) -> tuple[str, str, str, str]:
+def _row(line: KeyHelp) -> tuple[str, str, str, str]:
     variant = f" ({line.variant})" if line.variant else ""
     said = " ".join(part for part in (line.help, f"*{line.not_built}*" if line.not_built else "") if part)
     return f"`{dotted(line.path)}`{variant}", line.wants, f"`{line.default}`", said

@@ -18,7 +18,7 @@ says more."""
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class KeyHelp:
     """What help and documentation say of one key."""
 
     path: Path
@@ -35,7 +35,7 @@ class Line:
 
 def lines(
     section: type[Section], path: Path = (), variant: str = "", not_built: str = "", table: object = None
-) -> Iterator[Line]:
+) -> Iterator[KeyHelp]:
     """One line for each key: first the values of a table, then the tables in it.
 
     table: the default of the whole table; its values count, where it is of this section, not the section's own.
@@ -48,18 +48,18 @@ def lines(
         built = not not_built and (key.not_built is None or bool(key.not_built.only))
         if not key.variants:
             default: object = getattr(table, name) if isinstance(table, section) else key.default
-            yield Line(here, key.wants, _shown(default), key.help, variant, missing, built)
+            yield KeyHelp(here, key.wants, _shown(default), key.help, variant, missing, built)
             continue
         if key.optional:
             default = "off" if key.default is None else "on"
-            yield Line(here, key.wants, default, key.help, variant, missing, built)
+            yield KeyHelp(here, key.wants, default, key.help, variant, missing, built)
         if key.is_union:
             yield from _union(key, here, missing)
         else:
             yield from lines(key.variants[0], here, variant, missing, key.default)
 
 
-def _union(key: Key, path: Path, not_built: str) -> Iterator[Line]:
+def _union(key: Key, path: Path, not_built: str) -> Iterator[KeyHelp]:
     """First the `type`, then the keys of each variant; a key that is the same in several comes once."""
     about = [
         (tag, " ".join((section.__doc__ or "").split())) for tag, section in zip(key.tags, key.variants, strict=True)
@@ -69,8 +69,8 @@ def _union(key: Key, path: Path, not_built: str) -> Iterator[Line]:
     wants = "one of " + ", ".join(f'"{tag}"' for tag in key.tags)
     text = " ".join(f"{tag}: {doc}" for tag, doc in about if doc)
     default = f'"{key.default_tag}"' if key.default_tag else "required"
-    yield Line((*path, "type"), wants, default, text, "", not_built or unbuilt, not not_built)
-    merged: dict[Line, list[str]] = {}
+    yield KeyHelp((*path, "type"), wants, default, text, "", not_built or unbuilt, not not_built)
+    merged: dict[KeyHelp, list[str]] = {}
     for tag, section, mark in zip(key.tags, key.variants, marks, strict=True):
         for line in lines(section, path, "", mark.sentence() if mark else not_built, key.default):
             if line.path != (*path, "type"):
@@ -119,7 +119,7 @@ def help_text(command: str, summary: str, root: type[Section], only: str = "", *
     return "\n".join(out)
 
 
-def _entry(line: Line, width: int) -> list[str]:
+def _entry(line: KeyHelp, width: int) -> list[str]:
     variant = f"  ({line.variant})" if line.variant else ""
     head = f"  {flag(line.path)}  {line.wants}; {_said(line.default)}{variant}"
     body = " ".join(part for part in (line.help, line.not_built) if part)

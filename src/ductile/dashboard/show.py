@@ -34,14 +34,14 @@ OFTEN = frozenset(
 """Events that may come in hundreds: the first of each kind is printed, all are in events.jsonl."""
 
 
-class View(Listener, Protocol):
+class RunDisplay(Listener, Protocol):
     def on_slot(self, slot: int, roles: Sequence[str], doing: Activity) -> None:
         """What a slot does from now on. Cheap enough for every command and heartbeat."""
         ...
 
 
 @contextmanager
-def show(title: str, max_steps: int, stream: TextIO | None = None) -> Iterator[View]:
+def show(title: str, max_steps: int, stream: TextIO | None = None) -> Iterator[RunDisplay]:
     """On leaving, the last picture stays on the screen."""
     out = stream or sys.stdout
     if not out.isatty():

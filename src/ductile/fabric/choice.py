@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ductile.fabric.board import Board, Missing
 from ductile.fabric.carrier import Carrier
-from ductile.fabric.cuda_ipc import CudaIpc, Share
+from ductile.fabric.cuda_ipc import CudaIpc, CudaIpcHandle
 from ductile.fabric.p2p import PeerToPeer
 from ductile.fabric.peer_memory import PeerMemory, permit_siblings, read
 from ductile.fabric.process import Process, host
@@ -31,7 +31,7 @@ class _Card(msgspec.Struct, frozen=True):
     """What the probe holds: a random number."""
     address: int = 0
     """Address of the probe, eight bytes, on a CPU."""
-    shares: dict[int, Share] = {}
+    shares: dict[int, CudaIpcHandle] = {}
     """Shares of the probe on a GPU, by the slot that reads it."""
     unshared: str = ""
     """Why the slot cannot share memory of its GPU; empty where it can."""
@@ -94,9 +94,9 @@ def _try_gpus(board: Board, device: torch.device, missing: Missing | None) -> tu
         return int(torch.empty(0, dtype=torch.int64, device=storage.device).set_(storage, 0, (1,), (1,)).item())
 
     readers = [member for member in board.members if member != board.slot]
-    shares, unshared = dict[int, Share](), ""
+    shares, unshared = dict[int, CudaIpcHandle](), ""
     try:
-        shares = {reader: Share.of(probe) for reader in readers}
+        shares = {reader: CudaIpcHandle.of(probe) for reader in readers}
     except RuntimeError as error:  # memory in expandable segments, a container without CUDA IPC
         unshared = str(error).partition("\n")[0]
     card = _Card(host(), Process.own(), content, shares=shares, unshared=unshared)

@@ -19,7 +19,7 @@ from ductile.fabric.memory import WORDS
 from ductile.fabric.process import Process
 
 
-class Share(msgspec.Struct, frozen=True, array_like=True):
+class CudaIpcHandle(msgspec.Struct, frozen=True, array_like=True):
     """What `UntypedStorage._share_cuda_` returns and `_new_shared_cuda` takes, in this order."""
 
     device: int
@@ -33,7 +33,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
     event_sync_required: bool
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Share":
+    def of(cls, tensor: torch.Tensor) -> "CudaIpcHandle":
         """A share of the tensor's storage, for one reader."""
         return cls(*tensor.untyped_storage()._share_cuda_())
 
@@ -44,7 +44,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
 class Window(msgspec.Struct, frozen=True, array_like=True):
     """A buffer that one peer may read."""
 
-    share: Share
+    share: CudaIpcHandle
     first: int
     """Where the buffer begins in the storage, in items of the buffer."""
     num_items: int
@@ -117,7 +117,7 @@ def _windows(cargo: Cargo, message: Message) -> list[Window]:
     """The buffers that this message's parts lie in, each once, in the order of the parts."""
     names = dict.fromkeys(cargo.old.buffer(part.name, part.box) for part in message.parts)
     buffers = [cargo.old.words(name) for name in names]
-    return [Window(Share.of(words), int(words.storage_offset()), len(words)) for words in buffers]
+    return [Window(CudaIpcHandle.of(words), int(words.storage_offset()), len(words)) for words in buffers]
 
 
 def _mapped(window: Window, dtype: torch.dtype) -> torch.Tensor:

@@ -21,7 +21,7 @@ from ductile.generator.attention import KVCache, PagedAttention, order_for_atten
 from ductile.generator.columns import lay_by_columns, overwrite
 from ductile.generator.handoff import CacheUnavailable, HandedCache, fetch
 from ductile.generator.kv_cache import BlockPool
-from ductile.generator.limits import Limits, RequestRefused
+from ductile.generator.limits import RequestRefused, SequenceLimits
 from ductile.generator.pace import StepLoad
 from ductile.generator.sampler import sample, stream_key
 from ductile.generator.scheduler import Chunk, Scheduler
@@ -54,7 +54,7 @@ class Engine:
             lay_by_columns(self.model)
             heap.give_back()  # the rows
         self.version = version
-        self.limits = Limits(model.spec.vocab_size, config.model.max_model_len, num_blocks * config.block_size)
+        self.limits = SequenceLimits(model.spec.vocab_size, config.model.max_model_len, num_blocks * config.block_size)
         self.pool = BlockPool(num_blocks, config.block_size)
         self.scheduler = Scheduler(
             self.pool, config.max_num_seqs, config.max_num_batched_tokens, config.enable_prefix_caching

@@ -19,7 +19,7 @@ class Overloaded(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SequenceLimits:
     vocab_size: int
     max_model_len: int
     cache_tokens: int

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from ductile.generator.limits import Limits, Overloaded, RequestRefused
+from ductile.generator.limits import Overloaded, RequestRefused, SequenceLimits
 from ductile.tasks.tokenizer import Tokenizer
 
 LARGE_CHARS = 2**16
@@ -24,7 +24,7 @@ beginning's last tokens."""
 
 
 class PromptEncoder:
-    def __init__(self, tokenizer: Tokenizer, limits: Limits, max_waiting_chars: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, limits: SequenceLimits, max_waiting_chars: int) -> None:
         self._tokenizer, self._limits = tokenizer, limits
         self._longest_token = tokenizer.longest_token
         self._turns = ThreadPoolExecutor(1, "large-prompts")

@@ -7,7 +7,7 @@ from typing import cast
 
 from ductile.core.cluster.ledger import Activity, IdleCause, Ledger, SlotLedger, Span, idle_cause
 from ductile.core.cluster.placement import Role
-from ductile.dashboard.show import View
+from ductile.dashboard.show import RunDisplay
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import EngineStats, Event
 
@@ -36,7 +36,7 @@ class Situation:
 class SlotActivity:
     """Keeps the ledger, and `view` told, as long as the mailbox lives."""
 
-    def __init__(self, mailbox: Mailbox, view: View, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, mailbox: Mailbox, view: RunDisplay, clock: Callable[[], float] = time.monotonic) -> None:
         self.situation: Callable[[], Situation] = Situation
         """Says why slots may have nothing to do; asked after everything that happens."""
         self.on_span: Callable[[Span], None] = lambda span: None

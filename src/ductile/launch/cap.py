@@ -29,14 +29,14 @@ class CapNotPermitted(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
+class CgroupTree:
     """Where groups may be made."""
 
     version: Literal[1, 2]
     folder: Path
 
 
-def find_tree(mounts: str, memberships: str) -> Tree:
+def find_tree(mounts: str, memberships: str) -> CgroupTree:
     """Where our own groups go, from the texts of /proc/self/mountinfo and /proc/self/cgroup. Raises CapNotPermitted."""
     own = {}
     for line in memberships.splitlines():
@@ -49,9 +49,9 @@ def find_tree(mounts: str, memberships: str) -> Tree:
         root, mount = before.split()[3:5]
         kind, _, options = after.split()[:3]
         if kind == "cgroup" and "cpu" in options.split(","):
-            return Tree(1, _inside(mount, root, own.get("cpu", "/")))
+            return CgroupTree(1, _inside(mount, root, own.get("cpu", "/")))
         if kind == "cgroup2":
-            version_2 = Tree(2, _inside(mount, root, own.get("", "/")))
+            version_2 = CgroupTree(2, _inside(mount, root, own.get("", "/")))
     if version_2 is None:
         raise CapNotPermitted("cluster.cpu_slot_fraction needs Linux control groups, and none are mounted here")
     return version_2
@@ -60,7 +60,7 @@ def find_tree(mounts: str, memberships: str) -> Tree:
 class CpuCap:
     """Makes the groups of one run. `group(slot)` may be given to any number of slots."""
 
-    def __init__(self, fraction: float, tree: Tree | None = None) -> None:
+    def __init__(self, fraction: float, tree: CgroupTree | None = None) -> None:
         self._fraction = fraction
         self._tree = tree or find_tree(_read("/proc/self/mountinfo"), _read("/proc/self/cgroup"))
         self._parent = _parent_of_groups(self._tree)
@@ -105,7 +105,7 @@ def sweep(parent: Path) -> list[Path]:
     return swept
 
 
-def _parent_of_groups(tree: Tree) -> Path:
+def _parent_of_groups(tree: CgroupTree) -> Path:
     """Version 2 forbids processes beside groups with controllers, so there ours go beside our own group, not in it."""
     if tree.version == 1:
         return tree.folder

@@ -27,7 +27,7 @@ from ductile.config.imports import ImportPathError
 from ductile.config.run import OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.written import of_a_run
 from ductile.dashboard.printable import printable
-from ductile.dashboard.show import View, show
+from ductile.dashboard.show import RunDisplay, show
 from ductile.disk import FULL, named
 from ductile.launch.cap import CapNotPermitted
 from ductile.launch.folder import FolderInUse, bench_folder, run_folder
@@ -63,7 +63,7 @@ class Session:
 
     folder: Path
     record: Recorder
-    view: View
+    view: RunDisplay
     interrupt: Interrupt = field(default_factory=Interrupt)
     began_s: float = field(default_factory=time.perf_counter)
 

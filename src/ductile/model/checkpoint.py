@@ -17,7 +17,7 @@ from ductile.config.weight_headers import CONFIG, INDEX, WEIGHTS, ModelFolderErr
 from ductile.core.layout.parameters import Parameter, parameters
 from ductile.core.layout.spec import ModelSpec, SpecError, spec_from_hf
 from ductile.disk import exchange, named, sync
-from ductile.model.safetensors_writer import Entry, write_safetensors
+from ductile.model.safetensors_writer import SafetensorsEntry, write_safetensors
 from ductile.model.transformer import Transformer
 from ductile.model.weight_files import DTYPES, WeightFiles
 
@@ -191,7 +191,9 @@ def _write_weights(
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        entries = [Entry(part.name, DTYPES[dtype], part.shape, dtype.itemsize) for p in shard for part in p.parts]
+        entries = [
+            SafetensorsEntry(part.name, DTYPES[dtype], part.shape, dtype.itemsize) for p in shard for part in p.parts
+        ]
         write_safetensors(building / file, entries, (_bytes(next(tensors), p, dtype) for p in shard))
         weight_map |= {entry.name: file for entry in entries}
     if len(shards) > 1:

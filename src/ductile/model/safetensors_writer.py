@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SafetensorsEntry:
     name: str
     dtype: str
     """Dtype of the tensor, as the format spells it: "F32", "BF16"."""
@@ -25,7 +25,7 @@ class Entry:
         return prod(self.shape) * self.itemsize
 
 
-def write_safetensors(path: Path, entries: Sequence[Entry], chunks: Iterable[memoryview]) -> None:
+def write_safetensors(path: Path, entries: Sequence[SafetensorsEntry], chunks: Iterable[memoryview]) -> None:
     """`chunks`, one after the other, are the bytes of `entries`, one after the other; their borders need not agree."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0

@@ -16,7 +16,7 @@ class ChatTemplateError(Exception):
     """A template that does not parse, or that refuses its messages (`raise_exception`)."""
 
 
-class Generation(Extension):
+class GenerationTag(Extension):
     """`{% generation %}` marks the assistant's words for others; here it leaves them as they are."""
 
     tags = {"generation"}  # noqa: RUF012 (how Jinja declares it)
@@ -29,7 +29,7 @@ class Generation(Extension):
 class ChatTemplate:
     def __init__(self, text: str) -> None:
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception

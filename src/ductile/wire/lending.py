@@ -26,7 +26,7 @@ Serving = Literal["generate", "score"]
 FAILURES = (SlotLost, Late, Refused)
 
 
-class Origin(Protocol):
+class WeightSource(Protocol):
     """Where weights come from in the first place: `ductile.wire.trainer`."""
 
     def can_lend(self, version: int) -> bool: ...
@@ -58,7 +58,7 @@ class _Offer:
 class Lender:
     """Knows which slot has which version, and has them lend it."""
 
-    def __init__(self, mailbox: Mailbox, trainer: Origin, timeout_s: float) -> None:
+    def __init__(self, mailbox: Mailbox, trainer: WeightSource, timeout_s: float) -> None:
         self._mailbox, self._trainer, self._timeout_s = mailbox, trainer, timeout_s
         self._versions: dict[_Holder, int] = {}
         self._offers: dict[_Source, _Offer] = {}

@@ -1,6 +1,6 @@
 """The orchestrator's side of every conversation: ask one slot or many, hear their events, and give the lost ones up.
 
-A mailbox knows no sockets: a `Carrier` takes envelopes away and brings others in (`router` across processes, `memory`
+A mailbox knows no sockets: a `Transport` takes envelopes away and brings others in (`router` across processes, `memory`
 in tests). It counts what it could not use instead of failing on it: a late or doubled reply is no error.
 """
 
@@ -22,7 +22,7 @@ Listener = Callable[[int, Event], None]
 Watcher = Callable[[int, str], None]
 
 
-class Carrier(Protocol):
+class Transport(Protocol):
     async def post(self, slot: int, envelope: Envelope) -> None:
         """Take one command to a slot. Raises `SlotLost` when there is no way to it."""
         ...
@@ -44,7 +44,7 @@ class Mailbox:
 
     def __init__(
         self,
-        carrier: Carrier,
+        carrier: Transport,
         clock: Callable[[], float] = time.monotonic,
         on_error: Callable[[str, Exception], None] = lambda sentence, error: None,
     ) -> None:

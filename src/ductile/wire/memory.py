@@ -1,4 +1,4 @@
-"""A `Carrier` inside one event loop, with the faults one asks for: the double of `router` and of the slots behind it.
+"""A `Transport` inside one event loop, with the faults one asks for: the double of `router` and of the slots behind it.
 
     carrier = MemoryCarrier({0: answer, 1: answer})      # answer(slot, command) -> reply; None never answers
     carrier.fail(1, "delay", on=Score, delay_s=0.5)      # the next Score to slot 1 arrives half a second late

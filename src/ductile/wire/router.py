@@ -23,7 +23,7 @@ from ductile.wire.messages import Envelope, Hello
 
 
 class Router:
-    """A `Carrier` (`ductile.wire.mailbox`). Made inside a running event loop; `close` ends it."""
+    """A `Transport` (`ductile.wire.mailbox`). Made inside a running event loop; `close` ends it."""
 
     def __init__(
         self,
