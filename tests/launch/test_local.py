@@ -11,7 +11,7 @@ import pytest
 
 from ductile.config.cluster import ClusterConfig
 from ductile.launch.local import FREED_MEMORY_STAYS, LocalCluster
-from ductile.launch.processes import Process, ProcessServer, StartFailed
+from ductile.launch.processes import ForkedProcess, ProcessServer, StartFailed
 from ductile.records import GenerateRequest, Sampling
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.messages import Generate, Hold, OptimStep, Ping, Survey
@@ -188,7 +188,7 @@ def test_neighbours_share_a_gpu_where_it_has_several_slots(tmp_path: Path):
 
 def test_a_fork_that_is_given_up_leaves_no_process(tmp_path: Path):
     async def story():
-        exited: list[Process] = []
+        exited: list[ForkedProcess] = []
         server = ProcessServer(tmp_path / "log", {}, exited.append)
         await server.start(["ductile.slot.store"], 30)
         hosting = ("store", "ductile.slot.store:host", {}, tmp_path / "log")

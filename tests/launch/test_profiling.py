@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from ductile.core.cluster.ledger import Span
-from ductile.core.cluster.measured import Measured
+from ductile.core.cluster.measured import CostModel
 from ductile.core.cluster.placement import place
 from ductile.core.cluster.profile import Setting, StepProfile
 from ductile.core.cluster.state import Limits
@@ -28,7 +28,7 @@ def profiled(tmp_path, during):
         profiler = Profiler(
             record,
             run.activity,
-            Measured(),
+            CostModel(),
             prompt_tokens=lambda: 7.0,
             num_switches=lambda: int(run.now_s // 4),
             num_scorers=lambda: 2,

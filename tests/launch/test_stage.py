@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ductile.core.cluster.measured import Measured, Once
+from ductile.core.cluster.measured import CostModel, Once
 from ductile.core.cluster.orders import Handoff
 from ductile.core.cluster.placement import Placement
 from ductile.launch.changes import Changes
@@ -26,7 +26,7 @@ NUM_SLOTS = 4
 SEQ_LEN = 10
 
 
-class Told(Measured):
+class Told(CostModel):
     """Of each micro-step, whether it was the first of its trainer (F) or an ordinary one (o), and on how many slots."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from ductile.loop.conductor import Conductor
 from ductile.loop.episode import Episodes
 from ductile.loop.evaluate import Evaluation
 from ductile.loop.lessons import Lessons
-from ductile.loop.loop import Loop, Plan
+from ductile.loop.loop import Loop, RunSchedule
 from ductile.loop.progress import Checkpoints, Progress
 from ductile.loop.rollouts import Rollouts
 from ductile.loop.samples import sample_rows
@@ -310,7 +310,7 @@ class Stage:
             self.saved.append((step, self.buffer.position()))
 
         self.loop = Loop(
-            Plan(
+            RunSchedule(
                 max_steps=self.max_steps,
                 groups_per_step=self.groups_per_step,
                 n_minibatches=self.n_minibatches,

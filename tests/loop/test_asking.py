@@ -51,7 +51,7 @@ BAD = [
     (Answers(Decision(reason=None)), "reason and topic texts"),  # pyright: ignore[reportArgumentType]
     (Answers(Decision(topic=3)), "reason and topic texts"),  # pyright: ignore[reportArgumentType]
     (Answers(Decision(prediction=1.0)), "prediction a Prediction or None"),  # pyright: ignore[reportArgumentType]
-    (Fails(), "it failed with AttributeError: 'Batch' object has no attribute 'left_to_start' ("),
+    (Fails(), "it failed with AttributeError: 'BatchProgress' object has no attribute 'left_to_start' ("),
     (Deaf(), "it failed with TypeError: Deaf.decide() takes 1 positional argument but 2 were given"),
     (Later(), "it answered with a coroutine, and not with a Decision"),
 ]

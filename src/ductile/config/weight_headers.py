@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from ductile.core.layout.parameters import Part, parameters
+from ductile.core.layout.parameters import HfTensor, parameters
 from ductile.core.layout.spec import ModelSpec
 
 CONFIG = "config.json"
@@ -116,7 +116,7 @@ def _plain(file: str, folder: Path, listed_in: Path) -> Path:
     return folder / file
 
 
-def _refuse_unfit(file: Path, entry: _Entry | None, part: Part) -> None:
+def _refuse_unfit(file: Path, entry: _Entry | None, part: HfTensor) -> None:
     if entry is None:
         raise ModelFolderError(f"{file} does not have {part.name}, though {INDEX} says so; download it again")
     if entry.shape != part.shape:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
-from ductile.core.transfer.plan import Message
+from ductile.core.transfer.plan import PeerMessage
 from ductile.fabric.board import Board
 from ductile.fabric.carrier import Cargo, TransferFailed, Trip
 from ductile.fabric.digest import Digests
@@ -91,7 +91,7 @@ class CudaIpc:
 
         return trip
 
-    def _pull(self, cargo: Cargo, message: Message, windows: list[Window]) -> None:
+    def _pull(self, cargo: Cargo, message: PeerMessage, windows: list[Window]) -> None:
         peer, source = self._peers[message.peer], cargo.plan.source
         try:
             opened: dict[str, torch.Tensor] = {}
@@ -113,7 +113,7 @@ class CudaIpc:
             raise TransferFailed(f"slot {message.peer} (process {peer.pid}) is gone", message.peer)
 
 
-def _windows(cargo: Cargo, message: Message) -> list[Window]:
+def _windows(cargo: Cargo, message: PeerMessage) -> list[Window]:
     """The buffers that this message's parts lie in, each once, in the order of the parts."""
     names = dict.fromkeys(cargo.old.buffer(part.name, part.box) for part in message.parts)
     buffers = [cargo.old.words(name) for name in names]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ductile.core.layout.holdings import volume
 from ductile.core.layout.layout import Layout
-from ductile.core.transfer.plan import Message, Part, Round
+from ductile.core.transfer.plan import Part, PeerMessage, Round
 from ductile.core.transfer.topology import MIB
 from ductile.fabric.carrier import Cargo, TransferFailed, Trip
 from ductile.fabric.digest import Digests
@@ -190,7 +190,7 @@ def _needs_host(group: dist.ProcessGroup, device: torch.device) -> bool:
     return there and group._get_backend(device).name() == "gloo"
 
 
-def _cut(messages: Sequence[Message], old: Memory, new: Memory) -> list[tuple[int, int, tuple[torch.Tensor, ...]]]:
+def _cut(messages: Sequence[PeerMessage], old: Memory, new: Memory) -> list[tuple[int, int, tuple[torch.Tensor, ...]]]:
     """(peer, number, boxes) of every segment. Relayed parts come from `new`."""
     return [
         (message.peer, number, tuple((new if part.relayed else old).box(part.name, part.box) for part in parts))

@@ -18,7 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from ductile.core.layout.holdings import Ints
-from ductile.core.transfer.plan import Message, Part
+from ductile.core.transfer.plan import Part, PeerMessage
 from ductile.fabric import boxes
 from ductile.fabric.board import Board
 from ductile.fabric.carrier import Cargo, TransferFailed, Trip
@@ -147,7 +147,7 @@ def _aligned(num_bytes: int) -> int:
 class _Pull:
     """What one peer has for us, made ready: only where its buffers begin is not known yet."""
 
-    def __init__(self, cargo: Cargo, message: Message, staging: Bytes) -> None:
+    def __init__(self, cargo: Cargo, message: PeerMessage, staging: Bytes) -> None:
         self.peer = message.peer
         steps = [_Step(staging)]
         for buffer, slab, memory, ends_part in _slabs_of(cargo, message):
@@ -245,7 +245,7 @@ class PeerMemory:
                 raise TransferFailed(f"slot {slot} (process {self._peers[slot].pid}) is gone", slot)
 
 
-def _slabs_of(cargo: Cargo, message: Message) -> Iterator[tuple[int, Slab, Bytes, bool]]:
+def _slabs_of(cargo: Cargo, message: PeerMessage) -> Iterator[tuple[int, Slab, Bytes, bool]]:
     """(the peer's buffer, the slab, the memory here, whether the slab ends its part) in the parts' order."""
     source = cargo.plan.source
     numbers = {name: number for number, name in enumerate(source.buffer_sizes(message.peer))}
@@ -263,7 +263,7 @@ def _bytes(memory: Memory, buffer: str) -> Bytes:
     return memory.words(buffer).numpy().view(np.uint8)
 
 
-def _hash_sent(old: Memory, sends: Sequence[Message], sent: Digests, staging: Bytes) -> None:
+def _hash_sent(old: Memory, sends: Sequence[PeerMessage], sent: Digests, staging: Bytes) -> None:
     """Hash what peers read of this slot. Several may read the same part; it is hashed once."""
     known: dict[Part, bytes] = {}
     for message in sends:

@@ -14,7 +14,7 @@ from ductile.blame import raised
 from ductile.config.cluster import ClusterConfig
 from ductile.core.layout.peak import Arithmetic
 from ductile.launch.cap import CpuCap
-from ductile.launch.processes import Process, ProcessServer, StartFailed
+from ductile.launch.processes import ForkedProcess, ProcessServer, StartFailed
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.heard import heard
 from ductile.wire.mailbox import Mailbox
@@ -66,7 +66,7 @@ class LocalCluster:
         self.rendezvous = ""
         """host:port of the run's store."""
         self.devices: dict[int, str] = {}
-        self.processes: dict[int, Process] = {}
+        self.processes: dict[int, ForkedProcess] = {}
         self.depends_on: Callable[[int], bool] = lambda slot: True
         """Whether the run ends when this slot is lost."""
         self._measured: Arithmetic | None = None
@@ -77,7 +77,7 @@ class LocalCluster:
         self._logs = logs
         self._roles = dict(roles)
         self._cap: CpuCap | None = None
-        self._store: Process | None = None
+        self._store: ForkedProcess | None = None
         self._stopping = True
         self._watching: asyncio.Task[None] | None = None
 
@@ -236,7 +236,7 @@ class LocalCluster:
             )
         return f"cuda:{slot // each}"
 
-    async def _fork_slot(self, slot: int) -> Process:
+    async def _fork_slot(self, slot: int) -> ForkedProcess:
         arguments = {
             "slot": slot,
             "address": self._router.address,
@@ -249,10 +249,10 @@ class LocalCluster:
         log = self._logs / f"slot_{slot}.log"
         return await self._server.fork(_name(slot), "ductile.slot.worker:main", arguments, log, cgroup)
 
-    async def _fork(self, name: str, entry: str) -> Process:
+    async def _fork(self, name: str, entry: str) -> ForkedProcess:
         return await self._server.fork(name, entry, {}, self._logs / "processes.log")
 
-    async def _answer_of(self, process: Process) -> str:
+    async def _answer_of(self, process: ForkedProcess) -> str:
         await process.heard.wait()
         if process.code:
             raise StartFailed(f"the process {process.name!r} {process.ending}; see {self._logs / 'processes.log'}")
@@ -297,7 +297,7 @@ class LocalCluster:
         if not future.done():
             raise StartFailed(f"{self._death.result()}; see {self._logs}")
 
-    def _on_exit(self, process: Process) -> None:
+    def _on_exit(self, process: ForkedProcess) -> None:
         if self._stopping or process.name == "devices":
             return
         slot = next((slot for slot in self.slots if process.name == _name(slot)), None)

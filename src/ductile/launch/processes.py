@@ -21,7 +21,7 @@ class StartFailed(Exception):
 
 
 @dataclass(slots=True)
-class Process:
+class ForkedProcess:
     """A process that the server forked for us."""
 
     name: str
@@ -62,7 +62,7 @@ class ProcessServer:
         self,
         log: Path,
         environment: Mapping[str, str],
-        on_exit: Callable[[Process], None],
+        on_exit: Callable[[ForkedProcess], None],
         on_error: Callable[[str, Exception], None] = lambda sentence, error: None,
         sockets: Path | None = None,
     ) -> None:
@@ -71,8 +71,8 @@ class ProcessServer:
         self._log, self._on_error, self._sockets = log, on_error, sockets
         self._environment = dict(environment)
         self._on_exit = on_exit
-        self._processes: dict[str, Process] = {}
-        self._starting: dict[str, asyncio.Future[Process]] = {}
+        self._processes: dict[str, ForkedProcess] = {}
+        self._starting: dict[str, asyncio.Future[ForkedProcess]] = {}
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -95,7 +95,7 @@ class ProcessServer:
 
     async def fork(
         self, name: str, entry: str, arguments: dict[str, Any], log: Path, cgroup: str = "", deadline_s: float = 10.0
-    ) -> Process:
+    ) -> ForkedProcess:
         """Start one process: `entry` is "package.module:function", called with `arguments`.
 
         Cancelled, it leaves none: a second process of this name would share the first one's place.
@@ -182,7 +182,7 @@ class ProcessServer:
                 self._ready.set_exception(StartFailed(f"{why}; see {self._log}"))
             case {"started": str(name), "pid": int(pid)}:
                 self._forget(name)
-                process = self._processes[name] = Process(name, pid, _open_pidfd(pid))
+                process = self._processes[name] = ForkedProcess(name, pid, _open_pidfd(pid))
                 starting = self._starting.get(name)
                 if starting is not None and not starting.done():
                     starting.set_result(process)
@@ -205,7 +205,7 @@ class ProcessServer:
         if not self._ready.done():
             self._ready.set_exception(StartFailed(f"the process server ended while starting; see {self._log}"))
         assert self._server is not None
-        server = Process("process server", self._server.pid, None, code=self._server.wait(1.0))
+        server = ForkedProcess("process server", self._server.pid, None, code=self._server.wait(1.0))
         self._on_exit(server)
         for process in self._processes.values():
             if process.code is None:
@@ -213,14 +213,14 @@ class ProcessServer:
                     await _ending_of(process.pidfd)
                 self._end(process, -signal.SIGKILL)
 
-    def _end(self, process: Process, code: int) -> None:
+    def _end(self, process: ForkedProcess, code: int) -> None:
         process.code = code
         process.heard.set()
         process.ended.set()
         self._on_exit(process)
 
 
-async def _take_back(started: "asyncio.Future[Process]", deadline_s: float) -> None:
+async def _take_back(started: "asyncio.Future[ForkedProcess]", deadline_s: float) -> None:
     """End a process that the server has been asked for, and may not have started yet."""
     with suppress(TimeoutError):
         async with asyncio.timeout(deadline_s):

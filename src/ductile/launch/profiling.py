@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ductile.core.cluster.ledger import Span
-from ductile.core.cluster.measured import Measured
+from ductile.core.cluster.measured import CostModel
 from ductile.core.cluster.profile import Setting, StepProfile
 from ductile.launch.activity import SlotActivity
 from ductile.observe import Event, Recorder
@@ -22,7 +22,7 @@ class Profiler:
         self,
         record: Recorder,
         activity: SlotActivity,
-        measured: Measured,
+        measured: CostModel,
         prompt_tokens: Callable[[], float],
         num_switches: Callable[[], int],
         num_scorers: Callable[[], int],

@@ -8,7 +8,7 @@ from ductile.config.inference import shared_block_tokens
 from ductile.config.on_disk import read_spec
 from ductile.config.run import RLConfig
 from ductile.config.scheduling import policy_name, policy_of
-from ductile.core.cluster.measured import Measured
+from ductile.core.cluster.measured import CostModel
 from ductile.core.cluster.orders import Decision, Policy
 from ductile.core.cluster.placement import Placement
 from ductile.core.cluster.policies.model import Model
@@ -55,7 +55,7 @@ class OnceMeasured:
     """Asks a policy that reckons with speeds only when generation's is known: the prior is a guess."""
 
     policy: Policy
-    measured: Measured
+    measured: CostModel
 
     def decide(self, state: ClusterState) -> Decision:
         return self.policy.decide(state) if self.measured.knows_generation else Decision()
@@ -73,7 +73,7 @@ class Scheduling:
         """Account for the slots' time from now on. Returns their conductor; None without `cluster.auto_scheduler`."""
         config, crew = self._config, self._crew
         setting = setting_of(config, self._prepared, crew.home, on_gpu=_on_gpu(crew))
-        measured = Measured(_cache_bytes_per_token(config, crew))
+        measured = CostModel(_cache_bytes_per_token(config, crew))
         began_s = self._began_s = crew.activity.begin(crew.cluster.slots)
         monitor = Monitor(
             loop, crew.trainer, crew.generators, group_size=setting.group_size, steps_ahead=_bound(setting).ahead
@@ -127,7 +127,7 @@ class Scheduling:
         elapsed_s = time.monotonic() - self._began_s
         return self._conductor.deciding_s / max(elapsed_s, 1e-9) if self._conductor else 0.0
 
-    def _profile(self, setting: Setting, measured: Measured, began_s: float) -> None:
+    def _profile(self, setting: Setting, measured: CostModel, began_s: float) -> None:
         crew = self._crew
         profiler = Profiler(
             self._record,

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from ductile.core.cluster.measured import Measured, Once
+from ductile.core.cluster.measured import CostModel, Once
 from ductile.core.cluster.orders import Handoff, Move
 from ductile.core.cluster.placement import SPELLED, Placement, Role
 from ductile.core.cluster.state import ClusterState, Limits, SlotState, TrainerState
@@ -54,7 +54,7 @@ class LiveStage:
         generators: RemoteGenerators,
         scorer: RemoteScorer | None,
         monitor: Monitor,
-        measured: Measured,
+        measured: CostModel,
         activity: SlotActivity,
         clock: Callable[[], float],
     ) -> None:

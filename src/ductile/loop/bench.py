@@ -31,7 +31,9 @@ NOT_KNOWN = "how fast the train slots' devices are at best is not known"
 
 
 @dataclass(slots=True)
-class Measured:
+class MeasuredStep:
+    """One step of the benchmark, as it was measured."""
+
     step: int
     tokens_per_s: float
     step_s: float
@@ -51,7 +53,7 @@ class Bench:
     def __init__(self, ask: AskSlots | None = None) -> None:
         """ask: None where there are no slots."""
         self._ask = ask
-        self._rows: list[Measured] = []
+        self._rows: list[MeasuredStep] = []
         self._asking: list[asyncio.Task[None]] = []
         self._at_best: Sequence[Surveyed] = ()
 
@@ -66,7 +68,7 @@ class Bench:
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         if step > NUM_WARM_UP:
             tokens_per_s = metrics["tokens"] / max(metrics["step_s"], 1e-9)
-            row = Measured(step, tokens_per_s, metrics["step_s"], metrics.get("mfu"))
+            row = MeasuredStep(step, tokens_per_s, metrics["step_s"], metrics.get("mfu"))
             self._rows.append(row)
             if self._ask is not None:
                 self._asking.append(asyncio.get_running_loop().create_task(self._note_memory(row, self._ask)))
@@ -120,7 +122,7 @@ class Bench:
             )
         return table
 
-    async def _note_memory(self, row: Measured, ask: AskSlots) -> None:
+    async def _note_memory(self, row: MeasuredStep, ask: AskSlots) -> None:
         try:
             row.slots = await ask(None)
         except (SlotLost, Refused, Late) as error:
@@ -144,7 +146,7 @@ class Bench:
             found.append({"name": name, "slots": len(slots), "peak_flops_per_s": mean, "source": source})
         return found
 
-    def _largest(self) -> Measured:
+    def _largest(self) -> MeasuredStep:
         """The row with the most memory."""
         return max(self._rows, key=lambda row: row.used_bytes or 0.0)
 

@@ -26,7 +26,7 @@ from ductile.loop.evaluate import EvalReport, Evaluation
 from ductile.loop.graders import graders_of
 from ductile.loop.lessons import Lessons
 from ductile.loop.life import Life
-from ductile.loop.loop import Loop, Plan
+from ductile.loop.loop import Loop, RunSchedule
 from ductile.loop.progress import Checkpoints, Progress
 from ductile.loop.reference import pinned
 from ductile.loop.report import summarise_rl, this_life
@@ -46,7 +46,7 @@ from ductile.tasks.tokenizer import Tokenizer
 @dataclass(frozen=True, slots=True)
 class Prepared:
     config: RLConfig
-    plan: Plan
+    plan: RunSchedule
     trainer: TrainerConfig
     """The trainer's config as the train slots need it: its `max_steps` counts optimizer steps."""
     tokenizer: Tokenizer
@@ -101,7 +101,7 @@ def prepare(config: RLConfig) -> Prepared:
     one_epoch = max(1, len(train_examples) // groups_per_step)
     given = config.max_steps or config.trainer.max_steps or orchestrator.max_steps
     max_steps = config.bench.steps if config.bench else given or one_epoch
-    plan = Plan(
+    plan = RunSchedule(
         max_steps=max_steps,
         groups_per_step=groups_per_step,
         n_minibatches=orchestrator.n_minibatches,

@@ -35,7 +35,9 @@ from ductile.roles import Generators, Scorer, Trainer
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RunSchedule:
+    """How many steps a run has, what one consists of, and when the policy is evaluated."""
+
     max_steps: int
     groups_per_step: int
     n_minibatches: int = 1
@@ -71,7 +73,7 @@ class Hand:
 class Loop:
     def __init__(
         self,
-        plan: Plan,
+        plan: RunSchedule,
         trainer: Trainer,
         generators: Generators,
         scorer: Scorer | None,

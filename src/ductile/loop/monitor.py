@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from ductile.core.cluster.state import Batch
+from ductile.core.cluster.state import BatchProgress
 from ductile.loop.loop import Hand, Loop
 
 
@@ -45,7 +45,7 @@ class Monitor:
         held = loop.scoring + loop.hand + loop.handing_over
         return len(loop.buffer) * self._group_size + held.rollouts + self._training.pending_samples
 
-    def batch(self) -> Batch:
+    def batch(self) -> BatchProgress:
         """A last evaluation is a step that trains nothing: generators are needed once more."""
         loop, buffer, plan = self.loop, self.loop.buffer, self.loop.plan
         pending, size = self._training, self._group_size
@@ -54,7 +54,7 @@ class Monitor:
         ready, to_score = (with_trainer, to_score) if loop.scorer else (with_trainer + to_score, Hand())
         is_over = buffer.version >= plan.max_steps
         partial, partial_tokens = loop.rollouts.partial
-        return Batch(
+        return BatchProgress(
             step=buffer.version,
             num_rollouts=0 if is_over else plan.groups_per_step * size,
             group_size=size,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ductile.config import weight_headers
 from ductile.config.weight_headers import ModelFolderError, find_weights
-from ductile.core.layout.parameters import Part
+from ductile.core.layout.parameters import HfTensor
 from ductile.core.layout.spec import ModelSpec
 
 DTYPES: dict[torch.dtype, str] = {getattr(torch, name): spelled for spelled, name in weight_headers.DTYPES.items()}
@@ -32,7 +32,7 @@ class WeightFiles:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def read(self, part: Part) -> Tensor:
+    def read(self, part: HfTensor) -> Tensor:
         path = self._path_of[part.name]
         try:
             if path not in self._opened:

@@ -14,7 +14,7 @@ from ductile.loop.conductor import Conductor
 from ductile.loop.decisions import Change
 from ductile.loop.episode import Episodes
 from ductile.loop.lessons import Lessons
-from ductile.loop.loop import Loop, Plan
+from ductile.loop.loop import Loop, RunSchedule
 from ductile.loop.rollouts import Rollouts
 from ductile.observe import Recorder, Stopwatch
 from ductile.records import Sampling
@@ -119,7 +119,9 @@ def _loop(scenario: Scenario, stage: Stage, conductor: Conductor, record: Record
         work.group_size,
     )
     loop = Loop(
-        Plan(work.num_steps, work.groups_per_step, work.n_minibatches, max(1, work.seq_len // scenario.block_tokens)),
+        RunSchedule(
+            work.num_steps, work.groups_per_step, work.n_minibatches, max(1, work.seq_len // scenario.block_tokens)
+        ),
         trainer,
         generators,
         scorer,

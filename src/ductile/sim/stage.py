@@ -14,7 +14,15 @@ from ductile.core.cluster.cost import carriage
 from ductile.core.cluster.ledger import Activity, Ledger, idle_cause
 from ductile.core.cluster.orders import Handoff, Move
 from ductile.core.cluster.placement import SPELLED, Role
-from ductile.core.cluster.state import IN_FLIGHT, Batch, ClusterState, Lengths, SlotState, TrainerState, Unfinished
+from ductile.core.cluster.state import (
+    IN_FLIGHT,
+    BatchProgress,
+    ClusterState,
+    Lengths,
+    SlotState,
+    TrainerState,
+    Unfinished,
+)
 from ductile.records import Formation
 from ductile.sim.engine import Engine, Flight
 from ductile.sim.loads import Loads
@@ -312,9 +320,9 @@ class Stage:
             max_tokens=work.max_tokens,
         )
 
-    def _batch(self) -> Batch:
+    def _batch(self) -> BatchProgress:
         scenario, work = self.scenario, self.scenario.work
-        return Batch(
+        return BatchProgress(
             step=self.version,
             num_rollouts=work.rollouts_per_step,
             group_size=work.group_size,

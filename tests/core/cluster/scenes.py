@@ -2,7 +2,7 @@
 
 from ductile.core.cluster.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
 from ductile.core.cluster.placement import place
-from ductile.core.cluster.state import Batch, ClusterState, Lengths, Limits, SlotState, TrainerState, Unfinished
+from ductile.core.cluster.state import BatchProgress, ClusterState, Lengths, Limits, SlotState, TrainerState, Unfinished
 from ductile.records import Formation
 
 SPEEDS = Speeds(
@@ -44,7 +44,7 @@ def scene(
     asked=True,
     **batch,
 ):
-    """placement: as in a config. roles: slots that have other roles by now. batch: fields of `Batch`."""
+    """placement: as in a config. roles: slots that have other roles by now. batch: fields of `BatchProgress`."""
     home = place(placement or {"actor": "0-1", "rollout": "2-5"})
     held_roles = {slot: home.roles(slot) for slot in home.slots} | (roles or {})
     return ClusterState(
@@ -52,7 +52,7 @@ def scene(
         slots=tuple(
             SlotState(slot, roles, since_s, slot not in not_ready) for slot, roles in sorted(held_roles.items())
         ),
-        batch=Batch(**{"step": 3, "num_rollouts": 64, **batch}),
+        batch=BatchProgress(**{"step": 3, "num_rollouts": 64, **batch}),
         trainer=TrainerState(
             Formation(tuple(slot for slot, roles in sorted(held_roles.items()) if "train" in roles)),
             at_boundary,

@@ -46,7 +46,7 @@ K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 
-class Measured:
+class CostModel:
     """Tell it what was measured, ask it for `speeds` and `costs`. It has no clock."""
 
     def __init__(self, cache_bytes_per_token: float = 0.0) -> None:

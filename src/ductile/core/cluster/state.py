@@ -52,7 +52,7 @@ class Unfinished(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchProgress:
     """Where the step that is being trained stands. Everything is counted in rollouts, unless it says tokens."""
 
     step: int
@@ -164,7 +164,7 @@ class ClusterState:
     now_s: float
     slots: tuple[SlotState, ...]
     """Slots of the current membership, in ascending order."""
-    batch: Batch
+    batch: BatchProgress
     trainer: TrainerState
     speeds: Speeds
     costs: SwitchCosts

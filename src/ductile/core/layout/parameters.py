@@ -11,7 +11,7 @@ from ductile.core.layout.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class HfTensor:
     """A tensor as a Hugging Face folder has it."""
 
     name: str
@@ -23,7 +23,7 @@ class Parameter:
     """A tensor as our model has it."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[HfTensor, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -65,10 +65,10 @@ def _layer(spec: ModelSpec, ours: str, theirs: str) -> Iterator[Parameter]:
 
 
 def _same(ours: str, theirs: str, *shape: int) -> Parameter:
-    return Parameter(ours, (Part(theirs, shape),))
+    return Parameter(ours, (HfTensor(theirs, shape),))
 
 
 def _linear(ours: str, parts: tuple[tuple[str, int], ...], inputs: int, bias: bool) -> Iterator[Parameter]:
-    yield Parameter(ours + ".weight", tuple(Part(name + ".weight", (outputs, inputs)) for name, outputs in parts))
+    yield Parameter(ours + ".weight", tuple(HfTensor(name + ".weight", (outputs, inputs)) for name, outputs in parts))
     if bias:
-        yield Parameter(ours + ".bias", tuple(Part(name + ".bias", (outputs,)) for name, outputs in parts))
+        yield Parameter(ours + ".bias", tuple(HfTensor(name + ".bias", (outputs,)) for name, outputs in parts))

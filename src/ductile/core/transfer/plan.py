@@ -34,7 +34,9 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class PeerMessage:
+    """What a slot sends to one peer, or receives from it, in one round."""
+
     peer: int
     num_bytes: int
     parts: tuple[Part, ...]
@@ -46,8 +48,8 @@ class Round:
     """At most one message from each slot to each other one."""
 
     number: int
-    sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
+    sends: tuple[PeerMessage, ...]
+    receives: tuple[PeerMessage, ...]
 
 
 Stretch = tuple[int, int, int, bool]
@@ -124,9 +126,9 @@ class Plan:
                     side.setdefault(peer, []).append((flow.line, flow.low, flow.high, edge.hop > 0))
         return Round(0, self._messages(sends), self._messages(receives))
 
-    def _messages(self, by_peer: dict[int, list[Stretch]]) -> tuple[Message, ...]:
+    def _messages(self, by_peer: dict[int, list[Stretch]]) -> tuple[PeerMessage, ...]:
         return tuple(
-            Message(
+            PeerMessage(
                 peer,
                 sum(high - low for _, low, high, _ in stretches),
                 tuple(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ductile.core.cluster.orders import Decision, Handoff, Move, Prediction, complaints, roles_after
-from ductile.core.cluster.state import Batch, ClusterState, Lengths, Limits, SlotState, TrainerState, Unfinished
+from ductile.core.cluster.state import BatchProgress, ClusterState, Lengths, Limits, SlotState, TrainerState, Unfinished
 from ductile.sim.run import simulate
 from tests.core.cluster.scenes import scene
 from tests.sim.scenarios import scenario
@@ -41,7 +41,19 @@ def test_a_whole_run_with_it():
 
 @pytest.mark.parametrize(
     "kind",
-    [ClusterState, SlotState, Batch, TrainerState, Unfinished, Limits, Lengths, Decision, Move, Handoff, Prediction],
+    [
+        ClusterState,
+        SlotState,
+        BatchProgress,
+        TrainerState,
+        Unfinished,
+        Limits,
+        Lengths,
+        Decision,
+        Move,
+        Handoff,
+        Prediction,
+    ],
 )
 def test_the_tables_have_all_that_a_policy_is_told_and_may_answer(kind):
     section = PAGE.read_text().partition("## Your own policy")[2].partition("## When it helps")[0]

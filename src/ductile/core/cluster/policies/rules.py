@@ -27,7 +27,7 @@ from ductile.core.cluster.arithmetic import whole_times
 from ductile.core.cluster.handoff import change, remaining_tokens
 from ductile.core.cluster.orders import Decision, Order, complaints, sentence
 from ductile.core.cluster.placement import Role, many
-from ductile.core.cluster.state import Batch, ClusterState
+from ductile.core.cluster.state import BatchProgress, ClusterState
 
 TRAIN: tuple[Role, ...] = ("train",)
 
@@ -97,7 +97,7 @@ class Home:
         return Decision(orders, sentence(orders, "as configured") if orders else "")
 
 
-def _awaited(batch: Batch) -> str:
+def _awaited(batch: BatchProgress) -> str:
     """What the step trains on and the trainer cannot have yet: "3 rollouts and the scores of 8 rollouts"."""
     missing = many(batch.missing, "rollout") if batch.missing else ""
     unscored = f"the scores of {many(batch.unscored, 'rollout')}" if batch.unscored else ""
