@@ -33,7 +33,7 @@ from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
 from ductile.launch.local import LocalCluster
 from ductile.records import Formation, Sample
 from ductile.wire.remote import hold
-from ductile.wire.resize import Terms, Transaction
+from ductile.wire.resize import ResizeOptions, Transaction
 from ductile.wire.trainer import RemoteTrainer
 from provenance import provenance
 
@@ -80,7 +80,7 @@ class Live:
 
     def __init__(self, cluster: LocalCluster, settings: TrainerConfig) -> None:
         self.cluster, self.settings = cluster, settings.model_dump(mode="json")
-        self.terms = Terms(self.settings, cluster.rendezvous, settings.resize.timeout_s, leave_s=5)
+        self.terms = ResizeOptions(self.settings, cluster.rendezvous, settings.resize.timeout_s, leave_s=5)
 
     async def hold(self, members: Sequence[int]) -> None:
         await hold(self.cluster.mailbox, "train", self.settings, members, TIMEOUT_S, self.cluster.rendezvous)
@@ -144,7 +144,7 @@ async def restart(live: Live, after: tuple[int, ...], folder: Path) -> float:
     await live.cluster.stop()
     live.cluster.slots = after
     await live.cluster.start()
-    live.terms = Terms(live.settings, live.cluster.rendezvous, live.terms.timeout_s, live.terms.leave_s)
+    live.terms = ResizeOptions(live.settings, live.cluster.rendezvous, live.terms.timeout_s, live.terms.leave_s)
     await live.hold(after)
     await live.trainer.load(str(state))
     seconds = time.perf_counter() - began_s

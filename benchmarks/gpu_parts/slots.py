@@ -16,7 +16,7 @@ from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.lending import Lender
 from ductile.wire.messages import Hold
 from ductile.wire.remote import hold
-from ductile.wire.resize import ResizeResult, Terms, Transaction
+from ductile.wire.resize import ResizeOptions, ResizeResult, Transaction
 from ductile.wire.trainer import RemoteTrainer
 from gpu_parts.models import make_folder, shape_of
 from gpu_parts.part import Setting
@@ -42,7 +42,7 @@ class Slots:
         inference = {"model": {"name": str(model), "max_model_len": 256}, "max_num_seqs": 8, "num_blocks": 256}
         self.train_settings = trainer.model_dump(mode="json")
         self.generate_settings = InferenceConfig.model_validate(inference).model_dump(mode="json")
-        self.terms = Terms(self.train_settings, cluster.rendezvous, TIMEOUT_S, leave_s=5.0)
+        self.terms = ResizeOptions(self.train_settings, cluster.rendezvous, TIMEOUT_S, leave_s=5.0)
 
     async def train(self, members: Sequence[int]) -> RemoteTrainer:
         await hold(self.mailbox, "train", self.train_settings, members, TIMEOUT_S, self.cluster.rendezvous)

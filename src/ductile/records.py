@@ -284,7 +284,7 @@ class Formation:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ResizeOrder:
     """A resize of the trainer, as the orchestrator decided it. Every slot of both formations gets the same one."""
 
     epoch: int

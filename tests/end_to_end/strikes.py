@@ -17,7 +17,19 @@ How = Literal["kill", "stop", "pause"]
 
 PAUSE_S = 1.0
 LONGEST_DELAY_S = 0.1
-MOMENTS = ("HandOff", "Forget", "Hold", "Lend", "Drop", "Prepare", "Ready", "Freeze", "Move", "Commit", "Settle")
+MOMENTS = (
+    "HandOff",
+    "Forget",
+    "Hold",
+    "Lend",
+    "Drop",
+    "Prepare",
+    "Ready",
+    "Freeze",
+    "TransferState",
+    "Commit",
+    "Settle",
+)
 """Commands that only changes and handoffs send. What comes between two of them is within the delay after the first."""
 
 

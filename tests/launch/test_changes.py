@@ -20,7 +20,7 @@ from ductile.records import Formation
 from ductile.roles import SlotLost
 from ductile.wire.messages import Done, Drop, Ping
 from ductile.wire.remote import hold
-from ductile.wire.resize import Terms
+from ductile.wire.resize import ResizeOptions
 from ductile.wire.trainer import RemoteTrainer
 from tests.launch.processes import is_running
 from tests.slot.held import HELD_ECHO, HELD_TRAINER, POINTS, arm, reached
@@ -65,7 +65,7 @@ class Harness:
         await hold(self.mailbox, "train", self.settings, FORMATION.members, 30, self.cluster.rendezvous)
         self.record = Recorder(self.folder)
         self.trainer = RemoteTrainer(self.mailbox, FORMATION, 30)
-        terms = Terms(self.settings, self.cluster.rendezvous, self.timeout_s, leave_s=5)
+        terms = ResizeOptions(self.settings, self.cluster.rendezvous, self.timeout_s, leave_s=5)
         self.changes = Changes(self.cluster, self.trainer, terms, Placement((0, 1), (), (), ""), self.record, NUM_SLOTS)
         self.num_steps = 0
         training = asyncio.create_task(self._train())
@@ -148,7 +148,9 @@ def expected(victim: int, command: str, moment: str) -> str:
 
 
 POINTS_OF_ALL = [
-    (command, moment) for command in ("Prepare", "Freeze", "Move", "Commit", "Settle") for moment in ("before", "after")
+    (command, moment)
+    for command in ("Prepare", "Freeze", "TransferState", "Commit", "Settle")
+    for moment in ("before", "after")
 ]
 CELLS = [(victim, *point) for victim in (LEAVER, STAYER, JOINER) for point in POINTS_OF_ALL]
 CELLS += [(JOINER, "Hold", "before"), (JOINER, "Hold", "after")]
@@ -192,9 +194,9 @@ def test_a_stop_at_each_point(echo: Harness, victim: int, command: str, moment: 
     [
         (("Prepare", "before"), signal.SIGKILL),
         (("Freeze", "after"), signal.SIGKILL),
-        (("Move", "before"), signal.SIGKILL),
+        (("TransferState", "before"), signal.SIGKILL),
         (("Commit", "after"), signal.SIGKILL),
-        (("Move", "before"), signal.SIGSTOP),
+        (("TransferState", "before"), signal.SIGSTOP),
         (("Commit", "after"), signal.SIGSTOP),
     ],
 )

@@ -18,8 +18,8 @@ from ductile.launch import control
 from ductile.launch.ask import slot_list, times
 from ductile.launch.control import (
     Answer,
-    Resize,
     Resized,
+    ResizeRequest,
     Run,
     RunFailed,
     RunStatus,
@@ -49,7 +49,7 @@ STATUS = RunStatus(
 
 
 async def respond(ask):
-    if not isinstance(ask, Resize):
+    if not isinstance(ask, ResizeRequest):
         return STATUS
     if len(ask.train) == 3:
         raise Unfit("three is too many")
@@ -162,7 +162,7 @@ def test_who_says_nothing_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_what_a_large_run_says_of_itself_is_read(tmp_path: Path):
-    lost = {slot: "it was killed by SIGKILL while running Move; " * 50 for slot in range(1000)}
+    lost = {slot: "it was killed by SIGKILL while running TransferState; " * 50 for slot in range(1000)}
     large = msgspec.structs.replace(STATUS, lost=lost)
 
     async def much(ask):
@@ -180,7 +180,7 @@ def test_a_run_that_ends_meanwhile_or_does_not_answer(tmp_path: Path, monkeypatc
     asked = threading.Event()
 
     async def never(ask):
-        if not isinstance(ask, Resize):
+        if not isinstance(ask, ResizeRequest):
             asked.set()
         await asyncio.sleep(60)
 

@@ -17,7 +17,7 @@ from ductile.wire.handover import HandoffResult
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.memory import MemoryCarrier
 from ductile.wire.messages import ForwardBackward, Freeze, Settle
-from ductile.wire.resize import Terms, nobody_leaves
+from ductile.wire.resize import ResizeOptions, nobody_leaves
 from ductile.wire.trainer import RemoteTrainer
 from tests.loop.doubles import clock
 from tests.wire.train_slots import TrainSlots, play, sample
@@ -68,7 +68,7 @@ class Rig:
         self.devices = dict.fromkeys(range(NUM_SLOTS), "cpu")
         cluster = SimpleNamespace(mailbox=mailbox, add=self.none_started, condemn=mailbox.lose, devices=self.devices)
         self.record = Recorder(folder)
-        terms = Terms({}, "127.0.0.1:1", timeout_s=5, leave_s=50)
+        terms = ResizeOptions({}, "127.0.0.1:1", timeout_s=5, leave_s=50)
         self.changes = Changes(cluster, self.trainer, terms, Placement(members, (), (), ""), self.record, NUM_SLOTS)
         self.told = Told()
         loop = activity = SimpleNamespace()

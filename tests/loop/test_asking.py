@@ -2,7 +2,7 @@
 
 import pytest
 
-from ductile.core.cluster.orders import Decision, Handoff, Move
+from ductile.core.cluster.orders import Decision, Handoff, RoleChange
 from ductile.core.cluster.policies.rules import Home
 from ductile.core.cluster.policies.static import Static
 from ductile.loop.asking import BadDecision, ask
@@ -39,15 +39,27 @@ BAD = [
     (Answers(None), "it answered with None, and not with a Decision: does a branch of `decide` lack its `return`?"),
     (Answers([]), "it answered with a list, and not with a Decision: write `return Decision(orders, reason)`"),
     (Answers(Decision), "it answered with a type, and not with a Decision"),
-    (Answers(Decision([Move(2, G, T)])), "orders must be a tuple"),  # pyright: ignore[reportArgumentType]
+    (Answers(Decision([RoleChange(2, G, T)])), "orders must be a tuple"),  # pyright: ignore[reportArgumentType]
     (Answers(Decision(None)), "orders must be a tuple"),  # pyright: ignore[reportArgumentType]
-    (Answers(Decision((2,))), "it answered with the order 2: write Move(slot, before, after)"),
-    (Answers(Decision((Move(2, G, "train"),))), "the order Move(slot=2, before=('generate',), after='train')"),
-    (Answers(Decision((Move(2, G, ("trainer",)),))), "after=('trainer',)): write Move(slot, before, after)"),
-    (Answers(Decision((Move(2, G, ([],)),))), "its orders cannot be read, TypeError: unhashable type: 'list': write"),
-    (Answers(Decision((Move([], G, T),))), "its orders cannot be read, TypeError: unhashable type: 'list': write"),
+    (Answers(Decision((2,))), "it answered with the order 2: write RoleChange(slot, before, after)"),
+    (
+        Answers(Decision((RoleChange(2, G, "train"),))),
+        "the order RoleChange(slot=2, before=('generate',), after='train')",
+    ),
+    (
+        Answers(Decision((RoleChange(2, G, ("trainer",)),))),
+        "after=('trainer',)): write RoleChange(slot, before, after)",
+    ),
+    (
+        Answers(Decision((RoleChange(2, G, ([],)),))),
+        "its orders cannot be read, TypeError: unhashable type: 'list': write",
+    ),
+    (
+        Answers(Decision((RoleChange([], G, T),))),
+        "its orders cannot be read, TypeError: unhashable type: 'list': write",
+    ),
     (Answers(Decision((Handoff("no such", 2, 3),))), "at 100.0 s it gave orders that cannot be carried out: rollout"),
-    (Answers(Decision((Move(9, G, T),))), "it gave orders that cannot be carried out: there is no slot 9"),
+    (Answers(Decision((RoleChange(9, G, T),))), "it gave orders that cannot be carried out: there is no slot 9"),
     (Answers(Decision(reason=None)), "reason and topic texts"),  # pyright: ignore[reportArgumentType]
     (Answers(Decision(topic=3)), "reason and topic texts"),  # pyright: ignore[reportArgumentType]
     (Answers(Decision(prediction=1.0)), "prediction a Prediction or None"),  # pyright: ignore[reportArgumentType]

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from ductile.core.cluster.cost import TrainSpeed
-from ductile.core.cluster.orders import Decision, Handoff, Move, Prediction
+from ductile.core.cluster.orders import Decision, Handoff, Prediction, RoleChange
 from ductile.core.cluster.policies.rules import Home
 from ductile.core.cluster.state import SlotState
 from ductile.loop.asking import BadDecision
@@ -134,7 +134,7 @@ def moved(*orders, **more):
 
 def test_who_joins_the_trainer_generates_until_the_trainer_stands_still(tmp_path):
     state = scene(running={2: [10], 3: [20, 30]})
-    policy = Scripted(moved(Move(2, G, T), Handoff("2/0", 2, 3)))
+    policy = Scripted(moved(RoleChange(2, G, T), Handoff("2/0", 2, 3)))
     stage, errors, _ = conducted(tmp_path, state, policy, one_event)
     assert stage.what() == ["prepare", "hand off 2/0>3", "dismiss 2", "resize 0 1 2"]
     assert stage.roles[2] == T
@@ -143,7 +143,7 @@ def test_who_joins_the_trainer_generates_until_the_trainer_stands_still(tmp_path
 
 def test_without_memory_for_both_it_leaves_first(tmp_path):
     state = scene(running={2: [10], 3: [20]}, limits=replace(scene().limits, may_share=False))
-    policy = Scripted(moved(Move(2, G, T), Handoff("2/0", 2, 3)))
+    policy = Scripted(moved(RoleChange(2, G, T), Handoff("2/0", 2, 3)))
     stage, _, _ = conducted(tmp_path, state, policy, one_event)
     assert stage.what() == ["hand off 2/0>3", "dismiss 2", "prepare", "resize 0 1 2"]
 
@@ -152,7 +152,14 @@ def test_everybody_moves_at_once_and_what_can_be_done_together_is(tmp_path):
     """2 joins the trainer, 1 leaves it to generate, 0 generates besides, 3 scores, and 4 hands one to 0."""
     state = scene(running={2: [10], 4: [20, 30]})
     policy = Scripted(
-        moved(Move(0, T, B), Move(1, T, G), Move(2, G, T), Move(3, G, S), Handoff("2/0", 2, 5), Handoff("4/1", 4, 0))
+        moved(
+            RoleChange(0, T, B),
+            RoleChange(1, T, G),
+            RoleChange(2, G, T),
+            RoleChange(3, G, S),
+            Handoff("2/0", 2, 5),
+            Handoff("4/1", 4, 0),
+        )
     )
     stage, errors, _ = conducted(tmp_path, state, policy, one_event)
     at = {what: at for at, what in stage.diary}
@@ -164,13 +171,13 @@ def test_everybody_moves_at_once_and_what_can_be_done_together_is(tmp_path):
 
 
 def test_a_slot_that_trains_and_is_to_generate_besides_is_only_admitted(tmp_path):
-    stage, _, _ = conducted(tmp_path, scene(), Scripted(moved(Move(0, T, B))), one_event)
+    stage, _, _ = conducted(tmp_path, scene(), Scripted(moved(RoleChange(0, T, B))), one_event)
     assert stage.what() == ["admit 0"]
 
 
 def test_the_only_generator_keeps_its_rollouts_until_the_next_one_is_there(tmp_path):
     state = scene({"actor": "0-1", "rollout": "2"}, running={2: [10]})
-    policy = Scripted(moved(Move(1, T, G), Move(2, G, T), Handoff("2/0", 2, 1)))
+    policy = Scripted(moved(RoleChange(1, T, G), RoleChange(2, G, T), Handoff("2/0", 2, 1)))
     stage, _, _ = conducted(tmp_path, state, policy, one_event)
     assert stage.what() == ["prepare", "resize 0 2", "admit 1", "hand off 2/0>1", "dismiss 2"]
     assert stage.roles == {0: T, 1: G, 2: T}
@@ -178,7 +185,7 @@ def test_the_only_generator_keeps_its_rollouts_until_the_next_one_is_there(tmp_p
 
 def test_it_stays_when_the_next_one_does_not_come(tmp_path):
     state = scene({"actor": "0-1", "rollout": "2"}, running={2: [10]})
-    policy = Scripted(moved(Move(1, T, G), Move(2, G, T), Handoff("2/0", 2, 1)))
+    policy = Scripted(moved(RoleChange(1, T, G), RoleChange(2, G, T), Handoff("2/0", 2, 1)))
     stage, _, events = conducted(tmp_path, state, policy, one_event, broken={"admit 1"})
     assert stage.roles == {0: T, 1: NONE, 2: B}
     said = [row["sentence"] for row in events if row["kind"] == "switched"]
@@ -186,7 +193,7 @@ def test_it_stays_when_the_next_one_does_not_come(tmp_path):
 
 
 def test_one_decision_at_a_time_and_events_meanwhile_are_looked_at_together(tmp_path):
-    policy = Scripted(moved(Move(0, T, B)), moved(Move(1, T, B)))
+    policy = Scripted(moved(RoleChange(0, T, B)), moved(RoleChange(1, T, B)))
 
     async def many_events(conductor, stage):
         for _ in range(20):
@@ -232,7 +239,7 @@ def patient(state, seconds):
 
 def test_slots_settle_before_a_version_goes_live_and_stay_until_it_is(tmp_path):
     """New rollouts are shared with the joiners; publishing does not wait for them."""
-    policy = Scripted(moved(Move(0, T, B)), moved(Move(0, B, T)))
+    policy = Scripted(moved(RoleChange(0, T, B)), moved(RoleChange(0, B, T)))
     state = patient(scene(), 5.0)
     stage, _, _ = conducted(tmp_path, state, policy, partial(publish, live_s=5.0))
     assert stage.diary == [
@@ -248,7 +255,7 @@ def test_slots_settle_before_a_version_goes_live_and_stay_until_it_is(tmp_path):
 
 @pytest.mark.parametrize(
     "orders",
-    [(Move(0, T, B),), (Move(1, T, G),), (Move(1, T, G), Move(2, G, T), Handoff("2/0", 2, 3))],
+    [(RoleChange(0, T, B),), (RoleChange(1, T, G),), (RoleChange(1, T, G), RoleChange(2, G, T), Handoff("2/0", 2, 3))],
     ids=["beside training", "from the trainer", "one for another"],
 )
 @pytest.mark.parametrize("patience_s", [0.1, 0.5])
@@ -260,7 +267,7 @@ def test_nobody_waits_for_a_change_for_longer_than_half_a_micro_step(tmp_path, o
     assert at["goes live"] == pytest.approx(0.25 + patience_s)
     assert at.pop("live") > max(at.values()), "the change went on to its end meanwhile"
     for order in orders:
-        if isinstance(order, Move):
+        if isinstance(order, RoleChange):
             assert stage.roles[order.slot] == order.after
     assert errors == []
 
@@ -268,14 +275,14 @@ def test_nobody_waits_for_a_change_for_longer_than_half_a_micro_step(tmp_path, o
 @pytest.mark.parametrize("broken", [frozenset(), {"admit 1"}, {"resize 0"}], ids=["done", "refused", "rolled back"])
 def test_weights_wait_for_joiners_and_for_nobody_else(tmp_path, broken):
     """Not for their handoffs, for who leaves, or for who is not to come after all."""
-    orders = (Move(1, T, G), Handoff("2/0", 2, 1))
+    orders = (RoleChange(1, T, G), Handoff("2/0", 2, 1))
     state = patient(scene(running={2: [10, 20]}), 60.0)
     stage, _, _ = conducted(tmp_path, state, Scripted(moved(*orders)), partial(publish, live_s=10.0), broken=broken)
     at = {what: at for at, what in stage.diary}
     assert at["goes live"] == (3.0 if not broken else at[min(broken)])
 
-    both_ways = (Move(2, G, T), Handoff("2/0", 2, 3), Handoff("2/1", 2, 3))
-    for orders, live_s in [(both_ways, 0.25), ((*both_ways, Move(0, T, B)), 1.0)]:
+    both_ways = (RoleChange(2, G, T), Handoff("2/0", 2, 3), Handoff("2/1", 2, 3))
+    for orders, live_s in [(both_ways, 0.25), ((*both_ways, RoleChange(0, T, B)), 1.0)]:
         stage, _, _ = conducted(tmp_path / str(live_s), state, Scripted(moved(*orders)), partial(publish, live_s=10.0))
         at = {what: at for at, what in stage.diary}
         assert at["goes live"] == live_s < at["resize 0 1 2"]
@@ -284,7 +291,7 @@ def test_weights_wait_for_joiners_and_for_nobody_else(tmp_path, broken):
 @pytest.mark.parametrize(("live_s", "asked_s"), [(0.25, 1.0), (5.0, 5.75)], ids=["weights first", "change first"])
 def test_a_change_that_is_under_way_goes_on_beside_publishing(tmp_path, live_s, asked_s):
     """A slot that trains on waits neither until others have prepared nor until they are admitted elsewhere."""
-    policy = Scripted(moved(Move(0, B, T)), moved(Move(0, T, B)))
+    policy = Scripted(moved(RoleChange(0, B, T)), moved(RoleChange(0, T, B)))
 
     async def in_a_change(conductor, stage):
         conductor.notify()
@@ -320,14 +327,14 @@ def test_what_nobody_thought_of_in_settling_ends_the_run_and_nobody_waits_for_it
         with pytest.raises(ZeroDivisionError):
             conductor.settle(2)
 
-    policy = Scripted(*[moved(Move(0, T, B), hold_training=True) for _ in range(9)])
+    policy = Scripted(*[moved(RoleChange(0, T, B), hold_training=True) for _ in range(9)])
     _, errors, _ = conducted(tmp_path, patient(scene(), 60.0), policy, settling, kind=Breaks)
     assert [type(error) for error in errors] == [ZeroDivisionError]
     assert len(policy.asked) == 1
 
 
 def test_a_change_that_was_begun_in_settling_is_given_up_with_the_run(tmp_path):
-    policy = Scripted(moved(Move(2, G, T), hold_training=True))
+    policy = Scripted(moved(RoleChange(2, G, T), hold_training=True))
 
     async def ends(conductor, stage):
         conductor.settle(7)
@@ -359,7 +366,7 @@ def test_training_that_waited_waits_until_rollouts_have_left(tmp_path):
 
 
 def test_held_training_is_released_when_the_run_breaks_off_in_a_change(tmp_path):
-    policy = Scripted(moved(Move(2, G, T), hold_training=True))
+    policy = Scripted(moved(RoleChange(2, G, T), hold_training=True))
 
     async def breaks_off(conductor, stage):
         conductor.notify()
@@ -371,7 +378,7 @@ def test_held_training_is_released_when_the_run_breaks_off_in_a_change(tmp_path)
 
 
 def test_a_bad_decision_is_refused_and_the_slots_go_home(tmp_path):
-    policy = Scripted(moved(Move(2, G, T), hold_training=True), moved(Move(3, S, T)))
+    policy = Scripted(moved(RoleChange(2, G, T), hold_training=True), moved(RoleChange(3, S, T)))
 
     async def twice(conductor, stage):
         conductor.notify()
@@ -396,13 +403,13 @@ def test_a_policy_that_fails_is_refused_as_well(tmp_path):
 
 
 def test_without_a_substitute_a_bad_decision_ends_the_run(tmp_path):
-    _, errors, _ = conducted(tmp_path, scene(), Scripted(moved(Move(9, G, T))), one_event)
+    _, errors, _ = conducted(tmp_path, scene(), Scripted(moved(RoleChange(9, G, T))), one_event)
     assert [type(error) for error in errors] == [BadDecision]
     assert "there is no slot 9" in str(errors[0])
 
 
 def test_a_change_that_fails_is_told_and_not_tried_again_at_once(tmp_path):
-    again = [moved(Move(2, G, T), prediction=Prediction(9.0, 5.0, 1.0)) for _ in range(4)]
+    again = [moved(RoleChange(2, G, T), prediction=Prediction(9.0, 5.0, 1.0)) for _ in range(4)]
     stage, errors, events = conducted(tmp_path, scene(), Scripted(*again), one_event, broken={"prepare"})
     assert [at for at, what in stage.diary if what == "prepare"] == [0.0, 1.0, 3.0, 7.0]
     assert stage.roles[2] == G, "who was to join goes on as before"
@@ -424,7 +431,7 @@ def test_nor_when_it_fails_while_a_decision_rests(tmp_path):
             conductor.notify()
             await asyncio.sleep(0.1)
 
-    policy = Scripted(*[moved(Move(0, T, B)) for _ in range(9)])
+    policy = Scripted(*[moved(RoleChange(0, T, B)) for _ in range(9)])
     conducted(tmp_path, scene(), policy, many_events, kind=FailsFast)
     assert [round(state.now_s, 1) for state in policy.asked] == [0.0, 1.2, 3.4]
 
@@ -434,7 +441,7 @@ def test_what_nobody_thought_of_ends_the_run(tmp_path):
         async def admit(self, slot, role):
             raise ZeroDivisionError
 
-    stage, errors, _ = conducted(tmp_path, scene(), Scripted(moved(Move(0, T, B))), one_event, kind=Breaks)
+    stage, errors, _ = conducted(tmp_path, scene(), Scripted(moved(RoleChange(0, T, B))), one_event, kind=Breaks)
     assert stage.under_way == 0
     assert [type(error) for error in errors] == [ZeroDivisionError]
 
@@ -473,7 +480,7 @@ def test_training_that_waits_without_orders_is_told_when_that_begins_changes_and
 
 
 def test_a_hold_that_came_with_orders_is_told_with_them_and_its_end_alone(tmp_path):
-    policy = Scripted(moved(Move(0, T, B), hold_training=True), Decision(hold_training=True), Decision())
+    policy = Scripted(moved(RoleChange(0, T, B), hold_training=True), Decision(hold_training=True), Decision())
 
     async def three_events(conductor, stage):
         for _ in range(3):
@@ -489,5 +496,5 @@ def test_a_hold_that_came_with_orders_is_told_with_them_and_its_end_alone(tmp_pa
 
 
 def test_the_formation_keeps_its_order_and_joiners_come_last(tmp_path):
-    stage, _, _ = conducted(tmp_path, scene(), Scripted(moved(Move(0, T, G), Move(4, G, T))), one_event)
+    stage, _, _ = conducted(tmp_path, scene(), Scripted(moved(RoleChange(0, T, G), RoleChange(4, G, T))), one_event)
     assert stage.formation == Formation((1, 4))

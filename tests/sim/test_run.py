@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ductile.core.cluster.ledger import Span
-from ductile.core.cluster.orders import Decision, Move
+from ductile.core.cluster.orders import Decision, RoleChange
 from ductile.core.cluster.policies.model import Model
 from ductile.core.cluster.policies.rules import Rules
 from ductile.core.cluster.policies.static import InTurns, Static
@@ -50,7 +50,7 @@ def test_a_trainer_that_waits_for_scores_gets_them(n_minibatches, score_tokens_p
     work = replace(work, speeds=replace(work.speeds, score_tokens_per_s=score_tokens_per_s))
     result = simulate(work, Rules(wait_before_last_iter=True))
     assert len(result.step_s) == 2
-    takes = [change for change in result.changes if Move(4, ("score",), ("train",)) in change.decision.moves]
+    takes = [change for change in result.changes if RoleChange(4, ("score",), ("train",)) in change.decision.moves]
     assert takes, "all slots take the last part, the scorer too"
     scored = [span for span in result.spans if span.activity == "score"]
     for change in takes:
@@ -85,7 +85,7 @@ def test_decisions_are_sentences_in_the_events(tmp_path):
 def test_a_policy_that_orders_what_cannot_be_ends_the_run_with_a_sentence():
     class Bad:
         def decide(self, state):
-            return Decision((Move(0, ("generate",), ("train",)),))
+            return Decision((RoleChange(0, ("generate",), ("train",)),))
 
     with pytest.raises(BadDecision, match="slot 0 holds train, not generate"):
         simulate(scenario(), Bad())

@@ -1,7 +1,7 @@
 """Train roles that wait at a point of a test's choice, so that a signal comes exactly there.
 
-    arm(folder, slot, "Move", "before")       the slot will stop there, once, for as long as it lives
-    reached(folder, slot, "Move", "before")   it has
+    arm(folder, slot, "TransferState", "before")       the slot will stop there, once, for as long as it lives
+    reached(folder, slot, "TransferState", "before")   it has
 
 "before" is when the command has arrived, "after" is when it is done and not yet answered. The folder is in the
 environment (`POINTS`), which slots inherit. To have a stopped slot found soon, they send heartbeats more often.
@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ductile.records import Change, StepReport, TrainProgress
+from ductile.records import ResizeOrder, StepReport, TrainProgress
 from ductile.roles import Place
 from ductile.slot import link
 from ductile.trainer.worker import TrainRole
@@ -23,14 +23,14 @@ from ductile.wire.messages import (
     ForwardBackwardDone,
     Freeze,
     Frozen,
-    Move,
-    Moved,
     OptimStep,
     Prepare,
     Readiness,
     Ready,
     Rollback,
+    StateTransferred,
     Stepped,
+    TransferState,
 )
 
 link.HEARTBEAT_INTERVAL_S = 0.1
@@ -61,7 +61,7 @@ class TrainEcho:
     """Answers as a train slot would, and has no state but a step."""
 
     def __init__(self, settings: dict[str, Any], place: Place) -> None:
-        self._has_state, self._step, self._change = not place.joining, 0, Change
+        self._has_state, self._step, self._change = not place.joining, 0, ResizeOrder
         self._slot = place.slot
 
     def handle(self, command: Any) -> Any:
@@ -79,9 +79,9 @@ class TrainEcho:
             case Freeze(with_gradient=with_gradient):
                 progress = TrainProgress(self._step, self._step, with_gradient) if self._has_state else None
                 return Frozen(b"plan", progress)
-            case Move(progress=progress):
+            case TransferState(progress=progress):
                 self._new_step = progress.step
-                return Moved({}, {}, 8, {"transfer": 0.0}, "nothing moved")
+                return StateTransferred({}, {}, 8, {"transfer": 0.0}, "nothing moved")
             case Commit():
                 self._has_state, self._step = self._slot in self._change.after.members, self._new_step
             case Rollback():

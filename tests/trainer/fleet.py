@@ -20,7 +20,7 @@ from typing import Any
 
 from ductile.core.batch.packing import pack
 from ductile.fabric import rendezvous
-from ductile.records import Change, Formation, Sample, StepReport, TrainProgress
+from ductile.records import Formation, ResizeOrder, Sample, StepReport, TrainProgress
 from ductile.roles import Place
 from ductile.trainer.worker import TrainRole
 from ductile.wire.messages import (
@@ -28,13 +28,13 @@ from ductile.wire.messages import (
     ForwardBackward,
     Freeze,
     Frozen,
-    Move,
-    Moved,
     OptimStep,
     Prepare,
     Ready,
     Rollback,
     Settle,
+    StateTransferred,
+    TransferState,
 )
 from tests.ranks import start, stop
 
@@ -143,11 +143,11 @@ class Fleet:
     def hold_joining(self, slots: Sequence[int]) -> None:
         self._hold(slots, joining=True)
 
-    def prepare_change(self, after: Formation) -> Change:
+    def prepare_change(self, after: Formation) -> ResizeOrder:
         self.epoch += 1
-        return Change(self.epoch, self.formation, after)
+        return ResizeOrder(self.epoch, self.formation, after)
 
-    def command(self, step: str, change: Change, progress: TrainProgress | None = None) -> Any:
+    def command(self, step: str, change: ResizeOrder, progress: TrainProgress | None = None) -> Any:
         match step:
             case "prepare":
                 return Prepare(change)
@@ -155,17 +155,17 @@ class Fleet:
                 return Freeze(change.epoch, self.with_gradient)
             case "move":
                 assert progress is not None
-                return Move(change.epoch, progress)
+                return TransferState(change.epoch, progress)
             case "commit":
                 return Commit(change.epoch)
             case "rollback":
                 return Rollback(change.epoch)
         return Settle(change.epoch)
 
-    def step(self, step: str, change: Change, progress: TrainProgress | None = None) -> dict[int, Any]:
+    def step(self, step: str, change: ResizeOrder, progress: TrainProgress | None = None) -> dict[int, Any]:
         return self.ask(dict.fromkeys(change.slots, self.command(step, change, progress)))
 
-    def until_ready(self, change: Change) -> None:
+    def until_ready(self, change: ResizeOrder) -> None:
         waiting = set(change.slots)
         deadline = time.monotonic() + DEADLINE_S
         while waiting:
@@ -174,7 +174,7 @@ class Fleet:
             waiting = {slot for slot, answer in said.items() if not answer.ready}
             time.sleep(0.002)
 
-    def total(self, change: Change, frozen: Mapping[int, Frozen]) -> TrainProgress:
+    def total(self, change: ResizeOrder, frozen: Mapping[int, Frozen]) -> TrainProgress:
         """All made the same plan; their sums are added up."""
         assert len({reply.plan_key for reply in frozen.values()}) == 1
         assert all(frozen[slot].progress is None for slot in change.joiners)
@@ -185,17 +185,17 @@ class Fleet:
                 sums[name] = sums.get(name, 0.0) + value
         return TrainProgress(each[0].step, each[0].num_updates, each[0].with_gradient, sums)
 
-    def roll_back(self, change: Change, slots: Iterable[int] | None = None) -> None:
+    def roll_back(self, change: ResizeOrder, slots: Iterable[int] | None = None) -> None:
         self.ask(dict.fromkeys(change.slots if slots is None else slots, Rollback(change.epoch)))
 
-    def resize(self, after: Formation, drop: bool = True) -> dict[int, Moved]:
+    def resize(self, after: Formation, drop: bool = True) -> dict[int, StateTransferred]:
         """A whole change. Slots that leave drop the role, or else keep it for when they join again."""
         change = self.prepare_change(after)
         self.hold_joining([slot for slot in change.joiners if slot not in self.idle])
         self.step("prepare", change)
         self.until_ready(change)
         progress = self.total(change, self.step("freeze", change))
-        moved: dict[int, Moved] = self.step("move", change, progress)
+        moved: dict[int, StateTransferred] = self.step("move", change, progress)
         for slot, reply in moved.items():
             assert reply.sent == {peer: other.received[slot] for peer, other in moved.items() if slot in other.received}
         self.step("commit", change)

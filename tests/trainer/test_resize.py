@@ -16,7 +16,7 @@ from ductile.records import Formation
 from ductile.trainer import prepare
 from ductile.trainer.state import named_gradient, named_state
 from ductile.trainer.worker import TrainRole
-from ductile.wire.messages import Commit, ForwardBackward, Freeze, Moved, Prepare, Publish, Withdraw
+from ductile.wire.messages import Commit, ForwardBackward, Freeze, Prepare, Publish, StateTransferred, Withdraw
 from tests.tiny import make_model_folder
 from tests.trainer.fleet import Fleet, SlotFailed
 from tests.trainer.naive import make_samples
@@ -83,7 +83,9 @@ def with_terms(settings: dict[str, Any], terms: dict[str, Any]) -> dict[str, Any
     return settings | {"resize": settings["resize"] | terms}
 
 
-def resize_and_compare(fleet: Fleet, before: Formation, after: Formation, with_gradient: bool) -> dict[int, Moved]:
+def resize_and_compare(
+    fleet: Fleet, before: Formation, after: Formation, with_gradient: bool
+) -> dict[int, StateTransferred]:
     fleet.hold(before.members)
     if before.replicas > 1:
         fleet.resize(before)

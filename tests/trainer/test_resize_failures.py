@@ -26,7 +26,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "freeze": (resize.Resize, "freeze"),
     "move: before anything": (resize.Resize, "move"),
     "move: in the middle": (modes.Shadow, "meanwhile"),
-    "move: before the vote": (resize, "Moved"),
+    "move: before the vote": (resize, "StateTransferred"),
     "commit": (resize.Resize, "commit"),
 }
 

@@ -21,20 +21,20 @@ from ductile.wire.messages import (
     Freeze,
     Heartbeat,
     Hold,
-    Move,
     Prepare,
     Ready,
     Rollback,
     Settle,
+    TransferState,
     Withdraw,
 )
-from ductile.wire.resize import ResizeResult, Terms, Transaction
+from ductile.wire.resize import ResizeOptions, ResizeResult, Transaction
 from ductile.wire.trainer import RemoteTrainer
 from tests.loop.doubles import clock
 from tests.wire.train_slots import TrainSlots, play, sample
 
 SEQ_LEN = 10
-STEPS = {"hold": Hold, "prepare": Prepare, "freeze": Freeze, "move": Move, "commit": Commit, "settle": Settle}
+STEPS = {"hold": Hold, "prepare": Prepare, "freeze": Freeze, "move": TransferState, "commit": Commit, "settle": Settle}
 
 
 class Stage:
@@ -45,7 +45,7 @@ class Stage:
         self.carrier = MemoryCarrier(dict.fromkeys(self.slots.slots, self.slots.answer))
         self.mailbox = Mailbox(self.carrier, clock)
         self.trainer = RemoteTrainer(self.mailbox, Formation(tuple(members)), timeout_s=100)
-        self.terms = Terms({}, "127.0.0.1:1", timeout_s=5, leave_s=50, keeps_old=keeps_old)
+        self.terms = ResizeOptions({}, "127.0.0.1:1", timeout_s=5, leave_s=50, keeps_old=keeps_old)
         self.killed: list[int] = []
         self._beating: list[asyncio.Task[None]] = []
 
@@ -90,14 +90,16 @@ def test_a_change_in_the_middle_of_a_batch():
         assert result.carrier == "memory, as there is nothing else"
         assert (result.slot_seconds, result.beside) == ({"transfer": 0.01, "plan": 0.02}, ("plan",))
         assert list(result.seconds) == ["hold", "prepare", "freeze", "move", "commit", "settle"]
-        assert result.pause_s == pytest.approx(4 * 0.01), "the answer to Prepare; Freeze, Move and Commit"
+        assert result.pause_s == pytest.approx(4 * 0.01), "the answer to Prepare; Freeze, TransferState and Commit"
         assert (stage.trainer.formation, stage.mailbox.epoch) == (Formation((1, 2, 3)), 1)
         assert not training.done()
         await training
         assert stage.slots.trained == [list(range(40))]
         assert stage.slots.wrong == []
         assert stage.with_role() == [1, 2, 3]
-        assert stage.sent(Freeze) == stage.sent(Move) == stage.sent(Commit) == stage.sent(Settle) == [0, 1, 2, 3]
+        assert (
+            stage.sent(Freeze) == stage.sent(TransferState) == stage.sent(Commit) == stage.sent(Settle) == [0, 1, 2, 3]
+        )
         assert stage.sent(Drop) == [0]
 
     play(story)
@@ -444,7 +446,7 @@ def test_an_answer_of_the_wrong_class_is_a_refusal(step: str, outcome: str):
 def test_without_the_old_state_a_change_that_moves_cannot_be_taken_back():
     async def story():
         stage = Stage([0, 1], keeps_old=False)
-        stage.carrier.fail(2, "death", on=Move)
+        stage.carrier.fail(2, "death", on=TransferState)
         with pytest.raises(SlotLost, match="slot 2 died, as asked; the old state was given up while it moved"):
             await stage.resize(1, 2)
 
@@ -454,7 +456,7 @@ def test_without_the_old_state_a_change_that_moves_cannot_be_taken_back():
 def test_a_slot_that_cannot_take_back_ends_the_trainer():
     async def story():
         stage = Stage([0, 1])
-        stage.carrier.fail(2, "death", on=Move)
+        stage.carrier.fail(2, "death", on=TransferState)
         stage.carrier.fail(1, "error", on=Rollback)
         with pytest.raises(SlotLost, match=r"slot 2 died, as asked; .*Rollback failed, as asked; slot 1 held 1 of 2"):
             await stage.resize(0, 2)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from ductile.records import Change, Formation, Manifest, Sample, StepReport, TrainProgress
+from ductile.records import Formation, Manifest, ResizeOrder, Sample, StepReport, TrainProgress
 from ductile.wire.messages import (
     Command,
     Commit,
@@ -21,8 +21,6 @@ from ductile.wire.messages import (
     Freeze,
     Frozen,
     Hold,
-    Move,
-    Moved,
     OptimStep,
     Prepare,
     Publish,
@@ -33,7 +31,9 @@ from ductile.wire.messages import (
     Rollback,
     Settle,
     SlotPhase,
+    StateTransferred,
     Stepped,
+    TransferState,
     Withdraw,
 )
 from tests.loop.doubles import run
@@ -67,11 +67,11 @@ class Slot:
     live: State | None = None
     """What it trains with."""
     new: State | None = None
-    """Between `Move` and `Commit`."""
+    """Between `TransferState` and `Commit`."""
     old: State | None = None
     """Between `Commit` and `Settle`."""
     holds: bool = False
-    change: Change | None = None
+    change: ResizeOrder | None = None
     asked_whether_ready: int = 0
     frozen: bool = False
     committed: bool = False
@@ -145,7 +145,7 @@ class TrainSlots:
                 self._expect(slot, epoch)
                 slot.frozen = True
                 return Frozen(b"other" if self.spoil.get(slot.number) == "plan" else b"plan", self._progress(slot))
-            case Move(epoch, progress):
+            case TransferState(epoch, progress):
                 return self._move(slot, epoch, progress)
             case Commit(epoch):
                 self._expect(slot, epoch)
@@ -170,7 +170,7 @@ class TrainSlots:
                 assert slot.holds, "does not hold the role"
         return Done()
 
-    def _expect(self, slot: Slot, epoch: int) -> Change:
+    def _expect(self, slot: Slot, epoch: int) -> ResizeOrder:
         assert slot.change is not None, "knows of no change"
         assert slot.change.epoch == epoch
         return slot.change
@@ -193,7 +193,7 @@ class TrainSlots:
             slot.new = State(change.after, progress.step, list(mine))
         told = {peer: peer + slot.number for peer in change.slots if peer != slot.number}
         sent = {peer: print_ + (self.spoil.get(slot.number) == "bytes") for peer, print_ in told.items()}
-        return Moved(sent, told, 1000, self.phases, "memory, as there is nothing else", self.beside)
+        return StateTransferred(sent, told, 1000, self.phases, "memory, as there is nothing else", self.beside)
 
     def _optim_step(self, slot: Slot) -> Reply:
         assert slot.live is not None, "has no state"

@@ -17,7 +17,7 @@ ACTIVITIES: dict[str, Activity] = {
     "Score": "score",
     **dict.fromkeys(("Publish", "Receive", "Withdraw", "SaveState", "LoadState", "ExportModel"), "publish"),
     **dict.fromkeys(("Hold", "Drop", "HandOff", "Forget", "Lend", "TakeBack"), "switch"),
-    **dict.fromkeys(("Prepare", "Ready", "Freeze", "Move", "Commit", "Rollback", "Settle"), "switch"),
+    **dict.fromkeys(("Prepare", "Ready", "Freeze", "TransferState", "Commit", "Rollback", "Settle"), "switch"),
 }
 
 

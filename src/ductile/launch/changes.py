@@ -13,9 +13,9 @@ from ductile.launch.control import Resized, RunFailed, TrainerSlots, Unfit
 from ductile.launch.local import LocalCluster
 from ductile.launch.processes import StartFailed
 from ductile.observe import Recorder
-from ductile.records import Change, Formation
+from ductile.records import Formation, ResizeOrder
 from ductile.roles import SlotLost
-from ductile.wire.resize import ResizeResult, Terms, Transaction, nobody_leaves
+from ductile.wire.resize import ResizeOptions, ResizeResult, Transaction, nobody_leaves
 from ductile.wire.trainer import RemoteTrainer
 
 NUM_KEPT = 20
@@ -28,7 +28,7 @@ class Changes:
         self,
         cluster: LocalCluster,
         trainer: RemoteTrainer,
-        terms: Terms,
+        terms: ResizeOptions,
         placement: Placement,
         record: Recorder,
         num_slots: int,
@@ -196,7 +196,7 @@ class Changes:
 
 def sentence_of(result: ResizeResult) -> str:
     """ "Trainer resized from slots 0-1 to slots 0-3 in 0.21 s: 412.0 MiB moved."."""
-    change: Change = result.change
+    change: ResizeOrder = result.change
     if result.outcome == "rolled_back":
         return f"Trainer stays on {describe(change.before)} and not {describe(change.after)}: {result.reason}."
     way = f"from {describe(change.before)} to {describe(change.after)}"

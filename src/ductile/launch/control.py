@@ -33,7 +33,7 @@ class Words(msgspec.Struct, forbid_unknown_fields=True):
     pass
 
 
-class Resize(Words, tag="resize"):
+class ResizeRequest(Words, tag="resize"):
     """Have the trainer go on with these slots, in the order that moves least of its state."""
 
     train: tuple[int, ...]
@@ -48,7 +48,7 @@ class Status(Words, tag="status"):
 class Request(Words):
     version: int
     token: str
-    ask: Resize | Status
+    ask: ResizeRequest | Status
 
 
 class TrainerSlots(Words):
@@ -146,7 +146,7 @@ class Run:
         Raises Unfit, or RunFailed when the run ended meanwhile, is in another resize, or does not answer in time.
         """
         try:
-            ask = msgspec.convert({"type": "resize", "train": list(train), "replicas": replicas}, Resize)
+            ask = msgspec.convert({"type": "resize", "train": list(train), "replicas": replicas}, ResizeRequest)
         except (TypeError, msgspec.ValidationError) as error:
             raise Unfit(
                 f"train is {train!r} and replicas {replicas!r}; write slots as numbers, such as range(4) or [0, 2, 5], "
@@ -157,7 +157,7 @@ class Run:
     def status(self, timeout_s: float = STATUS_S) -> RunStatus:
         return self._ask(Status(), RunStatus, timeout_s)
 
-    def _ask(self, ask: Resize | Status, expected: type[R], timeout_s: float) -> R:
+    def _ask(self, ask: ResizeRequest | Status, expected: type[R], timeout_s: float) -> R:
         if not (isfinite(timeout_s) and timeout_s > 0):
             raise Unfit(f"the timeout is {timeout_s:g} s; it must be above 0, and finite")
         host, port, token = self._where()

@@ -25,8 +25,8 @@ from ductile.launch.control import (
     VERSION,
     Answer,
     Request,
-    Resize,
     Resized,
+    ResizeRequest,
     RunFailed,
     RunStatus,
     Status,
@@ -41,7 +41,7 @@ MAX_SILENT = 16
 """Connections at most whose request has not come yet. For one more, the one that has been silent for longest is hung up
 on: a client that connects and says nothing keeps no other out."""
 
-Respond = Callable[[Resize | Status], Awaitable[Resized | RunStatus]]
+Respond = Callable[[ResizeRequest | Status], Awaitable[Resized | RunStatus]]
 
 
 class Endpoint:

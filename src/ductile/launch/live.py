@@ -5,7 +5,7 @@ import time
 
 from ductile.launch.activity import SlotActivity
 from ductile.launch.changes import Changes
-from ductile.launch.control import Resize, Resized, RunStatus, SlotStatus, Status, TrainerSlots, Unfit
+from ductile.launch.control import Resized, ResizeRequest, RunStatus, SlotStatus, Status, TrainerSlots, Unfit
 from ductile.launch.local import LocalCluster
 from ductile.launch.supervise import Session
 from ductile.wire.messages import Died, Event
@@ -29,14 +29,14 @@ class LiveRun:
         self._trainer, self._activity, self._changes, self._policy = trainer, activity, changes, policy
         cluster.mailbox.subscribe(self._on_event)
 
-    async def respond(self, ask: Resize | Status) -> Resized | RunStatus:
+    async def respond(self, ask: ResizeRequest | Status) -> Resized | RunStatus:
         """Raises Unfit or RunFailed."""
-        if isinstance(ask, Resize) and self._policy:
+        if isinstance(ask, ResizeRequest) and self._policy:
             raise Unfit(
                 f"the slots of this run are moved by its scheduler (cluster.auto_scheduler, policy {self._policy}), "
                 "which would take the change back. Start the run with auto_scheduler = false to resize it by hand"
             )
-        if isinstance(ask, Resize):
+        if isinstance(ask, ResizeRequest):
             return await self._changes.resize_to(ask.train, ask.replicas)
         return self.status()
 

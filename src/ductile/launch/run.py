@@ -41,7 +41,7 @@ from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.lending import Lender
 from ductile.wire.messages import RoleName
 from ductile.wire.remote import RemoteScorer, hold
-from ductile.wire.resize import Terms
+from ductile.wire.resize import ResizeOptions
 from ductile.wire.trainer import RemoteTrainer
 
 START_CANCEL_S = 8.0
@@ -185,7 +185,7 @@ async def _live(
     session: Session,
 ) -> AsyncIterator[Changes]:
     """Meanwhile the run answers `ductile status` and `ductile resize`. `trainer`: as the slots have it."""
-    terms = Terms(
+    terms = ResizeOptions(
         settings=trainer.model_dump(mode="json"),
         rendezvous=slots.cluster.rendezvous,
         timeout_s=trainer.resize.timeout_s,

@@ -20,7 +20,7 @@ from ductile.launch.activity import SlotActivity
 from ductile.launch.changes import Changes
 from ductile.launch.local import LocalCluster
 from ductile.launch.profiling import Profiler
-from ductile.launch.stage import LiveStage, Terms
+from ductile.launch.stage import ActuatorOptions, LiveStage
 from ductile.loop.compose import Prepared
 from ductile.loop.conductor import Conductor
 from ductile.loop.loop import Loop
@@ -79,7 +79,7 @@ class Scheduling:
             loop, crew.trainer, crew.generators, group_size=setting.group_size, steps_ahead=_bound(setting).ahead
         )
         stage = LiveStage(
-            Terms(
+            ActuatorOptions(
                 home=crew.home,
                 limits=setting.limits,
                 max_tokens=setting.max_tokens,

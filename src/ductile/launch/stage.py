@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from ductile.core.cluster.measured import CostModel, Once
-from ductile.core.cluster.orders import Handoff, Move
+from ductile.core.cluster.orders import Handoff, RoleChange
 from ductile.core.cluster.placement import SPELLED, Placement, Role
 from ductile.core.cluster.state import ClusterState, Limits, SlotState, TrainerState
 from ductile.launch.activity import Situation, SlotActivity
@@ -31,7 +31,7 @@ WAITING: frozenset[SlotPhase] = frozenset({"carrier", "groups"})
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class ActuatorOptions:
     """What does not change while the run is at work."""
 
     home: Placement
@@ -47,7 +47,7 @@ class Terms:
 class LiveStage:
     def __init__(
         self,
-        terms: Terms,
+        terms: ActuatorOptions,
         cluster: LocalCluster,
         changes: Changes,
         trainer: RemoteTrainer,
@@ -62,7 +62,7 @@ class LiveStage:
         self._terms, self._cluster, self._changes = terms, cluster, changes
         self._trainer, self._generators, self._scorer = trainer, generators, scorer
         self._monitor, self._measured, self._activity, self._clock = monitor, measured, activity, clock
-        self._moves: tuple[Move, ...] = ()
+        self._moves: tuple[RoleChange, ...] = ()
         self._held = False
         self._trained_in: int | None = None
         """The trainer's epoch at the latest micro-step."""
@@ -135,7 +135,7 @@ class LiveStage:
             self._trainer.hold_training(held)
             self._activity.look_again()
 
-    def changing(self, moves: Sequence[Move]) -> None:
+    def changing(self, moves: Sequence[RoleChange]) -> None:
         for move in self._moves:
             self._since_s[move.slot] = self.now_s
             self._generators.resume(move.slot)  # nothing happens unless it was to leave and is still there

@@ -27,11 +27,11 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ductile.core.cluster.orders import Decision, Handoff, Move, Policy, formation_after
+from ductile.core.cluster.orders import Decision, Handoff, Policy, RoleChange, formation_after
 from ductile.core.cluster.placement import Role
 from ductile.core.cluster.state import ClusterState
 from ductile.loop.asking import BadDecision, ask
-from ductile.loop.decisions import Change, DecisionLog
+from ductile.loop.decisions import DecisionLog, ExecutedDecision
 from ductile.loop.overlap import Pause, together
 from ductile.observe import Recorder
 from ductile.records import Formation
@@ -65,7 +65,7 @@ class Stage(Protocol):
         """While training is held, no micro-step begins."""
         ...
 
-    def changing(self, moves: Sequence[Move]) -> None:
+    def changing(self, moves: Sequence[RoleChange]) -> None:
         """These slots, and no others, change roles. A slot that is to generate no more gets no new requests."""
         ...
 
@@ -105,7 +105,7 @@ class Conductor:
     ) -> None:
         """otherwise: asked instead of a policy that has ordered what cannot be; None: that raises BadDecision."""
         self.num_changes = 0
-        self.changes: deque[Change] = deque(maxlen=KEPT)
+        self.changes: deque[ExecutedDecision] = deque(maxlen=KEPT)
         """The latest changes."""
         self.decide_s: deque[float] = deque(maxlen=KEPT)
         """Real seconds that each decision took the policy."""
@@ -224,7 +224,7 @@ class Conductor:
         """Carry the change out, and note what became of it. The loop does not wait for this task."""
         try:
             failures = await self._carry_out(state, decision, way)
-            self._note(Change(at_s, self._stage.now_s - at_s, decision, tuple(failures)))
+            self._note(ExecutedDecision(at_s, self._stage.now_s - at_s, decision, tuple(failures)))
         except Exception as error:
             self._fail(error)
         finally:
@@ -232,7 +232,7 @@ class Conductor:
             self._change = None
             self.notify()
 
-    def _note(self, change: Change) -> None:
+    def _note(self, change: ExecutedDecision) -> None:
         self.changes.append(change)
         self.num_changes += 1
         self._log.changed(change)

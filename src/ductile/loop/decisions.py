@@ -14,7 +14,7 @@ from ductile.observe import Recorder
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ExecutedDecision:
     """A decision as it was carried out."""
 
     at_s: float
@@ -43,7 +43,7 @@ class DecisionLog:
         if decision.orders or decision.reason or began:
             self._topic = topic
 
-    def changed(self, change: Change) -> None:
+    def changed(self, change: ExecutedDecision) -> None:
         """A change is at its end."""
         what = sentence(change.decision.moves or change.decision.handoffs)
         said = f"Done in {change.seconds:.2f} s: {what}."

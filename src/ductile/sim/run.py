@@ -11,7 +11,7 @@ from ductile.core.cluster.orders import Policy
 from ductile.core.cluster.staleness import StalenessBound
 from ductile.loop.buffer import Buffer
 from ductile.loop.conductor import Conductor
-from ductile.loop.decisions import Change
+from ductile.loop.decisions import ExecutedDecision
 from ductile.loop.episode import Episodes
 from ductile.loop.lessons import Lessons
 from ductile.loop.loop import Loop, RunSchedule
@@ -39,7 +39,7 @@ class Simulated:
     totals: Mapping[Activity, float]
     """Slot-seconds by activity; they add up to `wall_s * num_slots`."""
     idle: Mapping[IdleCause, float]
-    changes: tuple[Change, ...]
+    changes: tuple[ExecutedDecision, ...]
     spans: tuple[Span, ...]
     num_rollouts: int
     num_tokens: int

@@ -12,7 +12,7 @@ from math import fsum
 
 from ductile.core.cluster.cost import carriage
 from ductile.core.cluster.ledger import Activity, Ledger, idle_cause
-from ductile.core.cluster.orders import Handoff, Move
+from ductile.core.cluster.orders import Handoff, RoleChange
 from ductile.core.cluster.placement import SPELLED, Role
 from ductile.core.cluster.state import (
     IN_FLIGHT,
@@ -104,7 +104,7 @@ class Stage:
         (self.may_train.clear if held else self.may_train.set)()
         self.look_again()
 
-    def changing(self, moves: Sequence[Move]) -> None:
+    def changing(self, moves: Sequence[RoleChange]) -> None:
         changed, self._changing = self._changing, frozenset(move.slot for move in moves)
         self.since_s.update(dict.fromkeys(changed - self._changing, self.now_s))
         self._open({move.slot: "generate" in move.before and "generate" in move.after for move in moves})

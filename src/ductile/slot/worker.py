@@ -40,7 +40,6 @@ from ductile.wire.messages import (
     Hold,
     Lend,
     LoadState,
-    Move,
     OptimStep,
     Ping,
     Prepare,
@@ -57,12 +56,13 @@ from ductile.wire.messages import (
     Survey,
     Surveyed,
     TakeBack,
+    TransferState,
     Withdraw,
 )
 
 HANDLED_BY: dict[type[Any], RoleName] = {
     **dict.fromkeys((ForwardBackward, OptimStep, Publish, Withdraw, SaveState, LoadState, ExportModel), "train"),
-    **dict.fromkeys((Prepare, Ready, Freeze, Move, Commit, Rollback, Settle), "train"),
+    **dict.fromkeys((Prepare, Ready, Freeze, TransferState, Commit, Rollback, Settle), "train"),
     **dict.fromkeys((Generate, Abort, HandOff, Forget), "generate"),
     Score: "score",
 }

@@ -1,11 +1,11 @@
 """One change of the trainer's formation, as one slot goes through it (docs/resize.md).
 
-    Prepare    `ductile.trainer.prepare`                                                 beside training
-    Freeze     say which plan this slot made, and how far it is                          ┐
-    Move       make groups, where that may not be done beside training; fill the new     │
-               trainer's memory; what is no tensor comes in `TrainProgress`              ├ nothing trains
-    Commit     the new trainer is the trainer                                            ┘
-    Settle     destroy the old one                            or Rollback: destroy the new one
+    Prepare         `ductile.trainer.prepare`                                                 beside training
+    Freeze          say which plan this slot made, and how far it is                          ┐
+    TransferState   make groups, where that may not be done beside training; fill the new     │
+                    trainer's memory; what is no tensor comes in `TrainProgress`              ├ nothing trains
+    Commit          the new trainer is the trainer                                            ┘
+    Settle          destroy the old one                            or Rollback: destroy the new one
 
 Nothing here touches what the old trainer needs: its groups, its tensors and its connection to the store are its own. So
 whatever fails, and whoever dies, it can go on as long as its own members live. A step that needs others gives up after
@@ -25,19 +25,19 @@ from ductile.core.transfer.plan import Plan
 from ductile.fabric import transfer
 from ductile.fabric.memory import Memory
 from ductile.parallel.apply import Precision
-from ductile.records import Change, TrainProgress
+from ductile.records import ResizeOrder, TrainProgress
 from ductile.roles import Place
 from ductile.trainer.prepare import Connected, Preparation, ResizeFailed, Standing, fingerprints, timed
 from ductile.trainer.state import GRADIENT, StatePlans, named_gradient, named_state, parts_of, set_gradient
 from ductile.trainer.trainer import Trainer
-from ductile.wire.messages import Frozen, Moved, SlotPhase
+from ductile.wire.messages import Frozen, SlotPhase, StateTransferred
 
 
 class Resize:
     """The slot's main thread takes the five steps in their order, or `rollback` after any of them but `settle`."""
 
     def __init__(
-        self, change: Change, place: Place, config: TrainerConfig, plans: StatePlans, before: Standing | None
+        self, change: ResizeOrder, place: Place, config: TrainerConfig, plans: StatePlans, before: Standing | None
     ) -> None:
         """`before` is what the slot has now: None on a joining slot."""
         self.change = change
@@ -75,7 +75,7 @@ class Resize:
         self._plan = planned.plans[with_gradient]
         return Frozen(self._plan.key, progress)
 
-    def move(self, progress: TrainProgress) -> Moved:
+    def move(self, progress: TrainProgress) -> StateTransferred:
         """Fill the new trainer. Raises `TransferFailed` when bytes do not arrive, and after that the old one is whole,
         unless the state was streamed."""
         planned, plan = self._preparation.result(0.0), self._plan
@@ -88,7 +88,7 @@ class Resize:
         else:
             moved = self._shadow(connected, plan, progress, seconds)
         self._is_moved = True
-        return Moved(moved.sent, moved.received, moved.num_bytes, seconds, carrier, planned.beside)
+        return StateTransferred(moved.sent, moved.received, moved.num_bytes, seconds, carrier, planned.beside)
 
     def _shadow(
         self, connected: Connected, plan: Plan, progress: TrainProgress, seconds: dict[SlotPhase, float]

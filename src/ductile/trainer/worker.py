@@ -14,7 +14,7 @@ from ductile.fabric.groups import Groups
 from ductile.model.checkpoint import dtype_named, save_model, stored_dtype
 from ductile.parallel.ranks import Ranks
 from ductile.parallel.state import StateError
-from ductile.records import Change, Formation, StepReport
+from ductile.records import Formation, ResizeOrder, StepReport
 from ductile.roles import Place
 from ductile.tasks.tokenizer import Tokenizer
 from ductile.trainer import checkpoint
@@ -31,7 +31,6 @@ from ductile.wire.messages import (
     ForwardBackwardDone,
     Freeze,
     LoadState,
-    Move,
     OptimStep,
     Prepare,
     Publish,
@@ -42,6 +41,7 @@ from ductile.wire.messages import (
     SaveState,
     Settle,
     Stepped,
+    TransferState,
     Withdraw,
 )
 
@@ -103,7 +103,7 @@ class TrainRole:
                 return Readiness(self._change(epoch).is_ready)
             case Freeze(epoch=epoch, with_gradient=with_gradient):
                 return self._change(epoch).freeze(with_gradient)
-            case Move(epoch=epoch, progress=progress):
+            case TransferState(epoch=epoch, progress=progress):
                 return self._change(epoch).move(progress)
             case Commit(epoch=epoch):
                 self._standing = self._change(epoch).commit()
@@ -131,7 +131,7 @@ class TrainRole:
         if self._place.device.startswith("cuda"):
             torch.cuda.empty_cache()
 
-    def _prepare(self, change: Change) -> None:
+    def _prepare(self, change: ResizeOrder) -> None:
         if self._resize is not None and self._resize.is_committed:
             self._settle(self._resize)  # nobody takes back what came before the next change
         if self._resize is not None:

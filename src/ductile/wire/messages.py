@@ -11,11 +11,11 @@ import msgspec
 from ductile.core.layout.peak import Arithmetic
 from ductile.records import (
     CacheNote,
-    Change,
     GenerateRequest,
     Generation,
     Manifest,
     MicroBatch,
+    ResizeOrder,
     Sample,
     StepReport,
     TrainProgress,
@@ -116,7 +116,7 @@ class ExportModel(Message):
 
 # -- Commands: train, a resize (docs/resize.md) ------------------------------------------------------------------------
 #
-#     Prepare  ->  Freeze  ->  Move  ->  Commit  ->  Settle          or, after any of them but Settle, Rollback
+#     Prepare  ->  Freeze  ->  TransferState  ->  Commit  ->  Settle      or, after any of them but Settle, Rollback
 #
 # Each goes to all slots of both formations, and the next one only when all have answered the one before; `Freeze` only
 # when all are `Ready`, or it would wait for them. Until `Settle` every slot still has what it had, so that a
@@ -127,7 +127,7 @@ class Prepare(Message):
     """Get ready for a change while training goes on: groups, skeleton, buffers, plan. Answered by `Done` at once: the
     slot prepares in the background, and says when it is asked whether it is `Ready`."""
 
-    change: Change
+    change: ResizeOrder
 
 
 class Ready(Message):
@@ -143,8 +143,9 @@ class Freeze(Message):
     with_gradient: bool
 
 
-class Move(Message):
-    """Carry the plan out. Answered by `Moved`, which is this slot's vote for the change; `Failed` is one against it."""
+class TransferState(Message):
+    """Carry the plan out. Answered by `StateTransferred`, which is this slot's vote for the change; `Failed` is one
+    against it."""
 
     epoch: int
     progress: TrainProgress
@@ -278,7 +279,7 @@ SlotPhase = Literal["carrier", "plan", "groups", "build", "load", "bind", "trans
 """A phase of a slot's work for a resize."""
 
 
-class Moved(Message):
+class StateTransferred(Message):
     sent: dict[int, int]
     """64-bit fingerprint of all that went to each peer, by slot. It must be what the peer says in `received`."""
     received: dict[int, int]
@@ -357,12 +358,12 @@ class Died(Message):
 Command = (
     Hold | Drop | Ping | Stop | Survey
     | ForwardBackward | OptimStep | Publish | Withdraw | SaveState | LoadState | ExportModel
-    | Prepare | Ready | Freeze | Move | Commit | Rollback | Settle
+    | Prepare | Ready | Freeze | TransferState | Commit | Rollback | Settle
     | Generate | Abort | HandOff | Forget | Lend | TakeBack | Receive | Score
 )  # fmt: skip
 Reply = (
     Done | Failed | Surveyed
-    | ForwardBackwardDone | Stepped | Readiness | Frozen | Moved | Published | Scores | HandedOff
+    | ForwardBackwardDone | Stepped | Readiness | Frozen | StateTransferred | Published | Scores | HandedOff
 )  # fmt: skip
 Event = Hello | Heartbeat | Finished | EngineStats | Died
 

@@ -5,7 +5,7 @@
                                                                prepare beside what they do, and are asked meanwhile
                                                                whether they are ready
     Freeze          all say their plan's key and progress      ┐
-    Move            all say what they sent and received        ├ the pause, at a boundary
+    TransferState   all say what they sent and received        ├ the pause, at a boundary
     Commit          the new state is the state                 ┘
     Settle          memory for taking back is freed            training goes on
     Drop            slots that left give the role up           training goes on
@@ -32,7 +32,7 @@ from ductile.core.cluster.membership import (
     judge,
     total,
 )
-from ductile.records import Change, Formation
+from ductile.records import Formation, ResizeOrder
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.fanout import AFTER_FAILURE_S
 from ductile.wire.finish import finish
@@ -45,8 +45,6 @@ from ductile.wire.messages import (
     Freeze,
     Frozen,
     Hold,
-    Move,
-    Moved,
     Prepare,
     Readiness,
     Ready,
@@ -54,6 +52,8 @@ from ductile.wire.messages import (
     Rollback,
     Settle,
     SlotPhase,
+    StateTransferred,
+    TransferState,
 )
 from ductile.wire.trainer import RemoteTrainer
 
@@ -74,7 +74,7 @@ R = TypeVar("R", bound=Reply)
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class ResizeOptions:
     """What a change needs to know besides the slots."""
 
     settings: Mapping[str, object]
@@ -95,7 +95,7 @@ class Terms:
 class ResizeResult:
     """What became of a change."""
 
-    change: Change
+    change: ResizeOrder
     outcome: Literal["resized", "rolled_back"]
     reason: str
     """Why it was rolled back; "" when it was not."""
@@ -133,7 +133,7 @@ class Transaction:
         mailbox: Mailbox,
         trainer: RemoteTrainer,
         after: Formation,
-        terms: Terms,
+        terms: ResizeOptions,
         kill: Callable[[int, str], None],
         clock: Callable[[], float] = time.perf_counter,
         leave: Callable[[], Awaitable[None]] = nobody_leaves,
@@ -144,12 +144,12 @@ class Transaction:
         self._leave = leave
         # Every change has a number of its own, and every command from now on carries it.
         mailbox.epoch += 1
-        self.change = Change(mailbox.epoch, trainer.formation, after)
+        self.change = ResizeOrder(mailbox.epoch, trainer.formation, after)
         self.phase: Phase = "hold"
         """The step that is under way, or was the last."""
         self._seconds: dict[str, float] = {}
         self._pause_s = 0.0
-        self._moved: dict[int, Moved] = {}
+        self._moved: dict[int, StateTransferred] = {}
         self._holding = set(self.change.before.members)
         """Slots that are known to hold the role."""
 
@@ -238,7 +238,7 @@ class Transaction:
         if missing := sorted(set(change.before.members).difference(progress)):
             complaint = complaint or f"slot {missing[0]} does not say how far it is"
         self._complain("freeze", complaint or complaint_about_progress(progress))
-        self._moved = await self._step("move", Move(change.epoch, total(progress)), Moved)
+        self._moved = await self._step("move", TransferState(change.epoch, total(progress)), StateTransferred)
         sent = {slot: reply.sent for slot, reply in self._moved.items()}
         received = {slot: reply.received for slot, reply in self._moved.items()}
         self._complain("move", complaint_about_bytes(sent, received))

@@ -13,9 +13,9 @@ from ductile.core.cluster.membership import (
     judge,
     total,
 )
-from ductile.records import Change, Formation, TrainProgress
+from ductile.records import Formation, ResizeOrder, TrainProgress
 
-GROW = Change(5, Formation((0, 1)), Formation((1, 2, 3)))
+GROW = ResizeOrder(5, Formation((0, 1)), Formation((1, 2, 3)))
 """0 leaves, 1 stays, 2 and 3 join."""
 
 
@@ -56,9 +56,9 @@ def test_a_change_that_gives_the_old_state_up_on_its_way_cannot_be_taken_back(ph
 
 
 def test_a_trainer_on_one_slot_or_in_copies_says_what_was_lost():
-    alone = Change(1, Formation((0,)), Formation((0, 1)))
+    alone = ResizeOrder(1, Formation((0,)), Formation((0, 1)))
     assert judge("move", alone, {0: "it died"}, {}).reason == "it died; slot 0 held all of the trainer's state"
-    copies = Change(1, Formation((0, 1, 2, 3), 2), Formation((0, 1)))
+    copies = ResizeOrder(1, Formation((0, 1, 2, 3), 2), Formation((0, 1)))
     assert "slot 3 held 1 of 2 parts" in judge("move", copies, {3: "it died"}, {}).reason
 
 
@@ -73,7 +73,7 @@ FORMATIONS = st.lists(st.integers(0, 6), min_size=1, unique=True).map(lambda mem
     failed=st.sets(st.integers(0, 6)),
 )
 def test_a_formation_goes_on_only_when_all_its_slots_can(phase: Phase, before, after, dead: set, failed: set):
-    change = Change(1, before, after)
+    change = ResizeOrder(1, before, after)
     dead, failed = dead & set(change.slots), (failed & set(change.slots)) - dead
     verdict = judge(phase, change, dict.fromkeys(dead, "dead"), dict.fromkeys(failed, "failed")).verdict
     old_is_whole, new_is_whole = not dead & set(before.members), not (dead | failed) & set(after.members)

@@ -1,7 +1,7 @@
 import pytest
 
 from ductile.core.cluster.handoff import change, hand_off, remaining_tokens
-from ductile.core.cluster.orders import Decision, Handoff, Move, complaints, formation_after
+from ductile.core.cluster.orders import Decision, Handoff, RoleChange, complaints, formation_after
 from ductile.core.cluster.state import Lengths, Limits
 from ductile.records import Formation
 from tests.core.cluster.scenes import scene
@@ -12,14 +12,17 @@ GENERATE, TRAIN = ("generate",), ("train",)
 @pytest.mark.parametrize(
     ("orders", "sentence"),
     [
-        ([Move(9, GENERATE, TRAIN)], "there is no slot 9"),
-        ([Move(2, TRAIN, GENERATE)], "slot 2 holds generate, not train"),
-        ([Move(2, GENERATE, GENERATE)], "slot 2 holds generate already"),
-        ([Move(5, GENERATE, ())], "slot 5 is not ready"),
-        ([Move(3, GENERATE, TRAIN), Move(3, GENERATE, ())], "slot 3 is moved 2 times"),
-        ([Move(2, GENERATE, TRAIN)], "rollout 2/0 would be left behind on slot 2"),
-        ([Move(0, TRAIN, GENERATE), Move(1, TRAIN, GENERATE)], "0 slots would train, and 1 is the least"),
-        ([Move(0, TRAIN, ("train", "generate"))], "slot 0 has no memory for a generator beside the trainer's state"),
+        ([RoleChange(9, GENERATE, TRAIN)], "there is no slot 9"),
+        ([RoleChange(2, TRAIN, GENERATE)], "slot 2 holds generate, not train"),
+        ([RoleChange(2, GENERATE, GENERATE)], "slot 2 holds generate already"),
+        ([RoleChange(5, GENERATE, ())], "slot 5 is not ready"),
+        ([RoleChange(3, GENERATE, TRAIN), RoleChange(3, GENERATE, ())], "slot 3 is moved 2 times"),
+        ([RoleChange(2, GENERATE, TRAIN)], "rollout 2/0 would be left behind on slot 2"),
+        ([RoleChange(0, TRAIN, GENERATE), RoleChange(1, TRAIN, GENERATE)], "0 slots would train, and 1 is the least"),
+        (
+            [RoleChange(0, TRAIN, ("train", "generate"))],
+            "slot 0 has no memory for a generator beside the trainer's state",
+        ),
         ([Handoff("2/0", 3, 4)], "rollout 2/0 is not on slot 3"),
         ([Handoff("2/0", 2, 0)], "rollout 2/0 cannot go to slot 0, which does not generate afterwards"),
         ([Handoff("2/0", 2, 3), Handoff("2/0", 2, 4)], "a rollout is handed off twice"),
@@ -32,20 +35,22 @@ def test_a_decision_with_a_bug_is_refused_with_a_sentence(orders, sentence):
 
 def test_the_trainers_slots_do_not_change_inside_a_micro_step():
     state = scene(at_boundary=False)
-    assert complaints(state, Decision((Move(2, GENERATE, TRAIN),))) == [
+    assert complaints(state, Decision((RoleChange(2, GENERATE, TRAIN),))) == [
         "the trainer is in a micro-step: its slots change between two"
     ]
 
 
 def test_generators_may_all_go_when_there_is_nothing_to_generate():
-    moves = tuple(Move(slot, GENERATE, TRAIN) for slot in (2, 3, 4, 5))
+    moves = tuple(RoleChange(slot, GENERATE, TRAIN) for slot in (2, 3, 4, 5))
     assert complaints(scene(), Decision(moves)) == []
     assert complaints(scene(to_start=1), Decision(moves)) == ["0 slots would generate, and 1 is the least"]
 
 
 def test_who_stays_in_the_formation_keeps_its_place():
     state = scene()
-    decision = Decision((Move(0, TRAIN, GENERATE), Move(4, GENERATE, TRAIN), Move(3, GENERATE, TRAIN)))
+    decision = Decision(
+        (RoleChange(0, TRAIN, GENERATE), RoleChange(4, GENERATE, TRAIN), RoleChange(3, GENERATE, TRAIN))
+    )
     assert formation_after(state, decision) == Formation((1, 3, 4))
 
 

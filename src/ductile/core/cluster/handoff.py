@@ -11,7 +11,7 @@ import numpy as np
 
 from ductile.core.cluster.cost import carriage
 from ductile.core.cluster.lengths import Survival, survival
-from ductile.core.cluster.orders import Handoff, Move, Order
+from ductile.core.cluster.orders import Handoff, Order, RoleChange
 from ductile.core.cluster.placement import Role, many, slots_of
 from ductile.core.cluster.state import ClusterState, Unfinished
 
@@ -116,7 +116,7 @@ def change(
     where they stay generators. None: all that generate.
     """
     before = {slot.slot: slot.roles for slot in state.slots}
-    moves = [Move(slot, before[slot], after) for slot, after in sorted(roles.items()) if before[slot] != after]
+    moves = [RoleChange(slot, before[slot], after) for slot, after in sorted(roles.items()) if before[slot] != after]
     after = before | {move.slot: move.after for move in moves}
     receivers = [slot for slot in before if "generate" in after[slot]]
     leaving = {slot for slot in before if "generate" in before[slot] and "generate" not in after[slot]}

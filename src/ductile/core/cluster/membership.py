@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ductile.core.cluster.placement import many, slots_of
-from ductile.records import Change, Formation, TrainProgress
+from ductile.records import Formation, ResizeOrder, TrainProgress
 
 Phase = Literal["hold", "prepare", "freeze", "move", "commit", "settle", "rollback"]
 """Step of a resize, whose answers are to be judged."""
@@ -34,7 +34,7 @@ PROCEED = Ruling("proceed", "")
 
 
 def judge(
-    phase: Phase, change: Change, dead: Mapping[int, str], failed: Mapping[int, str], keeps_old: bool = True
+    phase: Phase, change: ResizeOrder, dead: Mapping[int, str], failed: Mapping[int, str], keeps_old: bool = True
 ) -> Ruling:
     """How to go on after a step of the transaction.
 

@@ -16,7 +16,7 @@ from ductile.records import Formation
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class RoleChange:
     """The slot holds `before`, and is to hold `after`."""
 
     slot: int
@@ -35,8 +35,10 @@ class Handoff:
     """Whether the rollout's cache travels too; otherwise the target prefills its context again."""
 
 
-Order = Move | Handoff
-ORDERS = 'Move(slot, before, after), whose roles are tuples like ("train", "generate"), or Handoff(id, source, target)'
+Order = RoleChange | Handoff
+ORDERS = (
+    'RoleChange(slot, before, after), whose roles are tuples like ("train", "generate"), or Handoff(id, source, target)'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,8 @@ class Decision:
     Empty: the reason itself is the topic."""
 
     @property
-    def moves(self) -> tuple[Move, ...]:
-        return tuple(order for order in self.orders if isinstance(order, Move))
+    def moves(self) -> tuple[RoleChange, ...]:
+        return tuple(order for order in self.orders if isinstance(order, RoleChange))
 
     @property
     def handoffs(self) -> tuple[Handoff, ...]:
@@ -129,7 +131,7 @@ def malformed(answer: object) -> str:
 
 def _is_order(order: object) -> bool:
     match order:
-        case Move(before=tuple(), after=tuple()):
+        case RoleChange(before=tuple(), after=tuple()):
             return {*order.before, *order.after} <= SPELLED.keys()
         case _:
             return isinstance(order, Handoff)
@@ -196,7 +198,7 @@ def sentence(orders: Iterable[Order], *further: str) -> str:
     kinds: dict[tuple[str, str], list[int]] = {}
     handoffs: list[Handoff] = []
     for order in orders:
-        if isinstance(order, Move):
+        if isinstance(order, RoleChange):
             kinds.setdefault((spelled(order.before), spelled(order.after)), []).append(order.slot)
         else:
             handoffs.append(order)

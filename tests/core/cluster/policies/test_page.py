@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ductile.core.cluster.orders import Decision, Handoff, Move, Prediction, complaints, roles_after
+from ductile.core.cluster.orders import Decision, Handoff, Prediction, RoleChange, complaints, roles_after
 from ductile.core.cluster.state import BatchProgress, ClusterState, Lengths, Limits, SlotState, TrainerState, Unfinished
 from ductile.sim.run import simulate
 from tests.core.cluster.scenes import scene
@@ -50,7 +50,7 @@ def test_a_whole_run_with_it():
         Limits,
         Lengths,
         Decision,
-        Move,
+        RoleChange,
         Handoff,
         Prediction,
     ],
