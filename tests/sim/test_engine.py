@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from ductile.core.cluster.cost import DecodeSpeed
 from ductile.records import GenerateRequest, Sampling
 from ductile.sim.clock import now_s, run
-from ductile.sim.engine import Engine, Flight
+from ductile.sim.engine import SimulatedEngine, SimulatedRequest
 
 
 def flight(name, num_tokens, prompt_tokens=10):
     arrival = asyncio.get_running_loop().create_future()
-    return Flight(GenerateRequest(name, (1,), Sampling()), prompt_tokens, num_tokens, 0.0, arrival)
+    return SimulatedRequest(GenerateRequest(name, (1,), Sampling()), prompt_tokens, num_tokens, 0.0, arrival)
 
 
 def simulated(decode, max_num_seqs, arrivals):
@@ -29,7 +29,7 @@ def simulated(decode, max_num_seqs, arrivals):
             if len(ends) == len(arrivals):
                 all_done.set()
 
-        engine = Engine(0, decode, max_num_seqs, on_done)
+        engine = SimulatedEngine(0, decode, max_num_seqs, on_done)
         for number, (at_s, tokens) in enumerate(arrivals):
             await asyncio.sleep(at_s - now_s())
             engine.add(flight(str(number), tokens))
@@ -77,7 +77,7 @@ def test_it_ends_where_decoding_token_by_token_ends(seed, count, max_num_seqs, p
 def test_who_is_taken_away_keeps_what_it_has_and_the_others_go_faster():
     async def work():
         done = []
-        engine = Engine(0, DecodeSpeed(0.01, 0.01), 8, lambda slot, flights: done.extend(flights))
+        engine = SimulatedEngine(0, DecodeSpeed(0.01, 0.01), 8, lambda slot, flights: done.extend(flights))
         engine.add(flight("stays", 100))
         engine.add(flight("goes", 100))
         await asyncio.sleep(0.03 * 50)
@@ -94,7 +94,7 @@ def test_a_stall_stops_everybody_for_that_long():
 
     async def work():
         done = asyncio.Event()
-        engine = Engine(0, DecodeSpeed(0.01), 8, lambda slot, flights: done.set())
+        engine = SimulatedEngine(0, DecodeSpeed(0.01), 8, lambda slot, flights: done.set())
         engine.add(flight("a", 100))
         await asyncio.sleep(0.5)
         engine.stall(2.0)

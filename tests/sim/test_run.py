@@ -13,7 +13,7 @@ from ductile.loop.asking import BadDecision
 from ductile.observe import read_jsonl
 from ductile.sim.arms import run_arms
 from ductile.sim.command import main
-from ductile.sim.loads import Loads
+from ductile.sim.loads import SimulatedLoads
 from ductile.sim.run import simulate
 from ductile.sim.timeline import causes, gantt, svg
 from tests.sim.scenarios import scenario
@@ -188,7 +188,7 @@ def test_prompts_are_computed_however_fast_caches_travel():
 @pytest.mark.parametrize(("cache_block", "together"), [(1, True), (14, True), (16, False), (0, False)])
 def test_siblings_go_together_where_the_simulated_cache_shares_their_prompt(cache_block, together):
     """Of 14 tokens."""
-    loads = Loads(cache_block)
+    loads = SimulatedLoads(cache_block)
     for slot in (1, 2):
         loads.open(slot)
     loads.add(loads.route("g", 14).slot, "g", 50.0)

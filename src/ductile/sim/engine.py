@@ -21,8 +21,8 @@ HAIR = 1e-6
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
-    """One request in flight, wherever it is."""
+class SimulatedRequest:
+    """One simulated request in flight, wherever it is."""
 
     request: GenerateRequest
     prompt_tokens: int
@@ -39,24 +39,24 @@ class Flight:
     """(tokens so far, version) for each weight version that the completion was sampled from."""
 
 
-class Engine:
+class SimulatedEngine:
     def __init__(
-        self, slot: int, decode: DecodeSpeed, max_num_seqs: int, on_done: Callable[[int, list[Flight]], None]
+        self, slot: int, decode: DecodeSpeed, max_num_seqs: int, on_done: Callable[[int, list[SimulatedRequest]], None]
     ) -> None:
         """on_done(slot, flights): these are finished."""
         self.slot = slot
-        self.flights: dict[str, Flight] = {}
+        self.flights: dict[str, SimulatedRequest] = {}
         self._decode, self._max_num_seqs, self._on_done = decode, max_num_seqs, on_done
         self._loop = asyncio.get_running_loop()
-        self._waiting: deque[Flight] = deque()
-        self._ends: list[tuple[float, int, Flight]] = []
+        self._waiting: deque[SimulatedRequest] = deque()
+        self._ends: list[tuple[float, int, SimulatedRequest]] = []
         self._count = 0
         self._progress = self._context = 0.0
         self._at_s = self._paused_until_s = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
         self._touched = False
 
-    def add(self, flight: Flight) -> None:
+    def add(self, flight: SimulatedRequest) -> None:
         self.flights[flight.request.id] = flight
         self._settle()
         if len(self._ends) < self._max_num_seqs:
@@ -65,7 +65,7 @@ class Engine:
             self._waiting.append(flight)
         self._touch()
 
-    def remove(self, name: str) -> Flight:
+    def remove(self, name: str) -> SimulatedRequest:
         """Take a request away, with the tokens that it has so far."""
         flight = self.flights.pop(name)
         self._settle()
@@ -86,11 +86,11 @@ class Engine:
         self._paused_until_s = max(self._loop.time(), self._paused_until_s) + seconds
         self._touch()
 
-    def generated(self, flight: Flight) -> float:
+    def generated(self, flight: SimulatedRequest) -> float:
         """Tokens so far, as of `settle`."""
         return flight.generated if flight.joined_at is None else self._progress - flight.joined_at
 
-    def tokens(self, flight: Flight) -> int:
+    def tokens(self, flight: SimulatedRequest) -> int:
         """Whole tokens so far; one that rounding has left a hair before its end is there."""
         return int(self.generated(flight) + HAIR)
 
@@ -104,7 +104,7 @@ class Engine:
         for _, _, flight in self._ends:
             flight.flips.append((round(self.generated(flight)), version))
 
-    def _join(self, flight: Flight) -> None:
+    def _join(self, flight: SimulatedRequest) -> None:
         self._paused_until_s = max(self._loop.time(), self._paused_until_s) + flight.prefill_s
         flight.joined_at = self._progress - flight.generated
         self._context += flight.prompt_tokens + flight.generated
@@ -160,7 +160,7 @@ class Engine:
             return  # something changed at this very instant: `_arm` reckons anew
         self._at_s = self._loop.time()
         self._advance(self._ends[0][0] - self._progress)
-        done: list[Flight] = []
+        done: list[SimulatedRequest] = []
         while self._ends and self._ends[0][0] <= self._progress + HAIR:
             flight = heapq.heappop(self._ends)[2]
             flight.generated, flight.joined_at = flight.num_tokens, None

@@ -6,7 +6,7 @@ from collections import Counter
 from ductile.core.cluster.routing import GeneratorLoad, Route, route
 
 
-class Loads:
+class SimulatedLoads:
     def __init__(self, block_tokens: int) -> None:
         """block_tokens: as `core.cluster.routing.route` has it."""
         self._block_tokens = block_tokens

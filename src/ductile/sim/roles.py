@@ -11,7 +11,7 @@ from typing import Literal
 from ductile.core.cluster.routing import predicted_tokens
 from ductile.loop.conductor import Conductor
 from ductile.records import GenerateRequest, Generation, Manifest, Sample, StepReport
-from ductile.sim.engine import Flight
+from ductile.sim.engine import SimulatedRequest
 from ductile.sim.stage import Stage
 
 
@@ -28,7 +28,7 @@ class SimGenerators:
     async def generate(self, request: GenerateRequest) -> Generation:
         stage, scenario = self._stage, self._stage.scenario
         mean = self._finished_tokens / self._num_finished if self._num_finished else None
-        flight = Flight(
+        flight = SimulatedRequest(
             request,
             prompt_tokens=scenario.work.prompt_tokens,
             num_tokens=scenario.work.length(request.group, request.id),
@@ -63,7 +63,7 @@ class SimGenerators:
             engine.flip(manifest.version)
         stage.look_again()
 
-    def _land(self, flights: Sequence[Flight]) -> None:
+    def _land(self, flights: Sequence[SimulatedRequest]) -> None:
         for flight in flights:
             self._num_finished += 1
             self._finished_tokens += flight.num_tokens
@@ -161,7 +161,7 @@ def _row(lengths: Sequence[int], num_slots: int, seq_len: int) -> tuple[list[int
     return done, [], max(slots)
 
 
-def _versions(flight: Flight, num_blocks: int, block_tokens: int) -> tuple[int, ...]:
+def _versions(flight: SimulatedRequest, num_blocks: int, block_tokens: int) -> tuple[int, ...]:
     """The weight version of each block."""
     if len(flight.flips) == 1:
         return (flight.flips[0][1],) * num_blocks

@@ -24,8 +24,8 @@ from ductile.core.cluster.state import (
     Unfinished,
 )
 from ductile.records import Formation
-from ductile.sim.engine import Engine, Flight
-from ductile.sim.loads import Loads
+from ductile.sim.engine import SimulatedEngine, SimulatedRequest
+from ductile.sim.loads import SimulatedLoads
 from ductile.sim.scenario import Scenario
 
 DOING: tuple[Activity, ...] = ("switch", "publish", "train", "score")
@@ -62,20 +62,21 @@ class Stage:
         """Rollouts since the run began."""
         self.trained_tokens = 0
         self.step_s: list[float] = []
-        self.on_finished: Callable[[list[Flight]], None] = lambda flights: None
+        self.on_finished: Callable[[list[SimulatedRequest]], None] = lambda flights: None
         self.on_capacity: Callable[[], None] = lambda: None
         """Called when slots begin or cease to take requests."""
-        self._loads = Loads(scenario.cache_block)
+        self._loads = SimulatedLoads(scenario.cache_block)
         self._generates = asyncio.Event()
         self._doing: dict[Activity, Counter[int]] = {activity: Counter() for activity in DOING}
         self._groups: dict[str, _Group] = {}
         self._ready = self._ready_tokens = self._to_score = self._to_score_tokens = 0
         self._ended: deque[int] = deque(maxlen=SEEN)
         self._cut: deque[int] = deque(maxlen=SEEN)
-        self._in_the_air: dict[str, Flight] = {}
+        self._in_the_air: dict[str, SimulatedRequest] = {}
         self._facts = (False, False, False)
         self.engines = {
-            slot: Engine(slot, scenario.speeds.decode, scenario.limits.max_num_seqs, self._on_done) for slot in slots
+            slot: SimulatedEngine(slot, scenario.speeds.decode, scenario.limits.max_num_seqs, self._on_done)
+            for slot in slots
         }
         for slot in slots:
             ledger.open(slot, self.now_s)
@@ -210,14 +211,14 @@ class Stage:
 
     # -- what becomes of rollouts
 
-    async def start(self, flight: Flight) -> None:
+    async def start(self, flight: SimulatedRequest) -> None:
         """Send the request where there is the least to do; waits while no slot generates."""
         while not self._loads:
             await self._generates.wait()
         self.started += 1
         self._put(flight, self._loads.route(flight.request.group, flight.prompt_tokens).slot)
 
-    def abort(self, flight: Flight) -> None:
+    def abort(self, flight: SimulatedRequest) -> None:
         name = flight.request.id
         if self._in_the_air.pop(name, None):
             self.started -= 1
@@ -226,13 +227,13 @@ class Stage:
                 self._take(name, slot)
                 self.started -= 1
 
-    def _take(self, name: str, slot: int) -> Flight:
+    def _take(self, name: str, slot: int) -> SimulatedRequest:
         flight = self.engines[slot].remove(name)
         self._loads.remove(slot, flight.request.group, flight.predicted_tokens)
         self.refresh(slot)
         return flight
 
-    def _put(self, flight: Flight, slot: int) -> None:
+    def _put(self, flight: SimulatedRequest, slot: int) -> None:
         scenario = self.scenario
         context = flight.prompt_tokens + flight.generated
         if not flight.generated and scenario.cache_block and self._loads.siblings(flight.request.group, slot):
@@ -246,7 +247,7 @@ class Stage:
         self.refresh(slot)
         self.look_again()
 
-    def _on_done(self, slot: int, flights: list[Flight]) -> None:
+    def _on_done(self, slot: int, flights: list[SimulatedRequest]) -> None:
         scenario = self.scenario
         for flight in flights:
             self.finished += 1

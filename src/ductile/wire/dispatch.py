@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from ductile.roles import Late, Refused, SlotLost
-from ductile.wire.flights import Flight
+from ductile.wire.flights import InFlight
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Abort, Generate
 
@@ -19,16 +19,16 @@ T = TypeVar("T")
 class Dispatch:
     def __init__(self, mailbox: Mailbox, timeout_s: float) -> None:
         self._mailbox, self._timeout_s = mailbox, timeout_s
-        self._outgoing: list[Flight] = []
+        self._outgoing: list[InFlight] = []
         self._aborting: list[tuple[int, str]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def send(self, flight: Flight) -> None:
+    def send(self, flight: InFlight) -> None:
         """Send a request to the slot that it is at when the event loop turns. If that fails, the request fails."""
         self._outgoing.append(flight)
         self._send_soon()
 
-    def abort(self, flight: Flight) -> None:
+    def abort(self, flight: InFlight) -> None:
         """Abort a request that its caller does not wait for any more."""
         if flight in self._outgoing:
             self._outgoing.remove(flight)
@@ -59,7 +59,7 @@ class Dispatch:
         with suppress(SlotLost, Late, Refused):  # these requests are not waited for any more
             await self._mailbox.ask(slot, Abort(tuple(names)), self._timeout_s)
 
-    async def _tell_generate(self, slot: int, flights: Sequence[Flight]) -> None:
+    async def _tell_generate(self, slot: int, flights: Sequence[InFlight]) -> None:
         try:
             await self._mailbox.ask(slot, Generate(tuple(flight.on_wire for flight in flights)), self._timeout_s)
         except (SlotLost, Late, Refused) as error:

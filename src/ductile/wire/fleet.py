@@ -17,7 +17,7 @@ from ductile.records import GenerateRequest, Generation, Manifest
 from ductile.roles import Late, SlotLost
 from ductile.wire.dispatch import Dispatch
 from ductile.wire.finish import finish
-from ductile.wire.flights import Flight, Flights
+from ductile.wire.flights import Flights, InFlight
 from ductile.wire.handover import HandoffResult, Handover
 from ductile.wire.lending import Lender
 from ductile.wire.mailbox import Mailbox
@@ -137,13 +137,13 @@ class RemoteGenerators:
         """Predicted work that each slot still has."""
         return self._flights.loads(self.slots)
 
-    async def _take_off(self, flight: Flight) -> None:
+    async def _take_off(self, flight: InFlight) -> None:
         slots = await self._roster.some(f"request {flight.name}")
         request, loads = flight.request, self._flights.loads(slots)
         self._flights.board(flight, route(request.group, loads, len(request.prompt), self._block_tokens).slot)
         self._dispatch.send(flight)
 
-    async def _landing(self, flight: Flight) -> Generation:
+    async def _landing(self, flight: InFlight) -> Generation:
         while not flight.arrival.done():
             patience_s = self._flights.patience_s(flight, self._timeout_s)
             if patience_s <= 0 and flight.slot is not None:
@@ -154,7 +154,7 @@ class RemoteGenerators:
             await asyncio.wait([flight.arrival], timeout=patience_s)
         return flight.arrival.result()
 
-    def _begin_again(self, flight: Flight, error: SlotLost) -> None:
+    def _begin_again(self, flight: InFlight, error: SlotLost) -> None:
         """Raises `error` if it must not."""
         slot = flight.slot
         if flight.num_lost or slot is None or self._depends_on(slot):

@@ -14,7 +14,7 @@ from ductile.wire.news import News
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class InFlight:
     """One request in flight."""
 
     name: str
@@ -54,7 +54,7 @@ class Flights:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.answers = Answers()
         self._clock = clock
-        self._by_name: dict[str, Flight] = {}
+        self._by_name: dict[str, InFlight] = {}
         self._num_aborted: Counter[str] = Counter()
         """Number of aborts, by request id."""
         self._num_tokens: dict[int, int] = {}
@@ -62,49 +62,49 @@ class Flights:
         self._progress_at_s: dict[int, float] = {}
         self._news = News()
 
-    def open(self, request: GenerateRequest) -> Flight:
+    def open(self, request: GenerateRequest) -> InFlight:
         # A first attempt keeps its name: a generator's random stream may follow from it. A second one after an abort
         # has another, so that the first one's late answer is never taken for its.
         aborted = self._num_aborted[request.id]
         name = f"{request.id}~{aborted}" if aborted else request.id
-        flight = Flight(name, request, asyncio.get_running_loop().create_future(), generated=len(request.generated))
+        flight = InFlight(name, request, asyncio.get_running_loop().create_future(), generated=len(request.generated))
         self._by_name[name] = flight
         return flight
 
-    def reopen(self, flight: Flight) -> None:
+    def reopen(self, flight: InFlight) -> None:
         """Make the request ready to begin again: its slot was lost, with the tokens that were generated there."""
         flight.num_lost += 1
         flight.generated = len(flight.request.generated)
         flight.arrival = asyncio.get_running_loop().create_future()
         self.board(flight, None)
 
-    def close(self, flight: Flight, aborted: bool) -> None:
+    def close(self, flight: InFlight, aborted: bool) -> None:
         del self._by_name[flight.name]
         flight.arrival.cancel()  # its caller does not wait for it any more
         if aborted:  # an entry for each request that was ever made would only grow
             self._num_aborted[flight.request.id] += 1
         self._news.tell()
 
-    def board(self, flight: Flight, slot: int | None) -> None:
+    def board(self, flight: InFlight, slot: int | None) -> None:
         """Note that the request is at this slot from now on; None: at none."""
         flight.slot, flight.since_s = slot, self._clock()
         self._predict(flight)
         self._news.tell()
 
-    def get(self, name: str) -> Flight | None:
+    def get(self, name: str) -> InFlight | None:
         return self._by_name.get(name)
 
-    def is_under_way(self, flight: Flight) -> bool:
+    def is_under_way(self, flight: InFlight) -> bool:
         return self._by_name.get(flight.name) is flight and not flight.arrival.done()
 
-    def at(self, slot: int) -> list[Flight]:
+    def at(self, slot: int) -> list[InFlight]:
         return [flight for flight in self._by_name.values() if flight.slot == slot]
 
     async def gone_from(self, slot: int, timeout_s: float) -> None:
         """Returns when no request is at this slot. Raises TimeoutError."""
         await self._news.until(lambda: not self.at(slot), timeout_s)
 
-    def patience_s(self, flight: Flight, timeout_s: float) -> float:
+    def patience_s(self, flight: InFlight, timeout_s: float) -> float:
         """Seconds until the request's generator has made no progress for `timeout_s`. Between two generators it is the
         whole `timeout_s`: no generator is to blame, and the handoff has deadlines of its own."""
         if flight.slot is None or flight.landing:
@@ -161,6 +161,6 @@ class Flights:
             if flight.slot is not None and not flight.arrival.done()
         )
 
-    def _predict(self, flight: Flight) -> None:
+    def _predict(self, flight: InFlight) -> None:
         limit = flight.request.sampling.max_tokens
         flight.predicted_tokens = predicted_tokens(limit, flight.generated, self.answers.mean)

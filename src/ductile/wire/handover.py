@@ -20,7 +20,7 @@ from ductile.core.cluster.routing import route
 from ductile.records import CacheNote
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.dispatch import Dispatch
-from ductile.wire.flights import Flight, Flights
+from ductile.wire.flights import Flights, InFlight
 from ductile.wire.lending import FAILURES
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Forget, Generate, HandedOff, HandOff
@@ -42,7 +42,7 @@ class HandoffResult:
 @dataclass(slots=True, eq=False)
 class _Traveller:
     order: Handoff
-    flight: Flight
+    flight: InFlight
     target: int
     cache: CacheNote | None
     tried: set[int] = field(default_factory=set[int])
@@ -69,7 +69,7 @@ class Handover:
         """Names of the requests whose KV caches a source keeps for other slots, by source."""
 
     async def run(self, orders: Sequence[Handoff]) -> tuple[HandoffResult, ...]:
-        by_source: dict[int, list[tuple[Handoff, Flight]]] = {}
+        by_source: dict[int, list[tuple[Handoff, InFlight]]] = {}
         for order in orders:
             flight = self._flights.get(order.id)
             if flight is None or flight.slot != order.source or flight.arrival.done():
@@ -81,7 +81,7 @@ class Handover:
         await asyncio.gather(*(self._forget(source, names) for source, names in self._kept.items()))
         return tuple(self._results[order.id] for order in orders)
 
-    async def _leave(self, source: int, leaving: Sequence[tuple[Handoff, Flight]]) -> list[_Traveller]:
+    async def _leave(self, source: int, leaving: Sequence[tuple[Handoff, InFlight]]) -> list[_Traveller]:
         """Take requests away from their source. Returns those that are now between two generators."""
         names = tuple(flight.name for _, flight in leaving)
         with_cache = tuple(order.id for order, _ in leaving if order.with_cache)
@@ -183,7 +183,7 @@ class Handover:
         with suppress(*FAILURES):  # what a lost slot kept is gone with it
             await self._mailbox.ask(source, Forget(tuple(names)), self._timeout_s)
 
-    def _note_not_left(self, order: Handoff, flight: Flight, error: Exception) -> None:
+    def _note_not_left(self, order: Handoff, flight: InFlight, error: Exception) -> None:
         """A slot that refuses has given nothing away. One that is late may have, into nowhere."""
         if isinstance(error, Refused) and self._flights.is_under_way(flight):
             self._note(order, order.source, why=str(error))
@@ -192,7 +192,7 @@ class Handover:
             flight.fail(error)
         self._note(order, None, why=str(error))
 
-    def _note_absent(self, order: Handoff, flight: Flight | None) -> None:
+    def _note_absent(self, order: Handoff, flight: InFlight | None) -> None:
         if flight is None or flight.arrival.done():
             self._note(order, None, why="it had ended")
         else:
