@@ -27,7 +27,7 @@ from ductile.core.batch.packing import pack
 from ductile.fabric import rendezvous
 from ductile.model.checkpoint import load_model
 from ductile.records import MicroBatch, Sample
-from ductile.roles import Place
+from ductile.roles import RoleAssignment
 from ductile.trainer.collate import collate
 from ductile.trainer.loss import make_loss
 from ductile.trainer.worker import TrainRole
@@ -90,7 +90,7 @@ def plain(config: TrainerConfig, rounds: int, samples: list[Sample]) -> Times:
     return measure(rounds, forward_backward, optim_step)
 
 
-def ductile(config: TrainerConfig, rounds: int, place: Place, work: list[MicroBatch]) -> Times:
+def ductile(config: TrainerConfig, rounds: int, place: RoleAssignment, work: list[MicroBatch]) -> Times:
     role = TrainRole(config.model_dump(), place)
     times = measure(
         rounds,
@@ -149,7 +149,7 @@ def main() -> None:
         store = rendezvous.host_store()
         for members in ((0,), (0, 1)):
             ranks = pack(samples, len(members), config.model.seq_len)
-            places = [Place(slot, members, len(members), "cpu", f"127.0.0.1:{store.port}") for slot in members]
+            places = [RoleAssignment(slot, members, len(members), "cpu", f"127.0.0.1:{store.port}") for slot in members]
             variants[f"{len(members)} rank(s)"] = [
                 (ductile, (config, options.rounds, place, ranks[place.slot])) for place in places
             ]

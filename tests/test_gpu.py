@@ -21,7 +21,7 @@ from ductile.generator.worker import load_engine
 from ductile.parallel.data import full
 from ductile.parallel.ranks import Ranks
 from ductile.records import Formation
-from ductile.roles import Place
+from ductile.roles import RoleAssignment
 from ductile.scorer.worker import ScoreRole
 from ductile.trainer.state import named_gradient, named_state
 from ductile.trainer.trainer import Trainer
@@ -97,7 +97,7 @@ def test_published_weights_are_what_both_devices_sample_from(folder: Path) -> No
 def test_the_scorer_says_the_same(folder: Path) -> None:
     samples = tuple(make_samples((12, 30, 3, 7, 7), temperatures=(1.0, 0.5)))
     config = fp32(folder).model_dump()
-    here, there = (ScoreRole(config, Place(0, (0,), 0, device)) for device in (GPU, "cpu"))
+    here, there = (ScoreRole(config, RoleAssignment(0, (0,), 0, device)) for device in (GPU, "cpu"))
     publisher = Publisher()
     manifest = publisher.publish(1, ((name, p * 1.1) for name, p in there._policy.named_parameters()))
     for model in ("policy", "reference"):

@@ -27,7 +27,7 @@ class CustomCodeFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RoleAssignment:
     """Where a role runs, as the orchestrator decided it. The constructor argument of every `SlotRole`."""
 
     slot: int
@@ -42,7 +42,7 @@ class Place:
     """The role's state will come from the slots that hold it now (`ductile.wire.messages.Prepare`), not from disk."""
 
 
-class Trainer(Protocol):
+class TrainerClient(Protocol):
     @property
     def num_ranks(self) -> int:
         """Data-parallel ranks at the moment."""

@@ -22,7 +22,7 @@ from ductile.generator.worker import GenerateRole
 from ductile.launch import local, run
 from ductile.observe import read_jsonl
 from ductile.records import Formation, RolloutGroup
-from ductile.roles import Place
+from ductile.roles import RoleAssignment
 from ductile.trainer.loss import LossInputs, LossOutputs
 from ductile.trainer.state import named_gradient, named_state, parts_of
 from ductile.trainer.worker import TrainRole
@@ -68,7 +68,7 @@ class WritesDown(TrainRole):
 class DrawsBlindly(GenerateRole):
     """Tokens follow from the request's seed and their position alone; their log-probs are the model's."""
 
-    def __init__(self, settings: dict[str, Any], place: Place) -> None:
+    def __init__(self, settings: dict[str, Any], place: RoleAssignment) -> None:
         super().__init__(settings, place)
         sampler.inverse_cdf = token_of_number
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ductile.fabric import groups as groups_module
 from ductile.fabric.backend import SETTINGS, Backend
 from ductile.fabric.groups import Groups
-from ductile.roles import Place
+from ductile.roles import RoleAssignment
 from tests.ranks import run_ranks
 
 
@@ -122,7 +122,7 @@ def test_a_member_that_never_comes_is_waited_for_no_longer_than_the_timeout() ->
 
 def test_several_members_need_a_rendezvous() -> None:
     with pytest.raises(ValueError, match=r"slots \(0, 1\) cannot find each other"):
-        Groups.at(Place(0, (0, 1), 0, "cpu"), 5.0)
+        Groups.at(RoleAssignment(0, (0, 1), 0, "cpu"), 5.0)
 
 
 def ask_as_a_stranger(groups: Groups, members: tuple[int, ...]) -> str:

@@ -19,7 +19,7 @@ from ductile.model.attention import PackedAttention
 from ductile.model.checkpoint import load_model
 from ductile.model.transformer import Transformer
 from ductile.records import CacheNote, GenerateRequest, Generation, Manifest
-from ductile.roles import Place
+from ductile.roles import RoleAssignment
 from ductile.weights.publisher import Publisher
 from ductile.wire.messages import Abort, Done, Finished, Forget, Generate, HandedOff, HandOff, Receive
 from tests.generator.conftest import Family, request, run
@@ -342,7 +342,7 @@ def engines(family: Family, random: Random) -> list[GenerateRole]:
             "enable_prefix_caching": random.random() < 0.7,
         }
         settings = InferenceConfig.model_validate(config).model_dump()
-        made.append(GenerateRole(settings, Place(slot, (slot,), 0, "cpu")))
+        made.append(GenerateRole(settings, RoleAssignment(slot, (slot,), 0, "cpu")))
     return made
 
 

@@ -15,7 +15,7 @@ from ductile.generator.limits import RequestRefused
 from ductile.generator.worker import GenerateRole
 from ductile.model.checkpoint import load_model
 from ductile.records import GenerateRequest, Generation
-from ductile.roles import Place, Refused
+from ductile.roles import Refused, RoleAssignment
 from ductile.weights.publisher import Publisher
 from ductile.weights.subscriber import WeightsUnavailable, receive
 from ductile.wire.messages import (
@@ -36,10 +36,10 @@ from ductile.wire.messages import (
 from tests.generator.conftest import Family, request, run
 from tests.tiny import make_model_folder
 
-PLACE = Place(slot=3, members=(3,), epoch=1, device="cpu")
+PLACE = RoleAssignment(slot=3, members=(3,), epoch=1, device="cpu")
 
 
-def role(family: Family, place: Place = PLACE, **config: Any) -> GenerateRole:
+def role(family: Family, place: RoleAssignment = PLACE, **config: Any) -> GenerateRole:
     settings = {"model": {"name": str(family.folder), "max_model_len": 64}} | config
     return GenerateRole(InferenceConfig.model_validate(settings).model_dump(), place)
 

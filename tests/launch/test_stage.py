@@ -9,7 +9,7 @@ from ductile.core.cluster.measured import CostModel, Once
 from ductile.core.cluster.orders import Handoff
 from ductile.core.cluster.placement import Placement
 from ductile.launch.changes import Changes
-from ductile.launch.stage import LiveStage
+from ductile.launch.stage import LiveActuator
 from ductile.loop.conductor import NotDone
 from ductile.observe import Recorder
 from ductile.records import Formation
@@ -73,7 +73,7 @@ class Rig:
         self.told = Told()
         loop = activity = SimpleNamespace()
         self.generators = SimpleNamespace()
-        self.stage = LiveStage(
+        self.stage = LiveActuator(
             None, cluster, self.changes, self.trainer, self.generators, None, loop, self.told, activity, clock
         )
 

@@ -17,7 +17,7 @@ from ductile.model.packed import PackedSamples
 from ductile.model.transformer import Transformer
 from ductile.parallel.ranks import Ranks
 from ductile.records import Formation, Sample
-from ductile.roles import Place, Refused
+from ductile.roles import Refused, RoleAssignment
 from ductile.scorer.worker import ScoreRole
 from ductile.trainer.trainer import Trainer
 from ductile.weights.publisher import Publisher
@@ -26,7 +26,7 @@ from ductile.wire.messages import Done, Lend, Receive, Score, TakeBack
 from tests.tiny import make_model_folder
 from tests.trainer.naive import make_samples
 
-PLACE = Place(0, (0,), 0, "cpu")
+PLACE = RoleAssignment(0, (0,), 0, "cpu")
 SAMPLES = tuple(make_samples((12, 30, 3, 7, 7), temperatures=(1.0, 0.5)))
 
 

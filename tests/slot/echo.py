@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from ductile.records import Generation
-from ductile.roles import Place
+from ductile.roles import RoleAssignment
 from ductile.wire.messages import Done, Finished, Generate, OptimStep, Publish, Score, Scores
 
 ECHO = {role: "tests.slot.echo:EchoRole" for role in ("train", "generate", "score")}
@@ -16,7 +16,7 @@ ECHO = {role: "tests.slot.echo:EchoRole" for role in ("train", "generate", "scor
 class EchoRole:
     """Settings: `fail_on` (a command's name), `sleep_s` (for each command), `step` ("fails", "kills")."""
 
-    def __init__(self, settings: dict[str, Any], place: Place) -> None:
+    def __init__(self, settings: dict[str, Any], place: RoleAssignment) -> None:
         if settings.get("refuse"):
             raise ValueError(f"cannot live in slot {place.slot}")
         self._settings, self._place = settings, place

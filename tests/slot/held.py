@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ductile.records import ResizeOrder, StepReport, TrainProgress
-from ductile.roles import Place
+from ductile.roles import RoleAssignment
 from ductile.slot import link
 from ductile.trainer.worker import TrainRole
 from ductile.wire.messages import (
@@ -60,7 +60,7 @@ def _wait_if_armed(slot: int, command: str, moment: str) -> None:
 class TrainEcho:
     """Answers as a train slot would, and has no state but a step."""
 
-    def __init__(self, settings: dict[str, Any], place: Place) -> None:
+    def __init__(self, settings: dict[str, Any], place: RoleAssignment) -> None:
         self._has_state, self._step, self._change = not place.joining, 0, ResizeOrder
         self._slot = place.slot
 
@@ -101,7 +101,7 @@ class TrainEcho:
 
 
 class HeldEcho(TrainEcho):
-    def __init__(self, settings: dict[str, Any], place: Place) -> None:
+    def __init__(self, settings: dict[str, Any], place: RoleAssignment) -> None:
         _wait_if_armed(place.slot, "Hold", "before")
         super().__init__(settings, place)
         _wait_if_armed(place.slot, "Hold", "after")
@@ -114,7 +114,7 @@ class HeldEcho(TrainEcho):
 
 
 class HeldTrainer(TrainRole):
-    def __init__(self, settings: dict[str, Any], place: Place) -> None:
+    def __init__(self, settings: dict[str, Any], place: RoleAssignment) -> None:
         self._number = place.slot
         super().__init__(settings, place)
 

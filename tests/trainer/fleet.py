@@ -21,7 +21,7 @@ from typing import Any
 from ductile.core.batch.packing import pack
 from ductile.fabric import rendezvous
 from ductile.records import Formation, ResizeOrder, Sample, StepReport, TrainProgress
-from ductile.roles import Place
+from ductile.roles import RoleAssignment
 from ductile.trainer.worker import TrainRole
 from ductile.wire.messages import (
     Commit,
@@ -220,7 +220,7 @@ def _serve(pipe: Connection, slot: int, device: str, address: str, settings: dic
             answer = None
             if verb == "hold":
                 members, epoch, joining = what
-                role = TrainRole(settings, Place(slot, members, epoch, device, address, joining))
+                role = TrainRole(settings, RoleAssignment(slot, members, epoch, device, address, joining))
             elif verb == "drop":
                 role.close()
                 role = None

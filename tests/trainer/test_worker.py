@@ -14,7 +14,7 @@ from ductile.config.trainer import SFTLoss, SGDConfig, TrainerConfig
 from ductile.fabric import rendezvous
 from ductile.model.checkpoint import load_model
 from ductile.records import MicroBatch, Sample
-from ductile.roles import Place
+from ductile.roles import RoleAssignment
 from ductile.trainer.loss import LossInputs, LossOutputs
 from ductile.trainer.trainer import LossFailed
 from ductile.trainer.worker import TrainRole
@@ -51,7 +51,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def on_slots(members: tuple[int, ...], function: Any, *arguments: Any, mourned: tuple[int, ...] = ()) -> list[Any]:
     """The results of `function(place, *arguments)` on each slot; None from those that are expected to die."""
     store = rendezvous.host_store()
-    places = [Place(slot, members, 0, "cpu", f"127.0.0.1:{store.port}") for slot in members]
+    places = [RoleAssignment(slot, members, 0, "cpu", f"127.0.0.1:{store.port}") for slot in members]
     started = [start(function, place, *arguments) for place in places]
     try:
         return [
@@ -62,12 +62,12 @@ def on_slots(members: tuple[int, ...], function: Any, *arguments: Any, mourned: 
         stop(*(process for process, _ in started))
 
 
-def share(place: Place) -> tuple[MicroBatch, ...]:
+def share(place: RoleAssignment) -> tuple[MicroBatch, ...]:
     """The first member runs all samples; it is uneven, and that is fine."""
     return (MicroBatch(tuple(SAMPLES) if place.slot == place.members[0] else ()),)
 
 
-def live(place: Place, settings: dict[str, Any], folder: str) -> dict[str, Any]:
+def live(place: RoleAssignment, settings: dict[str, Any], folder: str) -> dict[str, Any]:
     role = TrainRole(settings, place)
     done = role.handle(ForwardBackward(share(place)))
     report = role.handle(OptimStep(20.0)).report
@@ -123,7 +123,7 @@ def test_a_whole_life_on_two_slots(settings: dict[str, Any], tmp_path: Path) -> 
     assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"] == [PAD, IM_END]
 
 
-def die_in_the_middle(place: Place, settings: dict[str, Any]) -> list[str]:
+def die_in_the_middle(place: RoleAssignment, settings: dict[str, Any]) -> list[str]:
     role = TrainRole(settings, place)
     role.handle(ForwardBackward(share(place)))
     if place.slot == place.members[-1]:
@@ -145,7 +145,7 @@ def test_when_a_member_dies_the_others_fail_long_before_the_timeout(settings: di
         assert second == "the train role was lost in an earlier failure; drop it and hold it anew"
 
 
-def fail_alone(place: Place, settings: dict[str, Any]) -> str:
+def fail_alone(place: RoleAssignment, settings: dict[str, Any]) -> str:
     role = TrainRole(settings, place)
     bad = MicroBatch((Sample((1, 2), (True, True)),))
     work = (bad,) if place.slot == 0 else share(place)
@@ -161,7 +161,7 @@ def no_long_answers(inputs: LossInputs) -> LossOutputs:
     return LossOutputs(inputs.logprobs)
 
 
-def survive(place: Place, settings: dict[str, Any], folder: str) -> tuple[str, bool]:
+def survive(place: RoleAssignment, settings: dict[str, Any], folder: str) -> tuple[str, bool]:
     role = TrainRole(settings, place)
     said = ""
     try:
@@ -190,7 +190,7 @@ def test_one_members_error_frees_the_others(settings: dict[str, Any]) -> None:
     assert all("sample" not in said for said in others)
 
 
-def fail_to_export(place: Place, settings: dict[str, Any], path: str) -> tuple[str, int]:
+def fail_to_export(place: RoleAssignment, settings: dict[str, Any], path: str) -> tuple[str, int]:
     role = TrainRole(settings, place)
     said = "exported"
     try:
@@ -207,8 +207,8 @@ def test_a_disk_error_of_the_first_member_leaves_all_in_step(settings: dict[str,
     assert num_tokens > 0
 
 
-def ask_for_something_else(place: Place, settings: dict[str, Any]) -> str:
-    role = TrainRole(settings, Place(place.slot, place.members, 0, "cpu"))  # alone, it needs no rendezvous
+def ask_for_something_else(place: RoleAssignment, settings: dict[str, Any]) -> str:
+    role = TrainRole(settings, RoleAssignment(place.slot, place.members, 0, "cpu"))  # alone, it needs no rendezvous
     with pytest.raises(ValueError, match="does not know") as caught:
         role.handle(Ping())
     return str(caught.value)

@@ -22,7 +22,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from ductile.fabric import rendezvous, universe
 from ductile.fabric.backend import SETTINGS, Backend, choose_backend, device_id, tell_devices
-from ductile.roles import Place
+from ductile.roles import RoleAssignment
 
 Mesh = DeviceMesh
 """Slots along named axes, as parallel code takes them."""
@@ -52,7 +52,7 @@ class Groups:
         self._num_on_device: dict[tuple[int, ...], int] = {}
 
     @classmethod
-    def at(cls, place: Place, timeout_s: float) -> "Groups":
+    def at(cls, place: RoleAssignment, timeout_s: float) -> "Groups":
         """Groups for a role's place. A role that is held by one slot alone needs no rendezvous."""
         if len(place.members) > 1 and not place.rendezvous:
             raise ValueError(f"slots {place.members} cannot find each other: the place names no rendezvous")

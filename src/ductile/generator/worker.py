@@ -15,7 +15,7 @@ from ductile.generator.handoff import CacheUnavailable, HandedCache, Shelf
 from ductile.generator.pace import Pace
 from ductile.model.checkpoint import empty_model, load_model, read_spec
 from ductile.records import CacheNote, GenerateRequest, Manifest
-from ductile.roles import Place, Refused
+from ductile.roles import Refused, RoleAssignment
 from ductile.tasks.tokenizer import Tokenizer
 from ductile.weights.publisher import Publisher
 from ductile.weights.subscriber import receive
@@ -41,7 +41,7 @@ class GenerateRole:
     """`ductile.roles.SlotRole`. `settings` is a dumped `InferenceConfig`. A slot that joins has no weights before its
     first `Receive`."""
 
-    def __init__(self, settings: dict[str, Any], place: Place) -> None:
+    def __init__(self, settings: dict[str, Any], place: RoleAssignment) -> None:
         self._place = place
         self._has_weights = not place.joining
         self._engine = load_engine(

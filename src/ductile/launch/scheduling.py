@@ -20,7 +20,7 @@ from ductile.launch.activity import SlotActivity
 from ductile.launch.changes import Changes
 from ductile.launch.local import LocalCluster
 from ductile.launch.profiling import Profiler
-from ductile.launch.stage import ActuatorOptions, LiveStage
+from ductile.launch.stage import ActuatorOptions, LiveActuator
 from ductile.loop.compose import Prepared
 from ductile.loop.conductor import Conductor
 from ductile.loop.loop import Loop
@@ -78,7 +78,7 @@ class Scheduling:
         monitor = Monitor(
             loop, crew.trainer, crew.generators, group_size=setting.group_size, steps_ahead=_bound(setting).ahead
         )
-        stage = LiveStage(
+        actuator = LiveActuator(
             ActuatorOptions(
                 home=crew.home,
                 limits=setting.limits,
@@ -102,8 +102,8 @@ class Scheduling:
         if config.cluster.auto_scheduler:
             policy = policy_of(config.cluster)
             policy = OnceMeasured(policy, measured) if isinstance(policy, Model) else policy
-            self._conductor = Conductor(policy, stage, self._record, otherwise=Home())
-            stage.on_news(self._conductor.notify)
+            self._conductor = Conductor(policy, actuator, self._record, otherwise=Home())
+            actuator.on_news(self._conductor.notify)
             loop.buffer.on_change = self._conductor.notify
         return self._conductor
 

@@ -1,4 +1,4 @@
-"""The slots of a live run, as the conductor sees and moves them (`ductile.loop.conductor.Stage`).
+"""The slots of a live run, as the conductor sees and moves them (`ductile.loop.conductor.Actuator`).
 
 Every field of the state is a fact: roles as the slots were told, books of the loop (`Monitor`), sequences as their
 generators said last, speeds as measured. What a part of a change cost is measured, too.
@@ -44,7 +44,7 @@ class ActuatorOptions:
     """Settings of the score role, for slots that take it on."""
 
 
-class LiveStage:
+class LiveActuator:
     def __init__(
         self,
         terms: ActuatorOptions,

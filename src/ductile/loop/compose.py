@@ -35,7 +35,7 @@ from ductile.loop.samples import sample_rows
 from ductile.loop.saving import Saver, where_to_begin
 from ductile.observe import Recorder, read_jsonl
 from ductile.records import Prompt, RolloutGroup
-from ductile.roles import Generators, Scorer, Task, Trainer
+from ductile.roles import Generators, Scorer, Task, TrainerClient
 from ductile.tasks.build import build_task
 from ductile.tasks.conversation import first_turn
 from ductile.tasks.prompts import ExampleOrder, Prompts, split
@@ -132,7 +132,7 @@ def prepare(config: RLConfig) -> Prepared:
 
 async def run_circle(
     prepared: Prepared,
-    trainer: Trainer,
+    trainer: TrainerClient,
     generators: Generators,
     scorer: Scorer | None,
     life: Life,

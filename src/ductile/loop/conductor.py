@@ -1,6 +1,6 @@
 """Asks the policy after events, and has its decisions carried out. Real runs and simulated ones go through this code.
 
-    events  ->  ask(policy, stage.state())  ->  the stage's parts, in this order:
+    events  ->  ask(policy, actuator.state())  ->  the actuator's parts, in this order:
 
     1. rollouts leave with what they have, for generators that are there; then their slots give up what they did
     2. the trainer resizes               beside it, slots that are not about to leave the trainer take roles on
@@ -16,7 +16,7 @@ its slots may prepare for long, and the loop does not wait for its end. Weights 
 new rollouts are shared with them; or half a micro-step later, without them. A part that is not done is told in a
 sentence; the slots then have the roles that they really have, and the next decision sees those.
 
-It knows no slots: a `Stage` has them.
+It knows no slots: an `Actuator` has them.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class NotDone(Exception):
     """A part of a change could not be done, and the run goes on. The text is a sentence without its full stop."""
 
 
-class Stage(Protocol):
+class Actuator(Protocol):
     """The slots, of a real run or a simulated one. Parts raise NotDone; any other error of theirs ends the run."""
 
     @property
@@ -98,7 +98,7 @@ class Conductor:
     def __init__(
         self,
         policy: Policy,
-        stage: Stage,
+        actuator: Actuator,
         record: Recorder,
         otherwise: Policy | None = None,
         rest_s: Callable[[float], float] = rest_s,
@@ -115,7 +115,7 @@ class Conductor:
         """The pause of training that the policy ordered."""
         self.refused = ""
         """Why the policy is not asked any more, as a sentence; empty while it is asked."""
-        self._policy, self._stage, self._log = policy, stage, DecisionLog(record)
+        self._policy, self._actuator, self._log = policy, actuator, DecisionLog(record)
         self._otherwise, self._rest_s = otherwise, rest_s
         self._change: asyncio.Task[None] | None = None
         """The change that is under way; None when there is none."""
@@ -163,7 +163,7 @@ class Conductor:
         if self._failed is not None:
             raise self._failed
         self._publishing, self._asked = True, False
-        self._stage.begin(version)
+        self._actuator.begin(version)
         if self._change is None:
             self._decide()
 
@@ -183,7 +183,7 @@ class Conductor:
         try:
             while True:
                 await self._happened.wait()
-                if (wait_s := self._not_before_s - self._stage.now_s) > 0:
+                if (wait_s := self._not_before_s - self._actuator.now_s) > 0:
                     await asyncio.sleep(wait_s)
                     continue  # a change that failed meanwhile has put it off
                 self._happened.clear()
@@ -193,7 +193,7 @@ class Conductor:
             self._fail(error)
 
     def _hold_training(self, held: bool) -> None:
-        self._stage.hold_training(held)
+        self._actuator.hold_training(held)
         self.hold.set(held)
 
     def _fail(self, error: Exception) -> None:
@@ -203,28 +203,28 @@ class Conductor:
 
     def _decide(self) -> None:
         """Ask the policy, and begin the change that it orders, if any."""
-        stage, began_s = self._stage, time.thread_time()
-        at_s, state = stage.now_s, replace(stage.state(), asked=self._asked)
+        actuator, began_s = self._actuator, time.thread_time()
+        at_s, state = actuator.now_s, replace(actuator.state(), asked=self._asked)
         self._asked = True
         decision = self._ask(state)
         # Slots that train hear of a handoff after their micro-steps: training that waited waits until they have.
         self._hold_training(decision.hold_training or (state.trainer.held and bool(decision.handoffs)))
         took_s = time.thread_time() - began_s
         self.deciding_s += took_s
-        self._not_before_s = stage.now_s + self._rest_s(took_s)
+        self._not_before_s = actuator.now_s + self._rest_s(took_s)
         self._log.decided(decision, at_s)
         if decision.orders:
             way, self._patience_s = _Way.of(state, decision), state.patience_s
             if way.taken_on:
                 self._joined.clear()
-            stage.changing(decision.moves)
+            actuator.changing(decision.moves)
             self._change = asyncio.create_task(self._make(state, decision, way, at_s))
 
     async def _make(self, state: ClusterState, decision: Decision, way: "_Way", at_s: float) -> None:
         """Carry the change out, and note what became of it. The loop does not wait for this task."""
         try:
             failures = await self._carry_out(state, decision, way)
-            self._note(ExecutedDecision(at_s, self._stage.now_s - at_s, decision, tuple(failures)))
+            self._note(ExecutedDecision(at_s, self._actuator.now_s - at_s, decision, tuple(failures)))
         except Exception as error:
             self._fail(error)
         finally:
@@ -239,7 +239,7 @@ class Conductor:
         self._num_failed = self._num_failed + 1 if change.failures else 0
         if change.failures:
             # The same state would give the same decision, at once and again and again.
-            self._not_before_s = self._stage.now_s + min(MOST_PATIENCE_S, 2.0 ** (self._num_failed - 1))
+            self._not_before_s = self._actuator.now_s + min(MOST_PATIENCE_S, 2.0 ** (self._num_failed - 1))
 
     # -- decisions
 
@@ -263,20 +263,20 @@ class Conductor:
 
     async def _carry_out(self, state: ClusterState, decision: Decision, way: "_Way") -> list[str]:
         """Carry the parts out. Returns a sentence for each that was not done."""
-        stage, failures = self._stage, list[str]()
+        actuator, failures = self._actuator, list[str]()
 
         async def leave(slots: Collection[int]) -> None:
             handoffs = [
                 order for order in decision.handoffs if order.source in slots and order.target not in way.joining
             ]
             if handoffs:
-                failures.extend(await _done(stage.hand_off(handoffs)))
+                failures.extend(await _done(actuator.hand_off(handoffs)))
             going = set(slots) - way.keeping
             leaving: list[tuple[int, Role]] = [(slot, role) for slot, role in way.given_up if slot in going]
-            failures.extend(await _done(*(stage.dismiss(slot, role) for slot, role in leaving)))
+            failures.extend(await _done(*(actuator.dismiss(slot, role) for slot, role in leaving)))
 
         async def take_on() -> list[str]:
-            at_once = [stage.admit(slot, role) for slot, role in way.taken_on if slot not in way.leaves_trainer]
+            at_once = [actuator.admit(slot, role) for slot, role in way.taken_on if slot not in way.leaves_trainer]
             said = await _done(*at_once)
             if len(at_once) == len(way.taken_on):
                 self._joined.set()
@@ -285,7 +285,7 @@ class Conductor:
         async def resize() -> list[str]:
             if not way.resizes:
                 return []
-            return await _done(stage.resize(way.formation, lambda: leave(way.waiting)))
+            return await _done(actuator.resize(way.formation, lambda: leave(way.waiting)))
 
         try:
             await leave({slot.slot for slot in state.slots} - way.waiting)
@@ -293,12 +293,12 @@ class Conductor:
             resized, others = await together(resize(), take_on())
             failures += [*resized, *others]
             if not resized:
-                after = [stage.admit(slot, role) for slot, role in way.taken_on if slot in way.leaves_trainer]
+                after = [actuator.admit(slot, role) for slot, role in way.taken_on if slot in way.leaves_trainer]
                 failures += await _done(*after)
             self._joined.set()
             failures += await self._finish_handoffs(decision, way)
         finally:
-            stage.changing(())
+            actuator.changing(())
         return failures
 
     async def _finish_handoffs(self, decision: Decision, way: "_Way") -> list[str]:
@@ -306,10 +306,10 @@ class Conductor:
         late = [order for order in decision.handoffs if order.target in way.joining]
         if not late:
             return []
-        there = self._stage.state().of("generate")
+        there = self._actuator.state().of("generate")
         missed = {order.source for order in late if order.target not in there}
         to_hand_off = [order for order in late if order.target in there]
-        failures = await _done(self._stage.hand_off(to_hand_off)) if to_hand_off else list[str]()
+        failures = await _done(self._actuator.hand_off(to_hand_off)) if to_hand_off else list[str]()
         leaving: list[tuple[int, Role]] = [(slot, role) for slot, role in way.given_up if slot in way.keeping]
         failures += [
             f"slot {slot} goes on generating, as its rollouts have nowhere to go"
@@ -317,7 +317,7 @@ class Conductor:
             if slot in missed
         ]
         return failures + await _done(
-            *(self._stage.dismiss(slot, role) for slot, role in leaving if slot not in missed)
+            *(self._actuator.dismiss(slot, role) for slot, role in leaving if slot not in missed)
         )
 
 

@@ -31,7 +31,7 @@ from ductile.loop.skips import Skips
 from ductile.loop.tally import Tally
 from ductile.observe import Recorder, Stopwatch
 from ductile.records import Manifest, RolloutGroup, Sample
-from ductile.roles import Generators, Scorer, Trainer
+from ductile.roles import Generators, Scorer, TrainerClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Loop:
     def __init__(
         self,
         plan: RunSchedule,
-        trainer: Trainer,
+        trainer: TrainerClient,
         generators: Generators,
         scorer: Scorer | None,
         rollouts: Rollouts,

@@ -9,7 +9,7 @@ from ductile.config.trainer import CheckpointConfig
 from ductile.disk import folder_bytes, require_room
 from ductile.loop.progress import TRAINER, CheckpointError, Checkpoints, Progress
 from ductile.observe import Recorder
-from ductile.roles import Trainer
+from ductile.roles import TrainerClient
 
 AUTO_S = 600.0
 """Seconds at least between two saves with `ckpt.interval = "auto"`."""
@@ -20,7 +20,7 @@ MAX_SHARE = 0.05
 class Saver:
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: TrainerClient,
         checkpoints: Checkpoints,
         record: Recorder,
         model_folder: Path | None,

@@ -25,7 +25,7 @@ from ductile.loop.skips import Skips
 from ductile.loop.tally import utilisation
 from ductile.observe import Stopwatch, read_jsonl
 from ductile.records import Sample, StepReport
-from ductile.roles import Trainer
+from ductile.roles import TrainerClient
 from ductile.tasks.prompts import ExampleOrder
 from ductile.tasks.tokenizer import Tokenizer
 
@@ -135,7 +135,7 @@ def prepare_fake(config: TrainerRunConfig) -> PreparedBatches:
 
 async def run_batches(
     prepared: PreparedBatches,
-    trainer: Trainer,
+    trainer: TrainerClient,
     life: Life,
 ) -> dict[str, Any]:
     """Train until `max_steps` or `life.stop`, save where that is wanted, and write and return the summary.
@@ -169,7 +169,7 @@ async def run_batches(
 class _Training:
     """Step after step."""
 
-    def __init__(self, prepared: PreparedBatches, trainer: Trainer, saver: Saver | None, life: Life) -> None:
+    def __init__(self, prepared: PreparedBatches, trainer: TrainerClient, saver: Saver | None, life: Life) -> None:
         self.step = prepared.progress.step
         """Steps that are done."""
         self._prepared, self._trainer, self._saver, self._life = prepared, trainer, saver, life

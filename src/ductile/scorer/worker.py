@@ -19,7 +19,7 @@ from ductile.model.packed import PackedSamples
 from ductile.model.transformer import Transformer
 from ductile.parallel.apply import Precision
 from ductile.records import Manifest, MicroBatch, Sample
-from ductile.roles import Place, Refused
+from ductile.roles import Refused, RoleAssignment
 from ductile.weights.publisher import Publisher
 from ductile.weights.subscriber import receive
 from ductile.wire.messages import Done, Lend, Published, Receive, Score, Scores, TakeBack
@@ -28,7 +28,7 @@ from ductile.wire.messages import Done, Lend, Published, Receive, Score, Scores,
 class ScoreRole:
     """Follows `ductile.roles.SlotRole`. Every slot that scores holds whole models and works alone."""
 
-    def __init__(self, settings: Mapping[str, Any], place: Place) -> None:
+    def __init__(self, settings: Mapping[str, Any], place: RoleAssignment) -> None:
         """`settings` is a dumped `TrainerConfig`: the scorer computes in the trainer's precision."""
         self._config = TrainerConfig.model_validate(settings)
         self._place, self._device = place, place.device

@@ -12,21 +12,21 @@ from ductile.core.cluster.routing import predicted_tokens
 from ductile.loop.conductor import Conductor
 from ductile.records import GenerateRequest, Generation, Manifest, Sample, StepReport
 from ductile.sim.engine import SimulatedRequest
-from ductile.sim.stage import Stage
+from ductile.sim.stage import SimulatedActuator
 
 
 class SimGenerators:
-    def __init__(self, stage: Stage, conductor: Conductor) -> None:
-        self._stage, self._conductor = stage, conductor
+    def __init__(self, actuator: SimulatedActuator, conductor: Conductor) -> None:
+        self._actuator, self._conductor = actuator, conductor
         self._num_finished = self._finished_tokens = 0
-        stage.on_finished = self._land
+        actuator.on_finished = self._land
 
     @property
     def capacity(self) -> int:
-        return self._stage.capacity
+        return self._actuator.capacity
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        stage, scenario = self._stage, self._stage.scenario
+        actuator, scenario = self._actuator, self._actuator.scenario
         mean = self._finished_tokens / self._num_finished if self._num_finished else None
         flight = SimulatedRequest(
             request,
@@ -34,13 +34,13 @@ class SimGenerators:
             num_tokens=scenario.work.length(request.group, request.id),
             predicted_tokens=predicted_tokens(scenario.work.max_tokens, 0, mean),
             arrival=asyncio.get_running_loop().create_future(),
-            flips=[(0, stage.live_version)],
+            flips=[(0, actuator.live_version)],
         )
-        await stage.start(flight)
+        await actuator.start(flight)
         try:
             await flight.arrival
         except asyncio.CancelledError:
-            stage.abort(flight)
+            actuator.abort(flight)
             raise
         num_blocks = scenario.blocks(flight.num_tokens)
         return Generation(
@@ -52,16 +52,16 @@ class SimGenerators:
         )
 
     async def receive(self, manifest: Manifest) -> None:
-        stage = self._stage
-        seconds = stage.scenario.speeds.receive_s
-        slots = stage.generators
+        actuator = self._actuator
+        seconds = actuator.scenario.speeds.receive_s
+        slots = actuator.generators
         for slot in slots:
-            stage.engines[slot].stall(seconds)
-        await stage.busy("publish", slots, seconds)
-        stage.live_version = manifest.version
-        for engine in stage.engines.values():
+            actuator.engines[slot].stall(seconds)
+        await actuator.busy("publish", slots, seconds)
+        actuator.live_version = manifest.version
+        for engine in actuator.engines.values():
             engine.flip(manifest.version)
-        stage.look_again()
+        actuator.look_again()
 
     def _land(self, flights: Sequence[SimulatedRequest]) -> None:
         for flight in flights:
@@ -73,45 +73,45 @@ class SimGenerators:
 
 
 class SimTrainer:
-    def __init__(self, stage: Stage, conductor: Conductor) -> None:
-        self._stage, self._conductor = stage, conductor
+    def __init__(self, actuator: SimulatedActuator, conductor: Conductor) -> None:
+        self._actuator, self._conductor = actuator, conductor
 
     @property
     def num_ranks(self) -> int:
-        return len(self._stage.formation.members)
+        return len(self._actuator.formation.members)
 
     async def forward_backward(self, samples: Sequence[Sample], seq_len: int) -> None:
         """Micro-step by micro-step, on the slots that the trainer has at each."""
-        stage, block = self._stage, self._stage.scenario.block_tokens
+        actuator, block = self._actuator, self._actuator.scenario.block_tokens
         left = sorted((len(sample) for sample in samples), reverse=True)
         while left:
-            await stage.may_train.wait()
-            async with stage.boundary:
-                if not stage.may_train.is_set():
+            await actuator.may_train.wait()
+            async with actuator.boundary:
+                if not actuator.may_train.is_set():
                     continue
-                slots = stage.formation.members
+                slots = actuator.formation.members
                 done, left, longest = _row(left, len(slots), seq_len)
-                seconds = stage.scenario.speeds.train.seconds(longest * block, len(slots))
+                seconds = actuator.scenario.speeds.train.seconds(longest * block, len(slots))
                 for slot in slots:
-                    stage.engines[slot].stall(seconds)
-                await stage.busy("train", slots, seconds)
-                stage.on_trained(len(done), sum(done) * block)
+                    actuator.engines[slot].stall(seconds)
+                await actuator.busy("train", slots, seconds)
+                actuator.on_trained(len(done), sum(done) * block)
             self._conductor.notify()
 
     async def optim_step(self, divisor: float) -> StepReport:
-        stage = self._stage
+        actuator = self._actuator
         if divisor == 0:
-            return StepReport(stage.num_updates, loss=0.0, grad_norm=0.0, lr=0.0, num_tokens=0)
-        async with stage.boundary:
-            await stage.busy("train", stage.formation.members, stage.scenario.speeds.optim_s)
-        stage.num_updates += 1
+            return StepReport(actuator.num_updates, loss=0.0, grad_norm=0.0, lr=0.0, num_tokens=0)
+        async with actuator.boundary:
+            await actuator.busy("train", actuator.formation.members, actuator.scenario.speeds.optim_s)
+        actuator.num_updates += 1
         self._conductor.notify()
-        return StepReport(stage.num_updates, loss=0.0, grad_norm=0.0, lr=0.0, num_tokens=int(divisor))
+        return StepReport(actuator.num_updates, loss=0.0, grad_norm=0.0, lr=0.0, num_tokens=int(divisor))
 
     async def publish(self, version: int) -> Manifest:
-        stage = self._stage
-        async with stage.boundary:
-            await stage.busy("publish", stage.formation.members, stage.scenario.speeds.publish_s)
+        actuator = self._actuator
+        async with actuator.boundary:
+            await actuator.busy("publish", actuator.formation.members, actuator.scenario.speeds.publish_s)
         return Manifest(version, "shared_memory", "nowhere", 0, 0, ())
 
     async def withdraw(self, version: int) -> None:
@@ -128,21 +128,21 @@ class SimTrainer:
 
 
 class SimScorer:
-    def __init__(self, stage: Stage, conductor: Conductor) -> None:
-        self._stage, self._conductor = stage, conductor
+    def __init__(self, actuator: SimulatedActuator, conductor: Conductor) -> None:
+        self._actuator, self._conductor = actuator, conductor
 
     async def score(self, samples: Sequence[Sample], model: Literal["policy", "reference"]) -> list[tuple[float, ...]]:
-        stage = self._stage
-        slots = [slot for slot, roles in stage.roles.items() if "score" in roles]
-        tokens = sum(map(len, samples)) * stage.scenario.block_tokens
-        await stage.busy("score", slots, tokens / (stage.scenario.speeds.score_tokens_per_s * len(slots)))
-        stage.on_scored(len(samples), tokens)
+        actuator = self._actuator
+        slots = [slot for slot, roles in actuator.roles.items() if "score" in roles]
+        tokens = sum(map(len, samples)) * actuator.scenario.block_tokens
+        await actuator.busy("score", slots, tokens / (actuator.scenario.speeds.score_tokens_per_s * len(slots)))
+        actuator.on_scored(len(samples), tokens)
         self._conductor.notify()
         return [(0.0,) * len(sample) for sample in samples]
 
     async def receive(self, manifest: Manifest) -> None:
-        slots = [slot for slot, roles in self._stage.roles.items() if "score" in roles]
-        await self._stage.busy("publish", slots, self._stage.scenario.speeds.receive_s)
+        slots = [slot for slot, roles in self._actuator.roles.items() if "score" in roles]
+        await self._actuator.busy("publish", slots, self._actuator.scenario.speeds.receive_s)
 
 
 def _row(lengths: Sequence[int], num_slots: int, seq_len: int) -> tuple[list[int], list[int], int]:

@@ -21,7 +21,7 @@ from ductile.records import Sampling
 from ductile.sim.clock import now_s, run
 from ductile.sim.roles import SimGenerators, SimScorer, SimTrainer
 from ductile.sim.scenario import Scenario
-from ductile.sim.stage import Stage
+from ductile.sim.stage import SimulatedActuator
 from ductile.sim.words import Blocks, NoGraders, Questions
 from ductile.tasks.prompts import ExampleOrder, Prompts
 
@@ -71,9 +71,9 @@ async def _simulate(scenario: Scenario, policy: Policy, folder: Path) -> Simulat
     ledger, work = Ledger(spans.append), scenario.work
     record = Recorder(folder, clock=now_s)
     try:
-        stage = Stage(scenario, ledger)
-        conductor = Conductor(policy, stage, record, rest_s=lambda took_s: scenario.coalesce_s)
-        loop = _loop(scenario, stage, conductor, record)
+        actuator = SimulatedActuator(scenario, ledger)
+        conductor = Conductor(policy, actuator, record, rest_s=lambda took_s: scenario.coalesce_s)
+        loop = _loop(scenario, actuator, conductor, record)
         async with conductor.at_work(loop.buffer.fail):
             await loop.run()
     finally:
@@ -83,21 +83,21 @@ async def _simulate(scenario: Scenario, policy: Policy, folder: Path) -> Simulat
     return Simulated(
         wall_s=ended_s,
         num_slots=scenario.placement.num_slots,
-        step_s=tuple(stage.step_s),
+        step_s=tuple(actuator.step_s),
         totals=ledger.totals(ended_s),
         idle=ledger.idle(ended_s),
         changes=tuple(conductor.changes),
         spans=tuple(spans),
         num_rollouts=work.num_steps * work.rollouts_per_step,
-        num_tokens=stage.trained_tokens,
+        num_tokens=actuator.trained_tokens,
         decide_s=tuple(conductor.decide_s),
     )
 
 
-def _loop(scenario: Scenario, stage: Stage, conductor: Conductor, record: Recorder) -> Loop:
+def _loop(scenario: Scenario, actuator: SimulatedActuator, conductor: Conductor, record: Recorder) -> Loop:
     work, stop = scenario.work, asyncio.Event()
-    generators, trainer = SimGenerators(stage, conductor), SimTrainer(stage, conductor)
-    scorer = SimScorer(stage, conductor) if scenario.score else None
+    generators, trainer = SimGenerators(actuator, conductor), SimTrainer(actuator, conductor)
+    scorer = SimScorer(actuator, conductor) if scenario.score else None
     num_prompts = work.num_steps * work.groups_per_step
     task, tokenizer = Questions(num_prompts, scenario.blocks(work.prompt_tokens)), Blocks()
     max_blocks = scenario.blocks(work.prompt_tokens) + scenario.blocks(work.max_tokens)
@@ -110,7 +110,7 @@ def _loop(scenario: Scenario, stage: Stage, conductor: Conductor, record: Record
         timeout_s=PATIENCE_S,
         stop=stop,
     )
-    stage.on_capacity = buffer.wake
+    actuator.on_capacity = buffer.wake
     rollouts = Rollouts(
         buffer,
         Episodes({"train": task}, tokenizer, generators, NoGraders(), max_blocks),

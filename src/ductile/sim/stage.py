@@ -1,7 +1,7 @@
 """The simulated cluster: which slot holds what and does what, and the facts that a policy is told.
 
 It keeps the books and decides nothing. The roles (`roles.py`) tell it what begins and ends, the loop's conductor has it
-change who holds what (it follows `loop.conductor.Stage`), the ledger hears of every change of a slot's activity.
+change who holds what (it follows `loop.conductor.Actuator`), the ledger hears of every change of a slot's activity.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class _Group:
     blocks: int = 0
 
 
-class Stage:
+class SimulatedActuator:
     def __init__(self, scenario: Scenario, ledger: Ledger) -> None:
         self.scenario, self.ledger = scenario, ledger
         self._loop = asyncio.get_running_loop()

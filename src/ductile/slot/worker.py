@@ -19,7 +19,7 @@ from ductile.blame import told
 from ductile.core.layout.peak import Arithmetic
 from ductile.fabric.device import name_of, peak_memory, peak_of
 from ductile.half_characters import ESCAPED
-from ductile.roles import Place, SlotRole
+from ductile.roles import RoleAssignment, SlotRole
 from ductile.slot.forkserver import Say
 from ductile.slot.link import Link
 from ductile.wire.codec import BadFrame
@@ -173,7 +173,7 @@ class Worker:
             raise ValueError(f"this slot does not know the role {command.role!r}")
         module, _, name = self._settings.roles[command.role].partition(":")
         make = importlib.import_module(module).__dict__[name]
-        place = Place(
+        place = RoleAssignment(
             self._settings.slot, command.members, epoch, self._settings.device, command.rendezvous, command.joining
         )
         self._roles[command.role] = make(command.settings, place)

@@ -33,7 +33,7 @@ from ductile.fabric.transfer import Transfer, Verify
 from ductile.parallel.apply import Precision
 from ductile.parallel.ranks import Ranks
 from ductile.records import ResizeOrder
-from ductile.roles import Place
+from ductile.roles import RoleAssignment
 from ductile.trainer.state import StatePlans, named_state, parts_of
 from ductile.trainer.trainer import Trainer
 from ductile.wire.messages import SlotPhase
@@ -115,7 +115,12 @@ class Preparation:
     """`Planned` and `Connected` in the making."""
 
     def __init__(
-        self, change: ResizeOrder, place: Place, config: TrainerConfig, plans: StatePlans, before: Standing | None
+        self,
+        change: ResizeOrder,
+        place: RoleAssignment,
+        config: TrainerConfig,
+        plans: StatePlans,
+        before: Standing | None,
     ) -> None:
         self._change, self._place, self._config, self._plans = change, place, config, plans
         self._old: Mapping[str, Tensor] = {}

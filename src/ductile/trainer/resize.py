@@ -26,7 +26,7 @@ from ductile.fabric import transfer
 from ductile.fabric.memory import Memory
 from ductile.parallel.apply import Precision
 from ductile.records import ResizeOrder, TrainProgress
-from ductile.roles import Place
+from ductile.roles import RoleAssignment
 from ductile.trainer.prepare import Connected, Preparation, ResizeFailed, Standing, fingerprints, timed
 from ductile.trainer.state import GRADIENT, StatePlans, named_gradient, named_state, parts_of, set_gradient
 from ductile.trainer.trainer import Trainer
@@ -37,7 +37,12 @@ class Resize:
     """The slot's main thread takes the five steps in their order, or `rollback` after any of them but `settle`."""
 
     def __init__(
-        self, change: ResizeOrder, place: Place, config: TrainerConfig, plans: StatePlans, before: Standing | None
+        self,
+        change: ResizeOrder,
+        place: RoleAssignment,
+        config: TrainerConfig,
+        plans: StatePlans,
+        before: Standing | None,
     ) -> None:
         """`before` is what the slot has now: None on a joining slot."""
         self.change = change

@@ -15,7 +15,7 @@ from ductile.model.checkpoint import dtype_named, save_model, stored_dtype
 from ductile.parallel.ranks import Ranks
 from ductile.parallel.state import StateError
 from ductile.records import Formation, ResizeOrder, StepReport
-from ductile.roles import Place
+from ductile.roles import RoleAssignment
 from ductile.tasks.tokenizer import Tokenizer
 from ductile.trainer import checkpoint
 from ductile.trainer.prepare import Standing
@@ -60,7 +60,7 @@ class TrainRole:
     function that raises leaves it whole.
     """
 
-    def __init__(self, settings: Mapping[str, Any], place: Place) -> None:
+    def __init__(self, settings: Mapping[str, Any], place: RoleAssignment) -> None:
         """`settings` is a dumped `TrainerConfig`. Collective over `place.members`, unless the place is `joining`."""
         self._place = place
         self._config = TrainerConfig.model_validate(settings)

@@ -64,7 +64,7 @@ class _Kept:
 
 
 class RemoteTrainer:
-    """Follows `ductile.roles.Trainer`."""
+    """Follows `ductile.roles.TrainerClient`."""
 
     def __init__(self, mailbox: Mailbox, formation: Formation, timeout_s: float) -> None:
         self.formation = formation
