@@ -125,7 +125,8 @@ class Task(Protocol):
 
 
 class SlotRole(Protocol):
-    """A role as its slot holds it, made by `Role(settings, place)`: `settings` is the dumped config section of `Hold`.
+    """A role as its slot holds it, made by `Role(settings, assignment)`. `settings` is the dumped config section that
+    came with `Hold`.
 
     The slot's main thread alone calls these, one at a time.
     """

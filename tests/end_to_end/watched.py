@@ -62,7 +62,7 @@ class WritesDown(TrainRole):
             "replicas": formation.replicas,
             "parts": parts_of(named_state(self._live) | named_gradient(self._live)),
         }
-        torch.save(state, state_file(Path(os.environ[FOLDER]), epoch, side, self._place.slot))
+        torch.save(state, state_file(Path(os.environ[FOLDER]), epoch, side, self._assignment.slot))
 
 
 class DrawsBlindly(GenerateRole):

@@ -50,7 +50,7 @@ def differences(role: TrainRole, formation: Formation, path: str, gradient: dict
     """What this slot has of the state, against a trainer of the same formation that is loaded from `path`; and of the
     gradient, against its rows of the whole one. Bytes, not values."""
     live = role._standing.trainer
-    groups = Groups.at(replace(role._place, epoch=10_000 + role._standing.groups._epoch), 30.0)
+    groups = Groups.at(replace(role._assignment, epoch=10_000 + role._standing.groups._epoch), 30.0)
     fresh = Trainer(live.config, Ranks(groups, formation))
     load_state(fresh, path)
     ours, theirs = parts_of(named_state(live)), parts_of(named_state(fresh))
@@ -65,7 +65,7 @@ def differences(role: TrainRole, formation: Formation, path: str, gradient: dict
     del fresh, theirs
     groups.destroy()
     size = len(formation.members) // formation.replicas
-    shard = formation.members.index(role._place.slot) % size
+    shard = formation.members.index(role._assignment.slot) % size
     found = named_gradient(live)
     assert found.keys() == gradient.keys()
     for name, whole in gradient.items():

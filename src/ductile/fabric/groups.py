@@ -52,12 +52,12 @@ class Groups:
         self._num_on_device: dict[tuple[int, ...], int] = {}
 
     @classmethod
-    def at(cls, place: RoleAssignment, timeout_s: float) -> "Groups":
-        """Groups for a role's place. A role that is held by one slot alone needs no rendezvous."""
-        if len(place.members) > 1 and not place.rendezvous:
-            raise ValueError(f"slots {place.members} cannot find each other: the place names no rendezvous")
-        store = rendezvous.connect(place.rendezvous, timeout_s) if place.rendezvous else HashStore()
-        return cls(place.slot, place.epoch, place.device, store, timeout_s)
+    def at(cls, assignment: RoleAssignment, timeout_s: float) -> "Groups":
+        """Groups for a role's assignment. A role that is held by one slot alone needs no rendezvous."""
+        if len(assignment.members) > 1 and not assignment.rendezvous:
+            raise ValueError(f"slots {assignment.members} cannot find each other: their assignment names no rendezvous")
+        store = rendezvous.connect(assignment.rendezvous, timeout_s) if assignment.rendezvous else HashStore()
+        return cls(assignment.slot, assignment.epoch, assignment.device, store, timeout_s)
 
     def group(self, members: Sequence[int]) -> dist.ProcessGroup:
         """The group of these slots, in this rank order. Collective among the members the first time."""

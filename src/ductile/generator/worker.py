@@ -41,11 +41,11 @@ class GenerateRole:
     """`ductile.roles.SlotRole`. `settings` is a dumped `InferenceConfig`. A slot that joins has no weights before its
     first `Receive`."""
 
-    def __init__(self, settings: dict[str, Any], place: RoleAssignment) -> None:
-        self._place = place
-        self._has_weights = not place.joining
+    def __init__(self, settings: dict[str, Any], assignment: RoleAssignment) -> None:
+        self._assignment = assignment
+        self._has_weights = not assignment.joining
         self._engine = load_engine(
-            InferenceConfig.model_validate(settings), place.device, with_weights=self._has_weights
+            InferenceConfig.model_validate(settings), assignment.device, with_weights=self._has_weights
         )
         self._shelf = Shelf()
         self._lent = Publisher()
@@ -75,7 +75,7 @@ class GenerateRole:
             case TakeBack():
                 self._lent.close()
             case _:
-                raise Refused(f"slot {self._place.slot} generates; it cannot execute {type(command).__name__}")
+                raise Refused(f"slot {self._assignment.slot} generates; it cannot execute {type(command).__name__}")
         return Done()
 
     def has_work(self) -> bool:
@@ -103,13 +103,13 @@ class GenerateRole:
         self._lent.close()
         del self._engine
         heap.give_back()
-        if self._place.device.startswith("cuda"):
+        if self._assignment.device.startswith("cuda"):
             torch.cuda.empty_cache()
 
     def _needs_weights(self, command: Generate | Lend) -> None:
         if not self._has_weights:
             raise Refused(
-                f"slot {self._place.slot} joins the generators and has no weights yet: it cannot execute "
+                f"slot {self._assignment.slot} joins the generators and has no weights yet: it cannot execute "
                 f"{type(command).__name__} before the first Receive"
             )
 

@@ -28,11 +28,11 @@ from ductile.wire.messages import Done, Lend, Published, Receive, Score, Scores,
 class ScoreRole:
     """Follows `ductile.roles.SlotRole`. Every slot that scores holds whole models and works alone."""
 
-    def __init__(self, settings: Mapping[str, Any], place: RoleAssignment) -> None:
+    def __init__(self, settings: Mapping[str, Any], assignment: RoleAssignment) -> None:
         """`settings` is a dumped `TrainerConfig`: the scorer computes in the trainer's precision."""
         self._config = TrainerConfig.model_validate(settings)
-        self._place, self._device = place, place.device
-        self._has_weights = not place.joining
+        self._assignment, self._device = assignment, assignment.device
+        self._has_weights = not assignment.joining
         self._policy = self._load() if self._has_weights else self._allocate()
         self._version = 0
         self._lent = Publisher()
@@ -96,7 +96,7 @@ class ScoreRole:
     def _needs_weights(self, command: Score | Lend) -> None:
         if not self._has_weights:
             raise Refused(
-                f"slot {self._place.slot} joins the scorers and has no weights yet: it cannot execute "
+                f"slot {self._assignment.slot} joins the scorers and has no weights yet: it cannot execute "
                 f"{type(command).__name__} before the first Receive"
             )
 

@@ -173,10 +173,10 @@ class Worker:
             raise ValueError(f"this slot does not know the role {command.role!r}")
         module, _, name = self._settings.roles[command.role].partition(":")
         make = importlib.import_module(module).__dict__[name]
-        place = RoleAssignment(
+        assignment = RoleAssignment(
             self._settings.slot, command.members, epoch, self._settings.device, command.rendezvous, command.joining
         )
-        self._roles[command.role] = make(command.settings, place)
+        self._roles[command.role] = make(command.settings, assignment)
         return Done()
 
     def _role(self, name: RoleName) -> SlotRole:

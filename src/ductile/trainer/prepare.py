@@ -117,12 +117,12 @@ class Preparation:
     def __init__(
         self,
         change: ResizeOrder,
-        place: RoleAssignment,
+        assignment: RoleAssignment,
         config: TrainerConfig,
         plans: StatePlans,
         before: Standing | None,
     ) -> None:
-        self._change, self._place, self._config, self._plans = change, place, config, plans
+        self._change, self._assignment, self._config, self._plans = change, assignment, config, plans
         self._old: Mapping[str, Tensor] = {}
         if before is not None and before.trainer is not None:
             # Parameters and moments stay where they are while the old trainer works on.
@@ -223,19 +223,19 @@ class Preparation:
 
     def _prepare(self) -> tuple[Planned, Connected | None]:
         """Plan, and connect unless groups are left to the pause: then the second is None."""
-        change, slot, timeout_s = self._change, self._place.slot, self._config.resize.timeout_s
-        store = rendezvous.lasting(self._place.rendezvous, timeout_s)
+        change, slot, timeout_s = self._change, self._assignment.slot, self._config.resize.timeout_s
+        store = rendezvous.lasting(self._assignment.rendezvous, timeout_s)
         notes = f"resize/{change.epoch}/"
         gathering = Gathering(store, notes, slot, change.slots, timeout_s, others=[names_of(change.epoch)])
         board = StoreBoard(store, f"{notes}board", slot, change.slots, timeout_s)
-        groups = Groups(slot, self._place.epoch, self._place.device, store, timeout_s)
-        transfer_groups = Groups(slot, self._place.epoch, self._place.device, store, timeout_s, "transfer/")
+        groups = Groups(slot, self._assignment.epoch, self._assignment.device, store, timeout_s)
+        transfer_groups = Groups(slot, self._assignment.epoch, self._assignment.device, store, timeout_s, "transfer/")
         seconds: dict[SlotPhase, float] = {}
         gathering.enter()
         try:
             with timed(seconds, "carrier"):
                 reader, reason = self._choose(board)
-                waits = why_not_beside(torch.device(self._place.device).type, self._device_ids(board))
+                waits = why_not_beside(torch.device(self._assignment.device).type, self._device_ids(board))
             self._go_on()
             with timed(seconds, "plan"):
                 relays = reader is None
@@ -267,8 +267,8 @@ class Preparation:
             # From here on nobody leaves before all have made their groups, wanted or not.
             if carrier is None:
                 group = planned.transfer_groups.group(change.slots)
-                carrier = PeerToPeer(group, self._place.device, timeout_s)
-            if self._place.slot in change.after.members:
+                carrier = PeerToPeer(group, self._assignment.device, timeout_s)
+            if self._assignment.slot in change.after.members:
                 ranks = Ranks(planned.groups, change.after)
                 after = Standing(planned.groups, None)
         connected = Connected(carrier, ranks, after)
@@ -285,7 +285,7 @@ class Preparation:
 
     def _choose(self, board: StoreBoard) -> tuple[Carrier | None, str]:
         """The carrier that reads, None where messages are needed, and why."""
-        terms, device = self._config.resize, torch.device(self._place.device).type
+        terms, device = self._config.resize, torch.device(self._assignment.device).type
         # Whoever frees memory while it moves must know that it has been read.
         one_sided = terms.carrier != "p2p" and terms.memory == "shadow"
         carrier, reason = choose_reader(board, device, one_sided, self._go_on)
@@ -295,7 +295,7 @@ class Preparation:
 
     def _device_ids(self, board: StoreBoard) -> set[str]:
         """The `device_id`s of the change's slots; empty on CPUs, where they do not matter."""
-        device = torch.device(self._place.device)
+        device = torch.device(self._assignment.device)
         if device.type == "cpu":
             return set()
         notes = board.exchange("devices", device_id(device).encode(), self._go_on)
@@ -303,7 +303,7 @@ class Preparation:
 
     def _build(self, ranks: Ranks, plan: Plan, room: dict[str, Tensor]) -> Trainer:
         """A trainer over memory that is handed on where nothing changes, and over new memory elsewhere."""
-        slot, device = self._place.slot, self._place.device
+        slot, device = self._assignment.slot, self._assignment.device
         unchanged = plan.unchanged_buffers(slot)
         dtype = Precision.of(self._config.model, device).parameters
         for name, (_, size) in plan.target.buffer_sizes(slot).items():
@@ -320,10 +320,10 @@ class Preparation:
     def _load(self, planned: Planned, connected: Connected) -> None:
         connected.old = dict(self._old)
         for with_gradient, plan in planned.plans.items():
-            sizes = plan.target.buffer_sizes(self._place.slot)
+            sizes = plan.target.buffer_sizes(self._assignment.slot)
             room = {name: part for name, part in connected.room.items() if name in sizes}
             connected.transfers[with_gradient] = Transfer(
-                plan, self._place.slot, None, room, connected.carrier, fingerprints(self._config)
+                plan, self._assignment.slot, None, room, connected.carrier, fingerprints(self._config)
             )
 
 

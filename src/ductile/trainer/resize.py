@@ -39,17 +39,17 @@ class Resize:
     def __init__(
         self,
         change: ResizeOrder,
-        place: RoleAssignment,
+        assignment: RoleAssignment,
         config: TrainerConfig,
         plans: StatePlans,
         before: Standing | None,
     ) -> None:
         """`before` is what the slot has now: None on a joining slot."""
         self.change = change
-        self._slot, self._device = place.slot, place.device
+        self._slot, self._device = assignment.slot, assignment.device
         self._config = config
         self._before = before
-        self._preparation = Preparation(change, replace(place, epoch=change.epoch), config, plans, before)
+        self._preparation = Preparation(change, replace(assignment, epoch=change.epoch), config, plans, before)
         self._plan: Plan | None = None
         self._is_moved = False
         self.is_committed = False

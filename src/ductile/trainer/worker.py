@@ -60,19 +60,20 @@ class TrainRole:
     function that raises leaves it whole.
     """
 
-    def __init__(self, settings: Mapping[str, Any], place: RoleAssignment) -> None:
-        """`settings` is a dumped `TrainerConfig`. Collective over `place.members`, unless the place is `joining`."""
-        self._place = place
+    def __init__(self, settings: Mapping[str, Any], assignment: RoleAssignment) -> None:
+        """`settings` is a dumped `TrainerConfig`. Collective over `assignment.members`, unless the slot is
+        `joining`."""
+        self._assignment = assignment
         self._config = TrainerConfig.model_validate(settings)
         self._publisher = Publisher()
         self._plans = StatePlans(spec_of(self._config), self._config)
         self._resize: Resize | None = None
         self._standing: Standing | None = None
-        if not place.joining:
-            formation = Formation(place.members, self._config.model.dp_replicate)
-            self._standing = Standing(Groups.at(place, self._config.dist_timeout_seconds), None)
+        if not assignment.joining:
+            formation = Formation(assignment.members, self._config.model.dp_replicate)
+            self._standing = Standing(Groups.at(assignment, self._config.dist_timeout_seconds), None)
             with self._together() as standing:
-                standing.trainer = Trainer(self._config, Ranks(standing.groups, formation), place.device)
+                standing.trainer = Trainer(self._config, Ranks(standing.groups, formation), assignment.device)
 
     def handle(self, command: Any) -> Any:
         match command:
@@ -128,7 +129,7 @@ class TrainRole:
         if self._standing is not None:
             self._standing.destroy()
         self._standing = None
-        if self._place.device.startswith("cuda"):
+        if self._assignment.device.startswith("cuda"):
             torch.cuda.empty_cache()
 
     def _prepare(self, change: ResizeOrder) -> None:
@@ -136,7 +137,7 @@ class TrainRole:
             self._settle(self._resize)  # nobody takes back what came before the next change
         if self._resize is not None:
             raise ValueError(f"change {self._resize.change.epoch} is neither settled nor rolled back")
-        self._resize = Resize(change, self._place, self._config, self._plans, self._standing)
+        self._resize = Resize(change, self._assignment, self._config, self._plans, self._standing)
         self._resize.prepare()
 
     def _settle(self, resize: Resize) -> None:
