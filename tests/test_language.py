@@ -1,7 +1,9 @@
-"""Docstrings of fields, constants and type aliases stand alone: a reader sees one without its neighbours."""
+"""One public class name is one class, and docstrings of fields, constants and type aliases stand alone: a reader sees
+one without its neighbours."""
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -47,6 +49,45 @@ class Box:
         """Inside the box. Of no use here."""
 '''
     assert list(fragments(source)) == [(3, "Of one slot."), (12, "From above, in pixels."), (19, "And depth.")]
+
+
+def test_one_public_class_name_is_one_class() -> None:
+    homes: dict[str, list[str]] = defaultdict(list)
+    for file in sorted(SOURCE.rglob("*.py")):
+        for name in public_classes(file.read_text(encoding="utf-8")):
+            homes[name].append(str(file.relative_to(SOURCE.parents[1])))
+    assert homes["Loop"] == ["src/ductile/loop/loop.py"], "the walk finds classes"
+    found = [f"{name}: {', '.join(files)}" for name, files in sorted(homes.items()) if len(files) > 1]
+    advice = "keep the name for the class that it fits best, and call the others what they are"
+    assert not found, "\n".join([f"{len(found)} names are defined more than once; {advice}", *found])
+
+
+def test_public_classes_are_found_at_any_depth() -> None:
+    source = """
+class Outer:
+    class Inner:
+        pass
+
+    class _Hidden:
+        class Deep:
+            pass
+
+def make():
+    class Local:
+        pass
+
+if True:
+    class Outer:
+        pass
+"""
+    assert sorted(public_classes(source)) == ["Deep", "Inner", "Local", "Outer", "Outer"]
+
+
+def public_classes(source: str) -> Iterator[str]:
+    """Name of each class that is defined without a leading underscore, nested ones and those of functions included."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield node.name
 
 
 def fragments(source: str) -> Iterator[tuple[int, str]]:
