@@ -28,7 +28,7 @@ class Changes:
         self,
         cluster: LocalCluster,
         trainer: RemoteTrainer,
-        terms: ResizeOptions,
+        options: ResizeOptions,
         placement: Placement,
         record: Recorder,
         num_slots: int,
@@ -38,7 +38,7 @@ class Changes:
         """Slots that the run needs for something else than training."""
         self.history: deque[Resized] = deque(maxlen=NUM_KEPT)
         self.num_resized = 0
-        self._cluster, self._trainer, self._terms, self._record = cluster, trainer, terms, record
+        self._cluster, self._trainer, self._options, self._record = cluster, trainer, options, record
         self._num_slots = num_slots
         self._target: Formation | None = None
         """Formation that the change under way leads to; None when no change is under way."""
@@ -68,7 +68,7 @@ class Changes:
         try:
             await self._start(after.members)
             self._transaction = Transaction(
-                self._cluster.mailbox, self._trainer, after, self._terms, self._cluster.condemn, leave=leave
+                self._cluster.mailbox, self._trainer, after, self._options, self._cluster.condemn, leave=leave
             )
             result = await self._transaction.run()
         except SlotLost as error:

@@ -185,7 +185,7 @@ async def _live(
     session: Session,
 ) -> AsyncIterator[Changes]:
     """Meanwhile the run answers `ductile status` and `ductile resize`. `trainer`: as the slots have it."""
-    terms = ResizeOptions(
+    options = ResizeOptions(
         settings=trainer.model_dump(mode="json"),
         rendezvous=slots.cluster.rendezvous,
         timeout_s=trainer.resize.timeout_s,
@@ -194,7 +194,7 @@ async def _live(
         patience_s=config.cluster.command_timeout_s,
     )
     num_slots = config.deployment.gpus_per_node * config.cluster.slots_per_device
-    changes = Changes(slots.cluster, slots.trainer, terms, slots.placement, session.record, num_slots)
+    changes = Changes(slots.cluster, slots.trainer, options, slots.placement, session.record, num_slots)
     policy = policy_name(config.cluster) if config.cluster.auto_scheduler else ""
     live = LiveRun(command, max_steps, session, slots.cluster, slots.trainer, slots.activity, changes, policy)
     async with Endpoint(session.folder, live.respond):

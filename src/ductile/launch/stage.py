@@ -47,7 +47,7 @@ class ActuatorOptions:
 class LiveActuator:
     def __init__(
         self,
-        terms: ActuatorOptions,
+        options: ActuatorOptions,
         cluster: LocalCluster,
         changes: Changes,
         trainer: RemoteTrainer,
@@ -59,7 +59,7 @@ class LiveActuator:
         clock: Callable[[], float],
     ) -> None:
         """clock: 0 when the slots had their roles, as in the run's profiles."""
-        self._terms, self._cluster, self._changes = terms, cluster, changes
+        self._options, self._cluster, self._changes = options, cluster, changes
         self._trainer, self._generators, self._scorer = trainer, generators, scorer
         self._monitor, self._measured, self._activity, self._clock = monitor, measured, activity, clock
         self._moves: tuple[RoleChange, ...] = ()
@@ -100,11 +100,11 @@ class LiveActuator:
             ),
             speeds=self._measured.speeds(),
             costs=self._measured.costs(),
-            home=self._terms.home,
-            limits=self._terms.limits,
+            home=self._options.home,
+            limits=self._options.limits,
             unfinished=self._generators.unfinished(),
             lengths=self._generators.lengths(),
-            max_tokens=self._terms.max_tokens,
+            max_tokens=self._options.max_tokens,
         )
 
     def _roles(self, slot: int) -> tuple[Role, ...]:
@@ -174,9 +174,9 @@ class LiveActuator:
             raise NotDone(f"slot {slot} cannot score: this run has no scorer (cluster.component_placement.inference)")
         async with self._or_not_done(), self._measuring("grant"):
             if role == "generate":
-                await self._generators.admit(slot, self._terms.generate)
+                await self._generators.admit(slot, self._options.generate)
             elif self._scorer is not None:
-                await self._scorer.admit(slot, self._terms.score)
+                await self._scorer.admit(slot, self._options.score)
 
     async def resize(self, formation: Formation, leave: Callable[[], Awaitable[None]]) -> None:
         try:

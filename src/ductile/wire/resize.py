@@ -133,14 +133,14 @@ class Transaction:
         mailbox: Mailbox,
         trainer: RemoteTrainer,
         after: Formation,
-        terms: ResizeOptions,
+        options: ResizeOptions,
         kill: Callable[[int, str], None],
         clock: Callable[[], float] = time.perf_counter,
         leave: Callable[[], Awaitable[None]] = nobody_leaves,
     ) -> None:
         """kill(slot, sentence): end a slot that does not answer, and lose it in the mailbox. leave: called when all is
         prepared and the trainer stands still; joiners give up their other roles in it."""
-        self._mailbox, self._trainer, self._terms, self._kill, self._clock = mailbox, trainer, terms, kill, clock
+        self._mailbox, self._trainer, self._options, self._kill, self._clock = mailbox, trainer, options, kill, clock
         self._leave = leave
         # Every change has a number of its own, and every command from now on carries it.
         mailbox.epoch += 1
@@ -181,13 +181,13 @@ class Transaction:
             await self._step("settle", Settle(self.change.epoch), Done)
         except _Unfinished as unfinished:
             raise self._lost(str(unfinished)) from None
-        await self._drop(self.change.leavers, self._terms.leave_s)
+        await self._drop(self.change.leavers, self._options.leave_s)
         return self._result("resized")
 
     async def _hold(self) -> None:
         """Have joiners take the role. Only they hear of this: should it fail, there is nothing to take back."""
-        members, terms = self.change.after.members, self._terms
-        hold = Hold("train", dict(terms.settings), members, terms.rendezvous, joining=True)
+        members, options = self.change.after.members, self._options
+        hold = Hold("train", dict(options.settings), members, options.rendezvous, joining=True)
         with self._timed("hold"):
             outcomes = await self._ask(dict.fromkeys(self.change.joiners, hold))
         self._holding |= {slot for slot, outcome in outcomes.items() if isinstance(outcome, Done)}
@@ -211,7 +211,7 @@ class Transaction:
         while unready:
             unready, late = await self._unready(unready)
             waited_s = self._clock() - began_s
-            for slots, patience_s in ((unready - late, self._terms.timeout_s), (late, self._terms.patience_s)):
+            for slots, patience_s in ((unready - late, self._options.timeout_s), (late, self._options.patience_s)):
                 if slots and waited_s > patience_s:
                     first = self._mailbox.describe(min(slots))
                     self._complain("prepare", f"{first} did not prepare within {patience_s:g} s")
@@ -266,7 +266,7 @@ class Transaction:
         if isinstance(error, _Unfinished):
             return error.ruling
         said = f"the change was given up in {self.phase}: {told(error)}"
-        return judge(self.phase, self.change, {}, dict.fromkeys(self.change.slots, said), self._terms.keeps_old)
+        return judge(self.phase, self.change, {}, dict.fromkeys(self.change.slots, said), self._options.keeps_old)
 
     async def _take_back(self, ruling: Ruling) -> None:
         """Roll the change back. Only the slots that train are waited for: no other slot's part is needed."""
@@ -274,7 +274,7 @@ class Transaction:
             raise self._lost(ruling.reason)
         rollback = dict.fromkeys(self.change.before.members, Rollback(self.change.epoch))
         with self._timed("rollback"):
-            outcomes = await self._ask(rollback, self._terms.patience_s)
+            outcomes = await self._ask(rollback, self._options.patience_s)
         dead = {slot: str(outcome) for slot, outcome in outcomes.items() if isinstance(outcome, SlotLost)}
         failed = {slot: str(outcome) for slot, outcome in outcomes.items() if isinstance(outcome, Refused | Late)}
         try:
@@ -294,7 +294,7 @@ class Transaction:
 
     async def _insist(self, slots: Sequence[int], command: Command) -> None:
         """Have slots do what must be done: one that is late, or that holds the role and refuses, is killed."""
-        outcomes = await self._ask(dict.fromkeys(slots, command), self._terms.patience_s, after_failure_s=None)
+        outcomes = await self._ask(dict.fromkeys(slots, command), self._options.patience_s, after_failure_s=None)
         for slot, outcome in outcomes.items():
             if isinstance(outcome, Late) or (isinstance(outcome, Refused) and slot in self._holding):
                 self._kill(slot, f"{outcome}; it has been killed")
@@ -318,7 +318,7 @@ class Transaction:
     ) -> dict[int, Outcome]:
         """One outcome of every slot, within the time of a step unless told otherwise; a lost slot is not asked."""
         alive = {slot: command for slot, command in commands.items() if slot not in self._mailbox.lost}
-        deadline_s = self._terms.timeout_s + GRACE_S if deadline_s is None else deadline_s
+        deadline_s = self._options.timeout_s + GRACE_S if deadline_s is None else deadline_s
         outcomes = await self._mailbox.ask_all(alive, deadline_s, after_failure_s)
         gone = {slot: SlotLost(self._mailbox.lost[slot]) for slot in commands if slot not in alive}
         return outcomes | gone
@@ -352,7 +352,7 @@ class Transaction:
             self._rule(phase, {}, dict.fromkeys(self.change.slots, complaint))
 
     def _rule(self, phase: Phase, dead: Mapping[int, str], failed: Mapping[int, str]) -> None:
-        ruling = judge(phase, self.change, dead, failed, self._terms.keeps_old)
+        ruling = judge(phase, self.change, dead, failed, self._options.keeps_old)
         if ruling.verdict != "proceed":
             raise _Unfinished(ruling)
 
