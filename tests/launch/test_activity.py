@@ -4,7 +4,7 @@ from ductile.launch.activity import ACTIVITIES, Situation, SlotActivity
 from ductile.records import GenerateRequest, Sampling
 from ductile.slot.worker import HANDLED_BY
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory import MemoryCarrier
+from ductile.wire.memory import MemoryTransport
 from ductile.wire.messages import Done, Drop, EngineStats, Generate, Hold, OptimStep
 
 
@@ -30,7 +30,7 @@ def test_commands_and_engines_make_activities():
             now_s += 2.0
             return Done()
 
-        carrier = MemoryCarrier({0: answer, 1: answer})
+        carrier = MemoryTransport({0: answer, 1: answer})
         mailbox, view = Mailbox(carrier), Seen()
         activity = SlotActivity(mailbox, view, lambda: now_s)
         await mailbox.ask(0, Hold("train", {}, (0,)), 1)
@@ -59,7 +59,7 @@ def test_commands_and_engines_make_activities():
 def test_statistics_from_before_a_request_do_not_make_its_generator_idle():
     async def story():
         now_s = 0.0
-        mailbox = Mailbox(carrier := MemoryCarrier({}))
+        mailbox = Mailbox(carrier := MemoryTransport({}))
 
         async def answer(slot, command):
             nonlocal now_s
@@ -88,7 +88,7 @@ class Story:
 
     def __init__(self) -> None:
         self.now_s, self.situation, self.spans = 0.0, Situation(), []
-        self.carrier = MemoryCarrier(dict.fromkeys(range(4), lambda slot, command: Done()))
+        self.carrier = MemoryTransport(dict.fromkeys(range(4), lambda slot, command: Done()))
         self.mailbox = Mailbox(self.carrier)
         self.activity = SlotActivity(self.mailbox, Seen(), lambda: self.now_s)
         self.activity.situation = lambda: self.situation

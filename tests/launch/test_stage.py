@@ -15,7 +15,7 @@ from ductile.observe import Recorder
 from ductile.records import Formation
 from ductile.wire.handover import HandoffResult
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory import MemoryCarrier
+from ductile.wire.memory import MemoryTransport
 from ductile.wire.messages import ForwardBackward, Freeze, Settle
 from ductile.wire.resize import ResizeOptions, nobody_leaves
 from ductile.wire.trainer import RemoteTrainer
@@ -62,7 +62,7 @@ class Rig:
 
     def __init__(self, folder, *members: int) -> None:
         self.slots = TrainSlots(Formation(members), NUM_SLOTS)
-        self.carrier = MemoryCarrier(dict.fromkeys(self.slots.slots, self.slots.answer))
+        self.carrier = MemoryTransport(dict.fromkeys(self.slots.slots, self.slots.answer))
         mailbox = Mailbox(self.carrier, clock)
         self.trainer = RemoteTrainer(mailbox, Formation(members), timeout_s=100)
         self.devices = dict.fromkeys(range(NUM_SLOTS), "cpu")

@@ -1,4 +1,4 @@
-"""The same slots behind both carriers: in memory, and as threads with real sockets."""
+"""The same slots behind both transports: in memory, and as threads with real sockets."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,7 @@ import zmq
 from ductile.wire.codec import encode
 from ductile.wire.dealer import Dealer
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory import Answer, MemoryCarrier
+from ductile.wire.memory import Answer, MemoryTransport
 from ductile.wire.messages import Command, Envelope, Event, Hello
 from ductile.wire.router import Router
 
@@ -65,7 +65,7 @@ class SocketSlot:
 
 @asynccontextmanager
 async def memory_slots(answers: Mapping[int, Answer]) -> AsyncIterator[tuple[Mailbox, dict]]:
-    carrier = MemoryCarrier(answers)
+    carrier = MemoryTransport(answers)
     mailbox = Mailbox(carrier)
     yield mailbox, {slot: lambda event, slot=slot: carrier.emit(slot, event) for slot in answers}
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from ductile.records import CacheNote, GenerateRequest, Generation, Manifest, StepReport
-from ductile.wire.memory import MemoryCarrier
+from ductile.wire.memory import MemoryTransport
 from ductile.wire.messages import (
     Abort,
     Command,
@@ -74,7 +74,7 @@ class GenerateSlots:
         self.slots = {number: Slot(number) for number in range(num_slots)}
         for number in generating:
             self.slots[number].holds, self.slots[number].version = True, 0
-        self.carrier = MemoryCarrier(dict.fromkeys(self.slots, self.answer))
+        self.carrier = MemoryTransport(dict.fromkeys(self.slots, self.answer))
         self.length = length
         self.wrong: list[str] = []
         """What should not have been asked."""

@@ -11,7 +11,7 @@ from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.flights import Flights
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory import MemoryCarrier
+from ductile.wire.memory import MemoryTransport
 from ductile.wire.messages import Abort, Command, Done, EngineStats, Finished, Generate, Reply
 
 
@@ -31,7 +31,7 @@ class Fleet:
     """Two generators that answer nothing by themselves."""
 
     def __init__(self, timeout_s: float = 5.0, clock=time.monotonic, block_tokens: int = 16) -> None:
-        self.carrier = MemoryCarrier({0: self._answer, 1: self._answer})
+        self.carrier = MemoryTransport({0: self._answer, 1: self._answer})
         self.mailbox = Mailbox(self.carrier)
         self.generators = RemoteGenerators(self.mailbox, (0, 1), 8, block_tokens, timeout_s, clock)
 

@@ -9,7 +9,7 @@ import pytest
 from ductile.records import Manifest
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory import MemoryCarrier
+from ductile.wire.memory import MemoryTransport
 from ductile.wire.messages import (
     Command,
     Died,
@@ -148,7 +148,7 @@ def test_after_a_failure_the_others_are_not_waited_for(slots):
 
 def test_answers_after_a_failure_do_not_make_the_wait_longer():
     async def story():
-        carrier = MemoryCarrier(dict.fromkeys(range(4), answer))
+        carrier = MemoryTransport(dict.fromkeys(range(4), answer))
         carrier.fail(1, "delay", delay_s=1.5)
         carrier.fail(2, "delay", delay_s=3.0)
         outcomes = await Mailbox(carrier).ask_all(

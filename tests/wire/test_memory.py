@@ -6,17 +6,17 @@ import pytest
 
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory import MemoryCarrier
+from ductile.wire.memory import MemoryTransport
 from ductile.wire.messages import Done, OptimStep, Ping
 
 
 @pytest.fixture
 def carrier():
-    return MemoryCarrier({0: lambda slot, command: Done(), 1: lambda slot, command: Done()})
+    return MemoryTransport({0: lambda slot, command: Done(), 1: lambda slot, command: Done()})
 
 
 @pytest.mark.parametrize(("kind", "error"), [("drop", Late), ("error", Refused), ("death", SlotLost)])
-def test_fault_becomes_its_error_once_and_only_for_its_slot(carrier: MemoryCarrier, kind, error):
+def test_fault_becomes_its_error_once_and_only_for_its_slot(carrier: MemoryTransport, kind, error):
     async def story():
         mailbox = Mailbox(carrier)
         carrier.fail(1, kind)
@@ -32,7 +32,7 @@ def test_fault_becomes_its_error_once_and_only_for_its_slot(carrier: MemoryCarri
     asyncio.run(story())
 
 
-def test_fault_waits_for_its_command(carrier: MemoryCarrier):
+def test_fault_waits_for_its_command(carrier: MemoryTransport):
     async def story():
         mailbox = Mailbox(carrier)
         carrier.fail(0, "error", on=OptimStep, times=2)
@@ -46,7 +46,7 @@ def test_fault_waits_for_its_command(carrier: MemoryCarrier):
     asyncio.run(story())
 
 
-def test_doubled_and_delayed_answers_are_counted_not_used(carrier: MemoryCarrier):
+def test_doubled_and_delayed_answers_are_counted_not_used(carrier: MemoryTransport):
     async def story():
         mailbox = Mailbox(carrier)
         carrier.fail(0, "duplicate")

@@ -8,7 +8,7 @@ import pytest
 from ductile.records import Formation, Manifest, Sample, StepReport
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory import MemoryCarrier
+from ductile.wire.memory import MemoryTransport
 from ductile.wire.messages import (
     Command,
     Done,
@@ -46,10 +46,10 @@ def answer(slot: int, command: Command) -> Reply:
 
 @pytest.fixture
 def carrier():
-    return MemoryCarrier({slot: answer for slot in (2, 4, 7)})
+    return MemoryTransport({slot: answer for slot in (2, 4, 7)})
 
 
-def test_only_the_first_rank_has_a_manifest(carrier: MemoryCarrier):
+def test_only_the_first_rank_has_a_manifest(carrier: MemoryTransport):
     async def story():
         with pytest.raises(Refused, match="slot 2 published version 3 without a manifest"):
             await RemoteTrainer(Mailbox(carrier), Formation((2, 4)), 1).publish(3)
@@ -66,7 +66,7 @@ def test_only_the_first_rank_has_a_manifest(carrier: MemoryCarrier):
     ],
 )
 def test_the_cause_is_raised_and_what_followed_is_noted(
-    carrier: MemoryCarrier, faults: dict, error: type, note: str, monkeypatch: pytest.MonkeyPatch
+    carrier: MemoryTransport, faults: dict, error: type, note: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("ductile.wire.fanout.AFTER_FAILURE_S", 0.02)
 
@@ -82,14 +82,14 @@ def test_the_cause_is_raised_and_what_followed_is_noted(
 
 def test_an_answer_of_the_wrong_class_is_refused():
     async def story():
-        carrier = MemoryCarrier({0: lambda slot, command: Done()})
+        carrier = MemoryTransport({0: lambda slot, command: Done()})
         with pytest.raises(Refused, match="slot 0 answered OptimStep with Done"):
             await RemoteTrainer(Mailbox(carrier), Formation((0,)), 1).optim_step(1.0)
 
     asyncio.run(story())
 
 
-def test_samples_are_scored_by_tokens_and_come_back_in_order(carrier: MemoryCarrier):
+def test_samples_are_scored_by_tokens_and_come_back_in_order(carrier: MemoryTransport):
     async def story():
         lengths = [5, 100, 7, 90, 8, 1, 10, 3]
         samples = [sample(n) for n in lengths]
@@ -106,7 +106,7 @@ def test_samples_are_scored_by_tokens_and_come_back_in_order(carrier: MemoryCarr
 
 
 @pytest.mark.parametrize("num_samples", [0, 1])
-def test_slots_without_samples_are_not_asked(carrier: MemoryCarrier, num_samples: int):
+def test_slots_without_samples_are_not_asked(carrier: MemoryTransport, num_samples: int):
     async def story():
         samples = [sample(4)] * num_samples
         assert len(await RemoteScorer(Mailbox(carrier), (2, 7), 1).score(samples, "policy")) == num_samples
@@ -115,7 +115,7 @@ def test_slots_without_samples_are_not_asked(carrier: MemoryCarrier, num_samples
     asyncio.run(story())
 
 
-def test_every_scorer_receives_a_version(carrier: MemoryCarrier):
+def test_every_scorer_receives_a_version(carrier: MemoryTransport):
     async def story():
         await RemoteScorer(Mailbox(carrier), (2, 7), 1).receive(MANIFEST)
         assert carrier.sent == [(2, Receive("score", MANIFEST)), (7, Receive("score", MANIFEST))]

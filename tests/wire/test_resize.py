@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ductile.records import Formation
 from ductile.roles import SlotLost
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory import FaultKind, MemoryCarrier
+from ductile.wire.memory import FaultKind, MemoryTransport
 from ductile.wire.messages import (
     Commit,
     Done,
@@ -42,7 +42,7 @@ class Stage:
 
     def __init__(self, members: Sequence[int], num_slots: int = 8, keeps_old: bool = True) -> None:
         self.slots = TrainSlots(Formation(tuple(members)), num_slots)
-        self.carrier = MemoryCarrier(dict.fromkeys(self.slots.slots, self.slots.answer))
+        self.carrier = MemoryTransport(dict.fromkeys(self.slots.slots, self.slots.answer))
         self.mailbox = Mailbox(self.carrier, clock)
         self.trainer = RemoteTrainer(self.mailbox, Formation(tuple(members)), timeout_s=100)
         self.terms = ResizeOptions({}, "127.0.0.1:1", timeout_s=5, leave_s=50, keeps_old=keeps_old)

@@ -31,7 +31,7 @@ HELLO = encode(Envelope(0, 0, Hello(pid=1, device="cpu")))
 def test_strangers_are_dropped_counted_and_disturb_nobody(frames: list[bytes], reason: str):
     async def story():
         async with socket_slots({0: lambda slot, command: Done()}) as (mailbox, _):
-            router = mailbox._carrier
+            router = mailbox._transport
             stranger = zmq.asyncio.Context()
             socket = stranger.socket(zmq.DEALER)
             socket.connect(router.address)

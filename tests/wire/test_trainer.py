@@ -9,7 +9,7 @@ from ductile.core.cluster.state import IN_FLIGHT
 from ductile.records import Formation
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory import MemoryCarrier
+from ductile.wire.memory import MemoryTransport
 from ductile.wire.messages import ForwardBackward, OptimStep, SaveState, Withdraw
 from ductile.wire.trainer import RemoteTrainer
 from tests.loop.doubles import clock
@@ -18,9 +18,9 @@ from tests.wire.train_slots import TrainSlots, play, sample
 SEQ_LEN = 10
 
 
-def make(formation: Formation, num_slots: int = 8) -> tuple[TrainSlots, MemoryCarrier, RemoteTrainer]:
+def make(formation: Formation, num_slots: int = 8) -> tuple[TrainSlots, MemoryTransport, RemoteTrainer]:
     slots = TrainSlots(formation, num_slots)
-    carrier = MemoryCarrier(dict.fromkeys(slots.slots, slots.answer))
+    carrier = MemoryTransport(dict.fromkeys(slots.slots, slots.answer))
     return slots, carrier, RemoteTrainer(Mailbox(carrier, clock), formation, timeout_s=100)
 
 

@@ -79,7 +79,7 @@ class Slot:
 
 
 class TrainSlots:
-    """`MemoryCarrier({slot: slots.answer for slot in ...})`"""
+    """`MemoryTransport({slot: slots.answer for slot in ...})`"""
 
     def __init__(self, formation: Formation, num_slots: int) -> None:
         self.slots = {number: Slot(number) for number in range(num_slots)}

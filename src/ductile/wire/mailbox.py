@@ -44,7 +44,7 @@ class Mailbox:
 
     def __init__(
         self,
-        carrier: Transport,
+        transport: Transport,
         clock: Callable[[], float] = time.monotonic,
         on_error: Callable[[str, Exception], None] = lambda sentence, error: None,
     ) -> None:
@@ -60,13 +60,13 @@ class Mailbox:
         """Number of messages that came too late to be used, by class."""
         self._roles: dict[int, list[str]] = {}
         self._pids: dict[int, int] = {}
-        self._carrier = carrier
+        self._transport = transport
         self._clock, self._on_error = clock, on_error
         self._sequence = itertools.count(1)
         self._questions: dict[int, _Question] = {}
         self._listeners: list[Listener] = []
         self._watchers: list[Watcher] = []
-        carrier.listen(self._deliver)
+        transport.listen(self._deliver)
 
     async def ask(self, slot: int, command: Command, deadline_s: float) -> Reply:
         """Send a command and wait for its answer. Raises `SlotLost`, `Late`, or `Refused` when it was `Failed`."""
@@ -79,7 +79,7 @@ class Mailbox:
         self._show_running(slot)
         try:
             async with asyncio.timeout(deadline_s):
-                await self._carrier.post(slot, Envelope(self.epoch, sequence, command))
+                await self._transport.post(slot, Envelope(self.epoch, sequence, command))
                 reply = await question.answer
         except TimeoutError:
             raise Late(self._late_sentence(slot, command, deadline_s)) from None

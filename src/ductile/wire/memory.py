@@ -1,8 +1,8 @@
 """A `Transport` inside one event loop, with the faults one asks for: the double of `router` and of the slots behind it.
 
-    carrier = MemoryCarrier({0: answer, 1: answer})      # answer(slot, command) -> reply; None never answers
-    carrier.fail(1, "delay", on=Score, delay_s=0.5)      # the next Score to slot 1 arrives half a second late
-    mailbox = Mailbox(carrier)
+    transport = MemoryTransport({0: answer, 1: answer})      # answer(slot, command) -> reply; None never answers
+    transport.fail(1, "delay", on=Score, delay_s=0.5)        # the next Score to slot 1 arrives half a second late
+    mailbox = Mailbox(transport)
 
 Everything passes through the codec, so what works here has the types that the wire has.
 """
@@ -32,7 +32,7 @@ class Fault:
         return self.times > 0 and self.slot == slot and (self.on is None or isinstance(command, self.on))
 
 
-class MemoryCarrier:
+class MemoryTransport:
     def __init__(self, slots: Mapping[int, Answer]) -> None:
         self.sent: list[tuple[int, Command]] = []
         """Every command that was posted, in order."""
