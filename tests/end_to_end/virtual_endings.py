@@ -349,8 +349,8 @@ def ending(seed: int, folder: Path) -> str:
     assert again.step == saved
     assert run(_live(calm, again)) is None
     assert again.checkpoints.steps()[-1] == MAX_STEPS
-    before = [prompt.id for step, prompt in stage.learned if step < saved + mid_step]
-    after = [prompt.id for _, prompt in again.learned]
+    before = [prompt.id for step, prompt in stage.trained if step < saved + mid_step]
+    after = [prompt.id for _, prompt in again.trained]
     assert len({*before, *after}) == len(before) + len(after), "no prompt is trained on twice"
     rows = read_jsonl(folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(MAX_STEPS + 1))

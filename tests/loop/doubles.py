@@ -15,10 +15,10 @@ from ductile.loop.buffer import Buffer
 from ductile.loop.conductor import Conductor
 from ductile.loop.episode import Episodes
 from ductile.loop.evaluate import Evaluation
-from ductile.loop.lessons import Lessons
 from ductile.loop.loop import Loop, RunSchedule
 from ductile.loop.progress import Checkpoints, Progress
 from ductile.loop.rollouts import Rollouts
+from ductile.loop.sample_builder import SampleBuilder
 from ductile.loop.samples import sample_rows
 from ductile.loop.saving import Saver
 from ductile.observe import Recorder
@@ -270,7 +270,7 @@ class Stage:
     """Where the trainer's state is really saved; None notes that it would be."""
     diary: Diary = field(default_factory=Diary)
     saved: list[tuple[int, PromptPosition]] = field(default_factory=list)
-    learned: list[tuple[int, Prompt]] = field(default_factory=list)
+    trained: list[tuple[int, Prompt]] = field(default_factory=list)
 
     async def go(self, during: Callable[["Stage"], Coroutine[Any, Any, None]] | None = None) -> int:
         self.stop = asyncio.Event()
@@ -281,13 +281,13 @@ class Stage:
         tasks = {"train": task}
         episodes = Episodes(tasks, tokenizer, self.fake_generators, self.graders(tasks), max_len_tokens=64)
         prompts = Prompts(task, tokenizer, ExampleOrder(range(self.num_examples), seed=1), 32, self.position)
-        learned, step_of = prompts.learned, lambda: self.loop.step
+        mark_trained, step_of = prompts.mark_trained, lambda: self.loop.step
 
-        def note_learned(prompt):
-            self.learned.append((step_of(), prompt))
-            learned(prompt)
+        def note_trained(prompt):
+            self.trained.append((step_of(), prompt))
+            mark_trained(prompt)
 
-        prompts.learned = note_learned
+        prompts.mark_trained = note_trained
         bound = StalenessBound(self.groups_per_step, self.max_async_level, self.max_off_policy_steps)
         self.buffer = Buffer(
             prompts,
@@ -324,7 +324,7 @@ class Stage:
             self.fake_scorer,
             self.rollouts,
             self.buffer,
-            Lessons(
+            SampleBuilder(
                 self.fake_scorer,
                 advantage=self.advantage,
                 needs_reference=self.needs_reference,

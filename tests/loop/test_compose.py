@@ -244,12 +244,12 @@ def test_bench_takes_four_steps_and_saves_nothing(tmp_path, folder):
     ids=lambda loss: loss["type"],
 )
 def test_a_reference_is_asked_for_when_the_loss_needs_it(tmp_path, folder, loss):
-    from ductile.loop.compose import _lessons
+    from ductile.loop.compose import _sample_builder
 
     loss = {**loss, "normalise": "seq_mean_token_sum"}
-    lessons = _lessons(prepare(config(tmp_path, folder, trainer__loss=loss)), None)
-    assert lessons._needs_reference
-    assert lessons._normalisation == "seq_mean_token_sum"
+    sample_builder = _sample_builder(prepare(config(tmp_path, folder, trainer__loss=loss)), None)
+    assert sample_builder._needs_reference
+    assert sample_builder._normalisation == "seq_mean_token_sum"
 
 
 def custom_advantage(rewards, group):

@@ -132,8 +132,8 @@ def test_never_beyond_the_bound_whatever_the_delays(
     rows = [row for row in read_jsonl(folder / "metrics.jsonl") if row["step"]]
     bound = 0 if max_async_level == 0 else max_off_policy_steps
     assert max(row["off_policy_max"] for row in rows) <= bound
-    assert len(stage.learned) == 4 * groups_per_step
-    assert len({prompt.id for _, prompt in stage.learned}) == len(stage.learned)
+    assert len(stage.trained) == 4 * groups_per_step
+    assert len({prompt.id for _, prompt in stage.trained}) == len(stage.trained)
     assert stage.fake_generators.max_running < capacity + stage.group_size
     assert stage.fake_generators.num_running == 0
 
@@ -169,7 +169,7 @@ def test_groups_that_are_too_old_are_asked_again(tmp_path):
     stage = Stage(tmp_path, max_steps=6, max_off_policy_steps=1, generators=OneSlowGroup)
     run(stage.go())
     slow = stage.fake_generators.slow
-    assert slow in [prompt.id for _, prompt in stage.learned]
+    assert slow in [prompt.id for _, prompt in stage.trained]
     assert stage.buffer.num_dropped >= 1
     events = [row for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == "group_dropped"]
     assert events[0]["prompt"] == slow

@@ -85,7 +85,7 @@ def test_a_group_that_has_failed_is_not_there_to_be_stopped(tmp_path):
     with pytest.raises(SlotLost, match="slot 1 was killed"):
         run(stage.go())
     stage.buffer.next_version(9)
-    assert stage.buffer.hopeless()
+    assert stage.buffer.stale_in_flight()
     stage.rollouts.now_live(9)
 
 
@@ -122,7 +122,7 @@ def test_a_failing_evaluation_neither_loses_the_step_nor_its_row(tmp_path):
 
 @pytest.mark.parametrize("optim_s", [0.1, 20.0])
 def test_a_death_leaves_no_optimizer_step_half_done(tmp_path, optim_s):
-    """The weights and the books of what they have learned are saved together."""
+    """The weights and the books of what they were trained on are saved together."""
 
     async def death():
         await asyncio.sleep(7.3)
@@ -133,7 +133,7 @@ def test_a_death_leaves_no_optimizer_step_half_done(tmp_path, optim_s):
         run(stage.go())
     [(step, _)] = stage.saved
     assert step == stage.fake_trainer.steps
-    assert len(stage.learned) == 4 * step
+    assert len(stage.trained) == 4 * step
 
 
 @pytest.mark.parametrize("updates_of_the_next_step", [0, 1])

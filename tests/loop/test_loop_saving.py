@@ -31,7 +31,7 @@ def test_stop_finishes_the_step_and_saves(tmp_path):
     step = run(stage.go(during=stop_soon))
     assert 0 < step < 50
     assert stage.saved[-1][0] == step
-    assert len(stage.learned) == 4 * step
+    assert len(stage.trained) == 4 * step
     assert read_jsonl(tmp_path / "metrics.jsonl")[-1]["step"] == step
 
 
@@ -47,7 +47,7 @@ def test_nothing_is_started_beyond_the_step_that_is_the_last(tmp_path):
     stage = Stage(tmp_path, max_steps=50, max_async_level=3, generators=partial(FakeGenerators, capacity=2))
     run(stage.go(during=stop_soon))
     stopped = [at for at, what in stage.diary.lines if what.startswith("start") and at > 2.0]
-    assert len({prompt.id for _, prompt in stage.learned}) == 4
+    assert len({prompt.id for _, prompt in stage.trained}) == 4
     assert len(stage.fake_generators.requests) == 8, "the first step's, and no more"
     assert stopped
 
@@ -56,7 +56,7 @@ def test_resume_trains_each_prompt_once_an_epoch(tmp_path):
     """With groups in flight and in the buffer at the save, and the run stopped and continued again and again."""
     whole = Stage(tmp_path / "whole", max_steps=10, num_examples=20)
     run(whole.go())
-    step, position, learned, lives = 0, None, [], 0
+    step, position, trained, lives = 0, None, [], 0
     while step < 10:
         stage = Stage(
             tmp_path / f"life{lives}",
@@ -69,11 +69,11 @@ def test_resume_trains_each_prompt_once_an_epoch(tmp_path):
         run(stage.go(during=stop_soon))
         assert stage.saved[-1][0] > step
         step, position = stage.saved[-1]
-        learned += stage.learned
+        trained += stage.trained
         lives += 1
     assert lives > 2
-    assert sorted(prompt.id for _, prompt in learned) == sorted(prompt.id for _, prompt in whole.learned)
-    assert len({prompt.id for _, prompt in learned}) == 40  # two epochs of 20
+    assert sorted(prompt.id for _, prompt in trained) == sorted(prompt.id for _, prompt in whole.trained)
+    assert len({prompt.id for _, prompt in trained}) == 40  # two epochs of 20
 
 
 def test_a_killed_run_repeats_only_what_the_checkpoint_does_not_know(tmp_path):
@@ -82,8 +82,8 @@ def test_a_killed_run_repeats_only_what_the_checkpoint_does_not_know(tmp_path):
     step, position = stage.saved[0]
     again = Stage(tmp_path / "again", max_steps=6, num_examples=24, step=step, position=position)
     run(again.go())
-    before = {prompt.id for at, prompt in stage.learned if at < step}
-    after = {prompt.id for _, prompt in again.learned}
+    before = {prompt.id for at, prompt in stage.trained if at < step}
+    after = {prompt.id for _, prompt in again.trained}
     assert not before & after
     assert len(before | after) == 24
     assert Progress.from_json({"step": step, "prompts": {"next": 1, "under_way": [3]}}).step == step

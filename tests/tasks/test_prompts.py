@@ -43,8 +43,8 @@ def test_what_was_under_way_is_asked_first():
     prompts = make()
     asked = [prompts.ask() for _ in range(5)]
     for done in (asked[0], asked[3]):
-        prompts.learned(done)
-    prompts.give_back(asked[4])
+        prompts.mark_trained(done)
+    prompts.requeue(asked[4])
     assert prompts.position() == PromptPosition(5, (1, 2, 4))
     again = make(prompts.position())
     assert [again.ask().id for _ in range(3)] == [asked[i].id for i in (1, 2, 4)]
@@ -53,7 +53,7 @@ def test_what_was_under_way_is_asked_first():
 
 @given(st.lists(st.sampled_from(["ask", "learn", "give back", "restart"]), max_size=60), st.randoms())
 def test_each_prompt_is_learned_once_an_epoch(moves, draw):
-    prompts, under_way, learned = make(), [], []
+    prompts, under_way, trained = make(), [], []
     for move in moves:
         if move == "ask":
             under_way.append(prompts.ask())
@@ -62,18 +62,18 @@ def test_each_prompt_is_learned_once_an_epoch(moves, draw):
         elif under_way:
             prompt = under_way.pop(draw.randrange(len(under_way)))
             if move == "learn":
-                prompts.learned(prompt)
-                learned.append(prompt.id)
+                prompts.mark_trained(prompt)
+                trained.append(prompt.id)
             else:
-                prompts.give_back(prompt)
-    assert len(set(learned)) == len(learned)
-    while len(learned) < 24:  # two epochs
+                prompts.requeue(prompt)
+    assert len(set(trained)) == len(trained)
+    while len(trained) < 24:  # two epochs
         under_way.append(prompts.ask())
-        prompts.learned(under_way[-1])
-        learned.append(under_way.pop().id)
+        prompts.mark_trained(under_way[-1])
+        trained.append(under_way.pop().id)
         if not draw.randrange(5):
             prompts, under_way = make(prompts.position()), []
-    assert len(set(learned)) == len(learned)
+    assert len(set(trained)) == len(trained)
 
 
 def test_long_prompts_are_skipped_and_told():

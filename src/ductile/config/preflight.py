@@ -116,7 +116,7 @@ def _rl(config: RLConfig) -> Iterator[Finding]:
     yield from _loss(trainer.loss, "trainer.")
     yield from client_findings(orchestrator.client, "orchestrator.client")
     yield from _questions(orchestrator, "orchestrator.")
-    yield from _lessons(orchestrator, "orchestrator.")
+    yield from _batch(orchestrator, "orchestrator.")
     if config.bench is None:  # which evaluates nothing, and holds nothing out
         yield from _evaluation(orchestrator, "orchestrator.")
     yield from template_findings("orchestrator.chat_template_kwargs", orchestrator.chat_template_kwargs)
@@ -229,7 +229,7 @@ def _questions(config: OrchestratorConfig, at: str) -> Iterator[Finding]:
         )
 
 
-def _lessons(config: OrchestratorConfig, at: str) -> Iterator[Finding]:
+def _batch(config: OrchestratorConfig, at: str) -> Iterator[Finding]:
     """What the trainer makes of a batch."""
     size, members = config.batch_size, config.rollouts_per_example
     if size % members == 0 and size // members < config.n_minibatches:

@@ -112,13 +112,13 @@ class Buffer:
         self._waiting.append(_Finished.of(group))
         self.wake()
 
-    def hopeless(self) -> list[str]:
+    def stale_in_flight(self) -> list[str]:
         """Ids of prompts whose groups are in generation and would be too old even if they finished now."""
         return [prompt for prompt, version in self._running.items() if not self._freshness(version).fresh]
 
-    def give_up(self, prompt: Prompt) -> None:
+    def drop(self, prompt: Prompt) -> None:
         """Stop waiting for the prompt's rollouts, and ask the prompt again."""
-        self._drop(prompt, (), self._freshness(self._running.pop(prompt.id)))
+        self._drop_rollouts(prompt, (), self._freshness(self._running.pop(prompt.id)))
 
     def fail(self, error: BaseException) -> None:
         """From now on `take` raises this: the side that should fill the buffer has failed."""
@@ -188,12 +188,12 @@ class Buffer:
                 return num_groups
             await self._changed.wait()
 
-    def learned(self, groups: Sequence[RolloutGroup]) -> None:
+    def mark_trained(self, groups: Sequence[RolloutGroup]) -> None:
         """The optimizer has used them: a resume does not ask these prompts again."""
         self.num_updates += 1
         for group in groups:
             self._drops.pop(group.prompt.id, None)
-            self._prompts.learned(group.prompt)
+            self._prompts.mark_trained(group.prompt)
 
     def next_version(self, version: int) -> None:
         """The step is trained; the next one, of this version, begins."""
@@ -221,14 +221,14 @@ class Buffer:
         if stale:
             self._waiting = [each for each in self._waiting if verdicts[each.oldest_version].fresh]
         for each in stale:
-            self._drop(each.group.prompt, each.group.rollouts, verdicts[each.oldest_version])
+            self._drop_rollouts(each.group.prompt, each.group.rollouts, verdicts[each.oldest_version])
 
-    def _drop(self, prompt: Prompt, rollouts: Sequence[Rollout], verdict: Freshness) -> None:
+    def _drop_rollouts(self, prompt: Prompt, rollouts: Sequence[Rollout], verdict: Freshness) -> None:
         self.num_dropped += 1
         self.num_dropped_answers += len(rollouts)
         self.num_dropped_tokens += sum(sum(rollout.mask) for rollout in rollouts)
         self._drops[prompt.id] += 1
-        self._prompts.give_back(prompt)
+        self._prompts.requeue(prompt)
         self._record.event(
             "group_dropped", f"Dropped {prompt.id} and ask it again: {verdict.reason}.", prompt=prompt.id
         )

@@ -24,13 +24,13 @@ from ductile.loop.conductor import Conductor
 from ductile.loop.episode import Episodes
 from ductile.loop.evaluate import EvalReport, Evaluation
 from ductile.loop.graders import graders_of
-from ductile.loop.lessons import Lessons
 from ductile.loop.life import Life
 from ductile.loop.loop import Loop, RunSchedule
 from ductile.loop.progress import Checkpoints, Progress
 from ductile.loop.reference import pinned
 from ductile.loop.report import summarise_rl, this_life
 from ductile.loop.rollouts import Rollouts
+from ductile.loop.sample_builder import SampleBuilder
 from ductile.loop.samples import sample_rows
 from ductile.loop.saving import Saver, where_to_begin
 from ductile.observe import Recorder, read_jsonl
@@ -176,7 +176,7 @@ async def run_circle(
             scorer=scorer,
             rollouts=Rollouts(buffer, episodes, generators, sampling, group_size),
             buffer=buffer,
-            lessons=_lessons(prepared, scorer),
+            sample_builder=_sample_builder(prepared, scorer),
             evaluation=evaluation if prepared.eval_prompts else None,
             save=save,
             save_due=saver.is_due,
@@ -237,9 +237,9 @@ def _buffer(prepared: Prepared, record: Recorder, stop: asyncio.Event) -> Buffer
     )
 
 
-def _lessons(prepared: Prepared, scorer: Scorer | None) -> Lessons:
+def _sample_builder(prepared: Prepared, scorer: Scorer | None) -> SampleBuilder:
     loss, orchestrator = prepared.config.trainer.loss, prepared.config.orchestrator
-    return Lessons(
+    return SampleBuilder(
         scorer,
         advantage=prepared.advantage,
         normalisation=normalisation(loss),

@@ -7,8 +7,8 @@ Put together by `ductile.loop.compose`:
 
     buffer   = Buffer(prompts, staleness bound)       which groups are under way, which may be trained on
     rollouts = Rollouts(buffer, episodes)             prompt -> GenerateRequests -> scored RolloutGroup -> buffer
-    lessons  = Lessons(scorer)                        RolloutGroup -> Samples
-    Loop(plan, trainer, generators, scorer, rollouts, buffer, lessons, ...).run()
+    builder  = SampleBuilder(scorer)                  RolloutGroup -> Samples
+    Loop(plan, trainer, generators, scorer, rollouts, buffer, builder, ...).run()
 
 Written only against the Protocols of `ductile.roles`: processes, tests and simulations run this same page.
 """
@@ -24,9 +24,9 @@ from ductile.loop.buffer import Buffer, num_tokens
 from ductile.loop.conductor import Conductor
 from ductile.loop.ending import OncePerStep, saved_in_the_end
 from ductile.loop.evaluate import Evaluation, RewardsFailed
-from ductile.loop.lessons import Lessons
 from ductile.loop.overlap import OneBehind, together, undisturbed, unless
 from ductile.loop.rollouts import Rollouts
+from ductile.loop.sample_builder import SampleBuilder
 from ductile.loop.skips import Skips
 from ductile.loop.tally import Tally
 from ductile.observe import Recorder, Stopwatch
@@ -79,7 +79,7 @@ class Loop:
         scorer: Scorer | None,
         rollouts: Rollouts,
         buffer: Buffer,
-        lessons: Lessons,
+        sample_builder: SampleBuilder,
         evaluation: Evaluation | None,
         save: Callable[[int], Awaitable[None]],
         save_due: Callable[[int], bool],
@@ -93,7 +93,7 @@ class Loop:
         metrics, of the run so far. stop: once set, the running step is the last. step: what is done already.
         show(step, groups): told of each step's rollouts; must not raise."""
         self.plan, self.trainer, self.generators, self.scorer = plan, trainer, generators, scorer
-        self.rollouts, self.buffer, self.lessons, self.evaluation = rollouts, buffer, lessons, evaluation
+        self.rollouts, self.buffer, self.sample_builder, self.evaluation = rollouts, buffer, sample_builder, evaluation
         self.save, self.save_due, self.counts, self.show = OncePerStep(save, step, record), save_due, counts, show
         self.record, self.stop, self.step = record, stop, step
         self.watch = Stopwatch()
@@ -168,14 +168,14 @@ class Loop:
                 samples = list[Sample]()
                 while chunk:
                     groups += chunk
-                    taught = await self.score(chunk)
-                    divisor += self.lessons.divisor(taught)
-                    samples += taught
+                    built = await self.score(chunk)
+                    divisor += self.sample_builder.divisor(built)
+                    samples += built
                     chunk = await self.take_while_held(behind, num_groups - len(groups), num_groups)
                 if samples:
                     await behind.start(self.forward_backward(samples))
                     self.hand, self.handing_over = Hand(), self.hand
-        # The weights and the books of what they have learned belong together.
+        # The weights and the books of what they were trained on belong together.
         await undisturbed(self.update(groups, divisor, tally, ends_step))
 
     async def update(self, groups: Sequence[RolloutGroup], divisor: float, tally: Tally, ends_step: bool) -> None:
@@ -190,7 +190,7 @@ class Loop:
             sentence = f"Step {self.step + 1} learns nothing from {len(groups)} groups: no answer beats its siblings."
             self.record.event("nothing_to_learn", sentence)
             await self.trainer.optim_step(0.0)  # the learning rate follows the batches
-        self.buffer.learned(groups)
+        self.buffer.mark_trained(groups)
         tally.add(groups, report)
         if ends_step:
             self.step += 1
@@ -200,7 +200,7 @@ class Loop:
         """Turn groups into the samples that are trained on, which are then in `hand`."""
         self.scoring = Hand.of(chunk)
         with self.watch("score"):
-            samples = await self.lessons.prepare(chunk)
+            samples = await self.sample_builder.build(chunk)
         self.hand, self.scoring = (self.hand + self.scoring if samples else self.hand), Hand()
         if self.scorer and self.conductor:
             self.conductor.notify()

@@ -41,7 +41,7 @@ class Rollouts:
     def now_live(self, version: int) -> None:
         """The generators sample from `version` now. What can only become too old is stopped and asked again."""
         self._buffer.now_live(version)
-        for prompt in self._buffer.hopeless():
+        for prompt in self._buffer.stale_in_flight():
             if group := self._groups.get(prompt):  # none when it has failed, or when the run is about to end
                 group.cancel()
 
@@ -77,7 +77,7 @@ class Rollouts:
             self._buffer.put(RolloutGroup(prompt, tuple(rollouts)))
         except asyncio.CancelledError:
             if not self._leaving:
-                self._buffer.give_up(prompt)
+                self._buffer.drop(prompt)
         except Exception as error:
             self._buffer.fail(error)
         finally:

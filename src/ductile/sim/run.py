@@ -13,9 +13,9 @@ from ductile.loop.buffer import Buffer
 from ductile.loop.conductor import Conductor
 from ductile.loop.decisions import ExecutedDecision
 from ductile.loop.episode import Episodes
-from ductile.loop.lessons import Lessons
 from ductile.loop.loop import Loop, RunSchedule
 from ductile.loop.rollouts import Rollouts
+from ductile.loop.sample_builder import SampleBuilder
 from ductile.observe import Recorder, Stopwatch
 from ductile.records import Sampling
 from ductile.sim.clock import now_s, run
@@ -127,7 +127,7 @@ def _loop(scenario: Scenario, actuator: SimulatedActuator, conductor: Conductor,
         scorer,
         rollouts,
         buffer,
-        Lessons(scorer, drop_zero_advantage=False),
+        SampleBuilder(scorer, drop_zero_advantage=False),
         evaluation=None,
         save=_nothing,
         save_due=lambda step: False,

@@ -1,4 +1,4 @@
-"""Which question is asked next, and which were asked and not yet learned from.
+"""Which question is asked next, and which were asked and not yet trained on.
 
 Position `p` in the endless list of questions is epoch `p // n`, place `p % n` of that epoch's order. The state of a
 run is therefore one number and a short list: the next position, and the positions that are under way.
@@ -56,7 +56,7 @@ class PromptPosition:
 
 
 class Prompts:
-    """Asks every example once an epoch: `ask`, then `learned`, or `give_back` when its answers were thrown away.
+    """Asks every example once an epoch: `ask`, then `mark_trained`, or `requeue` when its rollouts were dropped.
 
     After a resume, what was under way at the save is asked first, in the same order.
     """
@@ -92,12 +92,12 @@ class Prompts:
             f"(inference.model.max_model_len, trainer.model.seq_len)"
         )
 
-    def learned(self, prompt: Prompt) -> None:
-        """The optimizer has used its answers."""
+    def mark_trained(self, prompt: Prompt) -> None:
+        """The optimizer has used its rollouts."""
         del self._under_way[prompt.id]
 
-    def give_back(self, prompt: Prompt) -> None:
-        """Its answers are of no use: it is the next one to be asked."""
+    def requeue(self, prompt: Prompt) -> None:
+        """Its rollouts are of no use: it is the next one to be asked."""
         self._again.appendleft(self._under_way.pop(prompt.id))
 
     def position(self) -> PromptPosition:

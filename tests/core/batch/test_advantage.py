@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ductile.core.batch.advantage import ADVANTAGES, all_equal, teaches, to_samples
+from ductile.core.batch.advantage import ADVANTAGES, all_equal, has_advantage, to_samples
 from ductile.records import Prompt, Rollout, RolloutGroup
 
 
@@ -85,7 +85,7 @@ def test_all_equal() -> None:
 @pytest.mark.parametrize("name", ADVANTAGES)
 @given(reward=st.floats(-10, 10), size=st.integers(1, 9))
 def test_equal_rewards_teach_nothing(name: str, reward: float, size: int) -> None:
-    assert not teaches(to_samples(group_of([reward] * size), ADVANTAGES[name]))
+    assert not has_advantage(to_samples(group_of([reward] * size), ADVANTAGES[name]))
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
@@ -93,7 +93,7 @@ def test_a_rollout_that_could_not_be_scored_changes_nothing_for_its_siblings(nam
     """With penalties as rewards a 0 for a failed one would be the best answer of all."""
     group = group_of([-1.0, None, -1.0, -3.0])
     assert to_samples(group, ADVANTAGES[name]) == to_samples(group_of([-1.0, -1.0, -3.0]), ADVANTAGES[name])
-    assert not teaches(to_samples(group_of([-1.0, -1.0, -1.0, None]), ADVANTAGES[name]))
+    assert not has_advantage(to_samples(group_of([-1.0, -1.0, -1.0, None]), ADVANTAGES[name]))
     assert to_samples(group_of([None, None]), ADVANTAGES[name]) == []
 
 
@@ -105,5 +105,5 @@ def test_a_custom_advantage_is_asked_for_scored_rollouts_only() -> None:
 
 
 def test_a_custom_advantage_teaches_where_rewards_are_equal() -> None:
-    assert teaches(to_samples(group_of([0.5]), lambda rewards, group: rewards))
-    assert not teaches(to_samples(group_of([0.5, 0.4]), lambda rewards, group: [0.0] * len(rewards)))
+    assert has_advantage(to_samples(group_of([0.5]), lambda rewards, group: rewards))
+    assert not has_advantage(to_samples(group_of([0.5, 0.4]), lambda rewards, group: [0.0] * len(rewards)))

@@ -64,7 +64,7 @@ def all_equal(rewards: Sequence[float]) -> bool:
     return len(set(rewards)) <= 1
 
 
-def teaches(samples: Iterable[Sample]) -> bool:
+def has_advantage(samples: Iterable[Sample]) -> bool:
     """Whether any trained token of a group has an advantage. A custom one may give it where all rewards are equal."""
     return any(any(sample.advantages) for sample in samples)
 

@@ -1,16 +1,16 @@
-"""From scored groups to what the trainer learns from: advantages, weights, log-probs under trainer numerics."""
+"""From scored groups to the samples that are trained on: advantages, weights, log-probs under trainer numerics."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 from ductile.blame import raised
 from ductile.core.batch import normalise
-from ductile.core.batch.advantage import Advantage, mean_baseline, teaches, to_samples
+from ductile.core.batch.advantage import Advantage, has_advantage, mean_baseline, to_samples
 from ductile.records import RolloutGroup, Sample
 from ductile.roles import CustomCodeFailed, Scorer
 
 
-class Lessons:
+class SampleBuilder:
     def __init__(
         self,
         scorer: Scorer | None = None,
@@ -22,19 +22,19 @@ class Lessons:
         needs_reference: bool = False,
     ) -> None:
         """temperature: of the sampling. needs_reference: ask the scorer for the reference model's log-probs too; what
-        is compared with them teaches also where all rewards are equal, so nothing is dropped then."""
+        is compared with them has a gradient also where all rewards are equal, so nothing is dropped then."""
         self._scorer, self._advantage = scorer, advantage
         self._normalisation: normalise.Normalisation = normalisation
         self._temperature, self._drops = temperature, drop_zero_advantage and not needs_reference
         self._needs_reference = needs_reference
 
-    async def prepare(self, groups: Sequence[RolloutGroup]) -> list[Sample]:
-        """Weighted samples, scored where there is a scorer. Groups that teach nothing are left out.
+    async def build(self, groups: Sequence[RolloutGroup]) -> list[Sample]:
+        """Weighted samples, scored where there is a scorer. Groups without any advantage are left out.
 
         Raises CustomCodeFailed when the advantage function does.
         """
         by_group = [self._to_samples(group) for group in groups]
-        samples = [sample for group in by_group if teaches(group) or not self._drops for sample in group]
+        samples = [sample for group in by_group if has_advantage(group) or not self._drops for sample in group]
         samples = normalise.weigh(samples, self._normalisation)
         if not self._scorer or not samples:
             return samples

@@ -1,11 +1,11 @@
-"""What becomes a lesson: which groups, with whose log-probs."""
+"""Which groups become samples, with whose log-probs."""
 
 import asyncio
 from collections.abc import Sequence
 
 import pytest
 
-from ductile.loop.lessons import Lessons
+from ductile.loop.sample_builder import SampleBuilder
 from ductile.records import Manifest, Prompt, Rollout, RolloutGroup, Sample
 
 
@@ -32,9 +32,9 @@ def group(*rewards: float) -> RolloutGroup:
         (True, True, 4),  # the KL term has something to say of equal answers too
     ],
 )
-def test_which_groups_are_lessons(drop_zero_advantage: bool, needs_reference: bool, num_samples: int) -> None:
-    lessons = Lessons(Scores(), drop_zero_advantage=drop_zero_advantage, needs_reference=needs_reference)
-    samples = asyncio.run(lessons.prepare([group(1.0, 0.0), group(1.0, 1.0)]))
+def test_which_groups_become_samples(drop_zero_advantage: bool, needs_reference: bool, num_samples: int) -> None:
+    sample_builder = SampleBuilder(Scores(), drop_zero_advantage=drop_zero_advantage, needs_reference=needs_reference)
+    samples = asyncio.run(sample_builder.build([group(1.0, 0.0), group(1.0, 1.0)]))
     assert len(samples) == num_samples
-    assert lessons.divisor(samples) == 2 * num_samples  # what is dropped is not divided by either
+    assert sample_builder.divisor(samples) == 2 * num_samples  # what is dropped is not divided by either
     assert {sample.ref_logprobs for sample in samples} == ({(-2.0,) * 4} if needs_reference else {()})
