@@ -71,7 +71,7 @@ class Command:
 COMMANDS = {
     command.name: command
     for command in (
-        Command("rl", "train with RL: the whole circle", RLConfig, _rl),
+        Command("rl", "train with RL: the whole loop", RLConfig, _rl),
         Command("sft", "supervised fine-tuning, with the same trainer", SFTConfig, _sft),
         Command("trainer", "the trainer alone, on fake data", TrainerRunConfig, _trainer),
         Command("orchestrator", "rollouts and rewards against a running server", OrchestratorRunConfig, _orchestrator),

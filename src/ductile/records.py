@@ -1,4 +1,4 @@
-"""What flows round the circle.
+"""What flows round the RL loop.
 
     Prompt -> GenerateRequest -> Generation -> Rollout -> RolloutGroup -> Sample -> MicroBatch -> (gradient) -> Manifest
 

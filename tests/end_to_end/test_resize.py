@@ -57,7 +57,7 @@ def test_sft_learns_the_same_on_whatever_slots(tmp_path: Path, model: Path, star
 
 
 @pytest.mark.slow
-def test_rl_is_resized_in_the_middle_of_its_circle(tmp_path: Path, model: Path, start):
+def test_rl_is_resized_in_the_middle_of_its_loop(tmp_path: Path, model: Path, start):
     config = write_config(tmp_path, model, max_steps=12, interval=6)
     run = start(config)
     run.until_step(1)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ductile.core.batch.advantage import mean_baseline
-from ductile.loop.attend import SlotDied
 from ductile.loop.conductor import BadDecision, Conductor
 from ductile.loop.evaluate import RewardsFailed
 from ductile.loop.progress import TRAINER, Checkpoints, Progress
+from ductile.loop.run_until import SlotDied
 from ductile.observe import Recorder, read_jsonl
 from ductile.roles import CustomCodeFailed, Late, Refused, SlotLost
 from ductile.tasks.grader import Verdict
@@ -216,7 +216,7 @@ async def _strike(world: World, stage: Stage, running: asyncio.Task[int]) -> Non
             await asyncio.sleep(0.3)
             running.cancel()
             await asyncio.sleep(3)
-            running.cancel()  # as `attend` does when it has waited
+            running.cancel()  # as `run_until` does when it has waited
         case "generator dies":
             world.death.set()
         case "trainer dies":

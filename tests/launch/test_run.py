@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from ductile.launch import run
-from ductile.loop import attend as attend_module
+from ductile.loop import run_until as run_until_module
 from ductile.loop.bench import Bench
 
 
@@ -34,7 +34,7 @@ def test_devices_are_measured_before_models_are_loaded(command, monkeypatch: pyt
         pass
 
     cluster = SimpleNamespace(mailbox=None, rendezvous="", stop=nothing, death=never)
-    monkeypatch.setattr(attend_module, "CAUSE_S", 0.0)
+    monkeypatch.setattr(run_until_module, "CAUSE_S", 0.0)
     monkeypatch.setattr(run, "placement_of", lambda config: SimpleNamespace(slots=(0,), train=(0,)))
     monkeypatch.setattr(run, "_roles", lambda placement: {})
     monkeypatch.setattr(run, "LocalCluster", lambda *arguments: cluster)

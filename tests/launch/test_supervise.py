@@ -12,9 +12,9 @@ from ductile.config.written import output_findings
 from ductile.launch.old_run import set_aside
 from ductile.launch.processes import StartFailed
 from ductile.launch.supervise import Session, supervise
-from ductile.loop.attend import SlotDied, Stopped
 from ductile.loop.evaluate import RewardsFailed
 from ductile.loop.progress import Checkpoints, Progress
+from ductile.loop.run_until import SlotDied, Stopped
 from ductile.loop.saving import where_to_begin
 from ductile.observe import read_jsonl
 from ductile.roles import CustomCodeFailed, Late, Refused, SlotLost

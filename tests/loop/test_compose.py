@@ -10,10 +10,10 @@ from ductile.config.imports import ImportPathError
 from ductile.config.orchestrator import SamplingConfig, to_sampling
 from ductile.config.run import OrchestratorRunConfig, RLConfig
 from ductile.loop.alone import prepare_alone, run_alone, write_rollouts
-from ductile.loop.attend import SlotDied
-from ductile.loop.compose import prepare, run_circle
+from ductile.loop.compose import prepare, run_loop
 from ductile.loop.life import Life
 from ductile.loop.progress import CheckpointError
+from ductile.loop.run_until import SlotDied
 from ductile.observe import Recorder, read_jsonl
 from ductile.records import Generation, Manifest, Prompt, Rollout, RolloutGroup, Sampling, StepReport
 from ductile.tasks.task import TaskError
@@ -97,13 +97,13 @@ class Learns:
         return Generation(request.id, ids, (-0.1,) * len(ids), (self.version,) * len(ids), "stop")
 
 
-def circle(config, folder, stop=None):
+def rl(config, folder, stop=None):
     async def go():
         prepared = prepare(config)
         record, roles = Recorder(prepared.folder), Learns(folder)
         try:
             life = Life(record, stop or asyncio.Event(), lambda: roles.slots)
-            return roles, await run_circle(prepared, roles, roles, None, life)
+            return roles, await run_loop(prepared, roles, roles, None, life)
         finally:
             record.close()
 
@@ -111,7 +111,7 @@ def circle(config, folder, stop=None):
 
 
 def test_a_whole_run(tmp_path, folder):
-    _, result = circle(config(tmp_path, folder), folder)
+    _, result = rl(config(tmp_path, folder), folder)
     run = tmp_path / "run"
     assert result.step == 3
     assert (run / "model" / "shard").exists()
@@ -154,7 +154,7 @@ def test_the_trainer_is_told_of_optimizer_steps(tmp_path, folder):
     prepared = prepare(config(tmp_path, folder, orchestrator__n_minibatches=2))
     assert prepared.plan.max_steps == 3
     assert prepared.trainer.max_steps == 6
-    roles, _ = circle(config(tmp_path, folder, orchestrator__n_minibatches=2), folder)
+    roles, _ = rl(config(tmp_path, folder, orchestrator__n_minibatches=2), folder)
     assert roles.step <= 6
 
 
@@ -165,10 +165,10 @@ def test_one_pass_over_the_examples_by_default(tmp_path, folder):
 
 
 def test_resume_goes_on_where_the_run_was(tmp_path, folder):
-    circle(config(tmp_path, folder, ckpt__interval=1, ckpt__keep_last=None), folder)
+    rl(config(tmp_path, folder, ckpt__interval=1, ckpt__keep_last=None), folder)
     later = config(tmp_path, folder, max_steps=5, ckpt__resume_step=2)
     assert prepare(later).progress.step == 2
-    _, result = circle(later, folder)
+    _, result = rl(later, folder)
     assert result.step == 5
     assert result.first is None
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
@@ -181,7 +181,7 @@ def test_a_run_goes_on_with_the_reference_that_it_began_with(tmp_path, folder):
     weights = folder / "model.safetensors"
     weights.write_bytes(bytes(100_000))
     loss = {"type": "grpo", "kl_coef": 0.1}
-    circle(config(tmp_path, folder, trainer__loss=loss, ckpt__interval=1), folder)
+    rl(config(tmp_path, folder, trainer__loss=loss, ckpt__interval=1), folder)
     later = config(tmp_path, folder, trainer__loss=loss, max_steps=5, ckpt__resume_step=-1)
     assert prepare(later).progress.step == 3
     weights.write_bytes(bytes(50_000) + bytes([1] * 50_000))
@@ -205,9 +205,9 @@ def test_a_death_while_the_checkpoint_is_read_ends_the_run(tmp_path, folder):
         prepared, roles = prepare(config(tmp_path, folder, ckpt__resume_step=3)), Stuck(folder)
         record = Recorder(tmp_path / "run")
         life = Life(record, asyncio.Event(), lambda: roles.slots, death=death)
-        await run_circle(prepared, roles, roles, None, life)
+        await run_loop(prepared, roles, roles, None, life)
 
-    circle(config(tmp_path, folder), folder)
+    rl(config(tmp_path, folder), folder)
     with pytest.raises(SlotDied, match="slot 1"):
         asyncio.run(asyncio.wait_for(story(), 30))
 
@@ -218,7 +218,7 @@ def test_resuming_a_run_without_a_checkpoint_starts_it(tmp_path, folder):
     killed.metrics(0, {"eval_reward": 0.0})
     killed.metrics(1, {"reward_mean": 0.0})
     killed.close()
-    _, result = circle(config(tmp_path, folder, ckpt__resume_step=-1), folder)
+    _, result = rl(config(tmp_path, folder, ckpt__resume_step=-1), folder)
     assert result.step == 3
     assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [0, 1, 2, 3]
     assert "yet: started from the beginning." in (run / "events.jsonl").read_text()
@@ -227,7 +227,7 @@ def test_resuming_a_run_without_a_checkpoint_starts_it(tmp_path, folder):
 
 
 def test_bench_takes_four_steps_and_saves_nothing(tmp_path, folder):
-    _, result = circle(config(tmp_path, folder, bench={}), folder)
+    _, result = rl(config(tmp_path, folder, bench={}), folder)
     assert result.step == 4
     assert result.model_folder is None
     assert not (tmp_path / "run" / "state").exists()

@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 
 from ductile.core.batch.advantage import mean_baseline
-from ductile.loop.attend import SlotDied
 from ductile.loop.ending import OncePerStep
 from ductile.loop.evaluate import RewardsFailed
+from ductile.loop.run_until import SlotDied
 from ductile.loop.skips import Diverged
 from ductile.observe import read_jsonl
 from ductile.roles import CustomCodeFailed, Late, SlotLost

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from ductile.loop.overlap import OneBehind, together, undisturbed, unless
+from ductile.loop.overlap import PipelinedTask, cancel_on, gather_all, undisturbed
 from tests.loop.doubles import clock, run
 
 
@@ -21,14 +21,14 @@ async def after(seconds, result=None, log=None):
 
 
 def test_together_gives_results_in_order():
-    assert run(together(after(2, "a"), after(1, "b"))) == ["a", "b"]
-    assert run(together()) == []
+    assert run(gather_all(after(2, "a"), after(1, "b"))) == ["a", "b"]
+    assert run(gather_all()) == []
 
 
 def test_together_ends_all_when_one_fails():
     log = []
     with pytest.raises(ValueError, match="broken"):
-        run(together(after(5, log=log), after(1, ValueError("broken"))))
+        run(gather_all(after(5, log=log), after(1, ValueError("broken"))))
     assert log == [("cancelled", 1.0)]
 
 
@@ -36,10 +36,10 @@ def test_one_behind_runs_one_at_a_time_in_order():
     log = []
 
     async def go():
-        async with OneBehind(on_error=log.append) as behind:
-            await behind.start(after(5, "a", log))
+        async with PipelinedTask(on_error=log.append) as task:
+            await task.start(after(5, "a", log))
             assert clock() == 0
-            await behind.start(after(1, "b", log))
+            await task.start(after(1, "b", log))
             assert clock() == 5
         assert clock() == 6
 
@@ -51,8 +51,8 @@ def test_one_behind_tells_of_an_error_at_once_and_raises_it_later():
     told = []
 
     async def go():
-        async with OneBehind(on_error=lambda error: told.append((clock(), str(error)))) as behind:
-            await behind.start(after(1, ValueError("broken")))
+        async with PipelinedTask(on_error=lambda error: told.append((clock(), str(error)))) as task:
+            await task.start(after(1, ValueError("broken")))
             await asyncio.sleep(3)
 
     with pytest.raises(ValueError, match="broken"):
@@ -64,8 +64,8 @@ def test_one_behind_cancels_when_the_body_fails():
     log = []
 
     async def go():
-        async with OneBehind(on_error=log.append) as behind:
-            await behind.start(after(5, log=log))
+        async with PipelinedTask(on_error=log.append) as task:
+            await task.start(after(5, log=log))
             await asyncio.sleep(1)
             raise KeyError("body")
 
@@ -76,9 +76,9 @@ def test_one_behind_cancels_when_the_body_fails():
 
 def test_one_behind_does_not_start_what_comes_after_an_error():
     async def go():
-        async with OneBehind(on_error=lambda error: None) as behind:
-            await behind.start(after(1, ValueError("broken")))
-            await behind.start(after(1, "never"))
+        async with PipelinedTask(on_error=lambda error: None) as task:
+            await task.start(after(1, ValueError("broken")))
+            await task.start(after(1, "never"))
 
     with pytest.raises(ValueError, match="broken"):
         run(go())
@@ -93,7 +93,7 @@ def test_unless():
             event.set()
 
         ringing = asyncio.create_task(ring())
-        result = await unless(event, after(2, work, log))
+        result = await cancel_on(event, after(2, work, log))
         now = clock()
         await ringing
         return result, now, log

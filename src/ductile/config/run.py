@@ -55,7 +55,7 @@ class TensorboardConfig(Section):
 
 
 class RLConfig(Section):
-    """`ductile rl`: the whole circle."""
+    """`ductile rl`: the whole RL loop."""
 
     model: ModelConfig = ModelConfig()
     """Shared: goes to trainer, inference and orchestrator."""

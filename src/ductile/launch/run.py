@@ -30,11 +30,11 @@ from ductile.launch.scheduling import Crew, Scheduling
 from ductile.launch.serving import become_server, bench_server
 from ductile.launch.supervise import Session, supervise
 from ductile.loop.alone import PreparedAlone, prepare_alone, run_alone
-from ductile.loop.attend import SlotDied, Stopped, attend
 from ductile.loop.bench import Bench
 from ductile.loop.client import HttpGenerators
-from ductile.loop.compose import Prepared, prepare, run_circle
+from ductile.loop.compose import Prepared, prepare, run_loop
 from ductile.loop.life import Life
+from ductile.loop.run_until import SlotDied, Stopped, run_until
 from ductile.loop.sft import PreparedBatches, prepare_fake, prepare_sft, run_batches
 from ductile.records import Formation
 from ductile.wire.fleet import RemoteGenerators
@@ -76,7 +76,7 @@ def _step(prepared: Prepared | PreparedBatches) -> int:
 
 
 async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> RenderableType:
-    """Start the slots, give them their roles, turn the circle."""
+    """Start the slots, give them their roles, run the RL loop."""
     placement = placement_of(config)
     roles = _all_roles(placement) if config.cluster.auto_scheduler else _roles(placement)
     cluster = LocalCluster(placement.slots, config.cluster, session.logs, roles)
@@ -85,7 +85,7 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
         bench = _bench(config.bench, session, cluster)
         if bench:
             await _begin(bench, prepared.trainer, cluster, session)
-        trainer, generators, scorer = await attend(
+        trainer, generators, scorer = await run_until(
             _take_roles(config, prepared, placement, cluster), session.interrupt.asked, cluster.death()
         )
         slots = Slots(cluster, placement, trainer, activity)
@@ -93,8 +93,8 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
             crew = Crew(cluster, placement, trainer, generators, scorer, activity, changes)
             scheduling = Scheduling(config, prepared, crew, session.record)
             life = _life(session, lambda: crew.members, changes, cluster)
-            circle = run_circle(prepared, trainer, generators, scorer, life, scheduling.watch, scheduling.spent)
-            result = await attend(circle, session.interrupt.insisted)
+            rl_loop = run_loop(prepared, trainer, generators, scorer, life, scheduling.watch, scheduling.spent)
+            result = await run_until(rl_loop, session.interrupt.insisted)
         if bench:
             await _settle(bench, cluster, session)
     finally:
@@ -114,13 +114,13 @@ async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatch
             await _begin(bench, prepared.trainer, cluster, session)
         settings = prepared.trainer.model_dump(mode="json")
         taking = hold(cluster.mailbox, "train", settings, placement.train, timeout_s, cluster.rendezvous)
-        await attend(taking, session.interrupt.asked, cluster.death())
+        await run_until(taking, session.interrupt.asked, cluster.death())
         trainer = RemoteTrainer(cluster.mailbox, _formation(placement, prepared.trainer), timeout_s)
         slots = Slots(cluster, placement, trainer, activity)
         command = "sft" if isinstance(config, SFTConfig) else "trainer"
         async with _live(command, prepared.max_steps, prepared.trainer, config, slots, session) as changes:
             life = _life(session, lambda: {"train": trainer.formation.members}, changes, cluster)
-            summary = await attend(run_batches(prepared, trainer, life), session.interrupt.insisted)
+            summary = await run_until(run_batches(prepared, trainer, life), session.interrupt.insisted)
         if bench:
             await _settle(bench, cluster, session)
     finally:
@@ -136,7 +136,7 @@ async def _alone(config: OrchestratorRunConfig, prepared: PreparedAlone, session
     bench = _bench(config.bench, session)
     async with generators:
         running = run_alone(prepared, generators, session.record, session.interrupt.asked)
-        summary = await attend(running, session.interrupt.insisted)
+        summary = await run_until(running, session.interrupt.insisted)
     return _finish(bench, config.bench) if bench else closing_alone(summary, session.folder)
 
 
@@ -156,7 +156,7 @@ def _all_roles(placement: Placement) -> dict[RoleName, str]:
 
 
 async def _start(cluster: LocalCluster, placement: Placement, session: Session) -> SlotActivity:
-    await attend(cluster.start(), session.interrupt.asked, cancel_s=START_CANCEL_S)
+    await run_until(cluster.start(), session.interrupt.asked, cancel_s=START_CANCEL_S)
     activity = SlotActivity(cluster.mailbox, session.view)
     for slot in placement.slots:
         roles, device, pid = placement.roles(slot), cluster.devices[slot], cluster.processes[slot].pid
@@ -244,13 +244,13 @@ async def _begin(bench: Bench, trainer: TrainerConfig, cluster: LocalCluster, se
     """Before roles are taken: models leave little room to measure in, and what it takes is none of the run's memory."""
     device = next(iter(cluster.devices.values()))
     arithmetic = arithmetic_of(compute_dtype(trainer.model.compute_dtype, device), trainer.matmul_precision, device)
-    await attend(bench.begin(arithmetic), session.interrupt.asked, cluster.death())
+    await run_until(bench.begin(arithmetic), session.interrupt.asked, cluster.death())
 
 
 async def _settle(bench: Bench, cluster: LocalCluster, session: Session) -> None:
     """The steps are done. Their memory is not known where a user, or a slot's death, is sooner than the answers."""
     with suppress(Stopped, SlotDied):
-        await attend(bench.settle(), session.interrupt.asked, cluster.death())
+        await run_until(bench.settle(), session.interrupt.asked, cluster.death())
 
 
 def _finish(bench: Bench, config: BenchConfig | None) -> RenderableType:

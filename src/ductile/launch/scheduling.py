@@ -62,7 +62,7 @@ class OnceMeasured:
 
 
 class Scheduling:
-    """Given to `run_circle`: called with the loop before it begins, asked what the slots did when it has ended."""
+    """Given to `run_loop`: called with the loop before it begins, asked what the slots did when it has ended."""
 
     def __init__(self, config: RLConfig, prepared: Prepared, crew: Crew, record: Recorder) -> None:
         self._config, self._prepared, self._crew, self._record = config, prepared, crew, record

@@ -34,9 +34,9 @@ from ductile.launch.folder import FolderInUse, bench_folder, run_folder
 from ductile.launch.interrupt import Interrupt, interrupts
 from ductile.launch.old_run import FAILED_START, ForgetOldRun, is_aside
 from ductile.launch.processes import StartFailed
-from ductile.loop.attend import SlotDied, Stopped
 from ductile.loop.evaluate import RewardsFailed
 from ductile.loop.progress import CheckpointError, Checkpoints
+from ductile.loop.run_until import SlotDied, Stopped
 from ductile.loop.sinks import SinkMissing, TensorboardSink, WandbSink
 from ductile.loop.skips import Diverged
 from ductile.observe import Recorder

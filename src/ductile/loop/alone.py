@@ -19,9 +19,9 @@ from ductile.half_characters import ESCAPED
 from ductile.loop.episode import Episodes
 from ductile.loop.evaluate import RewardsFailed
 from ductile.loop.graders import graders_of
-from ductile.loop.overlap import together
+from ductile.loop.overlap import gather_all
 from ductile.loop.report import per_second, this_life
-from ductile.loop.tally import Tally
+from ductile.loop.step_metrics import StepMetrics
 from ductile.observe import Recorder, Stopwatch, read_jsonl
 from ductile.records import Prompt, RolloutGroup
 from ductile.roles import Generators, Task
@@ -74,17 +74,17 @@ async def run_alone(
                 return await episodes.play(prompt, sampling, member)
 
         async def answer(prompt: Prompt) -> RolloutGroup:
-            return RolloutGroup(prompt, tuple(await together(*(play(prompt, m) for m in range(group_size)))))
+            return RolloutGroup(prompt, tuple(await gather_all(*(play(prompt, m) for m in range(group_size)))))
 
         for step in range(1, prepared.max_steps + 1):
             batch = [prompts.ask() for _ in range(config.batch_size // group_size)]
-            groups = await together(*(answer(prompt) for prompt in batch))
+            groups = await gather_all(*(answer(prompt) for prompt in batch))
             write_rollouts(record.folder / "rollouts.jsonl", step, groups, prepared)
-            tally = Tally(version=0)
-            tally.add(groups, report=None)
-            values = {**tally.metrics(*watch.lap()), "reward_errors": float(graders.num_errors)}
+            step_metrics = StepMetrics(version=0)
+            step_metrics.add(groups, report=None)
+            values = {**step_metrics.row(*watch.lap()), "reward_errors": float(graders.num_errors)}
             record.metrics(step, {name: value for name, value in values.items() if "off_policy" not in name})
-            if why := too_many_failed(tally.rollouts, config.graders.max_error_share):
+            if why := too_many_failed(step_metrics.rollouts, config.graders.max_error_share):
                 raise RewardsFailed(f"in batch {step}, {why}")
             if stop.is_set():
                 break

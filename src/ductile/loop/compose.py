@@ -1,8 +1,8 @@
-"""From a config to a running circle. `prepare` reads and checks, before any process starts; `run_circle` runs.
+"""From a config to a running RL loop. `prepare` reads and checks, before any process starts; `run_loop` runs.
 
 prepared = prepare(config)                         tokenizer, tasks, where to resume; raises what is wrong
 ... start the slots with `prepared.trainer`, which knows how many optimizer steps there will be ...
-result = await run_circle(prepared, trainer, generators, scorer, Life(record, stop, ...))
+result = await run_loop(prepared, trainer, generators, scorer, Life(record, stop, ...))
 """
 
 import asyncio
@@ -18,7 +18,6 @@ from ductile.config.run import RLConfig
 from ductile.config.trainer import TrainerConfig, needs_reference, normalisation
 from ductile.core.batch.advantage import ADVANTAGES, Advantage
 from ductile.core.cluster.staleness import StalenessBound
-from ductile.loop.attend import attend
 from ductile.loop.buffer import Buffer
 from ductile.loop.conductor import Conductor
 from ductile.loop.episode import Episodes
@@ -30,6 +29,7 @@ from ductile.loop.progress import Checkpoints, Progress
 from ductile.loop.reference import pinned
 from ductile.loop.report import summarise_rl, this_life
 from ductile.loop.rollouts import Rollouts
+from ductile.loop.run_until import run_until
 from ductile.loop.sample_builder import SampleBuilder
 from ductile.loop.samples import sample_rows
 from ductile.loop.saving import Saver, where_to_begin
@@ -130,7 +130,7 @@ def prepare(config: RLConfig) -> Prepared:
     )
 
 
-async def run_circle(
+async def run_loop(
     prepared: Prepared,
     trainer: TrainerClient,
     generators: Generators,
@@ -151,7 +151,7 @@ async def run_circle(
     model_folder = prepared.folder / "model" if config.ckpt.export_model and saves else None
     saver = Saver(trainer, prepared.checkpoints, record, model_folder, config.ckpt)
     if saves:
-        await attend(saver.resume(progress, asked=config.ckpt.resume_step is not None), death=life.deadly())
+        await run_until(saver.resume(progress, asked=config.ckpt.resume_step is not None), death=life.deadly())
     earlier_s = sum(row.get("step_s") or 0.0 for row in read_jsonl(record.folder / "metrics.jsonl"))
     eval_task = orchestrator.eval.task if "eval" in prepared.tasks else None
     tasks = {"train": orchestrator.task, "eval": eval_task}

@@ -32,7 +32,7 @@ from ductile.core.cluster.placement import Role
 from ductile.core.cluster.state import ClusterState
 from ductile.loop.asking import BadDecision, ask
 from ductile.loop.decisions import DecisionLog, ExecutedDecision
-from ductile.loop.overlap import Pause, together
+from ductile.loop.overlap import Pause, gather_all
 from ductile.observe import Recorder
 from ductile.records import Formation
 
@@ -290,7 +290,7 @@ class Conductor:
         try:
             await leave({slot.slot for slot in state.slots} - way.waiting)
             self._hold_training(decision.hold_training)
-            resized, others = await together(resize(), take_on())
+            resized, others = await gather_all(resize(), take_on())
             failures += [*resized, *others]
             if not resized:
                 after = [actuator.admit(slot, role) for slot, role in way.taken_on if slot in way.leaves_trainer]

@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
-from ductile.loop.attend import attend
 from ductile.loop.overlap import undisturbed
+from ductile.loop.run_until import run_until
 from ductile.observe import Recorder
 
 UNDISTURBED_S = 3600.0
@@ -76,7 +76,7 @@ async def saved_in_the_end(
     """
     asked = asyncio.create_task(early)
     try:
-        await (attend(train, death=death, cancel_s=UNDISTURBED_S) if death else train)
+        await (run_until(train, death=death, cancel_s=UNDISTURBED_S) if death else train)
     except Exception:
         with suppress(Exception):  # what ended the run is the news
             await save()

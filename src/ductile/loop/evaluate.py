@@ -6,7 +6,7 @@ from math import comb, nan
 
 from ductile.core.batch.rewards import scored, too_many_failed
 from ductile.loop.episode import Episodes
-from ductile.loop.overlap import together
+from ductile.loop.overlap import gather_all
 from ductile.loop.transcript import transcript
 from ductile.observe import Recorder
 from ductile.records import Prompt, Rollout, Sampling
@@ -89,7 +89,7 @@ class Evaluation:
         Raises RewardsFailed when too many rollouts could not be scored.
         """
         asked = [(prompt, member) for prompt in self._prompts for member in range(self._samples_per_example)]
-        rollouts = await together(
+        rollouts = await gather_all(
             *(self._episodes.play(prompt, self._sampling, member, PRIORITY) for prompt, member in asked)
         )
         if why := too_many_failed(rollouts, self._max_reward_error_share):

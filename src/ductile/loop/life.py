@@ -24,7 +24,7 @@ class Life:
     """`time.perf_counter()` of the command's start, for `wall_s`."""
 
     def deadly(self) -> Coroutine[Any, Any, str] | None:
-        """`death()`, for `ductile.loop.attend.attend` to await beside work that needs all processes."""
+        """`death()`, for `ductile.loop.run_until.run_until` to await beside work that needs all processes."""
         return self.death() if self.death else None
 
     def wall_s(self) -> float:

@@ -1,4 +1,4 @@
-"""The circle: generate, score, reward, advantage, train, publish, and again.
+"""The RL loop: generate, score, reward, advantage, train, publish, and again.
 
 `Rollouts` fills the `Buffer` from the generators' side; `Loop.run` empties it from the trainer's, and sends new weights
 back. Step `s` trains version `s` of the weights into version `s + 1`.
@@ -24,11 +24,11 @@ from ductile.loop.buffer import Buffer, num_tokens
 from ductile.loop.conductor import Conductor
 from ductile.loop.ending import OncePerStep, saved_in_the_end
 from ductile.loop.evaluate import Evaluation, RewardsFailed
-from ductile.loop.overlap import OneBehind, together, undisturbed, unless
+from ductile.loop.overlap import PipelinedTask, cancel_on, gather_all, undisturbed
 from ductile.loop.rollouts import Rollouts
 from ductile.loop.sample_builder import SampleBuilder
 from ductile.loop.skips import Skips
-from ductile.loop.tally import Tally
+from ductile.loop.step_metrics import StepMetrics
 from ductile.observe import Recorder, Stopwatch
 from ductile.records import Manifest, RolloutGroup, Sample
 from ductile.roles import Generators, Scorer, TrainerClient
@@ -55,19 +55,19 @@ class RunSchedule:
 
 
 @dataclass(frozen=True, slots=True)
-class Hand:
-    """Rollouts that the loop has taken from the buffer and not yet given to the trainer."""
+class SamplesInFlight:
+    """Samples between the buffer and the trainer: their rollouts are taken, and the trainer does not have them yet."""
 
     rollouts: int = 0
     tokens: int = 0
     """Tokens of prompts and completions."""
 
     @staticmethod
-    def of(groups: Sequence[RolloutGroup]) -> "Hand":
-        return Hand(sum(len(group.rollouts) for group in groups), sum(map(num_tokens, groups)))
+    def of(groups: Sequence[RolloutGroup]) -> "SamplesInFlight":
+        return SamplesInFlight(sum(len(group.rollouts) for group in groups), sum(map(num_tokens, groups)))
 
-    def __add__(self, other: "Hand") -> "Hand":
-        return Hand(self.rollouts + other.rollouts, self.tokens + other.tokens)
+    def __add__(self, other: "SamplesInFlight") -> "SamplesInFlight":
+        return SamplesInFlight(self.rollouts + other.rollouts, self.tokens + other.tokens)
 
 
 class Loop:
@@ -100,11 +100,12 @@ class Loop:
         self.skips = Skips(plan.max_skipped_steps, record, table="trainer.")
         self.conductor: Conductor | None = None
         """Moves slots between roles; None: slots keep the roles that they have."""
-        self.scoring = Hand()
-        """Rollouts that are being scored: out of the buffer, and not yet in `hand`."""
-        self.hand = Hand()
-        self.handing_over = Hand()
-        """Rollouts that are out of `hand`, and not yet with the trainer: for one turn of the event loop."""
+        self.scoring = SamplesInFlight()
+        """Samples that are being scored: out of the buffer, and not yet in `scored`."""
+        self.scored = SamplesInFlight()
+        """Samples that wait for the trainer to have done what it has."""
+        self.sending = SamplesInFlight()
+        """Samples that are out of `scored`, and not yet with the trainer: for one turn of the event loop."""
         self.evaluates = False
         """An evaluation is next, or under way."""
         self.to_evaluate = 0
@@ -116,39 +117,39 @@ class Loop:
         However it ends, what was trained is saved. What a role raises ends it, and so does `death`, which returns when
         a process is lost that the run needs; it is raised when that is done.
         """
-        await saved_in_the_end(self.turns(), self.save_trained, self.save.when(self.stop), death)
+        await saved_in_the_end(self.train_steps(), self.save_trained, self.save.when(self.stop), death)
         return self.step
 
-    async def turns(self) -> None:
+    async def train_steps(self) -> None:
         """Step after step, from the first weights to the last ones."""
-        async with OneBehind(on_error=self.buffer.fail) as arrival:
-            await self.make_live(self.step, arrival, evaluates=self.step == 0)
-            await arrival.finish()
+        async with PipelinedTask(on_error=self.buffer.fail) as receiving:
+            await self.make_live(self.step, receiving, evaluates=self.step == 0)
+            await receiving.finish()
             async with self.rollouts:
                 if self.step == 0:
                     self.record.metrics(0, await self.evaluate())
                 self.watch.lap()
                 while self.step < self.plan.max_steps and not self.stop.is_set():
-                    await self.turn(arrival)
+                    await self.train_step(receiving)
             await self.save_trained()  # before anybody waits for the last weights to arrive
 
-    async def turn(self, arrival: OneBehind) -> None:
-        """A step: once round the circle."""
-        plan, tally, evaluated = self.plan, Tally(self.step), dict[str, float]()
+    async def train_step(self, receiving: PipelinedTask) -> None:
+        """A step: once round the RL loop."""
+        plan, step_metrics, evaluated = self.plan, StepMetrics(self.step), dict[str, float]()
         try:
             for update, num_groups in enumerate(shares(plan.groups_per_step, plan.n_minibatches), start=1):
-                await self.train(num_groups, tally, ends_step=update == plan.n_minibatches)
+                await self.train_minibatch(num_groups, step_metrics, ends_step=update == plan.n_minibatches)
             due = plan.due(plan.eval_interval, self.step)
             if not self.stop.is_set():  # no generator would sample from these weights
-                await self.make_live(self.step, arrival, evaluates=due)
+                await self.make_live(self.step, receiving, evaluates=due)
             if due:
-                await arrival.finish()
+                await receiving.finish()
                 evaluated = await self.evaluate()
         finally:
-            if self.step > tally.version:  # it is trained, and is told of, whatever fails after that
-                self.record.metrics(self.step, {**tally.metrics(*self.watch.lap()), **evaluated, **self.counts()})
-                self.show(self.step, tally.groups)
-        if why := too_many_failed(tally.rollouts, plan.max_reward_error_share):
+            if self.step > step_metrics.version:  # it is trained, and is told of, whatever fails after that
+                self.record.metrics(self.step, {**step_metrics.row(*self.watch.lap()), **evaluated, **self.counts()})
+                self.show(self.step, step_metrics.groups)
+        if why := too_many_failed(step_metrics.rollouts, plan.max_reward_error_share):
             raise RewardsFailed(f"in step {self.step}, {why}")
         self.skips.check()
         if self.step == plan.max_steps or self.save_due(self.step):
@@ -158,11 +159,11 @@ class Loop:
         """Save the step, unless that was tried before."""
         await self.save(self.step)
 
-    async def train(self, num_groups: int, tally: Tally, ends_step: bool) -> None:
+    async def train_minibatch(self, num_groups: int, step_metrics: StepMetrics, ends_step: bool) -> None:
         """One optimizer step. While the trainer works on a chunk, the next one is generated, taken and scored; while
         the policy holds the trainer, all other chunks are, too, and then they go to it as one."""
         groups, divisor = list[RolloutGroup](), 0.0
-        async with OneBehind(on_error=self.buffer.fail) as behind:
+        async with PipelinedTask(on_error=self.buffer.fail) as training:
             while len(groups) < num_groups:
                 chunk = await self.take(num_groups - len(groups), num_groups)
                 samples = list[Sample]()
@@ -171,14 +172,16 @@ class Loop:
                     built = await self.score(chunk)
                     divisor += self.sample_builder.divisor(built)
                     samples += built
-                    chunk = await self.take_while_held(behind, num_groups - len(groups), num_groups)
+                    chunk = await self.take_while_held(training, num_groups - len(groups), num_groups)
                 if samples:
-                    await behind.start(self.forward_backward(samples))
-                    self.hand, self.handing_over = Hand(), self.hand
+                    await training.start(self.forward_backward(samples))
+                    self.scored, self.sending = SamplesInFlight(), self.scored
         # The weights and the books of what they were trained on belong together.
-        await undisturbed(self.update(groups, divisor, tally, ends_step))
+        await undisturbed(self.update(groups, divisor, step_metrics, ends_step))
 
-    async def update(self, groups: Sequence[RolloutGroup], divisor: float, tally: Tally, ends_step: bool) -> None:
+    async def update(
+        self, groups: Sequence[RolloutGroup], divisor: float, step_metrics: StepMetrics, ends_step: bool
+    ) -> None:
         """The optimizer uses what has been accumulated from the groups."""
         await self.save.update_begins()
         report = None
@@ -191,29 +194,29 @@ class Loop:
             self.record.event("nothing_to_learn", sentence)
             await self.trainer.optim_step(0.0)  # the learning rate follows the batches
         self.buffer.mark_trained(groups)
-        tally.add(groups, report)
+        step_metrics.add(groups, report)
         if ends_step:
             self.step += 1
             self.save.step_ends(self.step)
 
     async def score(self, chunk: Sequence[RolloutGroup]) -> list[Sample]:
-        """Turn groups into the samples that are trained on, which are then in `hand`."""
-        self.scoring = Hand.of(chunk)
+        """Turn groups into the samples that are trained on, which are then in `scored`."""
+        self.scoring = SamplesInFlight.of(chunk)
         with self.watch("score"):
             samples = await self.sample_builder.build(chunk)
-        self.hand, self.scoring = (self.hand + self.scoring if samples else self.hand), Hand()
+        self.scored, self.scoring = (self.scored + self.scoring if samples else self.scored), SamplesInFlight()
         if self.scorer and self.conductor:
             self.conductor.notify()
         return samples
 
-    async def take_while_held(self, behind: OneBehind, wanted: int, groups_per_update: int) -> list[RolloutGroup]:
+    async def take_while_held(self, training: PipelinedTask, wanted: int, groups_per_update: int) -> list[RolloutGroup]:
         """The next chunk, if the policy holds the trainer: the policy may wait until all is scored, and nothing else
         would ask for that. Empty once the trainer has done what it has, or nothing is wanted."""
         if self.scorer is None or self.conductor is None or not wanted:
             return []
         hold = self.conductor.hold
-        while not behind.idle.is_set() and await unless(behind.idle, hold.begun.wait()):
-            if chunk := await unless(hold.over, self.take(wanted, groups_per_update)):
+        while not training.idle.is_set() and await cancel_on(training.idle, hold.begun.wait()):
+            if chunk := await cancel_on(hold.over, self.take(wanted, groups_per_update)):
                 return chunk
         return []
 
@@ -228,11 +231,11 @@ class Loop:
             )
 
     async def forward_backward(self, samples: Sequence[Sample]) -> None:
-        self.handing_over = Hand()  # from now on the trainer says what is left
+        self.sending = SamplesInFlight()  # from now on the trainer says what is left
         with self.watch("forward_backward"):
             await self.trainer.forward_backward(samples, self.plan.seq_len)
 
-    async def make_live(self, version: int, arrival: OneBehind, *, evaluates: bool) -> None:
+    async def make_live(self, version: int, receiving: PipelinedTask, *, evaluates: bool) -> None:
         """The trainer's weights become the generators', while the trainer goes on with what is there to train on.
 
         Slots begin to change roles before that; nothing is decided about them until it is done.
@@ -241,13 +244,13 @@ class Loop:
         self.to_evaluate = self.evaluation.num_answers if self.evaluation and evaluates else 0
         self.buffer.next_version(version)
         if self.conductor:
-            await arrival.finish()  # slots settle for one version at a time
+            await receiving.finish()  # slots settle for one version at a time
             self.conductor.settle(version)
         with self.watch("publish"):
             manifest = await self.trainer.publish(version)
-        await arrival.start(self.receive(manifest))
+        await receiving.start(self.receive(manifest))
         if self.scorer:
-            await arrival.finish()  # what is trained next is scored by the same weights
+            await receiving.finish()  # what is trained next is scored by the same weights
 
     async def receive(self, manifest: Manifest) -> None:
         if self.conductor:
@@ -255,7 +258,7 @@ class Loop:
                 await self.conductor.joined()
         with self.watch("receive"):
             receivers = [self.generators, self.scorer] if self.scorer else [self.generators]
-            await together(*(receiver.receive(manifest) for receiver in receivers))
+            await gather_all(*(receiver.receive(manifest) for receiver in receivers))
         self.rollouts.now_live(manifest.version)
         await self.trainer.withdraw(manifest.version)
         if self.conductor:
@@ -267,6 +270,6 @@ class Loop:
         report = None
         if self.evaluation is not None and not self.stop.is_set():
             with self.watch("evaluate"):
-                report = await unless(self.stop, self.evaluation.run(self.step))
+                report = await cancel_on(self.stop, self.evaluation.run(self.step))
         self.evaluates = False
         return report.metrics() if report else {}

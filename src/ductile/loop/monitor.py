@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from ductile.core.cluster.state import BatchProgress
-from ductile.loop.loop import Hand, Loop
+from ductile.loop.loop import Loop, SamplesInFlight
 
 
 class Training(Protocol):
@@ -42,16 +42,16 @@ class Monitor:
     def samples_ready(self) -> int:
         """Rollouts that the trainer could have or has been given."""
         loop = self.loop
-        held = loop.scoring + loop.hand + loop.handing_over
+        held = loop.scoring + loop.scored + loop.sending
         return len(loop.buffer) * self._group_size + held.rollouts + self._training.pending_samples
 
     def batch(self) -> BatchProgress:
         """A last evaluation is a step that trains nothing: generators are needed once more."""
         loop, buffer, plan = self.loop, self.loop.buffer, self.loop.plan
         pending, size = self._training, self._group_size
-        with_trainer = Hand(pending.pending_samples, pending.pending_tokens) + loop.handing_over + loop.hand
-        to_score = Hand(len(buffer) * size, buffer.waiting_tokens) + loop.scoring
-        ready, to_score = (with_trainer, to_score) if loop.scorer else (with_trainer + to_score, Hand())
+        with_trainer = SamplesInFlight(pending.pending_samples, pending.pending_tokens) + loop.sending + loop.scored
+        to_score = SamplesInFlight(len(buffer) * size, buffer.waiting_tokens) + loop.scoring
+        ready, to_score = (with_trainer, to_score) if loop.scorer else (with_trainer + to_score, SamplesInFlight())
         is_over = buffer.version >= plan.max_steps
         partial, partial_tokens = loop.rollouts.partial
         return BatchProgress(

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
+async def gather_all(*work: Coroutine[Any, Any, Any]) -> list[Any]:
     """All results, in order. The first failure (or a cancellation) cancels the rest, sees them end, and is raised."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
     try:
@@ -19,7 +19,7 @@ async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
         raise
 
 
-async def unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+async def cancel_on(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
     """The result of `work`; or None as soon as `event` is set, with `work` cancelled and ended."""
     working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
     try:
@@ -48,7 +48,7 @@ async def undisturbed(work: Awaitable[T]) -> T:
         raise
 
 
-class OneBehind:
+class PipelinedTask:
     """One piece of work at a time, behind the caller's back: `start` returns while it runs.
 
     Starting the next waits for the one before; leaving the `async with` waits for the last, or cancels it when the
@@ -72,7 +72,7 @@ class OneBehind:
         self.idle.clear()
         self._task.add_done_callback(self._done)
 
-    async def __aenter__(self) -> "OneBehind":
+    async def __aenter__(self) -> "PipelinedTask":
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:

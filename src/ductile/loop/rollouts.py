@@ -4,7 +4,7 @@ import asyncio
 
 from ductile.loop.buffer import Buffer
 from ductile.loop.episode import Episodes
-from ductile.loop.overlap import together
+from ductile.loop.overlap import gather_all
 from ductile.records import Prompt, Rollout, RolloutGroup, Sampling
 from ductile.roles import Generators
 
@@ -73,7 +73,7 @@ class Rollouts:
     async def _answer(self, prompt: Prompt) -> None:
         members = range(self._group_size)
         try:
-            rollouts = await together(*(self._play(prompt, member) for member in members))
+            rollouts = await gather_all(*(self._play(prompt, member) for member in members))
             self._buffer.put(RolloutGroup(prompt, tuple(rollouts)))
         except asyncio.CancelledError:
             if not self._leaving:

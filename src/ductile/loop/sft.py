@@ -13,16 +13,16 @@ from typing import Any
 from ductile.config.run import FakeData, SFTConfig, TrainerRunConfig
 from ductile.config.trainer import CheckpointConfig, SFTLoss, TrainerConfig, normalisation
 from ductile.core.batch import normalise
-from ductile.loop.attend import attend
 from ductile.loop.ending import OncePerStep, saved_in_the_end
 from ductile.loop.life import Life
 from ductile.loop.overlap import undisturbed
 from ductile.loop.progress import Checkpoints, Progress
 from ductile.loop.report import per_second, this_life
+from ductile.loop.run_until import run_until
 from ductile.loop.saving import Saver, where_to_begin
 from ductile.loop.sft_data import fake_samples, read_conversations
 from ductile.loop.skips import Skips
-from ductile.loop.tally import utilisation
+from ductile.loop.step_metrics import utilisation
 from ductile.observe import Stopwatch, read_jsonl
 from ductile.records import Sample, StepReport
 from ductile.roles import TrainerClient
@@ -145,7 +145,7 @@ async def run_batches(
     record, saver = life.record, None
     if prepared.checkpoints is not None:
         saver = Saver(trainer, prepared.checkpoints, record, prepared.model_folder, prepared.ckpt)
-        await attend(saver.resume(prepared.progress, prepared.resume_asked), death=life.deadly())
+        await run_until(saver.resume(prepared.progress, prepared.resume_asked), death=life.deadly())
     record.event("data", prepared.sentence, **prepared.facts)
     earlier_s = sum(row.get("step_s") or 0.0 for row in read_jsonl(record.folder / "metrics.jsonl"))
     training = _Training(prepared, trainer, saver, life)

@@ -4,7 +4,7 @@ from math import isnan
 import pytest
 
 from ductile.loop.report import per_second, summarise_rl
-from ductile.loop.tally import Tally
+from ductile.loop.step_metrics import StepMetrics
 from ductile.records import Prompt, Rollout, RolloutGroup, StepReport
 
 
@@ -19,11 +19,13 @@ def group(*rollouts):
 
 
 def test_metrics_of_a_step():
-    tally = Tally(version=5)
-    tally.add([group(rollout(1.0, [4, 4, 5], right=1.0), rollout(0.0, [3, -1, 4, 4], "length"))], None)
-    tally.add([group(rollout(0.5, [5]), rollout(0.5, [5], right=0.0))], StepReport(1, 0.2, 1.0, 1e-3, 2, {"kl": 0.1}))
-    tally.add([], StepReport(2, 0.4, 3.0, 5e-4, 2, {"kl": 0.3}))
-    metrics = tally.metrics(2.0, {"wait": 0.5, "forward_backward": 0.75, "optim_step": 0.25})
+    step_metrics = StepMetrics(version=5)
+    step_metrics.add([group(rollout(1.0, [4, 4, 5], right=1.0), rollout(0.0, [3, -1, 4, 4], "length"))], None)
+    step_metrics.add(
+        [group(rollout(0.5, [5]), rollout(0.5, [5], right=0.0))], StepReport(1, 0.2, 1.0, 1e-3, 2, {"kl": 0.1})
+    )
+    step_metrics.add([], StepReport(2, 0.4, 3.0, 5e-4, 2, {"kl": 0.3}))
+    metrics = step_metrics.row(2.0, {"wait": 0.5, "forward_backward": 0.75, "optim_step": 0.25})
     expected = {
         "reward_mean": 0.5,
         "reward_std": pytest.approx(0.125**0.5),
@@ -59,14 +61,14 @@ def test_metrics_of_a_step():
 
 
 def test_a_failed_reward_is_no_reward():
-    tally = Tally(version=0)
-    tally.add([group(rollout(1.0, [0]), rollout(None, [0])), group(rollout(0.0, [0]), rollout(None, [0]))], None)
-    metrics = tally.metrics(1.0, {})
+    step_metrics = StepMetrics(version=0)
+    step_metrics.add([group(rollout(1.0, [0]), rollout(None, [0])), group(rollout(0.0, [0]), rollout(None, [0]))], None)
+    metrics = step_metrics.row(1.0, {})
     assert (metrics["reward_mean"], metrics["reward_std"], metrics["reward_error_share"]) == (0.5, 0.5, 0.5)
     assert metrics["groups_equal"] == 2
-    tally = Tally(version=0)
-    tally.add([group(rollout(None, [0]))], None)
-    assert isnan(tally.metrics(1.0, {})["reward_mean"])
+    step_metrics = StepMetrics(version=0)
+    step_metrics.add([group(rollout(None, [0]))], None)
+    assert isnan(step_metrics.row(1.0, {})["reward_mean"])
 
 
 def test_a_metric_that_is_no_number_is_left_out_of_its_mean_and_counted():
@@ -75,9 +77,9 @@ def test_a_metric_that_is_no_number_is_left_out_of_its_mean_and_counted():
         rollout(0.0, [0], f1=0.5, length=4.0),
         rollout(0.0, [0], recall=None),
     ]
-    tally = Tally(version=0)
-    tally.add([group(*answers)], None)
-    metrics = tally.metrics(1.0, {})
+    step_metrics = StepMetrics(version=0)
+    step_metrics.add([group(*answers)], None)
+    metrics = step_metrics.row(1.0, {})
     assert {name: value for name, value in metrics.items() if name.startswith("reward/")} == {
         "reward/f1": 0.5,
         "reward/length": 3.0,
@@ -88,9 +90,9 @@ def test_a_metric_that_is_no_number_is_left_out_of_its_mean_and_counted():
 def test_failed_rewards_are_counted_by_how_they_failed():
     hows = ["timeout", "timeout", "raised", None, None, None, None, None]
     answers = [replace(rollout(None if how else 1.0, [0]), failure=how) for how in hows]
-    tally = Tally(version=0)
-    tally.add([group(*answers)], None)
-    metrics = tally.metrics(1.0, {})
+    step_metrics = StepMetrics(version=0)
+    step_metrics.add([group(*answers)], None)
+    metrics = step_metrics.row(1.0, {})
     assert {name: value for name, value in metrics.items() if name.startswith("reward_error_share")} == {
         "reward_error_share": 0.375,
         "reward_error_share/timeout": 0.25,
@@ -101,9 +103,9 @@ def test_failed_rewards_are_counted_by_how_they_failed():
 
 
 def test_a_step_that_learned_nothing_has_no_loss():
-    tally = Tally(version=0)
-    tally.add([group(rollout(1.0, [0]))], None)
-    assert {"loss", "tokens_per_s_train"}.isdisjoint(tally.metrics(1.0, {}))
+    step_metrics = StepMetrics(version=0)
+    step_metrics.add([group(rollout(1.0, [0]))], None)
+    assert {"loss", "tokens_per_s_train"}.isdisjoint(step_metrics.row(1.0, {}))
 
 
 def test_the_summary_is_made_of_the_rows():
@@ -130,11 +132,11 @@ def test_a_summary_of_nothing():
 
 
 def test_utilisation_counts_what_all_devices_could_have_done():
-    tally = Tally(version=0)
+    step_metrics = StepMetrics(version=0)
     reports = [StepReport(1, 0.0, 0.0, 0.0, 0, {}, 3e12, 2e12), StepReport(2, 0.0, 0.0, 0.0, 0, {}, 5e12, 4e12)]
     for report in reports:
-        tally.add([], report)
-    metrics = tally.metrics(10.0, {"forward_backward": 3.0, "optim_step": 1.0})
+        step_metrics.add([], report)
+    metrics = step_metrics.row(10.0, {"forward_backward": 3.0, "optim_step": 1.0})
     # 8e12 operations; the trainer ended on devices that do 4e12 a second, and was at work for 4 s of 10.
     assert metrics["train_flops"] == 8e12
     assert metrics["mfu"] == pytest.approx(0.2)
@@ -144,16 +146,16 @@ def test_utilisation_counts_what_all_devices_could_have_done():
 def test_a_step_without_a_gradient_takes_no_utilisation_away():
     """It reports no devices, whether it comes last or alone."""
     nothing = StepReport(2, 0.0, 0.0, 1e-3, 0)
-    tally = Tally(version=0)
-    tally.add([], StepReport(1, 0.0, 0.0, 0.0, 0, {}, 3e12, 2e12))
-    tally.add([], nothing)
-    assert tally.metrics(10.0, {})["mfu"] == pytest.approx(0.15)
-    alone = Tally(version=0)
+    step_metrics = StepMetrics(version=0)
+    step_metrics.add([], StepReport(1, 0.0, 0.0, 0.0, 0, {}, 3e12, 2e12))
+    step_metrics.add([], nothing)
+    assert step_metrics.row(10.0, {})["mfu"] == pytest.approx(0.15)
+    alone = StepMetrics(version=0)
     alone.add([], nothing)
-    assert {name for name in alone.metrics(1.0, {}) if "mfu" in name} == set()
+    assert {name for name in alone.row(1.0, {}) if "mfu" in name} == set()
 
 
 def test_without_a_known_device_there_is_no_utilisation():
-    tally = Tally(version=0)
-    tally.add([], StepReport(1, 0.0, 0.0, 0.0, 0, {}, 3e12, None))
-    assert {name for name in tally.metrics(1.0, {}) if "mfu" in name} == set()
+    step_metrics = StepMetrics(version=0)
+    step_metrics.add([], StepReport(1, 0.0, 0.0, 0.0, 0, {}, 3e12, None))
+    assert {name for name in step_metrics.row(1.0, {}) if "mfu" in name} == set()

@@ -18,7 +18,7 @@ class Stopped(Exception):
     """The user did not want to wait for the end."""
 
 
-async def attend(
+async def run_until(
     work: Coroutine[Any, Any, T],
     stop: asyncio.Event | None = None,
     death: Coroutine[Any, Any, str] | None = None,
@@ -26,7 +26,7 @@ async def attend(
 ) -> T:
     """The result of `work`; or, as soon as `stop` is set or `death` returns, Stopped or SlotDied.
 
-    `work` is cancelled then and has `cancel_s` to clean up, and so it has when `attend` itself is cancelled. When it
+    `work` is cancelled then and has `cancel_s` to clean up, and so it has when `run_until` itself is cancelled. When it
     fails by itself, a death that becomes known a moment later is the cause, and is raised instead with the failure
     behind it.
     """

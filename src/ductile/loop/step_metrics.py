@@ -34,8 +34,8 @@ AT_WORK = ("forward_backward", "optim_step")
 """The phases in which the trainer computes."""
 
 
-class Tally:
-    """What one step has trained on. `add` each optimizer step's share, then ask for `metrics`."""
+class StepMetrics:
+    """What one step has trained on. `add` each optimizer step's share, then ask for its `row`."""
 
     def __init__(self, version: int) -> None:
         """version: of the weights that the step trains."""
@@ -68,7 +68,7 @@ class Tally:
             len(group.prompt.token_ids) + len(rollout.token_ids) for group in self._groups for rollout in group.rollouts
         )
 
-    def metrics(self, step_s: float, seconds: Mapping[str, float]) -> dict[str, float]:
+    def row(self, step_s: float, seconds: Mapping[str, float]) -> dict[str, float]:
         rollouts = self.rollouts
         rewards = scored(rollouts)
         reward_mean = _mean(rewards)
