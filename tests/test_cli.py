@@ -133,7 +133,7 @@ def test_ctrl_c_in_a_question_ends_it_in_a_word(
     monkeypatch.setattr("ductile.sim.compare.compare", interrupted)
     monkeypatch.setattr("ductile.sim.recording.read_recording", interrupted)
     monkeypatch.setattr("ductile.dashboard.story.read_story", interrupted)
-    monkeypatch.setattr("ductile.launch.rehearse.complaint", interrupted)
+    monkeypatch.setattr("ductile.launch.rehearse.violation", interrupted)
     Path("runs/x").mkdir(parents=True)
     assert main(words) == 130
     assert capsys.readouterr().err.endswith("\nductile: Stopped.\n")

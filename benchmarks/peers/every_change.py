@@ -7,7 +7,7 @@ published.
 from collections.abc import Sequence
 
 from ductile.core.cluster.handoff import change, hand_off
-from ductile.core.cluster.orders import Decision, Handoff, Order, complaints, sentence
+from ductile.core.cluster.orders import Decision, Handoff, Order, sentence, violations
 from ductile.core.cluster.placement import Role
 from ductile.core.cluster.state import ClusterState
 
@@ -49,7 +49,7 @@ class EveryChange:
             return Decision()
         orders = change(state, {slot: roles}) if roles else to(state, slot)
         decision = Decision(orders, sentence(orders, "for the sake of measuring it", when))
-        if not orders or complaints(state, decision):
+        if not orders or violations(state, decision):
             return Decision()
         self._turn += 1
         self._not_before_s = state.now_s + REST_S

@@ -196,9 +196,9 @@ def _check(words: list[str]) -> int:
     if parsed is None:
         return BAD_CONFIG
     from ductile.config.summary import summary
-    from ductile.launch.rehearse import complaint, resumes
+    from ductile.launch.rehearse import resumes, violation
 
-    what = complaint(parsed.config)
+    what = violation(parsed.config)
     if what:
         _complain(f"ductile check: {as_sentence(what)}")
         return BAD_CONFIG

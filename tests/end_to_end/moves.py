@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ductile.core.cluster.cost import DecodeSpeed, SwitchCosts, TrainSpeed
 from ductile.core.cluster.handoff import change
-from ductile.core.cluster.orders import Decision, Handoff, complaints, sentence
+from ductile.core.cluster.orders import Decision, Handoff, sentence, violations
 from ductile.core.cluster.placement import Role
 from ductile.core.cluster.policies.model import Model
 
@@ -63,7 +63,7 @@ class Restless:
                 for order in change(state, roles)
             )
             decision = Decision(orders, sentence(orders, "restless")) if orders else Decision()
-            if orders and not complaints(state, decision):
+            if orders and not violations(state, decision):
                 return decision
         return Decision()
 

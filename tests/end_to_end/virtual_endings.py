@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ductile.core.batch.advantage import mean_baseline
-from ductile.loop.conductor import BadDecision, Conductor
+from ductile.loop.controller import BadDecision, ElasticController
 from ductile.loop.evaluate import RewardsFailed
 from ductile.loop.progress import TRAINER, Checkpoints, Progress
 from ductile.loop.run_until import SlotDied
@@ -35,7 +35,7 @@ from tests.loop.doubles import (
     run,
     write,
 )
-from tests.loop.test_conductor import Scripted, ScriptedStage
+from tests.loop.test_controller import Scripted, ScriptedStage
 
 MAX_STEPS = 10
 LONGEST_S = 20.0
@@ -170,10 +170,10 @@ class Policy(Scripted):
         return super().decide(state)
 
 
-def _conductor(world: World, stage: Stage) -> Conductor:
-    conductor = Conductor(Policy(world), ScriptedStage(scene()), stage.record, rest_s=lambda took_s: 0.5)
-    stage.buffer.on_change = conductor.notify
-    return conductor
+def _controller(world: World, stage: Stage) -> ElasticController:
+    controller = ElasticController(Policy(world), ScriptedStage(scene()), stage.record, rest_s=lambda took_s: 0.5)
+    stage.buffer.on_change = controller.notify
+    return controller
 
 
 SAVES_ALL: dict[str, type[BaseException] | None] = {
@@ -316,7 +316,7 @@ def _stage(folder: Path, world: World, draw: random.Random, **how: Any) -> Stage
         graders=partial(Graders, world=world),
         advantage=_advantage(world),
         death=death,
-        conductor=partial(_conductor, world) if world.kind == "policy raises" else None,
+        controller=partial(_controller, world) if world.kind == "policy raises" else None,
         checkpoints=checkpoints,
         **how,
     )

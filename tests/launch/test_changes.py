@@ -299,14 +299,14 @@ def test_a_failure_that_nobody_thought_of_is_told_and_taken_back(echo: Harness, 
         def broken(keys: object) -> str:
             raise KeyError("a bug")
 
-        monkeypatch.setattr("ductile.wire.resize.complaint_about_plans", broken)
+        monkeypatch.setattr("ductile.wire.resize.violation_in_plans", broken)
         sentence = "Trainer is on slots 0-1; its resize to slots 1-2 failed: KeyError: 'a bug'"
         with pytest.raises(RunFailed, match=sentence):
             await echo.changes.resize([1, 2])
         monkeypatch.undo()
         event = echo.events("resize_rolled_back")[-1]
         assert event["sentence"] == f"{sentence}."
-        assert "complaint_about_plans" in event["traceback"]
+        assert "violation_in_plans" in event["traceback"]
         await echo.trains_on()
         assert (await echo.changes.resize([1, 2])).outcome == "resized"
 

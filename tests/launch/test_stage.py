@@ -10,7 +10,7 @@ from ductile.core.cluster.orders import Handoff
 from ductile.core.cluster.placement import Placement
 from ductile.launch.changes import Changes
 from ductile.launch.stage import LiveActuator
-from ductile.loop.conductor import NotDone
+from ductile.loop.controller import NotDone
 from ductile.observe import Recorder
 from ductile.records import Formation
 from ductile.wire.handover import HandoffResult

@@ -12,7 +12,7 @@ from typing import Any
 from ductile.core.batch.advantage import Advantage, mean_baseline
 from ductile.core.cluster.staleness import StalenessBound
 from ductile.loop.buffer import Buffer
-from ductile.loop.conductor import Conductor
+from ductile.loop.controller import ElasticController
 from ductile.loop.episode import Episodes
 from ductile.loop.evaluate import Evaluation
 from ductile.loop.loop import Loop, RunSchedule
@@ -265,7 +265,7 @@ class Stage:
     advantage: Advantage = mean_baseline
     death: Callable[[], Coroutine[Any, Any, str]] | None = None
     """Returns when a process that the run needs is gone."""
-    conductor: Callable[["Stage"], Conductor] | None = None
+    controller: Callable[["Stage"], ElasticController] | None = None
     checkpoints: Checkpoints | None = None
     """Where the trainer's state is really saved; None notes that it would be."""
     diary: Diary = field(default_factory=Diary)
@@ -340,9 +340,9 @@ class Stage:
             lambda step, groups: self.record.samples(step, sample_rows(groups, tokenizer, 1)),
         )
         meanwhile = asyncio.create_task(during(self)) if during else None
-        conductor = self.loop.conductor = self.conductor(self) if self.conductor else None
+        controller = self.loop.controller = self.controller(self) if self.controller else None
         try:
-            async with conductor.at_work(self.buffer.fail) if conductor else nullcontext():
+            async with controller.at_work(self.buffer.fail) if controller else nullcontext():
                 return await self.loop.run(self.death() if self.death else None)
         finally:
             if meanwhile:

@@ -7,7 +7,7 @@ from ductile.core.cluster.policies.rules import Home
 from ductile.core.cluster.policies.static import Static
 from ductile.loop.asking import BadDecision, ask
 from tests.core.cluster.scenes import scene
-from tests.loop.test_conductor import conducted, one_event
+from tests.loop.test_controller import one_event, run_controller
 
 G, T = ("generate",), ("train",)
 
@@ -88,7 +88,7 @@ def test_a_good_answer_is_returned():
 
 @pytest.mark.parametrize("policy", [policy for policy, _ in BAD], ids=[said[:40] for _, said in BAD])
 def test_the_run_goes_on_with_the_slots_where_they_were_configured(tmp_path, policy):
-    stage, errors, events = conducted(tmp_path, scene(), policy, one_event, otherwise=Home())
+    stage, errors, events = run_controller(tmp_path, scene(), policy, one_event, otherwise=Home())
     assert errors == []
     (refused,) = [event for event in events if event["kind"] == "refused"]
     assert refused["sentence"].startswith("The policy is not asked any more, and the slots go back to")

@@ -15,7 +15,7 @@ from tests.loop.doubles import (
 
 
 class UntilAllIsScored:
-    """In place of a conductor: training waits until all that the step trains on is scored."""
+    """In place of a controller: training waits until all that the step trains on is scored."""
 
     def __init__(self, loop):
         self.hold, self.loop = Pause(), loop
@@ -48,8 +48,8 @@ def test_a_trainer_that_is_held_until_all_is_scored_goes_on(tmp_path, capacity):
     """Else chunk upon chunk would wait for the trainer to take the one before."""
 
     async def hold(stage):
-        stage.loop.conductor = UntilAllIsScored(stage.loop)
-        stage.fake_trainer.hold = stage.loop.conductor.hold
+        stage.loop.controller = UntilAllIsScored(stage.loop)
+        stage.fake_trainer.hold = stage.loop.controller.hold
 
     stage = Stage(
         tmp_path,
@@ -95,12 +95,12 @@ def test_slots_settle_for_the_next_version_when_the_last_one_is_live(tmp_path):
         def go_on(self):
             self.diary.note("go on")
 
-    async def conducted(stage):
-        stage.loop.conductor = Settling(stage.diary)
+    async def controlled(stage):
+        stage.loop.controller = Settling(stage.diary)
 
     slow = partial(FakeGenerators, receive_s=5.0, capacity=64, delay=lambda request: 0.01)
     stage = Stage(tmp_path, max_steps=3, max_async_level=2, generators=slow, trainer=partial(FakeTrainer, chunk_s=1.0))
-    run(stage.go(conducted))
+    run(stage.go(controlled))
     assert stage.diary.what("optim_step", "settle 2", "live 1")[:4] == ["optim_step"] * 2 + ["live 1", "settle 2"]
     told = stage.diary.what("settle", "go on")
     assert told[1:] == [what for version in (1, 2, 3) for what in (f"settle {version}", "go on")]

@@ -388,7 +388,7 @@ SPOILT = (HandOff, Generate, Lend, Hold)
 
 
 class Story:
-    """Carries drawn moves out, as a conductor might, and keeps what each request was told."""
+    """Carries drawn moves out, as a controller might, and keeps what each request was told."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster

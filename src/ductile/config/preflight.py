@@ -333,7 +333,7 @@ def _placement(config: RLConfig | SFTConfig | TrainerRunConfig) -> Iterator[Find
     try:
         placement = placement_of(config)
     except PlacementError as error:
-        yield from (Finding(keys, complaint) for complaint in error.complaints)
+        yield from (Finding(keys, violation) for violation in error.violations)
         return
     deployment = config.deployment
     if deployment.type != "single_node":

@@ -17,7 +17,7 @@ from ductile.loop.sinks import need
 from ductile.tasks.tokenizer import Tokenizer
 
 
-def complaint(config: RunConfig) -> str:
+def violation(config: RunConfig) -> str:
     """Why the command would start nothing, in a sentence; "" when it would start. The config has been found good."""
     try:
         _rehearse(config)

@@ -1,4 +1,4 @@
-"""What goes on beside the loop of a run: the books of its slots' time, and the conductor that moves its slots."""
+"""What goes on beside the loop of a run: the books of its slots' time, and the controller that moves its slots."""
 
 import time
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from ductile.launch.local import LocalCluster
 from ductile.launch.profiling import Profiler
 from ductile.launch.stage import ActuatorOptions, LiveActuator
 from ductile.loop.compose import Prepared
-from ductile.loop.conductor import Conductor
+from ductile.loop.controller import ElasticController
 from ductile.loop.loop import Loop
 from ductile.loop.monitor import Monitor
 from ductile.observe import Recorder
@@ -66,11 +66,11 @@ class Scheduling:
 
     def __init__(self, config: RLConfig, prepared: Prepared, crew: Crew, record: Recorder) -> None:
         self._config, self._prepared, self._crew, self._record = config, prepared, crew, record
-        self._conductor: Conductor | None = None
+        self._controller: ElasticController | None = None
         self._began_s = 0.0
 
-    def watch(self, loop: Loop) -> Conductor | None:
-        """Account for the slots' time from now on. Returns their conductor; None without `cluster.auto_scheduler`."""
+    def watch(self, loop: Loop) -> ElasticController | None:
+        """Account for the slots' time from now on. Returns their controller; None without `cluster.auto_scheduler`."""
         config, crew = self._config, self._crew
         setting = setting_of(config, self._prepared, crew.home, on_gpu=_on_gpu(crew))
         measured = CostModel(_cache_bytes_per_token(config, crew))
@@ -102,10 +102,10 @@ class Scheduling:
         if config.cluster.auto_scheduler:
             policy = policy_of(config.cluster)
             policy = OnceMeasured(policy, measured) if isinstance(policy, Model) else policy
-            self._conductor = Conductor(policy, actuator, self._record, otherwise=Home())
-            actuator.on_news(self._conductor.notify)
-            loop.buffer.on_change = self._conductor.notify
-        return self._conductor
+            self._controller = ElasticController(policy, actuator, self._record, otherwise=Home())
+            actuator.on_news(self._controller.notify)
+            loop.buffer.on_change = self._controller.notify
+        return self._controller
 
     def spent(self) -> dict[str, object]:
         """Shares of all slots' time, for the summary."""
@@ -116,7 +116,7 @@ class Scheduling:
             "idle_by_cause": {cause: seconds / all_s for cause, seconds in ledger.idle(now_s).items()},
             "switch_share": totals.get("switch", 0.0) / all_s,
             "num_switches": self._num_switches(),
-            "policy_refused": (self._conductor.refused or None) if self._conductor else None,
+            "policy_refused": (self._controller.refused or None) if self._controller else None,
             "deciding_share": self._deciding_share(),
             "time_by_activity": {activity: seconds / all_s for activity, seconds in totals.items()},
             "expected_gain_s": self._expected_gain_s(),
@@ -125,7 +125,7 @@ class Scheduling:
     def _deciding_share(self) -> float:
         """Share of the run's time that the orchestrator spent on decisions; the slots work on meanwhile."""
         elapsed_s = time.monotonic() - self._began_s
-        return self._conductor.deciding_s / max(elapsed_s, 1e-9) if self._conductor else 0.0
+        return self._controller.deciding_s / max(elapsed_s, 1e-9) if self._controller else 0.0
 
     def _profile(self, setting: Setting, measured: CostModel, began_s: float) -> None:
         crew = self._crew
@@ -145,12 +145,12 @@ class Scheduling:
 
     def _expected_gain_s(self) -> float | None:
         """Seconds that the policy expected to gain by the decisions that were carried out, summed; None without any."""
-        changes = self._conductor.changes if self._conductor else ()
+        changes = self._controller.changes if self._controller else ()
         gains = [change.decision.prediction.gain_s for change in changes if change.decision.prediction]
         return sum(gains) if gains else None
 
     def _num_switches(self) -> int:
-        return self._conductor.num_changes if self._conductor else 0
+        return self._controller.num_changes if self._controller else 0
 
 
 def setting_of(config: RLConfig, prepared: Prepared, home: Placement, *, on_gpu: bool) -> Setting:

@@ -1,4 +1,4 @@
-"""The slots of a live run, as the conductor sees and moves them (`ductile.loop.conductor.Actuator`).
+"""The slots of a live run, as the controller sees and moves them (`ductile.loop.controller.Actuator`).
 
 Every field of the state is a fact: roles as the slots were told, books of the loop (`Monitor`), sequences as their
 generators said last, speeds as measured. What a part of a change cost is measured, too.
@@ -17,7 +17,7 @@ from ductile.launch.activity import Situation, SlotActivity
 from ductile.launch.changes import Changes
 from ductile.launch.control import RunFailed, Unfit
 from ductile.launch.local import LocalCluster
-from ductile.loop.conductor import NotDone
+from ductile.loop.controller import NotDone
 from ductile.loop.monitor import Monitor
 from ductile.records import Formation
 from ductile.roles import Late, Refused, SlotLost
@@ -124,7 +124,7 @@ class LiveActuator:
     def _needed(self) -> tuple[int, ...]:
         return (*self._generators.slots, *(self._scorer.slots if self._scorer else ()))
 
-    # -- what the conductor has it do
+    # -- what the controller has it do
 
     def begin(self, version: int) -> None:
         """The loop's books are those of the new step already."""

@@ -5,7 +5,7 @@ import inspect
 import time
 
 from ductile.blame import raised, told
-from ductile.core.cluster.orders import ORDERS, Decision, Policy, complaints, malformed
+from ductile.core.cluster.orders import ORDERS, Decision, Policy, malformed, violations
 from ductile.core.cluster.state import ClusterState
 
 
@@ -25,7 +25,7 @@ def ask(policy: Policy, state: ClusterState) -> tuple[Decision, float]:
         decision.close()
     try:
         answered = malformed(decision)
-        wrong = [] if answered else complaints(state, decision)
+        wrong = [] if answered else violations(state, decision)
     except Exception as error:
         raise BadDecision(f"its orders cannot be read, {told(error)}: write {ORDERS}") from error
     if answered:

@@ -19,7 +19,7 @@ from ductile.config.trainer import TrainerConfig, needs_reference, normalisation
 from ductile.core.batch.advantage import ADVANTAGES, Advantage
 from ductile.core.cluster.staleness import StalenessBound
 from ductile.loop.buffer import Buffer
-from ductile.loop.conductor import Conductor
+from ductile.loop.controller import ElasticController
 from ductile.loop.episode import Episodes
 from ductile.loop.evaluate import EvalReport, Evaluation
 from ductile.loop.graders import graders_of
@@ -136,12 +136,12 @@ async def run_loop(
     generators: Generators,
     scorer: Scorer | None,
     life: Life,
-    watch: Callable[[Loop], Conductor | None] = lambda loop: None,
+    watch: Callable[[Loop], ElasticController | None] = lambda loop: None,
     spent: Callable[[], Mapping[str, object]] = dict,
 ) -> RunResult:
     """Run until `max_steps` or `life.stop`; writes metrics, checkpoints, `model/` and `summary.json`.
 
-    watch: told of the loop before it begins; returns the conductor that moves slots between roles meanwhile, or None.
+    watch: told of the loop before it begins; returns the controller that moves slots between roles meanwhile, or None.
     spent: what the slots did with their time, for the summary.
     Raises what a role raises (SlotLost, Late, Refused), SlotDied, CustomCodeFailed, and TaskError when a task cannot be
     made in a grader; what was trained is saved by then.
@@ -186,8 +186,8 @@ async def run_loop(
             step=progress.step,
             show=show,
         )
-        loop.conductor = watch(loop)
-        async with loop.conductor.at_work(buffer.fail) if loop.conductor else nullcontext():
+        loop.controller = watch(loop)
+        async with loop.controller.at_work(buffer.fail) if loop.controller else nullcontext():
             step = await loop.run(life.deadly())
     life_s = life.wall_s()
     summary = summarise_rl(read_jsonl(record.folder / "metrics.jsonl"), life.slots(), earlier_s + life_s)

@@ -21,7 +21,7 @@ from typing import Any
 from ductile.core.batch.chunking import shares
 from ductile.core.batch.rewards import too_many_failed
 from ductile.loop.buffer import Buffer, num_tokens
-from ductile.loop.conductor import Conductor
+from ductile.loop.controller import ElasticController
 from ductile.loop.ending import OncePerStep, saved_in_the_end
 from ductile.loop.evaluate import Evaluation, RewardsFailed
 from ductile.loop.overlap import PipelinedTask, cancel_on, gather_all, undisturbed
@@ -98,7 +98,7 @@ class Loop:
         self.record, self.stop, self.step = record, stop, step
         self.watch = Stopwatch()
         self.skips = Skips(plan.max_skipped_steps, record, table="trainer.")
-        self.conductor: Conductor | None = None
+        self.controller: ElasticController | None = None
         """Moves slots between roles; None: slots keep the roles that they have."""
         self.scoring = SamplesInFlight()
         """Samples that are being scored: out of the buffer, and not yet in `scored`."""
@@ -205,16 +205,16 @@ class Loop:
         with self.watch("score"):
             samples = await self.sample_builder.build(chunk)
         self.scored, self.scoring = (self.scored + self.scoring if samples else self.scored), SamplesInFlight()
-        if self.scorer and self.conductor:
-            self.conductor.notify()
+        if self.scorer and self.controller:
+            self.controller.notify()
         return samples
 
     async def take_while_held(self, training: PipelinedTask, wanted: int, groups_per_update: int) -> list[RolloutGroup]:
         """The next chunk, if the policy holds the trainer: the policy may wait until all is scored, and nothing else
         would ask for that. Empty once the trainer has done what it has, or nothing is wanted."""
-        if self.scorer is None or self.conductor is None or not wanted:
+        if self.scorer is None or self.controller is None or not wanted:
             return []
-        hold = self.conductor.hold
+        hold = self.controller.hold
         while not training.idle.is_set() and await cancel_on(training.idle, hold.begun.wait()):
             if chunk := await cancel_on(hold.over, self.take(wanted, groups_per_update)):
                 return chunk
@@ -243,9 +243,9 @@ class Loop:
         self.evaluates = evaluates and self.evaluation is not None
         self.to_evaluate = self.evaluation.num_answers if self.evaluation and evaluates else 0
         self.buffer.next_version(version)
-        if self.conductor:
+        if self.controller:
             await receiving.finish()  # slots settle for one version at a time
-            self.conductor.settle(version)
+            self.controller.settle(version)
         with self.watch("publish"):
             manifest = await self.trainer.publish(version)
         await receiving.start(self.receive(manifest))
@@ -253,16 +253,16 @@ class Loop:
             await receiving.finish()  # what is trained next is scored by the same weights
 
     async def receive(self, manifest: Manifest) -> None:
-        if self.conductor:
+        if self.controller:
             with self.watch("settle"):
-                await self.conductor.joined()
+                await self.controller.joined()
         with self.watch("receive"):
             receivers = [self.generators, self.scorer] if self.scorer else [self.generators]
             await gather_all(*(receiver.receive(manifest) for receiver in receivers))
         self.rollouts.now_live(manifest.version)
         await self.trainer.withdraw(manifest.version)
-        if self.conductor:
-            self.conductor.go_on()
+        if self.controller:
+            self.controller.go_on()
 
     async def evaluate(self) -> dict[str, float]:
         """Held-out rewards of the current weights, as metrics. Nothing is published meanwhile. `stop` cuts it short."""

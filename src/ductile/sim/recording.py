@@ -26,7 +26,7 @@ from ductile.tasks.prompts import ExampleOrder
 MOST_STEPS = 10
 """Steps that are compared at most, the latest ones: earlier ones had other lengths and speeds."""
 REST_S = 0.3
-"""Seconds between two decisions: a hundred times what one takes on few slots (`loop.conductor`)."""
+"""Seconds between two decisions: a hundred times what one takes on few slots (`loop.controller`)."""
 
 
 class NoRecording(ValueError):

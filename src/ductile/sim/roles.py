@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from typing import Literal
 
 from ductile.core.cluster.routing import predicted_tokens
-from ductile.loop.conductor import Conductor
+from ductile.loop.controller import ElasticController
 from ductile.records import GenerateRequest, Generation, Manifest, Sample, StepReport
 from ductile.sim.engine import SimulatedRequest
 from ductile.sim.stage import SimulatedActuator
 
 
 class SimGenerators:
-    def __init__(self, actuator: SimulatedActuator, conductor: Conductor) -> None:
-        self._actuator, self._conductor = actuator, conductor
+    def __init__(self, actuator: SimulatedActuator, controller: ElasticController) -> None:
+        self._actuator, self._controller = actuator, controller
         self._num_finished = self._finished_tokens = 0
         actuator.on_finished = self._land
 
@@ -69,12 +69,12 @@ class SimGenerators:
             self._finished_tokens += flight.num_tokens
             if not flight.arrival.done():
                 flight.arrival.set_result(None)
-        self._conductor.notify()
+        self._controller.notify()
 
 
 class SimTrainer:
-    def __init__(self, actuator: SimulatedActuator, conductor: Conductor) -> None:
-        self._actuator, self._conductor = actuator, conductor
+    def __init__(self, actuator: SimulatedActuator, controller: ElasticController) -> None:
+        self._actuator, self._controller = actuator, controller
 
     @property
     def num_ranks(self) -> int:
@@ -96,7 +96,7 @@ class SimTrainer:
                     actuator.engines[slot].stall(seconds)
                 await actuator.busy("train", slots, seconds)
                 actuator.on_trained(len(done), sum(done) * block)
-            self._conductor.notify()
+            self._controller.notify()
 
     async def optim_step(self, divisor: float) -> StepReport:
         actuator = self._actuator
@@ -105,7 +105,7 @@ class SimTrainer:
         async with actuator.boundary:
             await actuator.busy("train", actuator.formation.members, actuator.scenario.speeds.optim_s)
         actuator.num_updates += 1
-        self._conductor.notify()
+        self._controller.notify()
         return StepReport(actuator.num_updates, loss=0.0, grad_norm=0.0, lr=0.0, num_tokens=int(divisor))
 
     async def publish(self, version: int) -> Manifest:
@@ -128,8 +128,8 @@ class SimTrainer:
 
 
 class SimScorer:
-    def __init__(self, actuator: SimulatedActuator, conductor: Conductor) -> None:
-        self._actuator, self._conductor = actuator, conductor
+    def __init__(self, actuator: SimulatedActuator, controller: ElasticController) -> None:
+        self._actuator, self._controller = actuator, controller
 
     async def score(self, samples: Sequence[Sample], model: Literal["policy", "reference"]) -> list[tuple[float, ...]]:
         actuator = self._actuator
@@ -137,7 +137,7 @@ class SimScorer:
         tokens = sum(map(len, samples)) * actuator.scenario.block_tokens
         await actuator.busy("score", slots, tokens / (actuator.scenario.speeds.score_tokens_per_s * len(slots)))
         actuator.on_scored(len(samples), tokens)
-        self._conductor.notify()
+        self._controller.notify()
         return [(0.0,) * len(sample) for sample in samples]
 
     async def receive(self, manifest: Manifest) -> None:

@@ -10,7 +10,7 @@ from ductile.core.cluster.ledger import Activity, IdleCause, Ledger, Span
 from ductile.core.cluster.orders import Policy
 from ductile.core.cluster.staleness import StalenessBound
 from ductile.loop.buffer import Buffer
-from ductile.loop.conductor import Conductor
+from ductile.loop.controller import ElasticController
 from ductile.loop.decisions import ExecutedDecision
 from ductile.loop.episode import Episodes
 from ductile.loop.loop import Loop, RunSchedule
@@ -72,9 +72,9 @@ async def _simulate(scenario: Scenario, policy: Policy, folder: Path) -> Simulat
     record = Recorder(folder, clock=now_s)
     try:
         actuator = SimulatedActuator(scenario, ledger)
-        conductor = Conductor(policy, actuator, record, rest_s=lambda took_s: scenario.coalesce_s)
-        loop = _loop(scenario, actuator, conductor, record)
-        async with conductor.at_work(loop.buffer.fail):
+        controller = ElasticController(policy, actuator, record, rest_s=lambda took_s: scenario.coalesce_s)
+        loop = _loop(scenario, actuator, controller, record)
+        async with controller.at_work(loop.buffer.fail):
             await loop.run()
     finally:
         record.close()
@@ -86,18 +86,18 @@ async def _simulate(scenario: Scenario, policy: Policy, folder: Path) -> Simulat
         step_s=tuple(actuator.step_s),
         totals=ledger.totals(ended_s),
         idle=ledger.idle(ended_s),
-        changes=tuple(conductor.changes),
+        changes=tuple(controller.changes),
         spans=tuple(spans),
         num_rollouts=work.num_steps * work.rollouts_per_step,
         num_tokens=actuator.trained_tokens,
-        decide_s=tuple(conductor.decide_s),
+        decide_s=tuple(controller.decide_s),
     )
 
 
-def _loop(scenario: Scenario, actuator: SimulatedActuator, conductor: Conductor, record: Recorder) -> Loop:
+def _loop(scenario: Scenario, actuator: SimulatedActuator, controller: ElasticController, record: Recorder) -> Loop:
     work, stop = scenario.work, asyncio.Event()
-    generators, trainer = SimGenerators(actuator, conductor), SimTrainer(actuator, conductor)
-    scorer = SimScorer(actuator, conductor) if scenario.score else None
+    generators, trainer = SimGenerators(actuator, controller), SimTrainer(actuator, controller)
+    scorer = SimScorer(actuator, controller) if scenario.score else None
     num_prompts = work.num_steps * work.groups_per_step
     task, tokenizer = Questions(num_prompts, scenario.blocks(work.prompt_tokens)), Blocks()
     max_blocks = scenario.blocks(work.prompt_tokens) + scenario.blocks(work.max_tokens)
@@ -135,7 +135,7 @@ def _loop(scenario: Scenario, actuator: SimulatedActuator, conductor: Conductor,
         record=record,
         stop=stop,
     )
-    loop.watch, loop.conductor = Stopwatch(now_s), conductor
+    loop.watch, loop.controller = Stopwatch(now_s), controller
     return loop
 
 

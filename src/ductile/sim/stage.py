@@ -1,7 +1,7 @@
 """The simulated cluster: which slot holds what and does what, and the facts that a policy is told.
 
-It keeps the books and decides nothing. The roles (`roles.py`) tell it what begins and ends, the loop's conductor has it
-change who holds what (it follows `loop.conductor.Actuator`), the ledger hears of every change of a slot's activity.
+It keeps the books and decides nothing. The roles (`roles.py`) tell it what begins and ends, the loop's controller has
+it change who holds what (it follows `loop.controller.Actuator`), the ledger hears of every change of a slot's activity.
 """
 
 import asyncio
@@ -94,7 +94,7 @@ class SimulatedActuator:
     def now_s(self) -> float:
         return self._loop.time()
 
-    # -- what the conductor has it do
+    # -- what the controller has it do
 
     def begin(self, version: int) -> None:
         self.version = version

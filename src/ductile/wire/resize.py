@@ -26,11 +26,11 @@ from ductile.blame import told
 from ductile.core.cluster.membership import (
     Phase,
     Ruling,
-    complaint_about_bytes,
-    complaint_about_plans,
-    complaint_about_progress,
     judge,
     total,
+    violation_in_bytes,
+    violation_in_plans,
+    violation_in_progress,
 )
 from ductile.records import Formation, ResizeOrder
 from ductile.roles import Late, Refused, SlotLost
@@ -214,7 +214,7 @@ class Transaction:
             for slots, patience_s in ((unready - late, self._options.timeout_s), (late, self._options.patience_s)):
                 if slots and waited_s > patience_s:
                     first = self._mailbox.describe(min(slots))
-                    self._complain("prepare", f"{first} did not prepare within {patience_s:g} s")
+                    self._rule_on_violation("prepare", f"{first} did not prepare within {patience_s:g} s")
             if unready:
                 await asyncio.sleep(max(READY_S, READY_SHARE * waited_s))
 
@@ -234,14 +234,14 @@ class Transaction:
         change = self.change
         frozen = await self._step("freeze", Freeze(change.epoch, self._trainer.with_gradient), Frozen)
         progress = {slot: reply.progress for slot, reply in frozen.items() if reply.progress is not None}
-        complaint = complaint_about_plans({slot: reply.plan_key for slot, reply in frozen.items()})
+        violation = violation_in_plans({slot: reply.plan_key for slot, reply in frozen.items()})
         if missing := sorted(set(change.before.members).difference(progress)):
-            complaint = complaint or f"slot {missing[0]} does not say how far it is"
-        self._complain("freeze", complaint or complaint_about_progress(progress))
+            violation = violation or f"slot {missing[0]} does not say how far it is"
+        self._rule_on_violation("freeze", violation or violation_in_progress(progress))
         self._moved = await self._step("move", TransferState(change.epoch, total(progress)), StateTransferred)
         sent = {slot: reply.sent for slot, reply in self._moved.items()}
         received = {slot: reply.received for slot, reply in self._moved.items()}
-        self._complain("move", complaint_about_bytes(sent, received))
+        self._rule_on_violation("move", violation_in_bytes(sent, received))
 
     @asynccontextmanager
     async def _boundary(self) -> AsyncIterator[None]:
@@ -346,10 +346,10 @@ class Transaction:
             silent = [slot for slot in silent if self._mailbox.heard_at_s.get(slot) == heard_at_s[slot]]
         return silent
 
-    def _complain(self, phase: Phase, complaint: str) -> None:
-        """Rule on a complaint about all slots together; "" is none."""
-        if complaint:
-            self._rule(phase, {}, dict.fromkeys(self.change.slots, complaint))
+    def _rule_on_violation(self, phase: Phase, violation: str) -> None:
+        """Rule on a violation about all slots together; "" is none."""
+        if violation:
+            self._rule(phase, {}, dict.fromkeys(self.change.slots, violation))
 
     def _rule(self, phase: Phase, dead: Mapping[int, str], failed: Mapping[int, str]) -> None:
         ruling = judge(phase, self.change, dead, failed, self._options.keeps_old)

@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from ductile.core.cluster.membership import (
     Phase,
-    complaint_about_bytes,
-    complaint_about_plans,
-    complaint_about_progress,
     describe,
     judge,
     total,
+    violation_in_bytes,
+    violation_in_plans,
+    violation_in_progress,
 )
 from ductile.records import Formation, ResizeOrder, TrainProgress
 
@@ -83,20 +83,20 @@ def test_a_formation_goes_on_only_when_all_its_slots_can(phase: Phase, before, a
         assert verdict == ("proceed" if not dead | failed else "rollback" if old_is_whole else "stop")
 
 
-def test_complaints():
-    assert complaint_about_plans({0: b"a", 1: b"a"}) == ""
-    assert complaint_about_plans({0: b"a", 3: b"a", 1: b"b", 2: b"c"}) == "slots 1-2 made another plan than slots 0,3"
+def test_violations():
+    assert violation_in_plans({0: b"a", 1: b"a"}) == ""
+    assert violation_in_plans({0: b"a", 3: b"a", 1: b"b", 2: b"c"}) == "slots 1-2 made another plan than slots 0,3"
     far = TrainProgress(4, 3, True)
-    assert complaint_about_progress({1: far, 2: TrainProgress(4, 3, True, {"loss": 1.0})}) == ""
-    assert complaint_about_progress({1: far, 2: TrainProgress(4, 4, False)}) == (
+    assert violation_in_progress({1: far, 2: TrainProgress(4, 3, True, {"loss": 1.0})}) == ""
+    assert violation_in_progress({1: far, 2: TrainProgress(4, 4, False)}) == (
         "slot 2 is at step 4, between batches, after 4 updates, "
         "slot 1 at step 4, in the middle of a batch, after 3 updates"
     )
-    assert complaint_about_bytes({0: {1: 7}, 1: {}}, {0: {}, 1: {0: 7}}) == ""
-    assert complaint_about_bytes({0: {1: 7}, 1: {}}, {0: {}, 1: {0: 8}}) == (
+    assert violation_in_bytes({0: {1: 7}, 1: {}}, {0: {}, 1: {0: 7}}) == ""
+    assert violation_in_bytes({0: {1: 7}, 1: {}}, {0: {}, 1: {0: 8}}) == (
         "what arrived is not what was sent, from slot 0 to 1"
     )
-    assert complaint_about_bytes({0: {}, 1: {}}, {0: {}, 1: {0: 8}}) != "", "received what nobody sent"
+    assert violation_in_bytes({0: {}, 1: {}}, {0: {}, 1: {0: 8}}) != "", "received what nobody sent"
 
 
 def test_sums_add_up_over_slots_with_different_names():

@@ -1,7 +1,7 @@
 import pytest
 
 from ductile.core.cluster.handoff import change, hand_off, remaining_tokens
-from ductile.core.cluster.orders import Decision, Handoff, RoleChange, complaints, formation_after
+from ductile.core.cluster.orders import Decision, Handoff, RoleChange, formation_after, violations
 from ductile.core.cluster.state import Lengths, Limits
 from ductile.records import Formation
 from tests.core.cluster.scenes import scene
@@ -30,20 +30,20 @@ GENERATE, TRAIN = ("generate",), ("train",)
 )
 def test_a_decision_with_a_bug_is_refused_with_a_sentence(orders, sentence):
     state = scene(running={2: [5]}, not_ready=[5], limits=Limits(may_share=False))
-    assert any(said.startswith(sentence) for said in complaints(state, Decision(tuple(orders))))
+    assert any(said.startswith(sentence) for said in violations(state, Decision(tuple(orders))))
 
 
 def test_the_trainers_slots_do_not_change_inside_a_micro_step():
     state = scene(at_boundary=False)
-    assert complaints(state, Decision((RoleChange(2, GENERATE, TRAIN),))) == [
+    assert violations(state, Decision((RoleChange(2, GENERATE, TRAIN),))) == [
         "the trainer is in a micro-step: its slots change between two"
     ]
 
 
 def test_generators_may_all_go_when_there_is_nothing_to_generate():
     moves = tuple(RoleChange(slot, GENERATE, TRAIN) for slot in (2, 3, 4, 5))
-    assert complaints(scene(), Decision(moves)) == []
-    assert complaints(scene(to_start=1), Decision(moves)) == ["0 slots would generate, and 1 is the least"]
+    assert violations(scene(), Decision(moves)) == []
+    assert violations(scene(to_start=1), Decision(moves)) == ["0 slots would generate, and 1 is the least"]
 
 
 def test_who_stays_in_the_formation_keeps_its_place():

@@ -83,7 +83,7 @@ def test_refuses(entries: dict, said: str) -> None:
 def test_says_everything_at_once() -> None:
     with pytest.raises(PlacementError) as error:
         place({"actr": 0, "rollout": "2-1,x"})
-    assert len(error.value.complaints) == 3
+    assert len(error.value.violations) == 3
 
 
 def test_deployment_numbers_generate_first() -> None:

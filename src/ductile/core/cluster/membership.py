@@ -65,7 +65,7 @@ def judge(
     return Ruling("rollback", _told(going_on, dead, failed))
 
 
-def complaint_about_plans(keys: Mapping[int, bytes]) -> str:
+def violation_in_plans(keys: Mapping[int, bytes]) -> str:
     """A sentence when not all slots have made the same plan; "" when they have."""
     makers: dict[bytes, list[int]] = {}
     for slot, key in sorted(keys.items()):
@@ -77,7 +77,7 @@ def complaint_about_plans(keys: Mapping[int, bytes]) -> str:
     return f"{slots_of(differing)} made another plan than {slots_of(most)}"
 
 
-def complaint_about_progress(progress: Mapping[int, TrainProgress]) -> str:
+def violation_in_progress(progress: Mapping[int, TrainProgress]) -> str:
     """A sentence when slots that train together are not equally far; "" when they are."""
     first, *others = sorted(progress)
     known = _far(progress[first])
@@ -87,7 +87,7 @@ def complaint_about_progress(progress: Mapping[int, TrainProgress]) -> str:
     return ""
 
 
-def complaint_about_bytes(sent: Mapping[int, Mapping[int, int]], received: Mapping[int, Mapping[int, int]]) -> str:
+def violation_in_bytes(sent: Mapping[int, Mapping[int, int]], received: Mapping[int, Mapping[int, int]]) -> str:
     """A sentence when a slot has not received what another one sent it, by their fingerprints; "" when all have."""
     wrong = [
         (source, target)

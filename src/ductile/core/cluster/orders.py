@@ -1,7 +1,7 @@
 """What a policy answers: orders, and why.
 
 A `Decision` is one change of the cluster, carried out as a whole: rollouts are handed off, slots give roles up, the
-trainer resizes once to `formation_after`, slots take roles on. `complaints` says what is wrong with one; it is
+trainer resizes once to `formation_after`, slots take roles on. `violations` says what is wrong with one; it is
 asked before a decision is carried out, so that a policy with a bug is refused and not obeyed.
 """
 
@@ -104,7 +104,7 @@ def reformed(formation: Formation, roles: dict[int, tuple[Role, ...]]) -> Format
     return Formation(members, replicas)
 
 
-def complaints(state: ClusterState, decision: Decision) -> list[str]:
+def violations(state: ClusterState, decision: Decision) -> list[str]:
     """What is wrong with the decision, a sentence for each defect; none when it may be carried out."""
     if not decision.orders:
         return []  # all stays as it is: what is wrong with that is not the decision's

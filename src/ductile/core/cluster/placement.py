@@ -5,7 +5,7 @@
 2. Roles that name the same slot share it; nothing else makes them share.
 3. The slots used must be 0, 1, ... n-1, a train slot must be among them, and every role that the run needs.
 
-Whatever is wrong is found in one go, and each complaint says what to write instead.
+Whatever is wrong is found in one go, and each violation says what to write instead.
 """
 
 import re
@@ -67,11 +67,11 @@ class Placement:
 
 
 class PlacementError(ValueError):
-    """A placement that cannot be. `complaints` are sentences, each with what to write instead."""
+    """A placement that cannot be. `violations` are sentences, each with what to write instead."""
 
-    def __init__(self, complaints: Sequence[str]) -> None:
-        self.complaints = tuple(complaints)
-        super().__init__(" ".join(self.complaints))
+    def __init__(self, violations: Sequence[str]) -> None:
+        self.violations = tuple(violations)
+        super().__init__(" ".join(self.violations))
 
 
 def place(
@@ -90,7 +90,7 @@ def place(
         needs: roles without which the run makes no sense.
 
     Raises:
-        PlacementError: with every complaint at once.
+        PlacementError: with every violation at once.
     """
     if entries is None:
         if "score" in needs:
@@ -101,23 +101,23 @@ def place(
         placement = Placement(train, generate, (), reason)
     else:
         placement = _from_entries(entries, num_train + num_generate)
-    complaints = [*_missing(placement, needs), *_gaps(placement)]
-    if complaints:
-        raise PlacementError(complaints)
+    violations = [*_missing(placement, needs), *_gaps(placement)]
+    if violations:
+        raise PlacementError(violations)
     return placement
 
 
 def _from_entries(entries: Mapping[str, Entry], num_wanted: int) -> Placement:
-    complaints: list[str] = []
+    violations: list[str] = []
     named: dict[Role, str] = {}
     slots: dict[str, tuple[int, ...] | None] = {}
     for names, entry in entries.items():
         for name in names.split(","):
             role = ROLES.get(name.strip().lower())
             if role is None:
-                complaints.append(_unknown_role(name.strip()))
+                violations.append(_unknown_role(name.strip()))
             elif role in named:
-                complaints.append(
+                violations.append(
                     f"{role} slots are named twice, by `{named[role]}` and by `{names}`: keep one of them, with all of "
                     f'its slots in it ("0-1,3").'
                 )
@@ -126,9 +126,9 @@ def _from_entries(entries: Mapping[str, Entry], num_wanted: int) -> Placement:
         try:
             slots[names] = None if _is_all(entry) else _slots(names, entry)
         except PlacementError as error:
-            complaints.extend(error.complaints)
-    if complaints:
-        raise PlacementError(complaints)
+            violations.extend(error.violations)
+    if violations:
+        raise PlacementError(violations)
     listed = {slot for chosen in slots.values() if chosen is not None for slot in chosen}
     if listed:
         num_all, because = max(listed) + 1, "the other roles name"
@@ -156,35 +156,35 @@ def _is_all(entry: Entry) -> bool:
 def _slots(names: str, entry: Entry) -> tuple[int, ...]:
     """`"0-1,3"`, `3` or `[0, "1-2"]` as slot numbers, ascending."""
     words = [str(item) for item in entry] if not isinstance(entry, str | int) else str(entry).split(",")
-    complaints: list[str] = []
+    violations: list[str] = []
     slots: list[int] = []
     for word in words:
         shown = f"`{names}: {word.strip()}`"
         found = _ITEM.fullmatch(word)
         if ":" in word:
-            complaints.append(
+            violations.append(
                 f"{shown} gives processes to devices; here a slot is one process on one device: write "
                 f"`{names}: {word.split(':')[0].strip()}`."
             )
         elif found is None:
-            complaints.append(
+            violations.append(
                 f"{shown} is not a slot. Write a number from 0 (0), a range (0-3), a list of them (0-1,3) or all."
             )
         else:
             first, last = int(found[1]), int(found[2] or found[1])
             if last < first:
-                complaints.append(f"{shown} runs backwards: write `{names}: {last}-{first}`.")
+                violations.append(f"{shown} runs backwards: write `{names}: {last}-{first}`.")
             elif last >= MAX_SLOTS:
-                complaints.append(f"{shown} goes past slot {MAX_SLOTS - 1}, the highest there can be.")
+                violations.append(f"{shown} goes past slot {MAX_SLOTS - 1}, the highest there can be.")
             else:
                 slots.extend(range(first, last + 1))
     twice = sorted({slot for slot in slots if slots.count(slot) > 1}) if len(slots) != len(set(slots)) else []
     if twice:
-        complaints.append(f"`{names}` names slot{_list(twice)} twice: write `{names}: {compact(sorted(set(slots)))}`.")
+        violations.append(f"`{names}` names slot{_list(twice)} twice: write `{names}: {compact(sorted(set(slots)))}`.")
     if not words:
-        complaints.append(f"`{names}` has no slots: leave it out, or give it some.")
-    if complaints:
-        raise PlacementError(complaints)
+        violations.append(f"`{names}` has no slots: leave it out, or give it some.")
+    if violations:
+        raise PlacementError(violations)
     return tuple(sorted(slots))
 
 

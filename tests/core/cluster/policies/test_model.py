@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ductile.core.cluster.cost import SwitchCosts
-from ductile.core.cluster.orders import complaints, roles_after
+from ductile.core.cluster.orders import roles_after, violations
 from ductile.core.cluster.policies.model import Model
 from ductile.core.cluster.state import Limits
 from tests.core.cluster.scenes import COSTS, scene
@@ -20,7 +20,7 @@ ALL_GENERATE = {slot: BOTH for slot in range(5)} | {5: ("generate",)}
 
 def decide(state):
     decision = Model().decide(state)
-    assert complaints(state, decision) == []
+    assert violations(state, decision) == []
     return decision
 
 

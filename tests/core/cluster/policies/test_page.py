@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ductile.core.cluster.orders import Decision, Handoff, Prediction, RoleChange, complaints, roles_after
+from ductile.core.cluster.orders import Decision, Handoff, Prediction, RoleChange, roles_after, violations
 from ductile.core.cluster.state import BatchProgress, ClusterState, Lengths, Limits, SlotState, TrainerState, Unfinished
 from ductile.sim.run import simulate
 from tests.core.cluster.scenes import scene
@@ -30,7 +30,7 @@ def test_it_is_twenty_lines():
 def test_generators_without_work_train():
     state = scene(running={2: [9], 3: [9, 9]}, trained=5)
     decision = eager().decide(state)
-    assert complaints(state, decision) == []
+    assert violations(state, decision) == []
     assert [slot for slot, roles in roles_after(state, decision).items() if "train" in roles] == [0, 1, 4, 5]
 
 

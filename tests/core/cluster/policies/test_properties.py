@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ductile.core.cluster.orders import complaints, formation_after, roles_after
+from ductile.core.cluster.orders import formation_after, roles_after, violations
 from ductile.core.cluster.policies.model import Model
 from ductile.core.cluster.policies.rules import Rules
 from ductile.core.cluster.policies.static import InTurns, Static
@@ -77,7 +77,7 @@ def states(draw, at_boundary=None):
 def test_every_decision_can_be_carried_out(policy, state):
     """Devices conserved, floors respected, no rollout left behind, nobody moved who is not ready."""
     decision = policy.decide(state)
-    assert complaints(state, decision) == []
+    assert violations(state, decision) == []
     assert {*roles_after(state, decision)} == {slot.slot for slot in state.slots}
     assert len(formation_after(state, decision).members) >= state.limits.min_train
     assert bool(decision.reason) or not decision.orders

@@ -3,14 +3,14 @@ from dataclasses import replace
 import pytest
 
 from ductile.core.cluster.cost import DecodeSpeed
-from ductile.core.cluster.orders import complaints, roles_after
+from ductile.core.cluster.orders import roles_after, violations
 from ductile.core.cluster.policies.rules import Rules
 from tests.core.cluster.scenes import SPEEDS, scene
 
 
 def kept(state, decision):
     """Slots by role afterwards, once it is clear that the decision is a legal one."""
-    assert complaints(state, decision) == []
+    assert violations(state, decision) == []
     after = roles_after(state, decision)
     return {role: [slot for slot, roles in after.items() if role in roles] for role in ("train", "generate", "score")}
 

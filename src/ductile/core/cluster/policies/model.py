@@ -28,7 +28,7 @@ import numpy as np
 from ductile.core.cluster.arithmetic import EQUAL
 from ductile.core.cluster.cost import carriage
 from ductile.core.cluster.handoff import Remaining, change, length_model, remaining_tokens, spread
-from ductile.core.cluster.orders import Decision, Prediction, complaints, sentence
+from ductile.core.cluster.orders import Decision, Prediction, sentence, violations
 from ductile.core.cluster.placement import Role
 from ductile.core.cluster.policies.arrange import Arrangements
 from ductile.core.cluster.policies.forecast import NEVER, Plans, Work, forecast, work
@@ -253,7 +253,7 @@ def _recall_scorers(state: ClusterState) -> Decision:
         return Decision()
     away = [slot for slot in state.home.score if slot in state.ready and "score" not in state.roles(slot)]
     orders = change(state, {slot: state.home.roles(slot) for slot in away})
-    if not orders or complaints(state, Decision(orders)):
+    if not orders or violations(state, Decision(orders)):
         return Decision()
     why = "rollouts wait for their scores" if unscored else "a new batch begins"
     return Decision(orders, sentence(orders, why))

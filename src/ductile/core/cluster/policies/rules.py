@@ -25,7 +25,7 @@ from math import ceil
 
 from ductile.core.cluster.arithmetic import whole_times
 from ductile.core.cluster.handoff import change, remaining_tokens
-from ductile.core.cluster.orders import Decision, Order, complaints, sentence
+from ductile.core.cluster.orders import Decision, Order, sentence, violations
 from ductile.core.cluster.placement import Role, many
 from ductile.core.cluster.state import BatchProgress, ClusterState
 
@@ -148,4 +148,4 @@ def _orders(state: ClusterState, roles: Mapping[int, tuple[Role, ...]]) -> tuple
     if state.unfinished and not any("generate" in held for held in after.values()):
         return ()
     orders = change(state, moved)
-    return () if complaints(state, Decision(orders)) else orders
+    return () if violations(state, Decision(orders)) else orders

@@ -1,4 +1,4 @@
-"""The conductor against a scripted stage: which parts of a change come in which order, and what goes wrong."""
+"""The controller against a scripted stage: which parts of a change come in which order, and what goes wrong."""
 
 import asyncio
 from dataclasses import replace
@@ -11,7 +11,7 @@ from ductile.core.cluster.orders import Decision, Handoff, Prediction, RoleChang
 from ductile.core.cluster.policies.rules import Home
 from ductile.core.cluster.state import SlotState
 from ductile.loop.asking import BadDecision
-from ductile.loop.conductor import Conductor, NotDone
+from ductile.loop.controller import ElasticController, NotDone
 from ductile.observe import Recorder, read_jsonl
 from ductile.records import Formation
 from tests.core.cluster.scenes import scene
@@ -100,17 +100,17 @@ class Scripted:
         return answer
 
 
-def conducted(tmp_path, state, policy, during, otherwise=None, broken=(), kind=ScriptedStage):
+def run_controller(tmp_path, state, policy, during, otherwise=None, broken=(), kind=ScriptedStage):
     """What a stage was told to do, in order, and the events of it."""
 
     async def story():
         stage, errors = kind(state), []
         stage.broken |= set(broken)
         record = Recorder(tmp_path, clock=lambda: 0.0)
-        conductor = Conductor(policy, stage, record, otherwise, rest_s=lambda took_s: 0.5)
+        controller = ElasticController(policy, stage, record, otherwise, rest_s=lambda took_s: 0.5)
         try:
-            async with conductor.at_work(errors.append):
-                await during(conductor, stage)
+            async with controller.at_work(errors.append):
+                await during(controller, stage)
         except Exception as error:
             if errors != [error]:
                 raise
@@ -123,8 +123,8 @@ def conducted(tmp_path, state, policy, during, otherwise=None, broken=(), kind=S
     return stage, errors, read_jsonl(tmp_path / "events.jsonl")
 
 
-async def one_event(conductor, stage):
-    conductor.notify()
+async def one_event(controller, stage):
+    controller.notify()
     await asyncio.sleep(30)
 
 
@@ -135,7 +135,7 @@ def moved(*orders, **more):
 def test_who_joins_the_trainer_generates_until_the_trainer_stands_still(tmp_path):
     state = scene(running={2: [10], 3: [20, 30]})
     policy = Scripted(moved(RoleChange(2, G, T), Handoff("2/0", 2, 3)))
-    stage, errors, _ = conducted(tmp_path, state, policy, one_event)
+    stage, errors, _ = run_controller(tmp_path, state, policy, one_event)
     assert stage.what() == ["prepare", "hand off 2/0>3", "dismiss 2", "resize 0 1 2"]
     assert stage.roles[2] == T
     assert errors == []
@@ -144,7 +144,7 @@ def test_who_joins_the_trainer_generates_until_the_trainer_stands_still(tmp_path
 def test_without_memory_for_both_it_leaves_first(tmp_path):
     state = scene(running={2: [10], 3: [20]}, limits=replace(scene().limits, may_share=False))
     policy = Scripted(moved(RoleChange(2, G, T), Handoff("2/0", 2, 3)))
-    stage, _, _ = conducted(tmp_path, state, policy, one_event)
+    stage, _, _ = run_controller(tmp_path, state, policy, one_event)
     assert stage.what() == ["hand off 2/0>3", "dismiss 2", "prepare", "resize 0 1 2"]
 
 
@@ -161,7 +161,7 @@ def test_everybody_moves_at_once_and_what_can_be_done_together_is(tmp_path):
             Handoff("4/1", 4, 0),
         )
     )
-    stage, errors, _ = conducted(tmp_path, state, policy, one_event)
+    stage, errors, _ = run_controller(tmp_path, state, policy, one_event)
     at = {what: at for at, what in stage.diary}
     assert at["dismiss 3"] < at["prepare"] == at["admit 0"] == at["admit 3"]
     assert at["prepare"] < at["hand off 2/0>5"] < at["dismiss 2"] < at["resize 0 2"] < at["admit 1"]
@@ -171,14 +171,14 @@ def test_everybody_moves_at_once_and_what_can_be_done_together_is(tmp_path):
 
 
 def test_a_slot_that_trains_and_is_to_generate_besides_is_only_admitted(tmp_path):
-    stage, _, _ = conducted(tmp_path, scene(), Scripted(moved(RoleChange(0, T, B))), one_event)
+    stage, _, _ = run_controller(tmp_path, scene(), Scripted(moved(RoleChange(0, T, B))), one_event)
     assert stage.what() == ["admit 0"]
 
 
 def test_the_only_generator_keeps_its_rollouts_until_the_next_one_is_there(tmp_path):
     state = scene({"actor": "0-1", "rollout": "2"}, running={2: [10]})
     policy = Scripted(moved(RoleChange(1, T, G), RoleChange(2, G, T), Handoff("2/0", 2, 1)))
-    stage, _, _ = conducted(tmp_path, state, policy, one_event)
+    stage, _, _ = run_controller(tmp_path, state, policy, one_event)
     assert stage.what() == ["prepare", "resize 0 2", "admit 1", "hand off 2/0>1", "dismiss 2"]
     assert stage.roles == {0: T, 1: G, 2: T}
 
@@ -186,7 +186,7 @@ def test_the_only_generator_keeps_its_rollouts_until_the_next_one_is_there(tmp_p
 def test_it_stays_when_the_next_one_does_not_come(tmp_path):
     state = scene({"actor": "0-1", "rollout": "2"}, running={2: [10]})
     policy = Scripted(moved(RoleChange(1, T, G), RoleChange(2, G, T), Handoff("2/0", 2, 1)))
-    stage, _, events = conducted(tmp_path, state, policy, one_event, broken={"admit 1"})
+    stage, _, events = run_controller(tmp_path, state, policy, one_event, broken={"admit 1"})
     assert stage.roles == {0: T, 1: NONE, 2: B}
     said = [row["sentence"] for row in events if row["kind"] == "switched"]
     assert "admit 1 failed; slot 2 goes on generating" in said[0]
@@ -195,13 +195,13 @@ def test_it_stays_when_the_next_one_does_not_come(tmp_path):
 def test_one_decision_at_a_time_and_events_meanwhile_are_looked_at_together(tmp_path):
     policy = Scripted(moved(RoleChange(0, T, B)), moved(RoleChange(1, T, B)))
 
-    async def many_events(conductor, stage):
+    async def many_events(controller, stage):
         for _ in range(20):
-            conductor.notify()
+            controller.notify()
             await asyncio.sleep(0.1)
         await asyncio.sleep(30)
 
-    stage, _, _ = conducted(tmp_path, scene(), policy, many_events)
+    stage, _, _ = run_controller(tmp_path, scene(), policy, many_events)
     assert stage.diary == [(0.0, "admit 0"), (1.0, "admit 1")]
     # While a change was carried out nobody asked; afterwards it is asked again, until nothing changes any more.
     assert [round(state.now_s, 3) for state in policy.asked] == [0.0, 1.0, 2.0]
@@ -210,25 +210,25 @@ def test_one_decision_at_a_time_and_events_meanwhile_are_looked_at_together(tmp_
 def test_nothing_is_asked_when_nothing_happens(tmp_path):
     policy = Scripted()
 
-    async def nothing(conductor, stage):
-        conductor.notify()
+    async def nothing(controller, stage):
+        controller.notify()
         await asyncio.sleep(1000)
 
-    conducted(tmp_path, scene(), policy, nothing)
+    run_controller(tmp_path, scene(), policy, nothing)
     assert len(policy.asked) == 1
 
 
-async def publish(conductor, stage, live_s):
+async def publish(controller, stage, live_s):
     """Version 7, as the loop does it; `live_s` after it is published, or once the joiners are there."""
-    conductor.settle(7)
+    controller.settle(7)
     await asyncio.sleep(0.25)
     stage.note("published")
-    await conductor.joined()
+    await controller.joined()
     stage.note("goes live")
-    conductor.notify()
+    controller.notify()
     await asyncio.sleep(live_s)
     stage.note("live")
-    conductor.go_on()
+    controller.go_on()
     await asyncio.sleep(10)
 
 
@@ -241,7 +241,7 @@ def test_slots_settle_before_a_version_goes_live_and_stay_until_it_is(tmp_path):
     """New rollouts are shared with the joiners; publishing does not wait for them."""
     policy = Scripted(moved(RoleChange(0, T, B)), moved(RoleChange(0, B, T)))
     state = patient(scene(), 5.0)
-    stage, _, _ = conducted(tmp_path, state, policy, partial(publish, live_s=5.0))
+    stage, _, _ = run_controller(tmp_path, state, policy, partial(publish, live_s=5.0))
     assert stage.diary == [
         (0.0, "begin 7"),
         (0.0, "admit 0"),
@@ -261,7 +261,7 @@ def test_slots_settle_before_a_version_goes_live_and_stay_until_it_is(tmp_path):
 @pytest.mark.parametrize("patience_s", [0.1, 0.5])
 def test_nobody_waits_for_a_change_for_longer_than_half_a_micro_step(tmp_path, orders, patience_s):
     policy, state = Scripted(moved(*orders)), patient(scene(running={2: [10], 3: [20]}), patience_s)
-    stage, errors, _ = conducted(tmp_path, state, policy, partial(publish, live_s=10.0))
+    stage, errors, _ = run_controller(tmp_path, state, policy, partial(publish, live_s=10.0))
     at = {what: at for at, what in stage.diary}
     assert at["published"] == 0.25
     assert at["goes live"] == pytest.approx(0.25 + patience_s)
@@ -277,13 +277,17 @@ def test_weights_wait_for_joiners_and_for_nobody_else(tmp_path, broken):
     """Not for their handoffs, for who leaves, or for who is not to come after all."""
     orders = (RoleChange(1, T, G), Handoff("2/0", 2, 1))
     state = patient(scene(running={2: [10, 20]}), 60.0)
-    stage, _, _ = conducted(tmp_path, state, Scripted(moved(*orders)), partial(publish, live_s=10.0), broken=broken)
+    stage, _, _ = run_controller(
+        tmp_path, state, Scripted(moved(*orders)), partial(publish, live_s=10.0), broken=broken
+    )
     at = {what: at for at, what in stage.diary}
     assert at["goes live"] == (3.0 if not broken else at[min(broken)])
 
     both_ways = (RoleChange(2, G, T), Handoff("2/0", 2, 3), Handoff("2/1", 2, 3))
     for orders, live_s in [(both_ways, 0.25), ((*both_ways, RoleChange(0, T, B)), 1.0)]:
-        stage, _, _ = conducted(tmp_path / str(live_s), state, Scripted(moved(*orders)), partial(publish, live_s=10.0))
+        stage, _, _ = run_controller(
+            tmp_path / str(live_s), state, Scripted(moved(*orders)), partial(publish, live_s=10.0)
+        )
         at = {what: at for at, what in stage.diary}
         assert at["goes live"] == live_s < at["resize 0 1 2"]
 
@@ -293,14 +297,14 @@ def test_a_change_that_is_under_way_goes_on_beside_publishing(tmp_path, live_s, 
     """A slot that trains on waits neither until others have prepared nor until they are admitted elsewhere."""
     policy = Scripted(moved(RoleChange(0, B, T)), moved(RoleChange(0, T, B)))
 
-    async def in_a_change(conductor, stage):
-        conductor.notify()
+    async def in_a_change(controller, stage):
+        controller.notify()
         await asyncio.sleep(0.5)
-        await publish(conductor, stage, live_s)
+        await publish(controller, stage, live_s)
 
     state = scene()
     slots = (SlotState(0, B), *state.slots[1:])
-    stage, _, _ = conducted(tmp_path, replace(state, slots=slots), policy, in_a_change)
+    stage, _, _ = run_controller(tmp_path, replace(state, slots=slots), policy, in_a_change)
     assert [what for what in stage.diary if "live" not in what[1]] == [
         (0.0, "dismiss 0"),
         (0.5, "begin 7"),
@@ -317,18 +321,18 @@ def test_what_nobody_thought_of_in_settling_ends_the_run_and_nobody_waits_for_it
             await self.part(f"admit {slot}")
             raise ZeroDivisionError
 
-    async def settling(conductor, stage):
-        conductor.settle(1)
-        await conductor.joined()
+    async def settling(controller, stage):
+        controller.settle(1)
+        await controller.joined()
         assert clock() == PART_S
-        conductor.go_on()
+        controller.go_on()
         await asyncio.sleep(5)
         assert not stage.held, "training is not to wait for its deadline while the run ends"
         with pytest.raises(ZeroDivisionError):
-            conductor.settle(2)
+            controller.settle(2)
 
     policy = Scripted(*[moved(RoleChange(0, T, B), hold_training=True) for _ in range(9)])
-    _, errors, _ = conducted(tmp_path, patient(scene(), 60.0), policy, settling, kind=Breaks)
+    _, errors, _ = run_controller(tmp_path, patient(scene(), 60.0), policy, settling, kind=Breaks)
     assert [type(error) for error in errors] == [ZeroDivisionError]
     assert len(policy.asked) == 1
 
@@ -336,11 +340,11 @@ def test_what_nobody_thought_of_in_settling_ends_the_run_and_nobody_waits_for_it
 def test_a_change_that_was_begun_in_settling_is_given_up_with_the_run(tmp_path):
     policy = Scripted(moved(RoleChange(2, G, T), hold_training=True))
 
-    async def ends(conductor, stage):
-        conductor.settle(7)
+    async def ends(controller, stage):
+        controller.settle(7)
         await asyncio.sleep(0.5)
 
-    stage, errors, _ = conducted(tmp_path, scene(), policy, ends)
+    stage, errors, _ = run_controller(tmp_path, scene(), policy, ends)
     assert stage.what() == ["begin 7", "hold", "prepare", "release"]
     assert stage.under_way == 0
     assert errors == []
@@ -348,7 +352,7 @@ def test_a_change_that_was_begun_in_settling_is_given_up_with_the_run(tmp_path):
 
 def test_held_training_is_always_released_in_the_end(tmp_path):
     policy = Scripted(Decision(hold_training=True, reason="wait"))
-    stage, _, _ = conducted(tmp_path, scene(), policy, one_event)
+    stage, _, _ = run_controller(tmp_path, scene(), policy, one_event)
     assert stage.what() == ["hold", "release"]
 
 
@@ -357,36 +361,36 @@ def test_training_that_waited_waits_until_rollouts_have_left(tmp_path):
     state = scene({"actor,rollout": "0-1"}, running={0: [10], 1: [20]})
     policy = Scripted(Decision(hold_training=True, reason="wait"), moved(Handoff("0/0", 0, 1)))
 
-    async def two_events(conductor, stage):
-        await one_event(conductor, stage)
-        await one_event(conductor, stage)
+    async def two_events(controller, stage):
+        await one_event(controller, stage)
+        await one_event(controller, stage)
 
-    stage, _, _ = conducted(tmp_path, state, policy, two_events)
+    stage, _, _ = run_controller(tmp_path, state, policy, two_events)
     assert stage.what() == ["hold", "hand off 0/0>1", "release"]
 
 
 def test_held_training_is_released_when_the_run_breaks_off_in_a_change(tmp_path):
     policy = Scripted(moved(RoleChange(2, G, T), hold_training=True))
 
-    async def breaks_off(conductor, stage):
-        conductor.notify()
+    async def breaks_off(controller, stage):
+        controller.notify()
         await asyncio.sleep(0.5)
         raise OSError("the disk is full")
 
     with pytest.raises(OSError, match="the disk is full"):
-        conducted(tmp_path, scene(), policy, breaks_off)
+        run_controller(tmp_path, scene(), policy, breaks_off)
 
 
 def test_a_bad_decision_is_refused_and_the_slots_go_home(tmp_path):
     policy = Scripted(moved(RoleChange(2, G, T), hold_training=True), moved(RoleChange(3, S, T)))
 
-    async def twice(conductor, stage):
-        conductor.notify()
+    async def twice(controller, stage):
+        controller.notify()
         await asyncio.sleep(10)
-        conductor.notify()
+        controller.notify()
         await asyncio.sleep(10)
 
-    stage, errors, events = conducted(tmp_path, scene(), policy, twice, otherwise=Home())
+    stage, errors, events = run_controller(tmp_path, scene(), policy, twice, otherwise=Home())
     assert errors == []
     assert stage.roles == {0: T, 1: T, 2: G, 3: G, 4: G, 5: G}
     assert not stage.held
@@ -397,20 +401,20 @@ def test_a_bad_decision_is_refused_and_the_slots_go_home(tmp_path):
 
 
 def test_a_policy_that_fails_is_refused_as_well(tmp_path):
-    _, errors, events = conducted(tmp_path, scene(), Scripted(KeyError("slot")), one_event, otherwise=Home())
+    _, errors, events = run_controller(tmp_path, scene(), Scripted(KeyError("slot")), one_event, otherwise=Home())
     assert errors == []
     assert "KeyError" in next(row["sentence"] for row in events if row["kind"] == "refused")
 
 
 def test_without_a_substitute_a_bad_decision_ends_the_run(tmp_path):
-    _, errors, _ = conducted(tmp_path, scene(), Scripted(moved(RoleChange(9, G, T))), one_event)
+    _, errors, _ = run_controller(tmp_path, scene(), Scripted(moved(RoleChange(9, G, T))), one_event)
     assert [type(error) for error in errors] == [BadDecision]
     assert "there is no slot 9" in str(errors[0])
 
 
 def test_a_change_that_fails_is_told_and_not_tried_again_at_once(tmp_path):
     again = [moved(RoleChange(2, G, T), prediction=Prediction(9.0, 5.0, 1.0)) for _ in range(4)]
-    stage, errors, events = conducted(tmp_path, scene(), Scripted(*again), one_event, broken={"prepare"})
+    stage, errors, events = run_controller(tmp_path, scene(), Scripted(*again), one_event, broken={"prepare"})
     assert [at for at, what in stage.diary if what == "prepare"] == [0.0, 1.0, 3.0, 7.0]
     assert stage.roles[2] == G, "who was to join goes on as before"
     assert errors == []
@@ -426,13 +430,13 @@ def test_nor_when_it_fails_while_a_decision_rests(tmp_path):
             await asyncio.sleep(0.2)
             raise NotDone("no")
 
-    async def many_events(conductor, stage):
+    async def many_events(controller, stage):
         for _ in range(60):
-            conductor.notify()
+            controller.notify()
             await asyncio.sleep(0.1)
 
     policy = Scripted(*[moved(RoleChange(0, T, B)) for _ in range(9)])
-    conducted(tmp_path, scene(), policy, many_events, kind=FailsFast)
+    run_controller(tmp_path, scene(), policy, many_events, kind=FailsFast)
     assert [round(state.now_s, 1) for state in policy.asked] == [0.0, 1.2, 3.4]
 
 
@@ -441,7 +445,7 @@ def test_what_nobody_thought_of_ends_the_run(tmp_path):
         async def admit(self, slot, role):
             raise ZeroDivisionError
 
-    stage, errors, _ = conducted(tmp_path, scene(), Scripted(moved(RoleChange(0, T, B))), one_event, kind=Breaks)
+    stage, errors, _ = run_controller(tmp_path, scene(), Scripted(moved(RoleChange(0, T, B))), one_event, kind=Breaks)
     assert stage.under_way == 0
     assert [type(error) for error in errors] == [ZeroDivisionError]
 
@@ -461,12 +465,12 @@ def test_training_that_waits_without_orders_is_told_when_that_begins_changes_and
         Decision(),
     )
 
-    async def many_events(conductor, stage):
+    async def many_events(controller, stage):
         for _ in range(15):
-            conductor.notify()
+            controller.notify()
             await asyncio.sleep(1)
 
-    _, _, events = conducted(tmp_path, scene(), policy, many_events)
+    _, _, events = run_controller(tmp_path, scene(), policy, many_events)
     assert [(event["sentence"], event["holds"]) for event in events if event["kind"] == "held"] == [
         ("Training waits for 12 rollouts.", True),
         ("Training waits for scores.", True),
@@ -482,12 +486,12 @@ def test_training_that_waits_without_orders_is_told_when_that_begins_changes_and
 def test_a_hold_that_came_with_orders_is_told_with_them_and_its_end_alone(tmp_path):
     policy = Scripted(moved(RoleChange(0, T, B), hold_training=True), Decision(hold_training=True), Decision())
 
-    async def three_events(conductor, stage):
+    async def three_events(controller, stage):
         for _ in range(3):
-            conductor.notify()
+            controller.notify()
             await asyncio.sleep(5)
 
-    _, _, events = conducted(tmp_path, scene(), policy, three_events)
+    _, _, events = run_controller(tmp_path, scene(), policy, three_events)
     assert [event["sentence"] for event in events] == [
         "Slots move.",
         "Done in 1.00 s: slot 0 train → train+generate.",
@@ -496,5 +500,7 @@ def test_a_hold_that_came_with_orders_is_told_with_them_and_its_end_alone(tmp_pa
 
 
 def test_the_formation_keeps_its_order_and_joiners_come_last(tmp_path):
-    stage, _, _ = conducted(tmp_path, scene(), Scripted(moved(RoleChange(0, T, G), RoleChange(4, G, T))), one_event)
+    stage, _, _ = run_controller(
+        tmp_path, scene(), Scripted(moved(RoleChange(0, T, G), RoleChange(4, G, T))), one_event
+    )
     assert stage.formation == Formation((1, 4))

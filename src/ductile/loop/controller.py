@@ -94,7 +94,7 @@ def rest_s(took_s: float) -> float:
     return max(LEAST_REST_S, REST * took_s)
 
 
-class Conductor:
+class ElasticController:
     def __init__(
         self,
         policy: Policy,
@@ -214,16 +214,16 @@ class Conductor:
         self._not_before_s = actuator.now_s + self._rest_s(took_s)
         self._log.decided(decision, at_s)
         if decision.orders:
-            way, self._patience_s = _Way.of(state, decision), state.patience_s
-            if way.taken_on:
+            delta, self._patience_s = _RoleDelta.of(state, decision), state.patience_s
+            if delta.taken_on:
                 self._joined.clear()
             actuator.changing(decision.moves)
-            self._change = asyncio.create_task(self._make(state, decision, way, at_s))
+            self._change = asyncio.create_task(self._make(state, decision, delta, at_s))
 
-    async def _make(self, state: ClusterState, decision: Decision, way: "_Way", at_s: float) -> None:
+    async def _make(self, state: ClusterState, decision: Decision, delta: "_RoleDelta", at_s: float) -> None:
         """Carry the change out, and note what became of it. The loop does not wait for this task."""
         try:
-            failures = await self._carry_out(state, decision, way)
+            failures = await self._carry_out(state, decision, delta)
             self._note(ExecutedDecision(at_s, self._actuator.now_s - at_s, decision, tuple(failures)))
         except Exception as error:
             self._fail(error)
@@ -261,56 +261,56 @@ class Conductor:
 
     # -- changes
 
-    async def _carry_out(self, state: ClusterState, decision: Decision, way: "_Way") -> list[str]:
+    async def _carry_out(self, state: ClusterState, decision: Decision, delta: "_RoleDelta") -> list[str]:
         """Carry the parts out. Returns a sentence for each that was not done."""
         actuator, failures = self._actuator, list[str]()
 
         async def leave(slots: Collection[int]) -> None:
             handoffs = [
-                order for order in decision.handoffs if order.source in slots and order.target not in way.joining
+                order for order in decision.handoffs if order.source in slots and order.target not in delta.joining
             ]
             if handoffs:
                 failures.extend(await _done(actuator.hand_off(handoffs)))
-            going = set(slots) - way.keeping
-            leaving: list[tuple[int, Role]] = [(slot, role) for slot, role in way.given_up if slot in going]
+            going = set(slots) - delta.keeping
+            leaving: list[tuple[int, Role]] = [(slot, role) for slot, role in delta.given_up if slot in going]
             failures.extend(await _done(*(actuator.dismiss(slot, role) for slot, role in leaving)))
 
         async def take_on() -> list[str]:
-            at_once = [actuator.admit(slot, role) for slot, role in way.taken_on if slot not in way.leaves_trainer]
+            at_once = [actuator.admit(slot, role) for slot, role in delta.taken_on if slot not in delta.leaves_trainer]
             said = await _done(*at_once)
-            if len(at_once) == len(way.taken_on):
+            if len(at_once) == len(delta.taken_on):
                 self._joined.set()
             return said
 
         async def resize() -> list[str]:
-            if not way.resizes:
+            if not delta.resizes:
                 return []
-            return await _done(actuator.resize(way.formation, lambda: leave(way.waiting)))
+            return await _done(actuator.resize(delta.formation, lambda: leave(delta.waiting)))
 
         try:
-            await leave({slot.slot for slot in state.slots} - way.waiting)
+            await leave({slot.slot for slot in state.slots} - delta.waiting)
             self._hold_training(decision.hold_training)
             resized, others = await gather_all(resize(), take_on())
             failures += [*resized, *others]
             if not resized:
-                after = [actuator.admit(slot, role) for slot, role in way.taken_on if slot in way.leaves_trainer]
+                after = [actuator.admit(slot, role) for slot, role in delta.taken_on if slot in delta.leaves_trainer]
                 failures += await _done(*after)
             self._joined.set()
-            failures += await self._finish_handoffs(decision, way)
+            failures += await self._finish_handoffs(decision, delta)
         finally:
             actuator.changing(())
         return failures
 
-    async def _finish_handoffs(self, decision: Decision, way: "_Way") -> list[str]:
+    async def _finish_handoffs(self, decision: Decision, delta: "_RoleDelta") -> list[str]:
         """Hand rollouts to new generators that are really there. A slot that keeps rollouts goes on generating."""
-        late = [order for order in decision.handoffs if order.target in way.joining]
+        late = [order for order in decision.handoffs if order.target in delta.joining]
         if not late:
             return []
         there = self._actuator.state().of("generate")
         missed = {order.source for order in late if order.target not in there}
         to_hand_off = [order for order in late if order.target in there]
         failures = await _done(self._actuator.hand_off(to_hand_off)) if to_hand_off else list[str]()
-        leaving: list[tuple[int, Role]] = [(slot, role) for slot, role in way.given_up if slot in way.keeping]
+        leaving: list[tuple[int, Role]] = [(slot, role) for slot, role in delta.given_up if slot in delta.keeping]
         failures += [
             f"slot {slot} goes on generating, as its rollouts have nowhere to go"
             for slot, _ in leaving
@@ -322,7 +322,7 @@ class Conductor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _RoleDelta:
     """What a decision changes: the roles that slots give up and take on, and the formation of the trainer."""
 
     given_up: tuple[tuple[int, Role], ...]
@@ -340,12 +340,12 @@ class _Way:
     leaves_trainer: frozenset[int]
 
     @staticmethod
-    def of(state: ClusterState, decision: Decision) -> "_Way":
+    def of(state: ClusterState, decision: Decision) -> "_RoleDelta":
         before, formation = state.trainer.formation, formation_after(state, decision)
         taken_on = _roles((move.slot, move.before, move.after) for move in decision.moves)
         joining = frozenset(slot for slot, role in taken_on if role == "generate")
         joins_trainer = frozenset(formation.members).difference(before.members)
-        return _Way(
+        return _RoleDelta(
             given_up=_roles((move.slot, move.after, move.before) for move in decision.moves),
             taken_on=taken_on,
             joining=joining,
