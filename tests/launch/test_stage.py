@@ -8,8 +8,8 @@ import pytest
 from ductile.core.cluster.measured import CostModel, Once
 from ductile.core.cluster.orders import Handoff
 from ductile.core.cluster.placement import Placement
-from ductile.launch.changes import Changes
 from ductile.launch.stage import LiveActuator
+from ductile.launch.trainer_resizer import TrainerResizer
 from ductile.loop.controller import NotDone
 from ductile.observe import Recorder
 from ductile.records import Formation
@@ -69,12 +69,14 @@ class Rig:
         cluster = SimpleNamespace(mailbox=mailbox, add=self.none_started, condemn=mailbox.lose, devices=self.devices)
         self.record = Recorder(folder)
         terms = ResizeOptions({}, "127.0.0.1:1", timeout_s=5, leave_s=50)
-        self.changes = Changes(cluster, self.trainer, terms, Placement(members, (), (), ""), self.record, NUM_SLOTS)
+        self.resizer = TrainerResizer(
+            cluster, self.trainer, terms, Placement(members, (), (), ""), self.record, NUM_SLOTS
+        )
         self.told = Told()
         loop = activity = SimpleNamespace()
         self.generators = SimpleNamespace()
         self.stage = LiveActuator(
-            None, cluster, self.changes, self.trainer, self.generators, None, loop, self.told, activity, clock
+            None, cluster, self.resizer, self.trainer, self.generators, None, loop, self.told, activity, clock
         )
 
     async def none_started(self, slots):
@@ -134,8 +136,8 @@ def test_there_and_back_is_two_resizes_though_the_slots_are_the_same(told_on):
 def test_a_resize_that_nobody_decided_is_one_too(told_on):
     async def story(rig: Rig) -> None:
         await rig.train(2)
-        await rig.changes.resize((0, 1, 2))
-        await rig.changes.resize((0, 1))
+        await rig.resizer.resize((0, 1, 2))
+        await rig.resizer.resize((0, 1))
         assert await rig.train(2) == "F2 o2"
 
     told_on(story, 0, 1)
@@ -173,7 +175,7 @@ def test_what_first_ones_take_longer_is_a_cost_of_resizing_and_no_speed(told_on)
         rig.told.took("resize", 0.0)
         before_s = rig.told.costs().resize_s
         rig.slots.work_s = lambda number, command: 3.0 if isinstance(command, ForwardBackward) else 0.01
-        await rig.changes.resize((1, 2))
+        await rig.resizer.resize((1, 2))
         await rig.train(1)
         assert rig.told.speeds().train.seconds(SEQ_LEN, 2) == pytest.approx(usual_s)
         assert rig.told.costs().resize_s == pytest.approx(before_s + 3.0 - usual_s)
@@ -197,7 +199,7 @@ def test_what_is_prepared_in_the_pause_is_not_a_cost_twice(told_on, device, besi
         await rig.train(2)
         await rig.resize(0, 1, 2)
         assert rig.told.once["prepare"] == prepared_s
-        assert rig.told.once["resize"] == pytest.approx(rig.changes.history[-1].pause_s + taken_s)
+        assert rig.told.once["resize"] == pytest.approx(rig.resizer.history[-1].pause_s + taken_s)
 
     told_on(story, 0, 1)
 

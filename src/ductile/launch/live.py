@@ -4,10 +4,10 @@ import os
 import time
 
 from ductile.launch.activity import SlotActivity
-from ductile.launch.changes import Changes
 from ductile.launch.control import Resized, ResizeRequest, RunStatus, SlotStatus, Status, TrainerSlots, Unfit
 from ductile.launch.local import LocalCluster
 from ductile.launch.supervise import Session
+from ductile.launch.trainer_resizer import TrainerResizer
 from ductile.wire.messages import Died, Event
 from ductile.wire.trainer import RemoteTrainer
 
@@ -21,12 +21,12 @@ class LiveRun:
         cluster: LocalCluster,
         trainer: RemoteTrainer,
         activity: SlotActivity,
-        changes: Changes,
+        resizer: TrainerResizer,
         policy: str = "",
     ) -> None:
         """policy: that moves the slots of this run; "" when none does."""
         self._command, self._max_steps, self._session, self._cluster = command, max_steps, session, cluster
-        self._trainer, self._activity, self._changes, self._policy = trainer, activity, changes, policy
+        self._trainer, self._activity, self._resizer, self._policy = trainer, activity, resizer, policy
         cluster.mailbox.subscribe(self._on_event)
 
     async def respond(self, ask: ResizeRequest | Status) -> Resized | RunStatus:
@@ -37,7 +37,7 @@ class LiveRun:
                 "which would take the change back. Start the run with auto_scheduler = false to resize it by hand"
             )
         if isinstance(ask, ResizeRequest):
-            return await self._changes.resize_to(ask.train, ask.replicas)
+            return await self._resizer.resize_to(ask.train, ask.replicas)
         return self.status()
 
     def status(self) -> RunStatus:
@@ -50,9 +50,9 @@ class LiveRun:
             running_s=time.perf_counter() - self._session.began_s,
             epoch=self._cluster.mailbox.epoch,
             trainer=TrainerSlots(formation.members, formation.replicas),
-            changing=self._changes.under_way,
+            changing=self._resizer.under_way,
             slots=tuple(self._slot(slot) for slot in self._cluster.slots),
-            changes=tuple(self._changes.history),
+            changes=tuple(self._resizer.history),
             lost=dict(self._cluster.mailbox.lost),
         )
 
@@ -72,5 +72,5 @@ class LiveRun:
 
     def _on_event(self, slot: int, event: Event) -> None:
         # A death that ends the run is told at its end.
-        if isinstance(event, Died) and not self._changes.depends_on(slot):
+        if isinstance(event, Died) and not self._resizer.depends_on(slot):
             self._session.record.event("slot_lost", f"{event.reason[:1].upper()}{event.reason[1:]}.", slot=slot)

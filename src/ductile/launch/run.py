@@ -21,7 +21,6 @@ from ductile.config.trainer import TrainerConfig
 from ductile.core.cluster.placement import SPELLED, Placement
 from ductile.core.layout.peak import arithmetic_of, compute_dtype
 from ductile.launch.activity import SlotActivity
-from ductile.launch.changes import Changes
 from ductile.launch.closing import closing_alone, closing_batches, closing_rl
 from ductile.launch.endpoint import Endpoint
 from ductile.launch.live import LiveRun
@@ -29,6 +28,7 @@ from ductile.launch.local import ROLES, LocalCluster
 from ductile.launch.scheduling import Crew, Scheduling
 from ductile.launch.serving import become_server, bench_server
 from ductile.launch.supervise import Session, supervise
+from ductile.launch.trainer_resizer import TrainerResizer
 from ductile.loop.alone import PreparedAlone, prepare_alone, run_alone
 from ductile.loop.bench import Bench
 from ductile.loop.client import HttpGenerators
@@ -89,10 +89,10 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
             _take_roles(config, prepared, placement, cluster), session.interrupt.asked, cluster.death()
         )
         slots = Slots(cluster, placement, trainer, activity)
-        async with _live("rl", prepared.plan.max_steps, prepared.trainer, config, slots, session) as changes:
-            crew = Crew(cluster, placement, trainer, generators, scorer, activity, changes)
+        async with _live("rl", prepared.plan.max_steps, prepared.trainer, config, slots, session) as resizer:
+            crew = Crew(cluster, placement, trainer, generators, scorer, activity, resizer)
             scheduling = Scheduling(config, prepared, crew, session.record)
-            life = _life(session, lambda: crew.members, changes, cluster)
+            life = _life(session, lambda: crew.members, resizer, cluster)
             rl_loop = run_loop(prepared, trainer, generators, scorer, life, scheduling.watch, scheduling.spent)
             result = await run_until(rl_loop, session.interrupt.insisted)
         if bench:
@@ -118,8 +118,8 @@ async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatch
         trainer = RemoteTrainer(cluster.mailbox, _formation(placement, prepared.trainer), timeout_s)
         slots = Slots(cluster, placement, trainer, activity)
         command = "sft" if isinstance(config, SFTConfig) else "trainer"
-        async with _live(command, prepared.max_steps, prepared.trainer, config, slots, session) as changes:
-            life = _life(session, lambda: {"train": trainer.formation.members}, changes, cluster)
+        async with _live(command, prepared.max_steps, prepared.trainer, config, slots, session) as resizer:
+            life = _life(session, lambda: {"train": trainer.formation.members}, resizer, cluster)
             summary = await run_until(run_batches(prepared, trainer, life), session.interrupt.insisted)
         if bench:
             await _settle(bench, cluster, session)
@@ -141,9 +141,9 @@ async def _alone(config: OrchestratorRunConfig, prepared: PreparedAlone, session
 
 
 def _life(
-    session: Session, slots: Callable[[], Mapping[str, Sequence[int]]], changes: Changes, cluster: LocalCluster
+    session: Session, slots: Callable[[], Mapping[str, Sequence[int]]], resizer: TrainerResizer, cluster: LocalCluster
 ) -> Life:
-    return Life(session.record, session.interrupt.asked, slots, changes.metrics, cluster.death, session.began_s)
+    return Life(session.record, session.interrupt.asked, slots, resizer.metrics, cluster.death, session.began_s)
 
 
 def _roles(placement: Placement) -> dict[RoleName, str]:
@@ -183,7 +183,7 @@ async def _live(
     config: RLConfig | SFTConfig | TrainerRunConfig,
     slots: Slots,
     session: Session,
-) -> AsyncIterator[Changes]:
+) -> AsyncIterator[TrainerResizer]:
     """Meanwhile the run answers `ductile status` and `ductile resize`. `trainer`: as the slots have it."""
     options = ResizeOptions(
         settings=trainer.model_dump(mode="json"),
@@ -194,11 +194,11 @@ async def _live(
         patience_s=config.cluster.command_timeout_s,
     )
     num_slots = config.deployment.gpus_per_node * config.cluster.slots_per_device
-    changes = Changes(slots.cluster, slots.trainer, options, slots.placement, session.record, num_slots)
+    resizer = TrainerResizer(slots.cluster, slots.trainer, options, slots.placement, session.record, num_slots)
     policy = policy_name(config.cluster) if config.cluster.auto_scheduler else ""
-    live = LiveRun(command, max_steps, session, slots.cluster, slots.trainer, slots.activity, changes, policy)
+    live = LiveRun(command, max_steps, session, slots.cluster, slots.trainer, slots.activity, resizer, policy)
     async with Endpoint(session.folder, live.respond):
-        yield changes
+        yield resizer
 
 
 def _formation(placement: Placement, trainer: TrainerConfig) -> Formation:

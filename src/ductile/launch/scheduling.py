@@ -17,10 +17,10 @@ from ductile.core.cluster.profile import Setting
 from ductile.core.cluster.staleness import StalenessBound
 from ductile.core.cluster.state import ClusterState, Limits, may_share
 from ductile.launch.activity import SlotActivity
-from ductile.launch.changes import Changes
 from ductile.launch.local import LocalCluster
 from ductile.launch.profiling import Profiler
 from ductile.launch.stage import ActuatorOptions, LiveActuator
+from ductile.launch.trainer_resizer import TrainerResizer
 from ductile.loop.compose import Prepared
 from ductile.loop.controller import ElasticController
 from ductile.loop.loop import Loop
@@ -41,7 +41,7 @@ class Crew:
     generators: RemoteGenerators
     scorer: RemoteScorer | None
     activity: SlotActivity
-    changes: Changes
+    resizer: TrainerResizer
 
     @property
     def members(self) -> Mapping[str, tuple[int, ...]]:
@@ -87,7 +87,7 @@ class Scheduling:
                 score=self._prepared.trainer.model_dump(mode="json"),
             ),
             crew.cluster,
-            crew.changes,
+            crew.resizer,
             crew.trainer,
             crew.generators,
             crew.scorer,

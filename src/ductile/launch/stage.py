@@ -14,9 +14,9 @@ from ductile.core.cluster.orders import Handoff, RoleChange
 from ductile.core.cluster.placement import SPELLED, Placement, Role
 from ductile.core.cluster.state import ClusterState, Limits, SlotState, TrainerState
 from ductile.launch.activity import Situation, SlotActivity
-from ductile.launch.changes import Changes
 from ductile.launch.control import RunFailed, Unfit
 from ductile.launch.local import LocalCluster
+from ductile.launch.trainer_resizer import TrainerResizer
 from ductile.loop.controller import NotDone
 from ductile.loop.monitor import Monitor
 from ductile.records import Formation
@@ -49,7 +49,7 @@ class LiveActuator:
         self,
         options: ActuatorOptions,
         cluster: LocalCluster,
-        changes: Changes,
+        resizer: TrainerResizer,
         trainer: RemoteTrainer,
         generators: RemoteGenerators,
         scorer: RemoteScorer | None,
@@ -59,7 +59,7 @@ class LiveActuator:
         clock: Callable[[], float],
     ) -> None:
         """clock: 0 when the slots had their roles, as in the run's profiles."""
-        self._options, self._cluster, self._changes = options, cluster, changes
+        self._options, self._cluster, self._resizer = options, cluster, resizer
         self._trainer, self._generators, self._scorer = trainer, generators, scorer
         self._monitor, self._measured, self._activity, self._clock = monitor, measured, activity, clock
         self._moves: tuple[RoleChange, ...] = ()
@@ -68,7 +68,7 @@ class LiveActuator:
         """The trainer's epoch at the latest micro-step."""
         self._since_s: dict[int, float] = {}
         self._notify: Callable[[], None] = lambda: None
-        changes.others = self._needed
+        resizer.others = self._needed
         activity.situation = self._situation
         trainer.on_micro_step(self._on_micro_step)
         cluster.mailbox.subscribe(self._on_event)
@@ -96,7 +96,7 @@ class LiveActuator:
             batch=self._monitor.batch(),
             # A resize waits for the boundary that it needs.
             trainer=TrainerState(
-                self._trainer.formation, not self._changes.under_way, self._held, self._monitor.loop.plan.seq_len
+                self._trainer.formation, not self._resizer.under_way, self._held, self._monitor.loop.plan.seq_len
             ),
             speeds=self._measured.speeds(),
             costs=self._measured.costs(),
@@ -180,7 +180,7 @@ class LiveActuator:
 
     async def resize(self, formation: Formation, leave: Callable[[], Awaitable[None]]) -> None:
         try:
-            resized = await self._changes.resize_to(formation.members, formation.replicas, leave)
+            resized = await self._resizer.resize_to(formation.members, formation.replicas, leave)
         except (Unfit, RunFailed) as error:
             raise NotDone(str(error)) from error
         if resized.outcome == "rolled_back":

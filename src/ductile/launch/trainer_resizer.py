@@ -1,4 +1,4 @@
-"""Who trains: what may be changed about it, one change at a time, and what became of the changes so far."""
+"""Who trains: what may be changed about it, one resize at a time, and what became of the resizes so far."""
 
 import time
 import traceback
@@ -21,8 +21,8 @@ from ductile.wire.trainer import RemoteTrainer
 NUM_KEPT = 20
 
 
-class Changes:
-    """Slots that a change needs and that do not run are started for it; those that leave stay, without the role."""
+class TrainerResizer:
+    """Resizes the trainer. Slots that are missing are started for it; those that leave stay, without the role."""
 
     def __init__(
         self,
