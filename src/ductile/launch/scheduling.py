@@ -103,7 +103,7 @@ class Scheduling:
             policy = policy_of(config.cluster)
             policy = OnceMeasured(policy, measured) if isinstance(policy, Model) else policy
             self._controller = ElasticController(policy, actuator, self._record, otherwise=Home())
-            actuator.on_news(self._controller.notify)
+            actuator.on_change(self._controller.notify)
             loop.buffer.on_change = self._controller.notify
         return self._controller
 

@@ -73,7 +73,7 @@ class LiveActuator:
         trainer.on_micro_step(self._on_micro_step)
         cluster.mailbox.subscribe(self._on_event)
 
-    def on_news(self, notify: Callable[[], None]) -> None:
+    def on_change(self, notify: Callable[[], None]) -> None:
         """Have `notify()` called whenever something happened that may matter to a policy."""
         self._notify = notify
 

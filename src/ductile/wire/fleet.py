@@ -1,6 +1,6 @@
 """The generators behind one call: `generate` sends a sequence where there is room and waits until it comes back.
 
-roster     which slots generate, who joins, who leaves, which version is live
+pool       which slots generate, who joins, who leaves, which version is live
 flights    which sequence is where, how far it is
 dispatch   requests and aborts on their way
 handover   sequences that change generators
@@ -22,7 +22,7 @@ from ductile.wire.handover import HandoffResult, Handover
 from ductile.wire.lending import Lender
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Died, EngineStats, Event, Finished
-from ductile.wire.roster import Roster, whatever_slot
+from ductile.wire.worker_pool import WorkerPool, whatever_slot
 
 
 class RemoteGenerators:
@@ -49,7 +49,7 @@ class RemoteGenerators:
         self._mailbox, self._max_num_seqs, self._timeout_s = mailbox, max_num_seqs, timeout_s
         self._block_tokens = block_tokens
         self._depends_on = depends_on
-        self._roster = Roster(mailbox, "generate", slots, timeout_s, lender, depends_on)
+        self._pool = WorkerPool(mailbox, "generate", slots, timeout_s, lender, depends_on)
         self._flights = Flights(clock)
         self._dispatch = Dispatch(mailbox, timeout_s)
         mailbox.subscribe(self._on_event)
@@ -57,7 +57,7 @@ class RemoteGenerators:
     @property
     def slots(self) -> tuple[int, ...]:
         """Slots that take requests."""
-        return self._roster.slots
+        return self._pool.slots
 
     @property
     def capacity(self) -> int:
@@ -66,11 +66,11 @@ class RemoteGenerators:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for a generator, as there is none."""
-        return self._roster.num_waiting
+        return self._pool.num_waiting
 
     def on_capacity(self, callback: Callable[[], None]) -> None:
         """Have `callback()` called whenever `slots` have changed, or a request begins to wait for one."""
-        self._roster.on_change = callback
+        self._pool.on_change = callback
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Waits for a generator while there is none. Raises SlotLost, Late or Refused.
@@ -93,30 +93,30 @@ class RemoteGenerators:
             self._flights.close(flight, aborted)
 
     async def receive(self, manifest: Manifest) -> None:
-        await self._roster.receive(manifest)
+        await self._pool.receive(manifest)
 
     async def admit(self, slot: int, settings: Mapping[str, object]) -> bool:
-        """`Roster.admit`: True when it takes requests now, False when it does so from the next version on."""
-        return await self._roster.admit(slot, settings)
+        """`WorkerPool.admit`: True when it takes requests now, False when it does so from the next version on."""
+        return await self._pool.admit(slot, settings)
 
     def hold(self, slot: int) -> None:
         """Send the slot no new requests: it is about to leave."""
-        self._roster.hold(slot)
+        self._pool.hold(slot)
 
     def resume(self, slot: int) -> None:
         """A held slot stays, and gets requests again."""
-        self._roster.resume(slot)
+        self._pool.resume(slot)
 
     async def dismiss(self, slot: int) -> None:
         """Have the slot generate no more, once what it has has left or ended. Raises Late, Refused or SlotLost."""
-        self._roster.hold(slot)
+        self._pool.hold(slot)
         try:
             await self._flights.gone_from(slot, self._timeout_s)
         except TimeoutError:
             left = len(self._flights.at(slot))
             described = self._mailbox.describe(slot)
             raise Late(f"{described} still had {left} requests after {self._timeout_s:g} s, and cannot leave") from None
-        await self._roster.drop(slot)
+        await self._pool.drop(slot)
 
     async def hand_off(self, handoffs: Sequence[Handoff]) -> tuple[HandoffResult, ...]:
         """Returns one result a handoff, in their order. Handoffs go on to their end when the caller is cancelled.
@@ -138,7 +138,7 @@ class RemoteGenerators:
         return self._flights.loads(self.slots)
 
     async def _take_off(self, flight: InFlight) -> None:
-        slots = await self._roster.some(f"request {flight.name}")
+        slots = await self._pool.some(f"request {flight.name}")
         request, loads = flight.request, self._flights.loads(slots)
         self._flights.board(flight, route(request.group, loads, len(request.prompt), self._block_tokens).slot)
         self._dispatch.send(flight)
@@ -163,9 +163,9 @@ class RemoteGenerators:
         self.on_restarted(f"Request {flight.request.id} begins again: {error}.")
 
     async def _hand_off(self, handoffs: Sequence[Handoff]) -> tuple[HandoffResult, ...]:
-        async with self._roster.turns.together(f"{len(handoffs)} requests change generators"):
+        async with self._pool.lock.shared(f"{len(handoffs)} requests change generators"):
             handover = Handover(
-                self._mailbox, self._roster, self._flights, self._dispatch, self._block_tokens, self._timeout_s
+                self._mailbox, self._pool, self._flights, self._dispatch, self._block_tokens, self._timeout_s
             )
             return await handover.run(handoffs)
 

@@ -9,8 +9,8 @@ from ductile.core.cluster.routing import GeneratorLoad, predicted_tokens
 from ductile.core.cluster.state import Unfinished
 from ductile.records import GenerateRequest, Generation
 from ductile.wire.answers import Answers
+from ductile.wire.change_signal import ChangeSignal
 from ductile.wire.messages import EngineStats
-from ductile.wire.news import News
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +60,7 @@ class Flights:
         self._num_tokens: dict[int, int] = {}
         """Tokens that each slot has sampled, as it said last."""
         self._progress_at_s: dict[int, float] = {}
-        self._news = News()
+        self._changed = ChangeSignal()
 
     def open(self, request: GenerateRequest) -> InFlight:
         # A first attempt keeps its name: a generator's random stream may follow from it. A second one after an abort
@@ -83,13 +83,13 @@ class Flights:
         flight.arrival.cancel()  # its caller does not wait for it any more
         if aborted:  # an entry for each request that was ever made would only grow
             self._num_aborted[flight.request.id] += 1
-        self._news.tell()
+        self._changed.notify_all()
 
     def board(self, flight: InFlight, slot: int | None) -> None:
         """Note that the request is at this slot from now on; None: at none."""
         flight.slot, flight.since_s = slot, self._clock()
         self._predict(flight)
-        self._news.tell()
+        self._changed.notify_all()
 
     def get(self, name: str) -> InFlight | None:
         return self._by_name.get(name)
@@ -102,7 +102,7 @@ class Flights:
 
     async def gone_from(self, slot: int, timeout_s: float) -> None:
         """Returns when no request is at this slot. Raises TimeoutError."""
-        await self._news.until(lambda: not self.at(slot), timeout_s)
+        await self._changed.wait_for(lambda: not self.at(slot), timeout_s)
 
     def patience_s(self, flight: InFlight, timeout_s: float) -> float:
         """Seconds until the request's generator has made no progress for `timeout_s`. Between two generators it is the

@@ -24,7 +24,7 @@ from ductile.wire.flights import Flights, InFlight
 from ductile.wire.lending import FAILURES
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Forget, Generate, HandedOff, HandOff
-from ductile.wire.roster import Roster
+from ductile.wire.worker_pool import WorkerPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +55,14 @@ class Handover:
     def __init__(
         self,
         mailbox: Mailbox,
-        roster: Roster,
+        pool: WorkerPool,
         flights: Flights,
         dispatch: Dispatch,
         block_tokens: int,
         timeout_s: float,
     ) -> None:
         """block_tokens: as `core.cluster.routing.route` has it."""
-        self._mailbox, self._roster, self._flights, self._dispatch = mailbox, roster, flights, dispatch
+        self._mailbox, self._pool, self._flights, self._dispatch = mailbox, pool, flights, dispatch
         self._block_tokens, self._timeout_s = block_tokens, timeout_s
         self._results: dict[str, HandoffResult] = {}
         self._kept: dict[int, list[str]] = {}
@@ -136,7 +136,7 @@ class Handover:
         return []
 
     async def _bring(self, target: int, travellers: Sequence[_Traveller]) -> None:
-        if target not in self._roster.serving:
+        if target not in self._pool.serving:
             raise Refused(f"slot {target} takes no requests")
         flights = [traveller.flight for traveller in travellers]
         caches = {traveller.flight.name: traveller.cache for traveller in travellers if traveller.cache is not None}
@@ -160,8 +160,8 @@ class Handover:
             self._dispatch.abort(flight)  # it may have taken it
         traveller.why = traveller.why or str(error)
         # Who gave it away can take it again, though it was about to leave: then it leaves later.
-        others = [slot for slot in self._roster.slots if slot not in traveller.tried] or [
-            slot for slot in self._roster.serving if slot == traveller.order.source and slot not in traveller.tried
+        others = [slot for slot in self._pool.slots if slot not in traveller.tried] or [
+            slot for slot in self._pool.serving if slot == traveller.order.source and slot not in traveller.tried
         ]
         if not others:
             flight.fail(error)

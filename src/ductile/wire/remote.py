@@ -9,12 +9,12 @@ from typing import Literal
 
 from ductile.records import Manifest, Sample
 from ductile.roles import Late, SlotLost
+from ductile.wire.change_signal import ChangeSignal
 from ductile.wire.fanout import ask_each, replies_of
 from ductile.wire.lending import Lender
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Done, Hold, RoleName, Score, Scores
-from ductile.wire.news import News
-from ductile.wire.roster import Roster, whatever_slot
+from ductile.wire.worker_pool import WorkerPool, whatever_slot
 
 
 class RemoteScorer:
@@ -30,20 +30,20 @@ class RemoteScorer:
     ) -> None:
         """lender: None where no slot ever joins. depends_on: whether the run ends when this slot is lost."""
         self._mailbox, self._timeout_s = mailbox, timeout_s
-        self._roster = Roster(mailbox, "score", slots, timeout_s, lender, depends_on)
+        self._pool = WorkerPool(mailbox, "score", slots, timeout_s, lender, depends_on)
         self._num_scoring: Counter[int] = Counter()
         """Calls of `score` that need the slot."""
-        self._news = News()
+        self._changed = ChangeSignal()
 
     @property
     def slots(self) -> tuple[int, ...]:
         """Slots that score."""
-        return self._roster.slots
+        return self._pool.slots
 
     @property
     def num_waiting(self) -> int:
         """Calls of `score` that wait for a scorer."""
-        return self._roster.num_waiting
+        return self._pool.num_waiting
 
     async def score(self, samples: Sequence[Sample], model: Literal["policy", "reference"]) -> list[tuple[float, ...]]:
         """Waits for a scorer while there is none. The scorers that it begins with stay until it has ended.
@@ -54,7 +54,7 @@ class RemoteScorer:
         scores: dict[int, tuple[float, ...]] = {}
         left = list(range(len(samples)))
         while left:
-            slots = await self._roster.some(f"{len(left)} samples")
+            slots = await self._pool.some(f"{len(left)} samples")
             shares = zip(slots, _split([samples[index] for index in left], len(slots)), strict=True)
             asked = {slot: [left[part] for part in share] for slot, share in shares if share}
             for slot, logprobs in (await self._score(samples, asked, model)).items():
@@ -72,29 +72,29 @@ class RemoteScorer:
             outcomes = await self._mailbox.ask_all(commands, self._timeout_s)
         finally:
             self._num_scoring.subtract(commands.keys())
-            self._news.tell()
+            self._changed.notify_all()
         needed = {
             slot: outcome
             for slot, outcome in outcomes.items()
-            if not isinstance(outcome, SlotLost) or self._roster.depends_on(slot)
+            if not isinstance(outcome, SlotLost) or self._pool.depends_on(slot)
         }
         return {slot: reply.logprobs for slot, reply in replies_of(self._mailbox, commands, needed, Scores).items()}
 
     async def receive(self, manifest: Manifest) -> None:
-        await self._roster.receive(manifest)
+        await self._pool.receive(manifest)
 
     async def admit(self, slot: int, settings: Mapping[str, object]) -> bool:
-        """`Roster.admit`: True when it scores now, False when it does so from the next version on."""
-        return await self._roster.admit(slot, settings)
+        """`WorkerPool.admit`: True when it scores now, False when it does so from the next version on."""
+        return await self._pool.admit(slot, settings)
 
     async def dismiss(self, slot: int) -> None:
         """Have the slot score no more, once it has done what it is doing. Raises Late, Refused or SlotLost."""
-        self._roster.hold(slot)
+        self._pool.hold(slot)
         try:
-            await self._news.until(lambda: not self._num_scoring[slot], self._timeout_s)
+            await self._changed.wait_for(lambda: not self._num_scoring[slot], self._timeout_s)
         except TimeoutError:
             raise Late(f"{self._mailbox.describe(slot)} was still scoring after {self._timeout_s:g} s") from None
-        await self._roster.drop(slot)
+        await self._pool.drop(slot)
 
 
 async def hold(

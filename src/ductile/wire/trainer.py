@@ -15,6 +15,7 @@ from ductile.core.batch.packing import pack
 from ductile.core.cluster.state import IN_FLIGHT
 from ductile.records import Formation, Manifest, MicroBatch, Sample, StepReport
 from ductile.roles import Late, Refused, SlotLost
+from ductile.wire.change_signal import ChangeSignal
 from ductile.wire.fanout import R, ask_each
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import (
@@ -31,7 +32,6 @@ from ductile.wire.messages import (
     Stepped,
     Withdraw,
 )
-from ductile.wire.news import News
 
 Row = tuple[MicroBatch, ...]
 """A micro-step: each rank's micro-batch."""
@@ -84,7 +84,7 @@ class RemoteTrainer:
         self._on_micro_step: list[OnMicroStep] = []
         self._kept: dict[int, _Kept] = {}
         """Published versions that are not withdrawn yet, by number."""
-        self._news = News()
+        self._changed = ChangeSignal()
         self._end: SlotLost | None = None
 
     @property
@@ -108,7 +108,7 @@ class RemoteTrainer:
     def hold_training(self, held: bool) -> None:
         """While held no micro-step begins; those in flight end, and everything else goes on."""
         self._held = held
-        self._news.tell()
+        self._changed.notify_all()
 
     async def forward_backward(self, samples: Sequence[Sample], seq_len: int) -> None:
         """Raises Late when it is held for too long."""
@@ -169,7 +169,7 @@ class RemoteTrainer:
             await ask_each(self._mailbox, dict.fromkeys(asked, Withdraw(version)), self._timeout_s, Done)
             for old in kept:
                 del self._kept[old]
-            self._news.tell()
+            self._changed.notify_all()
 
     async def save(self, path: str) -> None:
         async with self._own_turn():
@@ -201,7 +201,7 @@ class RemoteTrainer:
     def lose(self, error: SlotLost) -> None:
         """There is no trainer any more: every later call raises `error`."""
         self._end = error
-        self._news.tell()
+        self._changed.notify_all()
 
     @property
     def publishers(self) -> frozenset[int]:
@@ -211,7 +211,7 @@ class RemoteTrainer:
     async def has_withdrawn(self, slot: int, deadline_s: float) -> None:
         """Returns when no version is left that `slot` keeps for others, or at the deadline."""
         with suppress(TimeoutError):
-            await self._news.until(lambda: slot not in self.publishers, deadline_s)
+            await self._changed.wait_for(lambda: slot not in self.publishers, deadline_s)
 
     @asynccontextmanager
     async def _own_turn(self) -> AsyncIterator[None]:
@@ -229,7 +229,7 @@ class RemoteTrainer:
 
     async def _released(self, given: _Given) -> None:
         try:
-            await self._news.until(lambda: not self._held or self._end is not None, self._timeout_s)
+            await self._changed.wait_for(lambda: not self._held or self._end is not None, self._timeout_s)
         except TimeoutError:
             raise Late(
                 f"the scheduling policy held training back for {self._timeout_s:g} s "

@@ -12,16 +12,16 @@ from contextlib import suppress
 
 from ductile.records import Manifest
 from ductile.roles import Late, SlotLost
+from ductile.wire.change_signal import ChangeSignal
 from ductile.wire.fanout import raise_worst
 from ductile.wire.finish import finish
 from ductile.wire.lending import FAILURES, Lender, Serving
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Died, Drop, Event, Hold, Receive
-from ductile.wire.news import News
-from ductile.wire.turns import Turns
+from ductile.wire.read_write_lock import ReadWriteLock
 
 
-class Roster:
+class WorkerPool:
     def __init__(
         self,
         mailbox: Mailbox,
@@ -37,7 +37,7 @@ class Roster:
         """Version that is live; None before the first."""
         self.num_waiting = 0
         """Calls of `some` that wait for a slot."""
-        self.turns = Turns(timeout_s)
+        self.lock = ReadWriteLock(timeout_s)
         self.on_change: Callable[[], None] = lambda: None
         """Called when `slots` have changed, or a call of `some` begins to wait for one."""
         self.depends_on = depends_on
@@ -46,7 +46,7 @@ class Roster:
         self._held: set[int] = set()
         self._waiting: set[int] = set()
         self._joining: set[int] = set()
-        self._news = News()
+        self._changed = ChangeSignal()
         mailbox.subscribe(self._on_event)
 
     @property
@@ -65,7 +65,7 @@ class Roster:
             self.num_waiting += 1
             self.on_change()
             try:
-                await self._news.until(lambda: bool(self.slots), self._timeout_s)
+                await self._changed.wait_for(lambda: bool(self.slots), self._timeout_s)
             except TimeoutError:
                 raise Late(f"for {self._timeout_s:g} s no slot had the role {self._role!r}, for {what}") from None
             finally:
@@ -83,7 +83,7 @@ class Roster:
         try:
             hold = Hold(self._role, dict(settings), (slot,), joining=True)
             await self._mailbox.ask(slot, hold, self._timeout_s)
-            async with self.turns.together(f"slot {slot} joins the role {self._role!r}"):
+            async with self.lock.shared(f"slot {slot} joins the role {self._role!r}"):
                 version = self.version
                 takes_work = version is not None and await self._lender.give(self._role, slot, version)
                 if slot in self._mailbox.lost:
@@ -116,14 +116,14 @@ class Roster:
         if slot not in self.members:
             return
         self.hold(slot)
-        async with self.turns.together(f"slot {slot} leaves the role {self._role!r}"):
+        async with self.lock.shared(f"slot {slot} leaves the role {self._role!r}"):
             if slot in self.members:
                 self._forget(slot)
                 await self._mailbox.ask(slot, Drop(self._role), self._timeout_s)
 
     async def receive(self, manifest: Manifest) -> None:
         """Returns when the version is live on every member. Raises SlotLost, Refused or Late."""
-        async with self.turns.alone(f"version {manifest.version} goes live"):
+        async with self.lock.exclusive(f"version {manifest.version} goes live"):
             commands = dict.fromkeys(self.members, Receive(self._role, manifest))
             outcomes = await self._mailbox.ask_all(commands, self._timeout_s)
             raise_worst(
@@ -155,7 +155,7 @@ class Roster:
 
     def _set(self, slots: Sequence[int] | set[int]) -> None:
         self.slots = tuple(sorted(slots))
-        self._news.tell()
+        self._changed.notify_all()
         self.on_change()
 
     async def _drop_half_joined(self, slot: int) -> None:

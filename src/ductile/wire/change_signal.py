@@ -1,18 +1,19 @@
-"""Something has changed: every task that waits for a state of affairs looks again."""
+"""Something has changed: every task that waits for a condition looks again. Unlike `asyncio.Condition`, whose
+`notify_all` needs its lock, it is told from callbacks, which cannot wait."""
 
 import asyncio
 from collections.abc import Callable
 
 
-class News:
+class ChangeSignal:
     def __init__(self) -> None:
         self._next = asyncio.Event()
 
-    def tell(self) -> None:
+    def notify_all(self) -> None:
         self._next.set()
         self._next = asyncio.Event()
 
-    async def until(self, holds: Callable[[], bool], timeout_s: float) -> None:
+    async def wait_for(self, holds: Callable[[], bool], timeout_s: float) -> None:
         """Returns once it holds, at once if it does already. Raises TimeoutError."""
         if not holds():
             async with asyncio.timeout(timeout_s):
