@@ -132,7 +132,7 @@ def test_ctrl_c_in_a_question_ends_it_in_a_word(
     # `compare` first: it keeps what it finds in `recording` when it is imported.
     monkeypatch.setattr("ductile.sim.compare.compare", interrupted)
     monkeypatch.setattr("ductile.sim.recording.read_recording", interrupted)
-    monkeypatch.setattr("ductile.dashboard.story.read_story", interrupted)
+    monkeypatch.setattr("ductile.dashboard.run_report.read_run_report", interrupted)
     monkeypatch.setattr("ductile.launch.rehearse.violation", interrupted)
     Path("runs/x").mkdir(parents=True)
     assert main(words) == 130

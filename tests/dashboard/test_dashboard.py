@@ -13,7 +13,7 @@ from rich.console import Console
 from ductile.core.cluster.ledger import Activity
 from ductile.dashboard.follow import NUM_EVENTS, Follower
 from ductile.dashboard.show import show, step_line
-from ductile.dashboard.view import BARS, STYLES, Happening, SlotView, ViewState, duration, render, sparkline
+from ductile.dashboard.view import BARS, STYLES, SlotView, ViewEvent, ViewState, duration, render, sparkline
 from ductile.observe import Event
 
 
@@ -37,7 +37,7 @@ def test_render_shows_progress_trends_slots_and_events():
             tokens_per_s_train=5000,
             off_policy_mean=0.5,
             slots=(SlotView(0, ("train",), "train", 0.8), SlotView(1, ("generate", "score"), "idle", 0.25)),
-            events=(Happening(61, "Saved step 4 to runs/x/state/step_4."),),
+            events=(ViewEvent(61, "Saved step 4 to runs/x/state/step_4."),),
         )
     )
     for part in (

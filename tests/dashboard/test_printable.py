@@ -10,7 +10,7 @@ from rich.console import Console
 
 from ductile.dashboard.printable import printable
 from ductile.dashboard.show import Lines
-from ductile.dashboard.view import Happening, ViewState, render
+from ductile.dashboard.view import ViewEvent, ViewState, render
 from ductile.launch.closing import _one_line
 from ductile.observe import Event
 
@@ -50,7 +50,7 @@ def test_everything_that_tells_of_a_run_uses_it() -> None:
     lines = Lines(3, out)
     lines.on_event(Event(0.0, "reward_error", EVIL))
     console = Console(file=out, force_terminal=True, color_system=None, width=200)
-    console.print(render(ViewState("rl", 3, events=(Happening(0.0, EVIL),))))
+    console.print(render(ViewState("rl", 3, events=(ViewEvent(0.0, EVIL),))))
     out.write(_one_line(EVIL))
     assert out.getvalue().count("\\x1b]52;c;cm0=\\x07\\x9b2J\\x1b[31m\\r\\n\\u202etxt\\ud83d") == 3
     assert "\x1b]" not in out.getvalue()

@@ -17,7 +17,7 @@ from ductile.dashboard.curve import FIELD, Curve, round_up
 from ductile.dashboard.ownership import MOST_ROWS, ownership
 from ductile.dashboard.report import render
 from ductile.dashboard.report_command import main
-from ductile.dashboard.story import read_story
+from ductile.dashboard.run_report import read_run_report
 from ductile.observe import Recorder
 
 SPEEDS = Speeds(DecodeSpeed(0.01), 1e4, TrainSpeed(1e3))
@@ -96,10 +96,10 @@ def test_events_are_told_in_the_timeline_s_seconds_and_those_without_a_sentence_
     now_s[0] = 1004.0
     record.event("decided", "Slot 1 trains.", at_s=2.5)
     record.close()
-    story = read_story(tmp_path)
-    assert [(each.after_s, each.sentence) for each in story.decisions] == [(2.5, "Slot 1 trains.")]
-    assert [each.sentence for each in story.others] == ["Slot 0 runs."]
-    page = Page(render(story)).text
+    report = read_run_report(tmp_path)
+    assert [(each.after_s, each.sentence) for each in report.decisions] == [(2.5, "Slot 1 trains.")]
+    assert [each.sentence for each in report.others] == ["Slot 0 runs."]
+    page = Page(render(report)).text
     assert "2.5 s" in page
     assert "-1.5 s" not in page, "it was before the timeline begins"
 
@@ -115,10 +115,10 @@ def test_a_run_that_ended_in_the_middle_of_a_line_is_told_to_the_line_before(tmp
 
 
 def test_every_slot_second_is_drawn_and_counted_once(tmp_path):
-    story = read_story(write_run(tmp_path / "run"))
-    assert sum(story.seconds().values()) == pytest.approx(2 * 4.0)
-    assert story.seconds()["idle", "queue_full"] == pytest.approx(2.0)
-    picture = ownership(story.spans)
+    report = read_run_report(write_run(tmp_path / "run"))
+    assert sum(report.seconds().values()) == pytest.approx(2 * 4.0)
+    assert report.seconds()["idle", "queue_full"] == pytest.approx(2.0)
+    picture = ownership(report.spans)
     drawn = sum(float(width) for shape in picture.shapes for width in re.findall(r"h(\d[\d.]*)v", shape.path))
     assert drawn == pytest.approx(2 * 4.0)
     assert {shape.title for shape in picture.shapes} >= {"slot 0: train", "slot 1: idle (queue full)"}
@@ -126,7 +126,7 @@ def test_every_slot_second_is_drawn_and_counted_once(tmp_path):
 
 def test_idle_time_is_explained_to_who_has_not_read_the_code(tmp_path):
     assert set(CAUSES) == set(get_args(IdleCause))
-    page = Page(render(read_story(write_run(tmp_path / "run")))).text
+    page = Page(render(read_run_report(write_run(tmp_path / "run")))).text
     assert "queue full" in page
     assert CAUSES["queue_full"] in page
     assert "queue_full" not in page
@@ -134,7 +134,7 @@ def test_idle_time_is_explained_to_who_has_not_read_the_code(tmp_path):
 
 def test_a_picture_s_rows_have_names_and_its_axis_lies_under_it(tmp_path):
     """Names, picture and axis are in one grid: an axis beside it would begin elsewhere than the picture."""
-    text = render(read_story(write_run(tmp_path / "run")))
+    text = render(read_run_report(write_run(tmp_path / "run")))
     grid = text[text.index('<div class="timeline">') : text.index("<h2>Where the time went")]
     assert "slot 0" in Page(grid).text
     assert "slot 1" in Page(grid).text
@@ -150,7 +150,7 @@ def test_nothing_that_a_run_says_is_run_by_the_page(tmp_path, where):
     if where == "policy":
         events = run / "events.jsonl"
         events.write_text(events.read_text().replace('"model"', json.dumps(NASTY)))
-    text = render(read_story(run))
+    text = render(read_run_report(run))
     page = Page(text)
     assert page.tags.count("script") == 1  # the page's own
     assert "<script>alert" not in text
@@ -185,27 +185,27 @@ def test_waiting_is_no_decision(tmp_path):
     for holds in (True, False, True):
         record.event("held", "Training waits." if holds else "Training goes on.", at_s=1.0, holds=holds)
     record.close()
-    story = read_story(run)
-    assert [each.kind for each in story.decisions] == ["decided"]
-    assert [each.sentence for each in story.waits] == ["Training waits.", "Training goes on.", "Training waits."]
-    assert "Training waited 2 times" in Page(render(story)).text
+    report = read_run_report(run)
+    assert [each.kind for each in report.decisions] == ["decided"]
+    assert [each.sentence for each in report.waits] == ["Training waits.", "Training goes on.", "Training waits."]
+    assert "Training waited 2 times" in Page(render(report)).text
 
 
 def test_profiles_of_another_version_are_said_and_not_drawn(tmp_path):
     run = write_run(tmp_path / "run")
     events = run / "events.jsonl"
     events.write_text(events.read_text().replace('"spans"', '"stretches"'))
-    story = read_story(run)
-    assert story.profiles == ()
-    assert "of another version" in story.missing[0]
-    assert "Who did what when:" in Page(render(story)).text
+    report = read_run_report(run)
+    assert report.profiles == ()
+    assert "of another version" in report.missing[0]
+    assert "Who did what when:" in Page(render(report)).text
 
 
 def test_a_run_that_has_just_begun_is_told_too(tmp_path):
     record = Recorder(tmp_path)
     record.event("slot_started", "Slot 0 runs.")
     record.close()
-    assert "no step is finished" in Page(render(read_story(tmp_path))).text
+    assert "no step is finished" in Page(render(read_run_report(tmp_path))).text
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_a_curve_of_one_step_is_a_point(tmp_path):
     run = write_run(tmp_path / "run")
     rows = (run / "metrics.jsonl").read_text().splitlines(True)
     (run / "metrics.jsonl").write_text(rows[0])
-    tags = Page(render(read_story(run))).tags
+    tags = Page(render(read_run_report(run))).tags
     assert (tags.count("figure"), tags.count("circle"), tags.count("polyline")) == (4, 4, 0)
 
 
@@ -267,7 +267,7 @@ def test_round_numbers(number, rounded):
 
 
 def test_curves_have_axes_with_numbers(tmp_path):
-    text = render(read_story(write_run(tmp_path / "run")))
+    text = render(read_run_report(write_run(tmp_path / "run")))
     (figure,) = re.findall(r"<figure><figcaption>reward .*?</figure>", text, re.DOTALL)
     assert re.findall(r'<text class="value"[^>]*>([^<]*)<', figure) == ["0.2", "0.3", "0.4", "0.5"]
     assert re.findall(r'<text class="step"[^>]*>([^<]*)<', figure) == ["1", "2"]
@@ -280,10 +280,10 @@ def test_a_run_s_samples_are_shown_and_the_failed_ones_say_why(tmp_path):
     row |= {"finish_reason": "stop", "num_tokens": 17}
     failed = {"completion": "five", "reward": None, "error": "took too long", "finish_reason": "length"}
     (run / "samples.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in (row, row | failed)))
-    text = render(read_story(run))
+    text = render(read_run_report(run))
     table = Page(text[text.index("Samples of the last steps") : text.index("What else happened")])
     assert "b" not in table.tags
     cells = table.text.split("\n")
     assert any("22 + 2 =<b>4</b>0.7517" in cell for cell in cells)
     assert any("22 + 2 =fivefailed: took too long17, cut" in cell for cell in cells)
-    assert "Samples of the last steps" not in render(read_story(write_run(tmp_path / "without")))
+    assert "Samples of the last steps" not in render(read_run_report(write_run(tmp_path / "without")))

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ductile.core.cluster.ledger import Activity, SlotLedger
-from ductile.dashboard.view import Happening, SlotView, ViewState
+from ductile.dashboard.view import SlotView, ViewEvent, ViewState
 from ductile.observe import Event
 
 NUM_EVENTS = 6
@@ -26,8 +26,8 @@ class Follower:
     def on_event(self, event: Event) -> None:
         if not event.sentence or event.kind in PASSING:
             return
-        happening = Happening(self._clock() - self._began_s, event.sentence)
-        self._state = replace(self._state, events=(*self._state.events, happening)[-NUM_EVENTS:])
+        shown = ViewEvent(self._clock() - self._began_s, event.sentence)
+        self._state = replace(self._state, events=(*self._state.events, shown)[-NUM_EVENTS:])
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         state = self._state

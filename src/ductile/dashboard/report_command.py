@@ -18,19 +18,19 @@ def main(words: Sequence[str]) -> int:
     asked = parse_with_folder(parser, words)
     # Help answers at once: what reads and draws is loaded when there is something to draw.
     from ductile.dashboard.report import render
-    from ductile.dashboard.story import NoStory, read_story
+    from ductile.dashboard.run_report import NoReport, read_run_report
     from ductile.disk import write_whole
 
     folder = Path(asked.run)
     file = asked.output or folder / "report.html"
     try:
-        story = read_story(folder)
+        report = read_run_report(folder)
         require_folder("--output", file)
-        write_whole(file, render(story))
-    except (NoStory, OSError, ValueError) as error:
+        write_whole(file, render(report))
+    except (NoReport, OSError, ValueError) as error:
         complain("report", error)
         return NO_REPORT
-    for sentence in story.missing:
+    for sentence in report.missing:
         print(f"Missing: {sentence}")
     print(f"Written: {file}")
     return DONE

@@ -29,7 +29,7 @@ class SlotView:
 
 
 @dataclass(frozen=True, slots=True)
-class Happening:
+class ViewEvent:
     after_s: float
     sentence: str
 
@@ -49,7 +49,7 @@ class ViewState:
     tokens_per_s_train: float = 0.0
     off_policy_mean: float = 0.0
     slots: tuple[SlotView, ...] = ()
-    events: tuple[Happening, ...] = ()
+    events: tuple[ViewEvent, ...] = ()
 
 
 def render(state: ViewState) -> RenderableType:
@@ -129,7 +129,7 @@ def _slots(slots: Sequence[SlotView]) -> RenderableType:
     return table
 
 
-def _events(events: Sequence[Happening]) -> RenderableType:
+def _events(events: Sequence[ViewEvent]) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for event in events:
         table.add_row(Text(duration(event.after_s), style="dim"), Text(printable(event.sentence), overflow="fold"))

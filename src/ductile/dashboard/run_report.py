@@ -1,7 +1,7 @@
 """What a run's folder says about the run: everything that `ductile report` tells, as plain values.
 
 `events.jsonl` and `metrics.jsonl` are enough; `config.toml` and `summary.json` add to it where they are there. A run
-without profiles (`core.cluster.profile`) has no ownership timeline, and the story says so.
+without profiles (`core.cluster.profile`) has no ownership timeline, and the report says so.
 """
 
 import tomllib
@@ -23,12 +23,12 @@ WAITS = "held"
 NUM_SAMPLES = 64
 
 
-class NoStory(Exception):
+class NoReport(Exception):
     """The folder tells nothing. The text is a sentence that says why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ReportEvent:
     """An event: when, and its sentence."""
 
     after_s: float
@@ -38,18 +38,18 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Story:
+class RunReport:
     folder: str
     setting: Setting | None
     profiles: tuple[StepProfile, ...]
     metrics: tuple[Row, ...]
     """Metrics of each step; the first row may be step 0, the evaluation before training."""
-    decisions: tuple[Told, ...]
-    waits: tuple[Told, ...]
+    decisions: tuple[ReportEvent, ...]
+    waits: tuple[ReportEvent, ...]
     """Events in which the policy had training wait, and those in which it let training go on."""
     num_waits: int
-    resizes: tuple[Told, ...]
-    others: tuple[Told, ...]
+    resizes: tuple[ReportEvent, ...]
+    others: tuple[ReportEvent, ...]
     samples: tuple[Row, ...]
     """Rollouts of the last steps, with their rewards."""
     config: Row
@@ -80,36 +80,38 @@ class Story:
         return idle_s / total_s if total_s else 0.0
 
 
-def read_story(folder: Path) -> Story:
-    """The story of a run since its last start or resume; its metrics are those of the whole run. Raises NoStory."""
+def read_run_report(folder: Path) -> RunReport:
+    """The report of a run since its last start or resume; its metrics are those of the whole run. Raises NoReport."""
     if not folder.is_dir():
-        raise NoStory(f"there is no run {folder}: write the output_dir of one")
+        raise NoReport(f"there is no run {folder}: write the output_dir of one")
     rows = read_jsonl(folder / "events.jsonl")
     metrics = read_jsonl(folder / "metrics.jsonl")
     if not rows and not metrics:
-        raise NoStory(f"{folder} holds no run that has begun: events.jsonl and metrics.jsonl are missing or empty")
+        raise NoReport(f"{folder} holds no run that has begun: events.jsonl and metrics.jsonl are missing or empty")
     starts = [place for place, row in enumerate(rows) if row["kind"] == "setting"]
     life = rows[starts[-1] :] if starts else rows
     setting, profiles, missing = _profiles(life)
     began_s = float(life[0]["time"]) if life else 0.0
-    told = [
-        Told(float(row["time"]) - began_s, str(row["sentence"]), str(row["kind"])) for row in rows if row["sentence"]
+    events = [
+        ReportEvent(float(row["time"]) - began_s, str(row["sentence"]), str(row["kind"]))
+        for row in rows
+        if row["sentence"]
     ]
     config = folder / "config.toml"
     if not config.exists():
         missing.append("The configuration: there is no config.toml.")
     if not any(row["step"] > 0 for row in metrics):
         missing.append("Curves: no step is finished.")
-    return Story(
+    return RunReport(
         folder=str(folder),
         setting=setting,
         profiles=profiles,
         metrics=tuple(metrics),
-        decisions=tuple(each for each in told if each.kind in DECISIONS),
-        waits=tuple(each for each in told if each.kind == WAITS),
+        decisions=tuple(each for each in events if each.kind in DECISIONS),
+        waits=tuple(each for each in events if each.kind == WAITS),
         num_waits=sum(bool(row.get("holds")) for row in rows if row["kind"] == WAITS),
-        resizes=tuple(each for each in told if each.kind in RESIZES),
-        others=tuple(each for each in told if each.kind not in DECISIONS | RESIZES | {WAITS}),
+        resizes=tuple(each for each in events if each.kind in RESIZES),
+        others=tuple(each for each in events if each.kind not in DECISIONS | RESIZES | {WAITS}),
         samples=tuple(read_jsonl(folder / "samples.jsonl")[-NUM_SAMPLES:]),
         config=tomllib.loads(config.read_text()) if config.exists() else {},
         missing=tuple(missing),
