@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 import ductile
 from ductile.config.inference import InferenceConfig
 from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
-from ductile.core.batch.normalise import divisor
+from ductile.core.batch.loss_aggregation import loss_denominator
 from ductile.core.batch.packing import pack
 from ductile.fabric.device import peak_memory, peak_of
 from ductile.fabric.groups import Groups
@@ -117,7 +117,7 @@ def three_steps(settings: dict[str, Any]) -> tuple[list[float], dict[str, list],
     for step, of_step in enumerate(LENGTHS):
         samples = make_samples(of_step, seed=step)
         trainer.forward_backward(pack(samples, 1, 40)[0])
-        report = trainer.optim_step(divisor(samples))
+        report = trainer.optim_step(loss_denominator(samples))
         losses.append(report.loss)
         flops, peak = report.flops, report.peak_flops_per_s
     return losses, {name: tensor.tolist() for name, tensor in trainer.gathered_tensors()}, flops, peak

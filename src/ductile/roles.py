@@ -55,8 +55,8 @@ class TrainerClient(Protocol):
         """
         ...
 
-    async def optim_step(self, divisor: float) -> StepReport:
-        """Divide what was accumulated by `divisor`, and step. 0: nothing was, and only the schedule goes on."""
+    async def optim_step(self, loss_denominator: float) -> StepReport:
+        """Divide what was accumulated by `loss_denominator`, and step. 0: nothing was; only the schedule goes on."""
         ...
 
     async def publish(self, version: int) -> Manifest: ...

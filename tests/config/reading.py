@@ -57,7 +57,7 @@ def _edges(module: str, tree: ast.stmt) -> Iterator[tuple[str, str]]:
             yield known.imported.get(part.id, (module, part.id))
         elif isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name):
             source, name = known.imported.get(part.value.id, ("", ""))
-            yield f"{source}.{name}", part.attr  # `normalise.weigh`, where a module was imported
+            yield f"{source}.{name}", part.attr  # `loss_aggregation.weigh`, where a module was imported
         elif isinstance(part, ast.Constant) and isinstance(part.value, str) and _NAMES_CODE.fullmatch(part.value):
             source, _, name = part.value.partition(":")
             yield source, name or "main"

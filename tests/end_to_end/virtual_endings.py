@@ -75,9 +75,9 @@ class Trainer(FakeTrainer):
         await super().forward_backward(samples, seq_len)
         self._check()
 
-    async def optim_step(self, divisor):
+    async def optim_step(self, loss_denominator):
         self._check()
-        report = await super().optim_step(divisor)
+        report = await super().optim_step(loss_denominator)
         self._check()
         return report
 

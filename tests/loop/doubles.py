@@ -137,7 +137,7 @@ class Diary:
 class FakeTrainer:
     def __init__(self, diary, num_ranks=1, chunk_s=0.5, optim_s=0.1, skips=()):
         self.diary, self.num_ranks, self.chunk_s, self.optim_s = diary, num_ranks, chunk_s, optim_s
-        self.samples, self.divisors, self.steps, self.busy = [], [], 0, False
+        self.samples, self.loss_denominators, self.steps, self.busy = [], [], 0, False
         self.fail_at: int | None = None
         self.skips = skips
 
@@ -155,16 +155,16 @@ class FakeTrainer:
         self.samples += samples
         self.diary.note("forward_backward done")
 
-    async def optim_step(self, divisor):
+    async def optim_step(self, loss_denominator):
         assert not self.busy, "optim_step before forward_backward was done"
         self.steps += 1
-        if divisor == 0:
+        if loss_denominator == 0:
             return StepReport(self.steps, loss=0.0, grad_norm=0.0, lr=1e-3, num_tokens=0)
-        self.divisors.append(divisor)
+        self.loss_denominators.append(loss_denominator)
         await asyncio.sleep(self.optim_s)
         self.diary.note("optim_step")
         skipped = {"skipped": 1.0} if self.steps in self.skips else {}
-        return StepReport(self.steps, 1.0, grad_norm=0.5, lr=1e-3, num_tokens=int(divisor), metrics=skipped)
+        return StepReport(self.steps, 1.0, grad_norm=0.5, lr=1e-3, num_tokens=int(loss_denominator), metrics=skipped)
 
     async def publish(self, version):
         self.diary.note(f"publish {version}")

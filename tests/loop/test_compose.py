@@ -62,9 +62,9 @@ class Learns:
     async def forward_backward(self, samples, seq_len):
         self.samples += len(samples)
 
-    async def optim_step(self, divisor):
+    async def optim_step(self, loss_denominator):
         self.step += 1
-        return StepReport(self.step, 0.5, 1.0, 1e-3, int(divisor), {"entropy": 0.1})
+        return StepReport(self.step, 0.5, 1.0, 1e-3, int(loss_denominator), {"entropy": 0.1})
 
     async def publish(self, version):
         return Manifest(version, "disk", "", 0, 0, ())
@@ -249,7 +249,7 @@ def test_a_reference_is_asked_for_when_the_loss_needs_it(tmp_path, folder, loss)
     loss = {**loss, "normalise": "seq_mean_token_sum"}
     sample_builder = _sample_builder(prepare(config(tmp_path, folder, trainer__loss=loss)), None)
     assert sample_builder._needs_reference
-    assert sample_builder._normalisation == "seq_mean_token_sum"
+    assert sample_builder._loss_aggregation == "seq_mean_token_sum"
 
 
 def custom_advantage(rewards, group):

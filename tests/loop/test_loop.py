@@ -143,14 +143,14 @@ def test_minibatches_are_optimizer_steps_over_shares_of_the_groups(tmp_path):
     run(stage.go())
     assert stage.fake_trainer.steps == 4
     assert stage.diary.what("publish") == ["publish 0", "publish 1", "publish 2"]
-    # token_mean: the divisor is the number of sampled tokens, 2 an answer, 2 answers a group
-    assert stage.fake_trainer.divisors == [3 * 4, 2 * 4, 3 * 4, 2 * 4]
+    # token_mean: the loss denominator is the number of sampled tokens, 2 an answer, 2 answers a group
+    assert stage.fake_trainer.loss_denominators == [3 * 4, 2 * 4, 3 * 4, 2 * 4]
 
 
 def test_a_batch_without_any_advantage_takes_no_optimizer_step(tmp_path):
     stage = Stage(tmp_path, max_steps=2, generators=partial(FakeGenerators, digit=lambda request: 1))
     assert run(stage.go()) == 2
-    assert stage.fake_trainer.divisors == []
+    assert stage.fake_trainer.loss_denominators == []
     assert stage.fake_trainer.samples == []
     assert stage.fake_trainer.steps == 2  # of the schedule, which ends with the run
     assert "nothing_to_learn" in [row["kind"] for row in read_jsonl(tmp_path / "events.jsonl")]

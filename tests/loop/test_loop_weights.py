@@ -64,7 +64,7 @@ def test_a_trainer_that_is_held_until_all_is_scored_goes_on(tmp_path, capacity):
     assert len(stage.diary.what("score")) > 2
     assert len(stage.diary.what("given")) == 2, "what was scored meanwhile goes to the trainer as one"
     assert len(stage.fake_trainer.samples) == 16
-    assert stage.fake_trainer.divisors == [16 * 8]
+    assert stage.fake_trainer.loss_denominators == [16 * 8]
 
 
 def test_the_trainer_goes_on_while_new_weights_travel(tmp_path):

@@ -36,5 +36,5 @@ def test_which_groups_become_samples(drop_zero_advantage: bool, needs_reference:
     sample_builder = SampleBuilder(Scores(), drop_zero_advantage=drop_zero_advantage, needs_reference=needs_reference)
     samples = asyncio.run(sample_builder.build([group(1.0, 0.0), group(1.0, 1.0)]))
     assert len(samples) == num_samples
-    assert sample_builder.divisor(samples) == 2 * num_samples  # what is dropped is not divided by either
+    assert sample_builder.loss_denominator(samples) == 2 * num_samples  # what is dropped is not divided by either
     assert {sample.ref_logprobs for sample in samples} == ({(-2.0,) * 4} if needs_reference else {()})

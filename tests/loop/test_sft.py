@@ -129,17 +129,17 @@ class Memory:
     num_ranks = 2
 
     def __init__(self):
-        self.seen, self.divisors, self.step, self.slots = [[]], [], 0, [0]
+        self.seen, self.loss_denominators, self.step, self.slots = [[]], [], 0, [0]
 
     async def forward_backward(self, samples, seq_len):
         self.seen[-1] += [sample.token_ids for sample in samples]
 
-    async def optim_step(self, divisor):
+    async def optim_step(self, loss_denominator):
         self.step += 1
-        self.divisors.append(divisor)
+        self.loss_denominators.append(loss_denominator)
         self.seen.append([])
         self.slots = [0, 1]  # it has grown
-        return StepReport(self.step, 1 / self.step, 0.1, 1e-3, int(divisor), {"skipped": 0.0})
+        return StepReport(self.step, 1 / self.step, 0.1, 1e-3, int(loss_denominator), {"skipped": 0.0})
 
     async def save(self, path):
         write(path, str(self.step))
@@ -165,10 +165,10 @@ def train(prepared, tmp_path, stop_after=None):
         if stop_after is not None:
             optim_step = trainer.optim_step
 
-            async def then_stop(divisor):
+            async def then_stop(loss_denominator):
                 if trainer.step + 1 == stop_after:
                     stop.set()
-                return await optim_step(divisor)
+                return await optim_step(loss_denominator)
 
             trainer.optim_step = then_stop
         summary = await run_batches(prepared, trainer, Life(record, stop, lambda: {"train": trainer.slots}))
@@ -184,7 +184,7 @@ def test_one_pass_over_the_data_by_default(tmp_path, folder):
     assert (summary["samples"], summary["samples_cut"], summary["slots"]) == (10, 0, {"train": [0, 1]})
     assert [len(batch) for batch in trainer.seen[:3]] == [4, 4, 4]
     assert len(Counter(sample for batch in trainer.seen for sample in batch)) == 10
-    assert trainer.divisors == [4 * 3.0] * 3  # digit, "!", end of turn
+    assert trainer.loss_denominators == [4 * 3.0] * 3  # digit, "!", end of turn
     metrics = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in metrics] == [1, 2, 3]
     assert {"loss", "grad_norm", "lr", "tokens", "tokens_per_s_train", "step_s"} <= metrics[0].keys()
@@ -230,14 +230,14 @@ def test_the_trainer_alone(tmp_path, folder):
     assert prepared.trainer.max_steps == 2
     trainer, summary = train(prepared, tmp_path)
     assert summary["steps"] == 2
-    assert trainer.divisors == [3.0, 3.0]
+    assert trainer.loss_denominators == [3.0, 3.0]
     assert all(sample.weights for sample in prepared.batch(0))
 
 
 def test_steps_that_are_thrown_away_end_the_run_saved(tmp_path, folder):
     class Diverging(Memory):
-        async def optim_step(self, divisor):
-            report = await super().optim_step(divisor)
+        async def optim_step(self, loss_denominator):
+            report = await super().optim_step(loss_denominator)
             return replace(report, metrics={"skipped": float(self.step > 2)})
 
     prepared = prepare_sft(config(tmp_path, folder, max_steps=9, optim={"type": "adamw", "max_skipped_steps": 2}))

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.fsdp import FSDPModule
 
 from ductile.config.trainer import GRPOLoss, TrainerConfig
-from ductile.core.batch.normalise import Normalisation, divisor, weigh
+from ductile.core.batch.loss_aggregation import LossAggregation, loss_denominator, weigh
 from ductile.core.batch.packing import pack
 from ductile.fabric.groups import Groups
 from ductile.parallel.data import full
@@ -40,7 +40,7 @@ def gradients(
     members: tuple[int, ...],
     settings: dict,
     samples: list[Sample],
-    mode: Normalisation,
+    mode: LossAggregation,
     seq_len: int,
     replicas: int = 1,
 ) -> tuple[float, float, int, dict[str, list]]:
@@ -49,7 +49,7 @@ def gradients(
     mine = pack(weigh(samples, mode), len(members), seq_len)[ranks.rank]
     trainer.forward_backward(mine[:1])  # accumulated over several commands, too
     trainer.forward_backward(mine[1:])
-    count = divisor(samples, mode)
+    count = loss_denominator(samples, mode)
     found = {n: (full(p.grad) / count).tolist() for n, p in trainer.model.named_parameters()}
     report = trainer.optim_step(count)
     return report.loss, report.grad_norm, report.num_tokens, found
@@ -78,7 +78,7 @@ def test_parity_with_one_device(
     folders: dict[str, Path],
     family: str,
     lengths: tuple[int, ...],
-    mode: Normalisation,
+    mode: LossAggregation,
     options: dict,
     num_ranks: int,
     replicas: int,
@@ -110,7 +110,7 @@ def loss_and_norm_on_a_gpu(settings: dict, samples: list[Sample]) -> tuple[float
     trainer = Trainer(TrainerConfig.model_validate(settings), Ranks(groups, Formation((0,))), "cuda:0")
     for micro_batch in pack(samples, 1, 34)[0]:
         trainer.forward_backward([micro_batch])
-    report = trainer.optim_step(divisor(samples))
+    report = trainer.optim_step(loss_denominator(samples))
     return report.loss, report.grad_norm
 
 
@@ -131,7 +131,7 @@ def loss_and_norm_on_one_gpu(
     ranks = Ranks(on_gpu, Formation(members, replicas))
     trainer = Trainer(TrainerConfig.model_validate(settings), ranks, "cuda:0")
     trainer.forward_backward(pack(samples, len(members), 34)[ranks.rank])
-    report = trainer.optim_step(divisor(samples))
+    report = trainer.optim_step(loss_denominator(samples))
     return report.loss, report.grad_norm
 
 

@@ -33,8 +33,8 @@ class EchoRole:
                 return Done()
             case Score(samples):
                 return Scores(tuple(tuple(float(token) for token in sample.token_ids) for sample in samples))
-            case OptimStep(divisor):
-                print(f"divisor {divisor}", file=sys.stderr)
+            case OptimStep(loss_denominator):
+                print(f"loss denominator {loss_denominator}", file=sys.stderr)
                 return Done()
             case Publish():
                 return Scores(((float(self._place.epoch), float(self._place.slot)),))

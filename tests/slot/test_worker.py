@@ -171,7 +171,7 @@ def test_the_log_has_what_the_slot_printed(slot: Harness, hold):
     slot.ask(OptimStep(123.5))
     log = (slot.folder / "slot_0.log").read_text()
     assert "echo is ready" in log
-    assert "divisor 123.5" in log
+    assert "loss denominator 123.5" in log
 
 
 def test_an_older_epoch_is_refused(slot: Harness, hold):

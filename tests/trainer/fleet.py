@@ -132,9 +132,10 @@ class Fleet:
         self.ask({slot: ForwardBackward(tuple(batch)) for slot, batch in zip(members, packed, strict=True)})
         self.with_gradient = True
 
-    def optim_step(self, divisor: float) -> StepReport:
+    def optim_step(self, loss_denominator: float) -> StepReport:
         reports = [
-            reply.report for reply in self.ask(dict.fromkeys(self.formation.members, OptimStep(divisor))).values()
+            reply.report
+            for reply in self.ask(dict.fromkeys(self.formation.members, OptimStep(loss_denominator))).values()
         ]
         assert all(report == reports[0] for report in reports)
         self.with_gradient = False

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ductile.config.trainer import LossConfig
-from ductile.core.batch.normalise import Normalisation, divisor, weigh
+from ductile.core.batch.loss_aggregation import LossAggregation, loss_denominator, weigh
 from ductile.model.attention import PackedAttention
 from ductile.model.checkpoint import load_model
 from ductile.model.transformer import Transformer
@@ -47,18 +47,18 @@ class NaiveTrainer:
         self.loss = make_loss(loss)
         self.optimizer = optimizer(self.model.parameters(), **options)
 
-    def gradients(self, samples: Sequence[Sample], mode: Normalisation = "token_mean") -> tuple[float, float]:
+    def gradients(self, samples: Sequence[Sample], mode: LossAggregation = "token_mean") -> tuple[float, float]:
         """Loss and gradient norm; the gradients are left in the parameters."""
         self.optimizer.zero_grad()
         total = torch.zeros(())
         for sample in weigh(samples, mode):
             total = total + summed_loss(self.model, sample, self.loss)
-        loss = total / divisor(samples, mode)
+        loss = total / loss_denominator(samples, mode)
         loss.backward()
         norm = torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None]).double().norm()
         return loss.item(), norm.item()
 
-    def step(self, samples: Sequence[Sample], max_norm: float | None, mode: Normalisation = "token_mean") -> float:
+    def step(self, samples: Sequence[Sample], max_norm: float | None, mode: LossAggregation = "token_mean") -> float:
         loss, _ = self.gradients(samples, mode)
         if max_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)

@@ -19,7 +19,7 @@ from ductile.config.trainer import (
     TrainerConfig,
 )
 from ductile.config.weight_headers import ModelFolderError
-from ductile.core.batch.normalise import divisor
+from ductile.core.batch.loss_aggregation import loss_denominator
 from ductile.core.batch.packing import pack
 from ductile.core.layout.flops import training_flops
 from ductile.core.layout.peak import Peak
@@ -59,7 +59,7 @@ def train(trainer: Trainer, lengths: tuple[tuple[int, ...], ...], rank: int = 0,
     for step, of_step in enumerate(lengths):
         samples = make_samples(of_step, seed=step)
         trainer.forward_backward(pack(samples, num_ranks, 40)[rank])
-        losses.append(trainer.optim_step(divisor(samples)).loss)
+        losses.append(trainer.optim_step(loss_denominator(samples)).loss)
     return losses
 
 
@@ -216,10 +216,10 @@ def test_a_forgotten_gradient_leaves_nothing_behind(folder: Path, alone: Ranks) 
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_divisor_that_is_none_is_refused(folder: Path, alone: Ranks, bad: float) -> None:
+def test_a_loss_denominator_that_is_none_is_refused(folder: Path, alone: Ranks, bad: float) -> None:
     trainer = Trainer(config_for(folder, loss=SFTLoss()), alone)
     trainer.forward_backward([MicroBatch(tuple(make_samples((6,))))])
-    with pytest.raises(ValueError, match="the divisor of an optimizer step is"):
+    with pytest.raises(ValueError, match="the loss denominator of an optimizer step is"):
         trainer.optim_step(bad)
 
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 from ductile.config.imports import ImportPathError, import_object
 from ductile.config.orchestrator import AdvantageConfig, to_sampling
 from ductile.config.run import RLConfig
-from ductile.config.trainer import TrainerConfig, needs_reference, normalisation
+from ductile.config.trainer import TrainerConfig, loss_aggregation, needs_reference
 from ductile.core.batch.advantage import ADVANTAGES, Advantage
 from ductile.core.cluster.staleness import StalenessBound
 from ductile.loop.buffer import Buffer
@@ -242,7 +242,7 @@ def _sample_builder(prepared: Prepared, scorer: Scorer | None) -> SampleBuilder:
     return SampleBuilder(
         scorer,
         advantage=prepared.advantage,
-        normalisation=normalisation(loss),
+        loss_aggregation=loss_aggregation(loss),
         temperature=orchestrator.sampling.temperature,
         drop_zero_advantage=orchestrator.drop_zero_advantage,
         needs_reference=needs_reference(loss),

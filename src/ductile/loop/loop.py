@@ -162,7 +162,7 @@ class Loop:
     async def train_minibatch(self, num_groups: int, step_metrics: StepMetrics, ends_step: bool) -> None:
         """One optimizer step. While the trainer works on a chunk, the next one is generated, taken and scored; while
         the policy holds the trainer, all other chunks are, too, and then they go to it as one."""
-        groups, divisor = list[RolloutGroup](), 0.0
+        groups, loss_denominator = list[RolloutGroup](), 0.0
         async with PipelinedTask(on_error=self.buffer.fail) as training:
             while len(groups) < num_groups:
                 chunk = await self.take(num_groups - len(groups), num_groups)
@@ -170,24 +170,24 @@ class Loop:
                 while chunk:
                     groups += chunk
                     built = await self.score(chunk)
-                    divisor += self.sample_builder.divisor(built)
+                    loss_denominator += self.sample_builder.loss_denominator(built)
                     samples += built
                     chunk = await self.take_while_held(training, num_groups - len(groups), num_groups)
                 if samples:
                     await training.start(self.forward_backward(samples))
                     self.scored, self.sending = SamplesInFlight(), self.scored
         # The weights and the books of what they were trained on belong together.
-        await undisturbed(self.update(groups, divisor, step_metrics, ends_step))
+        await undisturbed(self.update(groups, loss_denominator, step_metrics, ends_step))
 
     async def update(
-        self, groups: Sequence[RolloutGroup], divisor: float, step_metrics: StepMetrics, ends_step: bool
+        self, groups: Sequence[RolloutGroup], loss_denominator: float, step_metrics: StepMetrics, ends_step: bool
     ) -> None:
         """The optimizer uses what has been accumulated from the groups."""
         await self.save.update_begins()
         report = None
-        if divisor:
+        if loss_denominator:
             with self.watch("optim_step"):
-                report = await self.trainer.optim_step(divisor)
+                report = await self.trainer.optim_step(loss_denominator)
             self.skips.note(report)
         else:
             sentence = f"Step {self.step + 1} learns nothing from {len(groups)} groups: no answer beats its siblings."

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ductile.blame import raised
-from ductile.core.batch import normalise
 from ductile.core.batch.advantage import Advantage, has_advantage, mean_baseline, to_samples
+from ductile.core.batch.loss_aggregation import LossAggregation, loss_denominator, weigh
 from ductile.records import RolloutGroup, Sample
 from ductile.roles import CustomCodeFailed, Scorer
 
@@ -16,7 +16,7 @@ class SampleBuilder:
         scorer: Scorer | None = None,
         *,
         advantage: Advantage = mean_baseline,
-        normalisation: normalise.Normalisation = "token_mean",
+        loss_aggregation: LossAggregation = "token_mean",
         temperature: float = 1.0,
         drop_zero_advantage: bool = True,
         needs_reference: bool = False,
@@ -24,7 +24,7 @@ class SampleBuilder:
         """temperature: of the sampling. needs_reference: ask the scorer for the reference model's log-probs too; what
         is compared with them has a gradient also where all rewards are equal, so nothing is dropped then."""
         self._scorer, self._advantage = scorer, advantage
-        self._normalisation: normalise.Normalisation = normalisation
+        self._loss_aggregation: LossAggregation = loss_aggregation
         self._temperature, self._drops = temperature, drop_zero_advantage and not needs_reference
         self._needs_reference = needs_reference
 
@@ -35,7 +35,7 @@ class SampleBuilder:
         """
         by_group = [self._to_samples(group) for group in groups]
         samples = [sample for group in by_group if has_advantage(group) or not self._drops for sample in group]
-        samples = normalise.weigh(samples, self._normalisation)
+        samples = weigh(samples, self._loss_aggregation)
         if not self._scorer or not samples:
             return samples
         old = await self._scorer.score(samples, "policy")
@@ -53,6 +53,6 @@ class SampleBuilder:
                 f"orchestrator.advantage failed on prompt {group.prompt.id}: {raised(error)}"
             ) from error
 
-    def divisor(self, samples: Sequence[Sample]) -> float:
+    def loss_denominator(self, samples: Sequence[Sample]) -> float:
         """Their share in what the summed loss of an optimizer step is divided by."""
-        return normalise.divisor(samples, self._normalisation)
+        return loss_denominator(samples, self._loss_aggregation)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ductile.config.run import FakeData, SFTConfig, TrainerRunConfig
-from ductile.config.trainer import CheckpointConfig, SFTLoss, TrainerConfig, normalisation
-from ductile.core.batch import normalise
+from ductile.config.trainer import CheckpointConfig, SFTLoss, TrainerConfig, loss_aggregation
+from ductile.core.batch.loss_aggregation import loss_denominator, weigh
 from ductile.loop.ending import OncePerStep, saved_in_the_end
 from ductile.loop.life import Life
 from ductile.loop.overlap import undisturbed
@@ -114,7 +114,7 @@ def prepare_fake(config: TrainerRunConfig) -> PreparedBatches:
             random_ids=True,
             for_rl=for_rl,
         )
-        return normalise.weigh(samples, normalisation(config.loss))
+        return weigh(samples, loss_aggregation(config.loss))
 
     max_steps = config.bench.steps if config.bench else config.max_steps or 1
     names = set(TrainerConfig.model_fields)
@@ -204,7 +204,7 @@ class _Training:
         await self._save.update_begins()
         with self._watch("optim_step"):
             report = await self._trainer.optim_step(
-                normalise.divisor(samples, normalisation(self._prepared.trainer.loss))
+                loss_denominator(samples, loss_aggregation(self._prepared.trainer.loss))
             )
         self.step += 1
         self._save.step_ends(self.step)

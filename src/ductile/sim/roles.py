@@ -98,15 +98,15 @@ class SimTrainer:
                 actuator.on_trained(len(done), sum(done) * block)
             self._controller.notify()
 
-    async def optim_step(self, divisor: float) -> StepReport:
+    async def optim_step(self, loss_denominator: float) -> StepReport:
         actuator = self._actuator
-        if divisor == 0:
+        if loss_denominator == 0:
             return StepReport(actuator.num_updates, loss=0.0, grad_norm=0.0, lr=0.0, num_tokens=0)
         async with actuator.boundary:
             await actuator.busy("train", actuator.formation.members, actuator.scenario.speeds.optim_s)
         actuator.num_updates += 1
         self._controller.notify()
-        return StepReport(actuator.num_updates, loss=0.0, grad_norm=0.0, lr=0.0, num_tokens=int(divisor))
+        return StepReport(actuator.num_updates, loss=0.0, grad_norm=0.0, lr=0.0, num_tokens=int(loss_denominator))
 
     async def publish(self, version: int) -> Manifest:
         actuator = self._actuator

@@ -92,39 +92,41 @@ class Trainer:
             raise LossFailed(f"trainer.loss failed: {failures[0]}")
         return sum(batch.num_trained for batch in batches)
 
-    def optim_step(self, divisor: float) -> StepReport:
+    def optim_step(self, loss_denominator: float) -> StepReport:
         """Divide the accumulated gradient, clip it, step. The same report on every rank.
 
         A gradient that is not finite is thrown away instead: the report says `skipped` 1, weights and moments stay.
-        With a divisor of 0 there must be none: a batch that taught nothing counts as a step of the schedule all the
-        same, or a run of few lessons would never come to its end.
+        With a denominator of 0 there must be none: a batch without any advantage counts as a step of the schedule all
+        the same, or a run with many of these would never come to its end.
         """
-        if not (isfinite(divisor) and divisor >= 0):
-            raise ValueError(f"the divisor of an optimizer step is {divisor}; it must be a number of at least 0")
+        if not (isfinite(loss_denominator) and loss_denominator >= 0):
+            raise ValueError(
+                f"the loss denominator of an optimizer step is {loss_denominator}; it must be a number of at least 0"
+            )
         gradients = data.local_gradients(self.model)
-        if divisor == 0:
+        if loss_denominator == 0:
             if gradients:
-                raise ValueError("the divisor of an optimizer step is 0, and there is a gradient")
+                raise ValueError("the loss denominator of an optimizer step is 0, and there is a gradient")
             self.step += 1
             return StepReport(self.step, 0.0, 0.0, self._lr_at(self.step - 1), 0)
         if not gradients:
             raise ValueError("an optimizer step without a forward_backward before it: there is no gradient")
         totals = self._totals(gradients)
-        grad_norm = sqrt(totals.pop("grad_square")) / divisor
+        grad_norm = sqrt(totals.pop("grad_square")) / loss_denominator
         lr = self._lr_at(self.step)
         applied = isfinite(grad_norm)
         if applied:
             limit = self._optim.max_norm
             clip = 1.0 if limit is None else min(1.0, limit / (grad_norm + 1e-6))
             for gradient in gradients:
-                gradient.mul_(clip / divisor)
+                gradient.mul_(clip / loss_denominator)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
             self.num_updates += 1
         self.forget_gradient()
         self.step += 1
-        loss, num_tokens = totals.pop("loss") / divisor, totals.pop("num_tokens")
+        loss, num_tokens = totals.pop("loss") / loss_denominator, totals.pop("num_tokens")
         flops, peak = totals.pop("flops"), totals.pop("peak_flops_per_s")
         metrics = {name.removeprefix(METRIC): total / max(1.0, num_tokens) for name, total in totals.items()}
         metrics["skipped"] = float(not applied)

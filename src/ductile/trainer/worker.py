@@ -82,8 +82,8 @@ class TrainRole:
                 with self._together():
                     num_tokens = self._live.forward_backward(micro_batches)
                 return ForwardBackwardDone(num_tokens, perf_counter() - start)
-            case OptimStep(divisor=divisor):
-                return Stepped(self._optim_step(divisor))
+            case OptimStep(loss_denominator=loss_denominator):
+                return Stepped(self._optim_step(loss_denominator))
             case Publish(version=version):
                 manifest = self._first_only(
                     Trainer.gathered_tensors, lambda tensors: self._publisher.publish(version, tensors)
@@ -155,9 +155,9 @@ class TrainRole:
             raise ValueError(f"this slot has not prepared change {epoch}")
         return self._resize
 
-    def _optim_step(self, divisor: float) -> StepReport:
+    def _optim_step(self, loss_denominator: float) -> StepReport:
         with self._together():
-            return self._live.optim_step(divisor)
+            return self._live.optim_step(loss_denominator)
 
     def _save(self, path: str) -> None:
         """A disk that is full ends no group: all members hear of it in the same place, and none has lost anything."""

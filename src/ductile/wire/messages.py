@@ -78,9 +78,9 @@ class ForwardBackward(Message):
 
 
 class OptimStep(Message):
-    """Divide the accumulated gradient by `divisor`, clip, step, advance the schedule. Answered by `Stepped`."""
+    """Divide the gradient by `loss_denominator`, clip it, step, advance the schedule. Answered by `Stepped`."""
 
-    divisor: float
+    loss_denominator: float
     """0: there is no gradient, and only the schedule advances."""
 
 

@@ -130,10 +130,10 @@ class RemoteTrainer:
         finally:
             self._given.remove(given)
 
-    async def optim_step(self, divisor: float) -> StepReport:
+    async def optim_step(self, loss_denominator: float) -> StepReport:
         async with self._own_turn():
-            self.version = self.version if divisor == 0 else None
-            replies = await self._all(OptimStep(divisor), Stepped)
+            self.version = self.version if loss_denominator == 0 else None
+            replies = await self._all(OptimStep(loss_denominator), Stepped)
             self.with_gradient = False
             return replies[self.formation.members[0]].report
 

@@ -1,10 +1,10 @@
 """How much each token counts.
 
 A rank adds `weight * loss` over its tokens to the gradient and divides by nothing. Once, before the optimizer step,
-the sum over all ranks and micro-batches is divided by the batch's `divisor`. So the gradient does not depend on how
-many ranks took part, nor on how the samples were packed.
+the sum over all ranks and micro-batches is divided by the batch's `loss_denominator`. So the gradient does not depend
+on how many ranks took part, nor on how the samples were packed.
 
-    mode                  weight of a token    divisor          what counts alike
+    mode                  weight of a token    denominator      what counts alike
     token_mean            1                    trained tokens   every token
     seq_mean_token_mean   1/sequence's tokens  sequences        every sequence
     seq_mean_token_sum    1                    sequences        every token, whatever the batch's lengths add up to
@@ -18,17 +18,17 @@ from typing import Literal
 
 from ductile.records import Sample
 
-Normalisation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
+LossAggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
 
 
-def weigh(samples: Sequence[Sample], mode: Normalisation = "token_mean") -> list[Sample]:
+def weigh(samples: Sequence[Sample], mode: LossAggregation = "token_mean") -> list[Sample]:
     """The samples with `weights` set. A sample's weights do not depend on the other samples."""
     if mode != "seq_mean_token_mean":
         return [replace(sample, weights=()) for sample in samples]  # empty means 1
     return [replace(sample, weights=(1 / max(1, sum(sample.mask)),) * len(sample)) for sample in samples]
 
 
-def divisor(samples: Sequence[Sample], mode: Normalisation = "token_mean") -> float:
+def loss_denominator(samples: Sequence[Sample], mode: LossAggregation = "token_mean") -> float:
     """What the summed loss of all samples of one optimizer step is divided by; 0 when nothing is trained."""
     if mode == "token_mean":
         return float(sum(sum(sample.mask) for sample in samples))

@@ -1,17 +1,17 @@
-"""The weighted sum over the divisor is the mean that the mode's name promises."""
+"""The weighted sum over the loss denominator is the mean that the mode's name promises."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ductile.core.batch.normalise import Normalisation, divisor, weigh
+from ductile.core.batch.loss_aggregation import LossAggregation, loss_denominator, weigh
 from ductile.records import Sample
 
 masks = st.lists(st.lists(st.booleans(), min_size=1, max_size=8), min_size=1, max_size=8)
 
 
-def mean_by_definition(losses: list[np.ndarray], mode: Normalisation) -> float:
+def mean_by_definition(losses: list[np.ndarray], mode: LossAggregation) -> float:
     losses = [loss for loss in losses if len(loss)]
     if not losses:
         return 0.0
@@ -24,7 +24,7 @@ def mean_by_definition(losses: list[np.ndarray], mode: Normalisation) -> float:
 
 @pytest.mark.parametrize("mode", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"])
 @given(masks=masks)
-def test_weighted_sum_over_divisor(mode: Normalisation, masks: list[list[bool]]) -> None:
+def test_weighted_sum_over_loss_denominator(mode: LossAggregation, masks: list[list[bool]]) -> None:
     samples = weigh([Sample(tuple(range(len(mask))), tuple(mask)) for mask in masks], mode)
     token_losses = [np.sin(np.arange(len(mask)) + index) for index, mask in enumerate(masks)]
     total = sum(
@@ -34,12 +34,12 @@ def test_weighted_sum_over_divisor(mode: Normalisation, masks: list[list[bool]])
         if sample.mask[i]
     )
     trained = [losses[np.array(mask)] for mask, losses in zip(masks, token_losses, strict=True)]
-    assert total / max(1, divisor(samples, mode)) == pytest.approx(mean_by_definition(trained, mode), abs=1e-9)
+    assert total / max(1, loss_denominator(samples, mode)) == pytest.approx(mean_by_definition(trained, mode), abs=1e-9)
 
 
 def test_parts_of_a_batch_add_up() -> None:
-    """Weights do not look at the neighbours, and divisors are sums: any split into micro-batches gives the same."""
+    """Weights do not look at the neighbours, and denominators are sums: any split into micro-batches gives the same."""
     samples = [Sample((1,) * n, (False,) + (True,) * (n - 1)) for n in (2, 5, 9)]
     for mode in ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum"):
         assert weigh(samples, mode) == [weighed for sample in samples for weighed in weigh([sample], mode)]
-        assert divisor(samples, mode) == sum(divisor([sample], mode) for sample in samples)
+        assert loss_denominator(samples, mode) == sum(loss_denominator([sample], mode) for sample in samples)
