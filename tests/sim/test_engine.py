@@ -13,9 +13,9 @@ from ductile.sim.clock import now_s, run
 from ductile.sim.engine import SimulatedEngine, SimulatedRequest
 
 
-def flight(name, num_tokens, prompt_tokens=10):
-    arrival = asyncio.get_running_loop().create_future()
-    return SimulatedRequest(GenerateRequest(name, (1,), Sampling()), prompt_tokens, num_tokens, 0.0, arrival)
+def in_flight(name, num_tokens, prompt_tokens=10):
+    completion = asyncio.get_running_loop().create_future()
+    return SimulatedRequest(GenerateRequest(name, (1,), Sampling()), prompt_tokens, num_tokens, 0.0, completion)
 
 
 def simulated(decode, max_num_seqs, arrivals):
@@ -24,15 +24,15 @@ def simulated(decode, max_num_seqs, arrivals):
     async def work():
         ends, all_done = {}, asyncio.Event()
 
-        def on_done(slot, flights):
-            ends.update({each.request.id: now_s() for each in flights})
+        def on_done(slot, requests):
+            ends.update({each.request.id: now_s() for each in requests})
             if len(ends) == len(arrivals):
                 all_done.set()
 
         engine = SimulatedEngine(0, decode, max_num_seqs, on_done)
         for number, (at_s, tokens) in enumerate(arrivals):
             await asyncio.sleep(at_s - now_s())
-            engine.add(flight(str(number), tokens))
+            engine.add(in_flight(str(number), tokens))
         await all_done.wait()
         return [ends[str(number)] for number in range(len(arrivals))]
 
@@ -77,9 +77,9 @@ def test_it_ends_where_decoding_token_by_token_ends(seed, count, max_num_seqs, p
 def test_who_is_taken_away_keeps_what_it_has_and_the_others_go_faster():
     async def work():
         done = []
-        engine = SimulatedEngine(0, DecodeSpeed(0.01, 0.01), 8, lambda slot, flights: done.extend(flights))
-        engine.add(flight("stays", 100))
-        engine.add(flight("goes", 100))
+        engine = SimulatedEngine(0, DecodeSpeed(0.01, 0.01), 8, lambda slot, requests: done.extend(requests))
+        engine.add(in_flight("stays", 100))
+        engine.add(in_flight("goes", 100))
         await asyncio.sleep(0.03 * 50)
         gone = engine.remove("goes")
         assert gone.generated == pytest.approx(50)
@@ -94,8 +94,8 @@ def test_a_stall_stops_everybody_for_that_long():
 
     async def work():
         done = asyncio.Event()
-        engine = SimulatedEngine(0, DecodeSpeed(0.01), 8, lambda slot, flights: done.set())
-        engine.add(flight("a", 100))
+        engine = SimulatedEngine(0, DecodeSpeed(0.01), 8, lambda slot, requests: done.set())
+        engine.add(in_flight("a", 100))
         await asyncio.sleep(0.5)
         engine.stall(2.0)
         await done.wait()

@@ -9,7 +9,7 @@ import pytest
 from ductile.records import GenerateRequest, Generation, Sampling
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.fleet import RemoteGenerators
-from ductile.wire.flights import Flights
+from ductile.wire.in_flight import RequestsInFlight
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.memory import MemoryTransport
 from ductile.wire.messages import Abort, Command, Done, EngineStats, Finished, Generate, Reply
@@ -195,10 +195,10 @@ def test_late_only_without_any_progress():
 
 def test_a_request_that_has_ended_leaves_nothing_behind():
     async def story():
-        flights = Flights(lambda: 0.0)
+        requests = RequestsInFlight(lambda: 0.0)
 
         def fly(number: int) -> None:
-            flights.close(flights.open(request(f"train/0/{number}")), aborted=False)
+            requests.close(requests.open(request(f"train/0/{number}")), aborted=False)
 
         fly(0)
         tracemalloc.start()

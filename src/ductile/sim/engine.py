@@ -29,10 +29,10 @@ class SimulatedRequest:
     num_tokens: int
     """Tokens that the completion will have in the end."""
     predicted_tokens: float
-    arrival: "asyncio.Future[None]"
+    completion: "asyncio.Future[None]"
     generated: float = 0.0
     joined_at: float | None = None
-    """Progress of the engine when the request joined, less the tokens it had then; None while it waits or travels."""
+    """Progress of the engine when the request joined, less the tokens it had then; None while it waits or migrates."""
     prefill_s: float = 0.0
     """Seconds that joining takes: no request of the engine decodes meanwhile."""
     flips: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
@@ -43,9 +43,9 @@ class SimulatedEngine:
     def __init__(
         self, slot: int, decode: DecodeSpeed, max_num_seqs: int, on_done: Callable[[int, list[SimulatedRequest]], None]
     ) -> None:
-        """on_done(slot, flights): these are finished."""
+        """on_done(slot, requests): these are finished."""
         self.slot = slot
-        self.flights: dict[str, SimulatedRequest] = {}
+        self.requests: dict[str, SimulatedRequest] = {}
         self._decode, self._max_num_seqs, self._on_done = decode, max_num_seqs, on_done
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[SimulatedRequest] = deque()
@@ -56,29 +56,29 @@ class SimulatedEngine:
         self._timer: asyncio.TimerHandle | None = None
         self._touched = False
 
-    def add(self, flight: SimulatedRequest) -> None:
-        self.flights[flight.request.id] = flight
+    def add(self, simulated: SimulatedRequest) -> None:
+        self.requests[simulated.request.id] = simulated
         self._settle()
         if len(self._ends) < self._max_num_seqs:
-            self._join(flight)
+            self._join(simulated)
         else:
-            self._waiting.append(flight)
+            self._waiting.append(simulated)
         self._touch()
 
     def remove(self, name: str) -> SimulatedRequest:
         """Take a request away, with the tokens that it has so far."""
-        flight = self.flights.pop(name)
+        simulated = self.requests.pop(name)
         self._settle()
-        if flight.joined_at is None:
-            self._waiting.remove(flight)
+        if simulated.joined_at is None:
+            self._waiting.remove(simulated)
         else:
-            flight.generated, flight.joined_at = self.generated(flight), None
-            self._context -= flight.prompt_tokens + flight.generated
-            self._ends = [entry for entry in self._ends if entry[2] is not flight]
+            simulated.generated, simulated.joined_at = self.generated(simulated), None
+            self._context -= simulated.prompt_tokens + simulated.generated
+            self._ends = [entry for entry in self._ends if entry[2] is not simulated]
             heapq.heapify(self._ends)
             self._fill()
         self._touch()
-        return flight
+        return simulated
 
     def stall(self, seconds: float) -> None:
         """No request decodes for so long: new weights come, or the slot trains."""
@@ -86,13 +86,13 @@ class SimulatedEngine:
         self._paused_until_s = max(self._loop.time(), self._paused_until_s) + seconds
         self._touch()
 
-    def generated(self, flight: SimulatedRequest) -> float:
+    def generated(self, simulated: SimulatedRequest) -> float:
         """Tokens so far, as of `settle`."""
-        return flight.generated if flight.joined_at is None else self._progress - flight.joined_at
+        return simulated.generated if simulated.joined_at is None else self._progress - simulated.joined_at
 
-    def tokens(self, flight: SimulatedRequest) -> int:
+    def tokens(self, simulated: SimulatedRequest) -> int:
         """Whole tokens so far; one that rounding has left a hair before its end is there."""
-        return int(self.generated(flight) + HAIR)
+        return int(self.generated(simulated) + HAIR)
 
     def settle(self) -> None:
         """Bring the books up to now."""
@@ -101,15 +101,15 @@ class SimulatedEngine:
     def flip(self, version: int) -> None:
         """From now on tokens come from this weight version."""
         self._settle()
-        for _, _, flight in self._ends:
-            flight.flips.append((round(self.generated(flight)), version))
+        for _, _, simulated in self._ends:
+            simulated.flips.append((round(self.generated(simulated)), version))
 
-    def _join(self, flight: SimulatedRequest) -> None:
-        self._paused_until_s = max(self._loop.time(), self._paused_until_s) + flight.prefill_s
-        flight.joined_at = self._progress - flight.generated
-        self._context += flight.prompt_tokens + flight.generated
+    def _join(self, simulated: SimulatedRequest) -> None:
+        self._paused_until_s = max(self._loop.time(), self._paused_until_s) + simulated.prefill_s
+        simulated.joined_at = self._progress - simulated.generated
+        self._context += simulated.prompt_tokens + simulated.generated
         self._count += 1
-        heapq.heappush(self._ends, (flight.joined_at + flight.num_tokens, self._count, flight))
+        heapq.heappush(self._ends, (simulated.joined_at + simulated.num_tokens, self._count, simulated))
 
     def _fill(self) -> None:
         while self._waiting and len(self._ends) < self._max_num_seqs:
@@ -162,11 +162,11 @@ class SimulatedEngine:
         self._advance(self._ends[0][0] - self._progress)
         done: list[SimulatedRequest] = []
         while self._ends and self._ends[0][0] <= self._progress + HAIR:
-            flight = heapq.heappop(self._ends)[2]
-            flight.generated, flight.joined_at = flight.num_tokens, None
-            self._context -= flight.prompt_tokens + flight.num_tokens
-            del self.flights[flight.request.id]
-            done.append(flight)
+            simulated = heapq.heappop(self._ends)[2]
+            simulated.generated, simulated.joined_at = simulated.num_tokens, None
+            self._context -= simulated.prompt_tokens + simulated.num_tokens
+            del self.requests[simulated.request.id]
+            done.append(simulated)
         self._fill()
         self._touch()
         self._on_done(self.slot, done)

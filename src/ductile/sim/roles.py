@@ -19,7 +19,7 @@ class SimGenerators:
     def __init__(self, actuator: SimulatedActuator, controller: ElasticController) -> None:
         self._actuator, self._controller = actuator, controller
         self._num_finished = self._finished_tokens = 0
-        actuator.on_finished = self._land
+        actuator.on_finished = self._on_finished
 
     @property
     def capacity(self) -> int:
@@ -28,27 +28,27 @@ class SimGenerators:
     async def generate(self, request: GenerateRequest) -> Generation:
         actuator, scenario = self._actuator, self._actuator.scenario
         mean = self._finished_tokens / self._num_finished if self._num_finished else None
-        flight = SimulatedRequest(
+        simulated = SimulatedRequest(
             request,
             prompt_tokens=scenario.work.prompt_tokens,
             num_tokens=scenario.work.length(request.group, request.id),
             predicted_tokens=predicted_tokens(scenario.work.max_tokens, 0, mean),
-            arrival=asyncio.get_running_loop().create_future(),
+            completion=asyncio.get_running_loop().create_future(),
             flips=[(0, actuator.live_version)],
         )
-        await actuator.start(flight)
+        await actuator.start(simulated)
         try:
-            await flight.arrival
+            await simulated.completion
         except asyncio.CancelledError:
-            actuator.abort(flight)
+            actuator.abort(simulated)
             raise
-        num_blocks = scenario.blocks(flight.num_tokens)
+        num_blocks = scenario.blocks(simulated.num_tokens)
         return Generation(
             request.id,
             (1,) * num_blocks,
             (-1.0,) * num_blocks,
-            _versions(flight, num_blocks, scenario.block_tokens),
-            "length" if flight.num_tokens >= scenario.work.max_tokens else "stop",
+            _versions(simulated, num_blocks, scenario.block_tokens),
+            "length" if simulated.num_tokens >= scenario.work.max_tokens else "stop",
         )
 
     async def receive(self, manifest: Manifest) -> None:
@@ -63,12 +63,12 @@ class SimGenerators:
             engine.flip(manifest.version)
         actuator.look_again()
 
-    def _land(self, flights: Sequence[SimulatedRequest]) -> None:
-        for flight in flights:
+    def _on_finished(self, requests: Sequence[SimulatedRequest]) -> None:
+        for simulated in requests:
             self._num_finished += 1
-            self._finished_tokens += flight.num_tokens
-            if not flight.arrival.done():
-                flight.arrival.set_result(None)
+            self._finished_tokens += simulated.num_tokens
+            if not simulated.completion.done():
+                simulated.completion.set_result(None)
         self._controller.notify()
 
 
@@ -161,12 +161,14 @@ def _row(lengths: Sequence[int], num_slots: int, seq_len: int) -> tuple[list[int
     return done, [], max(slots)
 
 
-def _versions(flight: SimulatedRequest, num_blocks: int, block_tokens: int) -> tuple[int, ...]:
+def _versions(simulated: SimulatedRequest, num_blocks: int, block_tokens: int) -> tuple[int, ...]:
     """The weight version of each block."""
-    if len(flight.flips) == 1:
-        return (flight.flips[0][1],) * num_blocks
+    if len(simulated.flips) == 1:
+        return (simulated.flips[0][1],) * num_blocks
     versions: list[int] = []
-    for (tokens, version), (until, _) in zip(flight.flips, [*flight.flips[1:], (flight.num_tokens, -1)], strict=True):
+    for (tokens, version), (until, _) in zip(
+        simulated.flips, [*simulated.flips[1:], (simulated.num_tokens, -1)], strict=True
+    ):
         versions += [version] * (round(until / block_tokens) - round(tokens / block_tokens))
-    versions += [flight.flips[-1][1]] * (num_blocks - len(versions))
+    versions += [simulated.flips[-1][1]] * (num_blocks - len(versions))
     return tuple(versions[:num_blocks])

@@ -62,7 +62,7 @@ class SimulatedActuator:
         """Rollouts since the run began."""
         self.trained_tokens = 0
         self.step_s: list[float] = []
-        self.on_finished: Callable[[list[SimulatedRequest]], None] = lambda flights: None
+        self.on_finished: Callable[[list[SimulatedRequest]], None] = lambda requests: None
         self.on_capacity: Callable[[], None] = lambda: None
         """Called when slots begin or cease to take requests."""
         self._loads = SimulatedLoads(scenario.cache_block)
@@ -72,7 +72,7 @@ class SimulatedActuator:
         self._ready = self._ready_tokens = self._to_score = self._to_score_tokens = 0
         self._ended: deque[int] = deque(maxlen=SEEN)
         self._cut: deque[int] = deque(maxlen=SEEN)
-        self._in_the_air: dict[str, SimulatedRequest] = {}
+        self._migrating: dict[str, SimulatedRequest] = {}
         self._facts = (False, False, False)
         self.engines = {
             slot: SimulatedEngine(slot, scenario.speeds.decode, scenario.limits.max_num_seqs, self._on_done)
@@ -113,13 +113,13 @@ class SimulatedActuator:
     async def hand_off(self, handoffs: Sequence[Handoff]) -> None:
         """Move rollouts, with all that they have so far; those that have ended stay out of it. The others decode on."""
         for order in handoffs:
-            if order.id in self.engines[order.source].flights:
-                self._in_the_air[order.id] = self._take(order.id, order.source)
-        if self._in_the_air:
+            if order.id in self.engines[order.source].requests:
+                self._migrating[order.id] = self._take(order.id, order.source)
+        if self._migrating:
             await asyncio.sleep(self.scenario.costs.handoff_s)
         for order in handoffs:
-            if flight := self._in_the_air.pop(order.id, None):
-                self._put(flight, order.target)
+            if simulated := self._migrating.pop(order.id, None):
+                self._put(simulated, order.target)
 
     async def dismiss(self, slot: int, role: Role) -> None:
         self.hold({slot: without(role, self.roles[slot])})
@@ -188,7 +188,7 @@ class SimulatedActuator:
             if self._doing[activity][slot]:
                 self.ledger.switch(slot, activity, self.now_s)
                 return
-        if self.engines[slot].flights:
+        if self.engines[slot].requests:
             self.ledger.switch(slot, "generate", self.now_s)
         elif self.live_version >= 0:  # until then it starts up
             others_decode, may_start, held = self._facts
@@ -211,60 +211,62 @@ class SimulatedActuator:
 
     # -- what becomes of rollouts
 
-    async def start(self, flight: SimulatedRequest) -> None:
+    async def start(self, simulated: SimulatedRequest) -> None:
         """Send the request where there is the least to do; waits while no slot generates."""
         while not self._loads:
             await self._generates.wait()
         self.started += 1
-        self._put(flight, self._loads.route(flight.request.group, flight.prompt_tokens).slot)
+        self._put(simulated, self._loads.route(simulated.request.group, simulated.prompt_tokens).slot)
 
-    def abort(self, flight: SimulatedRequest) -> None:
-        name = flight.request.id
-        if self._in_the_air.pop(name, None):
+    def abort(self, simulated: SimulatedRequest) -> None:
+        name = simulated.request.id
+        if self._migrating.pop(name, None):
             self.started -= 1
         for slot, engine in self.engines.items():
-            if name in engine.flights:
+            if name in engine.requests:
                 self._take(name, slot)
                 self.started -= 1
 
     def _take(self, name: str, slot: int) -> SimulatedRequest:
-        flight = self.engines[slot].remove(name)
-        self._loads.remove(slot, flight.request.group, flight.predicted_tokens)
+        simulated = self.engines[slot].remove(name)
+        self._loads.remove(slot, simulated.request.group, simulated.predicted_tokens)
         self.refresh(slot)
-        return flight
+        return simulated
 
-    def _put(self, flight: SimulatedRequest, slot: int) -> None:
+    def _put(self, simulated: SimulatedRequest, slot: int) -> None:
         scenario = self.scenario
-        context = flight.prompt_tokens + flight.generated
-        if not flight.generated and scenario.cache_block and self._loads.siblings(flight.request.group, slot):
+        context = simulated.prompt_tokens + simulated.generated
+        if not simulated.generated and scenario.cache_block and self._loads.siblings(simulated.request.group, slot):
             context %= scenario.cache_block  # the full blocks of the prompt are there
-        if flight.generated:
-            flight.prefill_s = carriage(context, scenario.speeds, scenario.costs).seconds
+        if simulated.generated:
+            simulated.prefill_s = carriage(context, scenario.speeds, scenario.costs).seconds
         else:  # no slot has a cache of it
-            flight.prefill_s = context / scenario.speeds.prefill_tokens_per_s
-        self._loads.add(slot, flight.request.group, flight.predicted_tokens)
-        self.engines[slot].add(flight)
+            simulated.prefill_s = context / scenario.speeds.prefill_tokens_per_s
+        self._loads.add(slot, simulated.request.group, simulated.predicted_tokens)
+        self.engines[slot].add(simulated)
         self.refresh(slot)
         self.look_again()
 
-    def _on_done(self, slot: int, flights: list[SimulatedRequest]) -> None:
+    def _on_done(self, slot: int, requests: list[SimulatedRequest]) -> None:
         scenario = self.scenario
-        for flight in flights:
+        for simulated in requests:
             self.finished += 1
-            self._loads.remove(slot, flight.request.group, flight.predicted_tokens)
-            (self._cut if flight.num_tokens >= scenario.work.max_tokens else self._ended).append(flight.num_tokens)
-            group = self._groups.setdefault(flight.request.group, _Group())
+            self._loads.remove(slot, simulated.request.group, simulated.predicted_tokens)
+            (self._cut if simulated.num_tokens >= scenario.work.max_tokens else self._ended).append(
+                simulated.num_tokens
+            )
+            group = self._groups.setdefault(simulated.request.group, _Group())
             group.finished += 1
-            group.blocks += scenario.blocks(flight.prompt_tokens) + scenario.blocks(flight.num_tokens)
+            group.blocks += scenario.blocks(simulated.prompt_tokens) + scenario.blocks(simulated.num_tokens)
             if group.finished == scenario.work.group_size:
-                del self._groups[flight.request.group]
+                del self._groups[simulated.request.group]
                 self._to_score += group.finished
                 self._to_score_tokens += group.blocks * scenario.block_tokens
                 if not scenario.score:
                     self.on_scored(group.finished, group.blocks * scenario.block_tokens)
         self.refresh(slot)
         self.look_again()
-        self.on_finished(flights)
+        self.on_finished(requests)
 
     def on_scored(self, rollouts: int, tokens: int) -> None:
         self._to_score -= rollouts
@@ -297,12 +299,12 @@ class SimulatedActuator:
                 Unfinished(
                     name,
                     slot,
-                    flight.prompt_tokens,
-                    engine.tokens(flight),
+                    simulated.prompt_tokens,
+                    engine.tokens(simulated),
                     work.max_tokens,
-                    flight.request.group,
+                    simulated.request.group,
                 )
-                for name, flight in engine.flights.items()
+                for name, simulated in engine.requests.items()
             ]
         return ClusterState(
             now_s=self.now_s,

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from ductile.roles import Late, Refused, SlotLost
-from ductile.wire.flights import InFlight
+from ductile.wire.in_flight import InFlight
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Abort, Generate
 
@@ -23,17 +23,17 @@ class Dispatch:
         self._aborting: list[tuple[int, str]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def send(self, flight: InFlight) -> None:
+    def send(self, entry: InFlight) -> None:
         """Send a request to the slot that it is at when the event loop turns. If that fails, the request fails."""
-        self._outgoing.append(flight)
+        self._outgoing.append(entry)
         self._send_soon()
 
-    def abort(self, flight: InFlight) -> None:
+    def abort(self, entry: InFlight) -> None:
         """Abort a request that its caller does not wait for any more."""
-        if flight in self._outgoing:
-            self._outgoing.remove(flight)
-        elif flight.slot is not None:
-            self._aborting.append((flight.slot, flight.name))
+        if entry in self._outgoing:
+            self._outgoing.remove(entry)
+        elif entry.slot is not None:
+            self._aborting.append((entry.slot, entry.name))
             self._send_soon()
 
     def start(self, telling: "Coroutine[Any, Any, T]") -> "asyncio.Task[T]":
@@ -52,17 +52,17 @@ class Dispatch:
         aborting, self._aborting = self._aborting, []
         for slot in sorted({slot for slot, _ in aborting}):
             self.start(self._tell_abort(slot, [name for where, name in aborting if where == slot]))
-        for slot in sorted({flight.slot for flight in outgoing if flight.slot is not None}):
-            self.start(self._tell_generate(slot, [flight for flight in outgoing if flight.slot == slot]))
+        for slot in sorted({entry.slot for entry in outgoing if entry.slot is not None}):
+            self.start(self._tell_generate(slot, [entry for entry in outgoing if entry.slot == slot]))
 
     async def _tell_abort(self, slot: int, names: list[str]) -> None:
         with suppress(SlotLost, Late, Refused):  # these requests are not waited for any more
             await self._mailbox.ask(slot, Abort(tuple(names)), self._timeout_s)
 
-    async def _tell_generate(self, slot: int, flights: Sequence[InFlight]) -> None:
+    async def _tell_generate(self, slot: int, requests: Sequence[InFlight]) -> None:
         try:
-            await self._mailbox.ask(slot, Generate(tuple(flight.on_wire for flight in flights)), self._timeout_s)
+            await self._mailbox.ask(slot, Generate(tuple(entry.on_wire for entry in requests)), self._timeout_s)
         except (SlotLost, Late, Refused) as error:
-            for flight in flights:
-                if flight.slot == slot:
-                    flight.fail(error)
+            for entry in requests:
+                if entry.slot == slot:
+                    entry.fail(error)

@@ -1,7 +1,7 @@
 """The generators behind one call: `generate` sends a sequence where there is room and waits until it comes back.
 
 pool       which slots generate, who joins, who leaves, which version is live
-flights    which sequence is where, how far it is
+in flight  which sequence is where, how far it is
 dispatch   requests and aborts on their way
 handover   sequences that change generators
 """
@@ -17,8 +17,8 @@ from ductile.records import GenerateRequest, Generation, Manifest
 from ductile.roles import Late, SlotLost
 from ductile.wire.dispatch import Dispatch
 from ductile.wire.finish import finish
-from ductile.wire.flights import Flights, InFlight
 from ductile.wire.handover import HandoffResult, Handover
+from ductile.wire.in_flight import InFlight, RequestsInFlight
 from ductile.wire.lending import Lender
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Died, EngineStats, Event, Finished
@@ -50,7 +50,7 @@ class RemoteGenerators:
         self._block_tokens = block_tokens
         self._depends_on = depends_on
         self._pool = WorkerPool(mailbox, "generate", slots, timeout_s, lender, depends_on)
-        self._flights = Flights(clock)
+        self._in_flight = RequestsInFlight(clock)
         self._dispatch = Dispatch(mailbox, timeout_s)
         mailbox.subscribe(self._on_event)
 
@@ -77,20 +77,20 @@ class RemoteGenerators:
 
         What was under way at a slot that is lost begins again at another one, once, unless the run ends with that slot.
         """
-        flight, aborted = self._flights.open(request), False
+        entry, aborted = self._in_flight.open(request), False
         try:
             while True:
                 try:
-                    await self._take_off(flight)
-                    return await self._landing(flight)
+                    await self._send(entry)
+                    return await self._wait_for(entry)
                 except SlotLost as error:
-                    self._begin_again(flight, error)
+                    self._begin_again(entry, error)
         except (asyncio.CancelledError, Late):
             aborted = True
-            self._dispatch.abort(flight)
+            self._dispatch.abort(entry)
             raise
         finally:
-            self._flights.close(flight, aborted)
+            self._in_flight.close(entry, aborted)
 
     async def receive(self, manifest: Manifest) -> None:
         await self._pool.receive(manifest)
@@ -111,9 +111,9 @@ class RemoteGenerators:
         """Have the slot generate no more, once what it has has left or ended. Raises Late, Refused or SlotLost."""
         self._pool.hold(slot)
         try:
-            await self._flights.gone_from(slot, self._timeout_s)
+            await self._in_flight.gone_from(slot, self._timeout_s)
         except TimeoutError:
-            left = len(self._flights.at(slot))
+            left = len(self._in_flight.at(slot))
             described = self._mailbox.describe(slot)
             raise Late(f"{described} still had {left} requests after {self._timeout_s:g} s, and cannot leave") from None
         await self._pool.drop(slot)
@@ -127,58 +127,58 @@ class RemoteGenerators:
 
     def unfinished(self) -> tuple[Unfinished, ...]:
         """Requests in flight, as policies see them; `Unfinished.id` is what `hand_off` understands."""
-        return self._flights.unfinished()
+        return self._in_flight.unfinished()
 
     def lengths(self) -> Lengths:
         """Lengths of the latest completions."""
-        return self._flights.answers.lengths()
+        return self._in_flight.answers.lengths()
 
     def loads(self) -> list[GeneratorLoad]:
         """Predicted work that each slot still has."""
-        return self._flights.loads(self.slots)
+        return self._in_flight.loads(self.slots)
 
-    async def _take_off(self, flight: InFlight) -> None:
-        slots = await self._pool.some(f"request {flight.name}")
-        request, loads = flight.request, self._flights.loads(slots)
-        self._flights.board(flight, route(request.group, loads, len(request.prompt), self._block_tokens).slot)
-        self._dispatch.send(flight)
+    async def _send(self, entry: InFlight) -> None:
+        slots = await self._pool.some(f"request {entry.name}")
+        request, loads = entry.request, self._in_flight.loads(slots)
+        self._in_flight.note_slot(entry, route(request.group, loads, len(request.prompt), self._block_tokens).slot)
+        self._dispatch.send(entry)
 
-    async def _landing(self, flight: InFlight) -> Generation:
-        while not flight.arrival.done():
-            patience_s = self._flights.patience_s(flight, self._timeout_s)
-            if patience_s <= 0 and flight.slot is not None:
+    async def _wait_for(self, entry: InFlight) -> Generation:
+        while not entry.completion.done():
+            patience_s = self._in_flight.patience_s(entry, self._timeout_s)
+            if patience_s <= 0 and entry.slot is not None:
                 raise Late(
-                    f"{self._mailbox.describe(flight.slot)} made no progress for {self._timeout_s:g} s while it had "
-                    f"to generate {flight.request.id}"
+                    f"{self._mailbox.describe(entry.slot)} made no progress for {self._timeout_s:g} s while it had "
+                    f"to generate {entry.request.id}"
                 )
-            await asyncio.wait([flight.arrival], timeout=patience_s)
-        return flight.arrival.result()
+            await asyncio.wait([entry.completion], timeout=patience_s)
+        return entry.completion.result()
 
-    def _begin_again(self, flight: InFlight, error: SlotLost) -> None:
+    def _begin_again(self, entry: InFlight, error: SlotLost) -> None:
         """Raises `error` if it must not."""
-        slot = flight.slot
-        if flight.num_lost or slot is None or self._depends_on(slot):
+        slot = entry.slot
+        if entry.num_lost or slot is None or self._depends_on(slot):
             raise error
-        self._flights.reopen(flight)
-        self.on_restarted(f"Request {flight.request.id} begins again: {error}.")
+        self._in_flight.reopen(entry)
+        self.on_restarted(f"Request {entry.request.id} begins again: {error}.")
 
     async def _hand_off(self, handoffs: Sequence[Handoff]) -> tuple[HandoffResult, ...]:
         async with self._pool.lock.shared(f"{len(handoffs)} requests change generators"):
             handover = Handover(
-                self._mailbox, self._pool, self._flights, self._dispatch, self._block_tokens, self._timeout_s
+                self._mailbox, self._pool, self._in_flight, self._dispatch, self._block_tokens, self._timeout_s
             )
             return await handover.run(handoffs)
 
     def _on_event(self, slot: int, event: Event) -> None:
         match event:
             case Finished(generations):
-                for generation in self._flights.note_answers(slot, generations):
+                for generation in self._in_flight.note_answers(slot, generations):
                     self.on_finished(generation)
             case EngineStats():
-                self._flights.note_stats(slot, event)
+                self._in_flight.note_stats(slot, event)
             case Died(reason):
-                for flight in self._flights.at(slot):
-                    if not flight.landing:
-                        flight.fail(SlotLost(reason))
+                for entry in self._in_flight.at(slot):
+                    if not entry.migrating:
+                        entry.fail(SlotLost(reason))
             case _:
                 pass

@@ -20,7 +20,7 @@ from ductile.core.cluster.routing import route
 from ductile.records import CacheNote
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.dispatch import Dispatch
-from ductile.wire.flights import Flights, InFlight
+from ductile.wire.in_flight import InFlight, RequestsInFlight
 from ductile.wire.lending import FAILURES
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Forget, Generate, HandedOff, HandOff
@@ -42,7 +42,7 @@ class HandoffResult:
 @dataclass(slots=True, eq=False)
 class _Traveller:
     order: Handoff
-    flight: InFlight
+    entry: InFlight
     target: int
     cache: CacheNote | None
     tried: set[int] = field(default_factory=set[int])
@@ -56,13 +56,13 @@ class Handover:
         self,
         mailbox: Mailbox,
         pool: WorkerPool,
-        flights: Flights,
+        requests: RequestsInFlight,
         dispatch: Dispatch,
         block_tokens: int,
         timeout_s: float,
     ) -> None:
         """block_tokens: as `core.cluster.routing.route` has it."""
-        self._mailbox, self._pool, self._flights, self._dispatch = mailbox, pool, flights, dispatch
+        self._mailbox, self._pool, self._in_flight, self._dispatch = mailbox, pool, requests, dispatch
         self._block_tokens, self._timeout_s = block_tokens, timeout_s
         self._results: dict[str, HandoffResult] = {}
         self._kept: dict[int, list[str]] = {}
@@ -71,11 +71,11 @@ class Handover:
     async def run(self, orders: Sequence[Handoff]) -> tuple[HandoffResult, ...]:
         by_source: dict[int, list[tuple[Handoff, InFlight]]] = {}
         for order in orders:
-            flight = self._flights.get(order.id)
-            if flight is None or flight.slot != order.source or flight.arrival.done():
-                self._note_absent(order, flight)
+            entry = self._in_flight.get(order.id)
+            if entry is None or entry.slot != order.source or entry.completion.done():
+                self._note_absent(order, entry)
             else:
-                by_source.setdefault(order.source, []).append((order, flight))
+                by_source.setdefault(order.source, []).append((order, entry))
         left = await asyncio.gather(*(self._leave(source, leaving) for source, leaving in by_source.items()))
         await self._arrive([traveller for travellers in left for traveller in travellers])
         await asyncio.gather(*(self._forget(source, names) for source, names in self._kept.items()))
@@ -83,30 +83,30 @@ class Handover:
 
     async def _leave(self, source: int, leaving: Sequence[tuple[Handoff, InFlight]]) -> list[_Traveller]:
         """Take requests away from their source. Returns those that are now between two generators."""
-        names = tuple(flight.name for _, flight in leaving)
+        names = tuple(entry.name for _, entry in leaving)
         with_cache = tuple(order.id for order, _ in leaving if order.with_cache)
         try:
             reply = await self._mailbox.ask(source, HandOff(names, with_cache), self._timeout_s)
             if not isinstance(reply, HandedOff):
                 raise Refused(f"{self._mailbox.describe(source)} answered HandOff with {type(reply).__name__}")
         except FAILURES as error:
-            for order, flight in leaving:
-                self._note_not_left(order, flight, error)
+            for order, entry in leaving:
+                self._note_not_left(order, entry, error)
             return []
         if reply.caches:
             self._kept[source] = list(reply.caches)
         requests = {request.id: request for request in reply.requests}
         travellers: list[_Traveller] = []
-        for order, flight in leaving:
-            request = requests.get(flight.name)
-            here = self._flights.is_under_way(flight) and flight.slot == source
+        for order, entry in leaving:
+            request = requests.get(entry.name)
+            here = self._in_flight.is_under_way(entry) and entry.slot == source
             if here and request is not None:
-                flight.take(request)
-                self._flights.board(flight, None)
-                travellers.append(_Traveller(order, flight, order.target, reply.caches.get(flight.name)))
+                entry.take(request)
+                self._in_flight.note_slot(entry, None)
+                travellers.append(_Traveller(order, entry, order.target, reply.caches.get(entry.name)))
             else:
                 if here:
-                    flight.fail(Refused(f"{self._mailbox.describe(source)} does not know {flight.name}, which it had"))
+                    entry.fail(Refused(f"{self._mailbox.describe(source)} does not know {entry.name}, which it had"))
                 self._note_absent(order, None)
         return travellers
 
@@ -130,51 +130,51 @@ class Handover:
         except FAILURES as error:
             return [traveller for traveller in aboard if self._turns_to_another(traveller, target, error)]
         for traveller in aboard:
-            if traveller.flight.slot == target:
-                self._flights.board(traveller.flight, target)  # its generator's time runs from now on
+            if traveller.entry.slot == target:
+                self._in_flight.note_slot(traveller.entry, target)  # its generator's time runs from now on
             self._note(traveller.order, target, traveller.cache is not None, traveller.why)
         return []
 
     async def _bring(self, target: int, travellers: Sequence[_Traveller]) -> None:
         if target not in self._pool.serving:
             raise Refused(f"slot {target} takes no requests")
-        flights = [traveller.flight for traveller in travellers]
-        caches = {traveller.flight.name: traveller.cache for traveller in travellers if traveller.cache is not None}
-        for flight in flights:
-            self._flights.board(flight, target)
-            flight.landing = True
+        requests = [traveller.entry for traveller in travellers]
+        caches = {traveller.entry.name: traveller.cache for traveller in travellers if traveller.cache is not None}
+        for entry in requests:
+            self._in_flight.note_slot(entry, target)
+            entry.migrating = True
         try:
-            generate = Generate(tuple(flight.on_wire for flight in flights), caches)
+            generate = Generate(tuple(entry.on_wire for entry in requests), caches)
             await self._mailbox.ask(target, generate, self._timeout_s)
         finally:
-            for flight in flights:
-                flight.landing = False
+            for entry in requests:
+                entry.migrating = False
         if target in self._mailbox.lost:  # just after it had said that it takes them
             raise SlotLost(self._mailbox.lost[target])
 
     def _turns_to_another(self, traveller: _Traveller, target: int, error: Exception) -> bool:
         if not self._is_still_wanted(traveller):
             return False
-        flight = traveller.flight
-        if isinstance(error, Late) and flight.slot == target:
-            self._dispatch.abort(flight)  # it may have taken it
+        entry = traveller.entry
+        if isinstance(error, Late) and entry.slot == target:
+            self._dispatch.abort(entry)  # it may have taken it
         traveller.why = traveller.why or str(error)
         # Who gave it away can take it again, though it was about to leave: then it leaves later.
         others = [slot for slot in self._pool.slots if slot not in traveller.tried] or [
             slot for slot in self._pool.serving if slot == traveller.order.source and slot not in traveller.tried
         ]
         if not others:
-            flight.fail(error)
+            entry.fail(error)
             self._note(traveller.order, None, why=traveller.why)
             return False
-        self._flights.board(flight, None)
-        request = flight.request
-        loads = self._flights.loads(others)
+        self._in_flight.note_slot(entry, None)
+        request = entry.request
+        loads = self._in_flight.loads(others)
         traveller.target = route(request.group, loads, len(request.prompt), self._block_tokens).slot
         return True
 
     def _is_still_wanted(self, traveller: _Traveller) -> bool:
-        if self._flights.is_under_way(traveller.flight):
+        if self._in_flight.is_under_way(traveller.entry):
             return True
         self._note_absent(traveller.order, None)
         return False
@@ -183,21 +183,21 @@ class Handover:
         with suppress(*FAILURES):  # what a lost slot kept is gone with it
             await self._mailbox.ask(source, Forget(tuple(names)), self._timeout_s)
 
-    def _note_not_left(self, order: Handoff, flight: InFlight, error: Exception) -> None:
+    def _note_not_left(self, order: Handoff, entry: InFlight, error: Exception) -> None:
         """A slot that refuses has given nothing away. One that is late may have, into nowhere."""
-        if isinstance(error, Refused) and self._flights.is_under_way(flight):
+        if isinstance(error, Refused) and self._in_flight.is_under_way(entry):
             self._note(order, order.source, why=str(error))
             return
-        if flight.slot == order.source:
-            flight.fail(error)
+        if entry.slot == order.source:
+            entry.fail(error)
         self._note(order, None, why=str(error))
 
-    def _note_absent(self, order: Handoff, flight: InFlight | None) -> None:
-        if flight is None or flight.arrival.done():
+    def _note_absent(self, order: Handoff, entry: InFlight | None) -> None:
+        if entry is None or entry.completion.done():
             self._note(order, None, why="it had ended")
         else:
-            where = "at no generator" if flight.slot is None else f"at slot {flight.slot}"
-            self._note(order, flight.slot, why=f"it was {where}, and not at slot {order.source}")
+            where = "at no generator" if entry.slot is None else f"at slot {entry.slot}"
+            self._note(order, entry.slot, why=f"it was {where}, and not at slot {order.source}")
 
     def _note(self, order: Handoff, slot: int | None, with_cache: bool = False, why: str = "") -> None:
         self._results[order.id] = HandoffResult(order, slot, with_cache, why)
