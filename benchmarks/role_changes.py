@@ -14,8 +14,8 @@ each kind of change in turn while all slots are at work. From the run's recordin
                                               generate as well
     waits_for                which of these it was
 
-A change of handoffs alone counts with all its seconds, as the recording does not tell a receiver's part from its other
-work. `micro_step_s` is what a slot works on a micro-batch: the median of the steps. Nearly all answers are equally
+A change of migrations alone counts with all its seconds, as the recording does not tell a receiver's part from its
+other work. `micro_step_s` is what a slot works on a micro-batch: the median of the steps. Nearly all answers are equally
 long, and a micro-batch has two of them.
 
     python benchmarks/role_changes.py --json benchmarks/results/role_changes.json

@@ -6,8 +6,8 @@ published.
 
 from collections.abc import Sequence
 
-from ductile.core.cluster.handoff import change, hand_off
-from ductile.core.cluster.orders import Decision, Handoff, Order, sentence, violations
+from ductile.core.cluster.migration import change, migrate
+from ductile.core.cluster.orders import Decision, Migration, Order, sentence, violations
 from ductile.core.cluster.placement import Role
 from ductile.core.cluster.state import ClusterState
 
@@ -58,9 +58,9 @@ class EveryChange:
 
 def to(state: ClusterState, slot: int) -> tuple[Order, ...]:
     """Half of each other generator's rollouts, some with their caches and some without."""
-    all_of_them = hand_off(state, [other for other in state.of("generate") if other != slot], [slot])
-    handoffs = [order for order in all_of_them if isinstance(order, Handoff)][::2]
+    all_of_them = migrate(state, [other for other in state.of("generate") if other != slot], [slot])
+    migrations = [order for order in all_of_them if isinstance(order, Migration)][::2]
     return tuple(
-        Handoff(order.id, order.source, order.target, with_cache=number % 2 == 0)
-        for number, order in enumerate(handoffs)
+        Migration(order.id, order.source, order.target, with_cache=number % 2 == 0)
+        for number, order in enumerate(migrations)
     )

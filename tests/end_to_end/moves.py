@@ -5,8 +5,8 @@ import random
 from dataclasses import replace
 
 from ductile.core.cluster.cost import DecodeSpeed, SwitchCosts, TrainSpeed
-from ductile.core.cluster.handoff import change
-from ductile.core.cluster.orders import Decision, Handoff, sentence, violations
+from ductile.core.cluster.migration import change
+from ductile.core.cluster.orders import Decision, Migration, sentence, violations
 from ductile.core.cluster.placement import Role
 from ductile.core.cluster.policies.model import Model
 
@@ -59,7 +59,7 @@ class Restless:
             ):
                 continue
             orders = tuple(
-                replace(order, with_cache=self._chance.random() < 0.5) if isinstance(order, Handoff) else order
+                replace(order, with_cache=self._chance.random() < 0.5) if isinstance(order, Migration) else order
                 for order in change(state, roles)
             )
             decision = Decision(orders, sentence(orders, "restless")) if orders else Decision()
@@ -102,7 +102,7 @@ class OnceAStep:
         slots = sorted(state.ready)
         roles = zip(self._chance.sample(slots, len(slots)), (T, G, S, self._chance.choice((T, G, B))), strict=True)
         orders = tuple(
-            replace(order, with_cache=self._chance.random() < 0.5) if isinstance(order, Handoff) else order
+            replace(order, with_cache=self._chance.random() < 0.5) if isinstance(order, Migration) else order
             for order in change(state, dict(roles))
         )
         return Decision(orders, sentence(orders, f"{batch.trained} rollouts are trained")) if orders else Decision()

@@ -1,4 +1,4 @@
-"""Slots that are killed or stopped at some moment of a change of roles, or of a handoff, that a seed chooses."""
+"""Slots that are killed or stopped at some moment of a change of roles, or of a migration, that a seed chooses."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ MOMENTS = (
     "Commit",
     "Settle",
 )
-"""Commands that only changes and handoffs send. What comes between two of them is within the delay after the first."""
+"""Commands that only changes and migrations send. What comes between two is within the delay after the first."""
 
 
 @dataclass(frozen=True, slots=True)

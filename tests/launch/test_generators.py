@@ -11,7 +11,7 @@ import pytest
 from ductile.config.cluster import ClusterConfig
 from ductile.config.inference import InferenceConfig
 from ductile.config.trainer import TrainerConfig
-from ductile.core.cluster.orders import Handoff
+from ductile.core.cluster.orders import Migration
 from ductile.launch.local import ROLES, LocalCluster
 from ductile.records import Formation, GenerateRequest, Generation, Sample, Sampling
 from ductile.wire.fleet import RemoteGenerators
@@ -111,11 +111,11 @@ def test_requests_that_change_hands_again_and_again_say_what_they_would_have_sai
         num_moved = num_with_cache = 0
         for turn in range(12):
             await asyncio.sleep(0.05)
-            handoffs = [
-                Handoff(name, slot, (slot + 1 + index % 2) % 3, with_cache=(index + turn) % 2 == 0)
+            migrations = [
+                Migration(name, slot, (slot + 1 + index % 2) % 3, with_cache=(index + turn) % 2 == 0)
                 for index, (name, slot) in enumerate(harness.where().items())
             ]
-            results = await generators.hand_off(handoffs)
+            results = await generators.migrate(migrations)
             assert all(result.why in ("", "it had ended") for result in results)
             num_moved += sum(result.slot is not None for result in results)
             num_with_cache += sum(result.with_cache for result in results)
@@ -174,19 +174,19 @@ def test_what_a_killed_generator_had_is_said_by_another(harness: Harness):
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["source", "target"])
-def test_a_kill_in_the_middle_of_a_handoff_loses_no_request(harness: Harness, victim: int):
+def test_a_kill_in_the_middle_of_a_migration_loses_no_request(harness: Harness, victim: int):
     async def story():
         assert await harness.generators.admit(2, harness.inference)
         asked = {name: harness.ask(name) for name in "abcdef"}
         await harness.in_the_middle()
-        handoffs = [Handoff(name, 0, 1, with_cache=True) for name, slot in harness.where().items() if slot == 0]
+        migrations = [Migration(name, 0, 1, with_cache=True) for name, slot in harness.where().items() if slot == 0]
         # Stopped, it cannot answer; what is asked of it then ends with its life, and not before.
         harness.cluster.processes[victim].signal(signal.SIGSTOP)
-        handing = asyncio.create_task(harness.generators.hand_off(handoffs))
+        handing = asyncio.create_task(harness.generators.migrate(migrations))
         await eventually(lambda: harness.mailbox.doing(victim).startswith("running"))
         harness.cluster.processes[victim].signal(signal.SIGKILL)
         results = await handing
-        assert len(results) == len(handoffs) == 2
+        assert len(results) == len(migrations) == 2
         for name, task in asked.items():
             assert len((await task).token_ids) == NUM_TOKENS, name
         assert victim not in harness.generators.slots

@@ -6,17 +6,17 @@ from types import SimpleNamespace
 import pytest
 
 from ductile.core.cluster.measured import CostModel, Once
-from ductile.core.cluster.orders import Handoff
+from ductile.core.cluster.orders import Migration
 from ductile.core.cluster.placement import Placement
 from ductile.launch.stage import LiveActuator
 from ductile.launch.trainer_resizer import TrainerResizer
 from ductile.loop.controller import NotDone
 from ductile.observe import Recorder
 from ductile.records import Formation
-from ductile.wire.handover import HandoffResult
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.memory import MemoryTransport
 from ductile.wire.messages import ForwardBackward, Freeze, Settle
+from ductile.wire.migration import MigrationResult
 from ductile.wire.resize import ResizeOptions, nobody_leaves
 from ductile.wire.trainer import RemoteTrainer
 from tests.loop.doubles import clock
@@ -32,7 +32,7 @@ class Told(CostModel):
     def __init__(self) -> None:
         super().__init__(cache_bytes_per_token=1000)
         self.kinds: list[str] = []
-        self.handoffs: list[tuple[float, float]] = []
+        self.migrations: list[tuple[float, float]] = []
         self.once: dict[Once, float] = {}
         """The latest of each."""
 
@@ -44,9 +44,9 @@ class Told(CostModel):
         self.kinds.append(f"F{num_slots}")
         super().first_micro_step(tokens_busiest, num_slots, seconds)
 
-    def handed_off(self, tokens: float, seconds: float) -> None:
-        self.handoffs.append((tokens, seconds))
-        super().handed_off(tokens, seconds)
+    def migrated(self, tokens: float, seconds: float) -> None:
+        self.migrations.append((tokens, seconds))
+        super().migrated(tokens, seconds)
 
     def took(self, what: Once, seconds: float) -> None:
         self.once[what] = seconds
@@ -210,25 +210,25 @@ def test_what_is_prepared_in_the_pause_is_not_a_cost_twice(told_on, device, besi
         ({"a": (2, True), "b": (2, True), "c": (3, True)}, 700),  # slot 2 takes 300 and 400 in, slot 3 beside it 500
         ({"a": (2, True), "b": (3, True), "c": (2, False)}, 400),  # a prompt that is prefilled again is no cache
         ({"a": (2, False), "b": (3, False), "c": (None, False)}, 0),
-        ({"a": (None, False), "b": (1, False), "c": (None, False)}, None),  # b stays; nothing was handed off
+        ({"a": (None, False), "b": (1, False), "c": (None, False)}, None),  # b stays; nothing has migrated
         ({"a": (3, True), "b": (None, False), "c": (None, True)}, 300),  # to slot 3 instead; the others had ended
     ],
 )
 def test_caches_are_measured_by_the_slot_that_takes_in_the_most(told_on, outcomes, tokens):
-    """That is how a handoff is reckoned: from many sources to one slot, it takes as long as that slot takes."""
+    """That is how a migration is reckoned: from many sources to one slot, it takes as long as that slot takes."""
     contexts = {"a": 300, "b": 400, "c": 500}
-    orders = [Handoff(name, source, 2, True) for source, name in enumerate(contexts)]
+    orders = [Migration(name, source, 2, True) for source, name in enumerate(contexts)]
 
     async def story(rig: Rig) -> None:
-        async def hand_off(handoffs):
+        async def migrate(migrations):
             await asyncio.sleep(0.25)
-            return tuple(HandoffResult(order, *outcomes[order.id]) for order in handoffs)
+            return tuple(MigrationResult(order, *outcomes[order.id]) for order in migrations)
 
         rig.generators.unfinished = lambda: [
             SimpleNamespace(id=name, context_tokens=context) for name, context in contexts.items()
         ]
-        rig.generators.hand_off = hand_off
-        await rig.stage.hand_off(orders)
-        assert rig.told.handoffs == ([] if tokens is None else [(tokens, pytest.approx(0.25))])
+        rig.generators.migrate = migrate
+        await rig.stage.migrate(orders)
+        assert rig.told.migrations == ([] if tokens is None else [(tokens, pytest.approx(0.25))])
 
     told_on(story, 0, 1)

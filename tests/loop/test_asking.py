@@ -2,7 +2,7 @@
 
 import pytest
 
-from ductile.core.cluster.orders import Decision, Handoff, RoleChange
+from ductile.core.cluster.orders import Decision, Migration, RoleChange
 from ductile.core.cluster.policies.rules import Home
 from ductile.core.cluster.policies.static import Static
 from ductile.loop.asking import BadDecision, ask
@@ -58,7 +58,7 @@ BAD = [
         Answers(Decision((RoleChange([], G, T),))),
         "its orders cannot be read, TypeError: unhashable type: 'list': write",
     ),
-    (Answers(Decision((Handoff("no such", 2, 3),))), "at 100.0 s it gave orders that cannot be carried out: rollout"),
+    (Answers(Decision((Migration("no such", 2, 3),))), "at 100.0 s it gave orders that cannot be carried out: rollout"),
     (Answers(Decision((RoleChange(9, G, T),))), "it gave orders that cannot be carried out: there is no slot 9"),
     (Answers(Decision(reason=None)), "reason and topic texts"),  # pyright: ignore[reportArgumentType]
     (Answers(Decision(topic=3)), "reason and topic texts"),  # pyright: ignore[reportArgumentType]

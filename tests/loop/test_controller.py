@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from ductile.core.cluster.cost import TrainSpeed
-from ductile.core.cluster.orders import Decision, Handoff, Prediction, RoleChange
+from ductile.core.cluster.orders import Decision, Migration, Prediction, RoleChange
 from ductile.core.cluster.policies.rules import Home
 from ductile.core.cluster.state import SlotState
 from ductile.loop.asking import BadDecision
@@ -52,9 +52,9 @@ class ScriptedStage:
         assert not moves or not self.under_way, "one change at a time"
         self.under_way = len(moves)
 
-    async def hand_off(self, handoffs):
-        await self.part("hand off " + " ".join(f"{each.id}>{each.target}" for each in handoffs))
-        self.where = self.where | {each.id: each.target for each in handoffs}
+    async def migrate(self, migrations):
+        await self.part("migrate " + " ".join(f"{each.id}>{each.target}" for each in migrations))
+        self.where = self.where | {each.id: each.target for each in migrations}
 
     async def dismiss(self, slot, role):
         await self.part(f"dismiss {slot}")
@@ -134,18 +134,18 @@ def moved(*orders, **more):
 
 def test_who_joins_the_trainer_generates_until_the_trainer_stands_still(tmp_path):
     state = scene(running={2: [10], 3: [20, 30]})
-    policy = Scripted(moved(RoleChange(2, G, T), Handoff("2/0", 2, 3)))
+    policy = Scripted(moved(RoleChange(2, G, T), Migration("2/0", 2, 3)))
     stage, errors, _ = run_controller(tmp_path, state, policy, one_event)
-    assert stage.what() == ["prepare", "hand off 2/0>3", "dismiss 2", "resize 0 1 2"]
+    assert stage.what() == ["prepare", "migrate 2/0>3", "dismiss 2", "resize 0 1 2"]
     assert stage.roles[2] == T
     assert errors == []
 
 
 def test_without_memory_for_both_it_leaves_first(tmp_path):
     state = scene(running={2: [10], 3: [20]}, limits=replace(scene().limits, may_share=False))
-    policy = Scripted(moved(RoleChange(2, G, T), Handoff("2/0", 2, 3)))
+    policy = Scripted(moved(RoleChange(2, G, T), Migration("2/0", 2, 3)))
     stage, _, _ = run_controller(tmp_path, state, policy, one_event)
-    assert stage.what() == ["hand off 2/0>3", "dismiss 2", "prepare", "resize 0 1 2"]
+    assert stage.what() == ["migrate 2/0>3", "dismiss 2", "prepare", "resize 0 1 2"]
 
 
 def test_everybody_moves_at_once_and_what_can_be_done_together_is(tmp_path):
@@ -157,15 +157,15 @@ def test_everybody_moves_at_once_and_what_can_be_done_together_is(tmp_path):
             RoleChange(1, T, G),
             RoleChange(2, G, T),
             RoleChange(3, G, S),
-            Handoff("2/0", 2, 5),
-            Handoff("4/1", 4, 0),
+            Migration("2/0", 2, 5),
+            Migration("4/1", 4, 0),
         )
     )
     stage, errors, _ = run_controller(tmp_path, state, policy, one_event)
     at = {what: at for at, what in stage.diary}
     assert at["dismiss 3"] < at["prepare"] == at["admit 0"] == at["admit 3"]
-    assert at["prepare"] < at["hand off 2/0>5"] < at["dismiss 2"] < at["resize 0 2"] < at["admit 1"]
-    assert at["admit 1"] < at["hand off 4/1>0"], "rollouts go to new generators last"
+    assert at["prepare"] < at["migrate 2/0>5"] < at["dismiss 2"] < at["resize 0 2"] < at["admit 1"]
+    assert at["admit 1"] < at["migrate 4/1>0"], "rollouts go to new generators last"
     assert stage.roles == {0: B, 1: G, 2: T, 3: S, 4: G, 5: G}
     assert errors == []
 
@@ -177,15 +177,15 @@ def test_a_slot_that_trains_and_is_to_generate_besides_is_only_admitted(tmp_path
 
 def test_the_only_generator_keeps_its_rollouts_until_the_next_one_is_there(tmp_path):
     state = scene({"actor": "0-1", "rollout": "2"}, running={2: [10]})
-    policy = Scripted(moved(RoleChange(1, T, G), RoleChange(2, G, T), Handoff("2/0", 2, 1)))
+    policy = Scripted(moved(RoleChange(1, T, G), RoleChange(2, G, T), Migration("2/0", 2, 1)))
     stage, _, _ = run_controller(tmp_path, state, policy, one_event)
-    assert stage.what() == ["prepare", "resize 0 2", "admit 1", "hand off 2/0>1", "dismiss 2"]
+    assert stage.what() == ["prepare", "resize 0 2", "admit 1", "migrate 2/0>1", "dismiss 2"]
     assert stage.roles == {0: T, 1: G, 2: T}
 
 
 def test_it_stays_when_the_next_one_does_not_come(tmp_path):
     state = scene({"actor": "0-1", "rollout": "2"}, running={2: [10]})
-    policy = Scripted(moved(RoleChange(1, T, G), RoleChange(2, G, T), Handoff("2/0", 2, 1)))
+    policy = Scripted(moved(RoleChange(1, T, G), RoleChange(2, G, T), Migration("2/0", 2, 1)))
     stage, _, events = run_controller(tmp_path, state, policy, one_event, broken={"admit 1"})
     assert stage.roles == {0: T, 1: NONE, 2: B}
     said = [row["sentence"] for row in events if row["kind"] == "switched"]
@@ -255,7 +255,11 @@ def test_slots_settle_before_a_version_goes_live_and_stay_until_it_is(tmp_path):
 
 @pytest.mark.parametrize(
     "orders",
-    [(RoleChange(0, T, B),), (RoleChange(1, T, G),), (RoleChange(1, T, G), RoleChange(2, G, T), Handoff("2/0", 2, 3))],
+    [
+        (RoleChange(0, T, B),),
+        (RoleChange(1, T, G),),
+        (RoleChange(1, T, G), RoleChange(2, G, T), Migration("2/0", 2, 3)),
+    ],
     ids=["beside training", "from the trainer", "one for another"],
 )
 @pytest.mark.parametrize("patience_s", [0.1, 0.5])
@@ -274,8 +278,8 @@ def test_nobody_waits_for_a_change_for_longer_than_half_a_micro_step(tmp_path, o
 
 @pytest.mark.parametrize("broken", [frozenset(), {"admit 1"}, {"resize 0"}], ids=["done", "refused", "rolled back"])
 def test_weights_wait_for_joiners_and_for_nobody_else(tmp_path, broken):
-    """Not for their handoffs, for who leaves, or for who is not to come after all."""
-    orders = (RoleChange(1, T, G), Handoff("2/0", 2, 1))
+    """Not for their migrations, for who leaves, or for who is not to come after all."""
+    orders = (RoleChange(1, T, G), Migration("2/0", 2, 1))
     state = patient(scene(running={2: [10, 20]}), 60.0)
     stage, _, _ = run_controller(
         tmp_path, state, Scripted(moved(*orders)), partial(publish, live_s=10.0), broken=broken
@@ -283,7 +287,7 @@ def test_weights_wait_for_joiners_and_for_nobody_else(tmp_path, broken):
     at = {what: at for at, what in stage.diary}
     assert at["goes live"] == (3.0 if not broken else at[min(broken)])
 
-    both_ways = (RoleChange(2, G, T), Handoff("2/0", 2, 3), Handoff("2/1", 2, 3))
+    both_ways = (RoleChange(2, G, T), Migration("2/0", 2, 3), Migration("2/1", 2, 3))
     for orders, live_s in [(both_ways, 0.25), ((*both_ways, RoleChange(0, T, B)), 1.0)]:
         stage, _, _ = run_controller(
             tmp_path / str(live_s), state, Scripted(moved(*orders)), partial(publish, live_s=10.0)
@@ -357,16 +361,16 @@ def test_held_training_is_always_released_in_the_end(tmp_path):
 
 
 def test_training_that_waited_waits_until_rollouts_have_left(tmp_path):
-    """A slot that trains would hear of the handoff only after its micro-steps."""
+    """A slot that trains would hear of the migration only after its micro-steps."""
     state = scene({"actor,rollout": "0-1"}, running={0: [10], 1: [20]})
-    policy = Scripted(Decision(hold_training=True, reason="wait"), moved(Handoff("0/0", 0, 1)))
+    policy = Scripted(Decision(hold_training=True, reason="wait"), moved(Migration("0/0", 0, 1)))
 
     async def two_events(controller, stage):
         await one_event(controller, stage)
         await one_event(controller, stage)
 
     stage, _, _ = run_controller(tmp_path, state, policy, two_events)
-    assert stage.what() == ["hold", "hand off 0/0>1", "release"]
+    assert stage.what() == ["hold", "migrate 0/0>1", "release"]
 
 
 def test_held_training_is_released_when_the_run_breaks_off_in_a_change(tmp_path):

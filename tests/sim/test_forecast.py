@@ -5,7 +5,7 @@ from itertools import accumulate
 import numpy as np
 import pytest
 
-from ductile.core.cluster.handoff import length_model
+from ductile.core.cluster.migration import length_model
 from ductile.core.cluster.policies.forecast import NEVER, Plans, forecast, work
 from ductile.core.cluster.policies.model import Model
 from ductile.core.cluster.policies.static import InTurns
@@ -64,7 +64,7 @@ def test_when_training_begins_beside_generation_the_rest_takes_about_as_long_as_
         assert expected_s - asked_at_s == pytest.approx(ends_s[step] - asked_at_s, rel=0.25)
 
 
-def test_others_train_while_generators_prefill_what_was_handed_off():
+def test_others_train_while_generators_prefill_what_has_migrated():
     """There is more to train than to generate, so a short delay of generation delays nothing."""
     state = scene(running={5: [300] * 4}, ready=50, ready_tokens=40_000, roles={slot: ("train",) for slot in range(5)})
     assert finish_s(state, 1, 5, delay_generate_s=1.0) == pytest.approx(finish_s(state, 1, 5), rel=0.02)

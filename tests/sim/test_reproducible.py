@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from ductile.core.cluster.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
-from ductile.core.cluster.fits import by_slots, handing_off, line
+from ductile.core.cluster.fits import by_slots, line, migration_cost
 from ductile.core.cluster.policies.model import Model
 from ductile.sim.run import simulate
 from tests.sim.scenarios import scenario
@@ -54,7 +54,7 @@ def numbers():
         DecodeSpeed.fit(points),
         line([(each[1], each[2]) for each in points]),
         by_slots({1: 0.1, 2: 0.0612, 3: 0.0391, 7: 0.0187}),
-        handing_off([(1e6 * each[0], each[2]) for each in points], (0.05, 1e-9)),
+        migration_cost([(1e6 * each[0], each[2]) for each in points], (0.05, 1e-9)),
     ]
     asked = Asked()
     result = simulate(scenario(), asked)

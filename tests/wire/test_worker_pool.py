@@ -9,7 +9,7 @@ from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.messages import Drop, Generate, Hold, Lend, Publish, Receive, Score, Scores, TakeBack, Withdraw
 from ductile.wire.remote import RemoteScorer
 from tests.loop.doubles import clock
-from tests.wire.test_handover import TIMEOUT_S, TRAINER, Cluster, is_whole, steps, with_cluster
+from tests.wire.test_migration import TIMEOUT_S, TRAINER, Cluster, is_whole, steps, with_cluster
 
 
 def versions(cluster: Cluster) -> dict[int, int | None]:

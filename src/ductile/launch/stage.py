@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from ductile.core.cluster.measured import CostModel, Once
-from ductile.core.cluster.orders import Handoff, RoleChange
+from ductile.core.cluster.orders import Migration, RoleChange
 from ductile.core.cluster.placement import SPELLED, Placement, Role
 from ductile.core.cluster.state import ClusterState, Limits, SlotState, TrainerState
 from ductile.launch.activity import Situation, SlotActivity
@@ -145,24 +145,24 @@ class LiveActuator:
                 self._generators.hold(move.slot)
         self._activity.changing([move.slot for move in moves])
 
-    async def hand_off(self, handoffs: Sequence[Handoff]) -> None:
+    async def migrate(self, migrations: Sequence[Migration]) -> None:
         contexts = {rollout.id: rollout.context_tokens for rollout in self._generators.unfinished()}
         began_s = self.now_s
         async with self._or_not_done():
-            results = await self._generators.hand_off(handoffs)
+            results = await self._generators.migrate(migrations)
         # A target takes caches in one after another, several targets at once.
         taken_in = Counter[int]()
         for result in results:
             if result.slot is not None and result.slot != result.order.source:
                 taken_in[result.slot] += contexts.get(result.order.id, 0) if result.with_cache else 0
         if taken_in:  # otherwise all had ended, and no slot was asked
-            self._measured.handed_off(max(taken_in.values()), self.now_s - began_s)
+            self._measured.migrated(max(taken_in.values()), self.now_s - began_s)
 
     async def dismiss(self, slot: int, role: Role) -> None:
         if role == "generate":
             left = sum(rollout.slot == slot for rollout in self._generators.unfinished())
-            if left:  # they could not be handed off, and the change is not to wait for their end
-                raise NotDone(f"slot {slot} goes on generating: {left} of its rollouts could not be handed off")
+            if left:  # they could not migrate, and the change is not to wait for their end
+                raise NotDone(f"slot {slot} goes on generating: {left} of its rollouts could not migrate")
             async with self._or_not_done(), self._measuring("release"):
                 await self._generators.dismiss(slot)
         elif self._scorer is not None:

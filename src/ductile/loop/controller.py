@@ -27,7 +27,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ductile.core.cluster.orders import Decision, Handoff, Policy, RoleChange, formation_after
+from ductile.core.cluster.orders import Decision, Migration, Policy, RoleChange, formation_after
 from ductile.core.cluster.placement import Role
 from ductile.core.cluster.state import ClusterState
 from ductile.loop.asking import BadDecision, ask
@@ -69,7 +69,7 @@ class Actuator(Protocol):
         """These slots, and no others, change roles. A slot that is to generate no more gets no new requests."""
         ...
 
-    async def hand_off(self, handoffs: Sequence[Handoff]) -> None:
+    async def migrate(self, migrations: Sequence[Migration]) -> None:
         """Rollouts that have ended meanwhile stay out of it."""
         ...
 
@@ -207,8 +207,8 @@ class ElasticController:
         at_s, state = actuator.now_s, replace(actuator.state(), asked=self._asked)
         self._asked = True
         decision = self._ask(state)
-        # Slots that train hear of a handoff after their micro-steps: training that waited waits until they have.
-        self._hold_training(decision.hold_training or (state.trainer.held and bool(decision.handoffs)))
+        # Slots that train hear of a migration after their micro-steps: training that waited waits until they have.
+        self._hold_training(decision.hold_training or (state.trainer.held and bool(decision.migrations)))
         took_s = time.thread_time() - began_s
         self.deciding_s += took_s
         self._not_before_s = actuator.now_s + self._rest_s(took_s)
@@ -266,11 +266,11 @@ class ElasticController:
         actuator, failures = self._actuator, list[str]()
 
         async def leave(slots: Collection[int]) -> None:
-            handoffs = [
-                order for order in decision.handoffs if order.source in slots and order.target not in delta.joining
+            migrations = [
+                order for order in decision.migrations if order.source in slots and order.target not in delta.joining
             ]
-            if handoffs:
-                failures.extend(await _done(actuator.hand_off(handoffs)))
+            if migrations:
+                failures.extend(await _done(actuator.migrate(migrations)))
             going = set(slots) - delta.keeping
             leaving: list[tuple[int, Role]] = [(slot, role) for slot, role in delta.given_up if slot in going]
             failures.extend(await _done(*(actuator.dismiss(slot, role) for slot, role in leaving)))
@@ -296,20 +296,20 @@ class ElasticController:
                 after = [actuator.admit(slot, role) for slot, role in delta.taken_on if slot in delta.leaves_trainer]
                 failures += await _done(*after)
             self._joined.set()
-            failures += await self._finish_handoffs(decision, delta)
+            failures += await self._finish_migrations(decision, delta)
         finally:
             actuator.changing(())
         return failures
 
-    async def _finish_handoffs(self, decision: Decision, delta: "_RoleDelta") -> list[str]:
+    async def _finish_migrations(self, decision: Decision, delta: "_RoleDelta") -> list[str]:
         """Hand rollouts to new generators that are really there. A slot that keeps rollouts goes on generating."""
-        late = [order for order in decision.handoffs if order.target in delta.joining]
+        late = [order for order in decision.migrations if order.target in delta.joining]
         if not late:
             return []
         there = self._actuator.state().of("generate")
         missed = {order.source for order in late if order.target not in there}
-        to_hand_off = [order for order in late if order.target in there]
-        failures = await _done(self._actuator.hand_off(to_hand_off)) if to_hand_off else list[str]()
+        to_migrate = [order for order in late if order.target in there]
+        failures = await _done(self._actuator.migrate(to_migrate)) if to_migrate else list[str]()
         leaving: list[tuple[int, Role]] = [(slot, role) for slot, role in delta.given_up if slot in delta.keeping]
         failures += [
             f"slot {slot} goes on generating, as its rollouts have nowhere to go"
@@ -349,7 +349,7 @@ class _RoleDelta:
             given_up=_roles((move.slot, move.after, move.before) for move in decision.moves),
             taken_on=taken_on,
             joining=joining,
-            keeping=frozenset(order.source for order in decision.handoffs if order.target in joining),
+            keeping=frozenset(order.source for order in decision.migrations if order.target in joining),
             formation=formation,
             resizes={*formation.members} != {*before.members},
             waiting=joins_trainer if state.limits.may_share else frozenset(),

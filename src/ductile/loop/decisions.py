@@ -45,7 +45,7 @@ class DecisionLog:
 
     def changed(self, change: ExecutedDecision) -> None:
         """A change is at its end."""
-        what = sentence(change.decision.moves or change.decision.handoffs)
+        what = sentence(change.decision.moves or change.decision.migrations)
         said = f"Done in {change.seconds:.2f} s: {what}."
         if change.failures:
             said = f"Not all was done of {what}: {'; '.join(change.failures)}."
@@ -55,7 +55,7 @@ class DecisionLog:
             at_s=round(change.at_s, 3),
             seconds=round(change.seconds, 4),
             slots=sorted({move.slot for move in change.decision.moves}),
-            num_handoffs=len(change.decision.handoffs),
+            num_handoffs=len(change.decision.migrations),
             failures=change.failures,
         )
 

@@ -12,7 +12,7 @@ from math import fsum
 
 from ductile.core.cluster.cost import carriage
 from ductile.core.cluster.ledger import Activity, Ledger, idle_cause
-from ductile.core.cluster.orders import Handoff, RoleChange
+from ductile.core.cluster.orders import Migration, RoleChange
 from ductile.core.cluster.placement import SPELLED, Role
 from ductile.core.cluster.state import (
     IN_FLIGHT,
@@ -110,14 +110,14 @@ class SimulatedActuator:
         self.since_s.update(dict.fromkeys(changed - self._changing, self.now_s))
         self._open({move.slot: "generate" in move.before and "generate" in move.after for move in moves})
 
-    async def hand_off(self, handoffs: Sequence[Handoff]) -> None:
+    async def migrate(self, migrations: Sequence[Migration]) -> None:
         """Move rollouts, with all that they have so far; those that have ended stay out of it. The others decode on."""
-        for order in handoffs:
+        for order in migrations:
             if order.id in self.engines[order.source].requests:
                 self._migrating[order.id] = self._take(order.id, order.source)
         if self._migrating:
             await asyncio.sleep(self.scenario.costs.handoff_s)
-        for order in handoffs:
+        for order in migrations:
             if simulated := self._migrating.pop(order.id, None):
                 self._put(simulated, order.target)
 

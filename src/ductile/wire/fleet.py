@@ -3,25 +3,25 @@
 pool       which slots generate, who joins, who leaves, which version is live
 in flight  which sequence is where, how far it is
 dispatch   requests and aborts on their way
-handover   sequences that change generators
+migration  requests that go to another generator
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from ductile.core.cluster.orders import Handoff
+from ductile.core.cluster.orders import Migration
 from ductile.core.cluster.routing import GeneratorLoad, route
 from ductile.core.cluster.state import Lengths, Unfinished
 from ductile.records import GenerateRequest, Generation, Manifest
 from ductile.roles import Late, SlotLost
 from ductile.wire.dispatch import Dispatch
 from ductile.wire.finish import finish
-from ductile.wire.handover import HandoffResult, Handover
 from ductile.wire.in_flight import InFlight, RequestsInFlight
 from ductile.wire.lending import Lender
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Died, EngineStats, Event, Finished
+from ductile.wire.migration import MigrationResult, Migrator
 from ductile.wire.worker_pool import WorkerPool, whatever_slot
 
 
@@ -118,15 +118,15 @@ class RemoteGenerators:
             raise Late(f"{described} still had {left} requests after {self._timeout_s:g} s, and cannot leave") from None
         await self._pool.drop(slot)
 
-    async def hand_off(self, handoffs: Sequence[Handoff]) -> tuple[HandoffResult, ...]:
-        """Returns one result a handoff, in their order. Handoffs go on to their end when the caller is cancelled.
+    async def migrate(self, migrations: Sequence[Migration]) -> tuple[MigrationResult, ...]:
+        """Returns one result a migration, in their order. Migrations go on to their end when the caller is cancelled.
 
         Raises Late when they could not begin, as a version was going live.
         """
-        return await finish(self._dispatch.start(self._hand_off(handoffs)))
+        return await finish(self._dispatch.start(self._migrate(migrations)))
 
     def unfinished(self) -> tuple[Unfinished, ...]:
-        """Requests in flight, as policies see them; `Unfinished.id` is what `hand_off` understands."""
+        """Requests in flight, as policies see them; `Unfinished.id` is what `migrate` understands."""
         return self._in_flight.unfinished()
 
     def lengths(self) -> Lengths:
@@ -162,12 +162,12 @@ class RemoteGenerators:
         self._in_flight.reopen(entry)
         self.on_restarted(f"Request {entry.request.id} begins again: {error}.")
 
-    async def _hand_off(self, handoffs: Sequence[Handoff]) -> tuple[HandoffResult, ...]:
-        async with self._pool.lock.shared(f"{len(handoffs)} requests change generators"):
-            handover = Handover(
+    async def _migrate(self, migrations: Sequence[Migration]) -> tuple[MigrationResult, ...]:
+        async with self._pool.lock.shared(f"{len(migrations)} requests change generators"):
+            migrator = Migrator(
                 self._mailbox, self._pool, self._in_flight, self._dispatch, self._block_tokens, self._timeout_s
             )
-            return await handover.run(handoffs)
+            return await migrator.run(migrations)
 
     def _on_event(self, slot: int, event: Event) -> None:
         match event:

@@ -20,7 +20,7 @@ class InFlight:
     name: str
     """Id of the request on the wire: its own, with a number after it once that id was aborted."""
     request: GenerateRequest
-    """The request, with the tokens that it had when a generator last handed it off."""
+    """The request, with the tokens that it had when it last left a generator."""
     completion: "asyncio.Future[Generation]"
     slot: int | None = None
     """Slot that has the request; None while it waits for a generator, or is between two."""
@@ -34,10 +34,10 @@ class InFlight:
     """Slots that were lost while they had the request."""
 
     migrating: bool = False
-    """A handoff brings the request to `slot` and waits for the reply. Should that slot be lost, the handoff goes on."""
+    """The request migrates to `slot`, and the reply is waited for. Should that slot be lost, the migration goes on."""
 
     def take(self, request: GenerateRequest) -> None:
-        """Take over what a generator handed off: the same request, with the tokens that it has so far."""
+        """Take over what a generator gave away: the same request, with the tokens that it has so far."""
         self.request = replace(request, id=self.request.id)
         self.generated = len(request.generated)
 
@@ -106,7 +106,7 @@ class RequestsInFlight:
 
     def patience_s(self, entry: InFlight, timeout_s: float) -> float:
         """Seconds until the request's generator has made no progress for `timeout_s`. Between two generators it is the
-        whole `timeout_s`: no generator is to blame, and the handoff has deadlines of its own."""
+        whole `timeout_s`: no generator is to blame, and the migration has deadlines of its own."""
         if entry.slot is None or entry.migrating:
             return timeout_s
         return max(entry.since_s, self._progress_at_s.get(entry.slot, entry.since_s)) + timeout_s - self._clock()

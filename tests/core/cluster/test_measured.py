@@ -154,7 +154,7 @@ def test_a_cache_travels_at_the_speed_at_which_it_was_seen_to():
     measured = CostModel(cache_bytes_per_token=2000)
     assert measured.costs().cache_bytes_per_s > 0, "or it would never be tried"
     for tokens in (1000, 30_000, 15_000, 40_000) * 8:
-        measured.handed_off(tokens, 0.03 + 2000 * tokens / 4e8)
+        measured.migrated(tokens, 0.03 + 2000 * tokens / 4e8)
     costs = measured.costs()
     assert costs.cache_bytes_per_token == pytest.approx(2000)
     assert costs.cache_bytes_per_s == pytest.approx(4e8, rel=0.05)
@@ -165,7 +165,7 @@ def test_messages_of_small_caches_do_not_make_caches_slow():
     """Or rollouts would be prefilled again ever after, and the cache's real speed never be seen."""
     measured = CostModel(cache_bytes_per_token=2000)
     for tokens in (50, 200, 300, 200, 50):
-        measured.handed_off(tokens, 0.15)
+        measured.migrated(tokens, 0.15)
     assert measured.costs().cache_bytes_per_s > 1e8
     assert measured.costs().handoff_s == pytest.approx(0.13, abs=0.02)
 
@@ -173,14 +173,14 @@ def test_messages_of_small_caches_do_not_make_caches_slow():
 def test_a_slow_cache_is_found_out():
     measured = CostModel(cache_bytes_per_token=2000)
     for tokens in (2000, 4000):
-        measured.handed_off(tokens, 0.05 + 2000 * tokens / 2e6)
+        measured.migrated(tokens, 0.05 + 2000 * tokens / 2e6)
     assert measured.costs().cache_bytes_per_s < 1e7
 
 
-def test_a_handoff_that_waited_for_a_micro_step_is_left_out():
+def test_a_migration_that_waited_for_a_micro_step_is_left_out():
     measured = CostModel(cache_bytes_per_token=2000)
     for seconds in [0.05] * 4 + [2.5] + [0.05] * 4:
-        measured.handed_off(0, seconds)
+        measured.migrated(0, seconds)
     assert measured.costs().handoff_s == pytest.approx(0.05)
     assert measured.costs().cache_bytes_per_s == pytest.approx(1e9, rel=0.01), "no cache went along"
 
@@ -188,6 +188,6 @@ def test_a_handoff_that_waited_for_a_micro_step_is_left_out():
 def test_where_caches_cannot_travel_messages_alone_are_measured():
     measured = CostModel()
     for _ in range(3):
-        measured.handed_off(3000, 0.2)
+        measured.migrated(3000, 0.2)
     assert 0.1 < measured.costs().handoff_s < 0.2, "what was expected counts once"
     assert measured.costs().cache_bytes_per_s == 0

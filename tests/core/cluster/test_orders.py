@@ -1,7 +1,7 @@
 import pytest
 
-from ductile.core.cluster.handoff import change, hand_off, remaining_tokens
-from ductile.core.cluster.orders import Decision, Handoff, RoleChange, formation_after, violations
+from ductile.core.cluster.migration import change, migrate, remaining_tokens
+from ductile.core.cluster.orders import Decision, Migration, RoleChange, formation_after, violations
 from ductile.core.cluster.state import Lengths, Limits
 from ductile.records import Formation
 from tests.core.cluster.scenes import scene
@@ -23,9 +23,9 @@ GENERATE, TRAIN = ("generate",), ("train",)
             [RoleChange(0, TRAIN, ("train", "generate"))],
             "slot 0 has no memory for a generator beside the trainer's state",
         ),
-        ([Handoff("2/0", 3, 4)], "rollout 2/0 is not on slot 3"),
-        ([Handoff("2/0", 2, 0)], "rollout 2/0 cannot go to slot 0, which does not generate afterwards"),
-        ([Handoff("2/0", 2, 3), Handoff("2/0", 2, 4)], "a rollout is handed off twice"),
+        ([Migration("2/0", 3, 4)], "rollout 2/0 is not on slot 3"),
+        ([Migration("2/0", 2, 0)], "rollout 2/0 cannot go to slot 0, which does not generate afterwards"),
+        ([Migration("2/0", 2, 3), Migration("2/0", 2, 4)], "a rollout migrates twice"),
     ],
 )
 def test_a_decision_with_a_bug_is_refused_with_a_sentence(orders, sentence):
@@ -58,14 +58,14 @@ def test_the_longest_rollouts_go_to_whoever_has_the_least_to_do():
     state = scene(running={2: [0, 300, 320], 3: [0, 0], 4: []}, lengths=Lengths(tuple(range(1, 400))))
     left = remaining_tokens(state)
     assert left["2/0"] > left["2/1"] > left["2/2"]
-    handoffs = hand_off(state, [2], [3, 4])
-    assert [(order.id, order.target) for order in handoffs] == [("2/0", 4), ("2/1", 4), ("2/2", 4)]
+    migrations = migrate(state, [2], [3, 4])
+    assert [(order.id, order.target) for order in migrations] == [("2/0", 4), ("2/1", 4), ("2/2", 4)]
 
 
 def test_a_full_generator_gets_no_more_while_another_has_room():
     state = scene(running={2: [5, 5], 3: [5] * 7, 4: [5] * 8})
     remaining = {rollout.id: 100.0 if rollout.slot == 3 else 1.0 for rollout in state.unfinished}
-    assert [order.target for order in hand_off(state, [2], [3, 4], remaining)] == [3, 4]
+    assert [order.target for order in migrate(state, [2], [3, 4], remaining)] == [3, 4]
 
 
 def test_leaving_without_a_receiver_is_an_error():

@@ -133,8 +133,8 @@ class SwitchCosts:
     release_s: float = 0.0
     """Seconds until a slot that stops generating or scoring has freed its cache and weights."""
     handoff_s: float = 0.0
-    """Seconds in which rollouts change generators, however many at once: messages and bookkeeping. Rollouts that are
-    handed off wait for it, others do not. Neither prefill nor caches are in it."""
+    """Seconds in which rollouts change generators, however many at once: messages and bookkeeping. Rollouts that
+    migrate wait for it, others do not. Neither prefill nor caches are in it."""
     cache_bytes_per_token: float = 0.0
     cache_bytes_per_s: float = 0.0
     """Bytes of KV cache that travel from one slot to another per second; 0 when the cache cannot travel."""

@@ -18,7 +18,7 @@ PACE = 0.1
 OVERHEAD = 0.05
 """Share of a token's time that a further train slot adds for all slots, give or take, before anything is measured."""
 EXPECTED_BYTES = 4e6
-"""Bytes of an imagined handoff at the expected speed, which counts as one measurement among the others."""
+"""Bytes of an imagined migration at the expected speed, which counts as one measurement among the others."""
 
 Row = TypeVar("Row", bound=tuple[float, ...])
 """A measurement: (amount, seconds, ...)."""
@@ -64,10 +64,10 @@ def by_slots(per_token_s: Mapping[int, float]) -> Parts:
     return alone * mean_s, other / alone
 
 
-def handing_off(rows: Sequence[tuple[float, float]], expected: Parts) -> Parts:
+def migration_cost(rows: Sequence[tuple[float, float]], expected: Parts) -> Parts:
     """(start, a byte of cache) of `seconds = start + byte bytes`, for rows (bytes, seconds).
 
-    How many rollouts are handed off matters little: messages do not grow much, and a generator takes them between two
+    How many rollouts migrate matters little: messages do not grow much, and a generator takes them between two
     of its steps. Small caches tell next to nothing of a byte. So what is expected counts as two measurements more, and
     where the rows cannot tell one of the two at all, that one is what was expected.
     """
@@ -76,7 +76,7 @@ def handing_off(rows: Sequence[tuple[float, float]], expected: Parts) -> Parts:
     def fit(rows: Sequence[tuple[float, float]]) -> Parts:
         sizes, seconds = _columns([*rows, (0.0, start_s), (EXPECTED_BYTES, EXPECTED_BYTES * byte_s)])
         starts = np.ones_like(sizes)
-        starts[-1] = 0.0  # the imagined handoff has bytes and no messages
+        starts[-1] = 0.0  # the imagined migration has bytes and no messages
         start, expected_bytes = least_squares([starts, sizes / EXPECTED_BYTES], seconds)
         if start <= 0:
             return start_s, float(dot(sizes, np.maximum(0.0, seconds - start_s * starts)) / dot(sizes, sizes))

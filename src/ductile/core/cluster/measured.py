@@ -12,7 +12,7 @@ only one resize, its first.
                     0.5 s before any were. Preparing it takes as long again
     a grant         as long as the weights took to be published and received; 1 s before any were
     release, optimizer step, publish, receive     0.05 s, nothing
-    a handoff       50 ms, and a cache that can travel does so at 1 GB/s
+    a migration     50 ms, and a cache that can travel does so at 1 GB/s
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ from statistics import median
 from typing import Literal, TypeVar
 
 from ductile.core.cluster.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
-from ductile.core.cluster.fits import by_slots, handing_off, line, near
+from ductile.core.cluster.fits import by_slots, line, migration_cost, near
 
 Once = Literal["optim", "publish", "receive", "resize", "warm_up", "prepare", "grant", "release"]
 """What takes about as long each time. `warm_up` is what the first micro-step after a resize takes longer than
@@ -30,8 +30,8 @@ others."""
 
 PRIOR_DECODE = DecodeSpeed(step_s=0.05)
 PRIOR_PREFILL_SEQUENCES = 32
-PRIOR_HANDOFF = (0.05, 1e-9)
-"""Prior of a handoff: (seconds at the start, seconds for each byte of a cache)."""
+PRIOR_MIGRATION = (0.05, 1e-9)
+"""Prior of a migration: (seconds at the start, seconds for each byte of a cache)."""
 TRAIN_WORK = 3.0
 PRIORS: dict[Once, float] = {
     "optim": 0.0, "publish": 0.0, "receive": 0.0,
@@ -57,8 +57,8 @@ class CostModel:
         self._first_micro_steps: dict[int, deque[tuple[float, float]]] = {}
         self._rates: dict[str, deque[tuple[float, float]]] = {}
         self._once: dict[Once, deque[float]] = {}
-        self._handoffs: deque[tuple[float, float]] = deque(maxlen=WINDOW)
-        self._handing_off = PRIOR_HANDOFF
+        self._migrations: deque[tuple[float, float]] = deque(maxlen=WINDOW)
+        self._migration_cost = PRIOR_MIGRATION
         self._cached: Speeds | None = None
 
     @property
@@ -80,11 +80,11 @@ class CostModel:
         """slot_seconds: seconds of all scorers that worked on these tokens, added up."""
         self._rate("score", tokens, slot_seconds)
 
-    def handed_off(self, tokens: float, seconds: float) -> None:
-        """Rollouts were handed off, all at once. tokens: context tokens whose cache went along, to the slot that took
+    def migrated(self, tokens: float, seconds: float) -> None:
+        """Rollouts have migrated, all at once. tokens: context tokens whose cache went along, to the slot that took
         in the most."""
-        self._handoffs.append((tokens * self._cache_bytes_per_token, seconds))
-        self._handing_off = handing_off(self._handoffs, PRIOR_HANDOFF)
+        self._migrations.append((tokens * self._cache_bytes_per_token, seconds))
+        self._migration_cost = migration_cost(self._migrations, PRIOR_MIGRATION)
 
     def micro_step(self, tokens_busiest: float, num_slots: int, seconds: float) -> None:
         self._keep(self._micro_steps, num_slots, (tokens_busiest, seconds))
@@ -109,7 +109,7 @@ class CostModel:
         return self._cached
 
     def costs(self) -> SwitchCosts:
-        handoff_s, per_byte_s = self._handing_off
+        handoff_s, per_byte_s = self._migration_cost
         return SwitchCosts(
             resize_s=self._usual("resize") + self._usual("warm_up"),
             prepare_s=self._usual("prepare"),

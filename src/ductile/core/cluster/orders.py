@@ -1,6 +1,6 @@
 """What a policy answers: orders, and why.
 
-A `Decision` is one change of the cluster, carried out as a whole: rollouts are handed off, slots give roles up, the
+A `Decision` is one change of the cluster, carried out as a whole: rollouts migrate, slots give roles up, the
 trainer resizes once to `formation_after`, slots take roles on. `violations` says what is wrong with one; it is
 asked before a decision is carried out, so that a policy with a bug is refused and not obeyed.
 """
@@ -25,7 +25,7 @@ class RoleChange:
 
 
 @dataclass(frozen=True, slots=True)
-class Handoff:
+class Migration:
     """The unfinished rollout leaves its generator and goes on at another, with all it has so far."""
 
     id: str
@@ -35,9 +35,10 @@ class Handoff:
     """Whether the rollout's cache travels too; otherwise the target prefills its context again."""
 
 
-Order = RoleChange | Handoff
+Order = RoleChange | Migration
 ORDERS = (
-    'RoleChange(slot, before, after), whose roles are tuples like ("train", "generate"), or Handoff(id, source, target)'
+    'RoleChange(slot, before, after), whose roles are tuples like ("train", "generate"), or '
+    "Migration(id, source, target)"
 )
 
 
@@ -50,7 +51,7 @@ class Prediction:
     go_s: float
     """Seconds with the decision, its cost included."""
     cost_s: float = 0.0
-    """Seconds that carrying the decision out costs: pauses of the trainer, prefill of what is handed off."""
+    """Seconds that carrying the decision out costs: pauses of the trainer, prefill of what migrates."""
 
     @property
     def gain_s(self) -> float:
@@ -74,8 +75,8 @@ class Decision:
         return tuple(order for order in self.orders if isinstance(order, RoleChange))
 
     @property
-    def handoffs(self) -> tuple[Handoff, ...]:
-        return tuple(order for order in self.orders if isinstance(order, Handoff))
+    def migrations(self) -> tuple[Migration, ...]:
+        return tuple(order for order in self.orders if isinstance(order, Migration))
 
 
 @runtime_checkable
@@ -108,7 +109,7 @@ def violations(state: ClusterState, decision: Decision) -> list[str]:
     """What is wrong with the decision, a sentence for each defect; none when it may be carried out."""
     if not decision.orders:
         return []  # all stays as it is: what is wrong with that is not the decision's
-    found = [*_wrong_moves(state, decision), *_wrong_handoffs(state, decision)]
+    found = [*_wrong_moves(state, decision), *_wrong_migrations(state, decision)]
     after = roles_after(state, decision)
     return found or [*_broken_floors(state, state.limits, after), *_wrong_moment(state, after)]
 
@@ -134,7 +135,7 @@ def _is_order(order: object) -> bool:
         case RoleChange(before=tuple(), after=tuple()):
             return {*order.before, *order.after} <= SPELLED.keys()
         case _:
-            return isinstance(order, Handoff)
+            return isinstance(order, Migration)
 
 
 def _wrong_moves(state: ClusterState, decision: Decision) -> Iterator[str]:
@@ -160,19 +161,19 @@ def _wrong_moves(state: ClusterState, decision: Decision) -> Iterator[str]:
             yield f"slot {move.slot} has no memory for a generator beside the trainer's state"
 
 
-def _wrong_handoffs(state: ClusterState, decision: Decision) -> Iterator[str]:
+def _wrong_migrations(state: ClusterState, decision: Decision) -> Iterator[str]:
     after = roles_after(state, decision)
-    handed = {order.id: order for order in decision.handoffs}
-    if len(handed) < len(decision.handoffs):
-        yield "a rollout is handed off twice"
+    migrating = {order.id for order in decision.migrations}
+    if len(migrating) < len(decision.migrations):
+        yield "a rollout migrates twice"
     where = {rollout.id: rollout.slot for rollout in state.unfinished}
-    for order in decision.handoffs:
+    for order in decision.migrations:
         if where.get(order.id) != order.source:
             yield f"rollout {order.id} is not on slot {order.source}"
         elif "generate" not in after.get(order.target, ()) or order.target == order.source:
             yield f"rollout {order.id} cannot go to slot {order.target}, which does not generate afterwards"
     for name, slot in where.items():
-        if "generate" not in after.get(slot, ()) and name not in handed:
+        if "generate" not in after.get(slot, ()) and name not in migrating:
             yield f"rollout {name} would be left behind on slot {slot}"
 
 
@@ -196,16 +197,16 @@ def sentence(orders: Iterable[Order], *further: str) -> str:
     """The orders in words: "slot 2 generate → train: 3 rollouts left, handed to slot 3; cost 0.4 s"; `further` parts
     come last."""
     kinds: dict[tuple[str, str], list[int]] = {}
-    handoffs: list[Handoff] = []
+    migrations: list[Migration] = []
     for order in orders:
         if isinstance(order, RoleChange):
             kinds.setdefault((spelled(order.before), spelled(order.after)), []).append(order.slot)
         else:
-            handoffs.append(order)
+            migrations.append(order)
     said = ", ".join(f"{slots_of(slots)} {before} → {after}" for (before, after), slots in kinds.items())
-    if handoffs:
-        what = many(len(handoffs), "rollout")
-        to = slots_of({order.target for order in handoffs})
+    if migrations:
+        what = many(len(migrations), "rollout")
+        to = slots_of({order.target for order in migrations})
         said = f"{said}: {what} left, handed to {to}" if said else f"{what} handed to {to}"
     return "; ".join(part for part in (said, *further) if part)
 

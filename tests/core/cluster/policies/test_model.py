@@ -66,8 +66,8 @@ def test_training_waits_for_what_its_slots_generate_where_that_is_permitted(trai
 def test_training_begins_without_a_resize_when_handing_off_is_enough():
     decision = decide(late())
     assert decision.moves == ()
-    assert {order.source for order in decision.handoffs} == {0, 1, 2, 3, 4}
-    assert {order.target for order in decision.handoffs} == {5}
+    assert {order.source for order in decision.migrations} == {0, 1, 2, 3, 4}
+    assert {order.target for order in decision.migrations} == {5}
     assert not decision.hold_training
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ductile.core.cluster.orders import Decision, Handoff, Prediction, RoleChange, roles_after, violations
+from ductile.core.cluster.orders import Decision, Migration, Prediction, RoleChange, roles_after, violations
 from ductile.core.cluster.state import BatchProgress, ClusterState, Lengths, Limits, SlotState, TrainerState, Unfinished
 from ductile.sim.run import simulate
 from tests.core.cluster.scenes import scene
@@ -51,13 +51,13 @@ def test_a_whole_run_with_it():
         Lengths,
         Decision,
         RoleChange,
-        Handoff,
+        Migration,
         Prediction,
     ],
 )
 def test_the_tables_have_all_that_a_policy_is_told_and_may_answer(kind):
     section = PAGE.read_text().partition("## Your own policy")[2].partition("## When it helps")[0]
     names = {name for name in vars(kind) if not name.startswith("_")} | {*kind.__annotations__}
-    methods = {"count", "index", "moves", "handoffs"}  # of tuples, and of those who carry decisions out
+    methods = {"count", "index", "moves", "migrations"}  # of tuples, and of those who carry decisions out
     missing = [name for name in sorted(names - methods) if not re.search(rf"\b{name}\b", section)]
     assert missing == []

@@ -103,7 +103,7 @@ def test_it_never_makes_a_move_that_it_expects_to_lose(state):
 def carried_out(state, decision):
     """The state afterwards, with nothing else changed."""
     after = roles_after(state, decision)
-    targets = {order.id: order.target for order in decision.handoffs}
+    targets = {order.id: order.target for order in decision.migrations}
     moved = {move.slot for move in decision.moves}
     return replace(
         state,

@@ -53,7 +53,7 @@ def test_what_it_says_is_what_it_does():
     assert decision.reason == (
         "slot 2 generate → train: 3 rollouts left, handed to slots 1,3; 14 rollouts to generate, 2 generators needed"
     )
-    assert {order.id for order in decision.handoffs} == {"2/0", "2/1", "2/2"}
+    assert {order.id for order in decision.migrations} == {"2/0", "2/1", "2/2"}
     alone = scene({"actor": 0, "rollout": "1-2"}, running={2: [9]}, trained=10)
     assert Rules().decide(alone).reason == "slot 1 generate → train; 1 rollout to generate, 1 generator needed"
 
@@ -108,7 +108,7 @@ def test_train_slots_generate_until_half_of_the_step_is_finished():
     decision = Rules(pre_process=True).decide(late)
     assert not decision.hold_training
     assert kept(late, decision)["generate"] == [2, 3, 4, 5]
-    assert {order.source for order in decision.handoffs} == {0, 1}
+    assert {order.source for order in decision.migrations} == {0, 1}
     assert "training starts" in decision.reason
 
 

@@ -1,7 +1,7 @@
 """So many generators: which slots would that be, and what does it cost to get there?
 
 Slots that train keep their generator beside the trainer's state where there is memory for both, so that the next step
-finds it there: from all generating to some of them training takes handoffs alone, and back again nothing.
+finds it there: from all generating to some of them training takes migrations alone, and back again nothing.
 
 Slots are ordered once a decision; every number of generators is then a slice of one order and a difference of running
 sums.
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from ductile.core.cluster.cost import carriage
-from ductile.core.cluster.handoff import Remaining
+from ductile.core.cluster.migration import Remaining
 from ductile.core.cluster.placement import Role
 from ductile.core.cluster.state import ClusterState
 
@@ -36,7 +36,7 @@ class Arrangements:
         self._state, self._held = state, {slot: held[slot] for slot in pool}
         self.members = frozenset(members).intersection(pool)
         self.generators_now = frozenset(slot for slot in pool if "generate" in held[slot])
-        # Slots that only generate come first, then those that have the most to hand off; of the trainer's slots, those
+        # Slots that only generate come first, then those that have the most to migrate; of the trainer's slots, those
         # that joined last leave it first.
         self._order = sorted(
             pool,
@@ -52,7 +52,7 @@ class Arrangements:
         self._context = [0.0, *accumulate(context[slot] for slot in self._order)]
         sharing = self.members & self.generators_now
         # A micro-step would stop sequences of these slots: while there are such, the trainer is held, or they are
-        # handed off.
+        # migrated.
         self.shared = bool(sharing) and (state.batch.to_start > 0 or any(context[slot] for slot in sharing))
         self._carried_s = carriage(1.0, state.speeds, state.costs).seconds
         several_turns = any(rollout.num_turns for rollout in state.unfinished)
@@ -87,7 +87,7 @@ class Arrangements:
         return {slot: BOTH if slot in self.members else ("generate",) for slot in self._held}
 
     def moved_context(self, count: int) -> float:
-        """Context tokens that are handed off when `count` slots generate."""
+        """Context tokens that migrate when `count` slots generate."""
         return self._context[-1] - self._context[count]
 
     def split_delays_s(self, count: int) -> tuple[float, float]:
@@ -98,16 +98,16 @@ class Arrangements:
         # A slot that leaves the trainer waits for the resize before it generates.
         stopped, left_s = len(self.generators(count) & self.members), self._state.resize_wait_s + resize_s
         generate_s = self._joining_s(costs.grant_s, new, count) + self._joining_s(left_s, stopped, count)
-        return resize_s, generate_s + self._handing_off_s(self.moved_context(count), count)
+        return resize_s, generate_s + self._migrating_s(self.moved_context(count), count)
 
     def everybody_delays_s(self) -> tuple[float, float]:
         """What `everybody` costs now, in seconds: of the trainer, and of generation."""
         num_slots = len(self._held)
         new = num_slots - len(self.generators_now)
         moved = 0.0 if self._state.batch.to_start else self._context[-1] * new / num_slots
-        return 0.0, self._joining_s(self._state.costs.grant_s, new, num_slots) + self._handing_off_s(moved, new)
+        return 0.0, self._joining_s(self._state.costs.grant_s, new, num_slots) + self._migrating_s(moved, new)
 
-    def _handing_off_s(self, context: float, num_targets: int) -> float:
+    def _migrating_s(self, context: float, num_targets: int) -> float:
         """Seconds that handing off costs generation, on average over all sequences: messages stop only those that they
         are about."""
         if not context:

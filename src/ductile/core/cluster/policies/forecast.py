@@ -107,7 +107,7 @@ class Plans:
     delay_train_s: Floats
     """Seconds until the trainer can go on: what resizing costs now."""
     delay_generate_s: Floats
-    """Seconds added to generation: taking in what is handed off, and new generators that are not there yet."""
+    """Seconds added to generation: taking in what migrates, and new generators that are not there yet."""
 
 
 def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> Floats:
@@ -149,7 +149,7 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
         # Over-full generators take turns.
         seconds *= np.maximum(1.0, running / (stage.generators * full))
         seconds += started * todo.prompt_tokens / speeds.prefill_tokens_per_s / stage.generators
-        # Others train while generators take in what was handed off.
+        # Others train while generators take in what has migrated.
         seconds += stalled_s
         stalled_s = np.zeros(num_plans)
         taken = _taken(state, todo, taken, left / total, stage.trainers)
@@ -189,7 +189,7 @@ class _Stage:
     second: npt.NDArray[np.bool_]
 
     def advance(self, state: ClusterState, plans: Plans, left: Floats, num_slots: int) -> tuple[Floats, Floats]:
-        """Go on to the round in which so many rollouts are left. Returns the share of contexts that are handed off, and
+        """Go on to the round in which so many rollouts are left. Returns the share of contexts that migrate, and
         for how long the trainer pauses."""
         before, paused_s = self.generators, np.zeros_like(left)
         change = ~self.second & (left <= plans.until)

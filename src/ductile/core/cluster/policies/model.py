@@ -8,9 +8,9 @@
    until the last rollout ends, then the trainer trains).
 3. A candidate is taken when it ends the work earlier than leaving the roles as they are does, its cost counted, by more
    than a margin, and when doing it now is as good as doing it later. Soon after a change, it has to gain twice that.
-4. The slots that move are those with the fewest predicted tokens to hand off; these go to the generators with the
+4. The slots that move are those with the fewest predicted tokens to migrate; these go to the generators with the
    least left. Slots that need not give up a role keep it: a step that generates on all slots and then trains on most
-   of them takes handoffs, and no resize.
+   of them takes migrations, and no resize.
 
 Two permissions say whether training may wait for what train slots generate: `pre_process` until the batch's last part,
 `wait_before_last_iter` in it.
@@ -27,7 +27,7 @@ import numpy as np
 
 from ductile.core.cluster.arithmetic import EQUAL
 from ductile.core.cluster.cost import carriage
-from ductile.core.cluster.handoff import Remaining, change, length_model, remaining_tokens, spread
+from ductile.core.cluster.migration import Remaining, change, length_model, remaining_tokens, spread
 from ductile.core.cluster.orders import Decision, Prediction, sentence, violations
 from ductile.core.cluster.placement import Role
 from ductile.core.cluster.policies.arrange import Arrangements
@@ -222,12 +222,12 @@ def _even_out(
     # The fullest generator cannot get below the average. Most often that does not pay, and no spread need be found.
     if token_s * (max(before.values()) - even) < state.costs.handoff_s + 5 * margin * stay_s:
         return stay
-    handoffs = spread(state, generators, remaining)
-    if not handoffs:
+    migrations = spread(state, generators, remaining)
+    if not migrations:
         return stay
     rollouts = {rollout.id: rollout for rollout in state.unfinished}
     after, stall_s = dict(before), dict.fromkeys(generators, 0.0)
-    for order in handoffs:
+    for order in migrations:
         rollout = rollouts[order.id]
         after[order.source] -= remaining[order.id]
         after[order.target] += remaining[order.id]
@@ -237,7 +237,7 @@ def _even_out(
     if stay_s - go_s <= cost_s + 5 * margin * stay_s:
         return stay
     prediction = Prediction(stay_s, go_s, cost_s)
-    return Decision(handoffs, sentence(handoffs, _figures(prediction)), hold, prediction)
+    return Decision(migrations, sentence(migrations, _figures(prediction)), hold, prediction)
 
 
 def _changed_lately(state: ClusterState, patience: float) -> bool:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from ductile.core.cluster.arithmetic import whole_times
-from ductile.core.cluster.handoff import change, remaining_tokens
+from ductile.core.cluster.migration import change, remaining_tokens
 from ductile.core.cluster.orders import Decision, Order, sentence, violations
 from ductile.core.cluster.placement import Role, many
 from ductile.core.cluster.state import BatchProgress, ClusterState
@@ -129,7 +129,7 @@ def _carries(state: ClusterState) -> int:
 
 def _cheapest_to_free(state: ClusterState, generators: list[int]) -> list[int]:
     """The generators in the order in which they are freed: those that train already (they only stop generating), then
-    those with the fewest predicted tokens to hand off."""
+    those with the fewest predicted tokens to migrate."""
     left = dict.fromkeys(generators, 0.0)
     remaining = remaining_tokens(state)
     for rollout in state.unfinished:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ductile.core.cluster.cost import carriage
 from ductile.core.cluster.lengths import Survival, survival
-from ductile.core.cluster.orders import Handoff, Order, RoleChange
+from ductile.core.cluster.orders import Migration, Order, RoleChange
 from ductile.core.cluster.placement import Role, many, slots_of
 from ductile.core.cluster.state import ClusterState, Unfinished
 
@@ -38,12 +38,12 @@ def remaining_tokens(state: ClusterState, lengths: Survival | None = None) -> di
     return dict(zip([rollout.id for rollout in state.unfinished], left, strict=True))
 
 
-def hand_off(
+def migrate(
     state: ClusterState, leaving: Collection[int], receivers: Sequence[int], remaining: Remaining | None = None
-) -> tuple[Handoff, ...]:
-    """Handoffs of every rollout of the `leaving` slots to one of `receivers`.
+) -> tuple[Migration, ...]:
+    """Migrations of every rollout of the `leaving` slots to one of `receivers`.
 
-    Raises ValueError when there is something to hand off and no receiver.
+    Raises ValueError when a rollout is to migrate and there is no receiver.
     """
     orphans = [rollout for rollout in state.unfinished if rollout.slot in leaving] if leaving else []
     if not orphans:
@@ -59,17 +59,17 @@ def hand_off(
     full = state.limits.max_num_seqs
     queue = [(count[slot] >= full, load[slot], slot) for slot in receivers]
     heapq.heapify(queue)
-    handoffs: list[Handoff] = []
+    migrations: list[Migration] = []
     for rollout in sorted(orphans, key=lambda rollout: (-remaining[rollout.id], rollout.id)):
         _, tokens, target = queue[0]
         count[target] += 1
         heapq.heapreplace(queue, (count[target] >= full, tokens + remaining[rollout.id], target))
-        handoffs.append(_handoff(state, rollout, target))
-    return tuple(handoffs)
+        migrations.append(_migration(state, rollout, target))
+    return tuple(migrations)
 
 
-def spread(state: ClusterState, generators: Sequence[int], remaining: Remaining | None = None) -> tuple[Handoff, ...]:
-    """Handoffs from the generators with the most predicted tokens to those with the least, as long as that evens them
+def spread(state: ClusterState, generators: Sequence[int], remaining: Remaining | None = None) -> tuple[Migration, ...]:
+    """Migrations from the generators with the most predicted tokens to those with the least, as long as that evens them
     out; each rollout goes at most once."""
     remaining = remaining if remaining is not None else remaining_tokens(state)
     here: dict[int, list[Unfinished]] = {slot: [] for slot in generators}
@@ -78,12 +78,12 @@ def spread(state: ClusterState, generators: Sequence[int], remaining: Remaining 
         if rollout.slot in here:
             here[rollout.slot].append(rollout)
             load[rollout.slot] += remaining[rollout.id]
-    # An entry whose tokens are no longer its slot's is left over from before a handoff.
+    # An entry whose tokens are no longer its slot's is left over from before a migration.
     fullest = [(-tokens, slot) for slot, tokens in load.items()]
     emptiest = [(tokens, slot) for slot, tokens in load.items()]
     heapq.heapify(fullest)
     heapq.heapify(emptiest)
-    handoffs: list[Handoff] = []
+    migrations: list[Migration] = []
     while load:
         while -fullest[0][0] != load[fullest[0][1]]:
             heapq.heappop(fullest)
@@ -102,15 +102,15 @@ def spread(state: ClusterState, generators: Sequence[int], remaining: Remaining 
             load[slot] += tokens
             heapq.heappush(fullest, (-load[slot], slot))
             heapq.heappush(emptiest, (load[slot], slot))
-        handoffs.append(_handoff(state, best, least))
-    return tuple(handoffs)
+        migrations.append(_migration(state, best, least))
+    return tuple(migrations)
 
 
 def change(
     state: ClusterState, roles: Mapping[int, tuple[Role, ...]], generators: Collection[int] | None = None
 ) -> tuple[Order, ...]:
     """The orders after which the slots hold `roles` (slots that are not named stay as they are): a move for each slot
-    that changes, and a handoff for each rollout that would be left behind.
+    that changes, and a migration for each rollout that would be left behind.
 
     generators: slots that are to work on the rollouts of the slots that are named; the others hand theirs over, even
     where they stay generators. None: all that generate.
@@ -123,9 +123,9 @@ def change(
     if generators is not None:
         receivers = [slot for slot in receivers if slot in generators]
         leaving.update(slot for slot in roles if slot not in generators)
-    return (*moves, *hand_off(state, leaving, receivers))
+    return (*moves, *migrate(state, leaving, receivers))
 
 
-def _handoff(state: ClusterState, rollout: Unfinished, target: int) -> Handoff:
+def _migration(state: ClusterState, rollout: Unfinished, target: int) -> Migration:
     with_cache = carriage(rollout.context_tokens, state.speeds, state.costs).with_cache
-    return Handoff(rollout.id, rollout.slot, target, with_cache)
+    return Migration(rollout.id, rollout.slot, target, with_cache)

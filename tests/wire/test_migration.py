@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ductile.core.cluster.orders import Handoff
+from ductile.core.cluster.orders import Migration
 from ductile.records import Formation, GenerateRequest, Generation, Sampling
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.fleet import RemoteGenerators
@@ -90,7 +90,7 @@ def test_sequences_go_on_where_they_are_handed_to_and_nobody_notices():
         asked = {name: cluster.ask(name) for name in ("a", "b", "c")}
         await steps(5)
         assert cluster.where() == {"a": 0, "b": 1, "c": 2}
-        results = await cluster.generators.hand_off([Handoff("a", 0, 1), Handoff("b", 1, 2, with_cache=True)])
+        results = await cluster.generators.migrate([Migration("a", 0, 1), Migration("b", 1, 2, with_cache=True)])
         assert [(result.slot, result.with_cache, result.why) for result in results] == [(1, False, ""), (2, True, "")]
         assert cluster.where() == {"a": 1, "b": 2, "c": 2}
         assert [each.generated for each in cluster.generators.unfinished()] == [5, 5, 5]
@@ -108,7 +108,7 @@ def test_one_message_a_source_and_one_a_target():
         await steps(2)
         cluster.carrier.sent.clear()
         where = cluster.where()
-        await cluster.generators.hand_off([Handoff(name, slot, 2, True) for name, slot in where.items() if slot != 2])
+        await cluster.generators.migrate([Migration(name, slot, 2, True) for name, slot in where.items() if slot != 2])
         assert sorted(slot for slot, _ in cluster.sent(HandOff)) == [0, 1]
         ((target, command),) = cluster.sent(Generate)
         assert target == 2
@@ -123,19 +123,19 @@ def test_what_ends_meanwhile_is_finished():
         asked = cluster.ask("a")
         await steps(18)
         cluster.slots.delay(0, HandOff, 1.0)
-        (result,) = await cluster.generators.hand_off([Handoff("a", 0, 1)])
+        (result,) = await cluster.generators.migrate([Migration("a", 0, 1)])
         assert (result.slot, result.why) == (None, "it had ended")
         assert is_whole(await asked, "a")
 
     with_cluster(story)
 
 
-def test_what_is_just_being_sent_can_be_handed_off():
+def test_what_is_just_being_sent_can_migrate():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await asyncio.sleep(0)
         assert cluster.where() == {"a": 0}
-        (result,) = await cluster.generators.hand_off([Handoff("a", 0, 1)])
+        (result,) = await cluster.generators.migrate([Migration("a", 0, 1)])
         assert result.slot == 1
         assert is_whole(await asked, "a")
 
@@ -146,7 +146,7 @@ def test_orders_that_are_out_of_date_change_nothing():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await steps(1)
-        moved, unknown = await cluster.generators.hand_off([Handoff("a", 2, 1), Handoff("x", 0, 1)])
+        moved, unknown = await cluster.generators.migrate([Migration("a", 2, 1), Migration("x", 0, 1)])
         assert (moved.slot, moved.why) == (0, "it was at slot 0, and not at slot 2")
         assert (unknown.slot, unknown.why) == (None, "it had ended")
         assert is_whole(await asked, "a")
@@ -160,7 +160,7 @@ def test_aborted_on_the_way(on: type):
         asked, other = cluster.ask("a"), cluster.ask("b")
         await steps(3)
         cluster.slots.delay(0 if on is HandOff else 2, on, 0.5)
-        handing = asyncio.create_task(cluster.generators.hand_off([Handoff("a", 0, 2, with_cache=True)]))
+        handing = asyncio.create_task(cluster.generators.migrate([Migration("a", 0, 2, with_cache=True)]))
         await asyncio.sleep(0.2)
         asked.cancel()
         again = cluster.ask("a")
@@ -180,7 +180,7 @@ def test_a_target_that_does_not_take_them_is_replaced(kind):
         cluster.carrier.fail(2, kind, on=Generate)
         if kind == "death":
             cluster.slots.dead.add(2)
-        (result,) = await cluster.generators.hand_off([Handoff("a", 0, 2, with_cache=True)])
+        (result,) = await cluster.generators.migrate([Migration("a", 0, 2, with_cache=True)])
         assert result.slot in (0, 1)
         assert result.with_cache
         assert "slot 2" in result.why
@@ -204,7 +204,7 @@ def test_a_target_that_dies_as_soon_as_it_has_answered_is_replaced():
             return reply
 
         cluster.carrier._slots[2] = die
-        (result,) = await cluster.generators.hand_off([Handoff("a", 0, 2)])
+        (result,) = await cluster.generators.migrate([Migration("a", 0, 2)])
         assert result.slot in (0, 1)
         assert is_whole(await asked, "a")
         assert cluster.restarted == [], "nothing was lost"
@@ -217,7 +217,7 @@ def test_a_target_that_is_late_is_replaced_and_told_to_stop():
         asked = cluster.ask("a")
         await steps(5)
         cluster.slots.delay(2, Generate, TIMEOUT_S + 1)
-        (result,) = await cluster.generators.hand_off([Handoff("a", 0, 2)])
+        (result,) = await cluster.generators.migrate([Migration("a", 0, 2)])
         assert result.slot in (0, 1)
         assert is_whole(await asked, "a")
         await asyncio.sleep(2)
@@ -232,7 +232,7 @@ def test_with_no_other_generator_it_goes_back_to_where_it_came_from():
         await steps(5)
         cluster.generators.hold(0)
         cluster.carrier.fail(1, "error", on=Generate)
-        (result,) = await cluster.generators.hand_off([Handoff("a", 0, 1)])
+        (result,) = await cluster.generators.migrate([Migration("a", 0, 1)])
         assert result.slot == 0
         assert is_whole(await asked, "a")
 
@@ -245,7 +245,7 @@ def test_what_nobody_takes_fails_with_what_the_last_one_said():
         await steps(5)
         for slot in (0, 1):
             cluster.carrier.fail(slot, "error", on=Generate)
-        (result,) = await cluster.generators.hand_off([Handoff("a", 0, 1)])
+        (result,) = await cluster.generators.migrate([Migration("a", 0, 1)])
         assert result.slot is None
         with pytest.raises(Refused, match="Generate failed, as asked"):
             await asked
@@ -258,7 +258,7 @@ def test_a_source_that_refuses_keeps_them():
         asked = cluster.ask("a")
         await steps(5)
         cluster.carrier.fail(0, "error", on=HandOff)
-        (result,) = await cluster.generators.hand_off([Handoff("a", 0, 1)])
+        (result,) = await cluster.generators.migrate([Migration("a", 0, 1)])
         assert (result.slot, result.why) == (0, "slot 0: HandOff failed, as asked")
         assert is_whole(await asked, "a")
 
@@ -271,7 +271,7 @@ def test_a_source_that_dies_takes_its_tokens_along_and_they_are_sampled_anew():
         await steps(5)
         cluster.carrier.fail(0, "death", on=HandOff)
         cluster.slots.dead.add(0)
-        (result,) = await cluster.generators.hand_off([Handoff("a", 0, 1)])
+        (result,) = await cluster.generators.migrate([Migration("a", 0, 1)])
         assert result.slot is None
         assert "slot 0 died" in result.why
         assert is_whole(await first, "a")
@@ -313,7 +313,7 @@ def test_answers_that_come_twice_are_taken_once():
         await steps(5)
         for slot, command in ((0, HandOff), (1, Generate), (0, Forget)):
             cluster.carrier.fail(slot, "duplicate", on=command)
-        await cluster.generators.hand_off([Handoff("a", 0, 1, with_cache=True)])
+        await cluster.generators.migrate([Migration("a", 0, 1, with_cache=True)])
         assert is_whole(await asked, "a")
         assert cluster.mailbox.unused.total() == 3
 
@@ -325,7 +325,7 @@ def test_a_cancelled_caller_does_not_leave_sequences_behind():
         asked = cluster.ask("a")
         await steps(5)
         cluster.slots.delay(0, HandOff, 0.5)
-        handing = asyncio.create_task(cluster.generators.hand_off([Handoff("a", 0, 1, with_cache=True)]))
+        handing = asyncio.create_task(cluster.generators.migrate([Migration("a", 0, 1, with_cache=True)]))
         await asyncio.sleep(0.1)
         handing.cancel()
         assert is_whole(await asked, "a")
@@ -334,12 +334,12 @@ def test_a_cancelled_caller_does_not_leave_sequences_behind():
     with_cluster(story)
 
 
-def test_a_version_goes_live_before_a_handoff_or_after_it():
+def test_a_version_goes_live_before_a_migration_or_after_it():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await steps(5)
         cluster.slots.delay(0, HandOff, 1.0)
-        handing = asyncio.create_task(cluster.generators.hand_off([Handoff("a", 0, 1)]))
+        handing = asyncio.create_task(cluster.generators.migrate([Migration("a", 0, 1)]))
         await asyncio.sleep(0.1)
         publishing = asyncio.create_task(cluster.publish(1))
         await asyncio.sleep(0.5)
@@ -360,7 +360,7 @@ def test_a_source_that_is_late_has_given_them_away_into_nowhere():
         await steps(5)
         cluster.slots.delay(0, HandOff, TIMEOUT_S + 1)
         cluster.slots.length = lambda name: 10_000
-        (result,) = await cluster.generators.hand_off([Handoff("a", 0, 1)])
+        (result,) = await cluster.generators.migrate([Migration("a", 0, 1)])
         assert result.slot is None
         with pytest.raises(Late, match="did not answer HandOff within 60 s"):
             await asked
@@ -373,7 +373,7 @@ Move = tuple[str, int, int, float]
 """What happens, to whom (twice), and how long nothing else happens then."""
 
 HAPPENINGS = (
-    *("ask", "ask", "ask", "hand off", "hand off", "hand off", "leave", "join", "publish", "train", "cancel"),
+    *("ask", "ask", "ask", "migrate", "migrate", "migrate", "leave", "join", "publish", "train", "cancel"),
     *("kill", "delay", "delay", "duplicate", "error", "drop"),
 )
 SECONDS = (0.0, 0.0, 0.05, 0.25, 1.0)
@@ -409,8 +409,8 @@ class Story:
                 self.cancelled.add(self.asked[name])
                 self.asked[name].cancel()
                 self.asked[name] = cluster.ask(name)
-            case "hand off":
-                self._do(generators.hand_off(self._handoffs(lambda slot: slot != second, (second,))))
+            case "migrate":
+                self._do(generators.migrate(self._migrations(lambda slot: slot != second, (second,))))
             case "leave":
                 self._do(self._leave(first))
             case "join":
@@ -448,13 +448,13 @@ class Story:
     async def _leave(self, slot: int) -> None:
         generators = self.cluster.generators
         generators.hold(slot)
-        await generators.hand_off(self._handoffs(lambda source: source == slot, generators.slots))
+        await generators.migrate(self._migrations(lambda source: source == slot, generators.slots))
         await generators.dismiss(slot)
 
-    def _handoffs(self, of: Callable[[int], bool], targets: tuple[int, ...]) -> list[Handoff]:
+    def _migrations(self, of: Callable[[int], bool], targets: tuple[int, ...]) -> list[Migration]:
         where = sorted((name, slot) for name, slot in self.cluster.where().items() if of(slot))
         return [
-            Handoff(name, slot, targets[index % len(targets)], with_cache=index % 2 == 0)
+            Migration(name, slot, targets[index % len(targets)], with_cache=index % 2 == 0)
             for index, (name, slot) in enumerate(where)
             if targets
         ]
