@@ -15,8 +15,8 @@ each kind of change in turn while all slots are at work. From the run's recordin
     waits_for                which of these it was
 
 A change of migrations alone counts with all its seconds, as the recording does not tell a receiver's part from its
-other work. `micro_step_s` is what a slot works on a micro-batch: the median of the steps. Nearly all answers are equally
-long, and a micro-batch has two of them.
+other work. `micro_step_s` is what a slot works on a micro-batch: the median of the steps. Nearly all answers are
+equally long, and a micro-batch has two of them.
 
     python benchmarks/role_changes.py --json benchmarks/results/role_changes.json
 """
