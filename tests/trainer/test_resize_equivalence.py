@@ -82,8 +82,8 @@ def some_formation(chance: random.Random, before: Formation) -> Formation:
             slots = [slot for slot in range(NUM_SLOTS) if slot not in before.members]
         if not slots:
             continue
-        loss_denominators = [number for number in range(1, len(slots) + 1) if len(slots) % number == 0]
-        after = Formation(tuple(slots), chance.choice(loss_denominators))
+        divisors = [number for number in range(1, len(slots) + 1) if len(slots) % number == 0]
+        after = Formation(tuple(slots), chance.choice(divisors))
         if after != before:
             return after
 
