@@ -174,7 +174,7 @@ def test_a_trainer_goes_to_other_slots_on_the_device(folder: Path) -> None:
     """In the middle of a batch: to more slots, to fewer, to others."""
     settings = fp32(folder, loss=SFTLoss(), optim=AdamWConfig(lr=1e-2)).model_dump()
     with Fleet(settings, range(3), GPU) as fleet:
-        fleet.hold((0, 1))
+        fleet.assign((0, 1))
         for step, after in enumerate((Formation((0, 1, 2)), Formation((0,)), Formation((2, 1)))):
             fleet.forward_backward(make_samples((9, 14, 5), seed=step))
             before = fleet.call(fleet.formation.members, whole_state)

@@ -20,15 +20,15 @@ LONGEST_DELAY_S = 0.1
 MOMENTS = (
     "HandOff",
     "Forget",
-    "Hold",
+    "AssignRole",
     "Lend",
-    "Drop",
+    "ReleaseRole",
     "Prepare",
     "Ready",
     "Freeze",
     "TransferState",
     "Commit",
-    "Settle",
+    "Finalize",
 )
 """Commands that only changes and handoffs send. What comes between two of them is within the delay after the first."""
 

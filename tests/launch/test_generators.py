@@ -17,7 +17,7 @@ from ductile.records import Formation, GenerateRequest, Generation, Sample, Samp
 from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.lending import Lender
 from ductile.wire.messages import Lend
-from ductile.wire.remote import RemoteScorer, hold
+from ductile.wire.remote import RemoteScorer, assign_role
 from ductile.wire.trainer import RemoteTrainer
 from tests.tiny import make_model_folder
 from tests.wire.carriers import eventually
@@ -44,7 +44,7 @@ class Harness:
         self.version = 0
         self.runner.run(self.cluster.__aenter__())
         self.mailbox = self.cluster.mailbox
-        self.runner.run(hold(self.mailbox, "train", self.train, (TRAINER,), TIMEOUT_S, self.cluster.rendezvous))
+        self.runner.run(assign_role(self.mailbox, "train", self.train, (TRAINER,), TIMEOUT_S, self.cluster.rendezvous))
         self.trainer = RemoteTrainer(self.mailbox, Formation((TRAINER,)), TIMEOUT_S)
 
     def run(self, story: Coroutine[Any, Any, None]) -> None:

@@ -16,7 +16,7 @@ from ductile.records import Formation
 from ductile.wire.handover import HandoffResult
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.memory import MemoryTransport
-from ductile.wire.messages import ForwardBackward, Freeze, Settle
+from ductile.wire.messages import Finalize, ForwardBackward, Freeze
 from ductile.wire.resize import ResizeOptions, nobody_leaves
 from ductile.wire.trainer import RemoteTrainer
 from tests.loop.doubles import clock
@@ -154,7 +154,7 @@ def test_a_resize_that_is_rolled_back_has_no_first_micro_step(told_on):
 
 def test_while_the_resize_settles_the_first_micro_step_is_there_already(told_on):
     async def story(rig: Rig) -> None:
-        rig.slots.work_s = lambda number, command: 0.1 if isinstance(command, Settle) else 0.01
+        rig.slots.work_s = lambda number, command: 0.1 if isinstance(command, Finalize) else 0.01
         training = asyncio.create_task(rig.train(40))
         await asyncio.sleep(0.05)
         await rig.resize(1, 2, 3)

@@ -98,7 +98,7 @@ def run(
     reports: list[StepReport] = []
     resized: list[tuple[Formation, bool]] = []
     with Fleet(settings, range(NUM_SLOTS if num_resizes else 2)) as fleet:
-        fleet.hold((0, 1))
+        fleet.assign((0, 1))
         for step in range(num_steps):
             sizes = random.Random(step)
             samples = make_samples([sizes.randint(4, 30) for _ in range(2 * MICRO_STEPS)], seed=step)
@@ -117,7 +117,7 @@ def change_and_compare(fleet: Fleet, after: Formation, path: str) -> None:
     before = fleet.formation.members
     fleet.ask(dict.fromkeys(before, SaveState(path)))
     gradient = fleet.call(before, full_gradient)[before[0]]
-    fleet.resize(after, drop=False)
+    fleet.resize(after, release=False)
     found = fleet.call(after.members, differences, after, path, gradient)
     assert found == {slot: [] for slot in after.members}, after
 

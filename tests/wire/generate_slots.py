@@ -14,9 +14,9 @@ from ductile.records import CacheNote, GenerateRequest, Generation, Manifest, St
 from ductile.wire.memory import MemoryTransport
 from ductile.wire.messages import (
     Abort,
+    AssignRole,
     Command,
     Done,
-    Drop,
     EngineStats,
     Failed,
     Finished,
@@ -24,12 +24,12 @@ from ductile.wire.messages import (
     Generate,
     HandedOff,
     HandOff,
-    Hold,
     Lend,
     OptimStep,
     Publish,
     Published,
     Receive,
+    ReleaseRole,
     Reply,
     Stepped,
     TakeBack,
@@ -168,15 +168,15 @@ class GenerateSlots:
             return self._publish(slot, command)
         if isinstance(command, OptimStep):
             return Stepped(StepReport(1, 0.0, 0.0, 0.0, 1))
-        if not isinstance(command, Hold) and not slot.holds:
-            assert isinstance(command, Drop | Abort | Lend | TakeBack | Forget), "does not generate"
+        if not isinstance(command, AssignRole) and not slot.holds:
+            assert isinstance(command, ReleaseRole | Abort | Lend | TakeBack | Forget), "does not generate"
             return Failed("does not generate")
         match command:
-            case Hold(joining=joining):
+            case AssignRole(joining=joining):
                 assert joining, "would read weights from disk"
                 assert not slot.holds, "holds the role already"
                 slot.holds, slot.version = True, None
-            case Drop():
+            case ReleaseRole():
                 slot.live.clear()  # only aborted ones may be left, as the answers show
                 slot.holds, slot.version = False, None
                 slot.caches.clear()

@@ -15,7 +15,7 @@ from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.lending import Lender
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.messages import Abort, Forget, Generate, HandOff, Hold, Lend, Receive
+from ductile.wire.messages import Abort, AssignRole, Forget, Generate, HandOff, Lend, Receive
 from ductile.wire.trainer import RemoteTrainer
 from tests.loop.doubles import clock, run
 from tests.wire.generate_slots import TOKEN_S, GenerateSlots, answer
@@ -383,7 +383,7 @@ moves = st.lists(
     max_size=40,
 )
 
-SPOILT = (HandOff, Generate, Lend, Hold)
+SPOILT = (HandOff, Generate, Lend, AssignRole)
 """Commands that are refused or lost. Were it one that frees something, what it frees would be left over."""
 
 
@@ -422,7 +422,7 @@ class Story:
             case "kill":
                 cluster.slots.kill(first, cluster.mailbox)
             case "delay":
-                cluster.slots.delay(first, (HandOff, Generate, Lend, Receive, Hold, Abort)[second % 6], 0.7)
+                cluster.slots.delay(first, (HandOff, Generate, Lend, Receive, AssignRole, Abort)[second % 6], 0.7)
             case "duplicate":
                 cluster.carrier.fail(first, "duplicate")
             case "error" | "drop":

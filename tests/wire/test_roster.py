@@ -6,7 +6,18 @@ import pytest
 
 from ductile.records import Manifest, Sample
 from ductile.roles import Late, Refused, SlotLost
-from ductile.wire.messages import Drop, Generate, Hold, Lend, Publish, Receive, Score, Scores, TakeBack, Withdraw
+from ductile.wire.messages import (
+    AssignRole,
+    Generate,
+    Lend,
+    Publish,
+    Receive,
+    ReleaseRole,
+    Score,
+    Scores,
+    TakeBack,
+    Withdraw,
+)
 from ductile.wire.remote import RemoteScorer
 from tests.loop.doubles import clock
 from tests.wire.test_handover import TIMEOUT_S, TRAINER, Cluster, is_whole, steps, with_cluster
@@ -26,7 +37,7 @@ def test_a_joiner_gets_the_live_version_from_a_generator():
         assert await cluster.generators.admit(3, {"max_num_seqs": 8})
         await asyncio.sleep(0.01)
         assert [(slot, type(command)) for slot, command in cluster.carrier.sent] == [
-            (3, Hold),
+            (3, AssignRole),
             (0, Lend),
             (3, Receive),
             (0, TakeBack),
@@ -58,7 +69,7 @@ def test_with_no_generator_the_trainer_lends_what_its_weights_still_are():
         assert await cluster.generators.admit(3, {})
         await asyncio.sleep(0.01)
         assert [(slot, type(command)) for slot, command in cluster.carrier.sent] == [
-            (3, Hold),
+            (3, AssignRole),
             (TRAINER, Publish),
             (3, Receive),
             (TRAINER, Withdraw),
@@ -145,7 +156,7 @@ def test_a_joiner_that_cannot_take_the_weights_is_sent_away():
         with pytest.raises(Refused, match=r"slot 3 .*: Receive failed, as asked"):
             await cluster.generators.admit(3, {})
         await asyncio.sleep(1)
-        assert (3, Drop("generate")) in cluster.carrier.sent
+        assert (3, ReleaseRole("generate")) in cluster.carrier.sent
         assert cluster.generators.slots == (0, 1, 2)
         assert await cluster.generators.admit(4, {})
 
@@ -165,7 +176,7 @@ def test_a_joiner_that_dies_is_lost_and_nobody_else():
 
 def test_an_admission_that_is_cancelled_leaves_no_role_and_no_loan():
     async def story(cluster: Cluster):
-        for on in (Hold, Lend, Receive):
+        for on in (AssignRole, Lend, Receive):
             cluster.slots.answer_s = lambda slot, command, on=on: 1.0 if isinstance(command, on) else 0.0
             admitting = asyncio.create_task(cluster.generators.admit(3, {}))
             await asyncio.sleep(0.5)
@@ -342,7 +353,7 @@ def test_scorers_join_and_leave():
         assert await scoring.score() == {4, 5}
         await scoring.scorer.dismiss(4)
         assert await scoring.score() == {5}
-        assert (4, Drop("score")) in cluster.carrier.sent
+        assert (4, ReleaseRole("score")) in cluster.carrier.sent
 
     with_cluster(story)
 

@@ -40,7 +40,7 @@ from ductile.records import Formation
 from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.lending import Lender
 from ductile.wire.messages import RoleName
-from ductile.wire.remote import RemoteScorer, hold
+from ductile.wire.remote import RemoteScorer, assign_role
 from ductile.wire.resize import ResizeOptions
 from ductile.wire.trainer import RemoteTrainer
 
@@ -113,7 +113,7 @@ async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatch
         if bench:
             await _begin(bench, prepared.trainer, cluster, session)
         settings = prepared.trainer.model_dump(mode="json")
-        taking = hold(cluster.mailbox, "train", settings, placement.train, timeout_s, cluster.rendezvous)
+        taking = assign_role(cluster.mailbox, "train", settings, placement.train, timeout_s, cluster.rendezvous)
         await attend(taking, session.interrupt.asked, cluster.death())
         trainer = RemoteTrainer(cluster.mailbox, _formation(placement, prepared.trainer), timeout_s)
         slots = Slots(cluster, placement, trainer, activity)
@@ -212,9 +212,9 @@ async def _take_roles(
     mailbox, timeout_s = cluster.mailbox, config.cluster.command_timeout_s
     trainer, inference = prepared.trainer.model_dump(mode="json"), config.inference.model_dump(mode="json")
     await asyncio.gather(
-        hold(mailbox, "train", trainer, placement.train, timeout_s, cluster.rendezvous),
-        hold(mailbox, "generate", inference, placement.generate, timeout_s),
-        hold(mailbox, "score", trainer, placement.score, timeout_s),
+        assign_role(mailbox, "train", trainer, placement.train, timeout_s, cluster.rendezvous),
+        assign_role(mailbox, "generate", inference, placement.generate, timeout_s),
+        assign_role(mailbox, "score", trainer, placement.score, timeout_s),
     )
     learner = RemoteTrainer(mailbox, _formation(placement, prepared.trainer), timeout_s)
     lender = Lender(mailbox, learner, timeout_s) if config.cluster.auto_scheduler else None

@@ -202,7 +202,7 @@ class LiveActuator:
     # -- what happens
 
     def _on_micro_step(self, tokens_busiest: int, num_slots: int, seconds: float, tokens_all: int) -> None:
-        # By epoch: a resize there and back ends on the same slots, and micro-steps come before a resize has settled.
+        # By epoch: a resize there and back ends on the same slots, and micro-steps come before a resize is finalized.
         first, self._trained_in = self._trainer.epoch != self._trained_in, self._trainer.epoch
         (self._measured.first_micro_step if first else self._measured.micro_step)(tokens_busiest, num_slots, seconds)
         self._notify()

@@ -1,6 +1,6 @@
 """A slot's process. The main thread executes commands in order and gives the roles that have work their turns.
 
-Roles come by name: `"train"` is whatever class `SlotSettings.roles` says, made when the slot is told to `Hold` it.
+Roles come by name: `"train"` is whatever class `SlotSettings.roles` says, made when `AssignRole` comes.
 Any number of roles may live in one slot; each command has one that handles it.
 """
 
@@ -25,19 +25,19 @@ from ductile.slot.link import Link
 from ductile.wire.codec import BadFrame
 from ductile.wire.messages import (
     Abort,
+    AssignRole,
     Command,
     Commit,
     Done,
-    Drop,
     Envelope,
     ExportModel,
     Failed,
+    Finalize,
     Forget,
     ForwardBackward,
     Freeze,
     Generate,
     HandOff,
-    Hold,
     Lend,
     LoadState,
     OptimStep,
@@ -46,12 +46,12 @@ from ductile.wire.messages import (
     Publish,
     Ready,
     Receive,
+    ReleaseRole,
     Reply,
     RoleName,
     Rollback,
     SaveState,
     Score,
-    Settle,
     Stop,
     Survey,
     Surveyed,
@@ -62,7 +62,7 @@ from ductile.wire.messages import (
 
 HANDLED_BY: dict[type[Any], RoleName] = {
     **dict.fromkeys((ForwardBackward, OptimStep, Publish, Withdraw, SaveState, LoadState, ExportModel), "train"),
-    **dict.fromkeys((Prepare, Ready, Freeze, TransferState, Commit, Rollback, Settle), "train"),
+    **dict.fromkeys((Prepare, Ready, Freeze, TransferState, Commit, Rollback, Finalize), "train"),
     **dict.fromkeys((Generate, Abort, HandOff, Forget), "generate"),
     Score: "score",
 }
@@ -147,9 +147,9 @@ class Worker:
                 return Done()
             case Survey(measure=measure):
                 return survey(self._settings.device, measure)
-            case Hold():
-                return self._hold(epoch, command)
-            case Drop():
+            case AssignRole():
+                return self._assign(epoch, command)
+            case ReleaseRole():
                 role = self._role(command.role)
                 try:
                     role.close()
@@ -166,7 +166,7 @@ class Worker:
             case _:
                 return self._role(HANDLED_BY[type(command)]).handle(command)
 
-    def _hold(self, epoch: int, command: Hold) -> Reply:
+    def _assign(self, epoch: int, command: AssignRole) -> Reply:
         if command.role in self._roles:
             raise ValueError(f"this slot holds the role {command.role!r} already")
         if command.role not in self._settings.roles:

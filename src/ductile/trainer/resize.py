@@ -5,7 +5,7 @@
     TransferState   make groups, where that may not be done beside training; fill the new     │
                     trainer's memory; what is no tensor comes in `TrainProgress`              ├ nothing trains
     Commit          the new trainer is the trainer                                            ┘
-    Settle          destroy the old one                            or Rollback: destroy the new one
+    Finalize        destroy the old one                            or Rollback: destroy the new one
 
 Nothing here touches what the old trainer needs: its groups, its tensors and its connection to the store are its own. So
 whatever fails, and whoever dies, it can go on as long as its own members live. A step that needs others gives up after
@@ -34,7 +34,7 @@ from ductile.wire.messages import Frozen, SlotPhase, StateTransferred
 
 
 class Resize:
-    """The slot's main thread takes the five steps in their order, or `rollback` after any of them but `settle`."""
+    """The slot's main thread takes the five steps in their order, or `rollback` after any of them but `finalize`."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class Resize:
         _give_memory_back()
         return self._before
 
-    def settle(self) -> Standing | None:
+    def finalize(self) -> Standing | None:
         """What the slot has from now on, also if it was never told to commit: all had voted."""
         after = self._preparation.finish()
         if self._before is not None:

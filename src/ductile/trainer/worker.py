@@ -27,6 +27,7 @@ from ductile.wire.messages import (
     Commit,
     Done,
     ExportModel,
+    Finalize,
     ForwardBackward,
     ForwardBackwardDone,
     Freeze,
@@ -39,7 +40,6 @@ from ductile.wire.messages import (
     Ready,
     Rollback,
     SaveState,
-    Settle,
     Stepped,
     TransferState,
     Withdraw,
@@ -56,7 +56,7 @@ class TrainRole:
     without a part of the state.
 
     When one of them fails in the middle of a collective, it abandons its groups, so that the others get an error
-    within milliseconds instead of waiting for the timeout. The role is lost then: `Drop` it and hold it anew. A loss
+    within milliseconds instead of waiting for the timeout. The role is lost then: release it and assign it anew. A loss
     function that raises leaves it whole.
     """
 
@@ -110,8 +110,8 @@ class TrainRole:
                 self._standing = self._change(epoch).commit()
             case Rollback(epoch=epoch):
                 self._roll_back(epoch)
-            case Settle(epoch=epoch):
-                self._settle(self._change(epoch))
+            case Finalize(epoch=epoch):
+                self._finalize(self._change(epoch))
             case _:
                 raise ValueError(f"a train slot does not know the command {type(command).__name__}")
         return Done()
@@ -134,14 +134,14 @@ class TrainRole:
 
     def _prepare(self, change: ResizeOrder) -> None:
         if self._resize is not None and self._resize.is_committed:
-            self._settle(self._resize)  # nobody takes back what came before the next change
+            self._finalize(self._resize)  # nobody takes back what came before the next change
         if self._resize is not None:
-            raise ValueError(f"change {self._resize.change.epoch} is neither settled nor rolled back")
+            raise ValueError(f"change {self._resize.change.epoch} is neither finalized nor rolled back")
         self._resize = Resize(change, self._assignment, self._config, self._plans, self._standing)
         self._resize.prepare()
 
-    def _settle(self, resize: Resize) -> None:
-        self._standing = resize.settle()
+    def _finalize(self, resize: Resize) -> None:
+        self._standing = resize.finalize()
         self._resize = None
 
     def _roll_back(self, epoch: int) -> None:
@@ -202,7 +202,7 @@ class TrainRole:
         if self._standing is None:
             raise RuntimeError("this slot has no part of the trainer's state: it is joining, or has left")
         if self._standing.trainer is None:
-            raise RuntimeError("the train role was lost in an earlier failure; drop it and hold it anew")
+            raise RuntimeError("the train role was lost in an earlier failure; release it and assign it anew")
         return self._standing.trainer
 
     @contextmanager

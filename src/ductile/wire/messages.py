@@ -31,7 +31,7 @@ class Message(msgspec.Struct, tag=True):
 # -- Commands: any slot ------------------------------------------------------------------------------------------
 
 
-class Hold(Message):
+class AssignRole(Message):
     """Take a role. Answered by `Done` when the role is ready to work (model built, weights loaded, groups joined)."""
 
     role: RoleName
@@ -46,7 +46,7 @@ class Hold(Message):
     (train) or by `Receive` (generate, score). Until then the role can do nothing else."""
 
 
-class Drop(Message):
+class ReleaseRole(Message):
     """Give the role up and free what it held. Answered by `Done`."""
 
     role: RoleName
@@ -116,10 +116,10 @@ class ExportModel(Message):
 
 # -- Commands: train, a resize (docs/resize.md) ------------------------------------------------------------------------
 #
-#     Prepare  ->  Freeze  ->  TransferState  ->  Commit  ->  Settle      or, after any of them but Settle, Rollback
+#     Prepare  ->  Freeze  ->  TransferState  ->  Commit  ->  Finalize      or, after any but the last, Rollback
 #
 # Each goes to all slots of both formations, and the next one only when all have answered the one before; `Freeze` only
-# when all are `Ready`, or it would wait for them. Until `Settle` every slot still has what it had, so that a
+# when all are `Ready`, or it would wait for them. Until `Finalize` every slot still has what it had, so that a
 # change can be taken back.
 
 
@@ -164,7 +164,7 @@ class Rollback(Message):
     epoch: int
 
 
-class Settle(Message):
+class Finalize(Message):
     """Free what only `Rollback` would need. Answered by `Done`."""
 
     epoch: int
@@ -356,9 +356,9 @@ class Died(Message):
 
 
 Command = (
-    Hold | Drop | Ping | Stop | Survey
+    AssignRole | ReleaseRole | Ping | Stop | Survey
     | ForwardBackward | OptimStep | Publish | Withdraw | SaveState | LoadState | ExportModel
-    | Prepare | Ready | Freeze | TransferState | Commit | Rollback | Settle
+    | Prepare | Ready | Freeze | TransferState | Commit | Rollback | Finalize
     | Generate | Abort | HandOff | Forget | Lend | TakeBack | Receive | Score
 )  # fmt: skip
 Reply = (

@@ -12,7 +12,7 @@ from ductile.roles import Late, SlotLost
 from ductile.wire.fanout import ask_each, replies_of
 from ductile.wire.lending import Lender
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.messages import Done, Hold, RoleName, Score, Scores
+from ductile.wire.messages import AssignRole, Done, RoleName, Score, Scores
 from ductile.wire.news import News
 from ductile.wire.roster import Roster, whatever_slot
 
@@ -97,7 +97,7 @@ class RemoteScorer:
         await self._roster.drop(slot)
 
 
-async def hold(
+async def assign_role(
     mailbox: Mailbox,
     role: RoleName,
     settings: Mapping[str, object],
@@ -106,7 +106,9 @@ async def hold(
     rendezvous: str = "",
 ) -> None:
     """Give the slots their role. With `rendezvous` they hold it together, in this order; else each by itself."""
-    commands = {slot: Hold(role, dict(settings), tuple(slots) if rendezvous else (slot,), rendezvous) for slot in slots}
+    commands = {
+        slot: AssignRole(role, dict(settings), tuple(slots) if rendezvous else (slot,), rendezvous) for slot in slots
+    }
     await ask_each(mailbox, commands, timeout_s, Done)
 
 

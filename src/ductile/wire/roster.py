@@ -16,7 +16,7 @@ from ductile.wire.fanout import raise_worst
 from ductile.wire.finish import finish
 from ductile.wire.lending import FAILURES, Lender, Serving
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.messages import Died, Drop, Event, Hold, Receive
+from ductile.wire.messages import AssignRole, Died, Event, Receive, ReleaseRole
 from ductile.wire.news import News
 from ductile.wire.turns import Turns
 
@@ -81,8 +81,8 @@ class Roster:
             raise ValueError(f"slot {slot} has the role {self._role!r} already")
         self._joining.add(slot)
         try:
-            hold = Hold(self._role, dict(settings), (slot,), joining=True)
-            await self._mailbox.ask(slot, hold, self._timeout_s)
+            assign = AssignRole(self._role, dict(settings), (slot,), joining=True)
+            await self._mailbox.ask(slot, assign, self._timeout_s)
             async with self.turns.together(f"slot {slot} joins the role {self._role!r}"):
                 version = self.version
                 takes_work = version is not None and await self._lender.give(self._role, slot, version)
@@ -119,7 +119,7 @@ class Roster:
         async with self.turns.together(f"slot {slot} leaves the role {self._role!r}"):
             if slot in self.members:
                 self._forget(slot)
-                await self._mailbox.ask(slot, Drop(self._role), self._timeout_s)
+                await self._mailbox.ask(slot, ReleaseRole(self._role), self._timeout_s)
 
     async def receive(self, manifest: Manifest) -> None:
         """Returns when the version is live on every member. Raises SlotLost, Refused or Late."""
@@ -163,7 +163,7 @@ class Roster:
             self._lender.forget(self._role, slot)
         with suppress(*FAILURES):  # it may not even have taken the role
             if slot not in self._mailbox.lost:
-                await self._mailbox.ask(slot, Drop(self._role), self._timeout_s)
+                await self._mailbox.ask(slot, ReleaseRole(self._role), self._timeout_s)
 
 
 def whatever_slot(slot: int) -> bool:
