@@ -13,7 +13,7 @@ from ductile.config.trainer import TrainerConfig
 from ductile.launch.local import LocalCluster
 from ductile.records import Formation, GenerateRequest, Sample, Sampling
 from ductile.wire.fleet import RemoteGenerators
-from ductile.wire.lending import Lender
+from ductile.wire.leases import WeightLeases
 from ductile.wire.messages import AssignRole
 from ductile.wire.remote import assign_role
 from ductile.wire.resize import ResizeOptions, ResizeResult, Transaction
@@ -53,8 +53,8 @@ class Slots:
         for slot in slots:
             joining = AssignRole("generate", self.generate_settings, (slot,), joining=True)
             await self.mailbox.ask(slot, joining, TIMEOUT_S)
-        lender = Lender(self.mailbox, trainer, TIMEOUT_S)
-        return RemoteGenerators(self.mailbox, slots, 8, 16, TIMEOUT_S, lender=lender)
+        leases = WeightLeases(self.mailbox, trainer, TIMEOUT_S)
+        return RemoteGenerators(self.mailbox, slots, 8, 16, TIMEOUT_S, leases=leases)
 
     async def half_a_batch(self, trainer: RemoteTrainer) -> None:
         """A micro-batch for every rank."""

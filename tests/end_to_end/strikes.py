@@ -21,7 +21,7 @@ MOMENTS = (
     "HandOff",
     "Forget",
     "AssignRole",
-    "Lend",
+    "LeaseWeights",
     "ReleaseRole",
     "Prepare",
     "Ready",

@@ -17,17 +17,17 @@ from ductile.records import GenerateRequest, Generation
 from ductile.wire.messages import (
     AssignRole,
     Done,
+    EndLease,
     Event,
     Finished,
     Forget,
     Generate,
     HandedOff,
     HandOff,
-    Lend,
+    LeaseWeights,
     Published,
     Receive,
     ReleaseRole,
-    TakeBack,
 )
 from tests.generator.conftest import request, run
 from tests.launch.processes import is_running
@@ -116,11 +116,11 @@ def test_requests_move_to_a_slot_that_joined_and_back(
 ) -> None:
     generators.assign(0)
     generators.assign(1, joining=True)
-    lent = generators.ask(0, Lend("generate"))
-    assert isinstance(lent, Published)
-    assert lent.manifest is not None
-    generators.ask(1, Receive("generate", lent.manifest))
-    generators.ask(0, TakeBack("generate"))
+    leased = generators.ask(0, LeaseWeights("generate"))
+    assert isinstance(leased, Published)
+    assert leased.manifest is not None
+    generators.ask(1, Receive("generate", leased.manifest))
+    generators.ask(0, EndLease("generate"))
 
     first = generators.ask(0, Generate(ASKED), HandOff(("0", "1", "2"), ("0", "1")))
     assert isinstance(first, HandedOff)

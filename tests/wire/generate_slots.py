@@ -1,8 +1,8 @@
 """Generate slots in memory that know the rules: the double of `ductile.generator.worker` behind its messages.
 
 A token says whose it is and where it stands, so that one which is lost, doubled or somebody else's shows. Commands that
-come at the wrong moment fail the test, not the slot. Caches and lent weights are in books of their own: what is left in
-them at the end has leaked.
+come at the wrong moment fail the test, not the slot. Caches and leased weights are in books of their own: what is left
+in them at the end has leaked.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from ductile.wire.messages import (
     AssignRole,
     Command,
     Done,
+    EndLease,
     EngineStats,
     Failed,
     Finished,
@@ -24,7 +25,7 @@ from ductile.wire.messages import (
     Generate,
     HandedOff,
     HandOff,
-    Lend,
+    LeaseWeights,
     OptimStep,
     Publish,
     Published,
@@ -32,7 +33,6 @@ from ductile.wire.messages import (
     ReleaseRole,
     Reply,
     Stepped,
-    TakeBack,
     Withdraw,
 )
 
@@ -62,7 +62,7 @@ class Slot:
     live: dict[str, GenerateRequest] = field(default_factory=dict)
     caches: dict[str, int] = field(default_factory=dict)
     """Kept for others: tokens by request."""
-    lent: str = ""
+    leased: str = ""
     waiting: list[str] = field(default_factory=list)
     num_sampled: int = 0
 
@@ -125,7 +125,7 @@ class GenerateSlots:
         self.dead.add(number)
         slot.live.clear()
         slot.caches.clear()
-        self.offers.pop(slot.lent, None)
+        self.offers.pop(slot.leased, None)
         mailbox.lose(number, f"slot {number} was killed by SIGKILL")
 
     def leaks(self) -> list[str]:
@@ -133,7 +133,7 @@ class GenerateSlots:
         return [
             *(f"slot {slot.number} still generates {sorted(slot.live)}" for slot in alive if slot.live),
             *(f"slot {slot.number} keeps caches of {sorted(slot.caches)}" for slot in alive if slot.caches),
-            *(f"slot {slot.number} lends {slot.lent}" for slot in alive if slot.lent),
+            *(f"slot {slot.number} leases out {slot.leased}" for slot in alive if slot.leased),
             *(f"version {version} is published" for version in self.published),
         ]
 
@@ -169,7 +169,7 @@ class GenerateSlots:
         if isinstance(command, OptimStep):
             return Stepped(StepReport(1, 0.0, 0.0, 0.0, 1))
         if not isinstance(command, AssignRole) and not slot.holds:
-            assert isinstance(command, ReleaseRole | Abort | Lend | TakeBack | Forget), "does not generate"
+            assert isinstance(command, ReleaseRole | Abort | LeaseWeights | EndLease | Forget), "does not generate"
             return Failed("does not generate")
         match command:
             case AssignRole(joining=joining):
@@ -180,8 +180,8 @@ class GenerateSlots:
                 slot.live.clear()  # only aborted ones may be left, as the answers show
                 slot.holds, slot.version = False, None
                 slot.caches.clear()
-                self.offers.pop(slot.lent, None)
-                slot.lent = ""
+                self.offers.pop(slot.leased, None)
+                slot.leased = ""
             case Generate(requests, caches):
                 assert slot.version is not None, "has no weights"
                 for request in requests:
@@ -202,14 +202,14 @@ class GenerateSlots:
             case Forget(ids):
                 for name in ids:
                     slot.caches.pop(name, None)
-            case Lend():
+            case LeaseWeights():
                 assert slot.version is not None, "has no weights"
-                assert not slot.lent, "lends already"
-                slot.lent = self._offer(slot.version)
-                return Published(Manifest(slot.version, "shared_memory", slot.lent, 0, 0, ()))
-            case TakeBack():
-                self.offers.pop(slot.lent, None)
-                slot.lent = ""
+                assert not slot.leased, "leases them out already"
+                slot.leased = self._offer(slot.version)
+                return Published(Manifest(slot.version, "shared_memory", slot.leased, 0, 0, ()))
+            case EndLease():
+                self.offers.pop(slot.leased, None)
+                slot.leased = ""
             case Receive(manifest=manifest):
                 if self.offers.get(manifest.location) != manifest.version:
                     return Failed(f"the weights at {manifest.location} are gone")

@@ -22,16 +22,16 @@ from ductile.weights.subscriber import receive
 from ductile.wire.messages import (
     Abort,
     Done,
+    EndLease,
     EngineStats,
     Finished,
     Forget,
     Generate,
     HandedOff,
     HandOff,
-    Lend,
+    LeaseWeights,
     Published,
     Receive,
-    TakeBack,
 )
 
 STATS_EVERY_S = 0.5
@@ -48,7 +48,7 @@ class GenerateRole:
             InferenceConfig.model_validate(settings), assignment.device, with_weights=self._has_weights
         )
         self._shelf = Shelf()
-        self._lent = Publisher()
+        self._leased = Publisher()
         self._pace = Pace()
         self._stats_due = time.monotonic()
         self._stats_owed = False
@@ -69,11 +69,11 @@ class GenerateRole:
             case Receive(manifest=manifest):
                 self._engine.load_weights(receive(manifest), manifest.version)
                 self._has_weights = True
-            case Lend():
+            case LeaseWeights():
                 self._needs_weights(command)
-                return Published(self._lend())
-            case TakeBack():
-                self._lent.close()
+                return Published(self._lease())
+            case EndLease():
+                self._leased.close()
             case _:
                 raise Refused(f"slot {self._assignment.slot} generates; it cannot execute {type(command).__name__}")
         return Done()
@@ -100,13 +100,13 @@ class GenerateRole:
 
     def close(self) -> None:
         self._shelf.close()
-        self._lent.close()
+        self._leased.close()
         del self._engine
         heap.give_back()
         if self._assignment.device.startswith("cuda"):
             torch.cuda.empty_cache()
 
-    def _needs_weights(self, command: Generate | Lend) -> None:
+    def _needs_weights(self, command: Generate | LeaseWeights) -> None:
         if not self._has_weights:
             raise Refused(
                 f"slot {self._assignment.slot} joins the generators and has no weights yet: it cannot execute "
@@ -138,8 +138,8 @@ class GenerateRole:
                 print(f"request {id} goes without its cache: {why}", file=sys.stderr)
         return HandedOff(tuple(requests), notes)
 
-    def _lend(self) -> Manifest:
-        return self._lent.lend(self._engine.version, self._engine.model.named_parameters())
+    def _lease(self) -> Manifest:
+        return self._leased.lease(self._engine.version, self._engine.model.named_parameters())
 
     def _stats(self) -> EngineStats:
         decoded, prefilled = self._pace.tell()

@@ -38,7 +38,7 @@ from ductile.loop.life import Life
 from ductile.loop.sft import PreparedBatches, prepare_fake, prepare_sft, run_batches
 from ductile.records import Formation
 from ductile.wire.fleet import RemoteGenerators
-from ductile.wire.lending import Lender
+from ductile.wire.leases import WeightLeases
 from ductile.wire.messages import RoleName
 from ductile.wire.remote import RemoteScorer, assign_role
 from ductile.wire.resize import ResizeOptions
@@ -217,7 +217,7 @@ async def _take_roles(
         assign_role(mailbox, "score", trainer, placement.score, timeout_s),
     )
     learner = RemoteTrainer(mailbox, _formation(placement, prepared.trainer), timeout_s)
-    lender = Lender(mailbox, learner, timeout_s) if config.cluster.auto_scheduler else None
+    leases = WeightLeases(mailbox, learner, timeout_s) if config.cluster.auto_scheduler else None
 
     def depends_on(slot: int) -> bool:
         return cluster.depends_on(slot)  # as it is said then: a change of roles may be under way
@@ -226,9 +226,9 @@ async def _take_roles(
     return (
         learner,
         RemoteGenerators(
-            mailbox, placement.generate, num_seqs, block_tokens, timeout_s, lender=lender, depends_on=depends_on
+            mailbox, placement.generate, num_seqs, block_tokens, timeout_s, leases=leases, depends_on=depends_on
         ),
-        RemoteScorer(mailbox, placement.score, timeout_s, lender, depends_on) if placement.score else None,
+        RemoteScorer(mailbox, placement.score, timeout_s, leases, depends_on) if placement.score else None,
     )
 
 

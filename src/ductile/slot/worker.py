@@ -29,6 +29,7 @@ from ductile.wire.messages import (
     Command,
     Commit,
     Done,
+    EndLease,
     Envelope,
     ExportModel,
     Failed,
@@ -38,7 +39,7 @@ from ductile.wire.messages import (
     Freeze,
     Generate,
     HandOff,
-    Lend,
+    LeaseWeights,
     LoadState,
     OptimStep,
     Ping,
@@ -55,7 +56,6 @@ from ductile.wire.messages import (
     Stop,
     Survey,
     Surveyed,
-    TakeBack,
     TransferState,
     Withdraw,
 )
@@ -66,7 +66,7 @@ HANDLED_BY: dict[type[Any], RoleName] = {
     **dict.fromkeys((Generate, Abort, HandOff, Forget), "generate"),
     Score: "score",
 }
-"""Role that carries out a command. `Receive`, `Lend` and `TakeBack` say themselves which role they are for."""
+"""Role that carries out a command. `Receive`, `LeaseWeights` and `EndLease` say themselves which role they are for."""
 
 
 class SlotSettings(msgspec.Struct, frozen=True):
@@ -156,7 +156,7 @@ class Worker:
                 finally:  # or the slot could never hold it again
                     del self._roles[command.role]
                 return Done()
-            case Receive() | Lend() | TakeBack():
+            case Receive() | LeaseWeights() | EndLease():
                 return self._role(command.role).handle(command)
             case HandOff():
                 role = self._role("generate")

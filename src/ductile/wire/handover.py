@@ -21,7 +21,7 @@ from ductile.records import CacheNote
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.dispatch import Dispatch
 from ductile.wire.flights import Flights, InFlight
-from ductile.wire.lending import FAILURES
+from ductile.wire.leases import FAILURES
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Forget, Generate, HandedOff, HandOff
 from ductile.wire.roster import Roster

@@ -202,15 +202,15 @@ class Forget(Message):
     ids: tuple[str, ...]
 
 
-class Lend(Message):
+class LeaseWeights(Message):
     """Offer the live weights to a slot that joins the role, or another one. Answered by `Published`, whose manifest is
-    good until `TakeBack`."""
+    good until `EndLease`."""
 
     role: RoleName
 
 
-class TakeBack(Message):
-    """Free what `Lend` offers. Answered by `Done`."""
+class EndLease(Message):
+    """Free what `LeaseWeights` offers. Answered by `Done`."""
 
     role: RoleName
 
@@ -359,7 +359,7 @@ Command = (
     AssignRole | ReleaseRole | Ping | Stop | Survey
     | ForwardBackward | OptimStep | Publish | Withdraw | SaveState | LoadState | ExportModel
     | Prepare | Ready | Freeze | TransferState | Commit | Rollback | Finalize
-    | Generate | Abort | HandOff | Forget | Lend | TakeBack | Receive | Score
+    | Generate | Abort | HandOff | Forget | LeaseWeights | EndLease | Receive | Score
 )  # fmt: skip
 Reply = (
     Done | Failed | Surveyed

@@ -10,7 +10,7 @@ from typing import Literal
 from ductile.records import Manifest, Sample
 from ductile.roles import Late, SlotLost
 from ductile.wire.fanout import ask_each, replies_of
-from ductile.wire.lending import Lender
+from ductile.wire.leases import WeightLeases
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import AssignRole, Done, RoleName, Score, Scores
 from ductile.wire.news import News
@@ -25,12 +25,12 @@ class RemoteScorer:
         mailbox: Mailbox,
         slots: Sequence[int],
         timeout_s: float,
-        lender: Lender | None = None,
+        leases: WeightLeases | None = None,
         depends_on: Callable[[int], bool] = whatever_slot,
     ) -> None:
-        """lender: None where no slot ever joins. depends_on: whether the run ends when this slot is lost."""
+        """leases: None where no slot ever joins. depends_on: whether the run ends when this slot is lost."""
         self._mailbox, self._timeout_s = mailbox, timeout_s
-        self._roster = Roster(mailbox, "score", slots, timeout_s, lender, depends_on)
+        self._roster = Roster(mailbox, "score", slots, timeout_s, leases, depends_on)
         self._num_scoring: Counter[int] = Counter()
         """Calls of `score` that need the slot."""
         self._news = News()
