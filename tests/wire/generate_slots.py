@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from ductile.records import CacheNote, GenerateRequest, Generation, Manifest, StepReport
+from ductile.records import GenerateRequest, Generation, KVHandle, Manifest, StepReport
 from ductile.wire.memory import MemoryTransport
 from ductile.wire.messages import (
     Abort,
@@ -188,10 +188,10 @@ class GenerateSlots:
                     assert request.id not in slot.live, f"has {request.id} already"
                     assert request.generated == answer(request.id, len(request.generated)), "somebody else's tokens"
                     slot.live[request.id] = request
-                for name, note in caches.items():
-                    kept = self.slots[int(note.location)].caches
+                for name, handle in caches.items():
+                    kept = self.slots[int(handle.location)].caches
                     if name in kept:
-                        assert kept[name] == note.num_tokens
+                        assert kept[name] == handle.num_tokens
                         self.with_cache.append(name)
             case Abort(ids):
                 ended = [self._end(slot, name, "abort") for name in ids or () if name in slot.live]
@@ -220,13 +220,13 @@ class GenerateSlots:
     def _hand_off(self, slot: Slot, ids: tuple[str, ...], with_cache: tuple[str, ...]) -> HandedOff:
         assert set(with_cache) <= set(ids)
         given = [slot.live.pop(name) for name in ids if name in slot.live]
-        notes: dict[str, CacheNote] = {}
+        handles: dict[str, KVHandle] = {}
         for request in given:
             if request.id in with_cache:
                 num_tokens = len(request.prompt) + len(request.generated)
                 slot.caches[request.id] = num_tokens
-                notes[request.id] = CacheNote(str(slot.number), num_tokens, 0, slot.version or 0, 0)
-        return HandedOff(tuple(given), notes)
+                handles[request.id] = KVHandle(str(slot.number), num_tokens, 0, slot.version or 0, 0)
+        return HandedOff(tuple(given), handles)
 
     def _publish(self, slot: Slot, command: Publish | Withdraw) -> Reply:
         """As a trainer of one slot."""

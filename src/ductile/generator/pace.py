@@ -17,15 +17,15 @@ class StepLoad:
     num_tokens: int
     context_tokens: int
     """Tokens in the contexts of all the step's sequences together, the new tokens included."""
-    num_fills: int
+    num_kv_imports: int
     """Handed-over caches that were copied into the KV cache before the step."""
     num_decoding: int = 0
     """Sequences that the step gave one token; of the others it computed prompts, or contexts that were handed over."""
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], num_fills: int) -> "StepLoad":
+    def of(cls, chunks: Sequence[Chunk], num_kv_imports: int) -> "StepLoad":
         num_tokens, context = sum(chunk.count for chunk in chunks), sum(chunk.end for chunk in chunks)
-        return cls(len(chunks), num_tokens, context, num_fills, sum(chunk.count == 1 for chunk in chunks))
+        return cls(len(chunks), num_tokens, context, num_kv_imports, sum(chunk.count == 1 for chunk in chunks))
 
     @property
     def only_decodes(self) -> bool:
@@ -56,7 +56,7 @@ class Pace:
         """Sequences and seconds of the latest step that only decoded."""
 
     def saw(self, load: StepLoad, seconds: float) -> None:
-        if load.num_fills:
+        if load.num_kv_imports:
             return
         if not load.only_decodes:
             tokens, total_s = self._prefilled

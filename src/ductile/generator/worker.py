@@ -11,10 +11,10 @@ import torch
 from ductile.config.inference import InferenceConfig
 from ductile.fabric import heap
 from ductile.generator.engine import Engine
-from ductile.generator.handoff import CacheUnavailable, HandedCache, Shelf
+from ductile.generator.kv_transfer import KVTransferBuffer, KVUnavailable, RequestKV
 from ductile.generator.pace import Pace
 from ductile.model.checkpoint import empty_model, load_model, read_spec
-from ductile.records import CacheNote, GenerateRequest, Manifest
+from ductile.records import GenerateRequest, KVHandle, Manifest
 from ductile.roles import Refused, RoleAssignment
 from ductile.tasks.tokenizer import Tokenizer
 from ductile.weights.publisher import Publisher
@@ -47,7 +47,7 @@ class GenerateRole:
         self._engine = load_engine(
             InferenceConfig.model_validate(settings), assignment.device, with_weights=self._has_weights
         )
-        self._shelf = Shelf()
+        self._transfer_buffer = KVTransferBuffer()
         self._leased = Publisher()
         self._pace = Pace()
         self._stats_due = time.monotonic()
@@ -65,7 +65,7 @@ class GenerateRole:
             case HandOff(ids=ids, with_cache=with_cache):
                 return self._hand_off(ids, with_cache)
             case Forget(ids=ids):
-                self._shelf.forget(ids)
+                self._transfer_buffer.forget(ids)
             case Receive(manifest=manifest):
                 self._engine.load_weights(receive(manifest), manifest.version)
                 self._has_weights = True
@@ -99,7 +99,7 @@ class GenerateRole:
         return events
 
     def close(self) -> None:
-        self._shelf.close()
+        self._transfer_buffer.close()
         self._leased.close()
         del self._engine
         heap.give_back()
@@ -113,30 +113,30 @@ class GenerateRole:
                 f"{type(command).__name__} before the first Receive"
             )
 
-    def _generate(self, requests: tuple[GenerateRequest, ...], caches: Mapping[str, CacheNote]) -> None:
+    def _generate(self, requests: tuple[GenerateRequest, ...], caches: Mapping[str, KVHandle]) -> None:
         self._engine.check(*requests)
         for request in requests:
             self._engine.add(request, self._fetch(request, caches.get(request.id)))
 
-    def _fetch(self, request: GenerateRequest, note: CacheNote | None) -> HandedCache | None:
-        if note is None:
+    def _fetch(self, request: GenerateRequest, handle: KVHandle | None) -> RequestKV | None:
+        if handle is None:
             return None
         try:
-            return self._engine.fetch(note, request)
-        except CacheUnavailable as why:
+            return self._engine.fetch(handle, request)
+        except KVUnavailable as why:
             print(f"the context of request {request.id} is computed again: the cache {why}", file=sys.stderr)
             return None
 
     def _hand_off(self, ids: tuple[str, ...], with_cache: tuple[str, ...]) -> HandedOff:
         requests, caches = self._engine.hand_off(ids, frozenset(with_cache))
         self._stats_owed = True
-        notes: dict[str, CacheNote] = {}
+        handles: dict[str, KVHandle] = {}
         for id, cache in caches.items():
             try:
-                notes[id] = self._shelf.put(id, cache)
+                handles[id] = self._transfer_buffer.put(id, cache)
             except OSError as why:  # the requests have left the engine: nothing may stop them now
                 print(f"request {id} goes without its cache: {why}", file=sys.stderr)
-        return HandedOff(tuple(requests), notes)
+        return HandedOff(tuple(requests), handles)
 
     def _lease(self) -> Manifest:
         return self._leased.lease(self._engine.version, self._engine.model.named_parameters())

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from ductile.core.cluster.orders import Handoff
 from ductile.core.cluster.routing import route
-from ductile.records import CacheNote
+from ductile.records import KVHandle
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.dispatch import Dispatch
 from ductile.wire.flights import Flights, InFlight
@@ -44,7 +44,7 @@ class _Traveller:
     order: Handoff
     flight: InFlight
     target: int
-    cache: CacheNote | None
+    cache: KVHandle | None
     tried: set[int] = field(default_factory=set[int])
     why: str = ""
 

@@ -10,9 +10,9 @@ import msgspec
 
 from ductile.core.layout.peak import Arithmetic
 from ductile.records import (
-    CacheNote,
     GenerateRequest,
     Generation,
+    KVHandle,
     Manifest,
     MicroBatch,
     ResizeOrder,
@@ -177,7 +177,7 @@ class Generate(Message):
     """Take these requests. Answered by `Done` at once; results come later in `Finished` events, each request in one."""
 
     requests: tuple[GenerateRequest, ...]
-    caches: dict[str, CacheNote] = {}
+    caches: dict[str, KVHandle] = {}
     """KV caches that another generator has computed, by request id. A cache that cannot be read any more, or was
     computed under other weights, is computed again."""
 
@@ -305,7 +305,7 @@ class HandedOff(Message):
     requests: tuple[GenerateRequest, ...]
     """The requests with the tokens that they have so far, ready to be sent to another generator under the same ids.
     Requests that ended before are missing: their `Finished` was sent before this."""
-    caches: dict[str, CacheNote] = {}
+    caches: dict[str, KVHandle] = {}
 
 
 # -- Events (slot to orchestrator) -----------------------------------------------------------------------------------
