@@ -165,7 +165,7 @@ def test_a_state_is_resharded_between_processes_on_the_device() -> None:
 
 def whole_state(role: TrainRole) -> dict[str, Any]:
     """Every tensor of the state and of the gradient, gathered, as bytes."""
-    trainer = role._standing.trainer
+    trainer = role._instance.trainer
     named = named_state(trainer) | named_gradient(trainer)
     return {name: full(tensor).cpu().numpy().tobytes() for name, tensor in named.items()}
 

@@ -34,7 +34,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def whole(role: TrainRole) -> dict[str, Any]:
     """Every tensor of the state, gathered, as bytes."""
-    trainer = role._standing.trainer
+    trainer = role._instance.trainer
     named = named_state(trainer) | named_gradient(trainer)
     return {name: full(tensor).cpu().numpy().tobytes() for name, tensor in named.items()}
 
@@ -219,7 +219,7 @@ def growth_bytes(role: TrainRole) -> int:
 
 
 def num_parameters_of(role: TrainRole) -> int:
-    return role._standing.trainer.spec.num_parameters
+    return role._instance.trainer.spec.num_parameters
 
 
 def test_streaming_needs_room_for_little_more_than_one_state(tmp_path: Path) -> None:

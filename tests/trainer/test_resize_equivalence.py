@@ -43,14 +43,14 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def full_gradient(role: TrainRole) -> dict[str, torch.Tensor]:
-    return {name: full(tensor) for name, tensor in named_gradient(role._standing.trainer).items()}
+    return {name: full(tensor) for name, tensor in named_gradient(role._instance.trainer).items()}
 
 
 def differences(role: TrainRole, formation: Formation, path: str, gradient: dict[str, torch.Tensor]) -> list[str]:
     """What this slot has of the state, against a trainer of the same formation that is loaded from `path`; and of the
     gradient, against its rows of the whole one. Bytes, not values."""
-    live = role._standing.trainer
-    groups = Groups.at(replace(role._assignment, epoch=10_000 + role._standing.groups._epoch), 30.0)
+    live = role._instance.trainer
+    groups = Groups.at(replace(role._assignment, epoch=10_000 + role._instance.groups._epoch), 30.0)
     fresh = Trainer(live.config, Ranks(groups, formation))
     load_state(fresh, path)
     ours, theirs = parts_of(named_state(live)), parts_of(named_state(fresh))

@@ -49,8 +49,8 @@ class ResizeFailed(RuntimeError):
 
 
 @dataclass
-class Standing:
-    """What a slot has of the trainer in one formation."""
+class TrainerInstance:
+    """The trainer as one slot has it in one formation: its process groups, and its part of the trainer over them."""
 
     groups: Groups
     trainer: Trainer | None
@@ -92,7 +92,7 @@ class Connected:
 
     carrier: Carrier
     ranks: Ranks | None
-    after: Standing | None
+    after: TrainerInstance | None
     """What the slot has after the change; None on a slot that leaves, as are its ranks. In streaming mode the trainer
     comes last."""
     room: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -120,7 +120,7 @@ class Preparation:
         assignment: RoleAssignment,
         config: TrainerConfig,
         plans: StatePlans,
-        before: Standing | None,
+        before: TrainerInstance | None,
     ) -> None:
         self._change, self._assignment, self._config, self._plans = change, assignment, config, plans
         self._old: Mapping[str, Tensor] = {}
@@ -169,7 +169,7 @@ class Preparation:
                 raise
         return self._connected
 
-    def finish(self) -> Standing | None:
+    def finish(self) -> TrainerInstance | None:
         """Destroy all but what comes after, and return that."""
         planned, connected = self.result(0.0), self.connected()
         connected.clear()
@@ -270,7 +270,7 @@ class Preparation:
                 carrier = PeerToPeer(group, self._assignment.device, timeout_s)
             if self._assignment.slot in change.after.members:
                 ranks = Ranks(planned.groups, change.after)
-                after = Standing(planned.groups, None)
+                after = TrainerInstance(planned.groups, None)
         connected = Connected(carrier, ranks, after)
         self._go_on()
         if self._config.resize.memory == "shadow":
