@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ductile.core.cluster.measured import CostModel, Once
+from ductile.core.cluster.cost_model import CostModel, FixedCost
 from ductile.core.cluster.orders import Handoff
 from ductile.core.cluster.placement import Placement
 from ductile.launch.changes import Changes
@@ -33,7 +33,7 @@ class Told(CostModel):
         super().__init__(cache_bytes_per_token=1000)
         self.kinds: list[str] = []
         self.handoffs: list[tuple[float, float]] = []
-        self.once: dict[Once, float] = {}
+        self.fixed_costs: dict[FixedCost, float] = {}
         """The latest of each."""
 
     def micro_step(self, tokens_busiest: float, num_slots: int, seconds: float) -> None:
@@ -48,8 +48,8 @@ class Told(CostModel):
         self.handoffs.append((tokens, seconds))
         super().handed_off(tokens, seconds)
 
-    def took(self, what: Once, seconds: float) -> None:
-        self.once[what] = seconds
+    def took(self, what: FixedCost, seconds: float) -> None:
+        self.fixed_costs[what] = seconds
         super().took(what, seconds)
 
     def since(self) -> str:
@@ -196,8 +196,8 @@ def test_what_is_prepared_in_the_pause_is_not_a_cost_twice(told_on, device, besi
         rig.slots.beside = beside
         await rig.train(2)
         await rig.resize(0, 1, 2)
-        assert rig.told.once["prepare"] == prepared_s
-        assert rig.told.once["resize"] == pytest.approx(rig.changes.history[-1].pause_s + taken_s)
+        assert rig.told.fixed_costs["prepare"] == prepared_s
+        assert rig.told.fixed_costs["resize"] == pytest.approx(rig.changes.history[-1].pause_s + taken_s)
 
     told_on(story, 0, 1)
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from ductile.core.cluster.measured import CostModel, Once
+from ductile.core.cluster.cost_model import CostModel, FixedCost
 from ductile.core.cluster.orders import Handoff, RoleChange
 from ductile.core.cluster.placement import SPELLED, Placement, Role
 from ductile.core.cluster.state import ClusterState, Limits, SlotState, TrainerState
@@ -230,7 +230,7 @@ class LiveActuator:
             raise NotDone(str(error)) from error
 
     @asynccontextmanager
-    async def _measuring(self, what: Once) -> AsyncIterator[None]:
+    async def _measuring(self, what: FixedCost) -> AsyncIterator[None]:
         began_s = self.now_s
         yield
         self._measured.took(what, self.now_s - began_s)
