@@ -197,7 +197,7 @@ def test_no_cache_mixes_versions(qwen3: Family, tmp_path: Path, when: str, keep_
     assert_sampled([handed], {"a": done}, {0: load_model(qwen3.folder), 1: other_weights(tmp_path)})
 
 
-def test_notes_that_cannot_be_used_say_why(qwen3: Family) -> None:
+def test_handles_that_cannot_be_used_say_why(qwen3: Family) -> None:
     source, target = qwen3.engine(), qwen3.engine()
     source.add(request("a", "hello", 20))
     source.step()

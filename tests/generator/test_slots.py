@@ -99,7 +99,7 @@ def expected(generators: Generators) -> dict[str, tuple[int, ...]]:
     return {id: generation.token_ids for id, generation in done.items()}
 
 
-def test_dropping_the_role_gives_its_memory_back(generators: Generators) -> None:
+def test_releasing_the_role_gives_its_memory_back(generators: Generators) -> None:
     before = generators.private_bytes(2)
     for _ in range(2):
         generators.assign(2)

@@ -273,7 +273,7 @@ def test_a_joiner_with_leased_weights_is_like_its_source(qwen3: Family, tmp_path
     assert stats.version == 7
 
 
-def test_closing_frees_what_was_lent_and_kept_for_others(qwen3: Family) -> None:
+def test_closing_frees_what_was_leased_out_and_kept_for_others(qwen3: Family) -> None:
     held = role(qwen3)
     before = open_files()
     held.handle(Generate(tuple(request(str(i), "hello", 20) for i in range(3))))

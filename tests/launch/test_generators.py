@@ -129,7 +129,7 @@ def test_requests_that_change_hands_again_and_again_say_what_they_would_have_sai
     harness.run(story())
 
 
-def test_joiners_have_the_live_weights_whoever_lends_them(harness: Harness):
+def test_joiners_have_the_live_weights_whoever_leases_them_out(harness: Harness):
     async def story():
         samples = [Sample(tuple(range(5, 25)), (False,) + (True,) * 19)] * 2
         await harness.trainer.forward_backward(samples, 64)

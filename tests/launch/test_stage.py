@@ -152,7 +152,7 @@ def test_a_resize_that_is_rolled_back_has_no_first_micro_step(told_on):
     told_on(story, 0, 1)
 
 
-def test_while_the_resize_settles_the_first_micro_step_is_there_already(told_on):
+def test_while_the_resize_is_finalized_the_first_micro_step_is_there_already(told_on):
     async def story(rig: Rig) -> None:
         rig.slots.work_s = lambda number, command: 0.1 if isinstance(command, Finalize) else 0.01
         training = asyncio.create_task(rig.train(40))

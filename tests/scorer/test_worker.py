@@ -113,7 +113,7 @@ def test_nothing_to_score(folder: Path) -> None:
     assert make_role(folder).handle(Score((untrained,), "policy")).logprobs == ((0.0, 0.0, 0.0),)
 
 
-def test_a_joiner_has_no_policy_before_it_receives_one_and_then_the_lenders(folder: Path, tmp_path: Path) -> None:
+def test_a_joiner_has_no_policy_before_it_receives_one_and_then_its_sources(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     config = TrainerConfig.model_validate({"model": {"name": str(tmp_path / "model"), "seq_len": 32}})
     joiner = ScoreRole(config.model_dump(), replace(PLACE, joining=True))

@@ -24,7 +24,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "prepare: before the groups": (prepare, "Ranks"),
     "prepare: before the skeleton": (prepare, "Trainer"),
     "freeze": (resize.Resize, "freeze"),
-    "move: before anything": (resize.Resize, "move"),
+    "move: before anything": (resize.Resize, "transfer_state"),
     "move: in the middle": (modes.Shadow, "meanwhile"),
     "move: before the vote": (resize, "StateTransferred"),
     "commit": (resize.Resize, "commit"),

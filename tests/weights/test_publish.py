@@ -105,7 +105,7 @@ def test_a_manifest_that_does_not_fit_is_refused(publisher: Publisher, change: d
         receive(wrong)
 
 
-def test_who_asks_for_the_same_version_is_lent_the_same_copy(publisher: Publisher):
+def test_who_asks_for_the_same_version_leases_the_same_copy(publisher: Publisher):
     first = publisher.lease(4, TENSORS.items())
     assert publisher.lease(4, [("never", torch.ones(1))]) == first
     newer = publisher.lease(5, TENSORS.items())

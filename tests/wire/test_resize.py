@@ -184,7 +184,7 @@ def test_a_slot_that_left_comes_back():
     play(story)
 
 
-def test_settling_does_not_hold_up_training():
+def test_finalizing_does_not_hold_up_training():
     async def story():
         stage = Stage([0, 1])
         stage.slots.work_s = lambda number, command: 2.0 if isinstance(command, Finalize) and number == 0 else 0.01

@@ -49,7 +49,7 @@ def test_a_joiner_gets_the_live_version_from_a_generator():
     with_cluster(story)
 
 
-def test_joiners_of_the_same_moment_share_what_is_lent():
+def test_joiners_of_the_same_moment_share_a_lease():
     async def story(cluster: Cluster):
         cluster.slots.answer_s = lambda slot, command: 0.1
         await asyncio.gather(*(cluster.generators.admit(slot, {}) for slot in (3, 4, 5)))
@@ -61,7 +61,7 @@ def test_joiners_of_the_same_moment_share_what_is_lent():
     with_cluster(story, generating=(0, 1))
 
 
-def test_with_no_generator_the_trainer_lends_what_its_weights_still_are():
+def test_with_no_generator_the_trainer_leases_out_what_its_weights_still_are():
     async def story(cluster: Cluster):
         await cluster.generators.dismiss(0)
         assert cluster.generators.slots == ()
@@ -96,7 +96,7 @@ def test_with_nobody_who_has_the_version_the_next_one_is_the_joiners_first():
     with_cluster(story, generating=(0,))
 
 
-def test_a_trainer_that_has_gone_on_before_it_could_lend_lends_nothing():
+def test_a_trainer_that_has_gone_on_before_it_could_lease_its_weights_leases_nothing():
     """After a step that learned nothing its weights are the live version still, until it publishes them as the next."""
 
     async def story(cluster: Cluster):
@@ -114,7 +114,7 @@ def test_a_trainer_that_has_gone_on_before_it_could_lend_lends_nothing():
     with_cluster(story, generating=(0,))
 
 
-def test_while_a_version_is_published_it_is_lent_from_there():
+def test_while_a_version_is_published_it_is_leased_from_there():
     async def story(cluster: Cluster):
         await cluster.generators.dismiss(0)
         manifest = await cluster.trainer.publish(1)
@@ -129,7 +129,7 @@ def test_while_a_version_is_published_it_is_lent_from_there():
 
 @pytest.mark.parametrize("kind", ["error", "death"])
 @pytest.mark.parametrize("on", [LeaseWeights, Receive])
-def test_when_a_lender_fails_the_next_one_lends(kind: str, on: type):
+def test_when_a_source_fails_the_next_one_leases_its_weights(kind: str, on: type):
     async def story(cluster: Cluster):
         def fail(slot, command):
             if isinstance(command, on) and slot == (0 if on is LeaseWeights else 3) and not cluster.slots.dead:

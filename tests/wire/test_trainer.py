@@ -234,7 +234,7 @@ def test_micro_steps_tell_how_long_the_slowest_slot_worked_and_not_how_long_it_w
     play(story)
 
 
-def test_a_version_is_lent_in_the_middle_of_a_batch_as_long_as_the_weights_are_it():
+def test_a_version_is_leased_in_the_middle_of_a_batch_as_long_as_the_weights_are_it():
     async def story():
         _, _, trainer = make(Formation((0, 1)))
         await trainer.publish(3)
@@ -271,7 +271,7 @@ def test_a_version_that_is_gone_is_refused_at_once_though_a_change_has_the_turn(
     play(story)
 
 
-def test_who_lends_a_version_that_is_published_does_not_publish_it_again():
+def test_a_lease_of_a_version_that_is_published_does_not_publish_it_again():
     async def story():
         _, carrier, trainer = make(Formation((0,)))
         manifest = await trainer.publish(3)

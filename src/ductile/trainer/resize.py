@@ -80,7 +80,7 @@ class Resize:
         self._plan = planned.plans[with_gradient]
         return Frozen(self._plan.key, progress)
 
-    def move(self, progress: TrainProgress) -> StateTransferred:
+    def transfer_state(self, progress: TrainProgress) -> StateTransferred:
         """Fill the new trainer. Raises `TransferFailed` when bytes do not arrive, and after that the old one is whole,
         unless the state was streamed."""
         planned, plan = self._preparation.result(0.0), self._plan

@@ -105,7 +105,7 @@ class TrainRole:
             case Freeze(epoch=epoch, with_gradient=with_gradient):
                 return self._change(epoch).freeze(with_gradient)
             case TransferState(epoch=epoch, progress=progress):
-                return self._change(epoch).move(progress)
+                return self._change(epoch).transfer_state(progress)
             case Commit(epoch=epoch):
                 self._instance = self._change(epoch).commit()
             case Rollback(epoch=epoch):

@@ -164,7 +164,7 @@ class Transaction:
                 await self._prepare()
             async with self._boundary(), self._as_before_unless_done():
                 await self._leave()
-                await self._freeze_and_move()
+                await self._freeze_and_transfer()
                 await self._step("commit", Commit(self.change.epoch), Done)
                 self._trainer.formation, self._trainer.epoch = self.change.after, self.change.epoch
         except SlotLost:
@@ -230,7 +230,7 @@ class Transaction:
         await self._judge("prepare", heard | silent)
         return {slot for slot in slots if not (isinstance(said := outcomes[slot], Readiness) and said.ready)}, late
 
-    async def _freeze_and_move(self) -> None:
+    async def _freeze_and_transfer(self) -> None:
         change = self.change
         frozen = await self._step("freeze", Freeze(change.epoch, self._trainer.with_gradient), Frozen)
         progress = {slot: reply.progress for slot, reply in frozen.items() if reply.progress is not None}
