@@ -22,10 +22,10 @@ from ductile.generator.columns import lay_by_columns, overwrite
 from ductile.generator.kv_cache import BlockPool
 from ductile.generator.kv_transfer import KVUnavailable, RequestKV, fetch
 from ductile.generator.limits import RequestRefused, SequenceLimits
-from ductile.generator.pace import StepLoad
 from ductile.generator.sampler import sample, stream_key
 from ductile.generator.scheduler import Chunk, Scheduler
 from ductile.generator.sequence import Sequence
+from ductile.generator.step_profiler import StepLoad
 from ductile.generator.text import TextStream
 from ductile.model.transformer import Transformer
 from ductile.records import FinishReason, GenerateRequest, Generation, KVHandle, Sampling

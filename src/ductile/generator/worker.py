@@ -12,7 +12,7 @@ from ductile.config.inference import InferenceConfig
 from ductile.fabric import heap
 from ductile.generator.engine import Engine
 from ductile.generator.kv_transfer import KVTransferBuffer, KVUnavailable, RequestKV
-from ductile.generator.pace import Pace
+from ductile.generator.step_profiler import StepProfiler
 from ductile.model.checkpoint import empty_model, load_model, read_spec
 from ductile.records import GenerateRequest, KVHandle, Manifest
 from ductile.roles import Refused, RoleAssignment
@@ -49,7 +49,7 @@ class GenerateRole:
         )
         self._transfer_buffer = KVTransferBuffer()
         self._leased = Publisher()
-        self._pace = Pace()
+        self._step_profiler = StepProfiler()
         self._stats_due = time.monotonic()
         self._stats_owed = False
         """Whether requests have left, so that statistics must be told again even if there is nothing to do any more."""
@@ -88,7 +88,7 @@ class GenerateRole:
         for failure in self._engine.failed.values():
             raise failure  # in a run nothing that a request says can fail: the weights are broken, or we are
         if self._engine.last_step is not None:
-            self._pace.saw(self._engine.last_step, time.perf_counter() - start)
+            self._step_profiler.record(self._engine.last_step, time.perf_counter() - start)
         if generations:
             events.append(Finished(tuple(generations)))
         now = time.monotonic()
@@ -142,7 +142,7 @@ class GenerateRole:
         return self._leased.lease(self._engine.version, self._engine.model.named_parameters())
 
     def _stats(self) -> EngineStats:
-        decoded, prefilled = self._pace.tell()
+        decoded, prefilled = self._step_profiler.drain()
         generated = self._engine.num_generated()
         return msgspec.structs.replace(self._engine.stats(), generated=generated, decoded=decoded, prefilled=prefilled)
 

@@ -1,4 +1,4 @@
-"""How long the engine's steps take, by what they computed: measured where they run, told with the statistics."""
+"""How long the engine's steps take, by what they computed: measured where they run, sent with the statistics."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,8 +45,8 @@ class _Steps:
         return (self.sequences / self.num_steps, self.context_tokens / self.num_steps, self.seconds / self.num_steps)
 
 
-class Pace:
-    """Collects steps until they are told. Steps that copied a handed-over cache are not typical, and left out."""
+class StepProfiler:
+    """Collects steps until they are drained. Steps that copied a handed-over cache are not typical, and left out."""
 
     def __init__(self) -> None:
         self._decodes: dict[int, _Steps] = {}
@@ -55,7 +55,7 @@ class Pace:
         self._latest: tuple[int, float] | None = None
         """Sequences and seconds of the latest step that only decoded."""
 
-    def saw(self, load: StepLoad, seconds: float) -> None:
+    def record(self, load: StepLoad, seconds: float) -> None:
         if load.num_kv_imports:
             return
         if not load.only_decodes:
@@ -69,8 +69,8 @@ class Pace:
         steps.context_tokens += load.context_tokens
         steps.seconds += seconds
 
-    def tell(self) -> tuple[tuple[tuple[float, float, float], ...], tuple[int, float]]:
-        """(decoded, prefilled) as `EngineStats` has them, since the last time."""
+    def drain(self) -> tuple[tuple[tuple[float, float, float], ...], tuple[int, float]]:
+        """(decoded, prefilled) as `EngineStats` has them, since the last call."""
         decoded = _points([self._decodes[size] for size in sorted(self._decodes)])
         tokens, seconds = self._prefilled
         self._decodes, self._prefilled = {}, (0, 0.0)
