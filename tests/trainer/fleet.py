@@ -189,7 +189,7 @@ class Fleet:
         self.ask(dict.fromkeys(change.slots if slots is None else slots, Rollback(change.epoch)))
 
     def resize(self, after: Formation, release: bool = True) -> dict[int, StateTransferred]:
-        """A whole change. Slots that leave drop the role, or else keep it for when they join again."""
+        """A whole change. Slots that leave release the role, or else keep it for when they join again."""
         change = self.prepare_change(after)
         self.assign_joining([slot for slot in change.joiners if slot not in self.idle])
         self.step("prepare", change)

@@ -9,7 +9,7 @@
 | GET /liveness | 200 while the engine's thread lives |
 | GET /metrics | Prometheus |
 
-A client that goes away aborts its sequences. Errors have OpenAI's form. Who may come in, and with how much, is asked at
+A client that goes away aborts its sequences. Errors have OpenAI's form. Who may come in, and with how much, is asked by
 the middleware (`ductile.generator.middleware`), before a body is read.
 """
 
