@@ -1,4 +1,4 @@
-"""How long the engine's steps take, by what they computed: measured where they run, sent with the statistics."""
+"""How long the engine's steps take, by what they computed: measured where they run, told with the statistics."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ class StepProfiler:
         steps.seconds += seconds
 
     def drain(self) -> tuple[tuple[tuple[float, float, float], ...], tuple[int, float]]:
-        """(decoded, prefilled) as `EngineStats` has them, since the last call."""
+        """(decoded, prefilled) as `EngineStats` has them, since the last time."""
         decoded = _points([self._decodes[size] for size in sorted(self._decodes)])
         tokens, seconds = self._prefilled
         self._decodes, self._prefilled = {}, (0, 0.0)
