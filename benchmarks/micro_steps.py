@@ -22,7 +22,7 @@ from ductile.loop.sft_data import fake_samples
 from ductile.records import Formation
 from ductile.wire.fanout import ask_each
 from ductile.wire.messages import ForwardBackward, ForwardBackwardDone
-from ductile.wire.remote import hold
+from ductile.wire.remote import assign_role
 from ductile.wire.trainer import RemoteTrainer
 from provenance import provenance
 
@@ -46,7 +46,7 @@ async def measure(slots: int, rows: int, hidden: int, rounds: int, folder: Path)
     members = tuple(range(slots))
     async with LocalCluster(members, ClusterConfig(device="cpu"), folder) as cluster:
         settings = config.model_dump(mode="json")
-        await hold(cluster.mailbox, "train", settings, members, DEADLINE_S, cluster.rendezvous)
+        await assign_role(cluster.mailbox, "train", settings, members, DEADLINE_S, cluster.rendezvous)
         trainer = RemoteTrainer(cluster.mailbox, Formation(members), DEADLINE_S)
 
         async def at_once() -> None:

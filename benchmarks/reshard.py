@@ -67,8 +67,8 @@ from ductile.core.transfer.plan import Plan
 from ductile.core.transfer.reshard import Planner
 from ductile.core.transfer.topology import MIB
 from ductile.fabric import heap, pages, rendezvous
-from ductile.fabric.board import GroupBoard
 from ductile.fabric.choice import choose
+from ductile.fabric.exchange import GroupExchange
 from ductile.fabric.memory import copy
 from ductile.fabric.transfer import Transfer
 from ductile.launch.local import FREED_MEMORY_STAYS
@@ -230,8 +230,8 @@ def transfers(one_sided: bool, job: peers.Job, layouts: tuple[Layout, Layout]) -
     """Verified and not."""
     group = dist.group.WORLD
     assert group is not None
-    board = GroupBoard(group, dist.get_rank(), range(RANKS), "cpu", TIMEOUT_S)
-    carrier, reason = choose(board, "cpu", lambda: group, one_sided)
+    group_exchange = GroupExchange(group, dist.get_rank(), range(RANKS), "cpu", TIMEOUT_S)
+    carrier, reason = choose(group_exchange, "cpu", lambda: group, one_sided)
     assert carrier.one_sided == one_sided, reason
     plan = Planner(relays=not one_sided).plan(*layouts)
     return plan, [Transfer(plan, dist.get_rank(), job.old, job.new, carrier, verify).run for verify in ("moved", "off")]

@@ -32,7 +32,7 @@ from ductile.config.cluster import ClusterConfig
 from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
 from ductile.launch.local import LocalCluster
 from ductile.records import Formation, Sample
-from ductile.wire.remote import hold
+from ductile.wire.remote import assign_role
 from ductile.wire.resize import ResizeOptions, Transaction
 from ductile.wire.trainer import RemoteTrainer
 from provenance import provenance
@@ -82,8 +82,8 @@ class Live:
         self.cluster, self.settings = cluster, settings.model_dump(mode="json")
         self.terms = ResizeOptions(self.settings, cluster.rendezvous, settings.resize.timeout_s, leave_s=5)
 
-    async def hold(self, members: Sequence[int]) -> None:
-        await hold(self.cluster.mailbox, "train", self.settings, members, TIMEOUT_S, self.cluster.rendezvous)
+    async def assign(self, members: Sequence[int]) -> None:
+        await assign_role(self.cluster.mailbox, "train", self.settings, members, TIMEOUT_S, self.cluster.rendezvous)
         self.trainer = RemoteTrainer(self.cluster.mailbox, Formation(tuple(members)), TIMEOUT_S)
 
     async def half_a_batch(self) -> float:
@@ -145,7 +145,7 @@ async def restart(live: Live, after: tuple[int, ...], folder: Path) -> float:
     live.cluster.slots = after
     await live.cluster.start()
     live.terms = ResizeOptions(live.settings, live.cluster.rendezvous, live.terms.timeout_s, live.terms.leave_s)
-    await live.hold(after)
+    await live.assign(after)
     await live.trainer.load(str(state))
     seconds = time.perf_counter() - began_s
     shutil.rmtree(state)
@@ -161,7 +161,7 @@ async def run(
         live = Live(cluster, settings)
         rows: list[dict[str, Any]] = []
         for inside in (False, True):
-            await live.hold(FORMATIONS[0])
+            await live.assign(FORMATIONS[0])
             await live.step()
             for after in FORMATIONS[1:]:
                 rows.append(await resize(live, after, inside))
@@ -170,7 +170,7 @@ async def run(
             cluster.slots = (0, 1, 2, 3)
             await cluster.start()
             live = Live(cluster, settings)
-        await live.hold(FORMATIONS[0])
+        await live.assign(FORMATIONS[0])
         restarts: dict[str, list[float]] = {where: [] for where in states}
         for after in FORMATIONS[1:4]:
             for where, state in states.items():

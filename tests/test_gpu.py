@@ -165,7 +165,7 @@ def test_a_state_is_resharded_between_processes_on_the_device() -> None:
 
 def whole_state(role: TrainRole) -> dict[str, Any]:
     """Every tensor of the state and of the gradient, gathered, as bytes."""
-    trainer = role._standing.trainer
+    trainer = role._instance.trainer
     named = named_state(trainer) | named_gradient(trainer)
     return {name: full(tensor).cpu().numpy().tobytes() for name, tensor in named.items()}
 
@@ -174,7 +174,7 @@ def test_a_trainer_goes_to_other_slots_on_the_device(folder: Path) -> None:
     """In the middle of a batch: to more slots, to fewer, to others."""
     settings = fp32(folder, loss=SFTLoss(), optim=AdamWConfig(lr=1e-2)).model_dump()
     with Fleet(settings, range(3), GPU) as fleet:
-        fleet.hold((0, 1))
+        fleet.assign((0, 1))
         for step, after in enumerate((Formation((0, 1, 2)), Formation((0,)), Formation((2, 1)))):
             fleet.forward_backward(make_samples((9, 14, 5), seed=step))
             before = fleet.call(fleet.formation.members, whole_state)

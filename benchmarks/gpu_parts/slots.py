@@ -13,9 +13,9 @@ from ductile.config.trainer import TrainerConfig
 from ductile.launch.local import LocalCluster
 from ductile.records import Formation, GenerateRequest, Sample, Sampling
 from ductile.wire.fleet import RemoteGenerators
-from ductile.wire.lending import Lender
-from ductile.wire.messages import Hold
-from ductile.wire.remote import hold
+from ductile.wire.leases import WeightLeases
+from ductile.wire.messages import AssignRole
+from ductile.wire.remote import assign_role
 from ductile.wire.resize import ResizeOptions, ResizeResult, Transaction
 from ductile.wire.trainer import RemoteTrainer
 from gpu_parts.models import make_folder, shape_of
@@ -45,16 +45,16 @@ class Slots:
         self.terms = ResizeOptions(self.train_settings, cluster.rendezvous, TIMEOUT_S, leave_s=5.0)
 
     async def train(self, members: Sequence[int]) -> RemoteTrainer:
-        await hold(self.mailbox, "train", self.train_settings, members, TIMEOUT_S, self.cluster.rendezvous)
+        await assign_role(self.mailbox, "train", self.train_settings, members, TIMEOUT_S, self.cluster.rendezvous)
         return RemoteTrainer(self.mailbox, Formation(tuple(members)), TIMEOUT_S)
 
     async def generate(self, slots: Sequence[int], trainer: RemoteTrainer) -> RemoteGenerators:
         """Generators without weights: their first are those that are published first."""
         for slot in slots:
-            joining = Hold("generate", self.generate_settings, (slot,), joining=True)
+            joining = AssignRole("generate", self.generate_settings, (slot,), joining=True)
             await self.mailbox.ask(slot, joining, TIMEOUT_S)
-        lender = Lender(self.mailbox, trainer, TIMEOUT_S)
-        return RemoteGenerators(self.mailbox, slots, 8, 16, TIMEOUT_S, lender=lender)
+        leases = WeightLeases(self.mailbox, trainer, TIMEOUT_S)
+        return RemoteGenerators(self.mailbox, slots, 8, 16, TIMEOUT_S, leases=leases)
 
     async def half_a_batch(self, trainer: RemoteTrainer) -> None:
         """A micro-batch for every rank."""

@@ -234,7 +234,7 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheNote:
+class KVHandle:
     """Where a generator keeps the keys and values of a request that it has handed off."""
 
     location: str

@@ -126,7 +126,7 @@ class Task(Protocol):
 
 class SlotRole(Protocol):
     """A role as its slot holds it, made by `Role(settings, assignment)`. `settings` is the dumped config section that
-    came with `Hold`.
+    came with `AssignRole`.
 
     The slot's main thread alone calls these, one at a time.
     """
@@ -144,5 +144,5 @@ class SlotRole(Protocol):
         ...
 
     def close(self) -> None:
-        """Free everything; called on `Drop` and before the process exits."""
+        """Free everything; called on `ReleaseRole` and before the process exits."""
         ...

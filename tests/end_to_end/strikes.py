@@ -20,15 +20,15 @@ LONGEST_DELAY_S = 0.1
 MOMENTS = (
     "HandOff",
     "Forget",
-    "Hold",
-    "Lend",
-    "Drop",
+    "AssignRole",
+    "LeaseWeights",
+    "ReleaseRole",
     "Prepare",
     "Ready",
     "Freeze",
     "TransferState",
     "Commit",
-    "Settle",
+    "Finalize",
 )
 """Commands that only changes and migrations send. What comes between two is within the delay after the first."""
 

@@ -53,7 +53,7 @@ class WritesDown(TrainRole):
 
     def _write_state(self, epoch: int, side: Side) -> None:
         """A slot that joins has none before, and one that leaves none after."""
-        if self._standing is None:
+        if self._instance is None:
             return
         change = self._change(epoch).change
         formation = change.before if side == "before" else change.after

@@ -9,8 +9,8 @@ from ductile.core.layout.mesh import Mesh
 from ductile.core.layout.sharding import Shard, place
 from ductile.core.transfer.reshard import Planner
 from ductile.fabric import choice
-from ductile.fabric.board import GroupBoard, StoreBoard
 from ductile.fabric.choice import choose
+from ductile.fabric.exchange import GroupExchange, StoreExchange
 from ductile.fabric.groups import Groups
 from ductile.fabric.transfer import Transfer
 from tests.ranks import run_ranks
@@ -26,8 +26,8 @@ def choose_apart(groups: Groups, members: tuple[int, ...], spoil: str) -> tuple[
         choice.host = lambda: "another one"
     if slot == 1 and spoil == "permission":
         choice.read = refuse
-    board = StoreBoard(groups._store, "board", slot, members, 20.0)
-    carrier, reason = choose(board, "cpu", lambda: groups.group(members))
+    exchange = StoreExchange(groups._store, "exchange", slot, members, 20.0)
+    carrier, reason = choose(exchange, "cpu", lambda: groups.group(members))
     dist.barrier(group=groups.group(members))
     return carrier.name, f"{reason}; {len(groups._store.list_keys())} keys left"
 
@@ -52,7 +52,7 @@ def test_all_slots_choose_the_same_carrier_and_say_why(spoil: str, expected: str
 def through_a_group(groups: Groups, members: tuple[int, ...]) -> tuple[str, list[float]]:
     slot = dist.get_rank()
     group = groups.group(members)
-    carrier, _ = choose(GroupBoard(group, slot, members, "cpu", 20.0), "cpu", lambda: group)
+    carrier, _ = choose(GroupExchange(group, slot, members, "cpu", 20.0), "cpu", lambda: group)
     plan = Planner(relays=False).plan(line(Mesh.of((0, 1), fsdp=2), Shard("fsdp")), line(Mesh.of((2,))))
     old = {"w": torch.arange(4.0) + 4 * slot} if slot < 2 else {}
     transfer = Transfer(plan, slot, old, {"w": torch.zeros(8)} if slot == 2 else {}, carrier)

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 from ductile.core.transfer.reshard import Planner
-from ductile.fabric.board import StoreBoard
 from ductile.fabric.choice import choose
+from ductile.fabric.exchange import StoreExchange
 from ductile.fabric.groups import Groups
 from ductile.fabric.transfer import Transfer
 from tests.fabric.cases import PAIRS
@@ -27,8 +27,8 @@ def on_gpu(buffers: State) -> State:
 
 def move_on_gpu(groups: Groups, members: tuple[int, ...], one_sided: bool) -> dict[str, tuple[list[str], dict, dict]]:
     slot, found = dist.get_rank(), {}
-    board = StoreBoard(groups._store, "board", slot, members, 20.0)
-    carrier, reason = choose(board, DEVICE, lambda: groups.group(members), one_sided)
+    exchange = StoreExchange(groups._store, "exchange", slot, members, 20.0)
+    carrier, reason = choose(exchange, DEVICE, lambda: groups.group(members), one_sided)
     assert reason.startswith("cuda_ipc" if one_sided else "p2p"), reason
     for name, (source, target) in PAIRS.items():
         plan = Planner(relays=not one_sided).plan(source.layout(), target.layout())

@@ -13,9 +13,9 @@ from ductile.core.layout.layout import Layout, Tensor
 from ductile.core.layout.mesh import Mesh
 from ductile.core.layout.sharding import Shard, place
 from ductile.core.transfer.reshard import Planner
-from ductile.fabric.board import StoreBoard
-from ductile.fabric.carrier import Cargo, TransferFailed, Trip
+from ductile.fabric.carrier import PreparedTransfer, TransferFailed, TransferInputs
 from ductile.fabric.choice import choose
+from ductile.fabric.exchange import StoreExchange
 from ductile.fabric.groups import Groups
 from ductile.fabric.p2p import PeerToPeer
 from ductile.fabric.peer_memory import PeerMemory
@@ -44,14 +44,14 @@ def strike(how: signal.Signals, groups: Groups) -> None:
 
 
 class Unlucky:
-    """A carrier during whose trip something happens to this process."""
+    """A carrier during whose transfer something happens to this process."""
 
     def __init__(self, carrier: PeerToPeer | PeerMemory, moment: str, accident: Callable[[], None]) -> None:
         self.name, self.one_sided = carrier.name, carrier.one_sided
         self._carrier, self._moment, self._accident = carrier, moment, accident
 
-    def load(self, cargo: Cargo) -> Trip:
-        accident, steps = self._accident, cargo.steps
+    def prepare(self, inputs: TransferInputs) -> PreparedTransfer:
+        accident, steps = self._accident, inputs.steps
 
         class Steps:
             before = steps.before if self._moment != "before" else staticmethod(lambda index: accident())
@@ -59,7 +59,7 @@ class Unlucky:
             after = steps.after if self._moment != "after" else staticmethod(lambda index: accident())
             finish = steps.finish
 
-        return self._carrier.load(Cargo(cargo.plan, cargo.slot, cargo.old, cargo.new, Steps()))
+        return self._carrier.prepare(TransferInputs(inputs.plan, inputs.slot, inputs.old, inputs.new, Steps()))
 
 
 def attempt(
@@ -73,8 +73,8 @@ def attempt(
     """What slot 2's accident looks like to the others: (what they were told, after how long, whom it names)."""
     slot = dist.get_rank()
     old, new = {"w": buffer(float(slot))}, {"w": buffer(float(slot))}
-    board = StoreBoard(groups._store, "board", slot, members, timeout_s)
-    carrier, _ = choose(board, "cpu", lambda: groups.group(members), one_sided)
+    exchange = StoreExchange(groups._store, "exchange", slot, members, timeout_s)
+    carrier, _ = choose(exchange, "cpu", lambda: groups.group(members), one_sided)
     plan = Planner(round_bytes=1 << 14, relays=False).plan(layout(fsdp=4), layout(tp=4))
     if slot == VICTIM:
         Transfer(plan, slot, old, new, Unlucky(carrier, moment, lambda: strike(how, groups))).run()
@@ -135,10 +135,12 @@ def test_a_peer_that_stops_later_can_still_be_read() -> None:
 def read_the_dead(groups: Groups, members: tuple[int, ...]) -> tuple[str, int | None]:
     slot = dist.get_rank()
     old, new = {"w": buffer(float(slot))}, {"w": buffer(float(slot))}
-    carrier, _ = choose(StoreBoard(groups._store, "board", slot, members, 20.0), "cpu", lambda: groups.group(members))
+    carrier, _ = choose(
+        StoreExchange(groups._store, "exchange", slot, members, 20.0), "cpu", lambda: groups.group(members)
+    )
     assert isinstance(carrier, PeerMemory)
     plan = Planner(relays=False).plan(layout(fsdp=4), layout(tp=4))
-    trip = Transfer(plan, slot, old, new, carrier)
+    transfer = Transfer(plan, slot, old, new, carrier)
     if slot == VICTIM:
         carrier._read = lambda *arguments: strike(signal.SIGKILL, groups)  # pyright: ignore
     else:
@@ -152,10 +154,11 @@ def read_the_dead(groups: Groups, members: tuple[int, ...]) -> tuple[str, int | 
         carrier._read = read_when_it_is_dead  # pyright: ignore
     said, peer = "arrived", None
     try:
-        trip.run()
+        transfer.run()
     except TransferFailed as error:
         said, peer = str(error), error.peer
-    StoreBoard(groups._store, "end", slot, (0, 1, 3), 20.0).exchange("end", b"")  # they can read each other till then
+    end = StoreExchange(groups._store, "end", slot, (0, 1, 3), 20.0)
+    end.all_gather("end", b"")  # they can read each other till then
     return said, peer
 
 

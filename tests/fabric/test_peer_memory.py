@@ -11,7 +11,7 @@ import torch
 from ductile.core.transfer.plan import Plan
 from ductile.core.transfer.reshard import Planner
 from ductile.fabric import peer_memory, slabs
-from ductile.fabric.board import Missing
+from ductile.fabric.exchange import Missing
 from ductile.fabric.memory import Memory, flat_bytes, num_bytes, pack, unpack
 from ductile.fabric.peer_memory import PeerMemory, read
 from ductile.fabric.process import Process
@@ -31,14 +31,14 @@ def test_scattered_on_both_sides() -> None:
 
 
 class Alone:
-    """The board of a process in which all slots run one after the other."""
+    """The exchange of a process in which all slots run one after the other."""
 
     timeout_s = 1.0
 
     def __init__(self, slot: int, members: tuple[int, ...], notes: dict[int, bytes]) -> None:
         self.slot, self.members, self._notes = slot, members, notes
 
-    def exchange(
+    def all_gather(
         self,
         topic: str,
         note: bytes,

@@ -14,9 +14,9 @@ from ductile.core.layout.mesh import Mesh
 from ductile.core.layout.sharding import Shard, place
 from ductile.core.transfer.plan import Plan
 from ductile.core.transfer.reshard import Planner
-from ductile.fabric.board import StoreBoard
-from ductile.fabric.carrier import Cargo, Carrier, Trip
+from ductile.fabric.carrier import Carrier, PreparedTransfer, TransferInputs
 from ductile.fabric.choice import choose
+from ductile.fabric.exchange import StoreExchange
 from ductile.fabric.fingerprint import MODULUS
 from ductile.fabric.groups import Groups
 from ductile.fabric.p2p import PeerToPeer
@@ -43,8 +43,8 @@ class Outcome:
 def carriers(groups: Groups, members: tuple[int, ...]) -> dict[str, Carrier]:
     slot, found = dist.get_rank(), {}
     for one_sided in (True, False):
-        board = StoreBoard(groups._store, f"board {one_sided}", slot, members, 20.0)
-        carrier, reason = choose(board, "cpu", lambda: groups.group(members), one_sided)
+        exchange = StoreExchange(groups._store, f"exchange {one_sided}", slot, members, 20.0)
+        carrier, reason = choose(exchange, "cpu", lambda: groups.group(members), one_sided)
         assert reason.startswith(carrier.name)
         found[carrier.name] = carrier
     found["p2p through the host"] = PeerToPeer(groups.group(members), "cpu", 20.0, through_host=True)
@@ -250,7 +250,7 @@ class Misused:
     one_sided: bool = False
     name: str = "misused"
 
-    def load(self, cargo: Cargo) -> Trip:
+    def prepare(self, inputs: TransferInputs) -> PreparedTransfer:
         raise AssertionError("nothing should get here")
 
 

@@ -11,9 +11,9 @@ import torch
 
 from ductile.config.inference import InferenceConfig, InferenceModelConfig
 from ductile.core.layout.spec import ModelSpec
-from ductile.generator.answers import Choice
 from ductile.generator.engine import Engine, num_cache_blocks
 from ductile.generator.limits import RequestRefused
+from ductile.generator.responses import Choice
 from ductile.generator.runner import Delta
 from ductile.generator.worker import load_engine
 from ductile.model.attention import PackedAttention

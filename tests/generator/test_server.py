@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 
 from ductile.config.inference import ServerConfig
 from ductile.generator.engine import Engine
-from ductile.generator.handoff import HandedCache
+from ductile.generator.kv_transfer import RequestKV
 from ductile.generator.runner import EngineFailed
 from ductile.generator.server import create_app
 from ductile.records import GenerateRequest, Generation
@@ -319,7 +319,7 @@ class Picky(Engine):
 
     when = "add"
 
-    def add(self, request: GenerateRequest, cache: HandedCache | None = None) -> None:
+    def add(self, request: GenerateRequest, cache: RequestKV | None = None) -> None:
         if self.when == "add" and len(request.prompt) == 3:
             raise OverflowError("three")
         super().add(request, cache)

@@ -15,19 +15,19 @@ from ductile.generator.worker import load_engine
 from ductile.launch.local import LocalCluster
 from ductile.records import GenerateRequest, Generation
 from ductile.wire.messages import (
+    AssignRole,
     Done,
-    Drop,
+    EndLease,
     Event,
     Finished,
     Forget,
     Generate,
     HandedOff,
     HandOff,
-    Hold,
-    Lend,
+    LeaseWeights,
     Published,
     Receive,
-    TakeBack,
+    ReleaseRole,
 )
 from tests.generator.conftest import request, run
 from tests.launch.processes import is_running
@@ -68,8 +68,8 @@ class Generators:
 
         return self.runner.run(all_answers())[-1]
 
-    def hold(self, slot: int, joining: bool = False) -> None:
-        self.ask(slot, Hold("generate", self.config.model_dump(mode="json"), (slot,), joining=joining))
+    def assign(self, slot: int, joining: bool = False) -> None:
+        self.ask(slot, AssignRole("generate", self.config.model_dump(mode="json"), (slot,), joining=joining))
 
     def tokens(self, requests: tuple[GenerateRequest, ...]) -> dict[str, tuple[int, ...]]:
         """Wait for their ends."""
@@ -99,28 +99,28 @@ def expected(generators: Generators) -> dict[str, tuple[int, ...]]:
     return {id: generation.token_ids for id, generation in done.items()}
 
 
-def test_dropping_the_role_gives_its_memory_back(generators: Generators) -> None:
+def test_releasing_the_role_gives_its_memory_back(generators: Generators) -> None:
     before = generators.private_bytes(2)
     for _ in range(2):
-        generators.hold(2)
+        generators.assign(2)
         generators.ask(2, Generate(ASKED))
         generators.tokens(ASKED)
         # The weights, and of the cache what was used.
         assert before + 50 * MIB < generators.private_bytes(2) < before + 120 * MIB
-        generators.ask(2, Drop("generate"))
+        generators.ask(2, ReleaseRole("generate"))
         assert generators.private_bytes(2) < before + 40 * MIB  # libraries that were used for the first time
 
 
 def test_requests_move_to_a_slot_that_joined_and_back(
     generators: Generators, expected: dict[str, tuple[int, ...]]
 ) -> None:
-    generators.hold(0)
-    generators.hold(1, joining=True)
-    lent = generators.ask(0, Lend("generate"))
-    assert isinstance(lent, Published)
-    assert lent.manifest is not None
-    generators.ask(1, Receive("generate", lent.manifest))
-    generators.ask(0, TakeBack("generate"))
+    generators.assign(0)
+    generators.assign(1, joining=True)
+    leased = generators.ask(0, LeaseWeights("generate"))
+    assert isinstance(leased, Published)
+    assert leased.manifest is not None
+    generators.ask(1, Receive("generate", leased.manifest))
+    generators.ask(0, EndLease("generate"))
 
     first = generators.ask(0, Generate(ASKED), HandOff(("0", "1", "2"), ("0", "1")))
     assert isinstance(first, HandedOff)
@@ -137,14 +137,14 @@ def test_requests_move_to_a_slot_that_joined_and_back(
     assert generators.tokens(ASKED) == expected
     for slot in (0, 1):
         assert "computed again" not in (generators.folder / f"slot_{slot}.log").read_text()
-        generators.ask(slot, Drop("generate"))
+        generators.ask(slot, ReleaseRole("generate"))
 
 
 def test_when_the_source_is_killed_the_receiver_computes_again(
     generators: Generators, expected: dict[str, tuple[int, ...]]
 ) -> None:
     for slot in (0, 1):
-        generators.hold(slot)
+        generators.assign(slot)
     left = generators.ask(0, Generate(ASKED), HandOff(("0", "1", "2"), ("0", "1", "2")))
     assert left.caches.keys() == {"0", "1", "2"}
     pid = generators.cluster.processes[0].pid
@@ -154,4 +154,4 @@ def test_when_the_source_is_killed_the_receiver_computes_again(
     assert generators.tokens(ASKED) == expected
     log = (generators.folder / "slot_1.log").read_text()
     assert log.count(f"is computed again: the cache is gone: /proc/{pid}/fd/") == 3
-    generators.ask(1, Drop("generate"))
+    generators.ask(1, ReleaseRole("generate"))

@@ -21,16 +21,16 @@ from ductile.weights.subscriber import WeightsUnavailable, receive
 from ductile.wire.messages import (
     Abort,
     Done,
+    EndLease,
     EngineStats,
     Finished,
     Forget,
     Generate,
     HandedOff,
     HandOff,
-    Lend,
+    LeaseWeights,
     Published,
     Receive,
-    TakeBack,
     Withdraw,
 )
 from tests.generator.conftest import Family, request, run
@@ -234,32 +234,34 @@ def test_statistics_say_how_far_each_request_is_and_how_long_steps_took(qwen3: F
 
 def test_a_joiner_reads_no_weights_and_does_nothing_without_them(qwen3: Family, tmp_path: Path) -> None:
     joining = joiner(qwen3, tmp_path / "model")
-    for command in (Generate((request("a", "hello"),)), Lend("generate")):
-        with pytest.raises(Refused, match=r"slot 3 joins .* cannot execute (Generate|Lend) before the first Receive"):
+    for command in (Generate((request("a", "hello"),)), LeaseWeights("generate")):
+        with pytest.raises(
+            Refused, match=r"slot 3 joins .* cannot execute (Generate|LeaseWeights) before the first Receive"
+        ):
             joining.handle(command)
     assert not joining.has_work()
     assert joining.handle(HandOff(("a",))) == HandedOff(())
     joining.close()
 
 
-def test_a_joiner_with_lent_weights_is_like_the_lender(qwen3: Family, tmp_path: Path) -> None:
-    """Bit for bit, and under the lender's version; and it can lend them to the next."""
+def test_a_joiner_with_leased_weights_is_like_its_source(qwen3: Family, tmp_path: Path) -> None:
+    """Bit for bit, and under the source's version; and it can lease them to the next."""
     publisher = Publisher()
     other = make_model_folder(tmp_path / "other", "qwen3", seed=1)
-    lender = role(qwen3)
-    lender.handle(Receive("generate", publisher.publish(7, load_model(other).named_parameters())))
+    first = role(qwen3)
+    first.handle(Receive("generate", publisher.publish(7, load_model(other).named_parameters())))
     publisher.close()
     joiners = [joiner(qwen3, tmp_path / str(number)) for number in range(2)]
-    for source, target in ((lender, joiners[0]), (joiners[0], joiners[1])):
-        lent = source.handle(Lend("generate"))
-        assert isinstance(lent, Published)
-        assert lent.manifest is not None
-        assert lent.manifest.version == 7
-        assert target.handle(Receive("generate", lent.manifest)) == Done()
-        assert source.handle(TakeBack("generate")) == Done()
+    for source, target in ((first, joiners[0]), (joiners[0], joiners[1])):
+        leased = source.handle(LeaseWeights("generate"))
+        assert isinstance(leased, Published)
+        assert leased.manifest is not None
+        assert leased.manifest.version == 7
+        assert target.handle(Receive("generate", leased.manifest)) == Done()
+        assert source.handle(EndLease("generate")) == Done()
         with pytest.raises(WeightsUnavailable, match="version 7 is gone"):
-            receive(lent.manifest)
-    found = receive(joiners[1].handle(Lend("generate")).manifest)
+            receive(leased.manifest)
+    found = receive(joiners[1].handle(LeaseWeights("generate")).manifest)
     for name, tensor in load_model(other).named_parameters():
         assert torch.equal(found[name], tensor)
     joiners[1].handle(Generate((request("r", "hello", 8),)))
@@ -271,13 +273,13 @@ def test_a_joiner_with_lent_weights_is_like_the_lender(qwen3: Family, tmp_path: 
     assert stats.version == 7
 
 
-def test_closing_frees_what_was_lent_and_kept_for_others(qwen3: Family) -> None:
+def test_closing_frees_what_was_leased_out_and_kept_for_others(qwen3: Family) -> None:
     held = role(qwen3)
     before = open_files()
     held.handle(Generate(tuple(request(str(i), "hello", 20) for i in range(3))))
     held.step()
     held.handle(HandOff(("0", "1", "2"), ("0", "1", "2")))
-    held.handle(Lend("generate"))
+    held.handle(LeaseWeights("generate"))
     assert open_files() == before + 4
     held.close()
     assert open_files() == before

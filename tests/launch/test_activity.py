@@ -5,7 +5,7 @@ from ductile.records import GenerateRequest, Sampling
 from ductile.slot.worker import HANDLED_BY
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.memory import MemoryTransport
-from ductile.wire.messages import Done, Drop, EngineStats, Generate, Hold, OptimStep
+from ductile.wire.messages import AssignRole, Done, EngineStats, Generate, OptimStep, ReleaseRole
 
 
 class Seen:
@@ -33,8 +33,8 @@ def test_commands_and_engines_make_activities():
         carrier = MemoryTransport({0: answer, 1: answer})
         mailbox, view = Mailbox(carrier), Seen()
         activity = SlotActivity(mailbox, view, lambda: now_s)
-        await mailbox.ask(0, Hold("train", {}, (0,)), 1)
-        await mailbox.ask(1, Hold("generate", {}, (1,)), 1)
+        await mailbox.ask(0, AssignRole("train", {}, (0,)), 1)
+        await mailbox.ask(1, AssignRole("generate", {}, (1,)), 1)
         await mailbox.ask(0, OptimStep(1.0), 1)
         await mailbox.ask(1, Generate((GenerateRequest("a", (1,), Sampling()),)), 1)
         carrier.emit(1, stats(1))
@@ -71,13 +71,13 @@ def test_statistics_from_before_a_request_do_not_make_its_generator_idle():
 
         carrier._slots[0] = answer
         activity = SlotActivity(mailbox, Seen(), lambda: now_s)
-        await mailbox.ask(0, Hold("generate", {}, (0,)), 1)
+        await mailbox.ask(0, AssignRole("generate", {}, (0,)), 1)
         await mailbox.ask(0, Generate((GenerateRequest("a", (1,), Sampling()),)), 1)
         assert activity.account(0).activity == "generate"
         carrier.emit(0, stats(1))
         await asyncio.sleep(0.01)
         assert activity.account(0).activity == "generate"
-        await mailbox.ask(0, Drop("generate"), 1)
+        await mailbox.ask(0, ReleaseRole("generate"), 1)
         assert activity.account(0).activity == "idle", "it went before its engine said that nothing is left"
 
     asyncio.run(story())
@@ -96,7 +96,7 @@ class Story:
 
     async def begin(self) -> None:
         for slot, role in ((0, "generate"), (1, "generate"), (2, "train")):
-            await self.mailbox.ask(slot, Hold(role, {}, (slot,)), 1)
+            await self.mailbox.ask(slot, AssignRole(role, {}, (slot,)), 1)
         self.now_s = 5.0
         self.activity.begin(range(4))
 

@@ -1,4 +1,4 @@
-"""Real generators in real processes: requests that change hands, slots that join with lent weights, a kill -9."""
+"""Real generators in real processes: requests that change hands, slots that join with leased weights, a kill -9."""
 
 import asyncio
 import signal
@@ -15,9 +15,9 @@ from ductile.core.cluster.orders import Migration
 from ductile.launch.local import ROLES, LocalCluster
 from ductile.records import Formation, GenerateRequest, Generation, Sample, Sampling
 from ductile.wire.fleet import RemoteGenerators
-from ductile.wire.lending import Lender
-from ductile.wire.messages import Lend
-from ductile.wire.remote import RemoteScorer, hold
+from ductile.wire.leases import WeightLeases
+from ductile.wire.messages import LeaseWeights
+from ductile.wire.remote import RemoteScorer, assign_role
 from ductile.wire.trainer import RemoteTrainer
 from tests.tiny import make_model_folder
 from tests.wire.carriers import eventually
@@ -44,7 +44,7 @@ class Harness:
         self.version = 0
         self.runner.run(self.cluster.__aenter__())
         self.mailbox = self.cluster.mailbox
-        self.runner.run(hold(self.mailbox, "train", self.train, (TRAINER,), TIMEOUT_S, self.cluster.rendezvous))
+        self.runner.run(assign_role(self.mailbox, "train", self.train, (TRAINER,), TIMEOUT_S, self.cluster.rendezvous))
         self.trainer = RemoteTrainer(self.mailbox, Formation((TRAINER,)), TIMEOUT_S)
 
     def run(self, story: Coroutine[Any, Any, None]) -> None:
@@ -53,12 +53,12 @@ class Harness:
     async def _with_generators(self, story: Coroutine[Any, Any, None]) -> None:
         await self.cluster.add([0, 1, 2])
         self.mailbox.epoch += 1
-        self.lender = Lender(self.mailbox, self.trainer, TIMEOUT_S)
+        self.leases = WeightLeases(self.mailbox, self.trainer, TIMEOUT_S)
         depends_on = self.cluster.depends_on
         self.generators = RemoteGenerators(
-            self.mailbox, (), 8, 16, TIMEOUT_S, lender=self.lender, depends_on=depends_on
+            self.mailbox, (), 8, 16, TIMEOUT_S, leases=self.leases, depends_on=depends_on
         )
-        self.scorer = RemoteScorer(self.mailbox, (), TIMEOUT_S, self.lender, depends_on)
+        self.scorer = RemoteScorer(self.mailbox, (), TIMEOUT_S, self.leases, depends_on)
         await self.publish()
         for slot in (0, 1):
             assert await self.generators.admit(slot, self.inference)
@@ -129,28 +129,28 @@ def test_requests_that_change_hands_again_and_again_say_what_they_would_have_sai
     harness.run(story())
 
 
-def test_joiners_have_the_live_weights_whoever_lends_them(harness: Harness):
+def test_joiners_have_the_live_weights_whoever_leases_them_out(harness: Harness):
     async def story():
         samples = [Sample(tuple(range(5, 25)), (False,) + (True,) * 19)] * 2
         await harness.trainer.forward_backward(samples, 64)
         await harness.trainer.optim_step(38.0)
         await harness.publish()
         says = (await harness.ask("a")).token_ids
-        lent: list[int] = []
-        harness.mailbox.watch(lambda slot, command: lent.append(slot) if command == Lend.__name__ else None)
+        leased: list[int] = []
+        harness.mailbox.watch(lambda slot, command: leased.append(slot) if command == LeaseWeights.__name__ else None)
         assert await harness.generators.admit(2, harness.inference)
-        assert lent == [0]
+        assert leased == [0]
         await harness.generators.dismiss(0)
         await harness.generators.dismiss(1)
         assert (await harness.ask("a")).token_ids == says
         await harness.generators.dismiss(2)
-        lent.clear()
-        assert await harness.generators.admit(1, harness.inference), "the trainer lends them, too"
+        leased.clear()
+        assert await harness.generators.admit(1, harness.inference), "the trainer leases them out, too"
         assert (await harness.ask("a")).token_ids == says
         assert await harness.scorer.admit(0, harness.train)
         scored = await harness.scorer.score(samples, "policy")
         assert await harness.scorer.admit(2, harness.train)
-        assert lent == [0], "the trainer lent them to the first scorer, and that one to the second"
+        assert leased == [0], "the trainer leased them to the first scorer, and that one to the second"
         assert await harness.scorer.score(samples, "policy") == scored
 
     harness.run(story())

@@ -2,8 +2,8 @@ import asyncio
 
 import pytest
 
+from ductile.core.cluster.cost_model import CostModel
 from ductile.core.cluster.ledger import Span
-from ductile.core.cluster.measured import CostModel
 from ductile.core.cluster.placement import place
 from ductile.core.cluster.profile import Setting, StepProfile
 from ductile.core.cluster.state import Limits

@@ -42,7 +42,7 @@ def test_devices_are_measured_before_models_are_loaded(command, monkeypatch: pyt
     monkeypatch.setattr(run, "_bench", lambda *arguments: Bench())
     monkeypatch.setattr(run, "_begin", measure)
     monkeypatch.setattr(run, "_take_roles", take_roles)
-    monkeypatch.setattr(run, "hold", take_roles)
+    monkeypatch.setattr(run, "assign_role", take_roles)
     config = SimpleNamespace(cluster=SimpleNamespace(auto_scheduler=False, command_timeout_s=1.0), bench=object())
     prepared = SimpleNamespace(trainer=SimpleNamespace(model_dump=lambda mode: {}))
     session = SimpleNamespace(logs=None, interrupt=SimpleNamespace(asked=asyncio.Event()))

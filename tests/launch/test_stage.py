@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ductile.core.cluster.measured import CostModel, Once
+from ductile.core.cluster.cost_model import CostModel, FixedCost
 from ductile.core.cluster.orders import Migration
 from ductile.core.cluster.placement import Placement
 from ductile.launch.stage import LiveActuator
@@ -15,7 +15,7 @@ from ductile.observe import Recorder
 from ductile.records import Formation
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.memory import MemoryTransport
-from ductile.wire.messages import ForwardBackward, Freeze, Settle
+from ductile.wire.messages import Finalize, ForwardBackward, Freeze
 from ductile.wire.migration import MigrationResult
 from ductile.wire.resize import ResizeOptions, nobody_leaves
 from ductile.wire.trainer import RemoteTrainer
@@ -33,7 +33,7 @@ class Told(CostModel):
         super().__init__(cache_bytes_per_token=1000)
         self.kinds: list[str] = []
         self.migrations: list[tuple[float, float]] = []
-        self.once: dict[Once, float] = {}
+        self.fixed_costs: dict[FixedCost, float] = {}
         """The latest of each."""
 
     def micro_step(self, tokens_busiest: float, num_slots: int, seconds: float) -> None:
@@ -48,8 +48,8 @@ class Told(CostModel):
         self.migrations.append((tokens, seconds))
         super().migrated(tokens, seconds)
 
-    def took(self, what: Once, seconds: float) -> None:
-        self.once[what] = seconds
+    def took(self, what: FixedCost, seconds: float) -> None:
+        self.fixed_costs[what] = seconds
         super().took(what, seconds)
 
     def since(self) -> str:
@@ -154,9 +154,9 @@ def test_a_resize_that_is_rolled_back_has_no_first_micro_step(told_on):
     told_on(story, 0, 1)
 
 
-def test_while_the_resize_settles_the_first_micro_step_is_there_already(told_on):
+def test_while_the_resize_is_finalized_the_first_micro_step_is_there_already(told_on):
     async def story(rig: Rig) -> None:
-        rig.slots.work_s = lambda number, command: 0.1 if isinstance(command, Settle) else 0.01
+        rig.slots.work_s = lambda number, command: 0.1 if isinstance(command, Finalize) else 0.01
         training = asyncio.create_task(rig.train(40))
         await asyncio.sleep(0.05)
         await rig.resize(1, 2, 3)
@@ -198,8 +198,8 @@ def test_what_is_prepared_in_the_pause_is_not_a_cost_twice(told_on, device, besi
         rig.slots.beside = beside
         await rig.train(2)
         await rig.resize(0, 1, 2)
-        assert rig.told.once["prepare"] == prepared_s
-        assert rig.told.once["resize"] == pytest.approx(rig.resizer.history[-1].pause_s + taken_s)
+        assert rig.told.fixed_costs["prepare"] == prepared_s
+        assert rig.told.fixed_costs["resize"] == pytest.approx(rig.resizer.history[-1].pause_s + taken_s)
 
     told_on(story, 0, 1)
 

@@ -18,8 +18,8 @@ from ductile.launch.trainer_resizer import TrainerResizer
 from ductile.observe import Recorder, read_jsonl
 from ductile.records import Formation
 from ductile.roles import SlotLost
-from ductile.wire.messages import Done, Drop, Ping
-from ductile.wire.remote import hold
+from ductile.wire.messages import Done, Ping, ReleaseRole
+from ductile.wire.remote import assign_role
 from ductile.wire.resize import ResizeOptions
 from ductile.wire.trainer import RemoteTrainer
 from tests.launch.processes import is_running
@@ -58,11 +58,11 @@ class Harness:
         self.cluster.depends_on = lambda slot: False
         for slot in self.cluster.slots:
             if slot not in self.mailbox.lost and "train" in self.mailbox.roles(slot):
-                await self.mailbox.ask(slot, Drop("train"), 10)
+                await self.mailbox.ask(slot, ReleaseRole("train"), 10)
         await self.cluster.add([LEAVER, STAYER])
         self.mailbox.epoch += 1
         self.cluster._death = asyncio.get_running_loop().create_future()
-        await hold(self.mailbox, "train", self.settings, FORMATION.members, 30, self.cluster.rendezvous)
+        await assign_role(self.mailbox, "train", self.settings, FORMATION.members, 30, self.cluster.rendezvous)
         self.record = Recorder(self.folder)
         self.trainer = RemoteTrainer(self.mailbox, FORMATION, 30)
         terms = ResizeOptions(self.settings, self.cluster.rendezvous, self.timeout_s, leave_s=5)
@@ -91,7 +91,7 @@ class Harness:
 
     async def resize_and_hit(self, victim: int, command: str, moment: str, signum: signal.Signals) -> Resized:
         """1 and 2 instead of 0 and 1, with `victim` getting the signal at that point."""
-        if victim != JOINER or command != "Hold":
+        if victim != JOINER or command != "AssignRole":
             await self.cluster.add([JOINER])
         arm(self.points, victim, command, moment)
         resizing = asyncio.create_task(self.resizer.resize([STAYER, JOINER]))
@@ -102,7 +102,7 @@ class Harness:
             try:
                 return await resizing
             finally:
-                # It is settled only when nothing of the victim is left.
+                # It is finalized only when nothing of the victim is left.
                 await eventually(lambda: not is_running(process.pid) or victim not in self.mailbox.lost)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
@@ -145,17 +145,17 @@ def expected(victim: int, command: str, moment: str) -> str:
     if victim == STAYER:
         return "lost"
     if victim == JOINER:
-        return "lost" if command == "Settle" else "rolled_back"
-    return "resized" if command in ("Commit", "Settle") else "lost"
+        return "lost" if command == "Finalize" else "rolled_back"
+    return "resized" if command in ("Commit", "Finalize") else "lost"
 
 
 POINTS_OF_ALL = [
     (command, moment)
-    for command in ("Prepare", "Freeze", "TransferState", "Commit", "Settle")
+    for command in ("Prepare", "Freeze", "TransferState", "Commit", "Finalize")
     for moment in ("before", "after")
 ]
 CELLS = [(victim, *point) for victim in (LEAVER, STAYER, JOINER) for point in POINTS_OF_ALL]
-CELLS += [(JOINER, "Hold", "before"), (JOINER, "Hold", "after")]
+CELLS += [(JOINER, "AssignRole", "before"), (JOINER, "AssignRole", "after")]
 
 
 async def play(harness: Harness, victim: int, command: str, moment: str, signum: signal.Signals) -> None:

@@ -22,7 +22,7 @@ from ductile.scorer.worker import ScoreRole
 from ductile.trainer.trainer import Trainer
 from ductile.weights.publisher import Publisher
 from ductile.weights.subscriber import WeightsUnavailable, receive
-from ductile.wire.messages import Done, Lend, Receive, Score, TakeBack
+from ductile.wire.messages import Done, EndLease, LeaseWeights, Receive, Score
 from tests.tiny import make_model_folder
 from tests.trainer.naive import make_samples
 
@@ -113,30 +113,32 @@ def test_nothing_to_score(folder: Path) -> None:
     assert make_role(folder).handle(Score((untrained,), "policy")).logprobs == ((0.0, 0.0, 0.0),)
 
 
-def test_a_joiner_has_no_policy_before_it_receives_one_and_then_the_lenders(folder: Path, tmp_path: Path) -> None:
+def test_a_joiner_has_no_policy_before_it_receives_one_and_then_its_sources(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     config = TrainerConfig.model_validate({"model": {"name": str(tmp_path / "model"), "seq_len": 32}})
     joiner = ScoreRole(config.model_dump(), replace(PLACE, joining=True))
-    for command in (Score(SAMPLES, "policy"), Lend("score")):
-        with pytest.raises(Refused, match=r"slot 0 joins .* cannot execute (Score|Lend) before the first Receive"):
+    for command in (Score(SAMPLES, "policy"), LeaseWeights("score")):
+        with pytest.raises(
+            Refused, match=r"slot 0 joins .* cannot execute (Score|LeaseWeights) before the first Receive"
+        ):
             joiner.handle(command)
 
     trained = load_model(folder, random_init=True, seed=9)
-    publisher, lender = Publisher(), make_role(folder)
-    lender.handle(Receive("score", publisher.publish(4, trained.named_parameters())))
+    publisher, source = Publisher(), make_role(folder)
+    source.handle(Receive("score", publisher.publish(4, trained.named_parameters())))
     publisher.close()
-    manifest = lender.handle(Lend("score")).manifest
+    manifest = source.handle(LeaseWeights("score")).manifest
     assert manifest.version == 4
     assert joiner.handle(Receive("score", manifest)) == Done()
-    assert lender.handle(TakeBack("score")) == Done()
+    assert source.handle(EndLease("score")) == Done()
     with pytest.raises(WeightsUnavailable, match="version 4 is gone"):
         receive(manifest)
     assert_scores(joiner.handle(Score(SAMPLES, "policy")).logprobs, trained)
-    again = joiner.handle(Lend("score")).manifest
+    again = joiner.handle(LeaseWeights("score")).manifest
     assert (again.version, again.fingerprint) == (4, manifest.fingerprint)
     shutil.copyfile(folder / "model.safetensors", tmp_path / "model" / "model.safetensors")
     assert_scores(joiner.handle(Score(SAMPLES, "reference")).logprobs, load_model(folder))
-    for role in (joiner, lender):
+    for role in (joiner, source):
         role.close()
     with pytest.raises(WeightsUnavailable, match="version 4 is gone"):
         receive(again)

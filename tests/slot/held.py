@@ -102,9 +102,9 @@ class TrainEcho:
 
 class HeldEcho(TrainEcho):
     def __init__(self, settings: dict[str, Any], place: RoleAssignment) -> None:
-        _wait_if_armed(place.slot, "Hold", "before")
+        _wait_if_armed(place.slot, "AssignRole", "before")
         super().__init__(settings, place)
-        _wait_if_armed(place.slot, "Hold", "after")
+        _wait_if_armed(place.slot, "AssignRole", "after")
 
     def handle(self, command: Any) -> Any:
         _wait_if_armed(self._slot, type(command).__name__, "before")

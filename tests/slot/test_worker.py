@@ -11,14 +11,14 @@ from ductile.launch.local import LocalCluster
 from ductile.records import GenerateRequest, Sample, Sampling
 from ductile.roles import Late, Refused
 from ductile.wire.messages import (
+    AssignRole,
     Done,
-    Drop,
     Finished,
     Generate,
-    Hold,
     OptimStep,
     Ping,
     Publish,
+    ReleaseRole,
     Score,
     Scores,
     Survey,
@@ -53,21 +53,21 @@ def slot(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture
-def hold(slot: Harness):
+def assign(slot: Harness):
     held = []
 
     def take(role, **settings):
-        slot.ask(Hold(role, settings, (0,)))
+        slot.ask(AssignRole(role, settings, (0,)))
         held.append(role)
 
     yield take
     for role in held:
-        slot.ask(Drop(role))
+        slot.ask(ReleaseRole(role))
 
 
-def test_several_roles_live_in_one_slot(slot: Harness, hold):
-    hold("train")
-    hold("score")
+def test_several_roles_live_in_one_slot(slot: Harness, assign):
+    assign("train")
+    assign("score")
     assert slot.ask(OptimStep(2.0)) == Done()
     assert slot.ask(Score((Sample((5, 6), (False, True)),), "policy")) == Scores(((5.0, 6.0),))
     assert slot.mailbox.describe(0) == f"slot 0 (train, score, pid {slot.cluster.processes[0].pid})"
@@ -77,8 +77,8 @@ def test_several_roles_live_in_one_slot(slot: Harness, hold):
     ("command", "sentence"),
     [
         (OptimStep(1.0), r"slot 0.*OptimStep failed: ValueError: this slot does not hold the role 'train'"),
-        (Drop("score"), r"does not hold the role 'score' \(it holds: none\)"),
-        (Hold("train", {"refuse": True}, (0,)), r"Hold failed: ValueError: cannot live in slot 0"),
+        (ReleaseRole("score"), r"does not hold the role 'score' \(it holds: none\)"),
+        (AssignRole("train", {"refuse": True}, (0,)), r"AssignRole failed: ValueError: cannot live in slot 0"),
     ],
 )
 def test_a_failed_command_is_refused_and_the_slot_lives_on(slot: Harness, command, sentence: str):
@@ -88,37 +88,37 @@ def test_a_failed_command_is_refused_and_the_slot_lives_on(slot: Harness, comman
     assert slot.ask(Ping()) == Done()
 
 
-def test_taking_a_role_twice_is_refused(slot: Harness, hold):
-    hold("train")
+def test_taking_a_role_twice_is_refused(slot: Harness, assign):
+    assign("train")
     with pytest.raises(Refused, match="holds the role 'train' already"):
-        slot.ask(Hold("train", {}, (0,)))
+        slot.ask(AssignRole("train", {}, (0,)))
 
 
-def test_a_failing_handler_keeps_its_role(slot: Harness, hold):
-    hold("train", fail_on="OptimStep")
+def test_a_failing_handler_keeps_its_role(slot: Harness, assign):
+    assign("train", fail_on="OptimStep")
     with pytest.raises(Refused, match="OptimStep failed: RuntimeError: as the settings ask"):
         slot.ask(OptimStep(1.0))
     assert isinstance(slot.ask(Publish(0)), Scores)
 
 
-def test_a_role_that_cannot_be_closed_can_be_held_again(slot: Harness, hold):
-    slot.ask(Hold("train", {"fail_on": "close"}, (0,)))
-    with pytest.raises(Refused, match="Drop failed: RuntimeError: as the settings ask"):
-        slot.ask(Drop("train"))
-    hold("train")
+def test_a_role_that_cannot_be_closed_can_be_held_again(slot: Harness, assign):
+    slot.ask(AssignRole("train", {"fail_on": "close"}, (0,)))
+    with pytest.raises(Refused, match="ReleaseRole failed: RuntimeError: as the settings ask"):
+        slot.ask(ReleaseRole("train"))
+    assign("train")
     assert slot.ask(OptimStep(1.0)) == Done()
 
 
-def test_commands_run_in_order_and_late_ones_still_run(slot: Harness, hold):
-    hold("train", sleep_s=0.3)
+def test_commands_run_in_order_and_late_ones_still_run(slot: Harness, assign):
+    assign("train", sleep_s=0.3)
     with pytest.raises(Late, match=r"did not answer OptimStep within 0.05 s"):
         slot.ask(OptimStep(1.0), deadline_s=0.05)
     assert slot.ask(Ping()) == Done()
     assert slot.mailbox.unused == {"Done": 1}
 
 
-def test_own_work_goes_on_between_commands_and_comes_as_events(slot: Harness, hold):
-    hold("generate")
+def test_own_work_goes_on_between_commands_and_comes_as_events(slot: Harness, assign):
+    assign("generate")
     finished: list[str] = []
 
     def listen(_: int, event) -> None:
@@ -133,8 +133,8 @@ def test_own_work_goes_on_between_commands_and_comes_as_events(slot: Harness, ho
     leave()
 
 
-def test_heartbeats_come_while_the_main_thread_works(slot: Harness, hold):
-    hold("train", sleep_s=2.5)
+def test_heartbeats_come_while_the_main_thread_works(slot: Harness, assign):
+    assign("train", sleep_s=2.5)
 
     async def story():
         asking = asyncio.create_task(slot.mailbox.ask(0, OptimStep(1.0), 10))
@@ -166,16 +166,16 @@ def test_settings_of_the_process(slot: Harness):
     assert ignored & 1 << 1, "SIGINT must be ignored: the orchestrator decides"
 
 
-def test_the_log_has_what_the_slot_printed(slot: Harness, hold):
-    hold("train")
+def test_the_log_has_what_the_slot_printed(slot: Harness, assign):
+    assign("train")
     slot.ask(OptimStep(123.5))
     log = (slot.folder / "slot_0.log").read_text()
     assert "echo is ready" in log
     assert "loss denominator 123.5" in log
 
 
-def test_an_older_epoch_is_refused(slot: Harness, hold):
-    hold("train")
+def test_an_older_epoch_is_refused(slot: Harness, assign):
+    assign("train")
     slot.mailbox.epoch = 4
     assert slot.ask(Ping()) == Done()
     slot.mailbox.epoch = 3

@@ -1,7 +1,7 @@
 """Slots that hold the train role, in real processes, and a test that tells them what to do.
 
     with Fleet(settings, slots=range(4)) as fleet:
-        fleet.hold((0, 1))
+        fleet.assign((0, 1))
         fleet.train([0.5, ...])
         fleet.resize(Formation((3, 0, 2)))
 
@@ -25,6 +25,7 @@ from ductile.roles import RoleAssignment
 from ductile.trainer.worker import TrainRole
 from ductile.wire.messages import (
     Commit,
+    Finalize,
     ForwardBackward,
     Freeze,
     Frozen,
@@ -32,7 +33,6 @@ from ductile.wire.messages import (
     Prepare,
     Ready,
     Rollback,
-    Settle,
     StateTransferred,
     TransferState,
 )
@@ -109,20 +109,20 @@ class Fleet:
             self.post(slot, "call", function, arguments)
         return {slot: self.answer(slot) for slot in slots}
 
-    def hold(self, members: Sequence[int], replicas: int = 1) -> None:
+    def assign(self, members: Sequence[int], replicas: int = 1) -> None:
         self.formation = Formation(tuple(members), replicas)
-        self._hold(members, joining=False)
+        self._assign(members, joining=False)
 
-    def _hold(self, slots: Sequence[int], joining: bool) -> None:
+    def _assign(self, slots: Sequence[int], joining: bool) -> None:
         for slot in slots:
-            self.post(slot, "hold", self.formation.members, self.epoch, joining)
+            self.post(slot, "assign", self.formation.members, self.epoch, joining)
         for slot in slots:
             self.answer(slot)
 
-    def drop(self, slots: Iterable[int]) -> None:
+    def release(self, slots: Iterable[int]) -> None:
         slots = list(slots)
         for slot in slots:
-            self.post(slot, "drop")
+            self.post(slot, "release")
         for slot in slots:
             self.answer(slot)
 
@@ -141,8 +141,8 @@ class Fleet:
         self.with_gradient = False
         return reports[0]
 
-    def hold_joining(self, slots: Sequence[int]) -> None:
-        self._hold(slots, joining=True)
+    def assign_joining(self, slots: Sequence[int]) -> None:
+        self._assign(slots, joining=True)
 
     def prepare_change(self, after: Formation) -> ResizeOrder:
         self.epoch += 1
@@ -161,7 +161,7 @@ class Fleet:
                 return Commit(change.epoch)
             case "rollback":
                 return Rollback(change.epoch)
-        return Settle(change.epoch)
+        return Finalize(change.epoch)
 
     def step(self, step: str, change: ResizeOrder, progress: TrainProgress | None = None) -> dict[int, Any]:
         return self.ask(dict.fromkeys(change.slots, self.command(step, change, progress)))
@@ -189,10 +189,10 @@ class Fleet:
     def roll_back(self, change: ResizeOrder, slots: Iterable[int] | None = None) -> None:
         self.ask(dict.fromkeys(change.slots if slots is None else slots, Rollback(change.epoch)))
 
-    def resize(self, after: Formation, drop: bool = True) -> dict[int, StateTransferred]:
-        """A whole change. Slots that leave drop the role, or else keep it for when they join again."""
+    def resize(self, after: Formation, release: bool = True) -> dict[int, StateTransferred]:
+        """A whole change. Slots that leave release the role, or else keep it for when they join again."""
         change = self.prepare_change(after)
-        self.hold_joining([slot for slot in change.joiners if slot not in self.idle])
+        self.assign_joining([slot for slot in change.joiners if slot not in self.idle])
         self.step("prepare", change)
         self.until_ready(change)
         progress = self.total(change, self.step("freeze", change))
@@ -200,11 +200,11 @@ class Fleet:
         for slot, reply in moved.items():
             assert reply.sent == {peer: other.received[slot] for peer, other in moved.items() if slot in other.received}
         self.step("commit", change)
-        self.step("settle", change)
+        self.step("finalize", change)
         self.formation = after
         self.idle -= set(change.joiners)
-        if drop:
-            self.drop(change.leavers)
+        if release:
+            self.release(change.leavers)
         else:
             self.idle |= set(change.leavers)
         return moved
@@ -219,10 +219,10 @@ def _serve(pipe: Connection, slot: int, device: str, address: str, settings: dic
             break
         try:
             answer = None
-            if verb == "hold":
+            if verb == "assign":
                 members, epoch, joining = what
                 role = TrainRole(settings, RoleAssignment(slot, members, epoch, device, address, joining))
-            elif verb == "drop":
+            elif verb == "release":
                 role.close()
                 role = None
             elif verb == "call":

@@ -34,7 +34,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def whole(role: TrainRole) -> dict[str, Any]:
     """Every tensor of the state, gathered, as bytes."""
-    trainer = role._standing.trainer
+    trainer = role._instance.trainer
     named = named_state(trainer) | named_gradient(trainer)
     return {name: full(tensor).cpu().numpy().tobytes() for name, tensor in named.items()}
 
@@ -86,7 +86,7 @@ def with_terms(settings: dict[str, Any], terms: dict[str, Any]) -> dict[str, Any
 def resize_and_compare(
     fleet: Fleet, before: Formation, after: Formation, with_gradient: bool
 ) -> dict[int, StateTransferred]:
-    fleet.hold(before.members)
+    fleet.assign(before.members)
     if before.replicas > 1:
         fleet.resize(before)
     fleet.forward_backward(make_samples((9, 14, 5)))
@@ -163,10 +163,10 @@ def test_everything_arrives_on_one_gpu(settings: dict[str, Any], before: Formati
 
 def test_the_first_of_the_new_formation_publishes(settings: dict[str, Any]) -> None:
     with Fleet(settings, range(3)) as fleet:
-        fleet.hold((0, 1))
+        fleet.assign((0, 1))
         published = fleet.ask(dict.fromkeys((0, 1), Publish(1)))
         assert (published[0].manifest is None, published[1].manifest is None) == (False, True)
-        fleet.resize(Formation((2, 1)), drop=False)
+        fleet.resize(Formation((2, 1)), release=False)
         again = fleet.ask(dict.fromkeys((2, 1), Publish(2)))
         assert (again[2].manifest is None, again[1].manifest is None) == (False, True)
         # The same weights; and what the former first slot published is there until it is withdrawn.
@@ -178,13 +178,13 @@ def test_the_first_of_the_new_formation_publishes(settings: dict[str, Any]) -> N
 
 def test_commands_that_do_not_fit_are_refused(settings: dict[str, Any]) -> None:
     with Fleet(settings, range(3)) as fleet:
-        fleet.hold((0, 1))
+        fleet.assign((0, 1))
         with pytest.raises(SlotFailed, match="has not prepared change 7"):
             fleet.ask({0: Freeze(7, False)})
         change = fleet.prepare_change(Formation((0, 2)))
-        fleet.hold_joining((2,))
+        fleet.assign_joining((2,))
         fleet.step("prepare", change)
-        with pytest.raises(SlotFailed, match="neither settled nor rolled back"):
+        with pytest.raises(SlotFailed, match="neither finalized nor rolled back"):
             fleet.ask({0: Prepare(fleet.prepare_change(Formation((1,))))})
         with pytest.raises(SlotFailed, match="has not moved its part"):
             fleet.ask({2: Commit(change.epoch)})
@@ -219,7 +219,7 @@ def growth_bytes(role: TrainRole) -> int:
 
 
 def num_parameters_of(role: TrainRole) -> int:
-    return role._standing.trainer.spec.num_parameters
+    return role._instance.trainer.spec.num_parameters
 
 
 def test_streaming_needs_room_for_little_more_than_one_state(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_streaming_needs_room_for_little_more_than_one_state(tmp_path: Path) -> 
     for memory in ("shadow", "streaming"):
         sections = {"model": {"name": str(folder)}, "loss": SFTLoss(), "resize": {"memory": memory}}
         with Fleet(TrainerConfig.model_validate(sections).model_dump(), range(2)) as fleet:
-            fleet.hold((0, 1))
+            fleet.assign((0, 1))
             fleet.forward_backward(make_samples((9, 14)))
             fleet.call((0, 1), watch_memory)
             fleet.resize(Formation((1, 0)))

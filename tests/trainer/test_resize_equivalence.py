@@ -43,14 +43,14 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def full_gradient(role: TrainRole) -> dict[str, torch.Tensor]:
-    return {name: full(tensor) for name, tensor in named_gradient(role._standing.trainer).items()}
+    return {name: full(tensor) for name, tensor in named_gradient(role._instance.trainer).items()}
 
 
 def differences(role: TrainRole, formation: Formation, path: str, gradient: dict[str, torch.Tensor]) -> list[str]:
     """What this slot has of the state, against a trainer of the same formation that is loaded from `path`; and of the
     gradient, against its rows of the whole one. Bytes, not values."""
-    live = role._standing.trainer
-    groups = Groups.at(replace(role._assignment, epoch=10_000 + role._standing.groups._epoch), 30.0)
+    live = role._instance.trainer
+    groups = Groups.at(replace(role._assignment, epoch=10_000 + role._instance.groups._epoch), 30.0)
     fresh = Trainer(live.config, Ranks(groups, formation))
     load_state(fresh, path)
     ours, theirs = parts_of(named_state(live)), parts_of(named_state(fresh))
@@ -98,7 +98,7 @@ def run(
     reports: list[StepReport] = []
     resized: list[tuple[Formation, bool]] = []
     with Fleet(settings, range(NUM_SLOTS if num_resizes else 2)) as fleet:
-        fleet.hold((0, 1))
+        fleet.assign((0, 1))
         for step in range(num_steps):
             sizes = random.Random(step)
             samples = make_samples([sizes.randint(4, 30) for _ in range(2 * MICRO_STEPS)], seed=step)
@@ -117,7 +117,7 @@ def change_and_compare(fleet: Fleet, after: Formation, path: str) -> None:
     before = fleet.formation.members
     fleet.ask(dict.fromkeys(before, SaveState(path)))
     gradient = fleet.call(before, full_gradient)[before[0]]
-    fleet.resize(after, drop=False)
+    fleet.resize(after, release=False)
     found = fleet.call(after.members, differences, after, path, gradient)
     assert found == {slot: [] for slot in after.members}, after
 

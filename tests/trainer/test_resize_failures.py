@@ -24,7 +24,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "prepare: before the groups": (prepare, "Ranks"),
     "prepare: before the skeleton": (prepare, "Trainer"),
     "freeze": (resize.Resize, "freeze"),
-    "move: before anything": (resize.Resize, "move"),
+    "move: before anything": (resize.Resize, "transfer_state"),
     "move: in the middle": (modes.Shadow, "meanwhile"),
     "move: before the vote": (resize, "StateTransferred"),
     "commit": (resize.Resize, "commit"),
@@ -79,10 +79,10 @@ def until_it_fails(fleet: Fleet, after: Formation, victim: int) -> tuple[Any, st
 
 def strike_a_joiner(fleet: Fleet, point: str, number: int) -> str:
     """Slots 0 and 1 train, in the middle of a batch, and have afterwards what they had. The step that failed."""
-    fleet.hold((0, 1))
+    fleet.assign((0, 1))
     fleet.forward_backward(make_samples((9, 14)))
     had = fleet.call((0, 1), whole)
-    fleet.hold_joining((2,))
+    fleet.assign_joining((2,))
     fleet.call((2,), strike_at, point, number)
     change, step = until_it_fails(fleet, Formation((2, 1, 0)), victim=2)
     fleet.roll_back(change, (0, 1))
@@ -146,10 +146,10 @@ def test_a_build_that_fails_in_the_pause_keeps_nobody_waiting(settings: dict[str
     settings = settings | {"resize": settings["resize"] | {"timeout_s": 10 * IN_TIME_S, "carrier": "p2p"}}
     with Fleet(settings, range(3)) as fleet:
         fleet.call(range(3), leave_groups_to_the_pause)
-        fleet.hold((0, 1))
+        fleet.assign((0, 1))
         fleet.forward_backward(make_samples((9, 14)))
         had = fleet.call((0, 1), whole)
-        fleet.hold_joining((2,))
+        fleet.assign_joining((2,))
         fleet.call((victim,), run_out_of_memory)
         change = fleet.prepare_change(Formation((2, 1, 0)))
         fleet.step("prepare", change)
@@ -173,10 +173,10 @@ def test_a_build_that_fails_in_the_pause_keeps_nobody_waiting(settings: dict[str
 def test_a_member_fails_and_nobody_waits_for_it(settings: dict[str, Any], point: str, number: int) -> None:  # noqa: F811
     settings = settings | {"resize": settings["resize"] | {"timeout_s": TIMEOUT_S}}
     with Fleet(settings, range(3)) as fleet:
-        fleet.hold((0, 1))
+        fleet.assign((0, 1))
         fleet.forward_backward(make_samples((9, 14)))
-        fleet.hold_joining((2,))
+        fleet.assign_joining((2,))
         fleet.call((0,), strike_at, point, number)
         change, _ = until_it_fails(fleet, Formation((2, 1, 0)), victim=0)
         fleet.roll_back(change, (1, 2))
-        fleet.drop((1, 2))
+        fleet.release((1, 2))

@@ -49,11 +49,11 @@ def test_two_hundred_resizes_leave_nothing_behind(tmp_path: Path) -> None:
     seen: list[dict[int, dict[str, int]]] = []
     with Fleet(settings, range(3)) as fleet:
         fleet.call(range(3), keep_no_records)
-        fleet.hold(CYCLE[0])
+        fleet.assign(CYCLE[0])
         for _ in range(NUM_CYCLES):
             for members in (*CYCLE[1:], CYCLE[0]):
                 fleet.forward_backward(make_samples((9, 14, 5)))
-                fleet.resize(Formation(members), drop=False)
+                fleet.resize(Formation(members), release=False)
                 fleet.optim_step(20.0)
             seen.append(fleet.call(range(3), footprint))
     for slot in range(3):
@@ -77,8 +77,8 @@ def test_changes_that_are_taken_back_leave_nothing_behind(tmp_path: Path, when: 
     assert settings["resize"]["timeout_s"] > DEADLINE_S
     seen: list[dict[int, dict[str, int]]] = []
     with Fleet(settings, range(4)) as fleet:
-        fleet.hold((0, 1))
-        fleet.hold_joining((2, 3))
+        fleet.assign((0, 1))
+        fleet.assign_joining((2, 3))
         for round in range(NUM_TAKEN_BACK):
             change = fleet.prepare_change(Formation((0, 2, 3)))
             told = change.slots[:-1] if when == "one never comes" else change.slots

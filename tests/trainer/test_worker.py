@@ -142,7 +142,7 @@ def test_when_a_member_dies_the_others_fail_long_before_the_timeout(settings: di
     *survivors, _ = on_slots((0, 1, 2, 3), die_in_the_middle, settings, mourned=(3,))
     for first, second in survivors:
         assert "Timed out" not in first
-        assert second == "the train role was lost in an earlier failure; drop it and hold it anew"
+        assert second == "the train role was lost in an earlier failure; release it and assign it anew"
 
 
 def fail_alone(place: RoleAssignment, settings: dict[str, Any]) -> str:

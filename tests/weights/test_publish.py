@@ -105,9 +105,9 @@ def test_a_manifest_that_does_not_fit_is_refused(publisher: Publisher, change: d
         receive(wrong)
 
 
-def test_who_asks_for_the_same_version_is_lent_the_same_copy(publisher: Publisher):
-    first = publisher.lend(4, TENSORS.items())
-    assert publisher.lend(4, [("never", torch.ones(1))]) == first
-    newer = publisher.lend(5, TENSORS.items())
+def test_who_asks_for_the_same_version_leases_the_same_copy(publisher: Publisher):
+    first = publisher.lease(4, TENSORS.items())
+    assert publisher.lease(4, [("never", torch.ones(1))]) == first
+    newer = publisher.lease(5, TENSORS.items())
     assert publisher.versions == (4, 5)
     assert torch.equal(receive(first)["embed"], receive(newer)["embed"])

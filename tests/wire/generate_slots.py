@@ -1,8 +1,8 @@
 """Generate slots in memory that know the rules: the double of `ductile.generator.worker` behind its messages.
 
 A token says whose it is and where it stands, so that one which is lost, doubled or somebody else's shows. Commands that
-come at the wrong moment fail the test, not the slot. Caches and lent weights are in books of their own: what is left in
-them at the end has leaked.
+come at the wrong moment fail the test, not the slot. Caches and leased weights are in books of their own: what is left
+in them at the end has leaked.
 """
 
 import asyncio
@@ -10,13 +10,14 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from ductile.records import CacheNote, GenerateRequest, Generation, Manifest, StepReport
+from ductile.records import GenerateRequest, Generation, KVHandle, Manifest, StepReport
 from ductile.wire.memory import MemoryTransport
 from ductile.wire.messages import (
     Abort,
+    AssignRole,
     Command,
     Done,
-    Drop,
+    EndLease,
     EngineStats,
     Failed,
     Finished,
@@ -24,15 +25,14 @@ from ductile.wire.messages import (
     Generate,
     HandedOff,
     HandOff,
-    Hold,
-    Lend,
+    LeaseWeights,
     OptimStep,
     Publish,
     Published,
     Receive,
+    ReleaseRole,
     Reply,
     Stepped,
-    TakeBack,
     Withdraw,
 )
 
@@ -62,7 +62,7 @@ class Slot:
     live: dict[str, GenerateRequest] = field(default_factory=dict)
     caches: dict[str, int] = field(default_factory=dict)
     """Kept for others: tokens by request."""
-    lent: str = ""
+    leased: str = ""
     waiting: list[str] = field(default_factory=list)
     num_sampled: int = 0
 
@@ -125,7 +125,7 @@ class GenerateSlots:
         self.dead.add(number)
         slot.live.clear()
         slot.caches.clear()
-        self.offers.pop(slot.lent, None)
+        self.offers.pop(slot.leased, None)
         mailbox.lose(number, f"slot {number} was killed by SIGKILL")
 
     def leaks(self) -> list[str]:
@@ -133,7 +133,7 @@ class GenerateSlots:
         return [
             *(f"slot {slot.number} still generates {sorted(slot.live)}" for slot in alive if slot.live),
             *(f"slot {slot.number} keeps caches of {sorted(slot.caches)}" for slot in alive if slot.caches),
-            *(f"slot {slot.number} lends {slot.lent}" for slot in alive if slot.lent),
+            *(f"slot {slot.number} leases out {slot.leased}" for slot in alive if slot.leased),
             *(f"version {version} is published" for version in self.published),
         ]
 
@@ -168,30 +168,30 @@ class GenerateSlots:
             return self._publish(slot, command)
         if isinstance(command, OptimStep):
             return Stepped(StepReport(1, 0.0, 0.0, 0.0, 1))
-        if not isinstance(command, Hold) and not slot.holds:
-            assert isinstance(command, Drop | Abort | Lend | TakeBack | Forget), "does not generate"
+        if not isinstance(command, AssignRole) and not slot.holds:
+            assert isinstance(command, ReleaseRole | Abort | LeaseWeights | EndLease | Forget), "does not generate"
             return Failed("does not generate")
         match command:
-            case Hold(joining=joining):
+            case AssignRole(joining=joining):
                 assert joining, "would read weights from disk"
                 assert not slot.holds, "holds the role already"
                 slot.holds, slot.version = True, None
-            case Drop():
+            case ReleaseRole():
                 slot.live.clear()  # only aborted ones may be left, as the answers show
                 slot.holds, slot.version = False, None
                 slot.caches.clear()
-                self.offers.pop(slot.lent, None)
-                slot.lent = ""
+                self.offers.pop(slot.leased, None)
+                slot.leased = ""
             case Generate(requests, caches):
                 assert slot.version is not None, "has no weights"
                 for request in requests:
                     assert request.id not in slot.live, f"has {request.id} already"
                     assert request.generated == answer(request.id, len(request.generated)), "somebody else's tokens"
                     slot.live[request.id] = request
-                for name, note in caches.items():
-                    kept = self.slots[int(note.location)].caches
+                for name, handle in caches.items():
+                    kept = self.slots[int(handle.location)].caches
                     if name in kept:
-                        assert kept[name] == note.num_tokens
+                        assert kept[name] == handle.num_tokens
                         self.with_cache.append(name)
             case Abort(ids):
                 ended = [self._end(slot, name, "abort") for name in ids or () if name in slot.live]
@@ -202,14 +202,14 @@ class GenerateSlots:
             case Forget(ids):
                 for name in ids:
                     slot.caches.pop(name, None)
-            case Lend():
+            case LeaseWeights():
                 assert slot.version is not None, "has no weights"
-                assert not slot.lent, "lends already"
-                slot.lent = self._offer(slot.version)
-                return Published(Manifest(slot.version, "shared_memory", slot.lent, 0, 0, ()))
-            case TakeBack():
-                self.offers.pop(slot.lent, None)
-                slot.lent = ""
+                assert not slot.leased, "leases them out already"
+                slot.leased = self._offer(slot.version)
+                return Published(Manifest(slot.version, "shared_memory", slot.leased, 0, 0, ()))
+            case EndLease():
+                self.offers.pop(slot.leased, None)
+                slot.leased = ""
             case Receive(manifest=manifest):
                 if self.offers.get(manifest.location) != manifest.version:
                     return Failed(f"the weights at {manifest.location} are gone")
@@ -220,13 +220,13 @@ class GenerateSlots:
     def _hand_off(self, slot: Slot, ids: tuple[str, ...], with_cache: tuple[str, ...]) -> HandedOff:
         assert set(with_cache) <= set(ids)
         given = [slot.live.pop(name) for name in ids if name in slot.live]
-        notes: dict[str, CacheNote] = {}
+        handles: dict[str, KVHandle] = {}
         for request in given:
             if request.id in with_cache:
                 num_tokens = len(request.prompt) + len(request.generated)
                 slot.caches[request.id] = num_tokens
-                notes[request.id] = CacheNote(str(slot.number), num_tokens, 0, slot.version or 0, 0)
-        return HandedOff(tuple(given), notes)
+                handles[request.id] = KVHandle(str(slot.number), num_tokens, 0, slot.version or 0, 0)
+        return HandedOff(tuple(given), handles)
 
     def _publish(self, slot: Slot, command: Publish | Withdraw) -> Reply:
         """As a trainer of one slot."""

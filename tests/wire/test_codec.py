@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from ductile.records import Generation, MicroBatch, Sample
 from ductile.wire import codec
 from ductile.wire.codec import BadFrame, decode, encode
-from ductile.wire.messages import Done, Envelope, Finished, ForwardBackward, Hold, Ping
+from ductile.wire.messages import AssignRole, Done, Envelope, Finished, ForwardBackward, Ping
 
 SAMPLE = Sample((5, 6, 7), (False, True, True), logprobs=(0.0, -0.7, float("-inf")), advantages=(0.0, 0.5, 0.5))
 MESSAGES = [
     Ping(),
-    Hold("train", {"model": {"name": "m", "tp": 1}, "x": None}, (0, 2), "127.0.0.1:1"),
+    AssignRole("train", {"model": {"name": "m", "tp": 1}, "x": None}, (0, 2), "127.0.0.1:1"),
     ForwardBackward((MicroBatch((SAMPLE,)), MicroBatch(()))),
     Finished((Generation("a", (1, 2), (-0.5, -0.25), (0, 1), "stop"),)),
 ]
@@ -60,7 +60,7 @@ def test_noise_never_raises_anything_else(frame: bytes):
 def test_too_large_is_refused_on_both_sides(monkeypatch: pytest.MonkeyPatch):
     frame = encode(Envelope(0, 1, MESSAGES[1]))
     monkeypatch.setattr(codec, "MAX_FRAME_BYTES", 20)
-    with pytest.raises(BadFrame, match=r"Hold has .* more than the limit of 20"):
+    with pytest.raises(BadFrame, match=r"AssignRole has .* more than the limit of 20"):
         encode(Envelope(0, 1, MESSAGES[1]))
     with pytest.raises(BadFrame, match="more than the limit of 20"):
         decode(frame)

@@ -11,13 +11,13 @@ from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.memory import MemoryTransport
 from ductile.wire.messages import (
+    AssignRole,
     Command,
     Died,
     Done,
     EngineStats,
     Failed,
     Heartbeat,
-    Hold,
     OptimStep,
     Ping,
     Publish,
@@ -72,10 +72,10 @@ def test_a_failure_is_refused_with_the_slots_words(slots):
 def test_silence_is_late_and_says_what_the_slot_was_doing(slots):
     async def story():
         async with slots({0: answer}) as (mailbox, emit):
-            emit[0](Heartbeat("Hold", 12.0))
+            emit[0](Heartbeat("AssignRole", 12.0))
             await eventually(lambda: mailbox.heartbeats)
             with pytest.raises(
-                Late, match=r"slot 0.* did not answer OptimStep within 0.05 s; .*busy with Hold for 12 s"
+                Late, match=r"slot 0.* did not answer OptimStep within 0.05 s; .*busy with AssignRole for 12 s"
             ):
                 await mailbox.ask(0, OptimStep(1.0), 0.05)
             assert await mailbox.ask(0, Ping(), 5) == Done()
@@ -212,8 +212,8 @@ def test_a_listener_that_raises_is_told_of_and_stops_nobody(slots):
 def test_sentences_name_the_roles_of_a_slot(slots):
     async def story():
         async with slots({0: lambda slot, command: Done()}) as (mailbox, _):
-            await mailbox.ask(0, Hold("generate", {}, (0,)), 5)
-            await mailbox.ask(0, Hold("score", {}, (0,)), 5)
+            await mailbox.ask(0, AssignRole("generate", {}, (0,)), 5)
+            await mailbox.ask(0, AssignRole("score", {}, (0,)), 5)
             assert mailbox.describe(0).startswith("slot 0 (generate, score")
 
     run(story())
@@ -233,13 +233,13 @@ def test_time_since_a_slot_spoke(slots):
 def test_a_slot_that_comes_again_is_a_stranger(slots):
     async def story():
         async with slots({0: lambda slot, command: Done()}) as (mailbox, _):
-            await mailbox.ask(0, Hold("train", {}, (0,)), 5)
+            await mailbox.ask(0, AssignRole("train", {}, (0,)), 5)
             assert mailbox.roles(0) == ("train",)
             mailbox.lose(0, "slot 0 was killed")
             mailbox.welcome(0)
             assert (mailbox.roles(0), mailbox.lost, mailbox.silent_for_s(0)) == ((), {}, 0.0)
             assert mailbox.describe(0) == "slot 0"
-            assert await mailbox.ask(0, Hold("score", {}, (0,)), 5) == Done()
+            assert await mailbox.ask(0, AssignRole("score", {}, (0,)), 5) == Done()
             assert mailbox.roles(0) == ("score",)
 
     run(story())

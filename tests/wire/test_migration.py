@@ -13,9 +13,9 @@ from ductile.core.cluster.orders import Migration
 from ductile.records import Formation, GenerateRequest, Generation, Sampling
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.fleet import RemoteGenerators
-from ductile.wire.lending import Lender
+from ductile.wire.leases import WeightLeases
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.messages import Abort, Forget, Generate, HandOff, Hold, Lend, Receive
+from ductile.wire.messages import Abort, AssignRole, Forget, Generate, HandOff, LeaseWeights, Receive
 from ductile.wire.trainer import RemoteTrainer
 from tests.loop.doubles import clock, run
 from tests.wire.generate_slots import TOKEN_S, GenerateSlots, answer
@@ -32,11 +32,11 @@ class Cluster:
         self.carrier = self.slots.carrier
         self.mailbox = Mailbox(self.carrier, clock)
         self.trainer = RemoteTrainer(self.mailbox, Formation((TRAINER,)), TIMEOUT_S)
-        self.lender = Lender(self.mailbox, self.trainer, TIMEOUT_S)
+        self.leases = WeightLeases(self.mailbox, self.trainer, TIMEOUT_S)
         self.needed = {TRAINER}
         self.restarted: list[str] = []
         self.generators = RemoteGenerators(
-            self.mailbox, generating, 8, 16, TIMEOUT_S, clock, self.lender, lambda slot: slot in self.needed
+            self.mailbox, generating, 8, 16, TIMEOUT_S, clock, self.leases, lambda slot: slot in self.needed
         )
         self.generators.on_restarted = self.restarted.append
 
@@ -383,7 +383,7 @@ moves = st.lists(
     max_size=40,
 )
 
-SPOILT = (HandOff, Generate, Lend, Hold)
+SPOILT = (HandOff, Generate, LeaseWeights, AssignRole)
 """Commands that are refused or lost. Were it one that frees something, what it frees would be left over."""
 
 
@@ -422,7 +422,9 @@ class Story:
             case "kill":
                 cluster.slots.kill(first, cluster.mailbox)
             case "delay":
-                cluster.slots.delay(first, (HandOff, Generate, Lend, Receive, Hold, Abort)[second % 6], 0.7)
+                cluster.slots.delay(
+                    first, (HandOff, Generate, LeaseWeights, Receive, AssignRole, Abort)[second % 6], 0.7
+                )
             case "duplicate":
                 cluster.carrier.fail(first, "duplicate")
             case "error" | "drop":

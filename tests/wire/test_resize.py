@@ -13,18 +13,18 @@ from ductile.roles import SlotLost
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.memory import FaultKind, MemoryTransport
 from ductile.wire.messages import (
+    AssignRole,
     Commit,
     Done,
-    Drop,
+    Finalize,
     ForwardBackward,
     ForwardBackwardDone,
     Freeze,
     Heartbeat,
-    Hold,
     Prepare,
     Ready,
+    ReleaseRole,
     Rollback,
-    Settle,
     TransferState,
     Withdraw,
 )
@@ -34,7 +34,14 @@ from tests.loop.doubles import clock
 from tests.wire.train_slots import TrainSlots, play, sample
 
 SEQ_LEN = 10
-STEPS = {"hold": Hold, "prepare": Prepare, "freeze": Freeze, "move": TransferState, "commit": Commit, "settle": Settle}
+STEPS = {
+    "hold": AssignRole,
+    "prepare": Prepare,
+    "freeze": Freeze,
+    "move": TransferState,
+    "commit": Commit,
+    "settle": Finalize,
+}
 
 
 class Stage:
@@ -98,9 +105,13 @@ def test_a_change_in_the_middle_of_a_batch():
         assert stage.slots.wrong == []
         assert stage.with_role() == [1, 2, 3]
         assert (
-            stage.sent(Freeze) == stage.sent(TransferState) == stage.sent(Commit) == stage.sent(Settle) == [0, 1, 2, 3]
+            stage.sent(Freeze)
+            == stage.sent(TransferState)
+            == stage.sent(Commit)
+            == stage.sent(Finalize)
+            == [0, 1, 2, 3]
         )
-        assert stage.sent(Drop) == [0]
+        assert stage.sent(ReleaseRole) == [0]
 
     play(story)
 
@@ -173,10 +184,10 @@ def test_a_slot_that_left_comes_back():
     play(story)
 
 
-def test_settling_does_not_hold_up_training():
+def test_finalizing_does_not_hold_up_training():
     async def story():
         stage = Stage([0, 1])
-        stage.slots.work_s = lambda number, command: 2.0 if isinstance(command, Settle) and number == 0 else 0.01
+        stage.slots.work_s = lambda number, command: 2.0 if isinstance(command, Finalize) and number == 0 else 0.01
         training = asyncio.create_task(stage.train(40))
         result = await stage.resize(1, 2)
         assert result.pause_s < 0.1
@@ -192,10 +203,10 @@ def test_a_leaver_keeps_its_role_until_its_version_is_withdrawn():
         await stage.trainer.publish(3)
         resizing = asyncio.create_task(stage.resize(1, 2))
         await asyncio.sleep(5)
-        assert stage.sent(Drop) == []
+        assert stage.sent(ReleaseRole) == []
         await stage.trainer.withdraw(3)
         assert (await resizing).outcome == "resized"
-        assert (stage.sent(Withdraw), stage.sent(Drop)) == ([0], [0])
+        assert (stage.sent(Withdraw), stage.sent(ReleaseRole)) == ([0], [0])
         assert stage.slots.wrong == []
 
     play(story)
@@ -318,7 +329,7 @@ def test_an_orchestrator_that_was_suspended_kills_nobody():
     play(story)
 
 
-@pytest.mark.parametrize("late", [Ready, Rollback, Drop])
+@pytest.mark.parametrize("late", [Ready, Rollback, ReleaseRole])
 def test_joiners_do_not_hold_up_training(late: type):
     async def story():
         stage = Stage([0, 1])
@@ -388,11 +399,11 @@ def test_whatever_ends_a_change_it_is_taken_back(step: str, how: str, monkeypatc
 def test_a_slot_that_cannot_give_the_role_up_is_not_kept():
     async def story():
         stage = Stage([0, 1])
-        stage.carrier.fail(0, "error", on=Drop)
+        stage.carrier.fail(0, "error", on=ReleaseRole)
         assert (await stage.resize(1, 2)).outcome == "resized"
         assert stage.killed == [0]
         # What does not hold the role has nothing to give up.
-        stage.carrier.fail(3, "error", on=Hold)
+        stage.carrier.fail(3, "error", on=AssignRole)
         assert (await stage.resize(1, 2, 3)).outcome == "rolled_back"
         assert stage.killed == [0]
 
@@ -413,7 +424,7 @@ def test_slots_that_do_not_agree_do_not_change(spoilt: dict[int, str], sentence:
         stage.slots.spoil = spoilt
         result = await stage.resize(0, 1, 2, 3)
         assert (result.outcome, result.reason[: len(sentence)]) == ("rolled_back", sentence)
-        assert (stage.sent(Rollback), stage.sent(Drop)) == ([0, 1, 2, 3], [2, 3])
+        assert (stage.sent(Rollback), stage.sent(ReleaseRole)) == ([0, 1, 2, 3], [2, 3])
         assert stage.sent(Commit) == []
         stage.slots.spoil = {}
         await stage.train()

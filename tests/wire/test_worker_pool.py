@@ -6,7 +6,18 @@ import pytest
 
 from ductile.records import Manifest, Sample
 from ductile.roles import Late, Refused, SlotLost
-from ductile.wire.messages import Drop, Generate, Hold, Lend, Publish, Receive, Score, Scores, TakeBack, Withdraw
+from ductile.wire.messages import (
+    AssignRole,
+    EndLease,
+    Generate,
+    LeaseWeights,
+    Publish,
+    Receive,
+    ReleaseRole,
+    Score,
+    Scores,
+    Withdraw,
+)
 from ductile.wire.remote import RemoteScorer
 from tests.loop.doubles import clock
 from tests.wire.test_migration import TIMEOUT_S, TRAINER, Cluster, is_whole, steps, with_cluster
@@ -26,10 +37,10 @@ def test_a_joiner_gets_the_live_version_from_a_generator():
         assert await cluster.generators.admit(3, {"max_num_seqs": 8})
         await asyncio.sleep(0.01)
         assert [(slot, type(command)) for slot, command in cluster.carrier.sent] == [
-            (3, Hold),
-            (0, Lend),
+            (3, AssignRole),
+            (0, LeaseWeights),
             (3, Receive),
-            (0, TakeBack),
+            (0, EndLease),
         ]
         assert versions(cluster) == {0: 1, 1: 1, 2: 1, 3: 1}
         assert cluster.generators.capacity == 32
@@ -38,19 +49,19 @@ def test_a_joiner_gets_the_live_version_from_a_generator():
     with_cluster(story)
 
 
-def test_joiners_of_the_same_moment_share_what_is_lent():
+def test_joiners_of_the_same_moment_share_a_lease():
     async def story(cluster: Cluster):
         cluster.slots.answer_s = lambda slot, command: 0.1
         await asyncio.gather(*(cluster.generators.admit(slot, {}) for slot in (3, 4, 5)))
         assert cluster.generators.slots == (0, 1, 3, 4, 5)
         await asyncio.sleep(1)
-        assert (len(cluster.sent(Lend)), len(cluster.sent(TakeBack))) == (1, 1)
+        assert (len(cluster.sent(LeaseWeights)), len(cluster.sent(EndLease))) == (1, 1)
         cluster.slots.answer_s = lambda slot, command: 0.0
 
     with_cluster(story, generating=(0, 1))
 
 
-def test_with_no_generator_the_trainer_lends_what_its_weights_still_are():
+def test_with_no_generator_the_trainer_leases_out_what_its_weights_still_are():
     async def story(cluster: Cluster):
         await cluster.generators.dismiss(0)
         assert cluster.generators.slots == ()
@@ -58,7 +69,7 @@ def test_with_no_generator_the_trainer_lends_what_its_weights_still_are():
         assert await cluster.generators.admit(3, {})
         await asyncio.sleep(0.01)
         assert [(slot, type(command)) for slot, command in cluster.carrier.sent] == [
-            (3, Hold),
+            (3, AssignRole),
             (TRAINER, Publish),
             (3, Receive),
             (TRAINER, Withdraw),
@@ -85,7 +96,7 @@ def test_with_nobody_who_has_the_version_the_next_one_is_the_joiners_first():
     with_cluster(story, generating=(0,))
 
 
-def test_a_trainer_that_has_gone_on_before_it_could_lend_lends_nothing():
+def test_a_trainer_that_has_gone_on_before_it_could_lease_its_weights_leases_nothing():
     """After a step that learned nothing its weights are the live version still, until it publishes them as the next."""
 
     async def story(cluster: Cluster):
@@ -103,7 +114,7 @@ def test_a_trainer_that_has_gone_on_before_it_could_lend_lends_nothing():
     with_cluster(story, generating=(0,))
 
 
-def test_while_a_version_is_published_it_is_lent_from_there():
+def test_while_a_version_is_published_it_is_leased_from_there():
     async def story(cluster: Cluster):
         await cluster.generators.dismiss(0)
         manifest = await cluster.trainer.publish(1)
@@ -117,11 +128,11 @@ def test_while_a_version_is_published_it_is_lent_from_there():
 
 
 @pytest.mark.parametrize("kind", ["error", "death"])
-@pytest.mark.parametrize("on", [Lend, Receive])
-def test_when_a_lender_fails_the_next_one_lends(kind: str, on: type):
+@pytest.mark.parametrize("on", [LeaseWeights, Receive])
+def test_when_a_source_fails_the_next_one_leases_its_weights(kind: str, on: type):
     async def story(cluster: Cluster):
         def fail(slot, command):
-            if isinstance(command, on) and slot == (0 if on is Lend else 3) and not cluster.slots.dead:
+            if isinstance(command, on) and slot == (0 if on is LeaseWeights else 3) and not cluster.slots.dead:
                 if kind == "death":
                     cluster.slots.kill(0, cluster.mailbox)
                     return 0.0
@@ -129,11 +140,11 @@ def test_when_a_lender_fails_the_next_one_lends(kind: str, on: type):
             return 0.0
 
         if kind == "error":
-            cluster.carrier.fail(0 if on is Lend else 3, "error", on=on)
+            cluster.carrier.fail(0 if on is LeaseWeights else 3, "error", on=on)
         else:
             cluster.slots.answer_s = fail
         assert await cluster.generators.admit(3, {})
-        assert [slot for slot, _ in cluster.sent(Lend)] == [0, 1]
+        assert [slot for slot, _ in cluster.sent(LeaseWeights)] == [0, 1]
         assert versions(cluster)[3] == 0
 
     with_cluster(story)
@@ -145,7 +156,7 @@ def test_a_joiner_that_cannot_take_the_weights_is_sent_away():
         with pytest.raises(Refused, match=r"slot 3 .*: Receive failed, as asked"):
             await cluster.generators.admit(3, {})
         await asyncio.sleep(1)
-        assert (3, Drop("generate")) in cluster.carrier.sent
+        assert (3, ReleaseRole("generate")) in cluster.carrier.sent
         assert cluster.generators.slots == (0, 1, 2)
         assert await cluster.generators.admit(4, {})
 
@@ -165,7 +176,7 @@ def test_a_joiner_that_dies_is_lost_and_nobody_else():
 
 def test_an_admission_that_is_cancelled_leaves_no_role_and_no_loan():
     async def story(cluster: Cluster):
-        for on in (Hold, Lend, Receive):
+        for on in (AssignRole, LeaseWeights, Receive):
             cluster.slots.answer_s = lambda slot, command, on=on: 1.0 if isinstance(command, on) else 0.0
             admitting = asyncio.create_task(cluster.generators.admit(3, {}))
             await asyncio.sleep(0.5)
@@ -314,7 +325,7 @@ class Scoring:
     def __init__(self, cluster: Cluster, slots: tuple[int, ...]) -> None:
         self.cluster = cluster
         self.score_s = 0.0
-        self.scorer = RemoteScorer(cluster.mailbox, slots, TIMEOUT_S, cluster.lender, lambda slot: slot == TRAINER)
+        self.scorer = RemoteScorer(cluster.mailbox, slots, TIMEOUT_S, cluster.leases, lambda slot: slot == TRAINER)
         for slot in range(4, 8):
             cluster.slots.slots[slot].holds = slot in slots
             cluster.slots.slots[slot].version = 0 if slot in slots else None
@@ -338,11 +349,11 @@ def test_scorers_join_and_leave():
         assert await scoring.score() == {4}
         await scoring.scorer.receive(Manifest(0, "shared_memory", offer(cluster, 0), 0, 0, ()))
         assert await scoring.scorer.admit(5, {})
-        assert [(slot, command.role) for slot, command in cluster.sent(Lend)] == [(4, "score")]
+        assert [(slot, command.role) for slot, command in cluster.sent(LeaseWeights)] == [(4, "score")]
         assert await scoring.score() == {4, 5}
         await scoring.scorer.dismiss(4)
         assert await scoring.score() == {5}
-        assert (4, Drop("score")) in cluster.carrier.sent
+        assert (4, ReleaseRole("score")) in cluster.carrier.sent
 
     with_cluster(story)
 
@@ -355,11 +366,11 @@ def test_a_scorer_gets_the_trainers_weights_before_a_generators():
         cluster.carrier.sent.clear()
         assert await scoring.scorer.admit(5, {})
         assert cluster.sent(Publish)
-        assert not cluster.sent(Lend)
+        assert not cluster.sent(LeaseWeights)
         await scoring.scorer.dismiss(5)
         await cluster.trainer.optim_step(1.0)
         assert await scoring.scorer.admit(6, {})
-        assert [(slot, command.role) for slot, command in cluster.sent(Lend)] == [(0, "generate")]
+        assert [(slot, command.role) for slot, command in cluster.sent(LeaseWeights)] == [(0, "generate")]
 
     with_cluster(story)
 

@@ -11,25 +11,25 @@ from typing import Any
 
 from ductile.records import Formation, Manifest, ResizeOrder, Sample, StepReport, TrainProgress
 from ductile.wire.messages import (
+    AssignRole,
     Command,
     Commit,
     Done,
-    Drop,
     Failed,
+    Finalize,
     ForwardBackward,
     ForwardBackwardDone,
     Freeze,
     Frozen,
-    Hold,
     OptimStep,
     Prepare,
     Publish,
     Published,
     Readiness,
     Ready,
+    ReleaseRole,
     Reply,
     Rollback,
-    Settle,
     SlotPhase,
     StateTransferred,
     Stepped,
@@ -69,7 +69,7 @@ class Slot:
     new: State | None = None
     """Between `TransferState` and `Commit`."""
     old: State | None = None
-    """Between `Commit` and `Settle`."""
+    """Between `Commit` and `Finalize`."""
     holds: bool = False
     change: ResizeOrder | None = None
     asked_whether_ready: int = 0
@@ -127,7 +127,7 @@ class TrainSlots:
             case Publish():
                 first = slot.live is not None and slot.number == slot.live.formation.members[0]
                 return Published(Manifest(0, "shared_memory", f"slot {slot.number}", 0, 0, ()) if first else None)
-            case Hold(joining=True):
+            case AssignRole(joining=True):
                 assert not slot.holds, "holds the role already"
                 slot.holds = True
             case Prepare(change):
@@ -156,12 +156,12 @@ class TrainSlots:
                 slot.live = slot.old if slot.committed else slot.live
                 slot.old = slot.new = slot.change = None
                 slot.frozen = slot.committed = False
-            case Settle(epoch):
+            case Finalize(epoch):
                 if slot.number not in self._expect(slot, epoch).after.members:
                     slot.live = None  # also when it refused `Commit`, when all others had voted
                 slot.old = slot.change = None
                 slot.committed = False
-            case Drop():
+            case ReleaseRole():
                 if not slot.holds:
                     return Failed("does not hold the role")
                 assert slot.live is None, "trains"

@@ -278,7 +278,7 @@ class ResizeConfig(Section):
     timeout_s: float = Field(default=30.0, gt=0)
     """A step of a resize that takes longer fails, and the trainer stays as it was."""
     memory: Literal["shadow", "streaming"] = "shadow"
-    """shadow: old and new state exist together until the resize is settled, and it can be taken back until then;
+    """shadow: old and new state exist together until the resize is finalized, and it can be taken back until then;
     streaming: a new part of a tensor is allocated when its first bytes come, an old one freed when its last bytes have
     left, with at most 64 MiB of staging memory besides, and there is no way back once bytes move."""
     carrier: Literal["auto", "peer_memory", "p2p"] = "auto"

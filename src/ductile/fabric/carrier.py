@@ -47,9 +47,9 @@ class Steps(Protocol):
 
 
 @dataclass(frozen=True)
-class Cargo:
-    """One slot's part of a plan, as carriers get it. Old buffers, and new ones in which nothing changes, may not be
-    there before the trip begins."""
+class TransferInputs:
+    """One slot's part of a plan, as a carrier gets it. Old buffers, and new ones in which nothing changes, may not be
+    there before the transfer begins."""
 
     plan: Plan
     slot: int
@@ -58,7 +58,7 @@ class Cargo:
     steps: Steps
 
 
-Trip = Callable[[Digests, Digests], None]
+PreparedTransfer = Callable[[Digests, Digests], None]
 """Function that sends and receives everything, and takes the fingerprints of both. Raises `TransferFailed` when the
 carrier's timeout passes, or before."""
 
@@ -69,6 +69,6 @@ class Carrier(Protocol):
     """Whether receivers read the senders' memory themselves. Then there are no rounds, so plans have no relays, and
     what is read must stay until every slot is done."""
 
-    def load(self, cargo: Cargo) -> Trip:
+    def prepare(self, inputs: TransferInputs) -> PreparedTransfer:
         """Do all that needs no peer, so that it need not be done while all slots wait."""
         ...

@@ -1,6 +1,6 @@
 """Which carrier for these slots? All of them ask together, and all get the same answer and the same reason.
 
-carrier, reason = choose(board, "cpu", lambda: groups.group(members))
+carrier, reason = choose(exchange, "cpu", lambda: groups.group(members))
 # peer_memory: all 4 slots are processes of this host, and a trial read worked
 # p2p: slot 3 runs on another host than slot 0
 """
@@ -14,9 +14,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ductile.fabric.board import Board, Missing
 from ductile.fabric.carrier import Carrier
 from ductile.fabric.cuda_ipc import CudaIpc, CudaIpcHandle
+from ductile.fabric.exchange import Exchange, Missing
 from ductile.fabric.p2p import PeerToPeer
 from ductile.fabric.peer_memory import PeerMemory, permit_siblings, read
 from ductile.fabric.process import Process, host
@@ -38,37 +38,39 @@ class _Card(msgspec.Struct, frozen=True):
 
 
 def choose(
-    board: Board,
+    exchange: Exchange,
     device: str,
     group: Callable[[], dist.ProcessGroup],
     one_sided: bool = True,
     missing: Missing | None = None,
 ) -> tuple[Carrier, str]:
-    """The fastest carrier that works among all members of `board`, and why: a sentence. Collective.
+    """The fastest carrier that works among all members of `exchange`, and why: a sentence. Collective.
 
     `group` makes the process group of all members, in case that messages are needed. Without `one_sided` only messages
     are considered: to stream, or to compare. Raises `TransferFailed` when a slot does not answer, or what `missing`
     raises.
     """
-    reader, reason = choose_reader(board, device, one_sided, missing)
-    return reader or PeerToPeer(group(), device, board.timeout_s), reason
+    reader, reason = choose_reader(exchange, device, one_sided, missing)
+    return reader or PeerToPeer(group(), device, exchange.timeout_s), reason
 
 
 def choose_reader(
-    board: Board, device: str, one_sided: bool = True, missing: Missing | None = None
+    exchange: Exchange, device: str, one_sided: bool = True, missing: Missing | None = None
 ) -> tuple[Carrier | None, str]:
     """`choose` as far as it needs no process group: the carrier, None where messages are needed, and why."""
     if not one_sided:
         return None, "p2p: only messages were asked for"
-    cards, reason = _try_memory(board, missing) if device == "cpu" else _try_gpus(board, torch.device(device), missing)
+    cards, reason = (
+        _try_memory(exchange, missing) if device == "cpu" else _try_gpus(exchange, torch.device(device), missing)
+    )
     if reason:
         return None, f"p2p: {reason}"
     peers = {slot: card.process for slot, card in cards.items()}
-    carrier = CudaIpc(board, peers, device) if device != "cpu" else PeerMemory(board, peers)
+    carrier = CudaIpc(exchange, peers, device) if device != "cpu" else PeerMemory(exchange, peers)
     return carrier, f"{carrier.name}: all {len(peers)} slots are processes of this host, and a trial read worked"
 
 
-def _try_memory(board: Board, missing: Missing | None) -> tuple[dict[int, _Card], str]:
+def _try_memory(exchange: Exchange, missing: Missing | None) -> tuple[dict[int, _Card], str]:
     """Each slot reads eight bytes of every other slot's memory."""
     permit_siblings()
     probe = np.frombuffer(os.urandom(8), dtype="<u8").copy()
@@ -80,38 +82,38 @@ def _try_memory(board: Board, missing: Missing | None) -> tuple[dict[int, _Card]
         return int(found[0])
 
     card = _Card(host(), Process.own(), int(probe[0]), address=probe.ctypes.data)
-    return _try_all(board, card, look, missing)
+    return _try_all(exchange, card, look, missing)
 
 
-def _try_gpus(board: Board, device: torch.device, missing: Missing | None) -> tuple[dict[int, _Card], str]:
+def _try_gpus(exchange: Exchange, device: torch.device, missing: Missing | None) -> tuple[dict[int, _Card], str]:
     """Each slot reads one number of every other slot's GPU."""
     content = int.from_bytes(os.urandom(4), "little")
     probe = torch.full((1,), content, dtype=torch.int64, device=device)
     torch.cuda.synchronize(device)
 
     def look(card: _Card) -> int:
-        storage: Any = card.shares[board.slot].open()
+        storage: Any = card.shares[exchange.slot].open()
         return int(torch.empty(0, dtype=torch.int64, device=storage.device).set_(storage, 0, (1,), (1,)).item())
 
-    readers = [member for member in board.members if member != board.slot]
+    readers = [member for member in exchange.members if member != exchange.slot]
     shares, unshared = dict[int, CudaIpcHandle](), ""
     try:
         shares = {reader: CudaIpcHandle.of(probe) for reader in readers}
     except RuntimeError as error:  # memory in expandable segments, a container without CUDA IPC
         unshared = str(error).partition("\n")[0]
     card = _Card(host(), Process.own(), content, shares=shares, unshared=unshared)
-    return _try_all(board, card, look, missing)
+    return _try_all(exchange, card, look, missing)
 
 
 def _try_all(
-    board: Board, card: _Card, look: Callable[[_Card], int], missing: Missing | None
+    exchange: Exchange, card: _Card, look: Callable[[_Card], int], missing: Missing | None
 ) -> tuple[dict[int, _Card], str]:
     """(card of each slot, what kept some slot from reading another: the same on all slots)"""
-    notes = board.exchange("cards", msgspec.msgpack.encode(card), missing)
+    notes = exchange.all_gather("cards", msgspec.msgpack.encode(card), missing)
     cards = {slot: msgspec.msgpack.decode(note, type=_Card, strict=False) for slot, note in notes.items()}
-    others = ((slot, other) for slot, other in cards.items() if slot != board.slot)
-    verdict = next(filter(None, (_try(board.slot, card, slot, other, look) for slot, other in others)), "")
-    verdicts = board.exchange("verdicts", verdict.encode(), missing)  # no probe goes before all slots have looked
+    others = ((slot, other) for slot, other in cards.items() if slot != exchange.slot)
+    verdict = next(filter(None, (_try(exchange.slot, card, slot, other, look) for slot, other in others)), "")
+    verdicts = exchange.all_gather("verdicts", verdict.encode(), missing)  # no probe goes before all slots have looked
     return cards, next((verdict.decode() for _, verdict in sorted(verdicts.items()) if verdict), "")
 
 

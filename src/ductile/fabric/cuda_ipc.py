@@ -11,9 +11,9 @@ import msgspec
 import torch
 
 from ductile.core.transfer.plan import PeerMessage
-from ductile.fabric.board import Board
-from ductile.fabric.carrier import Cargo, TransferFailed, Trip
+from ductile.fabric.carrier import PreparedTransfer, TransferFailed, TransferInputs
 from ductile.fabric.digest import Digests
+from ductile.fabric.exchange import Exchange
 from ductile.fabric.fingerprint import box_fingerprint
 from ductile.fabric.memory import WORDS
 from ductile.fabric.process import Process
@@ -60,39 +60,39 @@ class CudaIpc:
     name = "cuda_ipc"
     one_sided = True
 
-    def __init__(self, board: Board, peers: dict[int, Process], device: str) -> None:
-        self._board = board
+    def __init__(self, exchange: Exchange, peers: dict[int, Process], device: str) -> None:
+        self._exchange = exchange
         self._peers = peers
         self._device = torch.device(device)
-        self._num_trips = 0
+        self._num_transfers = 0
 
-    def load(self, cargo: Cargo) -> Trip:
-        work = cargo.plan.at_once(cargo.slot)
+    def prepare(self, inputs: TransferInputs) -> PreparedTransfer:
+        work = inputs.plan.at_once(inputs.slot)
 
-        def trip(sent: Digests, received: Digests) -> None:
-            cargo.steps.before(0)
-            if cargo.plan.wire_bytes:
-                self._num_trips += 1
+        def run(sent: Digests, received: Digests) -> None:
+            inputs.steps.before(0)
+            if inputs.plan.wire_bytes:
+                self._num_transfers += 1
                 torch.cuda.synchronize(self._device)  # whatever still writes to the buffers
-                note = msgspec.msgpack.encode({message.peer: _windows(cargo, message) for message in work.sends})
-                notes = self._board.exchange(f"windows/{self._num_trips}", note)
+                note = msgspec.msgpack.encode({message.peer: _windows(inputs, message) for message in work.sends})
+                notes = self._exchange.all_gather(f"windows/{self._num_transfers}", note)
                 for message in work.receives:
                     windows = msgspec.msgpack.decode(notes[message.peer], type=Windows, strict=False)
-                    self._pull(cargo, message, windows[cargo.slot])
-            cargo.steps.meanwhile()
+                    self._pull(inputs, message, windows[inputs.slot])
+            inputs.steps.meanwhile()
             for message in work.sends if sent.on else ():
                 for part in message.parts:
-                    sent.update(message.peer, box_fingerprint(cargo.old.box(part.name, part.box)))
+                    sent.update(message.peer, box_fingerprint(inputs.old.box(part.name, part.box)))
             for message in work.receives if received.on else ():
                 for part in message.parts:
-                    received.update(message.peer, box_fingerprint(cargo.new.box(part.name, part.box)))
+                    received.update(message.peer, box_fingerprint(inputs.new.box(part.name, part.box)))
             torch.cuda.synchronize(self._device)
-            cargo.steps.after(0)
+            inputs.steps.after(0)
 
-        return trip
+        return run
 
-    def _pull(self, cargo: Cargo, message: PeerMessage, windows: list[Window]) -> None:
-        peer, source = self._peers[message.peer], cargo.plan.source
+    def _pull(self, inputs: TransferInputs, message: PeerMessage, windows: list[Window]) -> None:
+        peer, source = self._peers[message.peer], inputs.plan.source
         try:
             opened: dict[str, torch.Tensor] = {}
             left = iter(windows)
@@ -104,7 +104,7 @@ class CudaIpc:
                     opened[name] = _mapped(next(left), WORDS[tensor.item_bytes])
                 words = opened[name]
                 there = words.as_strided(view.shape, view.strides, words.storage_offset() + view.offset)
-                cargo.new.box(part.name, part.box).copy_(there, non_blocking=True)
+                inputs.new.box(part.name, part.box).copy_(there, non_blocking=True)
             torch.cuda.synchronize(self._device)  # before the mappings go
         except RuntimeError as error:
             cause = str(error).partition("\n")[0]
@@ -113,10 +113,10 @@ class CudaIpc:
             raise TransferFailed(f"slot {message.peer} (process {peer.pid}) is gone", message.peer)
 
 
-def _windows(cargo: Cargo, message: PeerMessage) -> list[Window]:
+def _windows(inputs: TransferInputs, message: PeerMessage) -> list[Window]:
     """The buffers that this message's parts lie in, each once, in the order of the parts."""
-    names = dict.fromkeys(cargo.old.buffer(part.name, part.box) for part in message.parts)
-    buffers = [cargo.old.words(name) for name in names]
+    names = dict.fromkeys(inputs.old.buffer(part.name, part.box) for part in message.parts)
+    buffers = [inputs.old.words(name) for name in names]
     return [Window(CudaIpcHandle.of(words), int(words.storage_offset()), len(words)) for words in buffers]
 
 

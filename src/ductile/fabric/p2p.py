@@ -22,7 +22,7 @@ from ductile.core.layout.holdings import volume
 from ductile.core.layout.layout import Layout
 from ductile.core.transfer.plan import Part, PeerMessage, Round
 from ductile.core.transfer.topology import MIB
-from ductile.fabric.carrier import Cargo, TransferFailed, Trip
+from ductile.fabric.carrier import PreparedTransfer, TransferFailed, TransferInputs
 from ductile.fabric.digest import Digests
 from ductile.fabric.memory import Memory, flat_bytes, num_bytes, pack, unpack
 
@@ -74,12 +74,12 @@ class PeerToPeer:
         self._staging: dict[tuple[bool, int], torch.Tensor] = {}
         """Staging memory by direction (True: leaving) and parity of the round."""
 
-    def load(self, cargo: Cargo) -> Trip:
-        rounds = list(cargo.plan.rounds(cargo.slot))
+    def prepare(self, inputs: TransferInputs) -> PreparedTransfer:
+        rounds = list(inputs.plan.rounds(inputs.slot))
 
-        def trip(sent: Digests, received: Digests) -> None:
+        def run(sent: Digests, received: Digests) -> None:
             try:
-                self._run(cargo, rounds, sent, received)
+                self._run(inputs, rounds, sent, received)
             except TransferFailed as error:
                 # Frames hold works and views; while they live, sockets stay open and others do not hear of the failure.
                 traceback.clear_frames(error.__traceback__)
@@ -87,25 +87,25 @@ class PeerToPeer:
             finally:
                 self._staging.clear()
 
-        return trip
+        return run
 
-    def _run(self, cargo: Cargo, rounds: list[Round], sent: Digests, received: Digests) -> None:
-        posted = self._post(cargo, rounds, 0, sent)
-        cargo.steps.meanwhile()
+    def _run(self, inputs: TransferInputs, rounds: list[Round], sent: Digests, received: Digests) -> None:
+        posted = self._post(inputs, rounds, 0, sent)
+        inputs.steps.meanwhile()
         for index in range(len(rounds)):
             waits = index + 1 < len(rounds) and _passes_on(rounds[index + 1])
-            ahead = None if waits else self._post(cargo, rounds, index + 1, sent)
+            ahead = None if waits else self._post(inputs, rounds, index + 1, sent)
             self._finish(posted, received)
-            cargo.steps.after(index)
-            posted = ahead or self._post(cargo, rounds, index + 1, sent)
+            inputs.steps.after(index)
+            posted = ahead or self._post(inputs, rounds, index + 1, sent)
 
-    def _post(self, cargo: Cargo, rounds: list[Round], index: int, sent: Digests) -> _Posted:
+    def _post(self, inputs: TransferInputs, rounds: list[Round], index: int, sent: Digests) -> _Posted:
         if index >= len(rounds):
             return _Posted([], [])
-        cargo.steps.before(index)
+        inputs.steps.before(index)
         step = rounds[index]
-        arriving = self._place(_cut(step.receives, cargo.new, cargo.new), (False, index % 2))
-        leaving = self._place(_cut(step.sends, cargo.old, cargo.new), (True, index % 2))
+        arriving = self._place(_cut(step.receives, inputs.new, inputs.new), (False, index % 2))
+        leaving = self._place(_cut(step.sends, inputs.old, inputs.new), (True, index % 2))
         for segment in leaving:
             offset = 0
             for box in segment.boxes:

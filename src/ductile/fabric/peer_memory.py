@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from ductile.core.layout.holdings import Ints
 from ductile.core.transfer.plan import Part, PeerMessage
 from ductile.fabric import boxes
-from ductile.fabric.board import Board
-from ductile.fabric.carrier import Cargo, TransferFailed, Trip
+from ductile.fabric.carrier import PreparedTransfer, TransferFailed, TransferInputs
 from ductile.fabric.digest import Digests
+from ductile.fabric.exchange import Exchange
 from ductile.fabric.memory import Memory
 from ductile.fabric.process import Process
 from ductile.fabric.slabs import ACROSS_BYTES, MAX_PIECES, SLAB_BYTES, Slab, slabs
@@ -147,10 +147,10 @@ def _aligned(num_bytes: int) -> int:
 class _Pull:
     """What one peer has for us, made ready: only where its buffers begin is not known yet."""
 
-    def __init__(self, cargo: Cargo, message: PeerMessage, staging: Bytes) -> None:
+    def __init__(self, inputs: TransferInputs, message: PeerMessage, staging: Bytes) -> None:
         self.peer = message.peer
         steps = [_Step(staging)]
-        for buffer, slab, memory, ends_part in _slabs_of(cargo, message):
+        for buffer, slab, memory, ends_part in _slabs_of(inputs, message):
             if not steps[-1].has_room(slab):
                 steps.append(_Step(staging))
             steps[-1].add(buffer, slab, memory, ends_part)
@@ -192,39 +192,39 @@ class PeerMemory:
     name = "peer_memory"
     one_sided = True
 
-    def __init__(self, board: Board, peers: dict[int, Process]) -> None:
-        self._board = board
+    def __init__(self, exchange: Exchange, peers: dict[int, Process]) -> None:
+        self._exchange = exchange
         self._peers = peers
-        self._num_trips = 0
+        self._num_transfers = 0
 
-    def load(self, cargo: Cargo) -> Trip:
-        strangers = set(cargo.plan.slots) - set(self._peers)
+    def prepare(self, inputs: TransferInputs) -> PreparedTransfer:
+        strangers = set(inputs.plan.slots) - set(self._peers)
         if strangers:
             raise ValueError(
                 f"slots {sorted(strangers)} of the plan are not among those that this carrier was tried on"
             )
-        source, work = cargo.plan.source, cargo.plan.at_once(cargo.slot)
+        source, work = inputs.plan.source, inputs.plan.at_once(inputs.slot)
         staging = np.empty(STAGING_BYTES, dtype=np.uint8)
-        pulls = [_Pull(cargo, message, staging) for message in work.receives]
-        longest = 8 * max(len(source.buffer_sizes(slot)) for slot in cargo.plan.slots)
+        pulls = [_Pull(inputs, message, staging) for message in work.receives]
+        longest = 8 * max(len(source.buffer_sizes(slot)) for slot in inputs.plan.slots)
 
-        def trip(sent: Digests, received: Digests) -> None:
-            cargo.steps.before(0)
-            if cargo.plan.wire_bytes:
+        def run(sent: Digests, received: Digests) -> None:
+            inputs.steps.before(0)
+            if inputs.plan.wire_bytes:
                 # The names of the peers' buffers follow from their layout; only where they lie has to be told.
-                own = np.array([cargo.old.words(name).data_ptr() for name in cargo.old.sizes], dtype="<i8")
-                self._num_trips += 1
-                topic, meanwhile = f"addresses/{self._num_trips}", cargo.steps.meanwhile
-                notes = self._board.exchange(topic, own.tobytes(), self._watch, longest, meanwhile)
+                own = np.array([inputs.old.words(name).data_ptr() for name in inputs.old.sizes], dtype="<i8")
+                self._num_transfers += 1
+                topic, meanwhile = f"addresses/{self._num_transfers}", inputs.steps.meanwhile
+                notes = self._exchange.all_gather(topic, own.tobytes(), self._watch, longest, meanwhile)
                 for pull in pulls:
                     self._read(pull, np.frombuffer(notes[pull.peer], dtype="<i8"), received)
             else:
-                cargo.steps.meanwhile()
+                inputs.steps.meanwhile()
             if sent.on:
-                _hash_sent(cargo.old, work.sends, sent, staging)
-            cargo.steps.after(0)
+                _hash_sent(inputs.old, work.sends, sent, staging)
+            inputs.steps.after(0)
 
-        return trip
+        return run
 
     def _read(self, pull: _Pull, addresses: Ints, received: Digests) -> None:
         process = self._peers[pull.peer]
@@ -245,15 +245,15 @@ class PeerMemory:
                 raise TransferFailed(f"slot {slot} (process {self._peers[slot].pid}) is gone", slot)
 
 
-def _slabs_of(cargo: Cargo, message: PeerMessage) -> Iterator[tuple[int, Slab, Bytes, bool]]:
+def _slabs_of(inputs: TransferInputs, message: PeerMessage) -> Iterator[tuple[int, Slab, Bytes, bool]]:
     """(the peer's buffer, the slab, the memory here, whether the slab ends its part) in the parts' order."""
-    source = cargo.plan.source
+    source = inputs.plan.source
     numbers = {name: number for number, name in enumerate(source.buffer_sizes(message.peer))}
     for part in message.parts:
         tensor = source[part.name]
         there = tensor.holdings.view(message.peer, part.box)
-        here = cargo.new.place(part.name, part.box)
-        memory = _bytes(cargo.new, here.buffer)
+        here = inputs.new.place(part.name, part.box)
+        memory = _bytes(inputs.new, here.buffer)
         found = list(slabs(there, here.view, tensor.item_bytes))
         for slab in found:
             yield numbers[tensor.buffer(there.buffer)], slab, memory, slab is found[-1]

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from ductile.core.transfer.plan import Plan
-from ductile.fabric.carrier import Cargo, Carrier, Trip
+from ductile.fabric.carrier import Carrier, PreparedTransfer, TransferInputs
 from ductile.fabric.digest import Digests
 from ductile.fabric.fingerprint import fingerprint
 from ductile.fabric.memory import Memory
@@ -76,28 +76,28 @@ class Transfer:
             if name in new or name not in self._unchanged:
                 new_memory.take(name, new)
         self._steps = Shadow(plan, old_memory, new_memory)
-        self._cargo = Cargo(plan, slot, old_memory, new_memory, self._steps)
+        self._inputs = TransferInputs(plan, slot, old_memory, new_memory, self._steps)
         if old is not None:
             self.bind(old)
-        self._trip = carrier.load(self._cargo)
+        self._prepared = carrier.prepare(self._inputs)
 
     def bind(self, old: Mapping[str, torch.Tensor]) -> None:
         """Bring the old buffers, once. Raises `ValueError` as `__init__` does."""
-        for name in self._cargo.old.sizes:
-            self._cargo.old.take(name, old)
+        for name in self._inputs.old.sizes:
+            self._inputs.old.take(name, old)
         new = self._new
         self.handed_on = frozenset(
             name for name in self._unchanged if name not in new or new[name].data_ptr() == old[name].data_ptr()
         )
         for name in self.handed_on:
-            self._cargo.new.add(name, old[name])
-        self.buffers = {name: old[name] if name in self.handed_on else new[name] for name in self._cargo.new.sizes}
-        _check_apart(self._cargo.old, self._cargo.new, self.handed_on)
+            self._inputs.new.add(name, old[name])
+        self.buffers = {name: old[name] if name in self.handed_on else new[name] for name in self._inputs.new.sizes}
+        _check_apart(self._inputs.old, self._inputs.new, self.handed_on)
         self._steps.bind(self.handed_on)
 
     def run(self) -> Moved:
         """Raises `TransferFailed`; then the old buffers are whole, and the new ones are worth nothing."""
-        return _run(self._trip, self._cargo, self._verify)
+        return _run(self._prepared, self._inputs, self._verify)
 
 
 def stream(
@@ -126,23 +126,23 @@ def stream(
         target[name] = state.pop(name)
         new.add(name, target[name])
     steps = Streaming(plan, old, new, handed_on, state, target, allocate)
-    cargo = Cargo(plan, slot, old, new, steps)
-    moved = _run(carrier.load(cargo), cargo, verify)
+    inputs = TransferInputs(plan, slot, old, new, steps)
+    moved = _run(carrier.prepare(inputs), inputs, verify)
     return target, moved
 
 
-def _run(trip: Trip, cargo: Cargo, verify: Verify) -> Moved:
+def _run(prepared: PreparedTransfer, inputs: TransferInputs, verify: Verify) -> Moved:
     times = [time.perf_counter()]
-    before = fingerprint(cargo.old) if verify == "all" else 0
+    before = fingerprint(inputs.old) if verify == "all" else 0
     times.append(time.perf_counter())
     sent, received = Digests(verify != "off"), Digests(verify != "off")
-    trip(sent, received)
-    cargo.steps.finish()
+    prepared(sent, received)
+    inputs.steps.finish()
     times.append(time.perf_counter())
-    after = fingerprint(cargo.new) if verify == "all" else 0
+    after = fingerprint(inputs.new) if verify == "all" else 0
     times.append(time.perf_counter())
     seconds = {"transfer": times[2] - times[1], "verify": times[1] - times[0] + times[3] - times[2]}
-    num_bytes = cargo.plan.ingress.get(cargo.slot, 0)
+    num_bytes = inputs.plan.ingress.get(inputs.slot, 0)
     return Moved(sent.values(), received.values(), num_bytes, seconds, before, after)
 
 

@@ -267,7 +267,7 @@ Members = tuple[tuple[sequence.Sequence, int, int], ...]
 
 def _members(chunks: Sequence[Chunk], ahead: int = 0) -> Members:
     """Equal members read the same keys and values: a sequence computed again under other weights is another one."""
-    return tuple((chunk.sequence, chunk.sequence.salt, chunk.start + ahead) for chunk in chunks)
+    return tuple((chunk.sequence, chunk.sequence.weights_serial, chunk.start + ahead) for chunk in chunks)
 
 
 def _window_len(chunks: Sequence[Chunk], block_size: int) -> int:

@@ -19,16 +19,16 @@ from ductile.core.layout.spec import ModelSpec
 from ductile.fabric import heap
 from ductile.generator.attention import KVCache, PagedAttention, order_for_attention
 from ductile.generator.columns import lay_by_columns, overwrite
-from ductile.generator.handoff import CacheUnavailable, HandedCache, fetch
 from ductile.generator.kv_cache import BlockPool
+from ductile.generator.kv_transfer import KVUnavailable, RequestKV, fetch
 from ductile.generator.limits import RequestRefused, SequenceLimits
-from ductile.generator.pace import StepLoad
 from ductile.generator.sampler import sample, stream_key
 from ductile.generator.scheduler import Chunk, Scheduler
 from ductile.generator.sequence import Sequence
+from ductile.generator.step_profiler import StepLoad
 from ductile.generator.text import TextStream
 from ductile.model.transformer import Transformer
-from ductile.records import CacheNote, FinishReason, GenerateRequest, Generation, Sampling
+from ductile.records import FinishReason, GenerateRequest, Generation, KVHandle, Sampling
 from ductile.wire.messages import EngineStats
 
 
@@ -84,17 +84,17 @@ class Engine:
                 raise RequestRefused(request.id, reason)
             ids.add(request.id)
 
-    def fetch(self, note: CacheNote, request: GenerateRequest) -> HandedCache:
-        """What another engine computed of a request's context. Raises `CacheUnavailable`, whose text says why it must
+    def fetch(self, handle: KVHandle, request: GenerateRequest) -> RequestKV:
+        """What another engine computed of a request's context. Raises `KVUnavailable`, whose text says why it must
         be computed again."""
-        if note.version != self.version:
-            raise CacheUnavailable(f"was computed under version {note.version}, and {self.version} is live here")
+        if handle.version != self.version:
+            raise KVUnavailable(f"was computed under version {handle.version}, and {self.version} is live here")
         num_known = len(request.prompt) + len(request.generated)
-        if note.num_tokens > num_known:
-            raise CacheUnavailable(f"has {note.num_tokens} tokens, and the request {num_known}")
-        return fetch(note, self._cache.shape_outside(note.num_tokens), self._cache.dtype)
+        if handle.num_tokens > num_known:
+            raise KVUnavailable(f"has {handle.num_tokens} tokens, and the request {num_known}")
+        return fetch(handle, self._cache.shape_outside(handle.num_tokens), self._cache.dtype)
 
-    def add(self, request: GenerateRequest, cache: HandedCache | None = None) -> None:
+    def add(self, request: GenerateRequest, cache: RequestKV | None = None) -> None:
         """Take a request, a new one or one that another engine began, with what `fetch` returned for it just now.
         Raises `RequestRefused`."""
         self.check(request)
@@ -108,7 +108,7 @@ class Engine:
             stop_ids=stops if sampling.ignore_eos else stops | self._eos_token_ids,
             # Special tokens may be written as stop strings ("<|im_end|>"), also where the text is shown without them.
             texts=[TextStream(self._decode, shown) for shown in _with_specials_and_without(sampling) if shown.stop],
-            handed=cache,
+            imported=cache,
         )
         self._num_arrived += 1
         reason = sequence.finish_reason()  # one that was handed over may have said its last word already
@@ -126,13 +126,13 @@ class Engine:
 
     def hand_off(
         self, ids: Collection[str], with_cache: Collection[str] = ()
-    ) -> tuple[list[GenerateRequest], dict[str, HandedCache]]:
+    ) -> tuple[list[GenerateRequest], dict[str, RequestKV]]:
         """Forget these and return them as requests that go on where they are; ids that have ended are left out.
 
         A cache goes along for those in `with_cache` that have one, when all of it is of the live weights.
         """
         requests: list[GenerateRequest] = []
-        caches: dict[str, HandedCache] = {}
+        caches: dict[str, RequestKV] = {}
         for id in ids:
             sequence = self._live.pop(id, None)
             if sequence is None:
@@ -162,9 +162,9 @@ class Engine:
         """Run every scheduled sequence a little further. Returns the requests that ended; see also `failed`."""
         self.failed = {}
         chunks = order_for_attention(self.scheduler.schedule())
-        self.last_step = StepLoad.of(chunks, len(self.scheduler.fills)) if chunks else None
-        for fill in self.scheduler.fills:
-            self._cache.put_in(fill.sequence.blocks, fill.start, fill.end, fill.cache.content)
+        self.last_step = StepLoad.of(chunks, len(self.scheduler.kv_imports)) if chunks else None
+        for kv_import in self.scheduler.kv_imports:
+            self._cache.put_in(kv_import.sequence.blocks, kv_import.start, kv_import.end, kv_import.cache.content)
         if chunks:
             ready, logits = self._run(chunks)
             if ready:
@@ -211,11 +211,11 @@ class Engine:
             version=self.version,
         )
 
-    def _computed(self, sequence: Sequence) -> HandedCache | None:
+    def _computed(self, sequence: Sequence) -> RequestKV | None:
         if sequence.num_computed and self.scheduler.is_pure(sequence):
             content = self._cache.take_out(sequence.blocks, sequence.num_computed)
-            return HandedCache(content, self.version)
-        return sequence.handed  # it came with one, and waits
+            return RequestKV(content, self.version)
+        return sequence.imported  # it came with one, and waits
 
     def _run(self, chunks: list[Chunk]) -> tuple[list[Sequence], Tensor]:
         """One forward pass. Returns the sequences whose next token can be sampled, and its logits [N, V]."""

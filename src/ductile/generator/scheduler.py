@@ -4,7 +4,7 @@
    blocks and waits (it is recomputed later), until there is one.
 2. What is left of the token budget goes to prefills under way, then to waiting sequences, in order, as long as there
    is a place, budget, and blocks for all their known tokens and one more. One that came with a cache from another
-   engine computes only what that lacks: the blocks are to be filled from it before the step runs (`fills`).
+   engine computes only what that lacks: the blocks are to be filled from it before the step runs (`kv_imports`).
 3. Full blocks are registered when they are scheduled: the step writes keys and values before it reads them, so the
    members of a group that start together share their prompt's blocks already.
 
@@ -15,8 +15,8 @@ that cannot fit alone is refused before it comes here.
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 
-from ductile.generator.handoff import HandedCache
 from ductile.generator.kv_cache import BlockPool, extend_keys
+from ductile.generator.kv_transfer import RequestKV
 from ductile.generator.sequence import Sequence
 
 
@@ -43,11 +43,11 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Fill:
+class KVImport:
     """Tokens `start : end` of a cache that came with a sequence go into its blocks."""
 
     sequence: Sequence
-    cache: HandedCache
+    cache: RequestKV
     start: int
     end: int
 
@@ -63,10 +63,11 @@ class Scheduler:
         self.running: list[Sequence] = []
         """Sequences that hold blocks, sorted by `Sequence.order` as `waiting` is."""
         self.waiting: list[Sequence] = []
-        self.fills: list[Fill] = []
-        """Fills that must be done before the step that was scheduled last."""
+        self.kv_imports: list[KVImport] = []
+        """Imports that must be done before the step that was scheduled last."""
         self.num_preempted = 0
-        self._salt = 0
+        self._weights_serial = 0
+        """Number of the live weights, counted from 0 at each change: prefix keys of other weights are others."""
 
     def add(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=_order)
@@ -81,21 +82,21 @@ class Scheduler:
 
     def weights_changed(self, keep_cache: bool) -> None:
         """What is in the cache belongs to older weights. Running sequences compute theirs again, or keep it."""
-        self._salt += 1
+        self._weights_serial += 1
         for sequence in self.waiting:
-            sequence.handed = None
+            sequence.imported = None
         if not keep_cache:
             while self.running:
                 self._back_to_waiting(self.running[-1])
 
     def is_pure(self, sequence: Sequence) -> bool:
         """Whether all that a sequence has in its blocks was computed under the live weights."""
-        return sequence.salt == self._salt
+        return sequence.weights_serial == self._weights_serial
 
     def schedule(self) -> list[Chunk]:
         """The next step's chunks; empty only when nothing runs or waits."""
         chunks: list[Chunk] = []
-        self.fills = []
+        self.kv_imports = []
         budget = self.max_num_batched_tokens
         preempted_before = self.num_preempted
         for sequence in [s for s in self.running if s.num_pending == 1]:
@@ -136,7 +137,7 @@ class Scheduler:
         shared: list[int] = []
         if self.share_prefixes:
             sequence.keys.clear()
-            extend_keys(sequence.keys, sequence.tokens, self.pool.block_size, self._salt)
+            extend_keys(sequence.keys, sequence.tokens, self.pool.block_size, self._weights_serial)
             # At least one token must be computed: the next one is sampled from its hidden state.
             num_useful = (len(sequence.tokens) - 1) // self.pool.block_size
             shared = self.pool.find(sequence.keys[:num_useful])
@@ -148,12 +149,12 @@ class Scheduler:
         sequence.blocks = shared + self.pool.allocate(num_needed - len(shared))
         sequence.num_computed = len(shared) * self.pool.block_size
         sequence.num_registered = len(shared)
-        sequence.salt = self._salt
-        cache, sequence.handed = sequence.handed, None
+        sequence.weights_serial = self._weights_serial
+        cache, sequence.imported = sequence.imported, None
         if cache:
             end = min(cache.num_tokens, len(sequence.tokens) - 1)  # one is computed here too
             if end > sequence.num_computed:
-                self.fills.append(Fill(sequence, cache, sequence.num_computed, end))
+                self.kv_imports.append(KVImport(sequence, cache, sequence.num_computed, end))
                 sequence.num_computed = end
         return True
 
@@ -163,7 +164,7 @@ class Scheduler:
         if self.share_prefixes and self.is_pure(sequence):
             num_full = sequence.num_computed // self.pool.block_size
             if num_full > sequence.num_registered:
-                extend_keys(sequence.keys, sequence.tokens, self.pool.block_size, self._salt)
+                extend_keys(sequence.keys, sequence.tokens, self.pool.block_size, self._weights_serial)
                 for index in range(sequence.num_registered, num_full):
                     self.pool.register(sequence.blocks[index], sequence.keys[index])
                 sequence.num_registered = num_full
@@ -178,7 +179,7 @@ class Scheduler:
         self.pool.release(sequence.blocks)
         sequence.blocks = []
         sequence.num_computed = sequence.num_registered = 0
-        sequence.salt = -1
+        sequence.weights_serial = -1
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
-from ductile.generator.handoff import HandedCache
+from ductile.generator.kv_transfer import RequestKV
 from ductile.generator.text import TextStream
 from ductile.records import FinishReason, GenerateRequest, Generation
 
@@ -20,7 +20,7 @@ class Sequence:
     stop_ids: Collection[int]
     texts: Collection[TextStream] = ()
     """Streams that look for the stop strings; empty when there are none."""
-    handed: HandedCache | None = None
+    imported: RequestKV | None = None
     """KV cache that another engine computed of the sequence; None once it has blocks here or the weights changed."""
     tokens: list[int] = field(init=False)
     """Tokens of the prompt, then of the completion."""
@@ -28,9 +28,10 @@ class Sequence:
     versions: list[int] = field(init=False)
     blocks: list[int] = field(default_factory=list[int])
     keys: list[bytes] = field(default_factory=list[bytes])
-    """Content keys of the sequence's full blocks, valid under `salt`."""
-    salt: int = -1
-    """Number of the weights that the first block was computed under; -1 when the sequence holds none."""
+    """Content keys of the sequence's full blocks, valid under `weights_serial`."""
+    weights_serial: int = -1
+    """Number of the weights that the first block was computed under, as the scheduler counts them; -1 when the sequence
+    holds none."""
     num_registered: int = 0
     """Leading blocks that other sequences can find."""
     num_computed: int = 0

@@ -9,8 +9,8 @@
 | GET /liveness | 200 while the engine's thread lives |
 | GET /metrics | Prometheus |
 
-A client that goes away aborts its sequences. Errors have OpenAI's form. Who may come in, and with how much, is asked at
-the door (`ductile.generator.door`), before a body is read.
+A client that goes away aborts its sequences. Errors have OpenAI's form. Who may come in, and with how much, is asked by
+the middleware (`ductile.generator.middleware`), before a body is read.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ from starlette.exceptions import HTTPException
 
 from ductile.config.errors import show
 from ductile.config.inference import ServerConfig
-from ductile.generator.answers import Chat, Json, TextCompletion, error
-from ductile.generator.door import BODIES_AT_ONCE, Door
 from ductile.generator.engine import Engine
 from ductile.generator.limits import Overloaded, RequestRefused
+from ductile.generator.middleware import BODIES_AT_ONCE, RequestGuard
 from ductile.generator.openai_api import ChatRequest, CompletionRequest, TokenRequest
 from ductile.generator.request_body import BadBody, read_body
+from ductile.generator.responses import Chat, Json, TextCompletion, error
 from ductile.generator.runner import EngineFailed, RequestFailed
 from ductile.generator.service import TOKEN_MAX_TOKENS, ClientGone, Service, UnknownModel
 from ductile.tasks.tokenizer import Tokenizer, TokenizerError
@@ -59,7 +59,7 @@ def create_app(
 
     app = FastAPI(title="ductile inference", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.include_router(_routes)
-    app.add_middleware(Door, config=config)
+    app.add_middleware(RequestGuard, config=config)
     _translate_errors(app)
     return app
 
@@ -151,7 +151,7 @@ async def generate(service: Shared, http: Request) -> Response:
 
 
 def _take_body(http: Request) -> bytes:
-    """What the door has read; nobody else keeps it."""
+    """The body that the middleware has read; nobody else keeps it."""
     return http.scope["state"].pop("body")
 
 

@@ -14,12 +14,12 @@ from fastapi.responses import StreamingResponse
 
 from ductile.config.errors import show
 from ductile.fabric.device import peak_memory
-from ductile.generator.answers import Choice, Format, Json, error, usage
 from ductile.generator.engine import Engine
 from ductile.generator.limits import Overloaded, RequestRefused
 from ductile.generator.metrics import ServerMetrics
 from ductile.generator.openai_api import SamplingFields, TextRequest, TokenRequest
 from ductile.generator.prompts import PromptEncoder
+from ductile.generator.responses import Choice, Format, Json, error, usage
 from ductile.generator.runner import Delta, EngineFailed, EngineRunner, RequestFailed
 from ductile.records import GenerateRequest
 from ductile.tasks.tokenizer import Tokenizer

@@ -11,10 +11,10 @@ import torch
 from ductile.config.inference import InferenceConfig
 from ductile.fabric import heap
 from ductile.generator.engine import Engine
-from ductile.generator.handoff import CacheUnavailable, HandedCache, Shelf
-from ductile.generator.pace import Pace
+from ductile.generator.kv_transfer import KVTransferBuffer, KVUnavailable, RequestKV
+from ductile.generator.step_profiler import StepProfiler
 from ductile.model.checkpoint import empty_model, load_model, read_spec
-from ductile.records import CacheNote, GenerateRequest, Manifest
+from ductile.records import GenerateRequest, KVHandle, Manifest
 from ductile.roles import Refused, RoleAssignment
 from ductile.tasks.tokenizer import Tokenizer
 from ductile.weights.publisher import Publisher
@@ -22,16 +22,16 @@ from ductile.weights.subscriber import receive
 from ductile.wire.messages import (
     Abort,
     Done,
+    EndLease,
     EngineStats,
     Finished,
     Forget,
     Generate,
     HandedOff,
     HandOff,
-    Lend,
+    LeaseWeights,
     Published,
     Receive,
-    TakeBack,
 )
 
 STATS_EVERY_S = 0.5
@@ -47,9 +47,9 @@ class GenerateRole:
         self._engine = load_engine(
             InferenceConfig.model_validate(settings), assignment.device, with_weights=self._has_weights
         )
-        self._shelf = Shelf()
-        self._lent = Publisher()
-        self._pace = Pace()
+        self._transfer_buffer = KVTransferBuffer()
+        self._leased = Publisher()
+        self._step_profiler = StepProfiler()
         self._stats_due = time.monotonic()
         self._stats_owed = False
         """Whether requests have left, so that statistics must be told again even if there is nothing to do any more."""
@@ -65,15 +65,15 @@ class GenerateRole:
             case HandOff(ids=ids, with_cache=with_cache):
                 return self._hand_off(ids, with_cache)
             case Forget(ids=ids):
-                self._shelf.forget(ids)
+                self._transfer_buffer.forget(ids)
             case Receive(manifest=manifest):
                 self._engine.load_weights(receive(manifest), manifest.version)
                 self._has_weights = True
-            case Lend():
+            case LeaseWeights():
                 self._needs_weights(command)
-                return Published(self._lend())
-            case TakeBack():
-                self._lent.close()
+                return Published(self._lease())
+            case EndLease():
+                self._leased.close()
             case _:
                 raise Refused(f"slot {self._assignment.slot} generates; it cannot execute {type(command).__name__}")
         return Done()
@@ -88,7 +88,7 @@ class GenerateRole:
         for failure in self._engine.failed.values():
             raise failure  # in a run nothing that a request says can fail: the weights are broken, or we are
         if self._engine.last_step is not None:
-            self._pace.saw(self._engine.last_step, time.perf_counter() - start)
+            self._step_profiler.record(self._engine.last_step, time.perf_counter() - start)
         if generations:
             events.append(Finished(tuple(generations)))
         now = time.monotonic()
@@ -99,50 +99,50 @@ class GenerateRole:
         return events
 
     def close(self) -> None:
-        self._shelf.close()
-        self._lent.close()
+        self._transfer_buffer.close()
+        self._leased.close()
         del self._engine
         heap.give_back()
         if self._assignment.device.startswith("cuda"):
             torch.cuda.empty_cache()
 
-    def _needs_weights(self, command: Generate | Lend) -> None:
+    def _needs_weights(self, command: Generate | LeaseWeights) -> None:
         if not self._has_weights:
             raise Refused(
                 f"slot {self._assignment.slot} joins the generators and has no weights yet: it cannot execute "
                 f"{type(command).__name__} before the first Receive"
             )
 
-    def _generate(self, requests: tuple[GenerateRequest, ...], caches: Mapping[str, CacheNote]) -> None:
+    def _generate(self, requests: tuple[GenerateRequest, ...], caches: Mapping[str, KVHandle]) -> None:
         self._engine.check(*requests)
         for request in requests:
             self._engine.add(request, self._fetch(request, caches.get(request.id)))
 
-    def _fetch(self, request: GenerateRequest, note: CacheNote | None) -> HandedCache | None:
-        if note is None:
+    def _fetch(self, request: GenerateRequest, handle: KVHandle | None) -> RequestKV | None:
+        if handle is None:
             return None
         try:
-            return self._engine.fetch(note, request)
-        except CacheUnavailable as why:
+            return self._engine.fetch(handle, request)
+        except KVUnavailable as why:
             print(f"the context of request {request.id} is computed again: the cache {why}", file=sys.stderr)
             return None
 
     def _hand_off(self, ids: tuple[str, ...], with_cache: tuple[str, ...]) -> HandedOff:
         requests, caches = self._engine.hand_off(ids, frozenset(with_cache))
         self._stats_owed = True
-        notes: dict[str, CacheNote] = {}
+        handles: dict[str, KVHandle] = {}
         for id, cache in caches.items():
             try:
-                notes[id] = self._shelf.put(id, cache)
+                handles[id] = self._transfer_buffer.put(id, cache)
             except OSError as why:  # the requests have left the engine: nothing may stop them now
                 print(f"request {id} goes without its cache: {why}", file=sys.stderr)
-        return HandedOff(tuple(requests), notes)
+        return HandedOff(tuple(requests), handles)
 
-    def _lend(self) -> Manifest:
-        return self._lent.lend(self._engine.version, self._engine.model.named_parameters())
+    def _lease(self) -> Manifest:
+        return self._leased.lease(self._engine.version, self._engine.model.named_parameters())
 
     def _stats(self) -> EngineStats:
-        decoded, prefilled = self._pace.tell()
+        decoded, prefilled = self._step_profiler.drain()
         generated = self._engine.num_generated()
         return msgspec.structs.replace(self._engine.stats(), generated=generated, decoded=decoded, prefilled=prefilled)
 

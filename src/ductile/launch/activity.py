@@ -16,8 +16,8 @@ ACTIVITIES: dict[str, Activity] = {
     **dict.fromkeys(("Generate", "Abort"), "generate"),
     "Score": "score",
     **dict.fromkeys(("Publish", "Receive", "Withdraw", "SaveState", "LoadState", "ExportModel"), "publish"),
-    **dict.fromkeys(("Hold", "Drop", "HandOff", "Forget", "Lend", "TakeBack"), "switch"),
-    **dict.fromkeys(("Prepare", "Ready", "Freeze", "TransferState", "Commit", "Rollback", "Settle"), "switch"),
+    **dict.fromkeys(("AssignRole", "ReleaseRole", "HandOff", "Forget", "LeaseWeights", "EndLease"), "switch"),
+    **dict.fromkeys(("Prepare", "Ready", "Freeze", "TransferState", "Commit", "Rollback", "Finalize"), "switch"),
 }
 
 

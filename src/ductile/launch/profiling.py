@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from ductile.core.cluster.cost_model import CostModel
 from ductile.core.cluster.ledger import Span
-from ductile.core.cluster.measured import CostModel
 from ductile.core.cluster.profile import Setting, StepProfile
 from ductile.launch.activity import SlotActivity
 from ductile.observe import Event, Recorder

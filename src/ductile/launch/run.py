@@ -38,9 +38,9 @@ from ductile.loop.run_until import SlotDied, Stopped, run_until
 from ductile.loop.sft import PreparedBatches, prepare_fake, prepare_sft, run_batches
 from ductile.records import Formation
 from ductile.wire.fleet import RemoteGenerators
-from ductile.wire.lending import Lender
+from ductile.wire.leases import WeightLeases
 from ductile.wire.messages import RoleName
-from ductile.wire.remote import RemoteScorer, hold
+from ductile.wire.remote import RemoteScorer, assign_role
 from ductile.wire.resize import ResizeOptions
 from ductile.wire.trainer import RemoteTrainer
 
@@ -113,7 +113,7 @@ async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatch
         if bench:
             await _begin(bench, prepared.trainer, cluster, session)
         settings = prepared.trainer.model_dump(mode="json")
-        taking = hold(cluster.mailbox, "train", settings, placement.train, timeout_s, cluster.rendezvous)
+        taking = assign_role(cluster.mailbox, "train", settings, placement.train, timeout_s, cluster.rendezvous)
         await run_until(taking, session.interrupt.asked, cluster.death())
         trainer = RemoteTrainer(cluster.mailbox, _formation(placement, prepared.trainer), timeout_s)
         slots = Slots(cluster, placement, trainer, activity)
@@ -212,12 +212,12 @@ async def _take_roles(
     mailbox, timeout_s = cluster.mailbox, config.cluster.command_timeout_s
     trainer, inference = prepared.trainer.model_dump(mode="json"), config.inference.model_dump(mode="json")
     await asyncio.gather(
-        hold(mailbox, "train", trainer, placement.train, timeout_s, cluster.rendezvous),
-        hold(mailbox, "generate", inference, placement.generate, timeout_s),
-        hold(mailbox, "score", trainer, placement.score, timeout_s),
+        assign_role(mailbox, "train", trainer, placement.train, timeout_s, cluster.rendezvous),
+        assign_role(mailbox, "generate", inference, placement.generate, timeout_s),
+        assign_role(mailbox, "score", trainer, placement.score, timeout_s),
     )
     learner = RemoteTrainer(mailbox, _formation(placement, prepared.trainer), timeout_s)
-    lender = Lender(mailbox, learner, timeout_s) if config.cluster.auto_scheduler else None
+    leases = WeightLeases(mailbox, learner, timeout_s) if config.cluster.auto_scheduler else None
 
     def depends_on(slot: int) -> bool:
         return cluster.depends_on(slot)  # as it is said then: a change of roles may be under way
@@ -226,9 +226,9 @@ async def _take_roles(
     return (
         learner,
         RemoteGenerators(
-            mailbox, placement.generate, num_seqs, block_tokens, timeout_s, lender=lender, depends_on=depends_on
+            mailbox, placement.generate, num_seqs, block_tokens, timeout_s, leases=leases, depends_on=depends_on
         ),
-        RemoteScorer(mailbox, placement.score, timeout_s, lender, depends_on) if placement.score else None,
+        RemoteScorer(mailbox, placement.score, timeout_s, leases, depends_on) if placement.score else None,
     )
 
 

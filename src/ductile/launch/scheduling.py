@@ -8,7 +8,7 @@ from ductile.config.inference import shared_block_tokens
 from ductile.config.on_disk import read_spec
 from ductile.config.run import RLConfig
 from ductile.config.scheduling import policy_name, policy_of
-from ductile.core.cluster.measured import CostModel
+from ductile.core.cluster.cost_model import CostModel
 from ductile.core.cluster.orders import Decision, Policy
 from ductile.core.cluster.placement import Placement
 from ductile.core.cluster.policies.model import Model

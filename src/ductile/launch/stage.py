@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from ductile.core.cluster.measured import CostModel, Once
+from ductile.core.cluster.cost_model import CostModel, FixedCost
 from ductile.core.cluster.orders import Migration, RoleChange
 from ductile.core.cluster.placement import SPELLED, Placement, Role
 from ductile.core.cluster.state import ClusterState, Limits, SlotState, TrainerState
@@ -202,7 +202,7 @@ class LiveActuator:
     # -- what happens
 
     def _on_micro_step(self, tokens_busiest: int, num_slots: int, seconds: float, tokens_all: int) -> None:
-        # By epoch: a resize there and back ends on the same slots, and micro-steps come before a resize has settled.
+        # By epoch: a resize there and back ends on the same slots, and micro-steps come before a resize is finalized.
         first, self._trained_in = self._trainer.epoch != self._trained_in, self._trainer.epoch
         (self._measured.first_micro_step if first else self._measured.micro_step)(tokens_busiest, num_slots, seconds)
         self._notify()
@@ -230,7 +230,7 @@ class LiveActuator:
             raise NotDone(str(error)) from error
 
     @asynccontextmanager
-    async def _measuring(self, what: Once) -> AsyncIterator[None]:
+    async def _measuring(self, what: FixedCost) -> AsyncIterator[None]:
         began_s = self.now_s
         yield
         self._measured.took(what, self.now_s - began_s)

@@ -28,9 +28,9 @@ from ductile.core.transfer.cells import NotReshardable
 from ductile.core.transfer.plan import Plan
 from ductile.core.transfer.reshard import Planner
 from ductile.core.transfer.topology import Topology
-from ductile.fabric.board import GroupBoard
 from ductile.fabric.carrier import Carrier, TransferFailed
 from ductile.fabric.choice import choose
+from ductile.fabric.exchange import GroupExchange
 from ductile.fabric.transfer import Moved
 from ductile.parallel.inventory import Inventory, State
 from ductile.parallel.move import Move
@@ -119,7 +119,9 @@ class Resharder:
         members = dist.get_process_group_ranks(self._group)
         if dist.get_rank() not in members:
             raise ValueError(f"rank {dist.get_rank()} is not in the group, whose ranks are {members}")
-        self._board = GroupBoard(self._group, dist.get_rank(), members, _meeting_device(self._group), timeout_s)
+        self._group_exchange = GroupExchange(
+            self._group, dist.get_rank(), members, _meeting_device(self._group), timeout_s
+        )
         self._one_sided = carrier == "auto"
         self._carriers: dict[bool, tuple[Carrier, str, torch.device]] = {}
         self._planners: dict[bool, Planner] = {}
@@ -224,7 +226,7 @@ class Resharder:
         return self._carriers[on_gpu]
 
     def _choose(self, device: torch.device) -> tuple[Carrier, str]:
-        return choose(self._board, str(device), lambda: self._group, self._one_sided)
+        return choose(self._group_exchange, str(device), lambda: self._group, self._one_sided)
 
     def _plan(self, before: _Side, after: _Side, one_sided: bool) -> Plan:
         source, target = _data(before, after)
@@ -238,7 +240,7 @@ class Resharder:
         try:
             if move is None or move.key != Move.key_of(plan, source, target):
                 move = self._last = None  # frees what only they refer to
-                move = Move(plan, source, target, carrier, self._board.slot, device)
+                move = Move(plan, source, target, carrier, self._group_exchange.slot, device)
         except Exception as error:
             failure = error
         notes = self._exchange("plan", msgspec.msgpack.encode((_told(failure), plan.key)), tuple[str, bytes])
@@ -256,7 +258,7 @@ class Resharder:
         try:
             moved = move.run()
         except Exception as error:  # whatever it is, the others are waiting for this rank
-            if time.monotonic() - start >= self._board.timeout_s:
+            if time.monotonic() - start >= self._group_exchange.timeout_s:
                 raise  # nobody is left who would still wait for a verdict
             failure = error
         return self._conclude(moved, failure)
@@ -280,7 +282,7 @@ class Resharder:
 
     def _exchange(self, topic: str, note: bytes, kind: type[_Kind]) -> dict[int, _Kind]:
         self._num_exchanges += 1
-        notes = self._board.exchange(f"{self._num_exchanges}/{topic}", note)
+        notes = self._group_exchange.all_gather(f"{self._num_exchanges}/{topic}", note)
         return {rank: msgspec.msgpack.decode(note, type=kind) for rank, note in notes.items()}
 
 

@@ -22,7 +22,7 @@ from ductile.records import Manifest, MicroBatch, Sample
 from ductile.roles import Refused, RoleAssignment
 from ductile.weights.publisher import Publisher
 from ductile.weights.subscriber import receive
-from ductile.wire.messages import Done, Lend, Published, Receive, Score, Scores, TakeBack
+from ductile.wire.messages import Done, EndLease, LeaseWeights, Published, Receive, Score, Scores
 
 
 class ScoreRole:
@@ -35,7 +35,7 @@ class ScoreRole:
         self._has_weights = not assignment.joining
         self._policy = self._load() if self._has_weights else self._allocate()
         self._version = 0
-        self._lent = Publisher()
+        self._leased = Publisher()
         # The reference is loaded at once: what lies at model.name may be newer later.
         self._reference: Transformer | None = self._load() if needs_reference(self._config.loss) else None
 
@@ -48,11 +48,11 @@ class ScoreRole:
             case Receive(manifest=manifest):
                 self.receive(manifest)
                 return Done()
-            case Lend():
+            case LeaseWeights():
                 self._needs_weights(command)
-                return Published(self._lent.lend(self._version, self._policy.named_parameters()))
-            case TakeBack():
-                self._lent.close()
+                return Published(self._leased.lease(self._version, self._policy.named_parameters()))
+            case EndLease():
+                self._leased.close()
                 return Done()
             case _:
                 raise ValueError(f"a score slot does not know the command {type(command).__name__}")
@@ -86,14 +86,14 @@ class ScoreRole:
         return []
 
     def close(self) -> None:
-        self._lent.close()
+        self._leased.close()
         self._reference = None
         del self._policy
         heap.give_back()
         if self._device.startswith("cuda"):
             torch.cuda.empty_cache()
 
-    def _needs_weights(self, command: Score | Lend) -> None:
+    def _needs_weights(self, command: Score | LeaseWeights) -> None:
         if not self._has_weights:
             raise Refused(
                 f"slot {self._assignment.slot} joins the scorers and has no weights yet: it cannot execute "

@@ -80,7 +80,7 @@ class SimulatedActuator:
         }
         for slot in slots:
             ledger.open(slot, self.now_s)
-        self.hold({slot: scenario.placement.roles(slot) for slot in slots})
+        self.assign({slot: scenario.placement.roles(slot) for slot in slots})
 
     @property
     def capacity(self) -> int:
@@ -122,12 +122,12 @@ class SimulatedActuator:
                 self._put(simulated, order.target)
 
     async def dismiss(self, slot: int, role: Role) -> None:
-        self.hold({slot: without(role, self.roles[slot])})
+        self.assign({slot: without(role, self.roles[slot])})
         await self._switch((slot,), self.scenario.costs.release_s)
 
     async def admit(self, slot: int, role: Role) -> None:
         await self._switch((slot,), self.scenario.costs.grant_s)
-        self.hold({slot: in_order(*self.roles[slot], role)})
+        self.assign({slot: in_order(*self.roles[slot], role)})
 
     async def resize(self, formation: Formation, leave: Callable[[], Awaitable[None]]) -> None:
         before, after = self.formation.members, formation.members
@@ -138,8 +138,8 @@ class SimulatedActuator:
             await leave()
             await self._switch({*before, *after}, self.scenario.costs.resize_s)
             self.formation = formation
-            self.hold({slot: without("train", self.roles[slot]) for slot in {*before} - {*after}})
-            self.hold({slot: in_order(*self.roles[slot], "train") for slot in {*after} - {*before}})
+            self.assign({slot: without("train", self.roles[slot]) for slot in {*before} - {*after}})
+            self.assign({slot: in_order(*self.roles[slot], "train") for slot in {*after} - {*before}})
 
     async def _micro_steps_pass(self, count: int) -> None:
         """Messages to slots that train wait for those that were sent before; where no slot trains, they do not wait."""
@@ -155,7 +155,7 @@ class SimulatedActuator:
 
     # -- what slots do
 
-    def hold(self, roles: Mapping[int, tuple[Role, ...]]) -> None:
+    def assign(self, roles: Mapping[int, tuple[Role, ...]]) -> None:
         """The slots have these roles from now on."""
         self.roles.update(roles)
         self._open({slot: "generate" in held for slot, held in roles.items()})

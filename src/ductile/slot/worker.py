@@ -1,6 +1,6 @@
 """A slot's process. The main thread executes commands in order and gives the roles that have work their turns.
 
-Roles come by name: `"train"` is whatever class `SlotSettings.roles` says, made when the slot is told to `Hold` it.
+Roles come by name: `"train"` is whatever class `SlotSettings.roles` says, made when `AssignRole` comes.
 Any number of roles may live in one slot; each command has one that handles it.
 """
 
@@ -25,20 +25,21 @@ from ductile.slot.link import Link
 from ductile.wire.codec import BadFrame
 from ductile.wire.messages import (
     Abort,
+    AssignRole,
     Command,
     Commit,
     Done,
-    Drop,
+    EndLease,
     Envelope,
     ExportModel,
     Failed,
+    Finalize,
     Forget,
     ForwardBackward,
     Freeze,
     Generate,
     HandOff,
-    Hold,
-    Lend,
+    LeaseWeights,
     LoadState,
     OptimStep,
     Ping,
@@ -46,27 +47,26 @@ from ductile.wire.messages import (
     Publish,
     Ready,
     Receive,
+    ReleaseRole,
     Reply,
     RoleName,
     Rollback,
     SaveState,
     Score,
-    Settle,
     Stop,
     Survey,
     Surveyed,
-    TakeBack,
     TransferState,
     Withdraw,
 )
 
 HANDLED_BY: dict[type[Any], RoleName] = {
     **dict.fromkeys((ForwardBackward, OptimStep, Publish, Withdraw, SaveState, LoadState, ExportModel), "train"),
-    **dict.fromkeys((Prepare, Ready, Freeze, TransferState, Commit, Rollback, Settle), "train"),
+    **dict.fromkeys((Prepare, Ready, Freeze, TransferState, Commit, Rollback, Finalize), "train"),
     **dict.fromkeys((Generate, Abort, HandOff, Forget), "generate"),
     Score: "score",
 }
-"""Role that carries out a command. `Receive`, `Lend` and `TakeBack` say themselves which role they are for."""
+"""Role that carries out a command. `Receive`, `LeaseWeights` and `EndLease` say themselves which role they are for."""
 
 
 class SlotSettings(msgspec.Struct, frozen=True):
@@ -147,16 +147,16 @@ class Worker:
                 return Done()
             case Survey(measure=measure):
                 return survey(self._settings.device, measure)
-            case Hold():
-                return self._hold(epoch, command)
-            case Drop():
+            case AssignRole():
+                return self._assign(epoch, command)
+            case ReleaseRole():
                 role = self._role(command.role)
                 try:
                     role.close()
                 finally:  # or the slot could never hold it again
                     del self._roles[command.role]
                 return Done()
-            case Receive() | Lend() | TakeBack():
+            case Receive() | LeaseWeights() | EndLease():
                 return self._role(command.role).handle(command)
             case HandOff():
                 role = self._role("generate")
@@ -166,7 +166,7 @@ class Worker:
             case _:
                 return self._role(HANDLED_BY[type(command)]).handle(command)
 
-    def _hold(self, epoch: int, command: Hold) -> Reply:
+    def _assign(self, epoch: int, command: AssignRole) -> Reply:
         if command.role in self._roles:
             raise ValueError(f"this slot holds the role {command.role!r} already")
         if command.role not in self._settings.roles:

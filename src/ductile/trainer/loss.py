@@ -89,16 +89,17 @@ def make_loss(config: LossConfig) -> Loss:
     """The loss function that the config names. Raises ImportPathError when a custom one cannot be imported."""
     match config:
         case DefaultLoss() | IPOLoss():
-            return partial(policy_gradient, config=config)
+            return partial(masked_policy_gradient, config=config)
         case GRPOLoss():
-            return partial(clipped, config=config)
+            return partial(ppo_clip, config=config)
         case SFTLoss():
             return negative_log_likelihood
         case CustomLoss():
             return partial(import_object(config.import_path), **config.kwargs)
 
 
-def policy_gradient(inputs: LossInputs, config: DefaultLoss | IPOLoss) -> LossOutputs:
+def masked_policy_gradient(inputs: LossInputs, config: DefaultLoss | IPOLoss) -> LossOutputs:
+    """The DPPO loss, and IPO: a token whose probability moved too far is masked, not clipped."""
     log_ratio = inputs.logprobs - inputs.sampled_logprobs
     change = (inputs.logprobs.exp() - inputs.sampled_logprobs.exp()).detach()
     if isinstance(config, IPOLoss):
@@ -106,24 +107,25 @@ def policy_gradient(inputs: LossInputs, config: DefaultLoss | IPOLoss) -> LossOu
     else:
         too_high, too_low = change > config.dppo_mask_high, change < -config.dppo_mask_low
         dropped = torch.where(inputs.advantages > 0, too_high, too_low)
-    dropped = dropped | _beyond(config.clip_ratio_c, log_ratio, inputs.advantages)
+    dropped = dropped | _dual_clipped(config.clip_ratio_c, log_ratio, inputs.advantages)
     kept = -config.adv_tau * inputs.advantages * bounded_exp(log_ratio)
     loss = kept.masked_fill(dropped, 0.0) + config.kl_tau * log_ratio.square()
-    return _near_reference(LossOutputs(loss, {"masked_fraction": dropped.float()}), inputs, config.kl_coef)
+    return _with_reference_kl(LossOutputs(loss, {"masked_fraction": dropped.float()}), inputs, config.kl_coef)
 
 
-def clipped(inputs: LossInputs, config: GRPOLoss) -> LossOutputs:
+def ppo_clip(inputs: LossInputs, config: GRPOLoss) -> LossOutputs:
+    """PPO's clipped objective, with truncated importance sampling for who sampled the tokens."""
     log_ratio = inputs.logprobs - inputs.old_logprobs
     ratio = bounded_exp(log_ratio)
     plain = -inputs.advantages * ratio
     limited = -inputs.advantages * ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     importance = bounded_exp(inputs.old_logprobs - inputs.sampled_logprobs).clamp(max=config.importance_cap)
-    worse, beyond = torch.maximum(plain, limited), _beyond(config.clip_ratio_c, log_ratio, inputs.advantages)
+    worse, beyond = torch.maximum(plain, limited), _dual_clipped(config.clip_ratio_c, log_ratio, inputs.advantages)
     if config.clip_ratio_c is not None:
         worse = torch.where(beyond, -inputs.advantages * config.clip_ratio_c, worse)
     loss = importance * worse
     metrics = {"clip_fraction": ((limited > plain) | beyond).float(), "importance": importance}
-    return _near_reference(LossOutputs(loss, metrics), inputs, config.kl_coef)
+    return _with_reference_kl(LossOutputs(loss, metrics), inputs, config.kl_coef)
 
 
 def negative_log_likelihood(inputs: LossInputs) -> LossOutputs:
@@ -139,14 +141,14 @@ def k3(log_ratio: Tensor) -> Tensor:
     return bounded_exp(log_ratio) - log_ratio - 1
 
 
-def _beyond(limit: float | None, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+def _dual_clipped(limit: float | None, log_ratio: Tensor, advantages: Tensor) -> Tensor:
     """Where a token that should become rarer has become more than `limit` times likelier: its gradient grows with r."""
     if limit is None:
         return torch.zeros_like(advantages, dtype=torch.bool)
     return (advantages < 0) & (log_ratio.detach() > log(limit))
 
 
-def _near_reference(outputs: LossOutputs, inputs: LossInputs, kl_coef: float) -> LossOutputs:
+def _with_reference_kl(outputs: LossOutputs, inputs: LossInputs, kl_coef: float) -> LossOutputs:
     """Add the KL term to the loss, and the metrics that all policy gradients report."""
     log_ratio = (inputs.logprobs - inputs.sampled_logprobs).detach()
     metrics = {**outputs.metrics, "entropy": inputs.entropies.detach(), "mismatch_kl": k3(log_ratio)}

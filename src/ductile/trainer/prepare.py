@@ -23,10 +23,10 @@ from ductile.config.trainer import TrainerConfig
 from ductile.core.transfer.plan import Plan
 from ductile.fabric import pages, rendezvous
 from ductile.fabric.backend import device_id, why_not_beside
-from ductile.fabric.board import StoreBoard
+from ductile.fabric.barrier import AbortableBarrier
 from ductile.fabric.carrier import Carrier
 from ductile.fabric.choice import choose_reader
-from ductile.fabric.gathering import Gathering
+from ductile.fabric.exchange import StoreExchange
 from ductile.fabric.groups import Groups, names_of
 from ductile.fabric.p2p import PeerToPeer
 from ductile.fabric.transfer import Transfer, Verify
@@ -49,8 +49,8 @@ class ResizeFailed(RuntimeError):
 
 
 @dataclass
-class Standing:
-    """What a slot has of the trainer in one formation."""
+class TrainerInstance:
+    """The trainer as one slot has it in one formation: its process groups, and its part of the trainer over them."""
 
     groups: Groups
     trainer: Trainer | None
@@ -79,8 +79,8 @@ class Planned:
     groups: Groups
     """Groups of the formation that comes after."""
     transfer_groups: Groups
-    gathering: Gathering
-    """Gathering of the change's slots; this slot leaves it at the end."""
+    barrier: AbortableBarrier
+    """Barrier of the change's slots; this slot leaves it at the end."""
     seconds: dict[SlotPhase, float]
     beside: tuple[SlotPhase, ...] = ()
     """Phases that ran beside training."""
@@ -92,7 +92,7 @@ class Connected:
 
     carrier: Carrier
     ranks: Ranks | None
-    after: Standing | None
+    after: TrainerInstance | None
     """What the slot has after the change; None on a slot that leaves, as are its ranks. In streaming mode the trainer
     comes last."""
     room: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -120,7 +120,7 @@ class Preparation:
         assignment: RoleAssignment,
         config: TrainerConfig,
         plans: StatePlans,
-        before: Standing | None,
+        before: TrainerInstance | None,
     ) -> None:
         self._change, self._assignment, self._config, self._plans = change, assignment, config, plans
         self._old: Mapping[str, Tensor] = {}
@@ -169,12 +169,12 @@ class Preparation:
                 raise
         return self._connected
 
-    def finish(self) -> Standing | None:
+    def finish(self) -> TrainerInstance | None:
         """Destroy all but what comes after, and return that."""
         planned, connected = self.result(0.0), self.connected()
         connected.clear()
         planned.transfer_groups.abort()  # all have what they wanted, and one that leaves may have died since
-        planned.gathering.leave()
+        planned.barrier.leave()
         return connected.after
 
     def discard(self) -> None:
@@ -226,16 +226,16 @@ class Preparation:
         change, slot, timeout_s = self._change, self._assignment.slot, self._config.resize.timeout_s
         store = rendezvous.lasting(self._assignment.rendezvous, timeout_s)
         notes = f"resize/{change.epoch}/"
-        gathering = Gathering(store, notes, slot, change.slots, timeout_s, others=[names_of(change.epoch)])
-        board = StoreBoard(store, f"{notes}board", slot, change.slots, timeout_s)
+        barrier = AbortableBarrier(store, notes, slot, change.slots, timeout_s, others=[names_of(change.epoch)])
+        exchange = StoreExchange(store, f"{notes}exchange", slot, change.slots, timeout_s)
         groups = Groups(slot, self._assignment.epoch, self._assignment.device, store, timeout_s)
         transfer_groups = Groups(slot, self._assignment.epoch, self._assignment.device, store, timeout_s, "transfer/")
         seconds: dict[SlotPhase, float] = {}
-        gathering.enter()
+        barrier.enter()
         try:
             with timed(seconds, "carrier"):
-                reader, reason = self._choose(board)
-                waits = why_not_beside(torch.device(self._assignment.device).type, self._device_ids(board))
+                reader, reason = self._choose(exchange)
+                waits = why_not_beside(torch.device(self._assignment.device).type, self._device_ids(exchange))
             self._go_on()
             with timed(seconds, "plan"):
                 relays = reader is None
@@ -245,7 +245,7 @@ class Preparation:
                 }
                 assert all(plan.key for plan in plans.values())  # now, and not in the pause
             self._go_on()
-            planned = Planned(plans, reader, reason, groups, transfer_groups, gathering, seconds)
+            planned = Planned(plans, reader, reason, groups, transfer_groups, barrier, seconds)
             connected = None
             if waits:
                 planned.reason += f"; groups were made in the pause, as {waits}"
@@ -256,21 +256,21 @@ class Preparation:
         except Exception as error:
             groups.abandon(error)
             transfer_groups.abandon(error)
-            gathering.leave()
+            barrier.leave()
             raise
 
     def _connect(self, planned: Planned) -> Connected:
         change, timeout_s, seconds = self._change, self._config.resize.timeout_s, planned.seconds
         carrier, ranks, after = planned.reader, None, None
         with timed(seconds, "groups"):
-            planned.gathering.all_or_none(self._go_on)
+            planned.barrier.all_or_none(self._go_on)
             # From here on nobody leaves before all have made their groups, wanted or not.
             if carrier is None:
                 group = planned.transfer_groups.group(change.slots)
                 carrier = PeerToPeer(group, self._assignment.device, timeout_s)
             if self._assignment.slot in change.after.members:
                 ranks = Ranks(planned.groups, change.after)
-                after = Standing(planned.groups, None)
+                after = TrainerInstance(planned.groups, None)
         connected = Connected(carrier, ranks, after)
         self._go_on()
         if self._config.resize.memory == "shadow":
@@ -283,22 +283,22 @@ class Preparation:
         self._old = {}
         return connected
 
-    def _choose(self, board: StoreBoard) -> tuple[Carrier | None, str]:
+    def _choose(self, exchange: StoreExchange) -> tuple[Carrier | None, str]:
         """The carrier that reads, None where messages are needed, and why."""
         terms, device = self._config.resize, torch.device(self._assignment.device).type
         # Whoever frees memory while it moves must know that it has been read.
         one_sided = terms.carrier != "p2p" and terms.memory == "shadow"
-        carrier, reason = choose_reader(board, device, one_sided, self._go_on)
+        carrier, reason = choose_reader(exchange, device, one_sided, self._go_on)
         if terms.carrier == "peer_memory" and (carrier is None or carrier.name != terms.carrier):
             raise ResizeFailed(f'trainer.resize.carrier is "peer_memory", which does not work here: {reason}')
         return carrier, reason
 
-    def _device_ids(self, board: StoreBoard) -> set[str]:
+    def _device_ids(self, exchange: StoreExchange) -> set[str]:
         """The `device_id`s of the change's slots; empty on CPUs, where they do not matter."""
         device = torch.device(self._assignment.device)
         if device.type == "cpu":
             return set()
-        notes = board.exchange("devices", device_id(device).encode(), self._go_on)
+        notes = exchange.all_gather("devices", device_id(device).encode(), self._go_on)
         return {note.decode() for note in notes.values()}
 
     def _build(self, ranks: Ranks, plan: Plan, room: dict[str, Tensor]) -> Trainer:
@@ -335,7 +335,7 @@ def _abort(planned: Planned | None, connected: Connected | None) -> None:
     if planned is not None:
         planned.groups.abort()
         planned.transfer_groups.abort()
-        planned.gathering.leave()
+        planned.barrier.leave()
 
 
 def fingerprints(config: TrainerConfig) -> Verify:

@@ -5,7 +5,7 @@
     TransferState   make groups, where that may not be done beside training; fill the new     │
                     trainer's memory; what is no tensor comes in `TrainProgress`              ├ nothing trains
     Commit          the new trainer is the trainer                                            ┘
-    Settle          destroy the old one                            or Rollback: destroy the new one
+    Finalize        destroy the old one                            or Rollback: destroy the new one
 
 Nothing here touches what the old trainer needs: its groups, its tensors and its connection to the store are its own. So
 whatever fails, and whoever dies, it can go on as long as its own members live. A step that needs others gives up after
@@ -27,14 +27,14 @@ from ductile.fabric.memory import Memory
 from ductile.parallel.apply import Precision
 from ductile.records import ResizeOrder, TrainProgress
 from ductile.roles import RoleAssignment
-from ductile.trainer.prepare import Connected, Preparation, ResizeFailed, Standing, fingerprints, timed
+from ductile.trainer.prepare import Connected, Preparation, ResizeFailed, TrainerInstance, fingerprints, timed
 from ductile.trainer.state import GRADIENT, StatePlans, named_gradient, named_state, parts_of, set_gradient
 from ductile.trainer.trainer import Trainer
 from ductile.wire.messages import Frozen, SlotPhase, StateTransferred
 
 
 class Resize:
-    """The slot's main thread takes the five steps in their order, or `rollback` after any of them but `settle`."""
+    """The slot's main thread takes the five steps in their order, or `rollback` after any of them but `finalize`."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Resize:
         assignment: RoleAssignment,
         config: TrainerConfig,
         plans: StatePlans,
-        before: Standing | None,
+        before: TrainerInstance | None,
     ) -> None:
         """`before` is what the slot has now: None on a joining slot."""
         self.change = change
@@ -80,7 +80,7 @@ class Resize:
         self._plan = planned.plans[with_gradient]
         return Frozen(self._plan.key, progress)
 
-    def move(self, progress: TrainProgress) -> StateTransferred:
+    def transfer_state(self, progress: TrainProgress) -> StateTransferred:
         """Fill the new trainer. Raises `TransferFailed` when bytes do not arrive, and after that the old one is whole,
         unless the state was streamed."""
         planned, plan = self._preparation.result(0.0), self._plan
@@ -141,7 +141,7 @@ class Resize:
                 _go_on(connected.after, progress, gradient)
         return moved
 
-    def commit(self) -> Standing | None:
+    def commit(self) -> TrainerInstance | None:
         """What the slot has from now on."""
         if not self._is_moved:
             raise ResizeFailed("this slot has not moved its part of the state")
@@ -151,7 +151,7 @@ class Resize:
         self.is_committed = True
         return after
 
-    def rollback(self) -> Standing | None:
+    def rollback(self) -> TrainerInstance | None:
         """What the slot has again: its trainer, unless the state was streamed away."""
         self._plan = None
         self._is_moved = False
@@ -159,7 +159,7 @@ class Resize:
         _give_memory_back()
         return self._before
 
-    def settle(self) -> Standing | None:
+    def finalize(self) -> TrainerInstance | None:
         """What the slot has from now on, also if it was never told to commit: all had voted."""
         after = self._preparation.finish()
         if self._before is not None:
@@ -175,7 +175,7 @@ class Resize:
         return parts_of(named_gradient(self._before.trainer))
 
 
-def _go_on(after: Standing | None, progress: TrainProgress, buffers: Mapping[str, Tensor]) -> None:
+def _go_on(after: TrainerInstance | None, progress: TrainProgress, buffers: Mapping[str, Tensor]) -> None:
     """All that the new trainer needs besides parameters and moments."""
     if after is not None and after.trainer is not None:
         after.trainer.go_on_from(progress)

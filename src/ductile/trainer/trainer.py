@@ -25,8 +25,8 @@ from ductile.parallel.ranks import Ranks
 from ductile.records import MicroBatch, StepReport, TrainProgress
 from ductile.trainer.collate import Batch, collate
 from ductile.trainer.loss import make_loss, required_fields
+from ductile.trainer.lr_schedule import learning_rate
 from ductile.trainer.optimizer import make_optimizer, set_num_steps, supported
-from ductile.trainer.schedule import learning_rate
 
 
 class LossFailed(Exception):

@@ -18,7 +18,7 @@ from ductile.records import Formation, ResizeOrder, StepReport
 from ductile.roles import RoleAssignment
 from ductile.tasks.tokenizer import Tokenizer
 from ductile.trainer import checkpoint
-from ductile.trainer.prepare import Standing
+from ductile.trainer.prepare import TrainerInstance
 from ductile.trainer.resize import Resize
 from ductile.trainer.state import StatePlans
 from ductile.trainer.trainer import LossFailed, Trainer, spec_of
@@ -27,6 +27,7 @@ from ductile.wire.messages import (
     Commit,
     Done,
     ExportModel,
+    Finalize,
     ForwardBackward,
     ForwardBackwardDone,
     Freeze,
@@ -39,7 +40,6 @@ from ductile.wire.messages import (
     Ready,
     Rollback,
     SaveState,
-    Settle,
     Stepped,
     TransferState,
     Withdraw,
@@ -56,7 +56,7 @@ class TrainRole:
     without a part of the state.
 
     When one of them fails in the middle of a collective, it abandons its groups, so that the others get an error
-    within milliseconds instead of waiting for the timeout. The role is lost then: `Drop` it and hold it anew. A loss
+    within milliseconds instead of waiting for the timeout. The role is lost then: release it and assign it anew. A loss
     function that raises leaves it whole.
     """
 
@@ -68,12 +68,12 @@ class TrainRole:
         self._publisher = Publisher()
         self._plans = StatePlans(spec_of(self._config), self._config)
         self._resize: Resize | None = None
-        self._standing: Standing | None = None
+        self._instance: TrainerInstance | None = None
         if not assignment.joining:
             formation = Formation(assignment.members, self._config.model.dp_replicate)
-            self._standing = Standing(Groups.at(assignment, self._config.dist_timeout_seconds), None)
-            with self._together() as standing:
-                standing.trainer = Trainer(self._config, Ranks(standing.groups, formation), assignment.device)
+            self._instance = TrainerInstance(Groups.at(assignment, self._config.dist_timeout_seconds), None)
+            with self._together() as instance:
+                instance.trainer = Trainer(self._config, Ranks(instance.groups, formation), assignment.device)
 
     def handle(self, command: Any) -> Any:
         match command:
@@ -105,13 +105,13 @@ class TrainRole:
             case Freeze(epoch=epoch, with_gradient=with_gradient):
                 return self._change(epoch).freeze(with_gradient)
             case TransferState(epoch=epoch, progress=progress):
-                return self._change(epoch).move(progress)
+                return self._change(epoch).transfer_state(progress)
             case Commit(epoch=epoch):
-                self._standing = self._change(epoch).commit()
+                self._instance = self._change(epoch).commit()
             case Rollback(epoch=epoch):
                 self._roll_back(epoch)
-            case Settle(epoch=epoch):
-                self._settle(self._change(epoch))
+            case Finalize(epoch=epoch):
+                self._finalize(self._change(epoch))
             case _:
                 raise ValueError(f"a train slot does not know the command {type(command).__name__}")
         return Done()
@@ -126,28 +126,28 @@ class TrainRole:
         if self._resize is not None:
             self._roll_back(self._resize.change.epoch)
         self._publisher.close()
-        if self._standing is not None:
-            self._standing.destroy()
-        self._standing = None
+        if self._instance is not None:
+            self._instance.destroy()
+        self._instance = None
         if self._assignment.device.startswith("cuda"):
             torch.cuda.empty_cache()
 
     def _prepare(self, change: ResizeOrder) -> None:
         if self._resize is not None and self._resize.is_committed:
-            self._settle(self._resize)  # nobody takes back what came before the next change
+            self._finalize(self._resize)  # nobody takes back what came before the next change
         if self._resize is not None:
-            raise ValueError(f"change {self._resize.change.epoch} is neither settled nor rolled back")
-        self._resize = Resize(change, self._assignment, self._config, self._plans, self._standing)
+            raise ValueError(f"change {self._resize.change.epoch} is neither finalized nor rolled back")
+        self._resize = Resize(change, self._assignment, self._config, self._plans, self._instance)
         self._resize.prepare()
 
-    def _settle(self, resize: Resize) -> None:
-        self._standing = resize.settle()
+    def _finalize(self, resize: Resize) -> None:
+        self._instance = resize.finalize()
         self._resize = None
 
     def _roll_back(self, epoch: int) -> None:
         """A slot that has not heard of the change has nothing to take back."""
         if self._resize is not None and self._resize.change.epoch == epoch:
-            self._standing = self._resize.rollback()
+            self._instance = self._resize.rollback()
             self._resize = None
 
     def _change(self, epoch: int) -> Resize:
@@ -199,25 +199,25 @@ class TrainRole:
 
     @property
     def _live(self) -> Trainer:
-        if self._standing is None:
+        if self._instance is None:
             raise RuntimeError("this slot has no part of the trainer's state: it is joining, or has left")
-        if self._standing.trainer is None:
-            raise RuntimeError("the train role was lost in an earlier failure; drop it and hold it anew")
-        return self._standing.trainer
+        if self._instance.trainer is None:
+            raise RuntimeError("the train role was lost in an earlier failure; release it and assign it anew")
+        return self._instance.trainer
 
     @contextmanager
-    def _together(self) -> Iterator[Standing]:
+    def _together(self) -> Iterator[TrainerInstance]:
         """Guards what members do in step: a failure inside ends the groups."""
-        standing = self._standing
-        if standing is None:
+        instance = self._instance
+        if instance is None:
             raise RuntimeError("this slot has no part of the trainer's state: it is joining, or has left")
         try:
-            yield standing
+            yield instance
         except LossFailed:
             raise  # the trainer is as good as before, and can be saved
         except Exception as error:
-            standing.trainer = None
-            standing.groups.abandon(error)
+            instance.trainer = None
+            instance.groups.abandon(error)
             raise
 
 

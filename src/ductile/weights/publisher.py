@@ -43,7 +43,7 @@ class Publisher:
         self._offers.append(_Offer(manifest, segment))
         return manifest
 
-    def lend(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
+    def lease(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
         """`publish` for several readers, one after the other: a version that is published already is offered again."""
         for offer in self._offers:
             if offer.manifest.version == version:

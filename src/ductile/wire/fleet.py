@@ -18,7 +18,7 @@ from ductile.roles import Late, SlotLost
 from ductile.wire.dispatch import Dispatch
 from ductile.wire.finish import finish
 from ductile.wire.in_flight import InFlight, RequestsInFlight
-from ductile.wire.lending import Lender
+from ductile.wire.leases import WeightLeases
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Died, EngineStats, Event, Finished
 from ductile.wire.migration import MigrationResult, Migrator
@@ -36,12 +36,12 @@ class RemoteGenerators:
         block_tokens: int,
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
-        lender: Lender | None = None,
+        leases: WeightLeases | None = None,
         depends_on: Callable[[int], bool] = whatever_slot,
     ) -> None:
         """max_num_seqs: of one generator. block_tokens: as `core.cluster.routing.route` has it.
         timeout_s: without any progress of a slot, its sequences are `Late`.
-        lender: None where no slot ever joins. depends_on: whether the run ends when this slot is lost."""
+        leases: None where no slot ever joins. depends_on: whether the run ends when this slot is lost."""
         self.on_finished: Callable[[Generation], None] = lambda generation: None
         """Called with every completion, as it comes."""
         self.on_restarted: Callable[[str], None] = lambda sentence: None
@@ -49,7 +49,7 @@ class RemoteGenerators:
         self._mailbox, self._max_num_seqs, self._timeout_s = mailbox, max_num_seqs, timeout_s
         self._block_tokens = block_tokens
         self._depends_on = depends_on
-        self._pool = WorkerPool(mailbox, "generate", slots, timeout_s, lender, depends_on)
+        self._pool = WorkerPool(mailbox, "generate", slots, timeout_s, leases, depends_on)
         self._in_flight = RequestsInFlight(clock)
         self._dispatch = Dispatch(mailbox, timeout_s)
         mailbox.subscribe(self._on_event)

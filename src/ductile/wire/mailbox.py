@@ -13,7 +13,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ductile.roles import Late, Refused, SlotLost
-from ductile.wire.messages import Command, Died, Drop, Envelope, Event, Failed, Heartbeat, Hello, Hold, Reply
+from ductile.wire.messages import (
+    AssignRole,
+    Command,
+    Died,
+    Envelope,
+    Event,
+    Failed,
+    Heartbeat,
+    Hello,
+    ReleaseRole,
+    Reply,
+)
 
 Outcome = Reply | SlotLost | Late | Refused
 """What became of one command: its reply, or why there is none."""
@@ -224,9 +235,9 @@ class Mailbox:
 
     def _note_role(self, slot: int, command: Command) -> None:
         roles = self._roles.setdefault(slot, [])
-        if isinstance(command, Hold) and command.role not in roles:
+        if isinstance(command, AssignRole) and command.role not in roles:
             roles.append(command.role)
-        elif isinstance(command, Drop) and command.role in roles:
+        elif isinstance(command, ReleaseRole) and command.role in roles:
             roles.remove(command.role)
 
     def _late_sentence(self, slot: int, command: Command, deadline_s: float) -> str:

@@ -10,9 +10,9 @@ import msgspec
 
 from ductile.core.layout.peak import Arithmetic
 from ductile.records import (
-    CacheNote,
     GenerateRequest,
     Generation,
+    KVHandle,
     Manifest,
     MicroBatch,
     ResizeOrder,
@@ -31,7 +31,7 @@ class Message(msgspec.Struct, tag=True):
 # -- Commands: any slot ------------------------------------------------------------------------------------------
 
 
-class Hold(Message):
+class AssignRole(Message):
     """Take a role. Answered by `Done` when the role is ready to work (model built, weights loaded, groups joined)."""
 
     role: RoleName
@@ -46,7 +46,7 @@ class Hold(Message):
     (train) or by `Receive` (generate, score). Until then the role can do nothing else."""
 
 
-class Drop(Message):
+class ReleaseRole(Message):
     """Give the role up and free what it held. Answered by `Done`."""
 
     role: RoleName
@@ -116,10 +116,10 @@ class ExportModel(Message):
 
 # -- Commands: train, a resize (docs/resize.md) ------------------------------------------------------------------------
 #
-#     Prepare  ->  Freeze  ->  TransferState  ->  Commit  ->  Settle      or, after any of them but Settle, Rollback
+#     Prepare  ->  Freeze  ->  TransferState  ->  Commit  ->  Finalize      or, after any but the last, Rollback
 #
 # Each goes to all slots of both formations, and the next one only when all have answered the one before; `Freeze` only
-# when all are `Ready`, or it would wait for them. Until `Settle` every slot still has what it had, so that a
+# when all are `Ready`, or it would wait for them. Until `Finalize` every slot still has what it had, so that a
 # change can be taken back.
 
 
@@ -164,7 +164,7 @@ class Rollback(Message):
     epoch: int
 
 
-class Settle(Message):
+class Finalize(Message):
     """Free what only `Rollback` would need. Answered by `Done`."""
 
     epoch: int
@@ -177,7 +177,7 @@ class Generate(Message):
     """Take these requests. Answered by `Done` at once; results come later in `Finished` events, each request in one."""
 
     requests: tuple[GenerateRequest, ...]
-    caches: dict[str, CacheNote] = {}
+    caches: dict[str, KVHandle] = {}
     """KV caches that another generator has computed, by request id. A cache that cannot be read any more, or was
     computed under other weights, is computed again."""
 
@@ -202,15 +202,15 @@ class Forget(Message):
     ids: tuple[str, ...]
 
 
-class Lend(Message):
+class LeaseWeights(Message):
     """Offer the live weights to a slot that joins the role, or another one. Answered by `Published`, whose manifest is
-    good until `TakeBack`."""
+    good until `EndLease`."""
 
     role: RoleName
 
 
-class TakeBack(Message):
-    """Free what `Lend` offers. Answered by `Done`."""
+class EndLease(Message):
+    """Free what `LeaseWeights` offers. Answered by `Done`."""
 
     role: RoleName
 
@@ -305,7 +305,7 @@ class HandedOff(Message):
     requests: tuple[GenerateRequest, ...]
     """The requests with the tokens that they have so far, ready to be sent to another generator under the same ids.
     Requests that ended before are missing: their `Finished` was sent before this."""
-    caches: dict[str, CacheNote] = {}
+    caches: dict[str, KVHandle] = {}
 
 
 # -- Events (slot to orchestrator) -----------------------------------------------------------------------------------
@@ -356,10 +356,10 @@ class Died(Message):
 
 
 Command = (
-    Hold | Drop | Ping | Stop | Survey
+    AssignRole | ReleaseRole | Ping | Stop | Survey
     | ForwardBackward | OptimStep | Publish | Withdraw | SaveState | LoadState | ExportModel
-    | Prepare | Ready | Freeze | TransferState | Commit | Rollback | Settle
-    | Generate | Abort | HandOff | Forget | Lend | TakeBack | Receive | Score
+    | Prepare | Ready | Freeze | TransferState | Commit | Rollback | Finalize
+    | Generate | Abort | HandOff | Forget | LeaseWeights | EndLease | Receive | Score
 )  # fmt: skip
 Reply = (
     Done | Failed | Surveyed

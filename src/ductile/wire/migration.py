@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 
 from ductile.core.cluster.orders import Migration
 from ductile.core.cluster.routing import route
-from ductile.records import CacheNote
+from ductile.records import KVHandle
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.dispatch import Dispatch
 from ductile.wire.in_flight import InFlight, RequestsInFlight
-from ductile.wire.lending import FAILURES
+from ductile.wire.leases import FAILURES
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Forget, Generate, HandedOff, HandOff
 from ductile.wire.worker_pool import WorkerPool
@@ -44,7 +44,7 @@ class _Migrating:
     order: Migration
     entry: InFlight
     target: int
-    cache: CacheNote | None
+    cache: KVHandle | None
     tried: set[int] = field(default_factory=set[int])
     why: str = ""
 

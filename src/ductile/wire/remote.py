@@ -11,9 +11,9 @@ from ductile.records import Manifest, Sample
 from ductile.roles import Late, SlotLost
 from ductile.wire.change_signal import ChangeSignal
 from ductile.wire.fanout import ask_each, replies_of
-from ductile.wire.lending import Lender
+from ductile.wire.leases import WeightLeases
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.messages import Done, Hold, RoleName, Score, Scores
+from ductile.wire.messages import AssignRole, Done, RoleName, Score, Scores
 from ductile.wire.worker_pool import WorkerPool, whatever_slot
 
 
@@ -25,12 +25,12 @@ class RemoteScorer:
         mailbox: Mailbox,
         slots: Sequence[int],
         timeout_s: float,
-        lender: Lender | None = None,
+        leases: WeightLeases | None = None,
         depends_on: Callable[[int], bool] = whatever_slot,
     ) -> None:
-        """lender: None where no slot ever joins. depends_on: whether the run ends when this slot is lost."""
+        """leases: None where no slot ever joins. depends_on: whether the run ends when this slot is lost."""
         self._mailbox, self._timeout_s = mailbox, timeout_s
-        self._pool = WorkerPool(mailbox, "score", slots, timeout_s, lender, depends_on)
+        self._pool = WorkerPool(mailbox, "score", slots, timeout_s, leases, depends_on)
         self._num_scoring: Counter[int] = Counter()
         """Calls of `score` that need the slot."""
         self._changed = ChangeSignal()
@@ -97,7 +97,7 @@ class RemoteScorer:
         await self._pool.drop(slot)
 
 
-async def hold(
+async def assign_role(
     mailbox: Mailbox,
     role: RoleName,
     settings: Mapping[str, object],
@@ -106,7 +106,9 @@ async def hold(
     rendezvous: str = "",
 ) -> None:
     """Give the slots their role. With `rendezvous` they hold it together, in this order; else each by itself."""
-    commands = {slot: Hold(role, dict(settings), tuple(slots) if rendezvous else (slot,), rendezvous) for slot in slots}
+    commands = {
+        slot: AssignRole(role, dict(settings), tuple(slots) if rendezvous else (slot,), rendezvous) for slot in slots
+    }
     await ask_each(mailbox, commands, timeout_s, Done)
 
 

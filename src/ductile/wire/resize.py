@@ -1,14 +1,14 @@
-"""A resize of the live trainer: one change, from the first `Hold` to the last `Drop`.
+"""A resize of the live trainer: one change, from the first `AssignRole` to the last `ReleaseRole`.
 
-    Hold(joining)   joiners build what needs no state          training goes on
+    AssignRole      joiners build what needs no state          training goes on
     Prepare         groups, skeleton, buffers, plan            training goes on; members are told at a boundary; all
                                                                prepare beside what they do, and are asked meanwhile
                                                                whether they are ready
     Freeze          all say their plan's key and progress      ┐
     TransferState   all say what they sent and received        ├ the pause, at a boundary
     Commit          the new state is the state                 ┘
-    Settle          memory for taking back is freed            training goes on
-    Drop            slots that left give the role up           training goes on
+    Finalize        memory for taking back is freed            training goes on
+    ReleaseRole     slots that left give the role up           training goes on
 
 Each is a fan-out with a deadline and one outcome a slot. `ductile.core.cluster.membership` says what becomes of a bad
 one: `Rollback`, and the old formation goes on, or the end of the trainer. A slot that is late and silent, too, is
@@ -38,19 +38,19 @@ from ductile.wire.fanout import AFTER_FAILURE_S
 from ductile.wire.finish import finish
 from ductile.wire.mailbox import Mailbox, Outcome
 from ductile.wire.messages import (
+    AssignRole,
     Command,
     Commit,
     Done,
-    Drop,
+    Finalize,
     Freeze,
     Frozen,
-    Hold,
     Prepare,
     Readiness,
     Ready,
+    ReleaseRole,
     Reply,
     Rollback,
-    Settle,
     SlotPhase,
     StateTransferred,
     TransferState,
@@ -85,7 +85,7 @@ class ResizeOptions:
     leave_s: float
     """Seconds at most that a slot which left keeps a published version for slots that still fetch it."""
     keeps_old: bool = True
-    """The old state stays whole until `Settle`; see `ductile.core.cluster.membership.judge`."""
+    """The old state stays whole until `Finalize`; see `ductile.core.cluster.membership.judge`."""
     patience_s: float = 600.0
     """Seconds for what a slot must do in any case, behind other work that it is busy with: roll back, give the role up.
     A member in the middle of a micro-step has as long to prepare."""
@@ -159,12 +159,12 @@ class Transaction:
         Whatever else comes out of it, being cancelled included, the trainer is as it was.
         """
         try:
-            await self._hold()
+            await self._assign()
             async with self._as_before_unless_done():
                 await self._prepare()
             async with self._boundary(), self._as_before_unless_done():
                 await self._leave()
-                await self._freeze_and_move()
+                await self._freeze_and_transfer()
                 await self._step("commit", Commit(self.change.epoch), Done)
                 self._trainer.formation, self._trainer.epoch = self.change.after, self.change.epoch
         except SlotLost:
@@ -178,18 +178,18 @@ class Transaction:
 
     async def _finish(self) -> ResizeResult:
         try:
-            await self._step("settle", Settle(self.change.epoch), Done)
+            await self._step("settle", Finalize(self.change.epoch), Done)
         except _Unfinished as unfinished:
             raise self._lost(str(unfinished)) from None
-        await self._drop(self.change.leavers, self._options.leave_s)
+        await self._release(self.change.leavers, self._options.leave_s)
         return self._result("resized")
 
-    async def _hold(self) -> None:
+    async def _assign(self) -> None:
         """Have joiners take the role. Only they hear of this: should it fail, there is nothing to take back."""
         members, options = self.change.after.members, self._options
-        hold = Hold("train", dict(options.settings), members, options.rendezvous, joining=True)
+        assign = AssignRole("train", dict(options.settings), members, options.rendezvous, joining=True)
         with self._timed("hold"):
-            outcomes = await self._ask(dict.fromkeys(self.change.joiners, hold))
+            outcomes = await self._ask(dict.fromkeys(self.change.joiners, assign))
         self._holding |= {slot for slot, outcome in outcomes.items() if isinstance(outcome, Done)}
         await self._judge("hold", outcomes)
 
@@ -230,7 +230,7 @@ class Transaction:
         await self._judge("prepare", heard | silent)
         return {slot for slot in slots if not (isinstance(said := outcomes[slot], Readiness) and said.ready)}, late
 
-    async def _freeze_and_move(self) -> None:
+    async def _freeze_and_transfer(self) -> None:
         change = self.change
         frozen = await self._step("freeze", Freeze(change.epoch, self._trainer.with_gradient), Frozen)
         progress = {slot: reply.progress for slot, reply in frozen.items() if reply.progress is not None}
@@ -284,13 +284,13 @@ class Transaction:
 
     async def _dismiss_joiners(self) -> None:
         await self._insist(self.change.joiners, Rollback(self.change.epoch))
-        await self._drop(self.change.joiners, leave_s=0.0)
+        await self._release(self.change.joiners, leave_s=0.0)
 
-    async def _drop(self, slots: Sequence[int], leave_s: float) -> None:
+    async def _release(self, slots: Sequence[int], leave_s: float) -> None:
         """Have slots that are not in the trainer give the role up."""
         for slot in slots:
             await self._trainer.has_withdrawn(slot, leave_s)
-        await self._insist(slots, Drop("train"))
+        await self._insist(slots, ReleaseRole("train"))
 
     async def _insist(self, slots: Sequence[int], command: Command) -> None:
         """Have slots do what must be done: one that is late, or that holds the role and refuses, is killed."""

@@ -60,7 +60,7 @@ class _Kept:
     slot: int
     manifest: Manifest
     num_users: int = 0
-    """Calls of `publish` and `lend` that got the version and have not withdrawn it yet; each withdraws it once."""
+    """Calls of `publish` and `lease` that got the version and have not withdrawn it yet; each withdraws it once."""
 
 
 class RemoteTrainer:
@@ -142,11 +142,11 @@ class RemoteTrainer:
             self.version = version
             return await self._keep(version)
 
-    def can_lend(self, version: int) -> bool:
+    def can_lease(self, version: int) -> bool:
         """The weights still are this version, or it is still published."""
         return version == self.version or self._keeper(version) is not None
 
-    async def lend(self, version: int) -> Manifest:
+    async def lease(self, version: int) -> Manifest:
         """`publish`, for slots that join. Raises Refused when training has gone on from this version."""
         keeper = self._keeper(version)
         if keeper is not None:
@@ -221,7 +221,7 @@ class RemoteTrainer:
 
     def _still(self, version: int) -> None:
         if self.version != version:
-            raise Refused(f"the trainer has gone on from version {version}, and cannot lend it")
+            raise Refused(f"the trainer has gone on from version {version}, and cannot lease it out")
 
     def _check(self) -> None:
         if self._end is not None:

@@ -15,9 +15,9 @@ from ductile.roles import Late, SlotLost
 from ductile.wire.change_signal import ChangeSignal
 from ductile.wire.fanout import raise_worst
 from ductile.wire.finish import finish
-from ductile.wire.lending import FAILURES, Lender, Serving
+from ductile.wire.leases import FAILURES, Serving, WeightLeases
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.messages import Died, Drop, Event, Hold, Receive
+from ductile.wire.messages import AssignRole, Died, Event, Receive, ReleaseRole
 from ductile.wire.read_write_lock import ReadWriteLock
 
 
@@ -28,10 +28,10 @@ class WorkerPool:
         role: Serving,
         slots: Sequence[int],
         timeout_s: float,
-        lender: Lender | None,
+        leases: WeightLeases | None,
         depends_on: Callable[[int], bool],
     ) -> None:
-        """lender: None where no slot ever joins. depends_on: whether the run ends when this slot is lost."""
+        """leases: None where no slot ever joins. depends_on: whether the run ends when this slot is lost."""
         self.slots = tuple(slots)
         self.version: int | None = None
         """Version that is live; None before the first."""
@@ -41,7 +41,7 @@ class WorkerPool:
         self.on_change: Callable[[], None] = lambda: None
         """Called when `slots` have changed, or a call of `some` begins to wait for one."""
         self.depends_on = depends_on
-        self._mailbox, self._timeout_s, self._lender = mailbox, timeout_s, lender
+        self._mailbox, self._timeout_s, self._leases = mailbox, timeout_s, leases
         self._role: Serving = role
         self._held: set[int] = set()
         self._waiting: set[int] = set()
@@ -75,17 +75,17 @@ class WorkerPool:
     async def admit(self, slot: int, settings: Mapping[str, object]) -> bool:
         """Have the slot take the role and the live weights. True: it takes work. False: it does from the next version
         on. Raises SlotLost, Refused or Late, and the slot then has no role."""
-        if self._lender is None:
-            raise ValueError(f"slot {slot} cannot take the role {self._role!r}: nobody lends weights here")
+        if self._leases is None:
+            raise ValueError(f"slot {slot} cannot take the role {self._role!r}: there are no weight leases here")
         if slot in self.members or slot in self._joining:
             raise ValueError(f"slot {slot} has the role {self._role!r} already")
         self._joining.add(slot)
         try:
-            hold = Hold(self._role, dict(settings), (slot,), joining=True)
-            await self._mailbox.ask(slot, hold, self._timeout_s)
+            assign = AssignRole(self._role, dict(settings), (slot,), joining=True)
+            await self._mailbox.ask(slot, assign, self._timeout_s)
             async with self.lock.shared(f"slot {slot} joins the role {self._role!r}"):
                 version = self.version
-                takes_work = version is not None and await self._lender.give(self._role, slot, version)
+                takes_work = version is not None and await self._leases.give(self._role, slot, version)
                 if slot in self._mailbox.lost:
                     raise SlotLost(self._mailbox.lost[slot])
                 if takes_work:
@@ -119,7 +119,7 @@ class WorkerPool:
         async with self.lock.shared(f"slot {slot} leaves the role {self._role!r}"):
             if slot in self.members:
                 self._forget(slot)
-                await self._mailbox.ask(slot, Drop(self._role), self._timeout_s)
+                await self._mailbox.ask(slot, ReleaseRole(self._role), self._timeout_s)
 
     async def receive(self, manifest: Manifest) -> None:
         """Returns when the version is live on every member. Raises SlotLost, Refused or Late."""
@@ -135,8 +135,8 @@ class WorkerPool:
             )
             self.version = manifest.version
             for slot in self.members:
-                if self._lender is not None and slot in outcomes and not isinstance(outcomes[slot], SlotLost):
-                    self._lender.note(self._role, slot, manifest.version)
+                if self._leases is not None and slot in outcomes and not isinstance(outcomes[slot], SlotLost):
+                    self._leases.note(self._role, slot, manifest.version)
             if self._waiting:
                 self._set({*self.slots, *self._waiting})
                 self._waiting.clear()
@@ -148,8 +148,8 @@ class WorkerPool:
     def _forget(self, slot: int) -> None:
         self._held.discard(slot)
         self._waiting.discard(slot)
-        if self._lender is not None:
-            self._lender.forget(self._role, slot)
+        if self._leases is not None:
+            self._leases.forget(self._role, slot)
         if slot in self.slots:
             self._set([other for other in self.slots if other != slot])
 
@@ -159,11 +159,11 @@ class WorkerPool:
         self.on_change()
 
     async def _drop_half_joined(self, slot: int) -> None:
-        if self._lender is not None:
-            self._lender.forget(self._role, slot)
+        if self._leases is not None:
+            self._leases.forget(self._role, slot)
         with suppress(*FAILURES):  # it may not even have taken the role
             if slot not in self._mailbox.lost:
-                await self._mailbox.ask(slot, Drop(self._role), self._timeout_s)
+                await self._mailbox.ask(slot, ReleaseRole(self._role), self._timeout_s)
 
 
 def whatever_slot(slot: int) -> bool:

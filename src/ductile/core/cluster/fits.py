@@ -26,8 +26,8 @@ Parts = tuple[float, float]
 """The line through measurements: (seconds at the start, seconds for each one of the amount)."""
 
 
-def near(rows: Sequence[Row], fit: Callable[[Sequence[Row]], Parts]) -> list[Row]:
-    """Rows that are not far above what `fit` finds in all of them."""
+def trim_outliers(rows: Sequence[Row], fit: Callable[[Sequence[Row]], Parts]) -> list[Row]:
+    """The rows without outliers, which are far above what `fit` finds in all of them."""
     kept = list(rows)
     while True:
         start_s, one_s = fit(kept)
@@ -84,7 +84,7 @@ def migration_cost(rows: Sequence[tuple[float, float]], expected: Parts) -> Part
             return float(dot(starts, np.maximum(0.0, seconds - byte_s * sizes)) / ordered_sum(starts)), byte_s
         return start, expected_bytes / EXPECTED_BYTES
 
-    return fit(near(rows, fit))
+    return fit(trim_outliers(rows, fit))
 
 
 def _columns(rows: Sequence[tuple[float, ...]]) -> tuple[Floats, Floats]:

@@ -1,7 +1,7 @@
 """What becomes of a resize when something happens in the middle of it.
 
-Until `Settle` every slot still has what it had, so as long as all slots of a formation are well, that formation can go
-on with the state as it was frozen. Hence one rule:
+Until `Finalize` every slot still has what it had, so as long as all slots of a formation are well, that formation can
+go on with the state as it was frozen. Hence one rule:
 
 - before all slots have voted for the new state, only the old formation can go on;
 - afterwards the new formation goes on if its slots are well, else the old one;

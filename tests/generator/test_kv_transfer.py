@@ -12,13 +12,13 @@ import torch
 
 from ductile.config.inference import InferenceConfig
 from ductile.generator.engine import Engine
-from ductile.generator.handoff import CacheUnavailable, HandedCache, Shelf
+from ductile.generator.kv_transfer import KVTransferBuffer, KVUnavailable, RequestKV
 from ductile.generator.sampler import sample, stream_key
 from ductile.generator.worker import GenerateRole
 from ductile.model.attention import PackedAttention
 from ductile.model.checkpoint import load_model
 from ductile.model.transformer import Transformer
-from ductile.records import CacheNote, GenerateRequest, Generation, Manifest
+from ductile.records import GenerateRequest, Generation, KVHandle, Manifest
 from ductile.roles import RoleAssignment
 from ductile.weights.publisher import Publisher
 from ductile.wire.messages import Abort, Done, Finished, Forget, Generate, HandedOff, HandOff, Receive
@@ -27,13 +27,13 @@ from tests.tiny import IM_END, make_model_folder
 
 
 def move(source: Engine, target: Engine, ids: Sequence[str], with_cache: bool) -> list[GenerateRequest]:
-    """Between two engines, with a shelf in between as between processes."""
-    shelf = Shelf()
+    """Between two engines, with a transfer buffer in between as between processes."""
+    buffer = KVTransferBuffer()
     requests, caches = source.hand_off(ids, ids if with_cache else ())
     for one in requests:
         cache = caches.get(one.id)
-        target.add(one, target.fetch(shelf.put(one.id, cache), one) if cache else None)
-    shelf.close()  # the receiver has what it needs
+        target.add(one, target.fetch(buffer.put(one.id, cache), one) if cache else None)
+    buffer.close()  # the receiver has what it needs
     return requests
 
 
@@ -123,7 +123,7 @@ def test_with_its_cache_only_what_is_missing_is_computed(qwen3: Family) -> None:
     move(source, target, ["a"], with_cache=True)
     target.step()
     assert target.last_step is not None
-    assert (target.last_step.num_tokens, target.last_step.num_fills) == (1, 1)
+    assert (target.last_step.num_tokens, target.last_step.num_kv_imports) == (1, 1)
     target.add(request("b", "x" * 40, 2))
     target.step()
     # The second computes its last 8 tokens: full blocks that came with the first are shared like any other.
@@ -140,7 +140,7 @@ def test_blocks_that_are_here_already_are_not_written_again(qwen3: Family) -> No
     target.step()
     move(source, target, ["a"], with_cache=True)
     target.scheduler.schedule()
-    assert [(fill.start, fill.end) for fill in target.scheduler.fills] == [(48, len(prompt) + 3)]
+    assert [(kv_import.start, kv_import.end) for kv_import in target.scheduler.kv_imports] == [(48, len(prompt) + 3)]
 
 
 @pytest.mark.parametrize("sharing", [False, True])
@@ -181,10 +181,10 @@ def test_no_cache_mixes_versions(qwen3: Family, tmp_path: Path, when: str, keep_
     assert ("a" in caches) is (when != "before it leaves")
     if when == "before it arrives":
         target.load_weights(news, 1)
-        shelf = Shelf()
-        with pytest.raises(CacheUnavailable, match="was computed under version 0, and 1 is live here"):
-            target.fetch(shelf.put("a", caches["a"]), handed)
-        shelf.close()
+        buffer = KVTransferBuffer()
+        with pytest.raises(KVUnavailable, match="was computed under version 0, and 1 is live here"):
+            target.fetch(buffer.put("a", caches["a"]), handed)
+        buffer.close()
         caches.clear()
     target.add(handed, caches.get("a"))
     if when == "while it waits":
@@ -197,35 +197,35 @@ def test_no_cache_mixes_versions(qwen3: Family, tmp_path: Path, when: str, keep_
     assert_sampled([handed], {"a": done}, {0: load_model(qwen3.folder), 1: other_weights(tmp_path)})
 
 
-def test_notes_that_cannot_be_used_say_why(qwen3: Family) -> None:
+def test_handles_that_cannot_be_used_say_why(qwen3: Family) -> None:
     source, target = qwen3.engine(), qwen3.engine()
     source.add(request("a", "hello", 20))
     source.step()
     (handed,), caches = source.hand_off(["a"], ["a"])
-    shelf = Shelf()
-    note = shelf.put("a", caches["a"])
+    buffer = KVTransferBuffer()
+    handle = buffer.put("a", caches["a"])
     for wrong, why in (
-        (replace(note, num_tokens=8), "has 8 tokens, and the request 6"),
-        (replace(note, num_tokens=4), r"has 1280 bytes, and 4 tokens take 1024 here: it is another model's"),
-        (replace(note, fingerprint=5), "is damaged"),
-        (replace(note, version=3), "was computed under version 3, and 0 is live here"),
+        (replace(handle, num_tokens=8), "has 8 tokens, and the request 6"),
+        (replace(handle, num_tokens=4), r"has 1280 bytes, and 4 tokens take 1024 here: it is another model's"),
+        (replace(handle, fingerprint=5), "is damaged"),
+        (replace(handle, version=3), "was computed under version 3, and 0 is live here"),
     ):
-        with pytest.raises(CacheUnavailable, match=why):
+        with pytest.raises(KVUnavailable, match=why):
             target.fetch(wrong, handed)
-    assert target.fetch(note, handed).num_tokens == 5
-    shelf.forget(["a", "nobody"])
-    with pytest.raises(CacheUnavailable, match="is gone"):
-        target.fetch(note, handed)
+    assert target.fetch(handle, handed).num_tokens == 5
+    buffer.forget(["a", "nobody"])
+    with pytest.raises(KVUnavailable, match="is gone"):
+        target.fetch(handle, handed)
 
 
-def test_a_shelf_has_one_cache_a_request() -> None:
-    shelf = Shelf()
-    old = shelf.put("a", HandedCache(torch.zeros(2, 1, 3, 1, 1), 0))
-    new = shelf.put("a", HandedCache(torch.zeros(2, 1, 4, 1, 1), 0))
-    assert len(shelf) == 1
+def test_a_transfer_buffer_has_one_cache_a_request() -> None:
+    buffer = KVTransferBuffer()
+    old = buffer.put("a", RequestKV(torch.zeros(2, 1, 3, 1, 1), 0))
+    new = buffer.put("a", RequestKV(torch.zeros(2, 1, 4, 1, 1), 0))
+    assert len(buffer) == 1
     assert (old.num_tokens, new.num_tokens, new.num_bytes) == (3, 4, 32)
-    shelf.close()
-    assert len(shelf) == 0
+    buffer.close()
+    assert len(buffer) == 0
 
 
 def test_engines_of_one_seed_draw_the_same_numbers(qwen3: Family) -> None:
@@ -318,13 +318,13 @@ class Story:
             role.handle(Receive("generate", self.random.choice(list(self.published.values()))))
 
 
-def state(handed: GenerateRequest, note: CacheNote | None) -> str:
+def state(handed: GenerateRequest, handle: KVHandle | None) -> str:
     """Of a request when its generator handed it off with all that it had computed."""
-    if note is None:
+    if handle is None:
         return "computed nothing here, begun" if handed.generated else "computed nothing here"
-    if note.num_tokens < len(handed.prompt):
+    if handle.num_tokens < len(handed.prompt):
         return "in the prompt"
-    if note.num_tokens < len(handed.prompt) + len(handed.generated) - 1:
+    if handle.num_tokens < len(handed.prompt) + len(handed.generated) - 1:
         return "computes its answer again"
     return "one token to go" if len(handed.generated) == handed.sampling.max_tokens - 1 else "decodes"
 

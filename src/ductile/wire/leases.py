@@ -1,12 +1,12 @@
-"""Who gives the live weights to a slot that joins the generators or scorers. They never come from disk.
+"""Leases of the live weights, for slots that join the generators or scorers. They never come from disk, but from
 
     a slot of the same role        its copy is in the form that the joiner wants
     for a generator: a scorer
     the trainer                    as long as its weights are the live version, at a boundary
     for a scorer: a generator      last, since its copy may be of a smaller dtype
 
-Each in turn, until the joiner has made the version live. Joiners that come at the same time share what is offered; the
-last of them gives it back.
+Each in turn, until the joiner has made the version live. Joiners that come at the same time share a lease; the last of
+them ends it.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 from ductile.records import Manifest
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.messages import Lend, Published, Receive, TakeBack
+from ductile.wire.messages import EndLease, LeaseWeights, Published, Receive
 
 Serving = Literal["generate", "score"]
 """Roles in which each slot works for itself, with a whole model."""
@@ -29,9 +29,9 @@ FAILURES = (SlotLost, Late, Refused)
 class WeightSource(Protocol):
     """Where weights come from in the first place: `ductile.wire.trainer`."""
 
-    def can_lend(self, version: int) -> bool: ...
+    def can_lease(self, version: int) -> bool: ...
 
-    async def lend(self, version: int) -> Manifest: ...
+    async def lease(self, version: int) -> Manifest: ...
 
     async def withdraw(self, version: int) -> None: ...
 
@@ -49,20 +49,22 @@ _Source = _Holder | None
 
 
 @dataclass(slots=True, eq=False)
-class _Offer:
+class _Lease:
+    """An offer of one source, shared by all joiners that read it at the same time."""
+
     version: int
     manifest: "asyncio.Task[Manifest]"
     num_users: int = 0
 
 
-class Lender:
-    """Knows which slot has which version, and has them lend it."""
+class WeightLeases:
+    """Knows which slot has which version, and leases it from one of them for a slot that joins."""
 
     def __init__(self, mailbox: Mailbox, trainer: WeightSource, timeout_s: float) -> None:
         self._mailbox, self._trainer, self._timeout_s = mailbox, trainer, timeout_s
         self._versions: dict[_Holder, int] = {}
-        self._offers: dict[_Source, _Offer] = {}
-        self._taking_back: set[asyncio.Task[None]] = set()
+        self._leases: dict[_Source, _Lease] = {}
+        self._ending: set[asyncio.Task[None]] = set()
 
     def note(self, role: Serving, slot: int, version: int) -> None:
         """The slot has this version live."""
@@ -80,13 +82,13 @@ class Lender:
         failures: list[Exception] = []
         for source in self._sources(role, version):
             try:
-                async with self._offered(source, version) as manifest:
+                async with self._lease(source, version) as manifest:
                     await self._mailbox.ask(slot, Receive(role, manifest), self._timeout_s)
             except FAILURES as error:
                 if slot in self._mailbox.lost:
                     raise SlotLost(self._mailbox.lost[slot]) from error
-                # A trainer that has gone on meanwhile has no more to lend: the next version is on its way.
-                if source is not None or self._trainer.can_lend(version):
+                # A trainer that has gone on meanwhile leases it no more: the next version is on its way.
+                if source is not None or self._trainer.can_lease(version):
                     failures.append(error)
             else:
                 self.note(role, slot, version)
@@ -101,45 +103,45 @@ class Lender:
         holders = sorted((h for h, held in self._versions.items() if held == version), key=lambda h: h.slot)
         own: list[_Source] = [holder for holder in holders if holder.role == role]
         others: list[_Source] = [holder for holder in holders if holder.role != role]
-        trainer: list[_Source] = [None] if self._trainer.can_lend(version) else []
+        trainer: list[_Source] = [None] if self._trainer.can_lease(version) else []
         return [*own, *others, *trainer] if role == "generate" else [*own, *trainer, *others]
 
     @asynccontextmanager
-    async def _offered(self, source: _Source, version: int) -> AsyncIterator[Manifest]:
-        offer = self._offers.get(source)
-        if offer is None:
-            offer = self._offers[source] = _Offer(version, asyncio.create_task(self._lend(source, version)))
-        elif offer.version != version:
-            raise Refused(f"{self._name(source)} lends version {offer.version} at the moment, not {version}")
-        offer.num_users += 1
+    async def _lease(self, source: _Source, version: int) -> AsyncIterator[Manifest]:
+        lease = self._leases.get(source)
+        if lease is None:
+            lease = self._leases[source] = _Lease(version, asyncio.create_task(self._begin(source, version)))
+        elif lease.version != version:
+            raise Refused(f"{self._name(source)} leases out version {lease.version} at the moment, not {version}")
+        lease.num_users += 1
         try:
-            yield await asyncio.shield(offer.manifest)
+            yield await asyncio.shield(lease.manifest)
         finally:
-            offer.num_users -= 1
-            if not offer.num_users:
-                del self._offers[source]
-                # Not waited for: what this source lends from now on is asked for after this.
-                taking_back = asyncio.create_task(self._take_back(source, offer))
-                self._taking_back.add(taking_back)
-                taking_back.add_done_callback(self._taking_back.discard)
+            lease.num_users -= 1
+            if not lease.num_users:
+                del self._leases[source]
+                # Not waited for: a later lease of this source is asked for after this.
+                ending = asyncio.create_task(self._end(source, lease))
+                self._ending.add(ending)
+                ending.add_done_callback(self._ending.discard)
 
-    async def _lend(self, source: _Source, version: int) -> Manifest:
+    async def _begin(self, source: _Source, version: int) -> Manifest:
         if source is None:
-            return await self._trainer.lend(version)
-        reply = await self._mailbox.ask(source.slot, Lend(source.role), self._timeout_s)
+            return await self._trainer.lease(version)
+        reply = await self._mailbox.ask(source.slot, LeaseWeights(source.role), self._timeout_s)
         manifest = reply.manifest if isinstance(reply, Published) else None
         if manifest is None or manifest.version != version:
-            lends = "nothing" if manifest is None else f"version {manifest.version}"
-            raise Refused(f"{self._name(source)} was to lend version {version} and lends {lends}")
+            offered = "nothing" if manifest is None else f"version {manifest.version}"
+            raise Refused(f"{self._name(source)} was asked for version {version} and offers {offered}")
         return manifest
 
-    async def _take_back(self, source: _Source, offer: _Offer) -> None:
-        with suppress(*FAILURES):  # the joiners have heard of a failure; what a lost slot lent is gone with it
+    async def _end(self, source: _Source, lease: _Lease) -> None:
+        with suppress(*FAILURES):  # the joiners have heard of a failure; what a lost slot offered is gone with it
             if source is not None:
-                await self._mailbox.ask(source.slot, TakeBack(source.role), self._timeout_s)
+                await self._mailbox.ask(source.slot, EndLease(source.role), self._timeout_s)
             else:
-                await offer.manifest
-                await self._trainer.withdraw(offer.version)
+                await lease.manifest
+                await self._trainer.withdraw(lease.version)
 
     def _name(self, source: _Source) -> str:
         return "the trainer" if source is None else self._mailbox.describe(source.slot)

@@ -3,7 +3,7 @@ import random
 import pytest
 
 from ductile.core.cluster.cost import DecodeSpeed, TrainSpeed
-from ductile.core.cluster.measured import PRIORS, WINDOW, CostModel
+from ductile.core.cluster.cost_model import PRIORS, WINDOW, CostModel
 
 
 def test_before_anything_is_measured_there_are_priors_and_generation_is_not_known():

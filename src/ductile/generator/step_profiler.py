@@ -17,15 +17,15 @@ class StepLoad:
     num_tokens: int
     context_tokens: int
     """Tokens in the contexts of all the step's sequences together, the new tokens included."""
-    num_fills: int
+    num_kv_imports: int
     """Handed-over caches that were copied into the KV cache before the step."""
     num_decoding: int = 0
     """Sequences that the step gave one token; of the others it computed prompts, or contexts that were handed over."""
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], num_fills: int) -> "StepLoad":
+    def of(cls, chunks: Sequence[Chunk], num_kv_imports: int) -> "StepLoad":
         num_tokens, context = sum(chunk.count for chunk in chunks), sum(chunk.end for chunk in chunks)
-        return cls(len(chunks), num_tokens, context, num_fills, sum(chunk.count == 1 for chunk in chunks))
+        return cls(len(chunks), num_tokens, context, num_kv_imports, sum(chunk.count == 1 for chunk in chunks))
 
     @property
     def only_decodes(self) -> bool:
@@ -45,8 +45,8 @@ class _Steps:
         return (self.sequences / self.num_steps, self.context_tokens / self.num_steps, self.seconds / self.num_steps)
 
 
-class Pace:
-    """Collects steps until they are told. Steps that copied a handed-over cache are not typical, and left out."""
+class StepProfiler:
+    """Collects steps until they are drained. Steps that copied a handed-over cache are not typical, and left out."""
 
     def __init__(self) -> None:
         self._decodes: dict[int, _Steps] = {}
@@ -55,8 +55,8 @@ class Pace:
         self._latest: tuple[int, float] | None = None
         """Sequences and seconds of the latest step that only decoded."""
 
-    def saw(self, load: StepLoad, seconds: float) -> None:
-        if load.num_fills:
+    def record(self, load: StepLoad, seconds: float) -> None:
+        if load.num_kv_imports:
             return
         if not load.only_decodes:
             tokens, total_s = self._prefilled
@@ -69,7 +69,7 @@ class Pace:
         steps.context_tokens += load.context_tokens
         steps.seconds += seconds
 
-    def tell(self) -> tuple[tuple[tuple[float, float, float], ...], tuple[int, float]]:
+    def drain(self) -> tuple[tuple[tuple[float, float, float], ...], tuple[int, float]]:
         """(decoded, prefilled) as `EngineStats` has them, since the last time."""
         decoded = _points([self._decodes[size] for size in sorted(self._decodes)])
         tokens, seconds = self._prefilled

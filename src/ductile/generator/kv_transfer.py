@@ -1,10 +1,10 @@
 """What the engine that a request leaves has computed of its context, on the way to the engine that goes on with it.
 
-1. The source copies the keys and values out of its blocks (`Engine.hand_off`) and keeps them on a `Shelf`, in a sealed
-   memory segment for each request; a `CacheNote` says where.
+1. The source copies the keys and values out of its blocks (`Engine.hand_off`) and keeps them in a `KVTransferBuffer`, a
+   sealed memory segment for each request; a `KVHandle` says where.
 2. The receiver maps the segment and checks it (`fetch`). It holds on to the mapping until the request gets blocks, so
    that the source may forget it, or die, as soon as the receiver has taken the request.
-3. What cannot be fetched is computed again. The note is an offer, never a need.
+3. What cannot be fetched is computed again. The handle is an offer, never a need.
 
 The content is by token, not by block, so that engines with other block sizes can read it.
 """
@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from ductile.fabric.segment import Segment, SegmentUnavailable, map_segment
-from ductile.records import CacheNote
+from ductile.records import KVHandle
 
 
-class CacheUnavailable(Exception):
-    """A note's cache cannot be used here. The text goes on after "the cache": "is gone: ..."."""
+class KVUnavailable(Exception):
+    """The KV cache of a handle cannot be used here. The text goes on after "the cache": "is gone: ..."."""
 
 
 @dataclass(frozen=True, slots=True)
-class HandedCache:
+class RequestKV:
     """KV cache of the first tokens of one request, all computed under one weight version."""
 
     content: Tensor
@@ -36,8 +36,8 @@ class HandedCache:
         return self.content.shape[2]
 
 
-class Shelf:
-    """Caches that others may still fetch, by request."""
+class KVTransferBuffer:
+    """KV caches that other engines may still fetch, by request."""
 
     def __init__(self) -> None:
         self._segments: dict[str, Segment] = {}
@@ -45,7 +45,7 @@ class Shelf:
     def __len__(self) -> int:
         return len(self._segments)
 
-    def put(self, id: str, cache: HandedCache) -> CacheNote:
+    def put(self, id: str, cache: RequestKV) -> KVHandle:
         """Keep a cache for others to fetch. What was kept under this id goes: the request has been elsewhere since, and
         came back.
 
@@ -59,7 +59,7 @@ class Shelf:
             segment.close()
             raise
         self._segments[id] = segment
-        return CacheNote(segment.location, cache.num_tokens, segment.num_bytes, cache.version, segment.fingerprint)
+        return KVHandle(segment.location, cache.num_tokens, segment.num_bytes, cache.version, segment.fingerprint)
 
     def forget(self, ids: Iterable[str]) -> None:
         for id in ids:
@@ -70,16 +70,16 @@ class Shelf:
         self.forget(list(self._segments))
 
 
-def fetch(note: CacheNote, shape: Sequence[int], dtype: torch.dtype) -> HandedCache:
-    """The cache that a note describes. `shape` and `dtype` are what the content of `note.num_tokens` tokens has here.
-    Raises `CacheUnavailable`."""
+def fetch(handle: KVHandle, shape: Sequence[int], dtype: torch.dtype) -> RequestKV:
+    """The KV cache that a handle describes. `shape` and `dtype` are what the content of `handle.num_tokens` tokens has
+    here. Raises `KVUnavailable`."""
     expected = torch.Size(shape).numel() * dtype.itemsize
-    if note.num_bytes != expected:
-        raise CacheUnavailable(
-            f"has {note.num_bytes} bytes, and {note.num_tokens} tokens take {expected} here: it is another model's"
+    if handle.num_bytes != expected:
+        raise KVUnavailable(
+            f"has {handle.num_bytes} bytes, and {handle.num_tokens} tokens take {expected} here: it is another model's"
         )
     try:
-        content = map_segment(note.location, note.num_bytes, note.fingerprint)
+        content = map_segment(handle.location, handle.num_bytes, handle.fingerprint)
     except SegmentUnavailable as error:
-        raise CacheUnavailable(str(error)) from error
-    return HandedCache(content.view(dtype).view(*shape), note.version)
+        raise KVUnavailable(str(error)) from error
+    return RequestKV(content.view(dtype).view(*shape), handle.version)

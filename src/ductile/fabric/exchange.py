@@ -1,6 +1,6 @@
-"""Where the slots of a transfer leave each other short notes: who they are, where their buffers lie.
+"""All-gather of short notes among the slots of a transfer: who they are, where their buffers lie.
 
-Two kinds: the run's store, for slots that it started; a process group, for people who bring their own.
+Two kinds: over the run's store, for slots that it started; over a process group, for people who bring their own.
 """
 
 import time
@@ -28,12 +28,12 @@ def _nothing() -> None:
     pass
 
 
-class Board(Protocol):
+class Exchange(Protocol):
     slot: int
     members: tuple[int, ...]
     timeout_s: float
 
-    def exchange(
+    def all_gather(
         self,
         topic: str,
         note: bytes,
@@ -50,14 +50,14 @@ class Board(Protocol):
         ...
 
 
-class StoreBoard:
+class StoreExchange:
     """Notes under a prefix of a store; the last reader takes them down."""
 
     def __init__(self, store: Store, prefix: str, slot: int, members: Sequence[int], timeout_s: float) -> None:
         self._store, self._prefix = store, prefix
         self.slot, self.members, self.timeout_s = slot, tuple(members), timeout_s
 
-    def exchange(
+    def all_gather(
         self,
         topic: str,
         note: bytes,
@@ -91,14 +91,14 @@ class StoreBoard:
                     raise TransferFailed(f"slots {awaited} did not answer within {self.timeout_s:g} s", awaited[0])
 
 
-class GroupBoard:
+class GroupExchange:
     """Notes by all-gather on a group whose ranks are `members` in this order."""
 
     def __init__(self, group: dist.ProcessGroup, slot: int, members: Sequence[int], device: str, timeout_s: float):
         self._group, self._device = group, torch.device(device)
         self.slot, self.members, self.timeout_s = slot, tuple(members), timeout_s
 
-    def exchange(
+    def all_gather(
         self,
         topic: str,
         note: bytes,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ductile.generator.pace import MOST_POINTS, Pace, StepLoad
+from ductile.generator.step_profiler import MOST_POINTS, StepLoad, StepProfiler
 from tests.generator.conftest import Family, request
 
 
@@ -10,45 +10,45 @@ def decode(num_sequences: int, context_tokens: int = 0) -> StepLoad:
     return StepLoad(num_sequences, num_sequences, context_tokens, 0, num_sequences)
 
 
-def test_steps_of_a_size_become_one_point_and_are_told_once() -> None:
-    pace = Pace()
+def test_steps_of_a_size_become_one_point_and_are_drained_once() -> None:
+    profiler = StepProfiler()
     for load, seconds in ((decode(4, 40), 1.0), (decode(2, 30), 0.5), (decode(4, 60), 3.0)):
-        pace.saw(load, seconds)
-    assert pace.tell() == (((2.0, 30.0, 0.5), (4.0, 50.0, 2.0)), (0, 0.0))
-    assert pace.tell() == ((), (0, 0.0))
+        profiler.record(load, seconds)
+    assert profiler.drain() == (((2.0, 30.0, 0.5), (4.0, 50.0, 2.0)), (0, 0.0))
+    assert profiler.drain() == ((), (0, 0.0))
 
 
 def test_what_computes_prompts_is_counted_apart_and_what_copies_caches_nowhere() -> None:
-    pace = Pace()
-    pace.saw(StepLoad(3, 100, 500, 0), 1.5)
-    pace.saw(StepLoad(1, 20, 20, 0), 0.5)
-    pace.saw(StepLoad(3, 3, 500, 1, 3), 9.0)
-    assert pace.tell() == ((), (120, 2.0))
+    profiler = StepProfiler()
+    profiler.record(StepLoad(3, 100, 500, 0), 1.5)
+    profiler.record(StepLoad(1, 20, 20, 0), 0.5)
+    profiler.record(StepLoad(3, 3, 500, 1, 3), 9.0)
+    assert profiler.drain() == ((), (120, 2.0))
 
 
 def test_a_prompt_among_decoding_sequences_costs_what_the_step_took_longer() -> None:
-    pace = Pace()
-    pace.saw(decode(60), 0.5)
-    pace.saw(StepLoad(61, 90, 0, 0, 60), 0.75)
-    assert pace.tell()[1] == (30, 0.25)
-    pace.saw(StepLoad(31, 60, 0, 0, 30), 0.75)
-    assert pace.tell()[1] == (30, 0.5), "half of them decode in half the time"
-    pace.saw(StepLoad(61, 90, 0, 0, 60), 0.25)
-    assert pace.tell()[1] == (30, 0.0), "a hiccup of the step before is no speed"
+    profiler = StepProfiler()
+    profiler.record(decode(60), 0.5)
+    profiler.record(StepLoad(61, 90, 0, 0, 60), 0.75)
+    assert profiler.drain()[1] == (30, 0.25)
+    profiler.record(StepLoad(31, 60, 0, 0, 30), 0.75)
+    assert profiler.drain()[1] == (30, 0.5), "half of them decode in half the time"
+    profiler.record(StepLoad(61, 90, 0, 0, 60), 0.25)
+    assert profiler.drain()[1] == (30, 0.0), "a hiccup of the step before is no speed"
 
 
 def test_before_anything_only_decoded_a_prompt_costs_its_share_of_the_tokens() -> None:
-    pace = Pace()
-    pace.saw(StepLoad(4, 40, 0, 0, 3), 2.0)
-    assert pace.tell()[1] == (37, pytest.approx(1.85))
+    profiler = StepProfiler()
+    profiler.record(StepLoad(4, 40, 0, 0, 3), 2.0)
+    assert profiler.drain()[1] == (37, pytest.approx(1.85))
 
 
 @pytest.mark.parametrize("num_sizes", [1, MOST_POINTS, MOST_POINTS + 1, 64])
 def test_many_sizes_become_few_points_that_add_up(num_sizes: int) -> None:
-    pace = Pace()
+    profiler = StepProfiler()
     for size in range(1, num_sizes + 1):
-        pace.saw(decode(size, 10 * size), 1.0)
-    decoded, _ = pace.tell()
+        profiler.record(decode(size, 10 * size), 1.0)
+    decoded, _ = profiler.drain()
     assert len(decoded) == min(num_sizes, MOST_POINTS)
     assert list(decoded) == sorted(decoded)
     if num_sizes % len(decoded) == 0:  # as many sizes in each

@@ -22,22 +22,22 @@ from statistics import median
 from typing import Literal, TypeVar
 
 from ductile.core.cluster.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
-from ductile.core.cluster.fits import by_slots, line, migration_cost, near
+from ductile.core.cluster.fits import by_slots, line, migration_cost, trim_outliers
 
-Once = Literal["optim", "publish", "receive", "resize", "warm_up", "prepare", "grant", "release"]
-"""What takes about as long each time. `warm_up` is what the first micro-step after a resize takes longer than
-others."""
+FixedCost = Literal["optim", "publish", "receive", "resize", "warm_up", "prepare", "grant", "release"]
+"""Kind of cost that is about the same each time. `warm_up` is what the first micro-step after a resize takes longer
+than others."""
 
 PRIOR_DECODE = DecodeSpeed(step_s=0.05)
 PRIOR_PREFILL_SEQUENCES = 32
 PRIOR_MIGRATION = (0.05, 1e-9)
 """Prior of a migration: (seconds at the start, seconds for each byte of a cache)."""
 TRAIN_WORK = 3.0
-PRIORS: dict[Once, float] = {
+PRIORS: dict[FixedCost, float] = {
     "optim": 0.0, "publish": 0.0, "receive": 0.0,
     "resize": 0.5, "warm_up": 0.0, "prepare": 0.5, "grant": 1.0, "release": 0.05,
 }  # fmt: skip
-RARE: frozenset[Once] = frozenset({"resize", "prepare", "grant"})
+RARE: frozenset[FixedCost] = frozenset({"resize", "prepare", "grant"})
 STATE = 4
 """A resize moves so many times the bytes of a published version: parameters, two moments and the gradient."""
 WINDOW = 64
@@ -56,7 +56,7 @@ class CostModel:
         self._micro_steps: dict[int, deque[tuple[float, float]]] = {}
         self._first_micro_steps: dict[int, deque[tuple[float, float]]] = {}
         self._rates: dict[str, deque[tuple[float, float]]] = {}
-        self._once: dict[Once, deque[float]] = {}
+        self._fixed_costs: dict[FixedCost, deque[float]] = {}
         self._migrations: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._migration_cost = PRIOR_MIGRATION
         self._cached: Speeds | None = None
@@ -98,8 +98,8 @@ class CostModel:
         else:
             self._keep(self._first_micro_steps, num_slots, (tokens_busiest, seconds))
 
-    def took(self, what: Once, seconds: float) -> None:
-        self._keep(self._once, what, seconds)
+    def took(self, what: FixedCost, seconds: float) -> None:
+        self._keep(self._fixed_costs, what, seconds)
 
     # -- speeds and costs
 
@@ -145,7 +145,7 @@ class CostModel:
         ]
         if not rows:
             return None
-        rows = near(rows, line)
+        rows = trim_outliers(rows, line)
         start_s, per_token_s = line(rows)
         if per_token_s <= 0:
             return None
@@ -159,14 +159,14 @@ class CostModel:
         alone_s, overhead = by_slots(per_slots)
         return TrainSpeed(1 / alone_s, overhead, start_s)
 
-    def _usual(self, what: Once) -> float:
-        seen = self._once.get(what)
+    def _usual(self, what: FixedCost) -> float:
+        seen = self._fixed_costs.get(what)
         if not seen:
             return self._prior(what)
         return median([*seen, self._prior(what)] if what in RARE else seen)
 
-    def _prior(self, what: Once) -> float:
-        if "publish" in self._once:
+    def _prior(self, what: FixedCost) -> float:
+        if "publish" in self._fixed_costs:
             if what in ("resize", "prepare"):
                 return STATE * self._usual("publish")
             if what == "grant":

@@ -1,10 +1,10 @@
-"""Slots that prepare something together, and may be told to stop at any time.
+"""A barrier of slots that prepare something together, and may be told to stop at any time.
 
-    gathering = Gathering(store, prefix, slot, members, timeout_s)
-    gathering.enter()
-    gathering.all_or_none(go_on)      raises unless everybody is here and goes on
+    barrier = AbortableBarrier(store, prefix, slot, members, timeout_s)
+    barrier.enter()
+    barrier.all_or_none(go_on)      raises unless everybody is here and goes on
     ...                               what cannot be interrupted: make groups
-    gathering.leave()                 always, at the end
+    barrier.leave()                 always, at the end
 
 Who makes a group reads the others' addresses from the store and waits for them to connect. If one of them leaves then,
 the others wait until their timeout; and an address that is taken down while it is read is read as nothing, which ends
@@ -20,13 +20,13 @@ from contextlib import suppress
 from torch._C._distributed_c10d import Store
 
 from ductile.fabric import rendezvous
-from ductile.fabric.board import FIRST_PAUSE_S, LAST_PAUSE_S
 from ductile.fabric.carrier import TransferFailed
+from ductile.fabric.exchange import FIRST_PAUSE_S, LAST_PAUSE_S
 
 _GO = "go"
 
 
-class Gathering:
+class AbortableBarrier:
     def __init__(
         self,
         store: Store,

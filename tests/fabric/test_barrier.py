@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ductile.fabric import rendezvous
+from ductile.fabric.barrier import AbortableBarrier
 from ductile.fabric.carrier import TransferFailed
-from ductile.fabric.gathering import Gathering
 
 MEMBERS = (0, 3, 5)
-Make = Callable[..., Gathering]
+Make = Callable[..., AbortableBarrier]
 
 
 class Stopped(Exception):
@@ -22,12 +22,12 @@ class Stopped(Exception):
 
 @pytest.fixture
 def gather() -> Iterator[Make]:
-    """A member's gathering, with a connection of its own, as on a slot."""
+    """A member's barrier, with a connection of its own, as on a slot."""
     store = rendezvous.host_store()
     connections = {slot: rendezvous.connect(f"127.0.0.1:{store.port}", 20.0) for slot in MEMBERS}
 
-    def make(slot: int, timeout_s: float = 20.0, name: str = "change/1/", **options: object) -> Gathering:
-        return Gathering(connections[slot], name, slot, MEMBERS, timeout_s, **options)
+    def make(slot: int, timeout_s: float = 20.0, name: str = "change/1/", **options: object) -> AbortableBarrier:
+        return AbortableBarrier(connections[slot], name, slot, MEMBERS, timeout_s, **options)
 
     yield make
     del store  # it serves as long as the object lives
@@ -37,9 +37,9 @@ def go_on() -> None:
     pass
 
 
-def outcome(gathering: Gathering, still: Callable[[], None] = go_on) -> str:
+def outcome(barrier: AbortableBarrier, still: Callable[[], None] = go_on) -> str:
     try:
-        gathering.all_or_none(still)
+        barrier.all_or_none(still)
     except (Stopped, TransferFailed) as error:
         return f"{type(error).__name__}: {error}"
     return "goes"
@@ -53,7 +53,7 @@ def test_whoever_is_told_to_stop_and_whenever_all_do_the_same(gather: Make) -> N
             gatherings = [gather(slot, name=f"change/{number}/") for slot in MEMBERS]
             together = threading.Barrier(len(MEMBERS))
 
-            def arrive(gathering: Gathering, after_s: float, stop_s: float, together: threading.Barrier) -> str:
+            def arrive(barrier: AbortableBarrier, after_s: float, stop_s: float, together: threading.Barrier) -> str:
                 together.wait()
                 time.sleep(after_s)
                 until_s = time.monotonic() + stop_s
@@ -62,7 +62,7 @@ def test_whoever_is_told_to_stop_and_whenever_all_do_the_same(gather: Make) -> N
                     if time.monotonic() >= until_s:
                         raise Stopped("enough")
 
-                return outcome(gathering, still)
+                return outcome(barrier, still)
 
             delays = [(chance.random() * 0.004, chance.random() * 0.006) for _ in MEMBERS]
             found = list(pool.map(lambda g, d, t=together, a=arrive: a(g, *d, t), gatherings, delays))

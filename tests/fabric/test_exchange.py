@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from ductile.fabric.board import Board, GroupBoard, StoreBoard
+from ductile.fabric.exchange import Exchange, GroupExchange, StoreExchange
 from ductile.fabric.groups import Groups
 from tests.ranks import run_ranks
 
@@ -14,15 +14,15 @@ def fail() -> None:
 
 def tell(groups: Groups, members: tuple[int, ...], kind: str) -> list[object]:
     slot = dist.get_rank()
-    board: Board
+    exchange: Exchange
     if kind == "group":
-        board = GroupBoard(groups.group(members), slot, members, "cpu", 20.0)
+        exchange = GroupExchange(groups.group(members), slot, members, "cpu", 20.0)
     else:
-        board = StoreBoard(groups._store, "board", slot, members, 20.0)
+        exchange = StoreExchange(groups._store, "exchange", slot, members, 20.0)
     found: list[object] = []
     for topic, meanwhile in (("first", fail if slot == 1 else int), ("second", int)):
         try:
-            found.append(board.exchange(topic, f"{topic} of {slot}".encode(), meanwhile=meanwhile))
+            found.append(exchange.all_gather(topic, f"{topic} of {slot}".encode(), meanwhile=meanwhile))
         except RuntimeError as error:
             found.append((type(error).__name__, str(error)))
     dist.barrier(group=groups.group(members))
@@ -42,18 +42,18 @@ LENGTHS = [(0, 0), (3, 508), (0, 509), (508, 509), (2000, 5)]
 
 def tell_uneven(groups: Groups, members: tuple[int, ...]) -> list[tuple[bool, int]]:
     slot, found = dist.get_rank(), []
-    board = GroupBoard(groups.group(members), slot, members, "cpu", 20.0)
+    exchange = GroupExchange(groups.group(members), slot, members, "cpu", 20.0)
     for lengths in LENGTHS:
-        counted = count_gathers(board)
-        notes = board.exchange("uneven", bytes([65 + slot]) * lengths[slot])
+        counted = count_gathers(exchange)
+        notes = exchange.all_gather("uneven", bytes([65 + slot]) * lengths[slot])
         right = notes == {other: bytes([65 + other]) * length for other, length in enumerate(lengths)}
         found.append((right, len(counted)))
     return found
 
 
-def count_gathers(board: GroupBoard) -> list[object]:
-    post, counted = GroupBoard._post, []
-    board._post = lambda value: (counted.append(value), post(board, value))[1]  # pyright: ignore
+def count_gathers(exchange: GroupExchange) -> list[object]:
+    post, counted = GroupExchange._post, []
+    exchange._post = lambda value: (counted.append(value), post(exchange, value))[1]  # pyright: ignore
     return counted
 
 

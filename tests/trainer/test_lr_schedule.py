@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ductile.config.trainer import ConstantSchedule, CosineSchedule, LinearSchedule, in_steps
-from ductile.trainer.schedule import learning_rate
+from ductile.trainer.lr_schedule import learning_rate
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ductile.config.access import is_loopback
 from ductile.config.inference import ServerConfig
-from ductile.generator.answers import error
+from ductile.generator.responses import error
 
 PROBES = frozenset({"/health", "/liveness"})
 
@@ -46,7 +46,7 @@ class Refusal(Exception):
         self.response = JSONResponse(error(message, type), status, headers)
 
 
-class Door:
+class RequestGuard:
     """ASGI middleware. The body of a POST that comes in is `scope["state"]["body"]`, all of it."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
