@@ -86,6 +86,12 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def sync_tree(folder: Path) -> None:
+    """A folder and all that is in it, files and folders, to disk."""
+    for path in [*folder.rglob("*"), folder]:
+        sync(path)
+
+
 def show_bytes(size: int) -> str:
     """ "0 B", "17.9 MB", "1.2 TB"."""
     amount, units = float(size), iter(("B", "kB", "MB", "GB", "TB"))

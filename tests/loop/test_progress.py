@@ -309,7 +309,8 @@ def test_when_a_save_is_due(tmp_path):
 def test_a_checkpoint_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     """Files, the folders that name them, and then the name itself: else a power cut may leave an empty folder."""
     synced = []
-    monkeypatch.setattr("ductile.loop.progress.sync", lambda path: synced.append(str(path.relative_to(tmp_path))))
+    for user in ("ductile.disk", "ductile.loop.progress"):
+        monkeypatch.setattr(f"{user}.sync", lambda path: synced.append(str(path.relative_to(tmp_path))))
     save(Checkpoints(tmp_path / "state"), 2)
     partial = "state/partial_step_2"
     assert synced[-1] == "state"

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ductile.disk import folder_bytes, named, require_room, sync
+from ductile.disk import folder_bytes, named, require_room, sync, sync_tree
 from ductile.observe import write_json
 from ductile.tasks.prompts import PromptPosition
 
@@ -89,7 +89,7 @@ class Checkpoints:
             write_json(partial / PROGRESS, asdict(progress))
             files = {str(file.relative_to(partial)): file.stat().st_size for file in _files(partial)}
             write_json(partial / COMPLETE, {"step": progress.step, "files": files})
-            _sync(partial)
+            sync_tree(partial)
             partial.rename(path)
             sync(self.folder)
         except OSError as error:
@@ -190,9 +190,3 @@ class Checkpoints:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _sync(folder: Path) -> None:
-    """Files and folders, to disk."""
-    for path in [*folder.rglob("*"), folder]:
-        sync(path)

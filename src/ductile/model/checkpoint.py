@@ -16,7 +16,7 @@ from torch import Tensor
 from ductile.config.weight_headers import CONFIG, INDEX, WEIGHTS, ModelFolderError, read_json, stranger
 from ductile.core.layout.parameters import Parameter, parameters
 from ductile.core.layout.spec import ModelSpec, SpecError, spec_from_hf
-from ductile.disk import exchange, named, sync
+from ductile.disk import exchange, named, sync, sync_tree
 from ductile.model.safetensors_writer import SafetensorsEntry, write_safetensors
 from ductile.model.transformer import Transformer
 from ductile.model.weight_files import DTYPES, WeightFiles
@@ -224,8 +224,7 @@ def _bytes(tensor: Tensor, parameter: Parameter, dtype: torch.dtype) -> memoryvi
 
 def _replace(folder: Path, building: Path, old: Path) -> None:
     """At no moment is there no folder, where the file system can swap two names; else the old one steps aside first."""
-    for path in [*building.rglob("*"), building]:
-        sync(path)
+    sync_tree(building)
     if not folder.exists():
         building.rename(folder)
     else:
