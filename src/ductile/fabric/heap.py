@@ -1,6 +1,9 @@
-"""The C library's heap. It keeps what was freed for whoever asks next (`ductile.launch.local.FREED_MEMORY_STAYS`)."""
+"""The C library's heap, which keeps what was freed for whoever asks next (`ductile.launch.local.FREED_MEMORY_STAYS`),
+and what torch keeps on a GPU in the same way."""
 
 import ctypes
+
+import torch
 
 _libc = ctypes.CDLL(None)
 
@@ -8,3 +11,9 @@ _libc = ctypes.CDLL(None)
 def give_back() -> None:
     """What is free goes back to the system: the next tenant of this slot, or another slot, needs it."""
     _libc.malloc_trim(0)
+
+
+def give_all_back() -> None:
+    """As `give_back`; torch also gives back what is free on a GPU, if this process has used one."""
+    give_back()
+    torch.cuda.empty_cache()

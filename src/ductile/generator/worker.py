@@ -102,9 +102,7 @@ class GenerateRole:
         self._transfer_buffer.close()
         self._leased.close()
         del self._engine
-        heap.give_back()
-        if self._assignment.device.startswith("cuda"):
-            torch.cuda.empty_cache()
+        heap.give_all_back()
 
     def _needs_weights(self, command: Generate | LeaseWeights) -> None:
         if not self._has_weights:

@@ -89,9 +89,7 @@ class ScoreRole:
         self._leased.close()
         self._reference = None
         del self._policy
-        heap.give_back()
-        if self._device.startswith("cuda"):
-            torch.cuda.empty_cache()
+        heap.give_all_back()
 
     def _needs_weights(self, command: Score | LeaseWeights) -> None:
         if not self._has_weights:

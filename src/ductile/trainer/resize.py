@@ -12,7 +12,6 @@ whatever fails, and whoever dies, it can go on as long as its own members live. 
 `trainer.resize.timeout_s`; the exception is a member that dies, or is stuck, while NCCL connects.
 """
 
-import ctypes
 import gc
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from ductile.config.trainer import TrainerConfig
 from ductile.core.transfer.plan import Plan
-from ductile.fabric import transfer
+from ductile.fabric import heap, transfer
 from ductile.fabric.memory import Memory
 from ductile.parallel.apply import Precision
 from ductile.records import ResizeOrder, TrainProgress
@@ -156,7 +155,7 @@ class Resize:
         self._plan = None
         self._is_moved = False
         self._preparation.discard()
-        _give_memory_back()
+        heap.give_all_back()
         return self._before
 
     def finalize(self) -> TrainerInstance | None:
@@ -166,7 +165,7 @@ class Resize:
             # Its groups have had no collective since all were frozen, and a slot that leaves may have died since.
             self._before.abort()
         self._before = None
-        _give_memory_back()
+        heap.give_all_back()
         return after
 
     def _old_gradient(self) -> dict[str, Tensor]:
@@ -189,10 +188,3 @@ def _check_kept(plan: Plan, slot: int, old: Mapping[str, Tensor], new: Mapping[s
     for part in plan.local(slot):
         if not torch.equal(before.box(part.name, part.box), after.box(part.name, part.box)):
             raise ResizeFailed(f"{part.name} is not what it was, in rows {part.box[0][0]} to {part.box[1][0]}")
-
-
-def _give_memory_back() -> None:
-    """The next tenant of this slot needs it: glibc keeps what was freed below its top, torch what lay on a GPU."""
-    ctypes.CDLL(None).malloc_trim(0)
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
