@@ -29,3 +29,13 @@ def test_memory_is_there_at_once_and_gone_with_the_last_reference() -> None:
     assert resident_bytes() - before > 0.9 * num_bytes
     del part
     assert resident_bytes() - before < 0.1 * num_bytes
+
+
+def test_on_demand_only_what_is_used_is_there() -> None:
+    num_bytes = 256 << 20
+    before = resident_bytes()
+    buffer = pages.zeros_on_demand((4, num_bytes // 16), torch.float32, "cpu")
+    assert resident_bytes() - before < 0.1 * num_bytes
+    buffer[0] = 1
+    assert 0.2 * num_bytes < resident_bytes() - before < 0.4 * num_bytes
+    assert not buffer[1, :8].any()

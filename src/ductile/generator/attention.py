@@ -14,8 +14,6 @@ it takes over from that of the step before what still fits.
 T tokens of the step, H query heads, K key/value heads, G = H / K, D head size, S padded length.
 """
 
-import math
-import mmap
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -26,6 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ductile.core.cache_size import token_bytes
 from ductile.core.layout.spec import ModelSpec
+from ductile.fabric.pages import zeros_on_demand
 from ductile.generator import sequence
 from ductile.generator.scheduler import Chunk
 
@@ -42,8 +41,8 @@ class KVCache:
     def __init__(self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: str) -> None:
         shape = (spec.num_layers, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         # Zeros, not empty: padding is read and masked, and a masked NaN is still a NaN.
-        self.keys = _zeros(shape, dtype, device)
-        self.values = _zeros(shape, dtype, device)
+        self.keys = zeros_on_demand(shape, dtype, device)
+        self.values = zeros_on_demand(shape, dtype, device)
         self._rows = _rows(self.keys, self.values)
         self.block_size = block_size
         self.num_tokens = num_blocks * block_size
@@ -98,15 +97,6 @@ def _rows(keys: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:
     """[layers, N, S, K, D] -> for each layer [N S, K, D], in the same memory. Made once: to make a view takes as
     long as to write the new tokens of a step."""
     return list(zip(keys.flatten(1, 2), values.flatten(1, 2), strict=True))
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
-    """On a CPU the system fills a page with zeros when it is first used: who lends a slot to generation waits for no
-    block that is never used. (`torch.zeros` writes them all: 0.3 s of a core for 100 MiB where memory is new.)"""
-    if device != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 class PagedAttention:
