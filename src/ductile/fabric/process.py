@@ -1,4 +1,4 @@
-"""Which process, for certain: a number alone may belong to another one tomorrow."""
+"""Which process, for certain: numbers come again, start times do not."""
 
 import os
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ class Process:
 
     @classmethod
     def own(cls) -> "Process":
-        return cls(os.getpid(), _start_of(os.getpid()))
+        return cls(os.getpid(), start_time(os.getpid()) or 0)
 
     @property
     def alive(self) -> bool:
-        return _start_of(self.pid) == self.started
+        return start_time(self.pid, zombies=False) == self.started
 
 
 def host() -> str:
@@ -26,10 +26,13 @@ def host() -> str:
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
-def _start_of(pid: int) -> int:
-    """When the process started; 0 when there is none, or it is only waiting to be buried."""
+def start_time(pid: int, zombies: bool = True) -> int | None:
+    """When the process started, in clock ticks after boot; None when there is none.
+
+    zombies: whether one that has ended, and whose parent has not asked how, counts as well.
+    """
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return 0
-    return 0 if state in "ZX" else int(fields[18])
+        return None
+    return int(fields[18]) if zombies or state not in "ZX" else None

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ductile.launch.alive import start_time
+from ductile.fabric.process import start_time
 
 PERIOD_US = 20_000
 """Period of the quota: short, so that a slot which ran out waits 20 ms and not 100; at 5 ms the kernel's own accounting

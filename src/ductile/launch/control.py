@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from ductile.launch.alive import start_time
+from ductile.fabric.process import start_time
 
 VERSION = 1
 FILE = "control.json"

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from ductile.disk import write_whole
-from ductile.launch.alive import start_time
+from ductile.fabric.process import start_time
 from ductile.launch.control import (
     FILE,
     MAX_REQUEST_BYTES,
