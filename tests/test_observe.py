@@ -1,11 +1,12 @@
 import json
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
 from ductile.disk import DiskError
-from ductile.observe import Recorder, Stopwatch, read_jsonl
+from ductile.observe import Recorder, Stopwatch, read_jsonl, timed
 from tests.full_disk import fill, small_disk
 
 
@@ -196,6 +197,25 @@ def test_stopwatch_adds_up_phases_and_starts_again_after_a_lap():
         now[0] += 3
     assert watch.lap() == (6.0, {"wait": 5.0, "train": 1.0, "publish": 1.0})
     assert watch.lap() == (0.0, {})
+
+
+def test_a_phase_that_goes_on_over_a_lap_is_all_the_next_ones():
+    now = [0.0]
+    watch = Stopwatch(clock=lambda: now[0])
+    with watch("wait"):
+        now[0] += 2
+        ended = watch.lap()
+        now[0] += 1
+    assert ended == (2.0, {})
+    assert watch.lap() == (1.0, {"wait": 3.0})
+
+
+def test_what_a_block_took_is_told_also_when_it_raises():
+    seconds, now = {"load": 1.0}, [0.0]
+    with suppress(ValueError), timed(seconds, "load", clock=lambda: now[0]):
+        now[0] += 2
+        raise ValueError
+    assert seconds == {"load": 3.0}
 
 
 def test_observing_needs_no_torch():

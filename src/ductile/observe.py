@@ -18,16 +18,18 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from ductile.blame import told
 from ductile.disk import named, write_whole
 from ductile.half_characters import ESCAPED, escaped
+
+K = TypeVar("K", bound=str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +185,18 @@ class _Journal:
             raise
 
 
+@contextmanager
+def timed(
+    seconds: MutableMapping[K, float], phase: K, clock: Callable[[], float] = time.perf_counter
+) -> Iterator[None]:
+    """Adds what the block takes to the phase's seconds, also when the block raises."""
+    start_s = clock()
+    try:
+        yield
+    finally:
+        seconds[phase] = seconds.get(phase, 0.0) + clock() - start_s
+
+
 class Stopwatch:
     """Seconds by phase. Phases may overlap (the trainer works while the loop waits for groups), so they need not add
     up to the step's wall time."""
@@ -192,19 +206,15 @@ class Stopwatch:
         self._seconds: dict[str, float] = {}
         self._started_s = clock()
 
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        start_s = self._clock()
-        try:
-            yield
-        finally:
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + self._clock() - start_s
+    def __call__(self, phase: str) -> AbstractContextManager[None]:
+        return timed(self._seconds, phase, self._clock)
 
     def lap(self) -> tuple[float, dict[str, float]]:
         """(seconds since the last lap, seconds by phase in it); starts the next one."""
         now_s = self._clock()
-        total_s, seconds = now_s - self._started_s, self._seconds
-        self._started_s, self._seconds = now_s, {}
+        total_s, seconds = now_s - self._started_s, dict(self._seconds)
+        self._started_s = now_s
+        self._seconds.clear()  # the same dictionary: a phase that is under way now is the next lap's
         return total_s, seconds
 
 

@@ -1,11 +1,11 @@
 """What a `reshard` did, and how long each phase of it took."""
 
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from ductile.core.transfer.plan import Plan
+from ductile.observe import timed
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,6 @@ class Clock:
         self.now = ""
         """The last phase that began."""
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         self.now = name
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        return timed(self.seconds, name)

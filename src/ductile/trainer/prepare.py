@@ -11,10 +11,10 @@ lies over them, are left to the main thread, which makes them in the pause (`Pre
 
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import monotonic, perf_counter
+from time import monotonic
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from ductile.fabric.exchange import StoreExchange
 from ductile.fabric.groups import Groups, names_of
 from ductile.fabric.p2p import PeerToPeer
 from ductile.fabric.transfer import Transfer, Verify
+from ductile.observe import timed
 from ductile.parallel.apply import Precision
 from ductile.parallel.ranks import Ranks
 from ductile.records import ResizeOrder
@@ -341,12 +342,3 @@ def _abort(planned: Planned | None, connected: Connected | None) -> None:
 def fingerprints(config: TrainerConfig) -> Verify:
     """Which fingerprints a transfer takes. What else `verify` asks for, each slot compares by itself."""
     return "off" if config.resize.verify == "off" else "moved"
-
-
-@contextmanager
-def timed(seconds: MutableMapping[SlotPhase, float], phase: SlotPhase) -> Iterator[None]:
-    start = perf_counter()
-    try:
-        yield
-    finally:
-        seconds[phase] = seconds.get(phase, 0.0) + perf_counter() - start

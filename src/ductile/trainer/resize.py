@@ -23,10 +23,11 @@ from ductile.config.trainer import TrainerConfig
 from ductile.core.transfer.plan import Plan
 from ductile.fabric import heap, transfer
 from ductile.fabric.memory import Memory
+from ductile.observe import timed
 from ductile.parallel.apply import Precision
 from ductile.records import ResizeOrder, TrainProgress
 from ductile.roles import RoleAssignment
-from ductile.trainer.prepare import Connected, Preparation, ResizeFailed, TrainerInstance, fingerprints, timed
+from ductile.trainer.prepare import Connected, Preparation, ResizeFailed, TrainerInstance, fingerprints
 from ductile.trainer.state import GRADIENT, StatePlans, named_gradient, named_state, parts_of, set_gradient
 from ductile.trainer.trainer import Trainer
 from ductile.wire.messages import Frozen, SlotPhase, StateTransferred

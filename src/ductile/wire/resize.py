@@ -17,8 +17,8 @@ killed; one that is only slow is not.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
@@ -32,6 +32,7 @@ from ductile.core.cluster.membership import (
     violation_in_plans,
     violation_in_progress,
 )
+from ductile.observe import timed
 from ductile.records import Formation, ResizeOrder
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.fanout import AFTER_FAILURE_S
@@ -361,13 +362,9 @@ class Transaction:
         self._trainer.lose(lost)
         return lost
 
-    @contextmanager
-    def _timed(self, phase: Phase) -> Iterator[None]:
-        self.phase, began_s = phase, self._clock()
-        try:
-            yield
-        finally:
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + self._clock() - began_s
+    def _timed(self, phase: Phase) -> AbstractContextManager[None]:
+        self.phase = phase
+        return timed(self._seconds, phase, self._clock)
 
     def _result(self, outcome: Literal["resized", "rolled_back"], reason: str = "") -> ResizeResult:
         phases: dict[SlotPhase, None] = dict.fromkeys(name for moved in self._moved.values() for name in moved.seconds)
