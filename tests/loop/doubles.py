@@ -24,32 +24,17 @@ from ductile.loop.saving import Saver
 from ductile.observe import Recorder
 from ductile.records import GenerateRequest, Generation, Manifest, Prompt, Sampling, StepReport
 from ductile.roles import Task
+from ductile.sim.clock import VirtualTimeLoop
+from ductile.sim.clock import now_s as clock
 from ductile.tasks.grader import Reply, Verdict
 from ductile.tasks.prompts import ExampleOrder, PromptPosition, Prompts
 from ductile.tasks.task import score
 
 
-class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """When nothing is ready, the clock jumps to the next timer."""
-
-    def __init__(self):
-        super().__init__()
-        self._now = 0.0
-        select = self._selector.select
-
-        def jump(timeout):
-            if timeout is None:
-                raise RuntimeError("deadlock: everybody waits, and no timer will wake anyone")
-            self._now += timeout
-            return select(0)
-
-        self._selector.select = jump
-
-    def time(self):
-        return self._now
+class _NoThreads(VirtualTimeLoop):
+    """Threads know no virtual time: their work is done at once."""
 
     def run_in_executor(self, executor, func, *args):
-        """Threads know no virtual time: their work is done at once."""
         future = self.create_future()
         try:
             future.set_result(func(*args))
@@ -60,7 +45,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
     """`asyncio.run` in virtual time. A task that is still alive at the end is an error."""
-    loop = VirtualTimeLoop()
+    loop = _NoThreads()
     try:
         result = loop.run_until_complete(work)
         left = [task for task in asyncio.all_tasks(loop) if not task.done()]
@@ -71,10 +56,6 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
             task.cancel()
         loop.run_until_complete(asyncio.sleep(0))
         loop.close()
-
-
-def clock() -> float:
-    return asyncio.get_running_loop().time()
 
 
 class Letters:
