@@ -8,7 +8,6 @@ trains at first. Slots, time and rollouts are simulated; deciding is the policie
 """
 
 import argparse
-import json
 import statistics
 import time
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from ductile.core.cluster.state import Limits
 from ductile.sim.arms import named
 from ductile.sim.run import simulate
 from ductile.sim.scenario import Scenario, WorkLoad, lognormal
-from provenance import provenance
+from provenance import provenance, write
 
 STEPS, GROUP_SIZE, ROLLOUTS_PER_SLOT = 2, 16, 100
 
@@ -100,8 +99,7 @@ def main() -> None:
                 flush=True,
             )
             rows.append(vars(found))
-    if given.json:
-        given.json.write_text(json.dumps({"rows": rows, **provenance("numpy")}, indent=2) + "\n")
+    write(given.json, {"rows": rows, **provenance("numpy")})
 
 
 if __name__ == "__main__":

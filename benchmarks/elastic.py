@@ -36,7 +36,7 @@ import tomli_w
 import yaml
 
 from peers.long_tail import make
-from provenance import provenance
+from provenance import provenance, write
 
 SEED = Path(__file__).parents[1] / "examples/scheduling/dynamic.yaml"
 
@@ -228,7 +228,7 @@ def against(arm: str, figures: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json")
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--keep", help="folder in which the runs stay, round by round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
@@ -271,8 +271,7 @@ def main() -> None:
         print(f"{name:16s} {figure['wall_s']:7.1f} s  {figure['tokens_per_s']:6.0f} tokens/s", end="  ")
         print(f"switches {figure['num_switches']:.0f} ({figure['switch_share']:.1%})", end="  ")
         print(f"deciding {figure['deciding_share']:.2%}")
-    if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
+    write(args.json, result)
 
 
 def _told(arm: Arm, number: int, args: argparse.Namespace, work: Path) -> Outcome:

@@ -11,7 +11,6 @@ batch sizes of `--batches`; a batch runs until its longest answer is done. The r
 """
 
 import argparse
-import json
 import math
 import os
 import random
@@ -31,7 +30,7 @@ from ductile.config.inference import InferenceConfig, InferenceModelConfig
 from ductile.generator.engine import Engine
 from ductile.model.checkpoint import load_model
 from ductile.records import GenerateRequest, Sampling
-from provenance import provenance
+from provenance import provenance, write
 
 PAD = 0
 Answers = list[list[int]]
@@ -188,9 +187,7 @@ def main() -> None:
         print(f"{name:34} {value:9.0f} tokens/s   {speed['ductile'] / value:5.2f}x")
     print(f"in CPU time: {figures['ratio_of_cpu_time']}; load average {os.getloadavg()[0]:.1f}")
     print(f"ratio {figures['ratio_vs_transformers']} against {best}; tokens identical: {figures['tokens_identical']}")
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+    write(args.json, figures)
 
 
 if __name__ == "__main__":

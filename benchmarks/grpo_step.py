@@ -27,7 +27,7 @@ from typing import Any
 
 import tomli_w
 
-from provenance import provenance
+from provenance import provenance, write
 
 HERE = Path(__file__).parent
 ON_POLICY = "ductile, roles together, on-policy"
@@ -165,7 +165,7 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json")
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--trace", help="a file for when each slot did what, with the roles together, on-policy")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
@@ -226,8 +226,7 @@ def main() -> None:
     for whose, parts in on_policy_step.items():
         told = ", ".join(f"{what} {part_s:.3f}" for what, part_s in sorted(parts.items(), key=lambda part: -part[1]))
         print(f"seconds of a {whose} in a step, on-policy: {told}")
-    if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
+    write(args.json, result)
 
 
 if __name__ == "__main__":

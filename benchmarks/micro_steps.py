@@ -24,7 +24,7 @@ from ductile.wire.fanout import ask_each
 from ductile.wire.messages import ForwardBackward, ForwardBackwardDone
 from ductile.wire.remote import assign_role
 from ductile.wire.trainer import RemoteTrainer
-from provenance import provenance
+from provenance import provenance, write
 
 VOCAB_SIZE, SEQ_LEN, DEADLINE_S = 512, 128, 120.0
 
@@ -92,8 +92,7 @@ def main() -> None:
             f"({figures['ratio']:.3f}, fastest {figures['ratio_of_min']:.3f}), "
             f"{1000 * figures['micro_step_s']:.1f} ms a micro-step"
         )
-    if asked.json:
-        asked.json.write_text(json.dumps({**provenance("ductile", "torch"), "results": results}, indent=2) + "\n")
+    write(asked.json, {**provenance("ductile", "torch"), "results": results})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ Three tables:
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from ductile.core.transfer.arrange import arrange
 from ductile.core.transfer.bounds import least_egress
 from ductile.core.transfer.reshard import Planner
 from ductile.core.transfer.topology import MIB, Topology
-from provenance import provenance
+from provenance import provenance, write
 
 T = TypeVar("T")
 GPT = ModelSpec("llama", 32_000, 1024, 4096, num_layers=12, num_heads=16, num_kv_heads=8, head_dim=64)
@@ -202,9 +201,7 @@ def main() -> None:
         "speed": measure_speed(args.repeats),
         "places": measure_places(),
     }
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    write(args.json, results, indent=1)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,13 @@ medians of the rounds; how far off one recording alone can be is told besides.
 
 import argparse
 import itertools
-import json
 import statistics
 from pathlib import Path
 from typing import Any
 
 from ductile.sim.plan import case_of
 from ductile.sim.recording import Recording, read_recording
-from provenance import provenance
+from provenance import provenance, write
 
 TIE = 0.03
 """Arms whose measured steps differ by less are not told apart by the machine either."""
@@ -94,15 +93,14 @@ def main() -> None:
         )
         worst = f"{row['worst_held_out']:.1%} at worst ({row['worst_of_one_recording']:.1%} from one recording alone)"
         print(f"{source}: held out, {worst}; order wrong: {wrong or 'nowhere'}")
-    if asked.json:
-        result = {
-            "rounds": {name: len(found) for name, found in arms.items()},
-            "measured_s": measured_s,
-            "predicted_from": rows,
-            "tie": TIE,
-            **provenance("numpy"),
-        }
-        asked.json.write_text(json.dumps(result, indent=2) + "\n")
+    result = {
+        "rounds": {name: len(found) for name, found in arms.items()},
+        "measured_s": measured_s,
+        "predicted_from": rows,
+        "tie": TIE,
+        **provenance("numpy"),
+    }
+    write(asked.json, result)
 
 
 if __name__ == "__main__":

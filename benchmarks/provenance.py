@@ -1,10 +1,12 @@
 """Where a figure comes from: machine, versions, commit, command. Every benchmark's JSON carries it."""
 
+import json
 import os
 import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -35,6 +37,13 @@ def commit() -> str:
         return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("GIT_COMMIT", "unknown")[:12]
+
+
+def write(file: Path | None, figures: Mapping[str, object], indent: int = 2) -> None:
+    """A benchmark's figures, with their provenance, to the file that `--json` says, if it says one."""
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(figures, indent=indent, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _cpu_name() -> str:

@@ -14,7 +14,6 @@ trainer's state to the host and back, at the least that this can cost.
 """
 
 import argparse
-import json
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from ductile.core.cluster.state import Limits
 from ductile.sim.arms import run_arms, together
 from ductile.sim.run import simulate
 from ductile.sim.scenario import Scenario, WorkLoad, lognormal
-from provenance import provenance
+from provenance import provenance, write
 
 INPUTS = Path(__file__).with_name("published.toml")
 STILL = ("shipped_static", "best_static", "collocated")
@@ -147,8 +146,7 @@ def main() -> None:
             published = "-".join(f"{gain:.2f}" for gain in dict.fromkeys(row["published_gain"]))
             print(f"{row['model']:>4} {row['gpus']:>3} {still:14}{gains}{published:>13}x")
     print("\n" + DIFFERS)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"rows": rows, **provenance("numpy")}, indent=2) + "\n")
+    write(arguments.json, {"rows": rows, **provenance("numpy")})
 
 
 def _row(inputs: dict[str, Any], model: dict[str, Any], gpus: int, steps: int) -> dict[str, Any]:

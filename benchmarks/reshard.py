@@ -73,7 +73,7 @@ from ductile.fabric.memory import copy
 from ductile.fabric.transfer import Transfer
 from ductile.launch.local import FREED_MEMORY_STAYS
 from peers import reshard as peers
-from provenance import provenance
+from provenance import provenance, write
 
 RANKS = 4
 HIDDEN, INNER, HEADS, KEY_HEADS, VOCABULARY, LAYERS = 1024, 2816, 16, 8, 32_000, 12
@@ -402,9 +402,7 @@ def main() -> None:
         rows = summarise(ranks, "moments")
         results["with_moments"] = {**origin, "pairs": rows}
         show("weights and moments, 2370 MiB", rows)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    write(options.json, results, indent=1)
 
 
 if __name__ == "__main__":

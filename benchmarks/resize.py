@@ -35,7 +35,7 @@ from ductile.records import Formation, Sample
 from ductile.wire.remote import assign_role
 from ductile.wire.resize import ResizeOptions, Transaction
 from ductile.wire.trainer import RemoteTrainer
-from provenance import provenance
+from provenance import provenance, write
 
 FORMATIONS = [(0, 1), (0, 1, 2), (0, 1, 2, 3), (0,), (0, 1), (2, 3)]
 MODEL = {
@@ -244,9 +244,7 @@ def main() -> None:
         f"{figures['ratio_between_batches']:.1f}), with the checkpoint in memory "
         f"{figures['ratio_vs_restart_in_memory']:.1f} times"
     )
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(figures | provenance("ductile", "torch"), indent=2) + "\n")
+    write(args.json, figures | provenance("ductile", "torch"))
 
 
 if __name__ == "__main__":

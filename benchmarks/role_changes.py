@@ -38,7 +38,7 @@ import tomli_w
 from ductile.core.cluster.ledger import Span
 from ductile.core.cluster.profile import StepProfile
 from peers.every_change import SETTLING
-from provenance import provenance
+from provenance import provenance, write
 from resize import make_model
 
 HANDOFFS = "rollouts handed off"
@@ -287,9 +287,7 @@ def main() -> None:
         "worst_pause_by_micro_step": worst_s / micro_step_s,
         "num_params": num_params,
     }
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(figures | provenance("ductile", "torch"), indent=2, ensure_ascii=False) + "\n")
+    write(args.json, figures | provenance("ductile", "torch"))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ policies are tuned on; `held_out` is kept for checking them.
 """
 
 import argparse
-import json
 import math
 import random
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from ductile.core.cluster.state import Limits
 from ductile.sim.arms import Outcome, run_arms
 from ductile.sim.scenario import DrawLength, Scenario, WorkLoad, lognormal
 from ductile.sim.timeline import causes, gantt
-from provenance import provenance
+from provenance import provenance, write
 
 ARMS = ("best_static", "collocated", "rules", "rules_policies", "model")
 
@@ -187,8 +186,7 @@ def main() -> None:
     for arm in given.arms:
         gains = [row["wall_s"] / row["best_s"] - 1 for row in rows if row["arm"] == arm]
         print(f"{arm:16} against the first arm: mean {sum(gains) / len(gains):+.1%}, worst {max(gains):+.1%}")
-    if given.json:
-        given.json.write_text(json.dumps({"rows": rows, **provenance("numpy")}, indent=1) + "\n")
+    write(given.json, {"rows": rows, **provenance("numpy")}, indent=1)
 
 
 def _run(case: Case, given: argparse.Namespace) -> Iterator[dict[str, object]]:

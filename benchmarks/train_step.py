@@ -32,7 +32,7 @@ from ductile.trainer.collate import collate
 from ductile.trainer.loss import make_loss
 from ductile.trainer.worker import TrainRole
 from ductile.wire.messages import ForwardBackward, OptimStep
-from provenance import provenance
+from provenance import provenance, write
 
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -160,9 +160,7 @@ def main() -> None:
     for name, of in figures.items():
         row = (of["forward_backward"], of["forward_backward_cpu"], of["optim_step"], of["optim_step_cpu"])
         print(f"{name:10}{row[0]:18.0f}{row[1]:8.0f}{row[2]:12.1f}{row[3]:8.1f}")
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"milliseconds": figures} | provenance("torch"), indent=2) + "\n")
+    write(options.json, {"milliseconds": figures} | provenance("torch"))
 
 
 if __name__ == "__main__":
