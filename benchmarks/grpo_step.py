@@ -27,6 +27,7 @@ from typing import Any
 
 import tomli_w
 
+from letters import make_tokenizer
 from provenance import provenance, write
 
 HERE = Path(__file__).parent
@@ -38,17 +39,9 @@ REWARD = "def reward(row, answer):\n    return float(len(set(answer)) % 7)\n"
 
 def make_model(folder: Path) -> None:
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    letters = [chr(code) for code in range(32, 127)]
-    vocab = {token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", *letters])}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    ).save_pretrained(folder)
+    vocab = make_tokenizer(folder)
     torch.manual_seed(0)
     Qwen3ForCausalLM(
         Qwen3Config(

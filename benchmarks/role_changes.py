@@ -37,6 +37,7 @@ import tomli_w
 
 from ductile.core.cluster.ledger import Span
 from ductile.core.cluster.profile import StepProfile
+from letters import make_tokenizer
 from peers.every_change import SETTLING
 from provenance import provenance, write
 from resize import make_model
@@ -67,19 +68,8 @@ class Row:
 
 def prepare(folder: Path) -> int:
     """Writes `model/`, `prompts.jsonl` and `reward.py`; returns the number of parameters."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     num_params = make_model(folder / "model")
-    letters = [chr(code) for code in range(32, 127)]
-    words = ["<pad>", "<eos>", "<unk>", *letters]
-    words += [f"word{number} " for number in range(32_000 - len(words))]
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    ).save_pretrained(folder / "model")
+    make_tokenizer(folder / "model", num_tokens=32_000)
     prompts = [json.dumps({"prompt": f"question {number:03d}:"}) for number in range(200)]
     (folder / "prompts.jsonl").write_text("\n".join(prompts) + "\n")
     (folder / "reward.py").write_text(REWARD)

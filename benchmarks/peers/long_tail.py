@@ -13,6 +13,8 @@ from pathlib import Path
 
 import tomli_w
 
+from letters import make_tokenizer
+
 PACES = {"a": (0.8, 45), "b": (0.2, 90)}
 """By letter: how often, and how long on average (geometric)."""
 REWARD = "def reward(row, answer):\n    return float(answer.startswith('x'))\n"
@@ -60,17 +62,9 @@ def _answer(draw: random.Random, max_tokens: int) -> str:
 
 
 def _blank(folder: Path, hidden: int, num_layers: int, max_len: int) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config
+    from transformers import Qwen3Config
 
-    letters = [chr(code) for code in range(32, 127)]
-    vocab = {token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", *letters])}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    ).save_pretrained(folder)
+    vocab = make_tokenizer(folder)
     Qwen3Config(
         vocab_size=len(vocab),
         hidden_size=hidden,
