@@ -22,6 +22,7 @@ def readme() -> str:
     generate, grpo, elastic, reshard, resize, plan = map(result, sources)
     step_s, moving = grpo["median_step_s"], [row for row in reshard["pairs"] if row["wire_bytes"]]
     best = min((name for name in step_s if name.startswith("ductile")), key=lambda name: step_s[name])
+    slots, cold_ms = ([row[key] for row in plan["speed"]] for key in ("num_slots", "cold_ms"))
     arms = {**ARMS, "seed": "`examples/scheduling/dynamic.yaml`"}
     rows = [
         (
@@ -34,13 +35,13 @@ def readme() -> str:
         (
             "`benchmarks/grpo_step.py`: seconds of a whole GRPO step, 32 answers of 64 tokens, 2 cores",
             "TRL `GRPOTrainer`, best of two set-ups",
-            f"{grpo['ratio_vs_trl']:.2f} times as fast ({best.removeprefix('ductile, ')}); strictly on-policy with the "
-            f"roles together {grpo['ratio_vs_trl_on_policy']:.2f} times",
+            f"{grpo['ratio_vs_trl']:.2f} times as fast (best of three set-ups: {best.removeprefix('ductile, ')}); "
+            f"strictly on-policy with the roles together {grpo['ratio_vs_trl_on_policy']:.2f} times",
         ),
         (
             "`benchmarks/elastic.py`: seconds of ten strictly on-policy GRPO steps with long-tailed answers, six slots "
             "of a quarter of a core",
-            f"the best of {len(elastic['splits'])} fixed splits; collocated; both rules",
+            f"the best of {len(elastic['splits'])} fixed splits; collocated; both rules; the example's file",
             '`policy = "model"` takes '
             + listed([f"{less(share)} time than {arms[arm]}" for arm, share in elastic["model_against"].items()])
             + " ([how](docs/scheduling.md#what-is-measured))",
@@ -48,10 +49,10 @@ def readme() -> str:
         (
             "`benchmarks/reshard.py`: another tensor-parallel layout of a 790 MiB model, live, 4 processes",
             listed([PEERS[name] for name in PEERS if f"{name}_s" in moving[0]]),
-            "a `ductile.Resharder`, from its second call on, is by default "
-            f"{span((row['ratio_vs_best_peer'] for row in moving), '.1f')} times as "
-            "fast as the best of them, and compares fingerprints of all that is read, which they do not "
-            "([how](docs/transfer.md#what-is-measured))",
+            "where bytes move between processes a `ductile.Resharder`, from its second call on, is by default "
+            f"{span((row['ratio_vs_best_peer'] for row in moving), '.1f')} times as fast as the best of them, its "
+            f"first call {span((row['first_call_ratio_vs_best_peer'] for row in moving), '.1f')} times; it compares "
+            "fingerprints of all that is read, which they do not ([how](docs/transfer.md#what-is-measured))",
         ),
         (
             "`benchmarks/resize.py`: a trainer of 100 M parameters goes to other slots",
@@ -61,13 +62,14 @@ def readme() -> str:
             "([how](docs/resize.md#measured))",
         ),
         (
-            "`benchmarks/plan.py`: reshard plan for a 32B model on 128 slots",
-            "the exact optimum of the busiest sender",
-            f"within {max(row['ratio'] for row in plan['balance']):.3f}; {plan['speed'][0]['cold_ms']:.1f} ms",
+            f"`benchmarks/plan.py`: reshard plans for a 32B model on {min(slots)} to {max(slots):,} slots",
+            "the exact optimum of the busiest sender (no peer plans)",
+            f"within {max(row['ratio'] for row in plan['balance']):.3f} of it; {two_digits(min(cold_ms))} ms "
+            f"({min(slots)} slots, tensor-parallel) to {max(cold_ms) / 1000:.1f} s ([which](docs/layout.md))",
         ),
     ]
     table = markdown(("benchmark", "against", "result"), rows)
-    return f"{table}\n\n{prose(f'Measured on {where(*sources)}, peer and ductile in the same run.')}"
+    return f"{table}\n\n{prose(f'Measured on {where(*sources)}; where a row has a peer, both in the same run.')}"
 
 
 # -- docs
@@ -125,20 +127,28 @@ def grpo_step() -> str:
 
 def train_step() -> str:
     found = result("train_step")["milliseconds"]
-    cpu = {name: of["forward_backward_cpu"] + of["optim_step_cpu"] for name, of in found.items()}
-    one, two = cpu["1 rank(s)"] / cpu["plain"] - 1, cpu["2 rank(s)"] / cpu["2 x plain"] - 1
+    total = {
+        name: [of[f"forward_backward{kind}"] + of[f"optim_step{kind}"] for kind in ("", "_cpu")]
+        for name, of in found.items()
+    }
+
+    def over(name: str, floor: str) -> str:
+        wall, cpu = (ours / its - 1 for ours, its in zip(total[name], total[floor], strict=True))
+        return f"{less(wall)} time than that, {less(cpu)} CPU"
+
     rows = (
         ("plain module, torch's clipping and AdamW", "plain", "the floor"),
-        ("trainer, 1 rank", "1 rank(s)", f"{less(one)} than that: packing, metrics, messages"),
+        ("trainer, 1 rank", "1 rank(s)", f"{over('1 rank(s)', 'plain')}: packing, metrics, messages"),
         ("two plain modules at once, half the samples each", "2 x plain", "two cores slow each other down"),
-        ("trainer, 2 ranks", "2 rank(s)", f"{less(two)} than those: parameters are gathered, gradients reduced"),
+        (
+            "trainer, 2 ranks",
+            "2 rank(s)",
+            f"{over('2 rank(s)', '2 x plain')}: parameters are gathered, gradients reduced",
+        ),
     )
-    cells = (
-        (what, f"{found[name]['forward_backward_cpu']:.0f} + {found[name]['optim_step_cpu']:.0f}", why)
-        for what, name, why in rows
-    )
-    table = markdown(("", "CPU of all ranks, ms", "what it is"), cells)
-    said = prose(f"Forward and backward + the optimizer's step, on {where('train_step')}.")
+    cells = ((what, *(f"{milliseconds:.0f}" for milliseconds in total[name]), why) for what, name, why in rows)
+    table = markdown(("", "ms", "CPU of all ranks, ms", "what it is"), cells)
+    said = prose(f"Forward and backward and the optimizer's step, on {where('train_step')}.")
     return f"{table}\n\n{said}"
 
 
@@ -157,8 +167,8 @@ def resize() -> str:
         ((name, *cells(of[False]), *cells(of[True])) for name, of in by_change.items()),
     )
     transfer = statistics.median(each["transfer_s"] / each["pause_s"] for each in found["resizes"])
-    parts = ("carrier", "plan", "groups", "build", "load")  # older results have the carrier's choice among `groups`
-    prepared_s = [sum(each.get(f"{part}_s", 0.0) for part in parts) for each in found["resizes"]]
+    parts = ("carrier", "plan", "groups", "build", "load")
+    prepared_s = [sum(each[f"{part}_s"] for part in parts) for each in found["resizes"]]
     restart_s = found["median_restart_s"]
     said = prose(
         f"The median of all is {found['median_pause_s']:.2f} s, {percent(transfer)} of it the transfer.",
@@ -195,23 +205,24 @@ def reshard() -> str:
 
 def reshard_moments() -> str:
     found = result("reshard")["with_moments"]
+    speed = span((row["limits_bytes_s"]["memory"] / 1e9 for row in found["pairs"]), ".1f", " GB/s")
     said = prose(
         "With two moments for each weight, 2.3 GiB, which megatron-core's refit does not move; medians of",
-        f"{found['repeats']}:",
+        f"{found['repeats']}, and the memory's speed, measured again, is {speed}:",
     )
     return f"{said}\n\n{_against_peers(found['pairs'])}"
 
 
 def _against_peers(rows: list[Any]) -> str:
     peers = {peer: what for peer, what in PEERS.items() if any(f"{peer}_s" in row for row in rows)}
-    head = ("4 slots", "between ranks", "`reshard`", "`Transfer`", *peers.values())
+    head = ("4 slots", "between ranks", "`reshard`", "first call", "`Transfer`", *peers.values())
     return markdown(
         (*head, "best of them / `reshard`", "of the memory's speed"),
         (
             (
                 row["pair"],
                 f"{row['wire_bytes'] / 2**20:.0f} MiB" if row["wire_bytes"] else "moves no bytes",
-                *(f"{row[f'{way}_s']:.3f}" for way in ("ours", "transfer", *peers)),
+                *(f"{row[f'{way}_s']:.3f}" for way in ("ours", "first_call", "transfer", *peers)),
                 f"{row['ratio_vs_best_peer']:.2f}",
                 f"{row['fraction_of_limit']:.2f}",
             )
@@ -232,7 +243,7 @@ def plan() -> str:
     columns = ("cold_ms", "known_classes_ms", "cached_ms", "one_slot_ms")
     rows = ((of["case"], *(two_digits(of[column]) for column in columns)) for of in found["speed"])
     said = prose(
-        f"One core is at work, of {where('plan')}.",
+        f"One thread is at work, on {where('plan')}.",
         f"The busiest sender of the {len(found['balance'])} pairs sends at most",
         f"{max(row['ratio'] for row in found['balance']):.3f} times what it has to.",
     )
@@ -264,7 +275,7 @@ def elastic() -> str:
         pairs = zip(arms["model"]["wall_s_rounds"], arms[other]["wall_s_rounds"], strict=True)
         return listed([change(ours / theirs - 1) for ours, theirs in pairs])
 
-    head = ("arm", "seconds", "of the best split", "tokens/s", "idle", "changes", "in `switch`")
+    head = ("arm", "seconds", "against the best split", "tokens/s", "idle", "changes", "in `switch`")
     others = [f"{of['wall_s']:.0f} s ({count} train)" for count, of in splits.items() if count != str(train)]
     said = prose(
         f"On {where('elastic')}.",

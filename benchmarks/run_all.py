@@ -1,4 +1,4 @@
-"""Every benchmark, one after the other, each to its file in `results/`; then the tables of README and docs.
+"""Every benchmark but `gpu`, one after the other, each to its file in `results/`; then the tables of README and docs.
 
     make figures                              # which is the next line, with what it needs
     python benchmarks/run_all.py                  # needs `pip install -e .[bench]`

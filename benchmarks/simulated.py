@@ -20,7 +20,7 @@ def decisions() -> str:
 
     head = ("median decision", *(f"{slots:,} slots, {by['model', slots]['rollouts']:,} rollouts" for slots in counts))
     rows = ((ARMS[policy], *(took(policy, slots) for slots in counts)) for policy in ("rules", "model"))
-    said = f"In brackets: what one of a hundred takes longer than. Simulated, on one of {where('decisions')}."
+    said = f"In brackets: what one of a hundred takes longer than. Simulated by one thread, on {where('decisions')}."
     return f"{markdown(head, rows)}\n\n{prose(said)}"
 
 

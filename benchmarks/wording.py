@@ -35,8 +35,9 @@ def changes(shares: Iterable[float]) -> str:
 
 
 def less(share: float) -> str:
-    """ "13 % less", of -0.13."""
-    return f"{percent(abs(share))} {'more' if share > 0 else 'less'}"
+    """ "13 % less", of -0.13; a digit more where it would be 0 %."""
+    size = percent(abs(share)) if abs(share) >= 0.005 else f"{100 * abs(share):.1f} %"
+    return f"{size} {'more' if share > 0 else 'less'}"
 
 
 def span(values: Iterable[float], form: str, unit: str = "") -> str:

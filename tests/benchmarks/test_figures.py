@@ -40,7 +40,6 @@ def test_a_result_says_what_it_was_measured_on_and_how(file):
     assert datetime.fromisoformat(found["date"]).tzinfo is not None
 
 
-@pytest.mark.xfail(strict=True, reason="the files are measured anew, all on one commit, when the code has come to rest")
 def test_all_results_are_of_one_commit_and_of_nothing_that_is_not_committed():
     (commit,) = set().union(*(commits(json.loads(file.read_text(encoding="utf-8"))) for file in FILES))
     assert "+" not in commit
