@@ -205,8 +205,9 @@ def test_what_has_run_is_known_however_the_tests_end(gpu_tests: Path) -> None:
 
 def test_tests_whose_time_is_over_are_ended(gpu_tests: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (gpu_tests / "test_some.py").write_text(GPU_TESTS.replace("os.kill(os.getpid(), signal.SIGKILL)", "signal.pause()"))
-    found = tests_part.outcomes(gpu_tests, ["test_some.py"], 0.1)
-    assert set(found.values()) <= {"unfinished"}, "pytest has hardly begun"
+    found = tests_part.outcomes(gpu_tests, ["test_some.py"], 3.0)
+    # A slow machine may not have collected them by then.
+    assert {found.get(f"test_some.py::test_{name}", "unfinished") for name in ("stuck", "last")} == {"unfinished"}
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,14 @@ class Preparation:
         planned.barrier.leave()
         return connected.after
 
+    def abandon(self, error: BaseException) -> None:
+        """`discard` after a failure over the groups. With gloo the other slots fail too then, instead of waiting.
+
+        The locals of the functions that failed are cleared here: they hold groups, and would keep their sockets open.
+        """
+        traceback.clear_frames(error.__traceback__)
+        self.discard()
+
     def discard(self) -> None:
         """Abort what there is, now or as soon as the thread is done with it."""
         with self._lock:

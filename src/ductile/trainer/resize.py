@@ -86,12 +86,17 @@ class Resize:
         planned, plan = self._preparation.result(0.0), self._plan
         if plan is None:
             raise ResizeFailed("nothing can move before everybody is frozen")
-        connected, seconds, carrier = self._preparation.connected(), planned.seconds, planned.reason
-        if self._config.resize.memory == "streaming":
-            moved = self._stream(connected, plan, progress, seconds)
-            carrier += "; the old state is gone"
-        else:
-            moved = self._shadow(connected, plan, progress, seconds)
+        seconds, carrier = planned.seconds, planned.reason
+        try:
+            if self._config.resize.memory == "streaming":
+                moved = self._stream(self._preparation.connected(), plan, progress, seconds)
+                carrier += "; the old state is gone"
+            else:
+                moved = self._shadow(self._preparation.connected(), plan, progress, seconds)
+        except Exception as error:
+            # A slot may wait for this one's messages, and not for those of the slot that failed first.
+            self._preparation.abandon(error)
+            raise
         self._is_moved = True
         return StateTransferred(moved.sent, moved.received, moved.num_bytes, seconds, carrier, planned.beside)
 
