@@ -25,6 +25,17 @@ def test_no_attribute_docstring_is_a_fragment() -> None:
     assert not found, "\n".join([f"{len(found)} docstrings are fragments; {advice}", *found])
 
 
+def test_no_docstring_of_a_module_a_class_or_a_function_is_a_fragment() -> None:
+    found = [
+        f"{file.relative_to(SOURCE.parents[1])}: {text.splitlines()[0]}"
+        for file in sorted(SOURCE.rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and FRAGMENT.match(text := ast.get_docstring(node) or "")
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_fragments_are_found_under_fields_constants_and_attributes_of_self() -> None:
     source = '''"""For a module this is no fragment."""
 LIMIT = 3

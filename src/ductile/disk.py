@@ -39,14 +39,14 @@ def require_room(folder: Path, needed_bytes: int, what: str) -> None:
 
 
 def free_bytes(path: Path) -> int:
-    """Of the disk that `path` is on, or would be."""
+    """Free bytes of the disk that `path` is on, or would be."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return shutil.disk_usage(path).free
 
 
 def folder_bytes(folder: Path) -> int:
-    """Of all files in it; 0 when there is none."""
+    """Bytes of all files in a folder; 0 when there is none."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 

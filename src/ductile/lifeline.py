@@ -32,7 +32,7 @@ def signal_on_parent_death(parent: int, signum: signal.Signals) -> None:
 
 
 def fork_tied(ends_by: signal.Signals) -> int:
-    """As `os.fork`; the child is sent `ends_by` when this process ends, however early that is.
+    """Forks as `os.fork` does; the child is sent `ends_by` when this process ends, however early that is.
 
     A child that is born into a process namespace does not see its parent there, so it looks at the parent's pidfd.
     """

@@ -49,8 +49,8 @@ def _rl(config: RLConfig) -> tuple[RLConfig, tuple[str, ...]]:
 
 
 def _short_enough(config: OrchestratorConfig, max_model_len: int, reasons: list[str]) -> OrchestratorConfig:
-    """With answers of half of what a sequence may have, where nobody wrote how long they are and the default is too
-    long."""
+    """Completions get half of what a sequence may have, where the user does not say how long they are and the
+    default is too long."""
     most = max(1, max_model_len // 2)
     if "max_tokens" not in config.sampling.model_fields_set and config.sampling.max_tokens >= max_model_len:
         config = config.model_copy(update={"sampling": config.sampling.model_copy(update={"max_tokens": most})})

@@ -1,4 +1,4 @@
-"""From the words on a command line to one validated, immutable config.
+"""Turns the words on a command line into one validated, immutable config.
 
     read (files < nested files < flags) -> rename -> share -> fit -> judge
 

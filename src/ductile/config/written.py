@@ -110,7 +110,7 @@ def _inputs(config: Run) -> Iterator[Finding]:
 
 
 def _is_in(file: Path, place: Path) -> bool:
-    """As they are named, or as their links resolve: what is deleted may be the link or what it leads to."""
+    """The paths as they are named, and as their links resolve: what is deleted may be the link or what it leads to."""
     for see in (os.path.abspath, os.path.realpath):
         inner, outer = Path(see(file)), Path(see(place))
         if inner == outer or outer in inner.parents:

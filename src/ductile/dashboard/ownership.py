@@ -43,7 +43,7 @@ def ownership(spans: Iterable[Span]) -> Ownership:
 
 
 def chosen(slots: Sequence[int]) -> list[int]:
-    """At most `MOST_ROWS` of the slots, evenly chosen."""
+    """The slots that are drawn: `MOST_ROWS` at most, evenly chosen."""
     if len(slots) <= MOST_ROWS:
         return list(slots)
     return [slots[place * len(slots) // MOST_ROWS] for place in range(MOST_ROWS)]

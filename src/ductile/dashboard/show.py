@@ -42,7 +42,7 @@ class RunDisplay(Listener, Protocol):
 
 @contextmanager
 def show(title: str, max_steps: int, stream: TextIO | None = None) -> Iterator[RunDisplay]:
-    """On leaving, the last picture stays on the screen."""
+    """The last picture stays on the screen."""
     out = stream or sys.stdout
     if not out.isatty():
         yield Lines(max_steps, out)

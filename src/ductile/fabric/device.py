@@ -34,9 +34,9 @@ def name_of(device: str | torch.device) -> str:
 
 
 def peak_of(device: str | torch.device, arithmetic: Arithmetic, measure: bool = False) -> Peak | None:
-    """By the table of known devices, or as it was measured in this process. Else it is measured now, if `measure`, in
-    less than a second, for which nothing else should be under way on the device. None where it is not measured, and
-    where the device has no room for that."""
+    """A device's peak by the table of known devices, or as it was measured in this process. Else it is measured now,
+    if `measure`, in less than a second, for which nothing else should be under way on the device. None where it is not
+    measured, and where the device has no room for that."""
     device = torch.device(device)
     found = _measured.get((device, arithmetic))
     if found is None and device.type == "cuda" and (known := known_peak(name_of(device), arithmetic)):

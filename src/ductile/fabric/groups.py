@@ -37,7 +37,7 @@ class Groups:
     """
 
     def __init__(self, slot: int, epoch: int, device: str, store: Store, timeout_s: float, purpose: str = "") -> None:
-        """With a `purpose`, the same members can have a second group in the same epoch."""
+        """A `purpose` lets the same members have a second group in the same epoch."""
         universe.enter(slot)
         if device.startswith("cuda"):
             torch.cuda.set_device(device)  # where torch puts the tensors of object collectives
@@ -187,7 +187,7 @@ def _abort(group: dist.ProcessGroup) -> None:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Of a group of gloo's collectives, as it is now (`Groups.set_timeout`)."""
+    """The present timeout of a gloo group's collectives (`Groups.set_timeout`)."""
     return _behind(group, torch.device("cpu")).options._timeout
 
 

@@ -14,6 +14,6 @@ def give_back() -> None:
 
 
 def give_all_back() -> None:
-    """As `give_back`; torch also gives back what is free on a GPU, if this process has used one."""
+    """Does what `give_back` does; torch also gives back what is free on a GPU, if this process has used one."""
     give_back()
     torch.cuda.empty_cache()

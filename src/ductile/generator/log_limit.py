@@ -1,4 +1,4 @@
-"""At most so many log lines in so much time: what strangers can cause must not fill a disk."""
+"""Limits the log lines of a period: what strangers can cause must not fill a disk."""
 
 import logging
 import time

@@ -1,4 +1,4 @@
-"""From the bytes of a body to a request, or to a sentence that names the field, its value and what it must be."""
+"""Turns the bytes of a body into a request, or into a sentence that names the field, its value and what it must be."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar

@@ -1,4 +1,4 @@
-"""From logits to the next tokens and their log-probs. N sequences, V vocabulary.
+"""Turns logits into the next tokens and their log-probs. N sequences, V vocabulary.
 
 Temperature first, then top-k, then top-p over what top-k kept, then min-p; each keeps the likeliest tokens, so what is
 left is a beginning of the sorted vocabulary, and its length is the smallest of the three.

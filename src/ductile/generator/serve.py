@@ -32,7 +32,7 @@ from ductile.lifeline import signal_on_parent_death
 from ductile.tasks.tokenizer import Tokenizer, TokenizerError
 
 DRAIN_S = 30
-"""After the first signal, answers under way have this long; a second signal ends them at once."""
+"""Seconds that responses have to end after the first signal; a second signal ends them at once."""
 
 
 BACKLOG = 128

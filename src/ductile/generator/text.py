@@ -1,4 +1,4 @@
-"""From a growing list of tokens to text that may be shown.
+"""Turns a growing list of tokens into text that may be shown.
 
 The engine and the server both follow an answer with a `TextStream`, so that generation ends where the text is cut.
 """

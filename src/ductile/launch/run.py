@@ -1,4 +1,6 @@
-"""From a validated config to processes and back to an exit code: one function for each command of the CLI.
+"""Turns a validated config into processes, and what becomes of them into an exit code.
+
+One function for each command of the CLI.
 
 How a command ends, whatever happens to it, is `ductile.launch.supervise`.
 """

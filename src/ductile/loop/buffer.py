@@ -121,7 +121,7 @@ class Buffer:
         self._drop_rollouts(prompt, (), self._freshness(self._running.pop(prompt.id)))
 
     def fail(self, error: BaseException) -> None:
-        """From now on `take` raises this: the side that should fill the buffer has failed."""
+        """Make `take` raise this from now on: the side that should fill the buffer has failed."""
         self._error = self._error or error
         self.wake()
 

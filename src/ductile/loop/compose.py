@@ -1,4 +1,4 @@
-"""From a config to a running RL loop. `prepare` reads and checks, before any process starts; `run_loop` runs.
+"""Turns a config into a running RL loop. `prepare` reads and checks, before any process starts; `run_loop` runs.
 
 prepared = prepare(config)                         tokenizer, tasks, where to resume; raises what is wrong
 ... start the slots with `prepared.trainer`, which knows how many optimizer steps there will be ...

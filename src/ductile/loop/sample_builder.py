@@ -1,4 +1,4 @@
-"""From scored groups to the samples that are trained on: advantages, weights, log-probs under trainer numerics."""
+"""Turns scored groups into the samples that are trained on: advantages, weights, log-probs under trainer numerics."""
 
 from collections.abc import Sequence
 from dataclasses import replace

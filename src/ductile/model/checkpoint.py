@@ -223,7 +223,8 @@ def _bytes(tensor: Tensor, parameter: Parameter, dtype: torch.dtype) -> memoryvi
 
 
 def _replace(folder: Path, building: Path, old: Path) -> None:
-    """At no moment is there no folder, where the file system can swap two names; else the old one steps aside first."""
+    """The folder is there at every moment, where the file system can swap two names; else the old one steps aside
+    first."""
     sync_tree(building)
     if not folder.exists():
         building.rename(folder)

@@ -43,7 +43,7 @@ class LogprobHead:
 
 
 def tokens_of_chunk(device_type: str, vocab_size: int) -> int:
-    """As many as have `CHUNK_ELEMENTS` logits."""
+    """Tokens of a chunk: as many as have `CHUNK_ELEMENTS` logits."""
     return max(1, CHUNK_ELEMENTS[device_type] // vocab_size)
 
 

@@ -99,7 +99,7 @@ class SimulatedEngine:
         self._settle()
 
     def flip(self, version: int) -> None:
-        """From now on tokens come from this weight version."""
+        """Sample tokens from this weight version from now on."""
         self._settle()
         for _, _, simulated in self._ends:
             simulated.flips.append((round(self.generated(simulated)), version))

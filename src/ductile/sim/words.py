@@ -22,7 +22,7 @@ class Blocks:
 
 
 class Questions(Task):
-    """As many prompts as are needed, all of one length."""
+    """Prompts, as many as are needed, all of one length."""
 
     name = "simulated"
 

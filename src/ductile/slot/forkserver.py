@@ -135,7 +135,7 @@ class ForkServer:
         os._exit(0)
 
     def _forget(self) -> None:
-        """In a fork: close what is the server's, or its death would not show at the other ends."""
+        """Close, in a fork, what is the server's, or its death would not show at the other ends."""
         self._selector.close()
         self._control.close()
         os.close(self._parent_fd)

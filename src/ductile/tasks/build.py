@@ -1,4 +1,4 @@
-"""From the config's `task` table to a Task."""
+"""Builds a Task from the config's `task` table."""
 
 from typing import Any
 

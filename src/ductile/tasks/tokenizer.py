@@ -125,7 +125,7 @@ class Tokenizer:
 
     @property
     def longest_token(self) -> int:
-        """At most so many characters of a text become one token."""
+        """Most characters of a text that become one token."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     @property

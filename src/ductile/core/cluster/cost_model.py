@@ -1,4 +1,4 @@
-"""From what a run has measured to the speeds and costs that policies reckon with.
+"""Turns what a run has measured into the speeds and costs that policies reckon with.
 
 Only the latest measurements count, of each kind as many as `WINDOW`. Single numbers are medians, and lines are fitted
 without what is far off them: the first of a kind is often the slowest, and one stop of the machine is not how things

@@ -1,4 +1,4 @@
-"""In which order should these slots train, so that most of the state stays where it is?
+"""Chooses the order in which slots train, so that most of the state stays where it is.
 
 stays_put(Formation((0, 1)), (0, 1, 2))    # slots 0, 2, 1: a third of the state moves; 0, 1, 2 would move half of it
 """

@@ -45,7 +45,7 @@ class PeerMessage:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """At most one message from each slot to each other one."""
+    """One message at most from each slot to each other one."""
 
     number: int
     sends: tuple[PeerMessage, ...]

@@ -52,7 +52,7 @@ class Model:
     caution: float = 0.25
     """A move must gain this share of its cost besides."""
     patience: float = 4.0
-    """After a change, the next one must gain twice as much for the time of so many resizes."""
+    """Time after a change, in resizes, in which the next one must gain twice as much."""
     pre_process: bool = True
     """Train slots may generate, and training wait for it, while more than the batch's last part is left to train."""
     wait_before_last_iter: bool = True
