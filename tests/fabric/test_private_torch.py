@@ -37,9 +37,9 @@ USED = [
     (_fsdp_api, "AllGather", "parallel.exchange"),
     (_fsdp_api, "ReduceScatter", "parallel.exchange"),
     (FileSystemWriter, "write_data", "parallel.state"),
-    (torch.ops.aten, "_softmax_backward_data", "model.cpu_attention"),
-    (torch.ops.aten.silu, "out", "model.swiglu"),
-    (torch.ops.aten.silu_backward, "grad_input", "model.swiglu"),
+    (torch.ops.aten, "_softmax_backward_data", "kernels.cpu_attention"),
+    (torch.ops.aten.silu, "out", "kernels.swiglu"),
+    (torch.ops.aten.silu_backward, "grad_input", "kernels.swiglu"),
 ]
 
 

@@ -11,9 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ductile.model import cpu_attention, varlen_attention
+from ductile.kernels import cpu_attention, varlen_attention
+from ductile.kernels.varlen_attention import VarlenAttention, sequences, torch_kernel, why_not
 from ductile.model.attention import PackedAttention, Tree, by_document
-from ductile.model.varlen_attention import VarlenAttention, sequences, torch_kernel, why_not
 
 Trees = list[tuple[int, list[int]]]
 """Lengths of each stem and of its branches."""

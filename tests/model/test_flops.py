@@ -30,7 +30,7 @@ def whole_square(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def of_norms(spec: ModelSpec, num_tokens: int) -> int:
-    """`model.norm` takes the gradient of a norm's weight, a sum over rows, as a product with a vector."""
+    """`kernels.norm` takes the gradient of a norm's weight, a sum over rows, as a product with a vector."""
     return 2 * num_tokens * spec.hidden_size * (2 * spec.num_layers + 1)
 
 

@@ -5,9 +5,7 @@ T tokens, H query heads, K key/value heads, D head size.
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
-from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -15,7 +13,8 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from ductile.model import cpu_attention, varlen_attention
+from ductile.kernels import cpu_attention, varlen_attention
+from ductile.kernels.trees import Tree
 
 
 class Attend(Protocol):
@@ -24,24 +23,6 @@ class Attend(Protocol):
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, H, D], k and v [T, K, D], after norms and rotation -> [T, H, D]."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Tree:
-    """Where documents that begin alike lie: rows `start` to `stem`, then up to each of `ends` a branch."""
-
-    start: int
-    stem: int
-    ends: tuple[int, ...] = ()
-
-    @property
-    def end(self) -> int:
-        return self.ends[-1] if self.ends else self.stem
-
-    @property
-    def branches(self) -> list[tuple[int, int]]:
-        """First row and end of each branch."""
-        return list(pairwise((self.stem, *self.ends)))
 
 
 class PackedAttention:

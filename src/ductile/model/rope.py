@@ -19,19 +19,13 @@ class Rope:
         self._frequencies = {torch.device("cpu"): frequencies(spec)}
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """`positions` [T] -> cos and sin, each [T, 1, D], fp32. The first half of sin is negated, for `rotate`."""
+        """`positions` [T] -> cos and sin, each [T, 1, D], fp32. The first half of sin is negated, for `kernels.rotate`."""
         device = positions.device
         if device not in self._frequencies:
             self._frequencies[device] = self._frequencies[torch.device("cpu")].to(device)
         angles = (positions.float()[:, None] * self._frequencies[device])[:, None, :]
         cos, sin = angles.cos(), angles.sin()
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
-    """x [T, H, D], fp32 -> the same, turned; into `out`, of any type, where there is one."""
-    partner = x.roll(x.shape[-1] // 2, dims=-1)
-    return torch.addcmul(x * cos, partner, sin, out=out)
 
 
 def frequencies(spec: ModelSpec) -> Tensor:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ductile.core.layout.spec import ModelSpec
+from ductile.kernels.heads import split_heads
+from ductile.kernels.norm import add_norm, rms_norm
+from ductile.kernels.swiglu import swiglu
 from ductile.model.attention import Attend
-from ductile.model.heads import split_heads
-from ductile.model.norm import add_norm, rms_norm
 from ductile.model.rope import Rope
-from ductile.model.swiglu import swiglu
 
 Head = Callable[[Tensor, Tensor], Tensor]
 """Function that makes the model's output from the last hidden states [T, M] and the output embeddings [V, M]."""

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from ductile.model.swiglu import swiglu
+from ductile.kernels.swiglu import swiglu
 
 
 def plain(gate_up: Tensor) -> Tensor:

@@ -15,15 +15,14 @@ import inspect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-if TYPE_CHECKING:
-    from ductile.model.attention import Tree
+from ductile.kernels.trees import Tree
 
 HEAD_SIZES = range(8, 257, 8)
 """Head sizes that the kernel takes."""

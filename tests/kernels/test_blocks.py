@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ductile.model.blocks import BLOCK_BYTES, blocks
+from ductile.kernels.blocks import BLOCK_BYTES, blocks
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 7, 1000])

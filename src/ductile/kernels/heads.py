@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ductile.model.blocks import blocks
-from ductile.model.norm import wide_type
-from ductile.model.rope import rotate
+from ductile.kernels.blocks import blocks
+from ductile.kernels.norm import wide_type
+from ductile.kernels.rotate import rotate
 
 
 def split_heads(
@@ -23,7 +23,7 @@ def split_heads(
     """qkv [T, (H + 2 K) D], `heads` (H, K, K) -> q [T, H, D], k and v [T, K, D].
 
     `weight` [H + K, D] is that of the norm over each query and key head; None where the model has no such norm. cos and
-    sin are those of `rope.Rope`. The arithmetic is fp32 or more, whatever qkv is.
+    sin are those of `model.rope.Rope`. The arithmetic is fp32 or more, whatever qkv is.
     """
     x = qkv.view(-1, sum(heads), cos.shape[-1])
     if x.requires_grad:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
-from ductile.model.blocks import blocks
+from ductile.kernels.blocks import blocks
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

@@ -13,14 +13,13 @@ head size.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-if TYPE_CHECKING:
-    from ductile.model.attention import Tree
+from ductile.kernels.trees import Tree
 
 TILE_SCORES = 1 << 19
 """Most scores of a tile, all heads together: 2 MiB in fp32."""

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ductile.model.blocks import blocks
+from ductile.kernels.blocks import blocks
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
