@@ -15,6 +15,16 @@ def memory_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
     return min([machine, *(limit for limit in limits if limit is not None)])
 
 
+def is_amd_with_avx512(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the processor is one of AMD's whose vectors have 512 bits. False where nothing says so."""
+    try:
+        first, _, _ = cpuinfo.read_text().partition("\n\n")
+    except OSError:
+        return False
+    told = {name.strip(): value for name, _, value in (line.partition(":") for line in first.splitlines())}
+    return told.get("vendor_id", "").strip() == "AuthenticAMD" and "avx512f" in told.get("flags", "").split()
+
+
 def _limit(file: Path) -> int | None:
     """The limit that the file holds, in bytes; None where there is no such group, or no limit ("max")."""
     try:

@@ -26,7 +26,7 @@ def write_scheduled(path, model, policy, **changes):
 
 
 def test_slots_go_everywhere_while_they_work_and_nothing_is_lost(tmp_path, model, start):
-    config = write_scheduled(tmp_path, model, "tests.end_to_end.moves.EverywhereInTurn", max_steps=5, interval=10)
+    config = write_scheduled(tmp_path, model, "tests.end_to_end.moves.EverywhereInTurn", max_steps=9, interval=20)
     # Two at a time: no generator is ever done with its share before the policy hears of the first answer.
     config.write_text(f"inference.max_num_seqs = 2\n{config.read_text()}")
     run = start(config)
@@ -37,7 +37,7 @@ def test_slots_go_everywhere_while_they_work_and_nothing_is_lost(tmp_path, model
     assert all(sum(slot.seconds.values()) > 0 for slot in known.slots)
     assert run.ends(within_s=60) == 0, run.said()
     rows = [row for row in run.metrics() if row["step"]]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in rows] == list(range(1, 10))
     # Every sampled token is trained once: a sample that got lost or was trained twice would show.
     assert [row["trained_tokens"] for row in rows] == [row["sampled_tokens"] for row in rows]
     assert rows[-1]["groups_dropped"] == rows[-1]["reward_errors"] == 0
@@ -105,5 +105,6 @@ def test_the_seed_s_files_run_over_the_quickstart(tmp_path, start, file, schedul
     assert not run.events("refused")
     told = summary(run.folder)
     assert told["steps"] == 2
-    assert bool(told["num_switches"]) == scheduled
-    assert bool(run.events("decided")) == scheduled
+    # Whether a change pays in two steps is a matter of the machine.
+    assert bool(told["deciding_share"]) == scheduled
+    assert bool(told["num_switches"]) == bool(run.events("decided")) <= scheduled

@@ -38,8 +38,7 @@ USED = [
     (_fsdp_api, "ReduceScatter", "parallel.exchange"),
     (FileSystemWriter, "write_data", "parallel.state"),
     (torch.ops.aten, "_softmax_backward_data", "kernels.cpu_attention"),
-    (torch.ops.aten.silu, "out", "kernels.swiglu"),
-    (torch.ops.aten.silu_backward, "grad_input", "kernels.swiglu"),
+    (torch.ops.mkldnn, "_linear_pointwise", "kernels.products"),
 ]
 
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ductile import host
 from ductile.config.inference import InferenceConfig
@@ -27,6 +26,7 @@ from ductile.generator.scheduler import Chunk, Scheduler
 from ductile.generator.sequence import Sequence
 from ductile.generator.step_profiler import StepLoad
 from ductile.generator.text import TextStream
+from ductile.kernels.products import linear
 from ductile.model.transformer import Transformer
 from ductile.records import FinishReason, GenerateRequest, Generation, KVHandle, Sampling
 from ductile.wire.messages import EngineStats
@@ -236,7 +236,7 @@ class Engine:
             torch.tensor(positions, device=self.device),
             self._attention,
             # Prefilled tokens need no logits; only the last one's hidden state goes to the vocabulary.
-            head=lambda hidden, weight: F.linear(hidden[rows], weight),
+            head=lambda hidden, weight: linear(hidden[rows], weight),
         )
         return ready, logits
 

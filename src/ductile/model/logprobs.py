@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ductile.kernels.products import product
+
 CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 27}
 """Most logits of a chunk, by kind of device, when `chunk_tokens` is not given: 128 MiB in fp32; on a GPU 512 MiB, of
 which the backward pass has three and a half at a time, 1.75 GiB.
@@ -97,8 +99,8 @@ class _ChosenLogprobs(torch.autograd.Function):
                 surprise = torch.xlogy(probabilities, probabilities).addcmul_(probabilities, entropies[rows, None])
                 grad_logits.addcmul_(surprise, of_entropies[rows, None], value=-1)
             grad_logits = grad_logits.to(weight.dtype)
-            grad_hidden[rows] = grad_logits @ weight
-            grad_weight += grad_logits.t() @ hidden[rows]
+            grad_hidden[rows] = product(grad_logits, weight.t())
+            grad_weight += product(grad_logits.t(), hidden[rows].t())
         # A row may speak about several tokens: the first ones of all answers to a prompt.
         grad_all = hidden.new_zeros((ctx.num_hidden, hidden.shape[1])).index_add_(0, chosen, grad_hidden)
         return grad_all, grad_weight.to(weight.dtype), None, None, None, None
@@ -110,5 +112,5 @@ def _chunks(num_rows: int, size: int) -> list[slice]:
 
 def _logits(hidden: Tensor, weight: Tensor, temperatures: Tensor | None, rows: slice) -> Tensor:
     """[rows, V] in fp32, a fresh tensor."""
-    logits = (hidden[rows] @ weight.t()).float()
+    logits = product(hidden[rows], weight).float()
     return logits if temperatures is None else logits.div_(temperatures[rows, None])

@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ductile.core.layout.spec import ModelSpec
 from ductile.kernels.heads import split_heads
 from ductile.kernels.norm import add_norm, rms_norm
+from ductile.kernels.products import Linear, linear
 from ductile.kernels.swiglu import swiglu
 from ductile.model.attention import Attend
 from ductile.model.rope import Rope
@@ -25,7 +25,7 @@ Head = Callable[[Tensor, Tensor], Tensor]
 
 def full_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """Logits [T, V] of all tokens."""
-    return F.linear(hidden, weight)
+    return linear(hidden, weight)
 
 
 class RMSNorm(nn.Module):
@@ -49,10 +49,10 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         self.eps = spec.rms_norm_eps
-        self.qkv_proj = nn.Linear(spec.hidden_size, sum(self.heads) * spec.head_dim, bias=spec.attention_bias)
+        self.qkv_proj = Linear(spec.hidden_size, sum(self.heads) * spec.head_dim, bias=spec.attention_bias)
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
-        self.o_proj = nn.Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=spec.output_bias)
+        self.o_proj = Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=spec.output_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
         q, k, v = split_heads(self.qkv_proj(x), self.heads, self._norm_weight(), self.eps, cos, sin)
@@ -69,8 +69,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
-        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
+        self.gate_up_proj = Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
+        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(swiglu(self.gate_up_proj(x)))
@@ -101,7 +101,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         if not spec.tie_embeddings:
-            self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
+            self.lm_head = Linear(spec.hidden_size, spec.vocab_size, bias=False)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, head: Head = full_logits) -> Tensor:
         """`token_ids` [T] and `positions` [T] (from 0 in each document), int64 -> whatever `head` makes of them.
