@@ -71,6 +71,5 @@ class LiveRun:
         )
 
     def _on_event(self, slot: int, event: Event) -> None:
-        # A death that ends the run is told at its end.
-        if isinstance(event, Died) and not self._resizer.depends_on(slot):
-            self._session.record.event("slot_lost", f"{event.reason[:1].upper()}{event.reason[1:]}.", slot=slot)
+        if isinstance(event, Died):
+            self._resizer.note_death(slot, event.reason)

@@ -115,11 +115,14 @@ class BatchProgress:
 class TrainerState:
     formation: Formation
     at_boundary: bool = True
-    """Whether the trainer is between two micro-steps: only then may its slots change."""
+    """Whether the trainer's slots may change now: no resize is under way. A resize waits for the end of the micro-step
+    itself."""
     held: bool = False
     """Whether a decision lets the trainer wait."""
     seq_len: int = 2048
     """Most tokens of one slot's micro-batch."""
+    replicas: int = 1
+    """Copies of the state that the config asks for (`trainer.model.dp_replicate`)."""
 
 
 @dataclass(frozen=True, slots=True)
