@@ -1,4 +1,5 @@
-"""What the loop may ask of the others. `ductile.wire.remote` implements these across processes; tests do in memory.
+"""What the loop may ask of the others. Across processes `wire.trainer`, `wire.fleet` and `wire.remote` implement
+these; tests do in memory.
 
 Every call either returns or raises within its deadline: `SlotLost` when a process died, `Late` when it did not answer.
 """
@@ -39,7 +40,8 @@ class RoleAssignment:
     rendezvous: str = ""
     """host:port of the run's store, for groups."""
     joining: bool = False
-    """The role's state will come from the slots that hold it now (`ductile.wire.messages.Prepare`), not from disk."""
+    """The role's state will come from the slots that hold it now (`wire.messages`: a trainer's with `Prepare`
+    and `TransferState`, weights with `Receive`), not from disk."""
 
 
 class TrainerClient(Protocol):

@@ -190,7 +190,9 @@ class Loop:
                 report = await self.trainer.optim_step(loss_denominator)
             self.skips.note(report)
         else:
-            sentence = f"Step {self.step + 1} learns nothing from {len(groups)} groups: no answer beats its siblings."
+            sentence = (
+                f"Step {self.step + 1} learns nothing: in each of its {len(groups)} groups all rewards are equal."
+            )
             self.record.event("nothing_to_learn", sentence)
             await self.trainer.optim_step(0.0)  # the learning rate follows the batches
         self.buffer.mark_trained(groups)

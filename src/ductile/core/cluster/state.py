@@ -1,7 +1,7 @@
 """What a policy sees: which slot has which roles, what is under way, what is left to do, and how fast things go.
 
-All are plain values of one instant; the time is among them. `loop` and `sim` fill them in, `policies/` decide on them,
-tests write them down by hand.
+All are plain values of one instant; the time is among them. `launch` and `sim` fill them in, `policies/` decide on
+them, tests write them down by hand.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ class SlotState:
     since_s: float = 0.0
     """When the slot got these roles, on the clock of `ClusterState.now_s`."""
     ready: bool = True
-    """False while the slot changes roles, warms up or is suspect: no order may name it then."""
+    """False while the slot changes roles, or warms up: no order may name it then."""
 
 
 class Unfinished(NamedTuple):
