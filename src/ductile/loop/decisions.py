@@ -9,6 +9,7 @@ refused     the policy is not asked any more
 import traceback
 from dataclasses import dataclass
 
+from ductile.config.asked import as_sentence
 from ductile.core.cluster.orders import Decision, sentence
 from ductile.observe import Recorder
 
@@ -35,10 +36,10 @@ class DecisionLog:
         holds, began = decision.hold_training, decision.hold_training != self._holds
         topic = decision.topic or decision.reason
         if decision.orders:
-            self._record.event("decided", _as_sentence(decision.reason), at_s=round(at_s, 3), **_expected(decision))
+            self._record.event("decided", _told(decision.reason), at_s=round(at_s, 3), **_expected(decision))
         elif began or (decision.reason and topic != self._topic):
             said = decision.reason or ("training waits" if holds else "training goes on")
-            self._record.event("held", _as_sentence(said), at_s=round(at_s, 3), holds=holds)
+            self._record.event("held", _told(said), at_s=round(at_s, 3), holds=holds)
         self._holds = holds
         if decision.orders or decision.reason or began:
             self._topic = topic
@@ -61,13 +62,14 @@ class DecisionLog:
 
     def refused(self, error: Exception) -> str:
         """Write down that the policy is not asked any more; call it while `error` is handled. Returns the sentence."""
-        said = f"The policy is not asked any more, and the slots go back to what the configuration gave them: {error}."
+        why = as_sentence(str(error))
+        said = f"The policy is not asked any more, and the slots go back to what the configuration gave them: {why}"
         self._record.event("refused", said, traceback=traceback.format_exc())
         return said
 
 
-def _as_sentence(reason: str) -> str:
-    return f"{reason[:1].upper()}{reason[1:]}."
+def _told(reason: str) -> str:
+    return as_sentence(f"{reason[:1].upper()}{reason[1:]}")
 
 
 def _expected(decision: Decision) -> dict[str, float]:
