@@ -37,6 +37,7 @@ from ductile.launch.processes import StartFailed
 from ductile.loop.evaluate import RewardsFailed
 from ductile.loop.progress import CheckpointError, Checkpoints
 from ductile.loop.run_until import SlotDied, Stopped
+from ductile.loop.saving import ExportFailed
 from ductile.loop.sinks import SinkMissing, TensorboardSink, WandbSink
 from ductile.loop.skips import Diverged
 from ductile.observe import Recorder
@@ -136,7 +137,7 @@ async def _run(session: Session, running: Awaitable[RenderableType]) -> _End:
             return _told(session, "stopped", _End(INTERRUPTED, "stopped at once, as asked"))
         except SlotDied as error:
             return _told(session, "died", _End(FAILED, str(error)))
-        except (SlotLost, Late, Refused, RewardsFailed, CustomCodeFailed, Diverged) as error:
+        except (SlotLost, Late, Refused, RewardsFailed, CustomCodeFailed, Diverged, ExportFailed) as error:
             return _told(session, "failed", _End(FAILED, str(error)))
         except Exception as error:
             if session.record.last_step is not None:
