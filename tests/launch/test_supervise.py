@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -190,6 +191,25 @@ def test_a_finished_run_that_is_resumed_stays_as_it_is(tmp_path: Path, capsys, m
     said = capsys.readouterr().out
     assert f"has done 3 steps, and max_steps is {max_steps}: there is nothing to do, and nothing was changed" in said
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("exported", [None, 2, 3])
+def test_a_finished_run_whose_model_is_missing_is_resumed(tmp_path: Path, exported: int | None):
+    """Or is that of an earlier step: the last export failed."""
+    finished(tmp_path)
+    (tmp_path / "summary.json").write_text("{}")
+    if exported is None:
+        shutil.rmtree(tmp_path / "model")
+    else:
+        (tmp_path / "events.jsonl").write_text(f'{{"kind": "exported", "step": {exported}}}\n')
+    config, started = RLConfig(output_dir=str(tmp_path), resume=True), []
+
+    async def run(config, prepared, session: Session):
+        started.append(session)
+        return ""
+
+    assert supervise("rl", config, lambda config: None, lambda prepared: 3, run, lambda prepared: 3) == 0
+    assert bool(started) == (exported != 3)
 
 
 @pytest.mark.parametrize("has_summary", [True, False])

@@ -37,7 +37,7 @@ from ductile.launch.processes import StartFailed
 from ductile.loop.evaluate import RewardsFailed
 from ductile.loop.progress import CheckpointError, Checkpoints
 from ductile.loop.run_until import SlotDied, Stopped
-from ductile.loop.saving import ExportFailed
+from ductile.loop.saving import ExportFailed, lacks_model
 from ductile.loop.sinks import SinkMissing, TensorboardSink, WandbSink
 from ductile.loop.skips import Diverged
 from ductile.observe import Recorder
@@ -172,9 +172,11 @@ def _say(end: _End, command: str, config: Config, session: Session | None) -> No
 
 
 def _nothing_to_do(config: Config, done: int, max_steps: int) -> str:
-    """Why a resume starts nothing, in sentences; "" when there are steps to do, or the end of the run is missing."""
+    """Why a resume starts nothing, in sentences; "" when there are steps to do, or its end or its model is missing."""
     folder = Path(config.output_dir)
     if not done or done < max_steps or not (folder / "summary.json").exists():
+        return ""
+    if isinstance(config, RLConfig | SFTConfig) and config.ckpt.export_model and lacks_model(folder / "model", done):
         return ""
     steps, more = "step" if done == 1 else "steps", f"--max-steps above {done}"
     return (

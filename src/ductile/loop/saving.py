@@ -9,7 +9,7 @@ from ductile.config.asked import as_sentence
 from ductile.config.trainer import CheckpointConfig
 from ductile.disk import folder_bytes, require_room
 from ductile.loop.progress import TRAINER, CheckpointError, Checkpoints, Progress
-from ductile.observe import Recorder
+from ductile.observe import Recorder, read_jsonl
 from ductile.roles import TrainerClient
 
 AUTO_S = 600.0
@@ -81,10 +81,10 @@ class Saver:
                 f"The model of step {step} cannot be written: {as_sentence(str(error))} The checkpoint of step {step} "
                 "has all that was trained, and --resume writes the model from it"
             ) from error
-        self._record.event("exported", f"The model of step {step} is in {folder}.")
+        self._record.event("exported", f"The model of step {step} is in {folder}.", step=step)
 
     async def resume(self, progress: Progress, asked: bool) -> None:
-        """Load what `progress` belongs to, and set aside what was written after it.
+        """Load what `progress` belongs to, set aside what was written after it, and write the model that is missing.
 
         asked: the user wants to go on. When there is nothing to go on from (step 0), an event says so.
         """
@@ -96,10 +96,21 @@ class Saver:
         if progress.step:
             again = f"; the metrics of {num_dropped} later steps are written anew" if num_dropped else ""
             self._record.event("resumed", f"Resumed after step {progress.step}{again}.", step=progress.step)
+            if self._model_folder and await asyncio.to_thread(lacks_model, self._model_folder, progress.step):
+                await self._export(progress.step)
         elif asked:
             where = self._checkpoints.folder
             self._record.event("started_anew", f"There is no checkpoint in {where} yet: started from the beginning.")
         self._since_s = self._clock()
+
+
+def lacks_model(folder: Path, step: int) -> bool:
+    """Whether there is no model in `folder`, a run's `model/`, or one of another step than `step`.
+
+    The run's events tell of which step it is. Where they do not, as older ones do not, it counts as the right one.
+    """
+    exported = [row for row in read_jsonl(folder.parent / "events.jsonl") if row.get("kind") == "exported"]
+    return not folder.exists() or (bool(exported) and exported[-1].get("step", step) != step)
 
 
 def is_time(since_s: float, took_s: float) -> bool:
