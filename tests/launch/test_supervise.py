@@ -124,6 +124,15 @@ def test_a_programming_error_is_not_dressed_up(tmp_path: Path):
     assert "Traceback" in event["traceback"]
 
 
+def test_logs_are_named_only_where_there_are_any(tmp_path: Path):
+    def prepare(config):
+        raise ZeroDivisionError("float division by zero")
+
+    with pytest.raises(ZeroDivisionError) as raised:
+        end(tmp_path / "run", raising(Stopped()), prepare=prepare)
+    assert raised.value.__notes__ == ["ductile rl failed."]
+
+
 def test_nothing_is_deleted_when_the_preparation_fails(tmp_path: Path, capsys):
     def prepare(config):
         raise TaskError("data.jsonl:3: no prompt")
