@@ -108,6 +108,27 @@ def test_nothing_is_offered_where_there_is_nothing_to_go_on_from(tmp_path: Path,
     assert capsys.readouterr().err == f"ductile rl: Slot 1 is gone. Logs: {tmp_path / 'logs'}.\n"
 
 
+@pytest.mark.parametrize(
+    ("saved", "trained", "said"),
+    [
+        (False, 7, "Nothing was saved yet: steps 1-7 are lost."),
+        (False, 1, "Nothing was saved yet: step 1 is lost."),
+        (True, 7, "Steps 4-7 are lost. Go on with: ductile rl @"),
+        (True, 4, "Step 4 is lost. Go on with: ductile rl @"),
+        (True, 3, "logs. Go on with: ductile rl @"),
+    ],
+)
+def test_steps_that_are_lost_are_said(tmp_path: Path, capsys, saved: bool, trained: int, said: str):
+    async def run(config, prepared, session: Session):
+        session.record.metrics(trained, {})
+        raise SlotDied("slot 1 (train, pid 7) was killed by SIGKILL while idle")
+
+    if saved:
+        save(tmp_path)
+    assert end(tmp_path, run) == 1
+    assert said in capsys.readouterr().err
+
+
 def test_a_programming_error_is_not_dressed_up(tmp_path: Path):
     async def run(config, prepared, session: Session):
         session.record.metrics(1, {})

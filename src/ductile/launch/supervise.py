@@ -196,7 +196,7 @@ def _put_back(config: Config, session: Session | None) -> str:
 
 
 def _after(command: str, config: Config, session: Session | None) -> str:
-    """Where to look, and how to go on if there is a checkpoint to go on from."""
+    """Where to look, which steps are lost, and how to go on if there is a checkpoint to go on from."""
     folder = session.folder if session else Path(config.output_dir)
     logs = f" Logs: {folder / 'logs'}." if (folder / "logs").is_dir() else ""
     if config.bench is not None or not isinstance(config, RLConfig | SFTConfig):
@@ -204,8 +204,19 @@ def _after(command: str, config: Config, session: Session | None) -> str:
     try:
         saved = Checkpoints(folder / "state").steps()
     except OSError:  # of the disk that the run died of, perhaps
-        saved = []
-    return logs if not saved else f"{logs} Go on with: ductile {command} @ {folder / 'config.toml'} --resume"
+        return logs
+    lost = _lost(saved[-1] if saved else 0, (session.record.last_step if session else None) or 0)
+    goes_on = f" Go on with: ductile {command} @ {folder / 'config.toml'} --resume" if saved else ""
+    return f"{logs}{lost}{goes_on}"
+
+
+def _lost(saved: int, trained: int) -> str:
+    """What of `trained` steps is not in the checkpoint of step `saved`; 0 when there is no checkpoint."""
+    if trained <= saved:
+        return ""
+    first = saved + 1
+    steps = f"step {first} is" if first == trained else f"steps {first}-{trained} are"
+    return f" {_capital(steps)} lost." if saved else f" Nothing was saved yet: {steps} lost."
 
 
 def _add_sinks(record: Recorder, config: Config) -> None:
