@@ -108,6 +108,24 @@ def test_nothing_is_offered_where_there_is_nothing_to_go_on_from(tmp_path: Path,
     assert capsys.readouterr().err == f"ductile rl: Slot 1 is gone. Logs: {tmp_path / 'logs'}.\n"
 
 
+def test_a_run_whose_folder_was_removed_has_failed_and_says_so(tmp_path: Path, capsys):
+    async def run(config, prepared, session: Session):
+        session.record.metrics(1, {})
+        shutil.rmtree(session.folder)
+        session.record.metrics(2, {})
+        save(session.folder)
+        session.record.summary({"steps": 2})
+        return "Done: 2 steps."
+
+    folder = tmp_path / "run"
+    assert end(folder, run) == 1
+    out = capsys.readouterr()
+    assert out.out.splitlines()[-1] == "Done: 2 steps."
+    said = "was removed or moved while the run was at work: only what was saved after that is there."
+    assert out.err == f"ductile rl: The folder {folder} {said}\n"
+    assert [path.name for path in folder.iterdir()] == ["state"]
+
+
 @pytest.mark.parametrize(
     ("saved", "trained", "said"),
     [

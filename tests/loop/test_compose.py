@@ -3,6 +3,7 @@ graders, files."""
 
 import asyncio
 import json
+import shutil
 
 import pytest
 
@@ -139,6 +140,21 @@ def test_a_whole_run(tmp_path, folder):
     assert rows[1]["reward/is_number"] > 0
     assert rows[1]["train/entropy"] == 0.1
     assert rows[3]["reward_mean"] > rows[1]["reward_mean"]
+
+
+def test_a_run_whose_folder_is_removed_counts_what_it_did(tmp_path, folder):
+    run = tmp_path / "run"
+
+    class Removed(Learns):
+        async def optim_step(self, loss_denominator):
+            if self.step == 1:
+                shutil.rmtree(run)
+            return await super().optim_step(loss_denominator)
+
+    _, result = rl(config(tmp_path, folder), folder, roles_of=Removed)
+    assert result.summary["steps"] == 3
+    assert result.summary["eval_step_first"] == 0
+    assert not (run / "summary.json").exists()
 
 
 def test_held_out_examples_are_never_trained_on(tmp_path, folder):

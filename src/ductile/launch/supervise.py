@@ -144,6 +144,9 @@ async def _run(session: Session, running: Awaitable[RenderableType]) -> _End:
                 sentence = str(error) if isinstance(error, UNFIT) else raised(error, ours=True)
                 session.record.event("failed", as_sentence(_capital(sentence)), traceback=traceback.format_exc())
             raise
+        if session.record.is_lost():
+            said = "was removed or moved while the run was at work: only what was saved after that is there"
+            return _told(session, "failed", _End(FAILED, f"the folder {session.folder} {said}", closing))
         if session.interrupt.asked.is_set():
             return _told(session, "stopped", _End(INTERRUPTED, "stopped after a whole step, as asked", closing))
         return _End(DONE, closing=closing)
@@ -206,7 +209,8 @@ def _after(command: str, config: Config, session: Session | None) -> str:
     except OSError:  # of the disk that the run died of, perhaps
         return logs
     lost = _lost(saved[-1] if saved else 0, (session.record.last_step if session else None) or 0)
-    goes_on = f" Go on with: ductile {command} @ {folder / 'config.toml'} --resume" if saved else ""
+    resolved = folder / "config.toml"  # a run whose folder was removed may have a checkpoint without it
+    goes_on = f" Go on with: ductile {command} @ {resolved} --resume" if saved and resolved.exists() else ""
     return f"{logs}{lost}{goes_on}"
 
 

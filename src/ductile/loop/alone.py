@@ -22,7 +22,7 @@ from ductile.loop.graders import graders_of
 from ductile.loop.overlap import gather_all
 from ductile.loop.report import per_second, this_life
 from ductile.loop.step_metrics import StepMetrics
-from ductile.observe import Recorder, Stopwatch, read_jsonl
+from ductile.observe import Recorder, Stopwatch
 from ductile.records import Prompt, RolloutGroup
 from ductile.roles import Generators, Task
 from ductile.tasks.build import build_task
@@ -88,7 +88,7 @@ async def run_alone(
                 raise RewardsFailed(f"in batch {step}, {why}")
             if stop.is_set():
                 break
-    rows = read_jsonl(record.folder / "metrics.jsonl")
+    rows = record.rows()
     rewards = [row["reward_mean"] for row in rows if row["reward_mean"] is not None]
     life_s = time.perf_counter() - began_s
     summary = {
