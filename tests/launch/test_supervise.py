@@ -309,11 +309,13 @@ def test_done_prints_the_closing_and_keeps_the_config(tmp_path: Path, capsys):
 
 def test_the_first_ctrl_c_lets_the_step_end(tmp_path: Path, capsys):
     async def run(config, prepared, session: Session):
+        session.record.metrics(1, {})
         os.kill(os.getpid(), signal.SIGINT)
         await asyncio.wait_for(session.interrupt.asked.wait(), 5)
         return "saved"
 
     assert end(tmp_path, run) == 130
     out = capsys.readouterr()
+    assert "Stopping after this step; press again to stop at once." in out.out.splitlines()
     assert "Stopped after a whole step, as asked." in out.err
     assert "saved" in out.out

@@ -10,17 +10,19 @@ import asyncio
 import os
 import shutil
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console, RenderableType
 
-from ductile.blame import raised
+from ductile.blame import placed, raised
 from ductile.config.asked import as_sentence
 from ductile.config.dump import to_table, write_resolved
 from ductile.config.imports import ImportPathError
@@ -34,6 +36,7 @@ from ductile.launch.folder import FolderInUse, bench_folder, run_folder
 from ductile.launch.interrupt import Interrupt, interrupts
 from ductile.launch.old_run import FAILED_START, ForgetOldRun, is_aside
 from ductile.launch.processes import StartFailed
+from ductile.loop import asking
 from ductile.loop.evaluate import RewardsFailed
 from ductile.loop.progress import CheckpointError, Checkpoints
 from ductile.loop.run_until import SlotDied, Stopped
@@ -115,7 +118,8 @@ def supervise(
                 when = "as soon as this one has done its first step or evaluation (clean = true)"
                 record.event("replaces", f"The run that is in {folder} is deleted {when}.")
             session = Session(folder, record, view)
-            end = asyncio.run(_run(session, run(config, prepared, session)))
+            give_up = partial(_give_up, command, config, session)
+            end = asyncio.run(_run(session, run(config, prepared, session), give_up))
             if benches and end.code != FAILED:
                 shutil.rmtree(folder, ignore_errors=True)
     except UNFIT as error:
@@ -129,8 +133,12 @@ def supervise(
     return end.code
 
 
-async def _run(session: Session, running: Awaitable[RenderableType]) -> _End:
-    with interrupts(session.interrupt):
+async def _run(session: Session, running: Awaitable[RenderableType], give_up: Callable[[float], None]) -> _End:
+    def on_asked() -> None:
+        after = " after this step" if session.record.last_step is not None else ""
+        session.record.event("stopping", f"Stopping{after}; press again to stop at once.")
+
+    with interrupts(session.interrupt, on_asked, give_up):
         try:
             closing = await running
         except Stopped:
@@ -150,6 +158,26 @@ async def _run(session: Session, running: Awaitable[RenderableType]) -> _End:
         if session.interrupt.asked.is_set():
             return _told(session, "stopped", _End(INTERRUPTED, "stopped after a whole step, as asked", closing))
         return _End(DONE, closing=closing)
+
+
+def _give_up(command: str, config: Config, session: Session, waited_s: float) -> None:
+    """End the process from a thread beside the event loop, which never gets its turn. All other processes follow."""
+    try:
+        busy = f"{_busy()} has kept the event loop busy for {waited_s:g} s, so nothing more was saved"
+        said = printable(f"ductile {command}: Stopped at once, as asked: {busy}.{_after(command, config, session)}")
+        shows_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # the live view has hidden it
+        os.write(sys.stderr.fileno(), f"{shows_cursor}\n{said}\n".encode(errors="replace"))
+    finally:
+        os._exit(INTERRUPTED)
+
+
+def _busy() -> str:
+    """What the main thread is at: the policy, or a line of the program."""
+    frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
+    asks = [number for number, frame in enumerate(frames) if frame.filename == asking.__file__ and frame.name == "ask"]
+    if asks:
+        return f"the policy{placed(frames[asks[-1] + 1 :])}"
+    return f"something{placed(frames[-1:], ours=True)}"
 
 
 def _told(session: Session, kind: str, end: _End) -> _End:
