@@ -29,15 +29,13 @@ FLAGS = (
 )  # fmt: skip
 
 
-def run_to_the_end(folder: Path, model: Path, start, policy: str, *flags: str, num_steps: int = NUM_STEPS) -> Run:
+def begin(folder: Path, model: Path, start, policy: str, *flags: str, num_steps: int = NUM_STEPS) -> Run:
     config = write_scheduled(folder, model, policy, max_steps=num_steps, interval=100, generate="1-2", train=0)
     # Two at a time: no generator is ever done with its share before the policy hears of the first answer.
     text = config.read_text().replace("letters.Letters", "letters.Even")
     config.write_text(f"inference.max_num_seqs = 2\n{text}")
     watched = {FOLDER: str(folder), STATES: "1", DRAWS: "1", "RESTLESS_SEED": "1"}
-    run = start(config, *FLAGS, *flags, module="tests.end_to_end.watched", **watched)
-    assert run.ends(within_s=180) == 0, run.said()
-    return run
+    return start(config, *FLAGS, *flags, module="tests.end_to_end.watched", **watched)
 
 
 def steps(run: Run) -> list[dict[str, Any]]:
@@ -60,8 +58,10 @@ def moved_bit_for_bit(folder: Path, epoch: int) -> bool:
 
 @pytest.mark.slow
 def test_nobody_can_tell_that_slots_moved(tmp_path: Path, model: Path, start) -> None:
-    alone = run_to_the_end(tmp_path / "alone", model, start, "static")
-    moved = run_to_the_end(tmp_path / "moved", model, start, "tests.end_to_end.moves.OnceAStep")
+    alone = begin(tmp_path / "alone", model, start, "static")
+    moved = begin(tmp_path / "moved", model, start, "tests.end_to_end.moves.OnceAStep")
+    for run in (alone, moved):  # side by side
+        assert run.ends(within_s=180) == 0, run.said()
     assert not alone.events("switched")
     assert not moved.events("refused")
     assert sum(event["num_handoffs"] for event in moved.events("switched")) > 0
@@ -94,9 +94,12 @@ def assert_learned_the_same(moved: Run, alone: Run) -> None:
 @pytest.mark.slow
 def test_nobody_can_tell_which_policy_decided(tmp_path: Path, model: Path, start) -> None:
     """Of those that come with ductile, in a few steps; what each of them moves is its own affair."""
-    alone = run_to_the_end(tmp_path / "alone", model, start, "static", num_steps=FEW_STEPS)
-    for name, policy, *flags in (("rules", "rules", *BOTH_RULES), ("model", "tests.end_to_end.moves.Keen")):
-        moved = run_to_the_end(tmp_path / name, model, start, policy, *flags, num_steps=FEW_STEPS)
+    policies = {"alone": ("static",), "rules": ("rules", *BOTH_RULES), "model": ("tests.end_to_end.moves.Keen",)}
+    runs = {name: begin(tmp_path / name, model, start, *how, num_steps=FEW_STEPS) for name, how in policies.items()}
+    for run in runs.values():  # side by side
+        assert run.ends(within_s=180) == 0, run.said()
+    alone = runs.pop("alone")
+    for moved in runs.values():
         assert moved.events("switched")
         assert not moved.events("refused")
         assert_learned_the_same(moved, alone)

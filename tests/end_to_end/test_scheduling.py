@@ -66,7 +66,7 @@ def test_slots_go_everywhere_while_they_work_and_nothing_is_lost(tmp_path, model
 
 @pytest.mark.slow
 def test_the_second_ctrl_c_ends_a_run_whose_policy_never_returns(tmp_path, model, start):
-    run = start(write_scheduled(tmp_path, model, "tests.end_to_end.moves.Endless"))
+    run = start(write_scheduled(tmp_path, model, "tests.end_to_end.moves.Endless"), module="tests.end_to_end.hasty")
     run.until(lambda: "asked" in run.said().splitlines())
     run.process.send_signal(signal.SIGINT)
     time.sleep(0.5)
