@@ -11,7 +11,7 @@ from pathlib import Path
 import ductile
 
 SOURCE = Path(ductile.__file__).parent
-FRAGMENT = re.compile(r"\s*(That|Of|By|In|For|As|With|From|And)\b")
+FRAGMENT = re.compile(r"\s*(That|Of|By|In|For|As|With|From|And|Before|During|Until|While|Once)\b")
 """How a text begins that goes on with another one, such as "Of one slot alone." after a name."""
 
 

@@ -243,14 +243,16 @@ def _bench(config: BenchConfig | None, session: Session, cluster: LocalCluster |
 
 
 async def _begin(bench: Bench, trainer: TrainerConfig, cluster: LocalCluster, session: Session) -> None:
-    """Before roles are taken: models leave little room to measure in, and what it takes is none of the run's memory."""
+    """Have the benchmark measure the device. The caller does so before roles are taken: models leave little room to
+    measure in, and what measuring takes is none of the run's memory."""
     device = next(iter(cluster.devices.values()))
     arithmetic = arithmetic_of(compute_dtype(trainer.model.compute_dtype, device), trainer.matmul_precision, device)
     await run_until(bench.begin(arithmetic), session.interrupt.asked, cluster.death())
 
 
 async def _settle(bench: Bench, cluster: LocalCluster, session: Session) -> None:
-    """The steps are done. Their memory is not known where a user, or a slot's death, is sooner than the answers."""
+    """Ask the slots how much memory the steps have taken. It is not known where the user stops the run, or a slot dies,
+    before they have answered."""
     with suppress(Stopped, SlotDied):
         await run_until(bench.settle(), session.interrupt.asked, cluster.death())
 

@@ -62,7 +62,7 @@ class Actuator(Protocol):
         ...
 
     def hold_training(self, held: bool) -> None:
-        """While training is held, no micro-step begins."""
+        """Hold training, or let it go on: no micro-step begins while it is held."""
         ...
 
     def changing(self, moves: Sequence[RoleChange]) -> None:

@@ -12,7 +12,7 @@ from ductile.wire.mailbox import Mailbox, Outcome
 from ductile.wire.messages import Command, Reply
 
 AFTER_FAILURE_S = 2.0
-"""Once one slot failed, the others of a collective cannot succeed; they get this long to say why."""
+"""Seconds that slots have to say why they fail when another of their collective has failed: none can succeed."""
 
 R = TypeVar("R", bound=Reply)
 

@@ -106,7 +106,7 @@ class RemoteTrainer:
         self._on_micro_step.append(callback)
 
     def hold_training(self, held: bool) -> None:
-        """While held no micro-step begins; those in flight end, and everything else goes on."""
+        """Hold training, or let it go on. While it is held no micro-step begins; those in flight end."""
         self._held = held
         self._changed.notify_all()
 
