@@ -11,7 +11,7 @@
     ReleaseRole     slots that left give the role up           training goes on
 
 Each is a fan-out with a deadline and one outcome a slot. `ductile.core.cluster.membership` says what becomes of a bad
-one: `Rollback`, and the old formation goes on, or the end of the trainer. A slot that is late and silent, too, is
+one: `Rollback`, and the old layout goes on, or the end of the trainer. A slot that is late and silent, too, is
 killed; one that is only slow is not.
 """
 
@@ -32,8 +32,8 @@ from ductile.core.cluster.membership import (
     violation_in_plans,
     violation_in_progress,
 )
+from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
 from ductile.observe import timed
-from ductile.records import Formation, ResizeOrder
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.fanout import AFTER_FAILURE_S
 from ductile.wire.finish import finish
@@ -133,7 +133,7 @@ class Transaction:
         self,
         mailbox: Mailbox,
         trainer: RemoteTrainer,
-        after: Formation,
+        after: ParallelLayout,
         options: ResizeOptions,
         kill: Callable[[int, str], None],
         clock: Callable[[], float] = time.perf_counter,
@@ -145,13 +145,13 @@ class Transaction:
         self._leave = leave
         # Every change has a number of its own, and every command from now on carries it.
         mailbox.epoch += 1
-        self.change = ResizeOrder(mailbox.epoch, trainer.formation, after)
+        self.change = ResizeOrder(mailbox.epoch, trainer.layout, after)
         self.phase: Phase = "hold"
         """The step that is under way, or was the last."""
         self._seconds: dict[str, float] = {}
         self._pause_s = 0.0
         self._moved: dict[int, StateTransferred] = {}
-        self._holding = set(self.change.before.members)
+        self._holding = set(self.change.before.slots)
         """Slots that are known to hold the role."""
 
     async def run(self) -> ResizeResult:
@@ -167,7 +167,7 @@ class Transaction:
                 await self._leave()
                 await self._freeze_and_transfer()
                 await self._step("commit", Commit(self.change.epoch), Done)
-                self._trainer.formation, self._trainer.epoch = self.change.after, self.change.epoch
+                self._trainer.layout, self._trainer.epoch = self.change.after, self.change.epoch
         except SlotLost:
             raise
         except BaseException as error:
@@ -187,8 +187,8 @@ class Transaction:
 
     async def _assign(self) -> None:
         """Have joiners take the role. Only they hear of this: should it fail, there is nothing to take back."""
-        members, options = self.change.after.members, self._options
-        assign = AssignRole("train", dict(options.settings), members, options.rendezvous, joining=True)
+        options = self._options
+        assign = AssignRole("train", dict(options.settings), self.change.after, options.rendezvous, joining=True)
         with self._timed("hold"):
             outcomes = await self._ask(dict.fromkeys(self.change.joiners, assign))
         self._holding |= {slot for slot, outcome in outcomes.items() if isinstance(outcome, Done)}
@@ -201,7 +201,7 @@ class Transaction:
         prepare = Prepare(self.change)
         with self._timed("prepare"):
             async with self._boundary():
-                outcomes = await self._ask(dict.fromkeys(self.change.before.members, prepare))
+                outcomes = await self._ask(dict.fromkeys(self.change.before.slots, prepare))
                 await self._judge("prepare", outcomes)
             await self._judge("prepare", await self._ask(dict.fromkeys(self.change.joiners, prepare)))
             await self._until_ready()
@@ -224,7 +224,7 @@ class Transaction:
         and have not answered. A slot of the change that has died, also one that had prepared, is judged at once."""
         gone = [slot for slot in self.change.slots if slot in self._mailbox.lost]
         outcomes = await self._ask(dict.fromkeys([*sorted(slots), *gone], Ready(self.change.epoch)))
-        late = {slot for slot in self.change.before.members if isinstance(outcomes.get(slot), Late)}
+        late = {slot for slot in self.change.before.slots if isinstance(outcomes.get(slot), Late)}
         silent = await self._kill_silent({slot: str(outcomes[slot]) for slot in late})
         late -= silent.keys()
         heard = {slot: said for slot, said in outcomes.items() if slot not in late}
@@ -236,7 +236,7 @@ class Transaction:
         frozen = await self._step("freeze", Freeze(change.epoch, self._trainer.with_gradient), Frozen)
         progress = {slot: reply.progress for slot, reply in frozen.items() if reply.progress is not None}
         violation = violation_in_plans({slot: reply.plan_key for slot, reply in frozen.items()})
-        if missing := sorted(set(change.before.members).difference(progress)):
+        if missing := sorted(set(change.before.slots).difference(progress)):
             violation = violation or f"slot {missing[0]} does not say how far it is"
         self._rule_on_violation("freeze", violation or violation_in_progress(progress))
         self._moved = await self._step("move", TransferState(change.epoch, total(progress)), StateTransferred)
@@ -273,7 +273,7 @@ class Transaction:
         """Roll the change back. Only the slots that train are waited for: no other slot's part is needed."""
         if ruling.verdict == "stop":
             raise self._lost(ruling.reason)
-        rollback = dict.fromkeys(self.change.before.members, Rollback(self.change.epoch))
+        rollback = dict.fromkeys(self.change.before.slots, Rollback(self.change.epoch))
         with self._timed("rollback"):
             outcomes = await self._ask(rollback, self._options.patience_s)
         dead = {slot: str(outcome) for slot, outcome in outcomes.items() if isinstance(outcome, SlotLost)}

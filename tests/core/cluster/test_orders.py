@@ -1,9 +1,9 @@
 import pytest
 
 from ductile.core.cluster.migration import change, migrate, remaining_tokens
-from ductile.core.cluster.orders import Decision, Migration, RoleChange, formation_after, violations
+from ductile.core.cluster.orders import Decision, Migration, RoleChange, layout_after, violations
 from ductile.core.cluster.state import Lengths, Limits
-from ductile.records import Formation
+from ductile.core.layout.parallel_layout import ParallelLayout
 from tests.core.cluster.scenes import scene
 
 GENERATE, TRAIN = ("generate",), ("train",)
@@ -51,7 +51,7 @@ def test_who_stays_in_the_formation_keeps_its_place():
     decision = Decision(
         (RoleChange(0, TRAIN, GENERATE), RoleChange(4, GENERATE, TRAIN), RoleChange(3, GENERATE, TRAIN))
     )
-    assert formation_after(state, decision) == Formation((1, 3, 4))
+    assert layout_after(state, decision) == ParallelLayout.of((1, 3, 4))
 
 
 def test_the_longest_rollouts_go_to_whoever_has_the_least_to_do():

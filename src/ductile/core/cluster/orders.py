@@ -1,7 +1,7 @@
 """What a policy answers: orders, and why.
 
 A `Decision` is one change of the cluster, carried out as a whole: rollouts migrate, slots give roles up, the
-trainer resizes once to `formation_after`, slots take roles on. `violations` says what is wrong with one; it is
+trainer resizes once to `layout_after`, slots take roles on. `violations` says what is wrong with one; it is
 asked before a decision is carried out, so that a policy with a bug is refused and not obeyed.
 """
 
@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from ductile.core.cluster.placement import SPELLED, Role, many, slots_of
 from ductile.core.cluster.state import ClusterState, Limits
-from ductile.records import Formation
+from ductile.core.layout.parallel_layout import ParallelLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +91,17 @@ def roles_after(state: ClusterState, decision: Decision) -> dict[int, tuple[Role
     return {slot.slot: slot.roles for slot in state.slots} | {move.slot: move.after for move in decision.moves}
 
 
-def formation_after(state: ClusterState, decision: Decision) -> Formation:
+def layout_after(state: ClusterState, decision: Decision) -> ParallelLayout:
     """The trainer's slots after the decision: those that stay keep their order, those that join come last. Copies of
     the state stay as many as they are where the number of slots allows it, else there is one."""
-    return reformed(state.trainer.formation, roles_after(state, decision))
+    return reformed(state.trainer.layout, roles_after(state, decision))
 
 
-def reformed(formation: Formation, roles: dict[int, tuple[Role, ...]]) -> Formation:
-    staying = [slot for slot in formation.members if "train" in roles.get(slot, ())]
-    joining = sorted(slot for slot, held in roles.items() if "train" in held and slot not in formation.members)
-    members = (*staying, *joining)
-    replicas = formation.replicas if members and len(members) % formation.replicas == 0 else 1
-    return Formation(members, replicas)
+def reformed(layout: ParallelLayout, roles: dict[int, tuple[Role, ...]]) -> ParallelLayout:
+    staying = [slot for slot in layout.slots if "train" in roles.get(slot, ())]
+    joining = sorted(slot for slot, held in roles.items() if "train" in held and slot not in layout.slots)
+    slots = (*staying, *joining)
+    return layout.on(slots, 1 if len(slots) % layout.dims.dp_replicate else None)
 
 
 def violations(state: ClusterState, decision: Decision) -> list[str]:
@@ -189,7 +188,7 @@ def _broken_floors(state: ClusterState, limits: Limits, after: dict[int, tuple[R
 
 def _wrong_moment(state: ClusterState, after: dict[int, tuple[Role, ...]]) -> Iterator[str]:
     trains = {slot for slot, roles in after.items() if "train" in roles}
-    if trains != {*state.trainer.formation.members} and not state.trainer.at_boundary:
+    if trains != {*state.trainer.layout.slots} and not state.trainer.at_boundary:
         yield "the trainer is in a micro-step: its slots change between two"
 
 
