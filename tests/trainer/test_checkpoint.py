@@ -19,7 +19,6 @@ from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.state import StateError
 from ductile.records import MicroBatch
 from ductile.trainer.checkpoint import load_state, save_state
-from ductile.trainer.optimizer import moments
 from ductile.trainer.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.tiny import make_model_folder
@@ -39,7 +38,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole_state(trainer: Trainer) -> Named:
     state: Named = {}
     for name, parameter in trainer.model.named_parameters():
-        for kind, tensor in [("model", parameter.detach()), *moments(trainer.optimizer, parameter)]:
+        kept = trainer.optimizer.state[parameter]
+        moments = {kind: kept[kind] for kind in ("exp_avg", "exp_avg_sq", "momentum_buffer") if kind in kept}
+        for kind, tensor in {"model": parameter.detach(), **moments}.items():
             state[f"{kind}/{name}"] = full(tensor).clone()
     return state
 

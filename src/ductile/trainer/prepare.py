@@ -33,7 +33,6 @@ from ductile.fabric.p2p import PeerToPeer
 from ductile.fabric.transfer import Transfer, Verify
 from ductile.observe import timed
 from ductile.parallel.parallel_context import ParallelContext
-from ductile.parallel.parallelize import Precision
 from ductile.roles import RoleAssignment
 from ductile.trainer.state import StatePlans, named_state, parts_of
 from ductile.trainer.trainer import Trainer
@@ -314,10 +313,9 @@ class Preparation:
         """A trainer over memory that is handed on where nothing changes, and over new memory elsewhere."""
         slot, device = self._assignment.slot, self._assignment.device
         unchanged = plan.unchanged_buffers(slot)
-        dtype = Precision.of(self._config.model, device).parameters
-        for name, (_, size) in plan.target.buffer_sizes(slot).items():
+        for name, (dtype, size) in plan.target.buffer_sizes(slot).items():
             if name not in unchanged:
-                room[name] = pages.zeros(size, dtype, device)
+                room[name] = pages.zeros(size, getattr(torch, dtype), device)
         trainer = Trainer(self._config, context, device, {**self._old, **room})
         for name, part in parts_of(named_state(trainer)).items():
             if name in unchanged and part.data_ptr() == self._old[name].data_ptr():

@@ -25,7 +25,6 @@ from ductile.core.transfer.plan import Plan
 from ductile.fabric import heap, transfer
 from ductile.fabric.memory import Memory
 from ductile.observe import timed
-from ductile.parallel.parallelize import Precision
 from ductile.records import TrainProgress
 from ductile.roles import RoleAssignment
 from ductile.trainer.prepare import Connected, Preparation, ResizeFailed, TrainerInstance, fingerprints
@@ -124,7 +123,6 @@ class Resize:
     ) -> transfer.Moved:
         """Old memory is freed while new memory fills."""
         device = self._device
-        dtype = Precision.of(self._config.model, device).parameters
         with timed(seconds, "transfer"):
             state: dict[str, Tensor] = {}
             if self._before is not None and self._before.trainer is not None:
@@ -137,7 +135,7 @@ class Resize:
                 self._slot,
                 state,
                 connected.carrier,
-                lambda name, _, size: torch.zeros(size, dtype=dtype, device=device),
+                lambda _, dtype, size: torch.zeros(size, dtype=getattr(torch, dtype), device=device),
                 fingerprints(self._config),
             )
         with timed(seconds, "rebuild"):

@@ -1,7 +1,7 @@
 """What a trainer's state consists of, under which names, and where each of its numbers lies.
 
     model/<parameter>            the parameters that the optimizer updates
-    <moment>/<parameter>         exp_avg, exp_avg_sq, momentum_buffer
+    exp_avg/<parameter>          what the optimizer keeps beside each parameter (`ductile.trainer.optimizer.state_of`)
     gradient/<parameter>         what has been accumulated since the last optimizer step, if anything
     step, num_updates, sums      numbers: `ductile.records.TrainProgress`
 
@@ -21,7 +21,7 @@ from ductile.core.layout.strategy import model_layout
 from ductile.core.transfer.plan import Plan
 from ductile.core.transfer.reshard import Planner
 from ductile.parallel.data import like, local_shard
-from ductile.trainer.optimizer import moment_names, moments, supported
+from ductile.trainer.optimizer import state_of, supported
 from ductile.trainer.trainer import Trainer
 
 GRADIENT = "gradient/"
@@ -34,8 +34,9 @@ def named_state(trainer: Trainer) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
     for name, parameter in trainer.model.named_parameters():
         named[f"model/{name}"] = parameter.detach()
-        for moment, tensor in moments(trainer.optimizer, parameter):
-            named[f"{moment}/{name}"] = tensor
+        for kept in trainer.optimizer_state:
+            if kept.layout == "parameter":
+                named[f"{kept.name}/{name}"] = trainer.optimizer.state[parameter][kept.name]
     return named
 
 
@@ -62,7 +63,7 @@ class StatePlans:
     def __init__(self, spec: ModelSpec, config: TrainerConfig) -> None:
         self._spec = spec
         self._dtype = config.model.optimization_dtype
-        self._moments = moment_names(supported(config.optim))
+        self._optimizer_state = state_of(supported(config.optim), self._dtype)
         self._planners = {relays: Planner(relays=relays) for relays in (False, True)}
         self._layouts: dict[tuple[ParallelLayout, bool], Layout] = {}
 
@@ -83,6 +84,7 @@ class StatePlans:
     def _make(self, parallel: ParallelLayout, with_gradient: bool) -> Layout:
         parameters = model_layout(self._spec, parallel.mesh, self._dtype, parallel.stages or None)
         state = parameters.kind("model/", self._dtype)
-        for moment in self._moments:
-            state |= parameters.kind(f"{moment}/", self._dtype)
+        for kept in self._optimizer_state:
+            if kept.layout == "parameter":
+                state |= parameters.kind(f"{kept.name}/", kept.dtype)
         return state | parameters.kind(GRADIENT, self._dtype) if with_gradient else state

@@ -26,7 +26,7 @@ from ductile.records import MicroBatch, StepReport, TrainProgress
 from ductile.trainer.collate import Batch, collate
 from ductile.trainer.loss import make_loss, required_fields
 from ductile.trainer.lr_schedule import learning_rate
-from ductile.trainer.optimizer import make_optimizer, set_num_steps, supported
+from ductile.trainer.optimizer import make_optimizer, set_num_updates, state_of, supported
 
 
 class LossFailed(Exception):
@@ -72,7 +72,8 @@ class Trainer:
 
         self.spec = spec_of(config)
         self.model = self._load() if buffers is None else self._build_over(buffers)
-        self.optimizer = make_optimizer(self._optim, self.model.named_parameters(), buffers)
+        self.optimizer_state = state_of(self._optim, config.model.optimization_dtype)
+        self.optimizer = make_optimizer(self._optim, self.optimizer_state, self.model.named_parameters(), buffers)
         self._loss = make_loss(config.loss)
         self._required = required_fields(config.loss)
         self._sums: dict[str, Tensor] = {}
@@ -147,7 +148,7 @@ class Trainer:
     def go_on_from(self, progress: TrainProgress) -> None:
         """Take over what there is besides tensors. `progress.sums` are of all ranks: the first one keeps them."""
         self.step, self.num_updates = progress.step, progress.num_updates
-        set_num_steps(self.optimizer, self.num_updates)
+        set_num_updates(self.optimizer, self.optimizer_state, self.num_updates)
         share = 1.0 if self.context.is_first else 0.0
         self._sums = {
             name: torch.tensor(total * share, dtype=torch.float64, device=self.device)
