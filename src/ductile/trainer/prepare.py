@@ -61,7 +61,7 @@ class TrainerInstance:
         self.groups.destroy()
 
     def abort(self) -> None:
-        """`destroy` where other members may be dead, or stuck."""
+        """`destroy` where other slots may be dead, or stuck."""
         self.trainer = None
         self.groups.abort()
 

@@ -1,7 +1,7 @@
 """A resize of the live trainer: one change, from the first `AssignRole` to the last `ReleaseRole`.
 
     AssignRole      joiners build what needs no state          training goes on
-    Prepare         groups, skeleton, buffers, plan            training goes on; members are told at a boundary; all
+    Prepare         groups, skeleton, buffers, plan            training goes on; old slots are told at a boundary; all
                                                                prepare beside what they do, and are asked meanwhile
                                                                whether they are ready
     Freeze          all say their plan's key and progress      ┐
@@ -89,7 +89,7 @@ class ResizeOptions:
     """The old state stays whole until `Finalize`; see `ductile.core.cluster.membership.judge`."""
     patience_s: float = 600.0
     """Seconds for what a slot must do in any case, behind other work that it is busy with: roll back, give the role up.
-    A member in the middle of a micro-step has as long to prepare."""
+    A slot in the middle of a micro-step has as long to prepare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ class Transaction:
         await self._judge("hold", outcomes)
 
     async def _prepare(self) -> None:
-        """Have all slots prepare; they answer at once and prepare beside what they do. Old members are told at a
+        """Have all slots prepare; they answer at once and prepare beside what they do. Old slots are told at a
         boundary: in the middle of a micro-step, which may take longer than any deadline of a change, they would not
         answer, and joiners wait for them as soon as they have begun."""
         prepare = Prepare(self.change)
@@ -220,7 +220,7 @@ class Transaction:
                 await asyncio.sleep(max(READY_S, READY_SHARE * waited_s))
 
     async def _unready(self, slots: Collection[int]) -> tuple[set[int], set[int]]:
-        """Those of `slots` that have not prepared yet, and members among them that are in the middle of a micro-step
+        """Those of `slots` that have not prepared yet, and old slots among them that are in the middle of a micro-step
         and have not answered. A slot of the change that has died, also one that had prepared, is judged at once."""
         gone = [slot for slot in self.change.slots if slot in self._mailbox.lost]
         outcomes = await self._ask(dict.fromkeys([*sorted(slots), *gone], Ready(self.change.epoch)))
