@@ -503,7 +503,7 @@ def test_a_hold_that_came_with_orders_is_told_with_them_and_its_end_alone(tmp_pa
     ]
 
 
-def test_the_formation_keeps_its_order_and_joiners_come_last(tmp_path):
+def test_the_layout_keeps_its_order_and_joiners_come_last(tmp_path):
     stage, _, _ = run_controller(
         tmp_path, scene(), Scripted(moved(RoleChange(0, T, G), RoleChange(4, G, T))), one_event
     )

@@ -165,7 +165,7 @@ def test_everything_arrives_on_one_gpu(
         resize_and_compare(fleet, before, after, with_gradient)
 
 
-def test_the_first_of_the_new_formation_publishes(settings: dict[str, Any]) -> None:
+def test_the_first_of_the_new_layout_publishes(settings: dict[str, Any]) -> None:
     with Fleet(settings, range(3)) as fleet:
         fleet.assign((0, 1))
         published = fleet.ask(dict.fromkeys((0, 1), Publish(1)))

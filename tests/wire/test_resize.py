@@ -214,7 +214,7 @@ def test_a_leaver_keeps_its_role_until_its_version_is_withdrawn():
 
 @pytest.mark.parametrize("step", ["hold", "prepare", "freeze", "move", "commit"])
 @pytest.mark.parametrize("kind", ["death", "error", "drop"])
-def test_a_joiner_that_fails_leaves_the_old_formation_at_work(step: str, kind: FaultKind):
+def test_a_joiner_that_fails_leaves_the_old_layout_at_work(step: str, kind: FaultKind):
     async def story():
         stage = Stage([0, 1])
         training = asyncio.create_task(stage.train(40))

@@ -73,7 +73,7 @@ LAYOUTS = st.lists(st.integers(0, 6), min_size=1, unique=True).map(ParallelLayou
     dead=st.sets(st.integers(0, 6)),
     failed=st.sets(st.integers(0, 6)),
 )
-def test_a_formation_goes_on_only_when_all_its_slots_can(phase: Phase, before, after, dead: set, failed: set):
+def test_a_layout_goes_on_only_when_all_its_slots_can(phase: Phase, before, after, dead: set, failed: set):
     change = ResizeOrder(1, before, after)
     dead, failed = dead & set(change.slots), (failed & set(change.slots)) - dead
     verdict = judge(phase, change, dict.fromkeys(dead, "dead"), dict.fromkeys(failed, "failed")).verdict
@@ -105,7 +105,7 @@ def test_sums_add_up_over_slots_with_different_names():
     assert total(parts) == TrainProgress(2, 1, True, {"loss": 1.5, "metric/a": 2.0})
 
 
-def test_formations_in_words():
+def test_layouts_in_words():
     assert describe(ParallelLayout.of((0, 1, 2, 5))) == "slots 0-2,5"
     assert describe(ParallelLayout.of((4,))) == "slot 4"
     assert describe(ParallelLayout.of((2, 0, 1, 3), dp_replicate=2)) == "slots 0-3 in 2 copies"

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from ductile.core.cluster.migration import change, migrate, remaining_tokens
@@ -40,13 +42,24 @@ def test_the_trainers_slots_do_not_change_inside_a_micro_step():
     ]
 
 
+def test_the_trainer_keeps_the_axes_that_a_decision_has_no_say_in():
+    state = scene()
+    state = replace(state, trainer=replace(state.trainer, layout=ParallelLayout.of((0, 1), tp=2)))
+    grow = RoleChange(2, GENERATE, TRAIN), RoleChange(3, GENERATE, TRAIN)
+    assert violations(state, Decision(grow)) == []
+    assert layout_after(state, Decision(grow)) == ParallelLayout.of((0, 1, 2, 3), tp=2)
+    assert violations(state, Decision(grow[:1])) == [
+        "the trainer cannot go on so: the number of slots, 3, must be a multiple of tp 2"
+    ]
+
+
 def test_generators_may_all_go_when_there_is_nothing_to_generate():
     moves = tuple(RoleChange(slot, GENERATE, TRAIN) for slot in (2, 3, 4, 5))
     assert violations(scene(), Decision(moves)) == []
     assert violations(scene(to_start=1), Decision(moves)) == ["0 slots would generate, and 1 is the least"]
 
 
-def test_who_stays_in_the_formation_keeps_its_place():
+def test_who_stays_in_the_layout_keeps_its_place():
     state = scene()
     decision = Decision(
         (RoleChange(0, TRAIN, GENERATE), RoleChange(4, GENERATE, TRAIN), RoleChange(3, GENERATE, TRAIN))

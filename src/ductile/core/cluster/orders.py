@@ -110,7 +110,11 @@ def violations(state: ClusterState, decision: Decision) -> list[str]:
         return []  # all stays as it is: what is wrong with that is not the decision's
     found = [*_wrong_moves(state, decision), *_wrong_migrations(state, decision)]
     after = roles_after(state, decision)
-    return found or [*_broken_floors(state, state.limits, after), *_wrong_moment(state, after)]
+    return found or [
+        *_broken_floors(state, state.limits, after),
+        *_wrong_moment(state, after),
+        *_no_layout(state, after),
+    ]
 
 
 def malformed(answer: object) -> str:
@@ -190,6 +194,15 @@ def _wrong_moment(state: ClusterState, after: dict[int, tuple[Role, ...]]) -> It
     trains = {slot for slot, roles in after.items() if "train" in roles}
     if trains != {*state.trainer.layout.slots} and not state.trainer.at_boundary:
         yield "the trainer is in a micro-step: its slots change between two"
+
+
+def _no_layout(state: ClusterState, after: dict[int, tuple[Role, ...]]) -> Iterator[str]:
+    if not any("train" in roles for roles in after.values()):
+        return  # a floor is broken
+    try:
+        reformed(state.trainer.layout, after)
+    except ValueError as error:
+        yield f"the trainer cannot go on so: {error}"
 
 
 def sentence(orders: Iterable[Order], *further: str) -> str:
