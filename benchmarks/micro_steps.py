@@ -17,9 +17,9 @@ from pathlib import Path
 from ductile.config.cluster import ClusterConfig
 from ductile.config.trainer import TrainerConfig
 from ductile.core.batch.packing import pack
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.launch.local import LocalCluster
 from ductile.loop.sft_data import fake_samples
-from ductile.records import Formation
 from ductile.wire.fanout import ask_each
 from ductile.wire.messages import ForwardBackward, ForwardBackwardDone
 from ductile.wire.remote import assign_role
@@ -46,8 +46,9 @@ async def measure(slots: int, rows: int, hidden: int, rounds: int, folder: Path)
     members = tuple(range(slots))
     async with LocalCluster(members, ClusterConfig(device="cpu"), folder) as cluster:
         settings = config.model_dump(mode="json")
-        await assign_role(cluster.mailbox, "train", settings, members, DEADLINE_S, cluster.rendezvous)
-        trainer = RemoteTrainer(cluster.mailbox, Formation(members), DEADLINE_S)
+        layout = ParallelLayout.of(members)
+        await assign_role(cluster.mailbox, "train", settings, [layout], DEADLINE_S, cluster.rendezvous)
+        trainer = RemoteTrainer(cluster.mailbox, layout, DEADLINE_S)
 
         async def at_once() -> None:
             packed = pack(samples, slots, SEQ_LEN)

@@ -31,6 +31,8 @@ T = TypeVar("T")
 GPT = ModelSpec("llama", 32_000, 1024, 4096, num_layers=12, num_heads=16, num_kv_heads=8, head_dim=64)
 QWEN3_32B = ModelSpec("qwen3", 151_936, 5120, 25_600, 64, num_heads=64, num_kv_heads=8, head_dim=128, qk_norm=True)
 Side = tuple[dict[str, int], range]
+AXES = {"dp": "dp_replicate", "fsdp": "dp_shard"}
+"""Axes that the tables call by shorter names."""
 
 BALANCE: list[tuple[ModelSpec, str, Side, Side]] = [
     (GPT, "float32", (dict(tp=2), range(2)), (dict(dp=4, tp=2), range(8))),
@@ -57,7 +59,7 @@ SPEED: list[tuple[str, Side, Side, bool]] = [
 
 def layout(spec: ModelSpec, side: Side, dtype: str, zero: bool = False) -> Layout:
     axes, slots = side
-    mesh = Mesh.of(slots, **axes)
+    mesh = Mesh.of(slots, **{AXES.get(axis, axis): size for axis, size in axes.items()})
     params = model_layout(spec, mesh, dtype)
     return params | zero_layout(params, mesh).kind("master.", "float32") if zero else params
 

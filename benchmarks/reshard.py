@@ -121,7 +121,7 @@ def tensors(kinds: list[str]) -> dict[str, tuple[tuple[int, ...], int | None]]:
 
 
 def layout(tp: int, kinds: list[str]) -> Layout:
-    mesh = Mesh.of(range(RANKS), dp=RANKS // tp, tp=tp)
+    mesh = Mesh.of(range(RANKS), dp_replicate=RANKS // tp, tp=tp)
     return Layout(
         (
             Tensor(name, "float32", place(shape, mesh, () if dim is None else (Shard("tp", dim),)))

@@ -30,14 +30,15 @@ from typing import Any
 
 from ductile.config.cluster import ClusterConfig
 from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.launch.local import LocalCluster
-from ductile.records import Formation, Sample
+from ductile.records import Sample
 from ductile.wire.remote import assign_role
 from ductile.wire.resize import ResizeOptions, Transaction
 from ductile.wire.trainer import RemoteTrainer
 from provenance import provenance, write
 
-FORMATIONS = [(0, 1), (0, 1, 2), (0, 1, 2, 3), (0,), (0, 1), (2, 3)]
+LAYOUTS = [(0, 1), (0, 1, 2), (0, 1, 2, 3), (0,), (0, 1), (2, 3)]
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -83,8 +84,9 @@ class Live:
         self.terms = ResizeOptions(self.settings, cluster.rendezvous, settings.resize.timeout_s, leave_s=5)
 
     async def assign(self, members: Sequence[int]) -> None:
-        await assign_role(self.cluster.mailbox, "train", self.settings, members, TIMEOUT_S, self.cluster.rendezvous)
-        self.trainer = RemoteTrainer(self.cluster.mailbox, Formation(tuple(members)), TIMEOUT_S)
+        layout = ParallelLayout.of(members)
+        await assign_role(self.cluster.mailbox, "train", self.settings, [layout], TIMEOUT_S, self.cluster.rendezvous)
+        self.trainer = RemoteTrainer(self.cluster.mailbox, layout, TIMEOUT_S)
 
     async def half_a_batch(self) -> float:
         began_s = time.perf_counter()
@@ -102,11 +104,11 @@ class Live:
 
 async def resize(live: Live, after: tuple[int, ...], inside: bool) -> dict[str, Any]:
     """One change while the trainer works, in the middle of a batch or between two; then a step."""
-    before = live.trainer.formation.members
+    before = live.trainer.layout.slots
     if inside:
         await live.half_a_batch()
     transaction = Transaction(
-        live.cluster.mailbox, live.trainer, Formation(after), live.terms, live.cluster.condemn
+        live.cluster.mailbox, live.trainer, ParallelLayout.of(after), live.terms, live.cluster.condemn
     )  # fmt: skip
     result = await transaction.run()
     if result.outcome != "resized":
@@ -161,20 +163,20 @@ async def run(
         live = Live(cluster, settings)
         rows: list[dict[str, Any]] = []
         for inside in (False, True):
-            await live.assign(FORMATIONS[0])
+            await live.assign(LAYOUTS[0])
             await live.step()
-            for after in FORMATIONS[1:]:
+            for after in LAYOUTS[1:]:
                 rows.append(await resize(live, after, inside))
                 print(line(rows[-1]), flush=True)
             await cluster.stop()
             cluster.slots = (0, 1, 2, 3)
             await cluster.start()
             live = Live(cluster, settings)
-        await live.assign(FORMATIONS[0])
+        await live.assign(LAYOUTS[0])
         restarts: dict[str, list[float]] = {where: [] for where in states}
-        for after in FORMATIONS[1:4]:
+        for after in LAYOUTS[1:4]:
             for where, state in states.items():
-                before, seconds = live.trainer.formation.members, await restart(live, after, state)
+                before, seconds = live.trainer.layout.slots, await restart(live, after, state)
                 restarts[where].append(seconds)
                 way = f"{','.join(map(str, before)):8} -> {','.join(map(str, after)):8}"
                 print(f"{way} checkpoint {where}, restart {seconds:.2f} s", flush=True)

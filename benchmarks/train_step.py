@@ -24,6 +24,7 @@ import torch
 
 from ductile.config.trainer import TrainerConfig
 from ductile.core.batch.packing import pack
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.fabric import rendezvous
 from ductile.model.checkpoint import load_model
 from ductile.records import MicroBatch, Sample
@@ -149,7 +150,10 @@ def main() -> None:
         store = rendezvous.host_store()
         for members in ((0,), (0, 1)):
             ranks = pack(samples, len(members), config.model.seq_len)
-            places = [RoleAssignment(slot, members, len(members), "cpu", f"127.0.0.1:{store.port}") for slot in members]
+            places = [
+                RoleAssignment(slot, ParallelLayout.of(members), len(members), "cpu", f"127.0.0.1:{store.port}")
+                for slot in members
+            ]
             variants[f"{len(members)} rank(s)"] = [
                 (ductile, (config, options.rounds, place, ranks[place.slot])) for place in places
             ]

@@ -15,12 +15,12 @@ from ductile.config.inference import InferenceConfig
 from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
 from ductile.core.batch.loss_aggregation import loss_denominator
 from ductile.core.batch.packing import pack
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.fabric.device import peak_memory, peak_of
 from ductile.fabric.groups import Groups
 from ductile.generator.worker import load_engine
 from ductile.parallel.data import full
-from ductile.parallel.ranks import Ranks
-from ductile.records import Formation
+from ductile.parallel.parallel_context import ParallelContext
 from ductile.roles import RoleAssignment
 from ductile.scorer.worker import ScoreRole
 from ductile.trainer.state import named_gradient, named_state
@@ -97,7 +97,7 @@ def test_published_weights_are_what_both_devices_sample_from(folder: Path) -> No
 def test_the_scorer_says_the_same(folder: Path) -> None:
     samples = tuple(make_samples((12, 30, 3, 7, 7), temperatures=(1.0, 0.5)))
     config = fp32(folder).model_dump()
-    here, there = (ScoreRole(config, RoleAssignment(0, (0,), 0, device)) for device in (GPU, "cpu"))
+    here, there = (ScoreRole(config, RoleAssignment(0, ParallelLayout.of((0,)), 0, device)) for device in (GPU, "cpu"))
     publisher = Publisher()
     manifest = publisher.publish(1, ((name, p * 1.1) for name, p in there._policy.named_parameters()))
     for model in ("policy", "reference"):
@@ -111,7 +111,9 @@ def test_the_scorer_says_the_same(folder: Path) -> None:
 
 def three_steps(settings: dict[str, Any]) -> tuple[list[float], dict[str, list], float, float | None]:
     trainer = Trainer(
-        TrainerConfig.model_validate(settings), Ranks(Groups(0, 0, GPU, HashStore(), 60.0), Formation((0,))), GPU
+        TrainerConfig.model_validate(settings),
+        ParallelContext(Groups(0, 0, GPU, HashStore(), 60.0), ParallelLayout.of((0,))),
+        GPU,
     )
     losses, flops, peak = list[float](), 0.0, None
     for step, of_step in enumerate(LENGTHS):
@@ -175,11 +177,13 @@ def test_a_trainer_goes_to_other_slots_on_the_device(folder: Path) -> None:
     settings = fp32(folder, loss=SFTLoss(), optim=AdamWConfig(lr=1e-2)).model_dump()
     with Fleet(settings, range(3), GPU) as fleet:
         fleet.assign((0, 1))
-        for step, after in enumerate((Formation((0, 1, 2)), Formation((0,)), Formation((2, 1)))):
+        for step, after in enumerate(
+            (ParallelLayout.of((0, 1, 2)), ParallelLayout.of((0,)), ParallelLayout.of((2, 1)))
+        ):
             fleet.forward_backward(make_samples((9, 14, 5), seed=step))
-            before = fleet.call(fleet.formation.members, whole_state)
-            expected = before[fleet.formation.members[0]]
+            before = fleet.call(fleet.layout.slots, whole_state)
+            expected = before[fleet.layout.slots[0]]
             fleet.resize(after)
-            for have in fleet.call(after.members, whole_state).values():
+            for have in fleet.call(after.slots, whole_state).values():
                 assert [name for name in expected if have[name] != expected[name]] == []
             assert fleet.optim_step(20.0).step == step + 1

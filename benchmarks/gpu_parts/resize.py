@@ -1,6 +1,6 @@
 """How long a live trainer stands still when it changes its slots, all on one device.
 
-About 0.1 B parameters, AdamW, fp32 masters. It goes through the formations below, once between two batches and once in
+About 0.1 B parameters, AdamW, fp32 masters. It goes through the layouts below, once between two batches and once in
 the middle of one, when the gradient moves as well; a step follows each change.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 from gpu_parts.part import Setting
 from gpu_parts.slots import slots_on
 
-FORMATIONS = [(0, 1), (0, 1, 2), (0,), (1, 2)]
+LAYOUTS = [(0, 1), (0, 1, 2), (0,), (1, 2)]
 
 
 def run(setting: Setting) -> dict[str, Any]:
@@ -21,13 +21,13 @@ def run(setting: Setting) -> dict[str, Any]:
 async def story(setting: Setting) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     async with slots_on(setting, "0.1B", 3) as slots:
-        trainer = await slots.train(FORMATIONS[0])
+        trainer = await slots.train(LAYOUTS[0])
         await slots.step(trainer)
         # Back where it began for the second time round, in the middle of a batch.
-        changes = [(after, False) for after in FORMATIONS[1:]]
-        changes += [(after, True) for after in FORMATIONS]
+        changes = [(after, False) for after in LAYOUTS[1:]]
+        changes += [(after, True) for after in LAYOUTS]
         for after, inside in changes:
-            before = trainer.formation.members
+            before = trainer.layout.slots
             if inside:
                 await slots.half_a_batch(trainer)
             result = await slots.resize(trainer, after)

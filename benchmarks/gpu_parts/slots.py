@@ -10,8 +10,9 @@ from typing import Any
 from ductile.config.cluster import ClusterConfig
 from ductile.config.inference import InferenceConfig
 from ductile.config.trainer import TrainerConfig
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.launch.local import LocalCluster
-from ductile.records import Formation, GenerateRequest, Sample, Sampling
+from ductile.records import GenerateRequest, Sample, Sampling
 from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.leases import WeightLeases
 from ductile.wire.messages import AssignRole
@@ -45,13 +46,14 @@ class Slots:
         self.terms = ResizeOptions(self.train_settings, cluster.rendezvous, TIMEOUT_S, leave_s=5.0)
 
     async def train(self, members: Sequence[int]) -> RemoteTrainer:
-        await assign_role(self.mailbox, "train", self.train_settings, members, TIMEOUT_S, self.cluster.rendezvous)
-        return RemoteTrainer(self.mailbox, Formation(tuple(members)), TIMEOUT_S)
+        layout = ParallelLayout.of(members)
+        await assign_role(self.mailbox, "train", self.train_settings, [layout], TIMEOUT_S, self.cluster.rendezvous)
+        return RemoteTrainer(self.mailbox, layout, TIMEOUT_S)
 
     async def generate(self, slots: Sequence[int], trainer: RemoteTrainer) -> RemoteGenerators:
         """Generators without weights: their first are those that are published first."""
         for slot in slots:
-            joining = AssignRole("generate", self.generate_settings, (slot,), joining=True)
+            joining = AssignRole("generate", self.generate_settings, ParallelLayout.of((slot,)), joining=True)
             await self.mailbox.ask(slot, joining, TIMEOUT_S)
         leases = WeightLeases(self.mailbox, trainer, TIMEOUT_S)
         return RemoteGenerators(self.mailbox, slots, 8, 16, TIMEOUT_S, leases=leases)
@@ -69,7 +71,7 @@ class Slots:
             raise RuntimeError("the gradient is not finite")
 
     async def resize(self, trainer: RemoteTrainer, after: Sequence[int]) -> ResizeResult:
-        transaction = Transaction(self.mailbox, trainer, Formation(tuple(after)), self.terms, self.cluster.condemn)
+        transaction = Transaction(self.mailbox, trainer, ParallelLayout.of(after), self.terms, self.cluster.condemn)
         result = await transaction.run()
         if result.outcome != "resized":
             raise RuntimeError(f"resize to {list(after)}: {result.reason}")

@@ -21,13 +21,14 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from ductile.config.trainer import TrainerConfig
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.layout.peak import Peak, arithmetic_of, compute_dtype
 from ductile.core.layout.spec import ModelSpec
 from ductile.fabric.device import name_of, peak_memory, peak_of
 from ductile.fabric.groups import Groups
 from ductile.model.packed import PackedSamples
-from ductile.parallel.ranks import Ranks
-from ductile.records import Formation, MicroBatch, Sample
+from ductile.parallel.parallel_context import ParallelContext
+from ductile.records import MicroBatch, Sample
 from ductile.trainer.state import StatePlans
 from ductile.trainer.trainer import Trainer, spec_of
 from gpu_parts.models import make_folder, shape_of
@@ -101,7 +102,7 @@ def measured(groups: Groups, model: str, device: str, num_tokens: int) -> TrainF
     peak = peak_of(device, arithmetic, measure=True)
     assert peak is not None, "the device has no room to be measured in"
     spec = spec_of(config)
-    trainer = Trainer(config, Ranks(groups, Formation((0,))), device, random_state(config, device))
+    trainer = Trainer(config, ParallelContext(groups, ParallelLayout.of((0,))), device, random_state(config, device))
     work = {
         "documents": documents(num_tokens, spec.vocab_size),
         "answers": answers(num_tokens, spec.vocab_size),
@@ -115,7 +116,7 @@ def measured(groups: Groups, model: str, device: str, num_tokens: int) -> TrainF
 def random_state(config: TrainerConfig, device: str) -> dict[str, torch.Tensor]:
     """Parameters and moments made on the device: numbers drawn on a CPU would take longer than all else."""
     buffers: dict[str, torch.Tensor] = {}
-    layout = StatePlans(spec_of(config), config).layout(Formation((0,)), with_gradient=False)
+    layout = StatePlans(spec_of(config), config).layout(ParallelLayout.of((0,)), with_gradient=False)
     for name, (_, size) in layout.buffer_sizes(0).items():
         buffers[name] = torch.zeros(size, device=device)
         if name.startswith("model/"):

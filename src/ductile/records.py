@@ -266,47 +266,6 @@ class StepReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Formation:
-    """The slots that train together, in rank order, and how the state lies on them.
-
-    `replicas` whole copies of the state, each sharded over `len(members) / replicas` slots (HSDP); 1 is FSDP. The
-    members of one copy are neighbours.
-    """
-
-    members: tuple[int, ...]
-    replicas: int = 1
-
-    def __post_init__(self) -> None:
-        if not self.members or len(set(self.members)) != len(self.members):
-            raise ValueError(f"a formation needs each of its slots once, got {self.members}")
-        if self.replicas < 1 or len(self.members) % self.replicas:
-            raise ValueError(f"{len(self.members)} slots cannot hold {self.replicas} equal copies of the state")
-
-
-@dataclass(frozen=True, slots=True)
-class ResizeOrder:
-    """A resize of the trainer, as the orchestrator decided it. Every slot of both formations gets the same one."""
-
-    epoch: int
-    """Membership epoch that the change begins. The number of a failed change is not used again."""
-    before: Formation
-    after: Formation
-
-    @property
-    def slots(self) -> tuple[int, ...]:
-        """All slots that take part, in ascending order."""
-        return tuple(sorted({*self.before.members, *self.after.members}))
-
-    @property
-    def joiners(self) -> tuple[int, ...]:
-        return tuple(slot for slot in self.after.members if slot not in self.before.members)
-
-    @property
-    def leavers(self) -> tuple[int, ...]:
-        return tuple(slot for slot in self.before.members if slot not in self.after.members)
-
-
-@dataclass(frozen=True, slots=True)
 class TrainProgress:
     """What a trainer's state has besides tensors. All but `sums` is the same on every rank."""
 

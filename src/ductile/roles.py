@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.records import GenerateRequest, Generation, Manifest, Sample, StepReport
 
 
@@ -32,8 +33,8 @@ class RoleAssignment:
     """Where a role runs, as the orchestrator decided it. The constructor argument of every `SlotRole`."""
 
     slot: int
-    members: tuple[int, ...]
-    """Slots that hold the role together, in rank order; this one is among them."""
+    layout: ParallelLayout
+    """Slots that hold the role together; this one is among them."""
     epoch: int
     device: str
     """"cpu" or "cuda:0"."""

@@ -46,13 +46,13 @@ def moved_bit_for_bit(folder: Path, epoch: int) -> bool:
     """Asserts that every whole copy of the state, before and after, is the same: weights, both moments and, within a
     batch, the gradient so far. Returns whether it was within one."""
     before, after = (moved_in(folder, epoch, side) for side in ("before", "after"))
-    assert before.formation != after.formation
+    assert before.layout != after.layout
     whole = before.copies[0]
     assert {name.partition("/")[0] for name in whole} >= {"model", "exp_avg", "exp_avg_sq"}
     for copy in (*before.copies, *after.copies):
         assert copy.keys() == whole.keys(), epoch
         wrong = [name for name in copy if copy[name] != whole[name]]
-        assert wrong == [], f"change {epoch}, from {before.formation} to {after.formation}"
+        assert wrong == [], f"change {epoch}, from {before.layout} to {after.layout}"
     return any(name.startswith(GRADIENT) for name in whole)
 
 

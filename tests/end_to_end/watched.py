@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from ductile import cli
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.generator import sampler
 from ductile.generator.worker import GenerateRole
 from ductile.launch import local, run
 from ductile.observe import read_jsonl
-from ductile.records import Formation, RolloutGroup
+from ductile.records import RolloutGroup
 from ductile.roles import RoleAssignment
 from ductile.trainer.loss import LossInputs, LossOutputs
 from ductile.trainer.state import named_gradient, named_state, parts_of
@@ -56,10 +57,10 @@ class WritesDown(TrainRole):
         if self._instance is None:
             return
         change = self._change(epoch).change
-        formation = change.before if side == "before" else change.after
+        layout = change.before if side == "before" else change.after
         state = {
-            "members": formation.members,
-            "replicas": formation.replicas,
+            "slots": layout.slots,
+            "dp_replicate": layout.dims.dp_replicate,
             "parts": parts_of(named_state(self._live) | named_gradient(self._live)),
         }
         torch.save(state, state_file(Path(os.environ[FOLDER]), epoch, side, self._assignment.slot))
@@ -127,23 +128,23 @@ def state_file(folder: Path, epoch: int, side: Side, slot: int) -> Path:
 class State:
     """Parameters, moments and gradient on one side of a resize."""
 
-    formation: Formation
+    layout: ParallelLayout
     copies: tuple[dict[str, bytes], ...]
-    """The whole tensors, of each replica."""
+    """The whole tensors of each copy."""
 
 
 def moved_in(folder: Path, epoch: int, side: Side) -> State:
     paths = sorted(folder.glob(f"state_{epoch}_{side}_*.pt"))
     rows = {int(path.stem.rpartition("_")[2]): torch.load(path) for path in paths}
     first = next(iter(rows.values()))
-    formation = Formation(tuple(first["members"]), first["replicas"])
-    assert rows.keys() == set(formation.members), f"epoch {epoch} {side}: {sorted(rows)} wrote, of {formation}"
-    return State(formation, tuple(wholes([rows[slot]["parts"] for slot in formation.members], formation.replicas)))
+    layout = ParallelLayout.of(first["slots"], dp_replicate=first["dp_replicate"])
+    assert rows.keys() == set(layout.slots), f"epoch {epoch} {side}: {sorted(rows)} wrote, of {layout}"
+    return State(layout, tuple(wholes([rows[slot]["parts"] for slot in layout.slots], layout.dims.dp_replicate)))
 
 
-def wholes(parts: Sequence[dict[str, Tensor]], replicas: int) -> Iterator[dict[str, bytes]]:
+def wholes(parts: Sequence[dict[str, Tensor]], num_copies: int) -> Iterator[dict[str, bytes]]:
     """Rows are chunked over the ranks of one copy, so their flat parts one after the other are the flat whole."""
-    size = len(parts) // replicas
+    size = len(parts) // num_copies
     for first in range(0, len(parts), size):
         copy = parts[first : first + size]
         yield {name: b"".join(part[name].numpy().tobytes() for part in copy) for name in parts[0]}

@@ -53,7 +53,7 @@ def through_a_group(groups: Groups, members: tuple[int, ...]) -> tuple[str, list
     slot = dist.get_rank()
     group = groups.group(members)
     carrier, _ = choose(GroupExchange(group, slot, members, "cpu", 20.0), "cpu", lambda: group)
-    plan = Planner(relays=False).plan(line(Mesh.of((0, 1), fsdp=2), Shard("fsdp")), line(Mesh.of((2,))))
+    plan = Planner(relays=False).plan(line(Mesh.of((0, 1), dp_shard=2), Shard("dp_shard")), line(Mesh.of((2,))))
     old = {"w": torch.arange(4.0) + 4 * slot} if slot < 2 else {}
     transfer = Transfer(plan, slot, old, {"w": torch.zeros(8)} if slot == 2 else {}, carrier)
     transfer.run()

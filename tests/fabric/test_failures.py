@@ -75,7 +75,7 @@ def attempt(
     old, new = {"w": buffer(float(slot))}, {"w": buffer(float(slot))}
     exchange = StoreExchange(groups._store, "exchange", slot, members, timeout_s)
     carrier, _ = choose(exchange, "cpu", lambda: groups.group(members), one_sided)
-    plan = Planner(round_bytes=1 << 14, relays=False).plan(layout(fsdp=4), layout(tp=4))
+    plan = Planner(round_bytes=1 << 14, relays=False).plan(layout(dp_shard=4), layout(tp=4))
     if slot == VICTIM:
         Transfer(plan, slot, old, new, Unlucky(carrier, moment, lambda: strike(how, groups))).run()
     transfer = Transfer(plan, slot, old, new, carrier)
@@ -139,7 +139,7 @@ def read_the_dead(groups: Groups, members: tuple[int, ...]) -> tuple[str, int | 
         StoreExchange(groups._store, "exchange", slot, members, 20.0), "cpu", lambda: groups.group(members)
     )
     assert isinstance(carrier, PeerMemory)
-    plan = Planner(relays=False).plan(layout(fsdp=4), layout(tp=4))
+    plan = Planner(relays=False).plan(layout(dp_shard=4), layout(tp=4))
     transfer = Transfer(plan, slot, old, new, carrier)
     if slot == VICTIM:
         carrier._read = lambda *arguments: strike(signal.SIGKILL, groups)  # pyright: ignore

@@ -59,7 +59,7 @@ def dumb_weight(level: int, index: int) -> int:
     return (value ^ (value >> 31)) | 1
 
 
-@pytest.mark.parametrize("recipe", [dense(range(3), fsdp=3), mixed(range(2), tp=2), experts(range(2), ep=2)])
+@pytest.mark.parametrize("recipe", [dense(range(3), dp_shard=3), mixed(range(2), tp=2), experts(range(2), ep=2)])
 def test_any_changed_element_shows(recipe: Recipe) -> None:
     found = {whole(recipe, tensor.first + index) for tensor in recipe.tensors for index in (0, prod(tensor.shape) - 1)}
     ends = sum(1 if prod(tensor.shape) == 1 else 2 for tensor in recipe.tensors)

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor, Shard
 
+from ductile.core.layout.mesh import Mesh
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.fabric import groups as groups_module
 from ductile.fabric.backend import SETTINGS, Backend
 from ductile.fabric.groups import Groups
@@ -23,7 +25,12 @@ def sum_and_coordinates(groups: Groups, members: tuple[int, ...]) -> tuple[float
     group = groups.group(members)
     value = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(value, group=group)
-    return value.item(), dist.get_rank(group), dist.get_world_size(group), groups.mesh(members).get_local_rank()
+    return (
+        value.item(),
+        dist.get_rank(group),
+        dist.get_world_size(group),
+        groups.mesh(Mesh.of(members, dp_shard=len(members))).get_local_rank(),
+    )
 
 
 def test_slot_ids_may_be_any_numbers_in_any_order() -> None:
@@ -32,7 +39,7 @@ def test_slot_ids_may_be_any_numbers_in_any_order() -> None:
 
 
 def gathered(groups: Groups, members: tuple[int, ...]) -> list[float]:
-    mesh = groups.mesh(members)
+    mesh = groups.mesh(Mesh.of(members, dp_shard=len(members)))
     rank = mesh.get_local_rank()
     local = torch.arange(2.0) + 2 * rank if rank < 2 else torch.empty(0)
     tensor = DTensor.from_local(local, mesh, [Shard(0)], shape=torch.Size([4]), stride=(1,))
@@ -122,7 +129,7 @@ def test_a_member_that_never_comes_is_waited_for_no_longer_than_the_timeout() ->
 
 def test_several_members_need_a_rendezvous() -> None:
     with pytest.raises(ValueError, match=r"slots \(0, 1\) cannot find each other"):
-        Groups.at(RoleAssignment(0, (0, 1), 0, "cpu"), 5.0)
+        Groups.at(RoleAssignment(0, ParallelLayout.of((0, 1)), 0, "cpu"), 5.0)
 
 
 def ask_as_a_stranger(groups: Groups, members: tuple[int, ...]) -> str:

@@ -133,8 +133,8 @@ def move_special(groups: Groups, members: tuple[int, ...]) -> dict[str, list[int
     slot, found = dist.get_rank(), {}
     bits = torch.tensor(SPECIAL, dtype=torch.int64).to(torch.int32)
     for name, carrier in carriers(groups, members).items():
-        one, two = Mesh.of((0,)), Mesh.of((1, 2), fsdp=2)
-        plan = Planner(relays=False).plan(line(one), line(two, Shard("fsdp")))
+        one, two = Mesh.of((0,)), Mesh.of((1, 2), dp_shard=2)
+        plan = Planner(relays=False).plan(line(one), line(two, Shard("dp_shard")))
         old = {"w": bits.clone().view(torch.float32)} if slot == 0 else {}
         new = {"w": torch.zeros(4)} if slot else {}
         Transfer(plan, slot, old, new, carrier).run()
@@ -164,7 +164,7 @@ def peak_bytes(groups: Groups, members: tuple[int, ...], streaming: bool) -> int
     slot = dist.get_rank()
     carrier = carriers(groups, members)["p2p"]
     plan = Planner(round_bytes=1 << 20).plan(
-        many(range(2), Shard("fsdp"), fsdp=2), many(range(2), Shard("tp", 1), tp=2)
+        many(range(2), Shard("dp_shard"), dp_shard=2), many(range(2), Shard("tp", 1), tp=2)
     )
     dist.barrier(group=groups.group(members))
     before, seen = resident_bytes(), 0
@@ -196,7 +196,7 @@ def test_streaming_needs_little_more_than_one_state() -> None:
 
 def hand_on(groups: Groups, members: tuple[int, ...]) -> list[str]:
     slot, said = dist.get_rank(), []
-    whole, half = Mesh.of(range(2), dp=2), Mesh.of(range(2), fsdp=2)
+    whole, half = Mesh.of(range(2), dp_replicate=2), Mesh.of(range(2), dp_shard=2)
     source, target = line(whole) | named("v", half), line(whole) | named("v", whole)
     plan = Planner(relays=False).plan(source, target)
     for name, carrier in carriers(groups, members).items():
@@ -215,7 +215,7 @@ def hand_on(groups: Groups, members: tuple[int, ...]) -> list[str]:
 
 
 def named(name: str, mesh: Mesh) -> Layout:
-    return Layout([Tensor(name, "float32", place((8,), mesh, [Shard("fsdp")]))], mesh.slots)
+    return Layout([Tensor(name, "float32", place((8,), mesh, [Shard("dp_shard")]))], mesh.slots)
 
 
 def test_what_does_not_change_is_handed_on_unless_it_has_a_place_of_its_own() -> None:
@@ -225,9 +225,9 @@ def test_what_does_not_change_is_handed_on_unless_it_has_a_place_of_its_own() ->
 def refusals() -> list[str]:
     nobody = Misused()
     one = Mesh.of((0,))
-    two = Mesh.of((0, 1), dp=2)
+    two = Mesh.of((0, 1), dp_replicate=2)
     plan = Planner(relays=False).plan(line(one), line(two))
-    narrower = Planner().plan(line(two), line(Mesh.of((0, 1), fsdp=2), Shard("fsdp")))
+    narrower = Planner().plan(line(two), line(Mesh.of((0, 1), dp_shard=2), Shard("dp_shard")))
     w = torch.zeros(8)
     attempts: list[Callable[[], object]] = [
         lambda: Transfer(plan, 0, {}, {"w": w}, nobody),

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ductile.config.inference import InferenceConfig
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.generator.engine import Engine
 from ductile.generator.kv_transfer import KVTransferBuffer, KVUnavailable, RequestKV
 from ductile.generator.sampler import sample, stream_key
@@ -342,7 +343,7 @@ def engines(family: Family, random: Random) -> list[GenerateRole]:
             "enable_prefix_caching": random.random() < 0.7,
         }
         settings = InferenceConfig.model_validate(config).model_dump()
-        made.append(GenerateRole(settings, RoleAssignment(slot, (slot,), 0, "cpu")))
+        made.append(GenerateRole(settings, RoleAssignment(slot, ParallelLayout.of((slot,)), 0, "cpu")))
     return made
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from ductile.config.cluster import ClusterConfig
 from ductile.config.inference import InferenceConfig
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.generator.worker import load_engine
 from ductile.launch.local import LocalCluster
 from ductile.records import GenerateRequest, Generation
@@ -69,7 +70,10 @@ class Generators:
         return self.runner.run(all_answers())[-1]
 
     def assign(self, slot: int, joining: bool = False) -> None:
-        self.ask(slot, AssignRole("generate", self.config.model_dump(mode="json"), (slot,), joining=joining))
+        self.ask(
+            slot,
+            AssignRole("generate", self.config.model_dump(mode="json"), ParallelLayout.of((slot,)), joining=joining),
+        )
 
     def tokens(self, requests: tuple[GenerateRequest, ...]) -> dict[str, tuple[int, ...]]:
         """Wait for their ends."""

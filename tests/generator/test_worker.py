@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ductile.config.inference import InferenceConfig
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.generator.limits import RequestRefused
 from ductile.generator.worker import GenerateRole
 from ductile.model.checkpoint import load_model
@@ -36,7 +37,7 @@ from ductile.wire.messages import (
 from tests.generator.conftest import Family, request, run
 from tests.tiny import make_model_folder
 
-PLACE = RoleAssignment(slot=3, members=(3,), epoch=1, device="cpu")
+PLACE = RoleAssignment(slot=3, layout=ParallelLayout.of((3,)), epoch=1, device="cpu")
 
 
 def role(family: Family, place: RoleAssignment = PLACE, **config: Any) -> GenerateRole:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from ductile.config.cluster import ClusterConfig
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.launch.local import LocalCluster
 from ductile.wire.messages import AssignRole, OptimStep
 from tests.slot.echo import ECHO
@@ -18,7 +19,7 @@ from tests.slot.echo import ECHO
 async def main(folder: str, fraction: str = "") -> None:
     config = ClusterConfig(device="cpu", cpu_slot_fraction=float(fraction) if fraction else None)
     async with LocalCluster([0, 1, 2], config, Path(folder), ECHO) as cluster:
-        await cluster.mailbox.ask(1, AssignRole("train", {"sleep_s": 300}, (1,)), 10)
+        await cluster.mailbox.ask(1, AssignRole("train", {"sleep_s": 300}, ParallelLayout.of((1,))), 10)
         busy = asyncio.create_task(cluster.mailbox.ask(1, OptimStep(1.0), 300))
         pids = {"slots": [process.pid for process in cluster.processes.values()], "server": cluster._server._server.pid}
         print(json.dumps(pids), flush=True)

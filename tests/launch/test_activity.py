@@ -1,5 +1,6 @@
 import asyncio
 
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.launch.activity import ACTIVITIES, Situation, SlotActivity
 from ductile.records import GenerateRequest, Sampling
 from ductile.slot.worker import HANDLED_BY
@@ -33,8 +34,8 @@ def test_commands_and_engines_make_activities():
         carrier = MemoryTransport({0: answer, 1: answer})
         mailbox, view = Mailbox(carrier), Seen()
         activity = SlotActivity(mailbox, view, lambda: now_s)
-        await mailbox.ask(0, AssignRole("train", {}, (0,)), 1)
-        await mailbox.ask(1, AssignRole("generate", {}, (1,)), 1)
+        await mailbox.ask(0, AssignRole("train", {}, ParallelLayout.of((0,))), 1)
+        await mailbox.ask(1, AssignRole("generate", {}, ParallelLayout.of((1,))), 1)
         await mailbox.ask(0, OptimStep(1.0), 1)
         await mailbox.ask(1, Generate((GenerateRequest("a", (1,), Sampling()),)), 1)
         carrier.emit(1, stats(1))
@@ -71,7 +72,7 @@ def test_statistics_from_before_a_request_do_not_make_its_generator_idle():
 
         carrier._slots[0] = answer
         activity = SlotActivity(mailbox, Seen(), lambda: now_s)
-        await mailbox.ask(0, AssignRole("generate", {}, (0,)), 1)
+        await mailbox.ask(0, AssignRole("generate", {}, ParallelLayout.of((0,))), 1)
         await mailbox.ask(0, Generate((GenerateRequest("a", (1,), Sampling()),)), 1)
         assert activity.account(0).activity == "generate"
         carrier.emit(0, stats(1))
@@ -96,7 +97,7 @@ class Story:
 
     async def begin(self) -> None:
         for slot, role in ((0, "generate"), (1, "generate"), (2, "train")):
-            await self.mailbox.ask(slot, AssignRole(role, {}, (slot,)), 1)
+            await self.mailbox.ask(slot, AssignRole(role, {}, ParallelLayout.of((slot,))), 1)
         self.now_s = 5.0
         self.activity.begin(range(4))
 

@@ -14,9 +14,12 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.launch import ask as asking
 from ductile.launch import control
 from ductile.launch.ask import slot_list, times
 from ductile.launch.control import (
+    RESIZE_S,
     Answer,
     Resized,
     ResizeRequest,
@@ -24,7 +27,6 @@ from ductile.launch.control import (
     RunFailed,
     RunStatus,
     SlotStatus,
-    TrainerSlots,
     Unfit,
 )
 from ductile.launch.endpoint import Endpoint
@@ -37,13 +39,17 @@ STATUS = RunStatus(
     max_steps=9,
     running_s=1.5,
     epoch=2,
-    trainer=TrainerSlots((0, 1), 2),
+    trainer=ParallelLayout.of((0, 1), dp_replicate=2),
     changing="move, to slots 0-3",
     slots=(
         SlotStatus(0, 11, "cpu", ("train",), "train", {"train": 2.0, "idle": 1.0}),
         SlotStatus(1, 12, "cpu", (), "lost", {"idle": 3.0}),
     ),
-    changes=(Resized("resized", "Trainer resized.", 2, TrainerSlots((0,), 1), TrainerSlots((0, 1), 2), step=2),),
+    changes=(
+        Resized(
+            "resized", "Trainer resized.", 2, ParallelLayout.of((0,)), ParallelLayout.of((0, 1), dp_replicate=2), step=2
+        ),
+    ),
     lost={1: "slot 1 was killed by SIGKILL"},
 )
 
@@ -55,8 +61,8 @@ async def respond(ask):
         raise Unfit("three is too many")
     if len(ask.train) == 4:
         raise RunFailed("it died")
-    slots = TrainerSlots(ask.train, ask.replicas or 1)
-    return Resized("resized", "Done.", 1, slots, slots)
+    layout = ParallelLayout.of(ask.train, dp_replicate=ask.dp_replicate or 1)
+    return Resized("resized", "Done.", 1, layout, layout)
 
 
 def serve(folder: Path, story: Callable[[dict[str, Any]], Any], respond: Callable[[Any], Awaitable[Any]] = respond):
@@ -79,7 +85,7 @@ def test_a_run_is_asked_and_answers(tmp_path: Path):
     def story(known: dict[str, Any]) -> None:
         run = Run(tmp_path)
         assert run.status() == STATUS
-        assert run.resize(train=range(2), replicas=2).after == TrainerSlots((0, 1), 2)
+        assert run.resize(train=range(2), dp_replicate=2).after == ParallelLayout.of((0, 1), dp_replicate=2)
         with pytest.raises(Unfit, match="three is too many"):
             run.resize(train=range(3))
         with pytest.raises(RunFailed, match="it died"):
@@ -97,7 +103,7 @@ def test_a_run_is_asked_and_answers(tmp_path: Path):
     ("change", "sentence"),
     [
         ({"token": "0" * 64}, "does not have the run's token"),
-        ({"version": 2}, "speaks version 1 of the control words"),
+        ({"version": 1}, "speaks version 2 of the control words"),
         ({"ask": {"type": "explode"}}, "the request is none: Invalid value 'explode'"),
         ({"ask": {"type": "resize", "train": ["0"]}}, "the request is none: Expected `int`"),
         ({"ask": {"type": "status", "also": 1}}, "the request is none: Object contains unknown field `also`"),
@@ -106,7 +112,7 @@ def test_a_run_is_asked_and_answers(tmp_path: Path):
 )
 def test_what_is_not_understood_is_refused(tmp_path: Path, change: dict[str, Any], sentence: str):
     def story(known: dict[str, Any]) -> None:
-        request = {"version": 1, "token": known["token"], "ask": {"type": "status"}} | change
+        request = {"version": 2, "token": known["token"], "ask": {"type": "status"}} | change
         answer = say(known, json.dumps(request).encode() + b"\n")
         assert answer.unfit
         assert sentence in answer.error
@@ -115,10 +121,10 @@ def test_what_is_not_understood_is_refused(tmp_path: Path, change: dict[str, Any
     serve(tmp_path, story)
 
 
-@pytest.mark.parametrize(("train", "replicas"), [("0-1", None), (None, None), (3, None), ([0.5], None), ([0], "1")])
-def test_what_is_no_formation_is_not_asked_for(tmp_path: Path, train: Any, replicas: Any):
+@pytest.mark.parametrize(("train", "copies"), [("0-1", None), (None, None), (3, None), ([0.5], None), ([0], "1")])
+def test_what_is_no_layout_is_not_asked_for(tmp_path: Path, train: Any, copies: Any):
     with pytest.raises(Unfit, match=r"write slots as numbers, such as range\(4\) or \[0, 2, 5\]"):
-        Run(tmp_path).resize(train, replicas)
+        Run(tmp_path).resize(train, copies)
 
 
 @pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), 0.0, -1.0])
@@ -189,7 +195,7 @@ def test_a_run_that_ends_meanwhile_or_does_not_answer(tmp_path: Path, monkeypatc
             Run(tmp_path).resize([0], timeout_s=0.2)
         # This one is still waiting when the run ends.
         connection = socket.create_connection((known["host"], known["port"]), timeout=10)
-        request = {"version": 1, "token": known["token"], "ask": {"type": "status"}}
+        request = {"version": 2, "token": known["token"], "ask": {"type": "status"}}
         connection.sendall(json.dumps(request).encode() + b"\n")
         assert asked.wait(10)
         waiting.append(connection)
@@ -201,7 +207,7 @@ def test_a_run_that_ends_meanwhile_or_does_not_answer(tmp_path: Path, monkeypatc
 
 def left_by(machine: str) -> str:
     address = {"host": "127.0.0.1", "port": 1, "token": "x"}
-    return json.dumps({"version": 1, "machine": machine, "pid": 1, "started": -1, **address})
+    return json.dumps({"version": 2, "machine": machine, "pid": 1, "started": -1, **address})
 
 
 @pytest.mark.parametrize(
@@ -244,11 +250,27 @@ def test_what_is_no_slot_list(text: str):
         slot_list(text)
 
 
+@pytest.mark.parametrize("flag", ["--dp-replicate", "--replicas"])
+def test_the_command_line_asks_for_copies(flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked: list[Any] = []
+    layout = ParallelLayout.of((0, 1), dp_replicate=2)
+
+    def resize(run: Run, *words: Any) -> Resized:
+        asked.append(words)
+        return Resized("unchanged", "Said.", 2, layout, layout)
+
+    monkeypatch.setattr(Run, "resize", resize)
+    assert asking.resize([str(tmp_path), "--train", "0-1", flag, "2"]) == asking.DONE
+    assert asked == [((0, 1), 2, RESIZE_S)]
+
+
 @pytest.mark.parametrize(("outcome", "what"), [("resized", "resize"), ("rolled_back", "attempt")])
 def test_a_resize_is_told_as_its_user_sees_it(outcome: Any, what: str):
-    slots = TrainerSlots((0,), 1)
+    layout = ParallelLayout.of((0,))
     phases = {"hold": 0.5, "move": 0.1}
-    result = Resized(outcome, "Said.", 2, slots, slots, pause_s=0.214, took_s=1.3, seconds=phases, slot_seconds=phases)
+    result = Resized(
+        outcome, "Said.", 2, layout, layout, pause_s=0.214, took_s=1.3, seconds=phases, slot_seconds=phases
+    )
     assert times(result) == f"Training stood still for 0.21 s of the 1.30 s that the {what} took."
 
 

@@ -12,8 +12,9 @@ from ductile.config.cluster import ClusterConfig
 from ductile.config.inference import InferenceConfig
 from ductile.config.trainer import TrainerConfig
 from ductile.core.cluster.orders import Migration
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.launch.local import ROLES, LocalCluster
-from ductile.records import Formation, GenerateRequest, Generation, Sample, Sampling
+from ductile.records import GenerateRequest, Generation, Sample, Sampling
 from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.leases import WeightLeases
 from ductile.wire.messages import LeaseWeights
@@ -44,8 +45,9 @@ class Harness:
         self.version = 0
         self.runner.run(self.cluster.__aenter__())
         self.mailbox = self.cluster.mailbox
-        self.runner.run(assign_role(self.mailbox, "train", self.train, (TRAINER,), TIMEOUT_S, self.cluster.rendezvous))
-        self.trainer = RemoteTrainer(self.mailbox, Formation((TRAINER,)), TIMEOUT_S)
+        layout = ParallelLayout.of((TRAINER,))
+        self.runner.run(assign_role(self.mailbox, "train", self.train, [layout], TIMEOUT_S, self.cluster.rendezvous))
+        self.trainer = RemoteTrainer(self.mailbox, layout, TIMEOUT_S)
 
     def run(self, story: Coroutine[Any, Any, None]) -> None:
         self.runner.run(asyncio.wait_for(self._with_generators(story), 60))

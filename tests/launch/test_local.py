@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ductile.config.cluster import ClusterConfig
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.launch.local import FREED_MEMORY_STAYS, LocalCluster
 from ductile.launch.processes import ForkedProcess, ProcessServer, StartFailed
 from ductile.records import GenerateRequest, Sampling
@@ -34,7 +35,7 @@ def test_a_killed_slot_is_told_in_a_sentence_and_fails_what_was_asked(tmp_path: 
     async def story():
         async with LocalCluster([0, 1], CPU, tmp_path, ECHO) as cluster:
             mailbox, pid = cluster.mailbox, cluster.processes[1].pid
-            await mailbox.ask(1, AssignRole("train", {"sleep_s": 300}, (1,)), 10)
+            await mailbox.ask(1, AssignRole("train", {"sleep_s": 300}, ParallelLayout.of((1,))), 10)
             asking = asyncio.create_task(mailbox.ask(1, OptimStep(1.0), 300))
             await asyncio.sleep(0.1)
             os.kill(pid, signal.SIGKILL)
@@ -85,7 +86,7 @@ def test_a_process_whose_log_is_on_a_full_disk_says_why_it_ended(tmp_path: Path)
 def test_a_slot_that_fails_at_its_own_work(tmp_path: Path, step: str, sentence: str):
     async def story():
         async with LocalCluster([0], CPU, tmp_path, ECHO) as cluster:
-            await cluster.mailbox.ask(0, AssignRole("generate", {"step": step}, (0,)), 10)
+            await cluster.mailbox.ask(0, AssignRole("generate", {"step": step}, ParallelLayout.of((0,))), 10)
             with contextlib.suppress(SlotLost):  # it may fail before its answer to this is out
                 await cluster.mailbox.ask(0, Generate((GenerateRequest("a", (1,), Sampling()),)), 10)
             assert re.match(sentence, await asyncio.wait_for(cluster.death(), 5))
@@ -144,9 +145,9 @@ def test_a_helper_process_that_dies_ends_the_run_too(tmp_path: Path, name: str):
 def test_stopping_does_not_wait_for_a_slot_that_hangs(tmp_path: Path):
     async def story():
         async with LocalCluster([0, 1, 2], CPU, tmp_path, ECHO) as cluster:
-            await cluster.mailbox.ask(0, AssignRole("train", {"sleep_s": 300}, (0,)), 10)
+            await cluster.mailbox.ask(0, AssignRole("train", {"sleep_s": 300}, ParallelLayout.of((0,))), 10)
             hanging = asyncio.create_task(cluster.mailbox.ask(0, OptimStep(1.0), 300))
-            await cluster.mailbox.ask(1, AssignRole("train", {}, (0,)), 10)
+            await cluster.mailbox.ask(1, AssignRole("train", {}, ParallelLayout.of((0,))), 10)
             os.kill(cluster.processes[2].pid, signal.SIGSTOP)
             pids = [process.pid for process in cluster.processes.values()]
             async with asyncio.timeout(9):

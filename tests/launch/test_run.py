@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ductile.config.model import TrainerModelConfig
 from ductile.launch import run
 from ductile.loop import run_until as run_until_module
 from ductile.loop.bench import Bench
@@ -44,7 +45,7 @@ def test_devices_are_measured_before_models_are_loaded(command, monkeypatch: pyt
     monkeypatch.setattr(run, "_take_roles", take_roles)
     monkeypatch.setattr(run, "assign_role", take_roles)
     config = SimpleNamespace(cluster=SimpleNamespace(auto_scheduler=False, command_timeout_s=1.0), bench=object())
-    prepared = SimpleNamespace(trainer=SimpleNamespace(model_dump=lambda mode: {}))
+    prepared = SimpleNamespace(trainer=SimpleNamespace(model_dump=lambda mode: {}, model=TrainerModelConfig()))
     session = SimpleNamespace(logs=None, interrupt=SimpleNamespace(asked=asyncio.Event()))
     with pytest.raises(Reached):
         asyncio.run(command(config, prepared, session))

@@ -8,11 +8,11 @@ import pytest
 from ductile.core.cluster.cost_model import CostModel, FixedCost
 from ductile.core.cluster.orders import Migration
 from ductile.core.cluster.placement import Placement
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.launch.stage import LiveActuator
 from ductile.launch.trainer_resizer import TrainerResizer
 from ductile.loop.controller import NotDone
 from ductile.observe import Recorder
-from ductile.records import Formation
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.memory import MemoryTransport
 from ductile.wire.messages import Finalize, ForwardBackward, Freeze
@@ -61,10 +61,10 @@ class Rig:
     """A real stage, its real changes and trainer; the slots answer from memory."""
 
     def __init__(self, folder, *members: int) -> None:
-        self.slots = TrainSlots(Formation(members), NUM_SLOTS)
+        self.slots = TrainSlots(ParallelLayout.of(members), NUM_SLOTS)
         self.carrier = MemoryTransport(dict.fromkeys(self.slots.slots, self.slots.answer))
         mailbox = Mailbox(self.carrier, clock)
-        self.trainer = RemoteTrainer(mailbox, Formation(members), timeout_s=100)
+        self.trainer = RemoteTrainer(mailbox, ParallelLayout.of(members), timeout_s=100)
         self.devices = dict.fromkeys(range(NUM_SLOTS), "cpu")
         cluster = SimpleNamespace(mailbox=mailbox, add=self.none_started, condemn=mailbox.lose, devices=self.devices)
         self.record = Recorder(folder)
@@ -90,7 +90,7 @@ class Rig:
         return self.told.since()
 
     async def resize(self, *members: int) -> None:
-        await self.stage.resize(Formation(members), nobody_leaves)
+        await self.stage.resize(ParallelLayout.of(members), nobody_leaves)
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ import pytest
 from ductile.config.cluster import ClusterConfig
 from ductile.config.trainer import TrainerConfig
 from ductile.core.cluster.placement import Placement
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.launch.control import Resized, RunFailed, Unfit
 from ductile.launch.local import LocalCluster
 from ductile.launch.trainer_resizer import TrainerResizer
 from ductile.observe import Recorder, read_jsonl
-from ductile.records import Formation
 from ductile.roles import SlotLost
 from ductile.wire.messages import Died, Done, Ping, ReleaseRole
 from ductile.wire.remote import assign_role
@@ -28,7 +28,7 @@ from tests.tiny import make_model_folder
 from tests.wire.carriers import eventually
 from tests.wire.train_slots import sample
 
-FORMATION = Formation((0, 1))
+LAYOUT = ParallelLayout.of((0, 1))
 LEAVER, STAYER, JOINER = 0, 1, 2
 SEQ_LEN = 16
 NUM_SLOTS = 8
@@ -62,9 +62,9 @@ class Harness:
         await self.cluster.add([LEAVER, STAYER])
         self.mailbox.epoch += 1
         self.cluster._death = asyncio.get_running_loop().create_future()
-        await assign_role(self.mailbox, "train", self.settings, FORMATION.members, 30, self.cluster.rendezvous)
+        await assign_role(self.mailbox, "train", self.settings, [LAYOUT], 30, self.cluster.rendezvous)
         self.record = Recorder(self.folder)
-        self.trainer = RemoteTrainer(self.mailbox, FORMATION, 30)
+        self.trainer = RemoteTrainer(self.mailbox, LAYOUT, 30)
         terms = ResizeOptions(self.settings, self.cluster.rendezvous, self.timeout_s, leave_s=5)
         self.resizer = TrainerResizer(
             self.cluster, self.trainer, terms, Placement((0, 1), (), (), ""), self.record, NUM_SLOTS
@@ -173,7 +173,7 @@ async def play(harness: Harness, victim: int, command: str, moment: str, signum:
     else:
         result = await harness.resize_and_hit(victim, command, moment, signum)
         assert result.outcome == outcome, result.sentence
-        assert harness.trainer.formation == (Formation((STAYER, JOINER)) if outcome == "resized" else FORMATION)
+        assert harness.trainer.layout == (ParallelLayout.of((STAYER, JOINER)) if outcome == "resized" else LAYOUT)
         await harness.trains_on()
     # A death that ends the run is told at its end, and no event says that the run goes on.
     told = [event["slot"] for event in harness.events("slot_lost")[told_before:]]
@@ -231,7 +231,7 @@ def test_a_real_trainer_goes_everywhere_and_slots_stay_warm(trainer: Harness):
         for members, replicas in [((0, 1, 2), 1), ((3,), 1), ((2, 0), 2), ((0, 1, 2, 3), 2), ((1, 0), 1)]:
             result = await trainer.resizer.resize(members, replicas)
             assert result.outcome == "resized", result.sentence
-            assert trainer.trainer.formation == Formation(members, replicas)
+            assert trainer.trainer.layout == ParallelLayout.of(members, dp_replicate=replicas)
             await trainer.trains_on()
             pids |= {slot: trainer.cluster.processes[slot].pid for slot in members}
         assert pids == {slot: trainer.cluster.processes[slot].pid for slot in pids}, "nobody was started twice"
@@ -246,9 +246,9 @@ def test_what_cannot_be_is_refused_and_nothing_is_tried(echo: Harness):
     async def story():
         epoch = echo.mailbox.epoch
         for members, replicas, sentence in [
-            ((), 1, "a formation needs each of its slots once"),
-            ((1, 1), 1, "a formation needs each of its slots once"),
-            ((0, 1, 2), 2, "3 slots cannot hold 2 equal copies"),
+            ((), 1, "a layout needs at least one slot"),
+            ((1, 1), 1, "a layout has each of its slots once, and 1 several times"),
+            ((0, 1, 2), 2, "the number of slots, 3, must be a multiple of dp_replicate 2"),
             ((0, -1), 1, "slot -1 does not exist"),
             ((0, 8), 1, "slot 8 does not exist: this machine has slots 0 to 7, as deployment.gpus_per_node says"),
             (range(12), 1, "slots 8-11 do not exist"),
@@ -269,7 +269,7 @@ def test_slots_from_outside_are_a_set(echo: Harness):
         grown = await echo.resizer.resize_to((0, 1, 2))
         assert grown.after.slots == (1, 2, 0), "what moves least"
         assert "from slots 0-1 to slots 0-2 in" in grown.sentence
-        with pytest.raises(Unfit, match="3 slots cannot hold 2 equal copies"):
+        with pytest.raises(Unfit, match="the number of slots, 3, must be a multiple of dp_replicate 2"):
             await echo.resizer.resize_to((0, 1, 2), 2)
 
     echo.run(story())
@@ -279,10 +279,13 @@ def test_the_state_keeps_as_many_copies_as_it_has(echo: Harness):
     async def story():
         await echo.resizer.resize((0, 1), 2)
         assert (await echo.resizer.resize_to((0, 1))).outcome == "unchanged"
-        assert (await echo.resizer.resize_to((0, 1, 2, 3))).after.replicas == 2
-        with pytest.raises(Unfit, match="3 slots cannot hold 2 equal copies"):
+        assert (await echo.resizer.resize_to((0, 1, 2, 3))).after.dims.dp_replicate == 2
+        with pytest.raises(Unfit, match="the number of slots, 3, must be a multiple of dp_replicate 2"):
             await echo.resizer.resize_to((0, 1, 2))
-        assert (await echo.resizer.resize_to((0, 1, 2), 1)).after.replicas == 1
+        assert (await echo.resizer.resize_to((0, 1, 2), 1)).after.dims.dp_replicate == 1
+        event = echo.events("resized")[-1]
+        assert (event["before_dims"]["dp_replicate"], event["after_dims"]["dp_replicate"]) == (2, 1)
+        assert (event["before_dims"]["dp_shard"], event["after_dims"]["dp_shard"]) == (2, 3)
 
     echo.run(story())
 
@@ -405,12 +408,12 @@ def test_a_hundred_resizes_leave_nothing_behind(echo: Harness):
         return {f"{what} of {pid}": len(os.listdir(f"/proc/{pid}/{what}")) for pid in pids for what in ("fd", "task")}
 
     async def story():
-        formations = [(1, 2), (3,), (0, 1, 2, 3), (2, 0)]
+        layouts = [(1, 2), (3,), (0, 1, 2, 3), (2, 0)]
         before = {}
         for number in range(100):
             if number == 8:
                 before = held()
-            assert (await echo.resizer.resize(formations[number % 4])).outcome == "resized"
+            assert (await echo.resizer.resize(layouts[number % 4])).outcome == "resized"
         assert held() == before
         assert len(asyncio.all_tasks()) < 20
         await echo.trains_on()

@@ -10,10 +10,10 @@ from ductile.core.cluster.cost import TrainSpeed
 from ductile.core.cluster.orders import Decision, Migration, Prediction, RoleChange
 from ductile.core.cluster.policies.rules import Home
 from ductile.core.cluster.state import SlotState
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.loop.asking import BadDecision
 from ductile.loop.controller import ElasticController, NotDone
 from ductile.observe import Recorder, read_jsonl
-from ductile.records import Formation
 from tests.core.cluster.scenes import scene
 from tests.loop.doubles import clock, run
 
@@ -27,7 +27,7 @@ class ScriptedStage:
     def __init__(self, state):
         self.scene, self.diary, self.held, self.broken = state, [], False, set()
         self.roles = {slot.slot: slot.roles for slot in state.slots}
-        self.formation = state.trainer.formation
+        self.layout = state.trainer.layout
         self.under_way, self.where = 0, {}
 
     @property
@@ -36,7 +36,7 @@ class ScriptedStage:
 
     def state(self):
         slots = tuple(SlotState(slot, roles) for slot, roles in self.roles.items())
-        trainer = replace(self.scene.trainer, formation=self.formation, held=self.held)
+        trainer = replace(self.scene.trainer, layout=self.layout, held=self.held)
         unfinished = tuple(each._replace(slot=self.where.get(each.id, each.slot)) for each in self.scene.unfinished)
         return replace(self.scene, now_s=clock(), slots=slots, trainer=trainer, unfinished=unfinished)
 
@@ -64,14 +64,14 @@ class ScriptedStage:
         await self.part(f"admit {slot}")
         self.roles[slot] = tuple(name for name in ("train", "generate", "score") if name in (*self.roles[slot], role))
 
-    async def resize(self, formation, leave):
+    async def resize(self, layout, leave):
         await self.part("prepare")
         await leave()
-        await self.part(f"resize {' '.join(map(str, sorted(formation.members)))}")
-        for slot in {*self.formation.members} ^ {*formation.members}:
+        await self.part(f"resize {' '.join(map(str, sorted(layout.slots)))}")
+        for slot in {*self.layout.slots} ^ {*layout.slots}:
             others = tuple(held for held in self.roles[slot] if held != "train")
-            self.roles[slot] = ("train", *others) if slot in formation.members else others
-        self.formation = formation
+            self.roles[slot] = ("train", *others) if slot in layout.slots else others
+        self.layout = layout
 
     async def part(self, what):
         self.note(what)
@@ -503,8 +503,8 @@ def test_a_hold_that_came_with_orders_is_told_with_them_and_its_end_alone(tmp_pa
     ]
 
 
-def test_the_formation_keeps_its_order_and_joiners_come_last(tmp_path):
+def test_the_layout_keeps_its_order_and_joiners_come_last(tmp_path):
     stage, _, _ = run_controller(
         tmp_path, scene(), Scripted(moved(RoleChange(0, T, G), RoleChange(4, G, T))), one_event
     )
-    assert stage.formation == Formation((1, 4))
+    assert stage.layout == ParallelLayout.of((1, 4))

@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ductile.config.trainer import SFTLoss, TrainerConfig
 from ductile.core.batch.packing import pack
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
-from ductile.parallel.ranks import Ranks
-from ductile.records import Formation
+from ductile.parallel.parallel_context import ParallelContext
 from ductile.trainer.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.tiny import make_model_folder
@@ -41,9 +41,9 @@ def asked_of_gloo(groups: Groups, members: tuple[int, ...], settings: dict, repl
     for name in ("set_custom_all_gather", "set_custom_reduce_scatter"):
         setattr(FSDPModule, name, lambda *_: None)  # those of CPUs: on a GPU FSDP2 keeps its own
     with Asked() as asked:
-        ranks = Ranks(groups, Formation(members, replicas))
-        trainer = Trainer(TrainerConfig.model_validate(settings), ranks)
-        trainer.forward_backward(pack(make_samples((9, 14, 5)), len(members), 64)[ranks.rank])
+        context = ParallelContext(groups, ParallelLayout.of(members, dp_replicate=replicas))
+        trainer = Trainer(TrainerConfig.model_validate(settings), context)
+        trainer.forward_backward(pack(make_samples((9, 14, 5)), len(members), 64)[context.data_parallel_rank])
         trainer.optim_step(20.0)
         whole = dict(trainer.gathered_tensors())
     assert all(type(tensor) is torch.Tensor for tensor in whole.values())

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
+from ductile.core.layout.mesh import Mesh
 from ductile.fabric.groups import Groups
 from ductile.parallel import exchange
 from ductile.parallel.data import full
@@ -79,7 +80,7 @@ class Never(FreshMemory, ReduceScatter):
 
 def learns_alone(groups: Groups, members: tuple[int, ...]) -> None:
     layer = nn.Linear(3, 2)
-    fully_shard(layer, mesh=groups.mesh(members, 1))
+    fully_shard(layer, mesh=groups.mesh(Mesh.of(members, dp_shard=len(members))))
     assert isinstance(layer, FSDPModule)
     layer.set_force_sum_reduction_for_comms(True)
     layer.set_custom_reduce_scatter(Never())

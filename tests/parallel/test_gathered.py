@@ -8,9 +8,9 @@ from torch.distributed.tensor import DTensor
 
 from ductile.config.trainer import TrainerConfig
 from ductile.core.batch.packing import pack
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
-from ductile.parallel.ranks import Ranks
-from ductile.records import Formation
+from ductile.parallel.parallel_context import ParallelContext
 from ductile.trainer.trainer import Trainer
 from ductile.weights.publisher import Publisher
 from ductile.weights.subscriber import receive
@@ -24,12 +24,12 @@ SEQ_LEN = 34
 def publishes_before_and_after_a_step(
     groups: Groups, members: tuple[int, ...], settings: dict, replicas: int
 ) -> tuple[list[str], bool]:
-    ranks = Ranks(groups, Formation(members, replicas))
-    trainer = Trainer(TrainerConfig.model_validate(settings), ranks)
+    context = ParallelContext(groups, ParallelLayout.of(members, dp_replicate=replicas))
+    trainer = Trainer(TrainerConfig.model_validate(settings), context)
     samples, publisher = make_samples((20, 3, 9, 31)), Publisher()
     before = dict(received(publisher, 0, trainer))
     for version in (1, 2):
-        trainer.forward_backward(pack(samples, len(members), SEQ_LEN)[ranks.rank])
+        trainer.forward_backward(pack(samples, len(members), SEQ_LEN)[context.data_parallel_rank])
         trainer.optim_step(1.0)
         after = received(publisher, version, trainer)
         for name, tensor in trainer.full_tensors(trainer.precision.compute):

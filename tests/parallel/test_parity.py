@@ -12,10 +12,11 @@ from torch.distributed.fsdp import FSDPModule
 from ductile.config.trainer import GRPOLoss, TrainerConfig
 from ductile.core.batch.loss_aggregation import LossAggregation, loss_denominator, weigh
 from ductile.core.batch.packing import pack
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
 from ductile.parallel.data import full
-from ductile.parallel.ranks import Ranks
-from ductile.records import Formation, Sample
+from ductile.parallel.parallel_context import ParallelContext
+from ductile.records import Sample
 from ductile.trainer.trainer import Trainer
 from tests.ranks import run_alone, run_ranks
 from tests.tiny import make_model_folder
@@ -44,9 +45,9 @@ def gradients(
     seq_len: int,
     replicas: int = 1,
 ) -> tuple[float, float, int, dict[str, list]]:
-    ranks = Ranks(groups, Formation(members, replicas))
-    trainer = Trainer(TrainerConfig.model_validate(settings), ranks)
-    mine = pack(weigh(samples, mode), len(members), seq_len)[ranks.rank]
+    context = ParallelContext(groups, ParallelLayout.of(members, dp_replicate=replicas))
+    trainer = Trainer(TrainerConfig.model_validate(settings), context)
+    mine = pack(weigh(samples, mode), len(members), seq_len)[context.data_parallel_rank]
     trainer.forward_backward(mine[:1])  # accumulated over several commands, too
     trainer.forward_backward(mine[1:])
     count = loss_denominator(samples, mode)
@@ -107,7 +108,9 @@ def test_reduced_precision_stays_near(folders: dict[str, Path]) -> None:
 
 def loss_and_norm_on_a_gpu(settings: dict, samples: list[Sample]) -> tuple[float, float]:
     groups = Groups(0, 0, "cuda:0", HashStore(), 60.0)
-    trainer = Trainer(TrainerConfig.model_validate(settings), Ranks(groups, Formation((0,))), "cuda:0")
+    trainer = Trainer(
+        TrainerConfig.model_validate(settings), ParallelContext(groups, ParallelLayout.of((0,))), "cuda:0"
+    )
     for micro_batch in pack(samples, 1, 34)[0]:
         trainer.forward_backward([micro_batch])
     report = trainer.optim_step(loss_denominator(samples))
@@ -128,9 +131,9 @@ def loss_and_norm_on_one_gpu(
     groups: Groups, members: tuple[int, ...], settings: dict, samples: list[Sample], replicas: int
 ) -> tuple[float, float]:
     on_gpu = Groups(dist.get_rank(), 1, "cuda:0", groups._store, 60.0)
-    ranks = Ranks(on_gpu, Formation(members, replicas))
-    trainer = Trainer(TrainerConfig.model_validate(settings), ranks, "cuda:0")
-    trainer.forward_backward(pack(samples, len(members), 34)[ranks.rank])
+    context = ParallelContext(on_gpu, ParallelLayout.of(members, dp_replicate=replicas))
+    trainer = Trainer(TrainerConfig.model_validate(settings), context, "cuda:0")
+    trainer.forward_backward(pack(samples, len(members), 34)[context.data_parallel_rank])
     report = trainer.optim_step(loss_denominator(samples))
     return report.loss, report.grad_norm
 
@@ -147,7 +150,7 @@ def test_slots_that_share_a_gpu_compute_the_same(folders: dict[str, Path], num_r
 
 
 def is_wrapped(groups: Groups, members: tuple[int, ...], settings: dict) -> bool:
-    trainer = Trainer(TrainerConfig.model_validate(settings), Ranks(groups, Formation(members)))
+    trainer = Trainer(TrainerConfig.model_validate(settings), ParallelContext(groups, ParallelLayout.of(members)))
     return isinstance(trainer.model, FSDPModule)
 
 

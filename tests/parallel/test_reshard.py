@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import ductile
 from ductile import Block, NotReshardable
+from ductile.core.layout import mesh as mesh_of_slots
 from ductile.fabric.groups import Groups
 from tests.parallel.world import run_world
 from tests.ranks import run_ranks
@@ -347,7 +348,7 @@ def test_a_group_of_some_ranks() -> None:
 
 def among_slots(groups: Groups, members: tuple[int, ...]) -> list[float]:
     place = members.index(dist.get_rank())
-    mesh = groups.mesh(members)
+    mesh = groups.mesh(mesh_of_slots.Mesh.of(members, dp_shard=len(members)))
     source = DTensor.from_local(torch.tensor([2.0 * place, 2.0 * place + 1]), mesh, [Shard(0)])
     target = torch.zeros(6)
     ductile.reshard({"w": source}, {"w": target}, group=groups.group(members), timeout_s=20.0)

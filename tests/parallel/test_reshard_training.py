@@ -18,7 +18,7 @@ import ductile
 from tests.parallel.world import run_world
 
 Trained = tuple[nn.Module, torch.optim.Optimizer]
-Formation = tuple[str, tuple[int, ...], tuple[int, ...]]
+Spread = tuple[str, tuple[int, ...], tuple[int, ...]]
 """(kind, mesh shape, ranks)"""
 
 
@@ -38,8 +38,8 @@ class Model(nn.Module):
         return self.head(self.down(torch.relu(self.up(x))).bfloat16()).float()
 
 
-def build(formation: Formation, mesh: DeviceMesh, seed: int) -> Trained:
-    kind, _, _ = formation
+def build(spread: Spread, mesh: DeviceMesh, seed: int) -> Trained:
+    kind, _, _ = spread
     torch.manual_seed(seed)
     model = Model()
     if kind == "fsdp on tp":
@@ -97,13 +97,13 @@ def save(trained: Trained, folder: Path, group: dist.ProcessGroup) -> None:
     dcp.save({"model": weights, "optim": moments}, checkpoint_id=folder, process_group=group)
 
 
-def mesh_of(formation: Formation) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
-    _, shape, ranks = formation
+def mesh_of(spread: Spread) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
+    _, shape, ranks = spread
     group = dist.new_group(sorted(ranks))
     return DeviceMesh("cpu", torch.tensor(ranks).reshape(shape), mesh_dim_names=("a", "b")[: len(shape)]), group
 
 
-def move_and_go_on(rank: int, before: Formation, after: Formation, folder: Path) -> int:
+def move_and_go_on(rank: int, before: Spread, after: Spread, folder: Path) -> int:
     old = new = twin = None
     source_mesh, source_group = mesh_of(before)
     target_mesh, target_group = mesh_of(after)
@@ -125,7 +125,7 @@ def move_and_go_on(rank: int, before: Formation, after: Formation, folder: Path)
     return len(bits(new))
 
 
-CASES: dict[str, tuple[Formation, Formation]] = {
+CASES: dict[str, tuple[Spread, Spread]] = {
     "2 to 3": (("fsdp", (2,), (0, 1)), ("fsdp", (3,), (0, 1, 2))),
     "4 to 1": (("fsdp", (4,), (0, 1, 2, 3)), ("fsdp", (1,), (3,))),
     "3 to 4, some without any part": (("fsdp", (3,), (1, 2, 3)), ("fsdp", (4,), (0, 1, 2, 3))),

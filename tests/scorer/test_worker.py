@@ -10,13 +10,14 @@ from torch._C._distributed_c10d import HashStore
 
 from ductile.config.trainer import TrainerConfig
 from ductile.core.batch.packing import pack
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
 from ductile.model.attention import PackedAttention
 from ductile.model.checkpoint import load_model, save_model
 from ductile.model.packed import PackedSamples
 from ductile.model.transformer import Transformer
-from ductile.parallel.ranks import Ranks
-from ductile.records import Formation, Sample
+from ductile.parallel.parallel_context import ParallelContext
+from ductile.records import Sample
 from ductile.roles import Refused, RoleAssignment
 from ductile.scorer.worker import ScoreRole
 from ductile.trainer.trainer import Trainer
@@ -26,7 +27,7 @@ from ductile.wire.messages import Done, EndLease, LeaseWeights, Receive, Score
 from tests.tiny import make_model_folder
 from tests.trainer.naive import make_samples
 
-PLACE = RoleAssignment(0, (0,), 0, "cpu")
+PLACE = RoleAssignment(0, ParallelLayout.of((0,)), 0, "cpu")
 SAMPLES = tuple(make_samples((12, 30, 3, 7, 7), temperatures=(1.0, 0.5)))
 
 
@@ -92,7 +93,7 @@ def test_it_says_what_the_trainers_forward_pass_says(folder: Path, compute_dtype
     model = {"name": str(folder), "seq_len": 64, "compute_dtype": compute_dtype}
     config = TrainerConfig.model_validate({"model": model})
     groups = Groups(0, 2000, "cpu", HashStore(), 20.0)
-    trainer = Trainer(config, Ranks(groups, Formation((0,))))
+    trainer = Trainer(config, ParallelContext(groups, ParallelLayout.of((0,))))
     (micro_batches,) = pack(SAMPLES, 1, 64)
     for micro_batch in micro_batches:
         expected, _ = PackedSamples.of(micro_batch.samples).score(trainer.model)

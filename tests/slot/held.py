@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ductile.records import ResizeOrder, StepReport, TrainProgress
+from ductile.core.layout.parallel_layout import ResizeOrder
+from ductile.records import StepReport, TrainProgress
 from ductile.roles import RoleAssignment
 from ductile.slot import link
 from ductile.trainer.worker import TrainRole
@@ -83,7 +84,7 @@ class TrainEcho:
                 self._new_step = progress.step
                 return StateTransferred({}, {}, 8, {"transfer": 0.0}, "nothing moved")
             case Commit():
-                self._has_state, self._step = self._slot in self._change.after.members, self._new_step
+                self._has_state, self._step = self._slot in self._change.after.slots, self._new_step
             case Rollback():
                 self._has_state = self._had_state
             case ForwardBackward() | OptimStep():

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ductile.config.cluster import ClusterConfig
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.launch.local import LocalCluster
 from ductile.records import GenerateRequest, Sample, Sampling
 from ductile.roles import Late, Refused
@@ -57,7 +58,7 @@ def assign(slot: Harness):
     held = []
 
     def take(role, **settings):
-        slot.ask(AssignRole(role, settings, (0,)))
+        slot.ask(AssignRole(role, settings, ParallelLayout.of((0,))))
         held.append(role)
 
     yield take
@@ -78,7 +79,10 @@ def test_several_roles_live_in_one_slot(slot: Harness, assign):
     [
         (OptimStep(1.0), r"slot 0.*OptimStep failed: ValueError: this slot does not hold the role 'train'"),
         (ReleaseRole("score"), r"does not hold the role 'score' \(it holds: none\)"),
-        (AssignRole("train", {"refuse": True}, (0,)), r"AssignRole failed: ValueError: cannot live in slot 0"),
+        (
+            AssignRole("train", {"refuse": True}, ParallelLayout.of((0,))),
+            r"AssignRole failed: ValueError: cannot live in slot 0",
+        ),
     ],
 )
 def test_a_failed_command_is_refused_and_the_slot_lives_on(slot: Harness, command, sentence: str):
@@ -91,7 +95,7 @@ def test_a_failed_command_is_refused_and_the_slot_lives_on(slot: Harness, comman
 def test_taking_a_role_twice_is_refused(slot: Harness, assign):
     assign("train")
     with pytest.raises(Refused, match="holds the role 'train' already"):
-        slot.ask(AssignRole("train", {}, (0,)))
+        slot.ask(AssignRole("train", {}, ParallelLayout.of((0,))))
 
 
 def test_a_failing_handler_keeps_its_role(slot: Harness, assign):
@@ -102,7 +106,7 @@ def test_a_failing_handler_keeps_its_role(slot: Harness, assign):
 
 
 def test_a_role_that_cannot_be_closed_can_be_held_again(slot: Harness, assign):
-    slot.ask(AssignRole("train", {"fail_on": "close"}, (0,)))
+    slot.ask(AssignRole("train", {"fail_on": "close"}, ParallelLayout.of((0,))))
     with pytest.raises(Refused, match="ReleaseRole failed: RuntimeError: as the settings ask"):
         slot.ask(ReleaseRole("train"))
     assign("train")

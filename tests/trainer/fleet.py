@@ -3,7 +3,7 @@
     with Fleet(settings, slots=range(4)) as fleet:
         fleet.assign((0, 1))
         fleet.train([0.5, ...])
-        fleet.resize(Formation((3, 0, 2)))
+        fleet.resize(ParallelLayout.of((3, 0, 2)))
 
 It is the dumb twin of `ductile.wire.resize`: every step goes to everybody, and everybody must do it.
 """
@@ -19,8 +19,9 @@ from types import TracebackType
 from typing import Any
 
 from ductile.core.batch.packing import pack
+from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
 from ductile.fabric import rendezvous
-from ductile.records import Formation, ResizeOrder, Sample, StepReport, TrainProgress
+from ductile.records import Sample, StepReport, TrainProgress
 from ductile.roles import RoleAssignment
 from ductile.trainer.worker import TrainRole
 from ductile.wire.messages import (
@@ -52,7 +53,7 @@ class SlotGone(Exception):
 class Fleet:
     def __init__(self, settings: dict[str, Any], slots: Iterable[int], device: str = "cpu") -> None:
         self.settings = settings
-        self.formation = Formation((0,))
+        self.layout = ParallelLayout.of((0,))
         self.epoch = 0
         self.with_gradient = False
         self.idle: set[int] = set()
@@ -109,13 +110,13 @@ class Fleet:
             self.post(slot, "call", function, arguments)
         return {slot: self.answer(slot) for slot in slots}
 
-    def assign(self, members: Sequence[int], replicas: int = 1) -> None:
-        self.formation = Formation(tuple(members), replicas)
-        self._assign(members, joining=False)
+    def assign(self, slots: Sequence[int], dp_replicate: int = 1) -> None:
+        self.layout = ParallelLayout.of(slots, dp_replicate=dp_replicate)
+        self._assign(slots, joining=False)
 
     def _assign(self, slots: Sequence[int], joining: bool) -> None:
         for slot in slots:
-            self.post(slot, "assign", self.formation.members, self.epoch, joining)
+            self.post(slot, "assign", self.layout, self.epoch, joining)
         for slot in slots:
             self.answer(slot)
 
@@ -127,15 +128,13 @@ class Fleet:
             self.answer(slot)
 
     def forward_backward(self, samples: Sequence[Sample], seq_len: int = 64) -> None:
-        members = self.formation.members
-        packed = pack(samples, len(members), seq_len)
-        self.ask({slot: ForwardBackward(tuple(batch)) for slot, batch in zip(members, packed, strict=True)})
+        packed = pack(samples, self.layout.num_data_parallel, seq_len)
+        self.ask({slot: ForwardBackward(tuple(batch)) for slot, batch in self.layout.deal(packed).items()})
         self.with_gradient = True
 
     def optim_step(self, loss_denominator: float) -> StepReport:
         reports = [
-            reply.report
-            for reply in self.ask(dict.fromkeys(self.formation.members, OptimStep(loss_denominator))).values()
+            reply.report for reply in self.ask(dict.fromkeys(self.layout.slots, OptimStep(loss_denominator))).values()
         ]
         assert all(report == reports[0] for report in reports)
         self.with_gradient = False
@@ -144,9 +143,9 @@ class Fleet:
     def assign_joining(self, slots: Sequence[int]) -> None:
         self._assign(slots, joining=True)
 
-    def prepare_change(self, after: Formation) -> ResizeOrder:
+    def prepare_change(self, after: ParallelLayout) -> ResizeOrder:
         self.epoch += 1
-        return ResizeOrder(self.epoch, self.formation, after)
+        return ResizeOrder(self.epoch, self.layout, after)
 
     def command(self, step: str, change: ResizeOrder, progress: TrainProgress | None = None) -> Any:
         match step:
@@ -179,7 +178,7 @@ class Fleet:
         """All made the same plan; their sums are added up."""
         assert len({reply.plan_key for reply in frozen.values()}) == 1
         assert all(frozen[slot].progress is None for slot in change.joiners)
-        each = [frozen[slot].progress for slot in change.before.members]
+        each = [frozen[slot].progress for slot in change.before.slots]
         sums: dict[str, float] = {}
         for progress in each:
             for name, value in progress.sums.items():
@@ -189,7 +188,7 @@ class Fleet:
     def roll_back(self, change: ResizeOrder, slots: Iterable[int] | None = None) -> None:
         self.ask(dict.fromkeys(change.slots if slots is None else slots, Rollback(change.epoch)))
 
-    def resize(self, after: Formation, release: bool = True) -> dict[int, StateTransferred]:
+    def resize(self, after: ParallelLayout, release: bool = True) -> dict[int, StateTransferred]:
         """A whole change. Slots that leave release the role, or else keep it for when they join again."""
         change = self.prepare_change(after)
         self.assign_joining([slot for slot in change.joiners if slot not in self.idle])
@@ -201,7 +200,7 @@ class Fleet:
             assert reply.sent == {peer: other.received[slot] for peer, other in moved.items() if slot in other.received}
         self.step("commit", change)
         self.step("finalize", change)
-        self.formation = after
+        self.layout = after
         self.idle -= set(change.joiners)
         if release:
             self.release(change.leavers)
@@ -220,8 +219,8 @@ def _serve(pipe: Connection, slot: int, device: str, address: str, settings: dic
         try:
             answer = None
             if verb == "assign":
-                members, epoch, joining = what
-                role = TrainRole(settings, RoleAssignment(slot, members, epoch, device, address, joining))
+                layout, epoch, joining = what
+                role = TrainRole(settings, RoleAssignment(slot, layout, epoch, device, address, joining))
             elif verb == "release":
                 role.close()
                 role = None

@@ -11,14 +11,14 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from ductile.config.trainer import AdamWConfig, SFTLoss, SGDConfig, TrainerConfig
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
 from ductile.parallel.data import full
 from ductile.parallel.metadata import SafeReader, UnsafeMetadata
-from ductile.parallel.ranks import Ranks
+from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.state import StateError
-from ductile.records import Formation, MicroBatch
+from ductile.records import MicroBatch
 from ductile.trainer.checkpoint import load_state, save_state
-from ductile.trainer.optimizer import moments
 from ductile.trainer.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.tiny import make_model_folder
@@ -38,7 +38,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole_state(trainer: Trainer) -> Named:
     state: Named = {}
     for name, parameter in trainer.model.named_parameters():
-        for kind, tensor in [("model", parameter.detach()), *moments(trainer.optimizer, parameter)]:
+        kept = trainer.optimizer.state[parameter]
+        moments = {kind: kept[kind] for kind in ("exp_avg", "exp_avg_sq", "momentum_buffer") if kind in kept}
+        for kind, tensor in {"model": parameter.detach(), **moments}.items():
             state[f"{kind}/{name}"] = full(tensor).clone()
     return state
 
@@ -49,22 +51,22 @@ def step(trainer: Trainer, rank: int) -> None:
 
 
 def train_and_save(groups: Groups, members: tuple[int, ...], settings: dict, path: str) -> tuple[int, Named, Named]:
-    ranks = Ranks(groups, Formation(members))
-    trainer = Trainer(TrainerConfig.model_validate(settings), ranks)
+    context = ParallelContext(groups, ParallelLayout.of(members))
+    trainer = Trainer(TrainerConfig.model_validate(settings), context)
     for _ in range(3):
-        step(trainer, ranks.rank)
+        step(trainer, context.data_parallel_rank)
     save_state(trainer, path)
     saved = whole_state(trainer)
-    step(trainer, ranks.rank)
+    step(trainer, context.data_parallel_rank)
     return trainer.step, saved, whole_state(trainer)
 
 
 def load_and_train(groups: Groups, members: tuple[int, ...], settings: dict, path: str) -> tuple[int, Named, Named]:
-    ranks = Ranks(groups, Formation(members))
-    trainer = Trainer(TrainerConfig.model_validate(settings), ranks)
+    context = ParallelContext(groups, ParallelLayout.of(members))
+    trainer = Trainer(TrainerConfig.model_validate(settings), context)
     load_state(trainer, path)
     loaded = whole_state(trainer)
-    step(trainer, ranks.rank)
+    step(trainer, context.data_parallel_rank)
     return trainer.step, loaded, whole_state(trainer)
 
 
@@ -85,7 +87,7 @@ def test_saved_on_two_ranks_loaded_on_three_and_one(
 
 
 def load_wrongly(groups: Groups, members: tuple[int, ...], settings: dict, path: str) -> str:
-    trainer = Trainer(TrainerConfig.model_validate(settings), Ranks(groups, Formation(members)))
+    trainer = Trainer(TrainerConfig.model_validate(settings), ParallelContext(groups, ParallelLayout.of(members)))
     with pytest.raises(StateError) as caught:
         load_state(trainer, path)
     return str(caught.value)
@@ -106,10 +108,10 @@ def test_half_a_state_and_a_strangers_state_are_refused(folder: Path, tmp_path: 
 
 
 def save_on_a_full_disk(groups: Groups, members: tuple[int, ...], settings: dict, path: str) -> tuple[str, int]:
-    trainer = Trainer(TrainerConfig.model_validate(settings), Ranks(groups, Formation(members)))
+    trainer = Trainer(TrainerConfig.model_validate(settings), ParallelContext(groups, ParallelLayout.of(members)))
     with pytest.raises(StateError) as caught:
         save_state(trainer, path)
-    step(trainer, trainer.ranks.rank)
+    step(trainer, trainer.context.data_parallel_rank)
     return str(caught.value), trainer.step
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from ductile.config.trainer import SFTLoss, SGDConfig, TrainerConfig
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
-from ductile.parallel.ranks import Ranks
-from ductile.records import Formation, MicroBatch, StepReport
+from ductile.parallel.parallel_context import ParallelContext
+from ductile.records import MicroBatch, StepReport
 from ductile.trainer.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.tiny import make_model_folder
@@ -18,11 +19,11 @@ from tests.trainer.naive import make_samples
 def train_in_many_epochs(
     groups: Groups, members: tuple[int, ...], settings: dict, num_epochs: int
 ) -> tuple[list[StepReport], list[int], list[int]]:
-    slot = members[Ranks(groups, Formation(members)).rank]
+    slot = members[ParallelContext(groups, ParallelLayout.of(members)).data_parallel_rank]
     reports, num_fds, num_threads = [], [], []
     for turn in range(2 * num_epochs):
         of_epoch = Groups(slot, 1 + turn // 2, "cpu", groups._store, 30.0)  # each twice: held, dropped, held again
-        trainer = Trainer(TrainerConfig.model_validate(settings), Ranks(of_epoch, Formation(members)))
+        trainer = Trainer(TrainerConfig.model_validate(settings), ParallelContext(of_epoch, ParallelLayout.of(members)))
         trainer.forward_backward([MicroBatch(tuple(make_samples((9, 14))))])
         reports.append(trainer.optim_step(20.0))
         assert sum(tensor.numel() for _, tensor in trainer.gathered_tensors()) == trainer.spec.num_parameters

@@ -1,4 +1,4 @@
-"""A live trainer changes its formation: what it has afterwards is, bit for bit, what it had."""
+"""A live trainer changes its layout: what it has afterwards is, bit for bit, what it had."""
 
 import os
 import threading
@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.transfer.reshard import Planner
 from ductile.fabric.groups import Groups
 from ductile.parallel.data import full
-from ductile.records import Formation
 from ductile.trainer import prepare
 from ductile.trainer.state import named_gradient, named_state
 from ductile.trainer.worker import TrainRole
@@ -40,14 +40,14 @@ def whole(role: TrainRole) -> dict[str, Any]:
 
 
 CHANGES = [
-    (Formation((0, 1)), Formation((0, 1, 2))),
-    (Formation((0, 1, 2)), Formation((1,))),
-    (Formation((0, 1)), Formation((2, 3, 4))),
-    (Formation((0, 1, 2)), Formation((4, 2, 3, 0))),
-    (Formation((0, 1, 2, 3)), Formation((0, 1, 2, 3), 2)),
-    (Formation((0, 1)), Formation((0, 1, 2, 3), 2)),
-    (Formation((3, 1, 0, 2, 5, 4), 3), Formation((5, 0, 1))),
-    (Formation((0, 1)), Formation((1, 0))),
+    (ParallelLayout.of((0, 1)), ParallelLayout.of((0, 1, 2))),
+    (ParallelLayout.of((0, 1, 2)), ParallelLayout.of((1,))),
+    (ParallelLayout.of((0, 1)), ParallelLayout.of((2, 3, 4))),
+    (ParallelLayout.of((0, 1, 2)), ParallelLayout.of((4, 2, 3, 0))),
+    (ParallelLayout.of((0, 1, 2, 3)), ParallelLayout.of((0, 1, 2, 3), dp_replicate=2)),
+    (ParallelLayout.of((0, 1)), ParallelLayout.of((0, 1, 2, 3), dp_replicate=2)),
+    (ParallelLayout.of((3, 1, 0, 2, 5, 4), dp_replicate=3), ParallelLayout.of((5, 0, 1))),
+    (ParallelLayout.of((0, 1)), ParallelLayout.of((1, 0))),
 ]
 
 
@@ -66,16 +66,18 @@ another order, and that go from three copies to one: which bytes go where does n
     ("before", "after", "with_gradient", "terms"),
     [
         pytest.param(
-            *change, *how, id=f"{way}-" + "-".join(f"{'.'.join(map(str, f.members))}x{f.replicas}" for f in change)
+            *change,
+            *how,
+            id=f"{way}-" + "-".join(f"{'.'.join(map(str, f.slots))}x{f.dims.dp_replicate}" for f in change),
         )
         for way, (*how, changes) in WAYS.items()
         for change in changes
     ],
 )
 def test_everything_arrives(
-    settings: dict[str, Any], before: Formation, after: Formation, with_gradient: bool, terms: dict[str, str]
+    settings: dict[str, Any], before: ParallelLayout, after: ParallelLayout, with_gradient: bool, terms: dict[str, str]
 ) -> None:
-    with Fleet(with_terms(settings, terms), sorted({*before.members, *after.members})) as fleet:
+    with Fleet(with_terms(settings, terms), sorted({*before.slots, *after.slots})) as fleet:
         resize_and_compare(fleet, before, after, with_gradient)
 
 
@@ -84,22 +86,22 @@ def with_terms(settings: dict[str, Any], terms: dict[str, Any]) -> dict[str, Any
 
 
 def resize_and_compare(
-    fleet: Fleet, before: Formation, after: Formation, with_gradient: bool
+    fleet: Fleet, before: ParallelLayout, after: ParallelLayout, with_gradient: bool
 ) -> dict[int, StateTransferred]:
-    fleet.assign(before.members)
-    if before.replicas > 1:
+    fleet.assign(before.slots)
+    if before.dims.dp_replicate > 1:
         fleet.resize(before)
     fleet.forward_backward(make_samples((9, 14, 5)))
     fleet.optim_step(20.0)
     if with_gradient:
         fleet.forward_backward(make_samples((7, 12)))
-    had = fleet.call(before.members, whole)
+    had = fleet.call(before.slots, whole)
     moved = fleet.resize(after)
     assert all(moved[slot].carrier == moved[0].carrier for slot in moved if 0 in moved)
-    have = fleet.call(after.members, whole)
-    expected = had[before.members[0]]
+    have = fleet.call(after.slots, whole)
+    expected = had[before.slots[0]]
     assert with_gradient == any(name.startswith("gradient/") for name in expected)
-    for slot in after.members:
+    for slot in after.slots:
         assert have[slot].keys() == expected.keys()
         assert [name for name in expected if have[slot][name] != expected[name]] == []
     fleet.forward_backward(make_samples((4, 15)))
@@ -136,9 +138,9 @@ def groups_made_by(role: TrainRole | None) -> list[str]:
 )
 @pytest.mark.parametrize(("before", "after"), [CHANGES[3], CHANGES[5]], ids=["some of both", "copies"])
 def test_groups_may_be_made_in_the_pause(
-    settings: dict[str, Any], before: Formation, after: Formation, terms: dict[str, str]
+    settings: dict[str, Any], before: ParallelLayout, after: ParallelLayout, terms: dict[str, str]
 ) -> None:
-    slots = sorted({*before.members, *after.members})
+    slots = sorted({*before.slots, *after.slots})
     with Fleet(with_terms(settings, terms), slots) as fleet:
         fleet.call(slots, leave_groups_to_the_pause)
         moved = resize_and_compare(fleet, before, after, with_gradient=True)
@@ -154,19 +156,21 @@ def test_groups_may_be_made_in_the_pause(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("before", "after"), CHANGES[::3], ids=["grows", "some of both", "from copies"])
-def test_everything_arrives_on_one_gpu(settings: dict[str, Any], before: Formation, after: Formation, way: str) -> None:
+def test_everything_arrives_on_one_gpu(
+    settings: dict[str, Any], before: ParallelLayout, after: ParallelLayout, way: str
+) -> None:
     with_gradient, terms, _ = WAYS[way]
-    slots = sorted({*before.members, *after.members})
+    slots = sorted({*before.slots, *after.slots})
     with Fleet(with_terms(settings, terms), slots, device="cuda:0") as fleet:
         resize_and_compare(fleet, before, after, with_gradient)
 
 
-def test_the_first_of_the_new_formation_publishes(settings: dict[str, Any]) -> None:
+def test_the_first_of_the_new_layout_publishes(settings: dict[str, Any]) -> None:
     with Fleet(settings, range(3)) as fleet:
         fleet.assign((0, 1))
         published = fleet.ask(dict.fromkeys((0, 1), Publish(1)))
         assert (published[0].manifest is None, published[1].manifest is None) == (False, True)
-        fleet.resize(Formation((2, 1)), release=False)
+        fleet.resize(ParallelLayout.of((2, 1)), release=False)
         again = fleet.ask(dict.fromkeys((2, 1), Publish(2)))
         assert (again[2].manifest is None, again[1].manifest is None) == (False, True)
         # The same weights; and what the former first slot published is there until it is withdrawn.
@@ -181,11 +185,11 @@ def test_commands_that_do_not_fit_are_refused(settings: dict[str, Any]) -> None:
         fleet.assign((0, 1))
         with pytest.raises(SlotFailed, match="has not prepared change 7"):
             fleet.ask({0: Freeze(7, False)})
-        change = fleet.prepare_change(Formation((0, 2)))
+        change = fleet.prepare_change(ParallelLayout.of((0, 2)))
         fleet.assign_joining((2,))
         fleet.step("prepare", change)
         with pytest.raises(SlotFailed, match="neither finalized nor rolled back"):
-            fleet.ask({0: Prepare(fleet.prepare_change(Formation((1,))))})
+            fleet.ask({0: Prepare(fleet.prepare_change(ParallelLayout.of((1,))))})
         with pytest.raises(SlotFailed, match="has not moved its part"):
             fleet.ask({2: Commit(change.epoch)})
         with pytest.raises(SlotFailed, match="it is joining, or has left"):
@@ -194,7 +198,7 @@ def test_commands_that_do_not_fit_are_refused(settings: dict[str, Any]) -> None:
             fleet.ask({0: Freeze(change.epoch, True)})
         fleet.roll_back(change)
         fleet.roll_back(change)
-        fleet.resize(Formation((1,)))
+        fleet.resize(ParallelLayout.of((1,)))
 
 
 def resident_bytes() -> int:
@@ -232,7 +236,7 @@ def test_streaming_needs_room_for_little_more_than_one_state(tmp_path: Path) -> 
             fleet.assign((0, 1))
             fleet.forward_backward(make_samples((9, 14)))
             fleet.call((0, 1), watch_memory)
-            fleet.resize(Formation((1, 0)))
+            fleet.resize(ParallelLayout.of((1, 0)))
             growth[memory] = max(fleet.call((0, 1), growth_bytes).values())
             num_parameters = fleet.call((0,), num_parameters_of)[0]
     state_bytes = 4 * 4 * num_parameters // 2  # parameters, two moments and a gradient, on two slots

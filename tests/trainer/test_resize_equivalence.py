@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
 from ductile.parallel.data import full, local_shard
-from ductile.parallel.ranks import Ranks
-from ductile.records import Formation, StepReport
+from ductile.parallel.parallel_context import ParallelContext
+from ductile.records import StepReport
 from ductile.trainer.checkpoint import load_state
 from ductile.trainer.state import named_gradient, named_state, parts_of
 from ductile.trainer.trainer import Trainer
@@ -46,12 +47,12 @@ def full_gradient(role: TrainRole) -> dict[str, torch.Tensor]:
     return {name: full(tensor) for name, tensor in named_gradient(role._instance.trainer).items()}
 
 
-def differences(role: TrainRole, formation: Formation, path: str, gradient: dict[str, torch.Tensor]) -> list[str]:
-    """What this slot has of the state, against a trainer of the same formation that is loaded from `path`; and of the
+def differences(role: TrainRole, layout: ParallelLayout, path: str, gradient: dict[str, torch.Tensor]) -> list[str]:
+    """What this slot has of the state, against a trainer of the same layout that is loaded from `path`; and of the
     gradient, against its rows of the whole one. Bytes, not values."""
     live = role._instance.trainer
     groups = Groups.at(replace(role._assignment, epoch=10_000 + role._instance.groups._epoch), 30.0)
-    fresh = Trainer(live.config, Ranks(groups, formation))
+    fresh = Trainer(live.config, ParallelContext(groups, layout))
     load_state(fresh, path)
     ours, theirs = parts_of(named_state(live)), parts_of(named_state(fresh))
     assert ours.keys() == theirs.keys()
@@ -64,8 +65,8 @@ def differences(role: TrainRole, formation: Formation, path: str, gradient: dict
         wrong.append("step")
     del fresh, theirs
     groups.destroy()
-    size = len(formation.members) // formation.replicas
-    shard = formation.members.index(role._assignment.slot) % size
+    size = layout.num_shards
+    shard = layout.slots.index(role._assignment.slot) % size
     found = named_gradient(live)
     assert found.keys() == gradient.keys()
     for name, whole in gradient.items():
@@ -75,28 +76,28 @@ def differences(role: TrainRole, formation: Formation, path: str, gradient: dict
     return wrong
 
 
-def some_formation(chance: random.Random, before: Formation) -> Formation:
+def some_layout(chance: random.Random, before: ParallelLayout) -> ParallelLayout:
     while True:
         slots = chance.sample(range(NUM_SLOTS), chance.randint(1, 5))
         if chance.random() < 0.25:  # somewhere else altogether
-            slots = [slot for slot in range(NUM_SLOTS) if slot not in before.members]
+            slots = [slot for slot in range(NUM_SLOTS) if slot not in before.slots]
         if not slots:
             continue
         divisors = [number for number in range(1, len(slots) + 1) if len(slots) % number == 0]
-        after = Formation(tuple(slots), chance.choice(divisors))
+        after = ParallelLayout.of(slots, dp_replicate=chance.choice(divisors))
         if after != before:
             return after
 
 
 def run(
     settings: dict[str, Any], num_steps: int, num_resizes: int, folder: Path, seed: int = 0
-) -> tuple[list[StepReport], list[tuple[Formation, bool]]]:
+) -> tuple[list[StepReport], list[tuple[ParallelLayout, bool]]]:
     """The reports, and what was resized to, in the middle of a batch or not."""
     chance = random.Random(seed)
     moments = [(step, micro) for step in range(num_steps) for micro in range(MICRO_STEPS + 1)]
     due = set(chance.sample(moments, num_resizes))
     reports: list[StepReport] = []
-    resized: list[tuple[Formation, bool]] = []
+    resized: list[tuple[ParallelLayout, bool]] = []
     with Fleet(settings, range(NUM_SLOTS if num_resizes else 2)) as fleet:
         fleet.assign((0, 1))
         for step in range(num_steps):
@@ -104,7 +105,7 @@ def run(
             samples = make_samples([sizes.randint(4, 30) for _ in range(2 * MICRO_STEPS)], seed=step)
             for micro in range(MICRO_STEPS + 1):
                 if (step, micro) in due:
-                    after = some_formation(chance, fleet.formation)
+                    after = some_layout(chance, fleet.layout)
                     change_and_compare(fleet, after, str(folder / f"{step}.{micro}"))
                     resized.append((after, micro > 0))
                 if micro < MICRO_STEPS:
@@ -113,13 +114,13 @@ def run(
     return reports, resized
 
 
-def change_and_compare(fleet: Fleet, after: Formation, path: str) -> None:
-    before = fleet.formation.members
+def change_and_compare(fleet: Fleet, after: ParallelLayout, path: str) -> None:
+    before = fleet.layout.slots
     fleet.ask(dict.fromkeys(before, SaveState(path)))
     gradient = fleet.call(before, full_gradient)[before[0]]
     fleet.resize(after, release=False)
-    found = fleet.call(after.members, differences, after, path, gradient)
-    assert found == {slot: [] for slot in after.members}, after
+    found = fleet.call(after.slots, differences, after, path, gradient)
+    assert found == {slot: [] for slot in after.slots}, after
 
 
 @pytest.mark.slow
@@ -127,7 +128,7 @@ def test_nobody_can_tell(settings: dict[str, Any], tmp_path: Path) -> None:
     alone, _ = run(settings, NUM_STEPS, 0, tmp_path)
     reports, resized = run(settings, NUM_STEPS, NUM_RESIZES, tmp_path)
     assert any(inside for _, inside in resized)
-    assert any(formation.replicas > 1 for formation, _ in resized)
+    assert any(layout.dims.dp_replicate > 1 for layout, _ in resized)
     for ours, theirs in zip(reports, alone, strict=True):
         assert (ours.step, ours.num_tokens, ours.lr) == (theirs.step, theirs.num_tokens, theirs.lr)
         assert ours.loss == pytest.approx(theirs.loss, rel=TOLERANCE)

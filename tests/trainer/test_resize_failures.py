@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.fabric import modes
-from ductile.records import Formation
 from ductile.trainer import prepare, resize
 from ductile.trainer.worker import TrainRole
 from tests.trainer.fleet import Fleet, SlotFailed, SlotGone
@@ -21,7 +21,7 @@ IN_TIME_S = TIMEOUT_S + 8.0
 
 POINTS: dict[str, tuple[Any, str]] = {
     "prepare: before it says anything": (prepare, "choose_reader"),
-    "prepare: before the groups": (prepare, "Ranks"),
+    "prepare: before the groups": (prepare, "ParallelContext"),
     "prepare: before the skeleton": (prepare, "Trainer"),
     "freeze": (resize.Resize, "freeze"),
     "move: before anything": (resize.Resize, "transfer_state"),
@@ -54,7 +54,7 @@ def answers(fleet: Fleet, slots: tuple[int, ...]) -> dict[int, Any]:
     return found
 
 
-def until_it_fails(fleet: Fleet, after: Formation, victim: int) -> tuple[Any, str]:
+def until_it_fails(fleet: Fleet, after: ParallelLayout, victim: int) -> tuple[Any, str]:
     """Go through a change as far as it goes: the change, and the step where it ended."""
     change = fleet.prepare_change(after)
     well = tuple(slot for slot in change.slots if slot != victim)
@@ -84,7 +84,7 @@ def strike_a_joiner(fleet: Fleet, point: str, number: int) -> str:
     had = fleet.call((0, 1), whole)
     fleet.assign_joining((2,))
     fleet.call((2,), strike_at, point, number)
-    change, step = until_it_fails(fleet, Formation((2, 1, 0)), victim=2)
+    change, step = until_it_fails(fleet, ParallelLayout.of((2, 1, 0)), victim=2)
     fleet.roll_back(change, (0, 1))
     assert fleet.call((0, 1), whole) == had
     return step
@@ -97,7 +97,7 @@ def test_a_joiner_fails_and_the_others_go_on(settings: dict[str, Any], point: st
     with Fleet(settings, range(4)) as fleet:
         step = strike_a_joiner(fleet, point, number)
         assert step == point.partition(":")[0] or point.startswith("prepare")
-        fleet.resize(Formation((3, 1)))
+        fleet.resize(ParallelLayout.of((3, 1)))
         fleet.forward_backward(make_samples((7, 12)))
         assert fleet.optim_step(20.0).step == 1
 
@@ -119,7 +119,7 @@ def test_a_joiner_fails_while_others_make_groups_in_the_pause(settings, number, 
     with Fleet(settings, range(4)) as fleet:
         fleet.call(range(4), leave_groups_to_the_pause)
         assert strike_a_joiner(fleet, point, number) == "move"
-        fleet.resize(Formation((3, 1)))
+        fleet.resize(ParallelLayout.of((3, 1)))
         fleet.forward_backward(make_samples((7, 12)))
         assert fleet.optim_step(20.0).step == 1
 
@@ -151,7 +151,7 @@ def test_a_build_that_fails_in_the_pause_keeps_nobody_waiting(settings: dict[str
         had = fleet.call((0, 1), whole)
         fleet.assign_joining((2,))
         fleet.call((victim,), run_out_of_memory)
-        change = fleet.prepare_change(Formation((2, 1, 0)))
+        change = fleet.prepare_change(ParallelLayout.of((2, 1, 0)))
         fleet.step("prepare", change)
         fleet.until_ready(change)
         progress = fleet.total(change, fleet.step("freeze", change))
@@ -163,7 +163,7 @@ def test_a_build_that_fails_in_the_pause_keeps_nobody_waiting(settings: dict[str
         assert fleet.call((victim,), num_sockets) == sockets
         fleet.roll_back(change)
         assert fleet.call((0, 1), whole) == had
-        fleet.resize(Formation((2, 1)))
+        fleet.resize(ParallelLayout.of((2, 1)))
         fleet.forward_backward(make_samples((7, 12)))
         assert fleet.optim_step(20.0).step == 1
 
@@ -177,6 +177,6 @@ def test_a_member_fails_and_nobody_waits_for_it(settings: dict[str, Any], point:
         fleet.forward_backward(make_samples((9, 14)))
         fleet.assign_joining((2,))
         fleet.call((0,), strike_at, point, number)
-        change, _ = until_it_fails(fleet, Formation((2, 1, 0)), victim=0)
+        change, _ = until_it_fails(fleet, ParallelLayout.of((2, 1, 0)), victim=0)
         fleet.roll_back(change, (1, 2))
         fleet.release((1, 2))

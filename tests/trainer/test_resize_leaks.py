@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
-from ductile.records import Formation
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.trainer.worker import TrainRole
 from ductile.wire.messages import Prepare
 from tests.tiny import make_model_folder
@@ -53,7 +53,7 @@ def test_two_hundred_resizes_leave_nothing_behind(tmp_path: Path) -> None:
         for _ in range(NUM_CYCLES):
             for members in (*CYCLE[1:], CYCLE[0]):
                 fleet.forward_backward(make_samples((9, 14, 5)))
-                fleet.resize(Formation(members), release=False)
+                fleet.resize(ParallelLayout.of(members), release=False)
                 fleet.optim_step(20.0)
             seen.append(fleet.call(range(3), footprint))
     for slot in range(3):
@@ -80,7 +80,7 @@ def test_changes_that_are_taken_back_leave_nothing_behind(tmp_path: Path, when: 
         fleet.assign((0, 1))
         fleet.assign_joining((2, 3))
         for round in range(NUM_TAKEN_BACK):
-            change = fleet.prepare_change(Formation((0, 2, 3)))
+            change = fleet.prepare_change(ParallelLayout.of((0, 2, 3)))
             told = change.slots[:-1] if when == "one never comes" else change.slots
             fleet.ask(dict.fromkeys(told, Prepare(change)))
             # What is left of groups that were caught half made is closed with the next ones: the last are whole.

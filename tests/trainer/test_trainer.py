@@ -22,11 +22,12 @@ from ductile.config.weight_headers import ModelFolderError
 from ductile.core.batch.loss_aggregation import loss_denominator
 from ductile.core.batch.packing import pack
 from ductile.core.layout.flops import training_flops
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.layout.peak import Peak
 from ductile.fabric.groups import Groups
 from ductile.model.packed import PackedSamples
-from ductile.parallel.ranks import Ranks
-from ductile.records import Formation, MicroBatch, Sample
+from ductile.parallel.parallel_context import ParallelContext
+from ductile.records import MicroBatch, Sample
 from ductile.trainer import trainer as trainer_module
 from ductile.trainer.loss import LossInputs, LossOutputs
 from ductile.trainer.trainer import Trainer
@@ -44,9 +45,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[Ranks]:
+def alone() -> Iterator[ParallelContext]:
     groups = Groups(0, 1000, "cpu", HashStore(), 20.0)
-    yield Ranks(groups, Formation((0,)))
+    yield ParallelContext(groups, ParallelLayout.of((0,)))
     groups.destroy()
 
 
@@ -64,9 +65,9 @@ def train(trainer: Trainer, lengths: tuple[tuple[int, ...], ...], rank: int = 0,
 
 
 def train_on_ranks(groups: Groups, members: tuple[int, ...], settings: dict) -> tuple[list[float], dict[str, list]]:
-    ranks = Ranks(groups, Formation(members))
-    trainer = Trainer(TrainerConfig.model_validate(settings), ranks)
-    losses = train(trainer, LENGTHS, ranks.rank, len(members))
+    context = ParallelContext(groups, ParallelLayout.of(members))
+    trainer = Trainer(TrainerConfig.model_validate(settings), context)
+    losses = train(trainer, LENGTHS, context.data_parallel_rank, len(members))
     return losses, {name: tensor.tolist() for name, tensor in trainer.gathered_tensors()}
 
 
@@ -99,7 +100,7 @@ def test_three_steps_are_those_of_torch_on_one_device(
             torch.testing.assert_close(torch.tensor(tensors[name]), parameter.detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_what_a_step_reports(folder: Path, alone: Ranks) -> None:
+def test_what_a_step_reports(folder: Path, alone: ParallelContext) -> None:
     trainer = Trainer(config_for(folder, optim=SGDConfig(lr=0.5), loss=DefaultLoss()), alone)
     samples = make_samples((10, 12))
     num_tokens = trainer.forward_backward([MicroBatch(tuple(samples)), MicroBatch(())])
@@ -115,7 +116,9 @@ def test_what_a_step_reports(folder: Path, alone: Ranks) -> None:
     assert report.peak_flops_per_s is None, "nobody has measured this CPU"
 
 
-def test_a_device_that_ranks_share_counts_once(folder: Path, alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_ranks_share_counts_once(
+    folder: Path, alone: ParallelContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(trainer_module, "peak_of", lambda device, arithmetic: Peak(1e12, "known"))
     trainer = Trainer(config_for(folder, loss=DefaultLoss()), alone)
     for num_on_device, expected in ((1, 1e12), (4, 0.25e12)):
@@ -128,14 +131,14 @@ def test_a_device_that_ranks_share_counts_once(folder: Path, alone: Ranks, monke
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_micro_step_on_a_gpu_has_ended_when_it_returns(folder: Path) -> None:
     groups = Groups(0, 1000, "cuda:0", HashStore(), 20.0)
-    trainer = Trainer(config_for(folder, loss=SFTLoss()), Ranks(groups, Formation((0,))), "cuda:0")
+    trainer = Trainer(config_for(folder, loss=SFTLoss()), ParallelContext(groups, ParallelLayout.of((0,))), "cuda:0")
     for _ in range(3):
         trainer.forward_backward([MicroBatch(tuple(make_samples((30, 30, 30))))])
         assert torch.cuda.current_stream().query(), "nothing is left to do"
     groups.destroy()
 
 
-def test_the_schedule_sets_the_learning_rate(folder: Path, alone: Ranks) -> None:
+def test_the_schedule_sets_the_learning_rate(folder: Path, alone: ParallelContext) -> None:
     scheduler = {"type": "linear", "warmup_steps": 1, "decay_steps": 2}
     config = config_for(folder, optim=SGDConfig(lr=1.0), loss=SFTLoss(), scheduler=scheduler, max_steps=4)
     trainer = Trainer(config, alone)
@@ -146,7 +149,9 @@ def test_the_schedule_sets_the_learning_rate(folder: Path, alone: Ranks) -> None
     assert lrs == [0.5, 1.0, 1.0, 0.5]
 
 
-def test_a_batch_that_taught_nothing_counts_for_the_schedule_and_moves_no_weight(folder: Path, alone: Ranks) -> None:
+def test_a_batch_that_taught_nothing_counts_for_the_schedule_and_moves_no_weight(
+    folder: Path, alone: ParallelContext
+) -> None:
     scheduler = {"type": "linear", "warmup_steps": 0, "decay_steps": 4}
     config = config_for(folder, optim=SGDConfig(lr=1.0), loss=SFTLoss(), scheduler=scheduler, max_steps=4)
     trainer = Trainer(config, alone)
@@ -160,7 +165,7 @@ def test_a_batch_that_taught_nothing_counts_for_the_schedule_and_moves_no_weight
     assert trainer.optim_step(1.0).lr == 0.25
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing(folder: Path, alone: Ranks) -> None:
+def test_a_gradient_that_is_not_finite_changes_nothing(folder: Path, alone: ParallelContext) -> None:
     trainer = Trainer(config_for(folder, loss=DefaultLoss(), optim=AdamWConfig(lr=1e-2)), alone)
     before = {name: tensor.clone() for name, tensor in trainer.gathered_tensors()}
     (sample,) = make_samples((6,))
@@ -177,7 +182,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(folder: Path, alone: Rank
     assert trainer.optim_step(1.0).metrics["skipped"] == 0.0
 
 
-def test_log_probs_are_those_of_the_sampling_temperature(folder: Path, alone: Ranks) -> None:
+def test_log_probs_are_those_of_the_sampling_temperature(folder: Path, alone: ParallelContext) -> None:
     """The entropy of hot answers is higher: logits were divided by their temperature."""
     entropies = []
     for temperature in (0.05, 1.0):
@@ -193,7 +198,7 @@ def awkward_loss(inputs: LossInputs) -> LossOutputs:
     return LossOutputs(-advantages * inputs.logprobs, {"loss": advantages, "num_tokens": advantages * 0 + 7})
 
 
-def test_a_custom_loss_cannot_spoil_the_sums(folder: Path, alone: Ranks) -> None:
+def test_a_custom_loss_cannot_spoil_the_sums(folder: Path, alone: ParallelContext) -> None:
     loss = CustomLoss(import_path=f"{__name__}.awkward_loss")
     trainer = Trainer(config_for(folder, loss=loss), alone)
     num_tokens = trainer.forward_backward([MicroBatch(()), MicroBatch(tuple(make_samples((9,)))), MicroBatch(())])
@@ -204,7 +209,7 @@ def test_a_custom_loss_cannot_spoil_the_sums(folder: Path, alone: Ranks) -> None
     assert report.metrics["skipped"] == 0.0
 
 
-def test_a_forgotten_gradient_leaves_nothing_behind(folder: Path, alone: Ranks) -> None:
+def test_a_forgotten_gradient_leaves_nothing_behind(folder: Path, alone: ParallelContext) -> None:
     reports = []
     for wasted in ((), tuple(make_samples((8, 8), seed=5))):
         trainer = Trainer(config_for(folder, loss=SFTLoss()), alone)
@@ -216,14 +221,14 @@ def test_a_forgotten_gradient_leaves_nothing_behind(folder: Path, alone: Ranks) 
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_loss_denominator_that_is_none_is_refused(folder: Path, alone: Ranks, bad: float) -> None:
+def test_a_loss_denominator_that_is_none_is_refused(folder: Path, alone: ParallelContext, bad: float) -> None:
     trainer = Trainer(config_for(folder, loss=SFTLoss()), alone)
     trainer.forward_backward([MicroBatch(tuple(make_samples((6,))))])
     with pytest.raises(ValueError, match="the loss denominator of an optimizer step is"):
         trainer.optim_step(bad)
 
 
-def test_a_step_without_a_gradient_is_refused(folder: Path, alone: Ranks) -> None:
+def test_a_step_without_a_gradient_is_refused(folder: Path, alone: ParallelContext) -> None:
     with pytest.raises(ValueError, match="without a forward_backward"):
         Trainer(config_for(folder), alone).optim_step(1.0)
 
@@ -235,17 +240,17 @@ def test_a_step_without_a_gradient_is_refused(folder: Path, alone: Ranks) -> Non
         ({"scheduler": {"type": "cosine"}}, r"scheduler\.type = 'cosine' needs max_steps"),
     ],
 )
-def test_a_config_that_cannot_be_had(folder: Path, alone: Ranks, sections: dict, message: str) -> None:
+def test_a_config_that_cannot_be_had(folder: Path, alone: ParallelContext, sections: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Trainer(config_for(folder, **sections), alone)
 
 
-def test_a_model_is_needed(alone: Ranks) -> None:
+def test_a_model_is_needed(alone: ParallelContext) -> None:
     with pytest.raises(ModelFolderError, match=r"trainer\.model\.name is not set"):
         Trainer(TrainerConfig(), alone)
 
 
-def test_debug_options_shape_the_model(folder: Path, alone: Ranks) -> None:
+def test_debug_options_shape_the_model(folder: Path, alone: ParallelContext) -> None:
     debug = {"name": str(folder), "debug": {"num_layers": 1, "random_init": True}}
     one, same = (Trainer(TrainerConfig.model_validate({"model": debug, "seed": 3}), alone) for _ in range(2))
     other = Trainer(TrainerConfig.model_validate({"model": debug, "seed": 4}), alone)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ductile.config.trainer import SFTLoss, SGDConfig, TrainerConfig
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.fabric import rendezvous
 from ductile.model.checkpoint import load_model
 from ductile.records import MicroBatch, Sample
@@ -51,7 +52,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def on_slots(members: tuple[int, ...], function: Any, *arguments: Any, mourned: tuple[int, ...] = ()) -> list[Any]:
     """The results of `function(place, *arguments)` on each slot; None from those that are expected to die."""
     store = rendezvous.host_store()
-    places = [RoleAssignment(slot, members, 0, "cpu", f"127.0.0.1:{store.port}") for slot in members]
+    places = [RoleAssignment(slot, ParallelLayout.of(members), 0, "cpu", f"127.0.0.1:{store.port}") for slot in members]
     started = [start(function, place, *arguments) for place in places]
     try:
         return [
@@ -64,7 +65,7 @@ def on_slots(members: tuple[int, ...], function: Any, *arguments: Any, mourned: 
 
 def share(place: RoleAssignment) -> tuple[MicroBatch, ...]:
     """The first member runs all samples; it is uneven, and that is fine."""
-    return (MicroBatch(tuple(SAMPLES) if place.slot == place.members[0] else ()),)
+    return (MicroBatch(tuple(SAMPLES) if place.slot == place.layout.slots[0] else ()),)
 
 
 def live(place: RoleAssignment, settings: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -126,7 +127,7 @@ def test_a_whole_life_on_two_slots(settings: dict[str, Any], tmp_path: Path) -> 
 def die_in_the_middle(place: RoleAssignment, settings: dict[str, Any]) -> list[str]:
     role = TrainRole(settings, place)
     role.handle(ForwardBackward(share(place)))
-    if place.slot == place.members[-1]:
+    if place.slot == place.layout.slots[-1]:
         os.kill(os.getpid(), signal.SIGKILL)
     said = []
     for command in (ForwardBackward(share(place)), OptimStep(1.0)):
@@ -208,7 +209,7 @@ def test_a_disk_error_of_the_first_member_leaves_all_in_step(settings: dict[str,
 
 
 def ask_for_something_else(place: RoleAssignment, settings: dict[str, Any]) -> str:
-    role = TrainRole(settings, RoleAssignment(place.slot, place.members, 0, "cpu"))  # alone, it needs no rendezvous
+    role = TrainRole(settings, RoleAssignment(place.slot, place.layout, 0, "cpu"))  # alone, it needs no rendezvous
     with pytest.raises(ValueError, match="does not know") as caught:
         role.handle(Ping())
     return str(caught.value)

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.records import Generation, MicroBatch, Sample
 from ductile.wire import codec
 from ductile.wire.codec import BadFrame, decode, encode
@@ -13,7 +14,7 @@ from ductile.wire.messages import AssignRole, Done, Envelope, Finished, ForwardB
 SAMPLE = Sample((5, 6, 7), (False, True, True), logprobs=(0.0, -0.7, float("-inf")), advantages=(0.0, 0.5, 0.5))
 MESSAGES = [
     Ping(),
-    AssignRole("train", {"model": {"name": "m", "tp": 1}, "x": None}, (0, 2), "127.0.0.1:1"),
+    AssignRole("train", {"model": {"name": "m", "tp": 1}, "x": None}, ParallelLayout.of((0, 2)), "127.0.0.1:1"),
     ForwardBackward((MicroBatch((SAMPLE,)), MicroBatch(()))),
     Finished((Generation("a", (1, 2), (-0.5, -0.25), (0, 1), "stop"),)),
 ]

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.records import Manifest
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.mailbox import Mailbox
@@ -212,8 +213,8 @@ def test_a_listener_that_raises_is_told_of_and_stops_nobody(slots):
 def test_sentences_name_the_roles_of_a_slot(slots):
     async def story():
         async with slots({0: lambda slot, command: Done()}) as (mailbox, _):
-            await mailbox.ask(0, AssignRole("generate", {}, (0,)), 5)
-            await mailbox.ask(0, AssignRole("score", {}, (0,)), 5)
+            await mailbox.ask(0, AssignRole("generate", {}, ParallelLayout.of((0,))), 5)
+            await mailbox.ask(0, AssignRole("score", {}, ParallelLayout.of((0,))), 5)
             assert mailbox.describe(0).startswith("slot 0 (generate, score")
 
     run(story())
@@ -233,13 +234,13 @@ def test_time_since_a_slot_spoke(slots):
 def test_a_slot_that_comes_again_is_a_stranger(slots):
     async def story():
         async with slots({0: lambda slot, command: Done()}) as (mailbox, _):
-            await mailbox.ask(0, AssignRole("train", {}, (0,)), 5)
+            await mailbox.ask(0, AssignRole("train", {}, ParallelLayout.of((0,))), 5)
             assert mailbox.roles(0) == ("train",)
             mailbox.lose(0, "slot 0 was killed")
             mailbox.welcome(0)
             assert (mailbox.roles(0), mailbox.lost, mailbox.silent_for_s(0)) == ((), {}, 0.0)
             assert mailbox.describe(0) == "slot 0"
-            assert await mailbox.ask(0, AssignRole("score", {}, (0,)), 5) == Done()
+            assert await mailbox.ask(0, AssignRole("score", {}, ParallelLayout.of((0,))), 5) == Done()
             assert mailbox.roles(0) == ("score",)
 
     run(story())

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ductile.core.cluster.orders import Migration
-from ductile.records import Formation, GenerateRequest, Generation, Sampling
+from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.records import GenerateRequest, Generation, Sampling
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.leases import WeightLeases
@@ -31,7 +32,7 @@ class Cluster:
         self.slots = GenerateSlots(10, generating, length)
         self.carrier = self.slots.carrier
         self.mailbox = Mailbox(self.carrier, clock)
-        self.trainer = RemoteTrainer(self.mailbox, Formation((TRAINER,)), TIMEOUT_S)
+        self.trainer = RemoteTrainer(self.mailbox, ParallelLayout.of((TRAINER,)), TIMEOUT_S)
         self.leases = WeightLeases(self.mailbox, self.trainer, TIMEOUT_S)
         self.needed = {TRAINER}
         self.restarted: list[str] = []

@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from ductile.records import Formation, Manifest, Sample, StepReport
+from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.records import Manifest, Sample, StepReport
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.memory import MemoryTransport
@@ -52,7 +53,7 @@ def carrier():
 def test_only_the_first_rank_has_a_manifest(carrier: MemoryTransport):
     async def story():
         with pytest.raises(Refused, match="slot 2 published version 3 without a manifest"):
-            await RemoteTrainer(Mailbox(carrier), Formation((2, 4)), 1).publish(3)
+            await RemoteTrainer(Mailbox(carrier), ParallelLayout.of((2, 4)), 1).publish(3)
 
     asyncio.run(story())
 
@@ -74,7 +75,7 @@ def test_the_cause_is_raised_and_what_followed_is_noted(
         for slot, kind in faults.items():
             carrier.fail(slot, kind, on=OptimStep)
         with pytest.raises(error) as raised:
-            await RemoteTrainer(Mailbox(carrier), Formation((2, 4, 7)), 0.05).optim_step(1.0)
+            await RemoteTrainer(Mailbox(carrier), ParallelLayout.of((2, 4, 7)), 0.05).optim_step(1.0)
         assert any(note in text for text in [*raised.value.__notes__, str(raised.value)])
 
     asyncio.run(story())
@@ -84,7 +85,7 @@ def test_an_answer_of_the_wrong_class_is_refused():
     async def story():
         carrier = MemoryTransport({0: lambda slot, command: Done()})
         with pytest.raises(Refused, match="slot 0 answered OptimStep with Done"):
-            await RemoteTrainer(Mailbox(carrier), Formation((0,)), 1).optim_step(1.0)
+            await RemoteTrainer(Mailbox(carrier), ParallelLayout.of((0,)), 1).optim_step(1.0)
 
     asyncio.run(story())
 

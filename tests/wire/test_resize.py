@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ductile.records import Formation
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.roles import SlotLost
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.memory import FaultKind, MemoryTransport
@@ -48,16 +48,16 @@ class Stage:
     """A trainer, its slots, and the resize that they go through."""
 
     def __init__(self, members: Sequence[int], num_slots: int = 8, keeps_old: bool = True) -> None:
-        self.slots = TrainSlots(Formation(tuple(members)), num_slots)
+        self.slots = TrainSlots(ParallelLayout.of(members), num_slots)
         self.carrier = MemoryTransport(dict.fromkeys(self.slots.slots, self.slots.answer))
         self.mailbox = Mailbox(self.carrier, clock)
-        self.trainer = RemoteTrainer(self.mailbox, Formation(tuple(members)), timeout_s=100)
+        self.trainer = RemoteTrainer(self.mailbox, ParallelLayout.of(members), timeout_s=100)
         self.terms = ResizeOptions({}, "127.0.0.1:1", timeout_s=5, leave_s=50, keeps_old=keeps_old)
         self.killed: list[int] = []
         self._beating: list[asyncio.Task[None]] = []
 
     async def resize(self, *members: int, replicas: int = 1) -> ResizeResult:
-        after = Formation(members, replicas)
+        after = ParallelLayout.of(members, dp_replicate=replicas)
         return await Transaction(self.mailbox, self.trainer, after, self.terms, self.kill, clock).run()
 
     def beat(self, slot: int) -> None:
@@ -98,7 +98,7 @@ def test_a_change_in_the_middle_of_a_batch():
         assert (result.slot_seconds, result.beside) == ({"transfer": 0.01, "plan": 0.02}, ("plan",))
         assert list(result.seconds) == ["hold", "prepare", "freeze", "move", "commit", "settle"]
         assert result.pause_s == pytest.approx(4 * 0.01), "the answer to Prepare; Freeze, TransferState and Commit"
-        assert (stage.trainer.formation, stage.mailbox.epoch) == (Formation((1, 2, 3)), 1)
+        assert (stage.trainer.layout, stage.mailbox.epoch) == (ParallelLayout.of((1, 2, 3)), 1)
         assert not training.done()
         await training
         assert stage.slots.trained == [list(range(40))]
@@ -214,7 +214,7 @@ def test_a_leaver_keeps_its_role_until_its_version_is_withdrawn():
 
 @pytest.mark.parametrize("step", ["hold", "prepare", "freeze", "move", "commit"])
 @pytest.mark.parametrize("kind", ["death", "error", "drop"])
-def test_a_joiner_that_fails_leaves_the_old_formation_at_work(step: str, kind: FaultKind):
+def test_a_joiner_that_fails_leaves_the_old_layout_at_work(step: str, kind: FaultKind):
     async def story():
         stage = Stage([0, 1])
         training = asyncio.create_task(stage.train(40))
@@ -225,7 +225,7 @@ def test_a_joiner_that_fails_leaves_the_old_formation_at_work(step: str, kind: F
         said = {"death": "slot 2 died, as asked", "error": "failed, as asked", "drop": "and has been killed"}[kind]
         assert said in result.reason
         assert stage.killed == ([2] if kind == "drop" else [])
-        assert (stage.trainer.formation, stage.mailbox.epoch) == (Formation((0, 1)), 1)
+        assert (stage.trainer.layout, stage.mailbox.epoch) == (ParallelLayout.of((0, 1)), 1)
         await training
         assert stage.slots.trained == [list(range(40))]
         assert stage.slots.wrong == []
@@ -248,7 +248,7 @@ def test_an_old_member_that_dies_takes_its_part_along(step: str, kind: FaultKind
         stage = Stage([0, 1])
         training = asyncio.create_task(stage.train(40))
         stage.carrier.fail(victim, kind, on=STEPS[step])
-        if step == "commit" and victim == 0:  # it is not in the new formation, and has given all it had
+        if step == "commit" and victim == 0:  # it is not in the new layout, and has given all it had
             assert (await stage.resize(1, 2)).outcome == "resized"
             await training
             assert stage.slots.trained == [list(range(40))]
@@ -356,7 +356,7 @@ def test_once_a_change_is_taken_back_it_judges_no_death():
         stage.beat(3)
         stage.slots.work_s = lambda number, command: 4.0 if (number, type(command)) == (3, Rollback) else 0.01
         stage.carrier.fail(2, "death", on=Prepare)
-        after = Formation((0, 1, 2, 3))
+        after = ParallelLayout.of((0, 1, 2, 3))
         transaction = Transaction(stage.mailbox, stage.trainer, after, stage.terms, stage.kill, clock)
         assert [transaction.judges(slot) for slot in range(5)] == [True, True, True, True, False]
         running = asyncio.create_task(transaction.run())
@@ -388,7 +388,7 @@ def test_whatever_ends_a_change_it_is_taken_back(step: str, how: str, monkeypatc
     async def story():
         stage = Stage([0, 1])
         transaction = Transaction(
-            stage.mailbox, stage.trainer, Formation((1, 2)), stage.terms, stage.kill, clock
+            stage.mailbox, stage.trainer, ParallelLayout.of((1, 2)), stage.terms, stage.kill, clock
         )  # fmt: skip
         ask_all, reached = stage.mailbox.ask_all, asyncio.Event()
 
@@ -496,7 +496,7 @@ def test_a_slot_that_cannot_take_back_ends_the_trainer():
     play(story)
 
 
-FORMATIONS = st.lists(st.integers(0, 5), min_size=1, max_size=5, unique=True).map(tuple)
+LAYOUTS = st.lists(st.integers(0, 5), min_size=1, max_size=5, unique=True).map(tuple)
 FAULTS = st.none() | st.tuples(
     st.sampled_from(["death", "error", "drop", "duplicate"]), st.sampled_from(sorted(STEPS)), st.integers(0, 5)
 )
@@ -504,9 +504,9 @@ FAULTS = st.none() | st.tuples(
 
 @settings(max_examples=200, deadline=None)
 @given(
-    first=FORMATIONS,
+    first=LAYOUTS,
     batches=st.lists(st.lists(st.integers(2, SEQ_LEN), max_size=30), min_size=1, max_size=4),
-    resizes=st.lists(st.tuples(st.floats(0, 0.2), FORMATIONS, FAULTS), max_size=6),
+    resizes=st.lists(st.tuples(st.floats(0, 0.2), LAYOUTS, FAULTS), max_size=6),
 )
 def test_whatever_happens_each_sample_is_trained_exactly_once(first, batches, resizes):
     async def story():
@@ -535,12 +535,12 @@ def test_whatever_happens_each_sample_is_trained_exactly_once(first, batches, re
         trained = [list(range(len(lengths))) for lengths in batches]
         if errors:
             # Nobody goes on with a part of the state missing; what was done until then is right.
-            assert set(stage.mailbox.lost).intersection(stage.trainer.formation.members)
+            assert set(stage.mailbox.lost).intersection(stage.trainer.layout.slots)
             whole = stage.slots.trained[:-1]  # of the last step, some slots may have heard and others not
             assert whole == trained[: len(whole)]
         else:
             assert stage.slots.trained == trained
-            members = [stage.slots.slots[slot].live for slot in stage.trainer.formation.members]
+            members = [stage.slots.slots[slot].live for slot in stage.trainer.layout.slots]
             assert [member.step for member in members if member] == [len(batches)] * len(members)
 
     play(story)

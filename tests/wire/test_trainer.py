@@ -6,7 +6,7 @@ import pytest
 
 from ductile.core.batch.packing import SampleTooLong
 from ductile.core.cluster.state import IN_FLIGHT
-from ductile.records import Formation
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.memory import MemoryTransport
@@ -18,15 +18,15 @@ from tests.wire.train_slots import TrainSlots, play, sample
 SEQ_LEN = 10
 
 
-def make(formation: Formation, num_slots: int = 8) -> tuple[TrainSlots, MemoryTransport, RemoteTrainer]:
-    slots = TrainSlots(formation, num_slots)
+def make(layout: ParallelLayout, num_slots: int = 8) -> tuple[TrainSlots, MemoryTransport, RemoteTrainer]:
+    slots = TrainSlots(layout, num_slots)
     carrier = MemoryTransport(dict.fromkeys(slots.slots, slots.answer))
-    return slots, carrier, RemoteTrainer(Mailbox(carrier, clock), formation, timeout_s=100)
+    return slots, carrier, RemoteTrainer(Mailbox(carrier, clock), layout, timeout_s=100)
 
 
 def test_every_rank_gets_one_micro_batch_at_a_time_and_every_sample_is_trained():
     async def story():
-        slots, carrier, trainer = make(Formation((4, 2)))
+        slots, carrier, trainer = make(ParallelLayout.of((4, 2)))
         await trainer.forward_backward([sample(n, 4 + n % 5) for n in range(13)], SEQ_LEN)
         sent = {slot: [c for to, c in carrier.sent if to == slot] for slot in (4, 2)}
         assert len(sent[4]) == len(sent[2]) > 3
@@ -40,7 +40,7 @@ def test_every_rank_gets_one_micro_batch_at_a_time_and_every_sample_is_trained()
 
 def test_the_next_micro_step_waits_in_the_slot_and_no_more():
     async def story():
-        _, carrier, trainer = make(Formation((0,)))
+        _, carrier, trainer = make(ParallelLayout.of((0,)))
         in_flight = []
 
         async def look():
@@ -57,7 +57,7 @@ def test_the_next_micro_step_waits_in_the_slot_and_no_more():
 
 def test_a_boundary_comes_after_the_micro_steps_in_flight():
     async def story():
-        slots, carrier, trainer = make(Formation((0,)))
+        slots, carrier, trainer = make(ParallelLayout.of((0,)))
         training = asyncio.create_task(trainer.forward_backward([sample(n, SEQ_LEN) for n in range(9)], SEQ_LEN))
         await asyncio.sleep(0.015)
         async with trainer.boundary():
@@ -71,13 +71,13 @@ def test_a_boundary_comes_after_the_micro_steps_in_flight():
     play(story)
 
 
-def test_what_is_left_is_packed_for_the_new_formation():
+def test_what_is_left_is_packed_for_the_new_layout():
     async def story():
-        slots, carrier, trainer = make(Formation((0,)))
+        slots, carrier, trainer = make(ParallelLayout.of((0,)))
         training = asyncio.create_task(trainer.forward_backward([sample(n, SEQ_LEN) for n in range(9)], SEQ_LEN))
         await asyncio.sleep(0.015)
         async with trainer.boundary():
-            trainer.formation = Formation((1, 2))
+            trainer.layout = ParallelLayout.of((1, 2))
             for number in (1, 2):
                 slots.slots[number].live = slots.slots[0].live
         await training
@@ -89,7 +89,7 @@ def test_what_is_left_is_packed_for_the_new_formation():
 
 def test_commands_take_turns_with_a_change():
     async def story():
-        slots, _, trainer = make(Formation((0, 1)))
+        slots, _, trainer = make(ParallelLayout.of((0, 1)))
         async with trainer.boundary():
             saving = asyncio.create_task(trainer.save("there"))
             await asyncio.sleep(1)
@@ -102,9 +102,9 @@ def test_commands_take_turns_with_a_change():
 
 def test_a_version_is_withdrawn_from_the_slot_that_published_it():
     async def story():
-        _, carrier, trainer = make(Formation((3, 1)))
+        _, carrier, trainer = make(ParallelLayout.of((3, 1)))
         assert (await trainer.publish(7)).location == "slot 3"
-        trainer.formation = Formation((1, 2))
+        trainer.layout = ParallelLayout.of((1, 2))
         assert trainer.publishers == {3}
         waiting = asyncio.create_task(trainer.has_withdrawn(3, 100))
         await asyncio.sleep(1)
@@ -120,7 +120,7 @@ def test_a_version_is_withdrawn_from_the_slot_that_published_it():
 
 def test_a_failed_micro_step_ends_the_batch():
     async def story():
-        _, carrier, trainer = make(Formation((0, 1)))
+        _, carrier, trainer = make(ParallelLayout.of((0, 1)))
         carrier.fail(1, "error", on=ForwardBackward)
         with pytest.raises(Refused, match="ForwardBackward failed, as asked"):
             await trainer.forward_backward([sample(n, SEQ_LEN) for n in range(9)], SEQ_LEN)
@@ -131,7 +131,7 @@ def test_a_failed_micro_step_ends_the_batch():
 
 def test_a_lost_trainer_says_so_to_whoever_asks():
     async def story():
-        _, carrier, trainer = make(Formation((0, 1)))
+        _, carrier, trainer = make(ParallelLayout.of((0, 1)))
         training = asyncio.create_task(trainer.forward_backward([sample(n, SEQ_LEN) for n in range(9)], SEQ_LEN))
         await asyncio.sleep(0.001)
         async with trainer.boundary():
@@ -147,7 +147,7 @@ def test_a_lost_trainer_says_so_to_whoever_asks():
 
 def test_a_sample_that_is_too_long_is_refused_before_anything_is_sent():
     async def story():
-        _, carrier, trainer = make(Formation((0,)))
+        _, carrier, trainer = make(ParallelLayout.of((0,)))
         with pytest.raises(SampleTooLong):
             await trainer.forward_backward([sample(0, SEQ_LEN + 1)], SEQ_LEN)
         assert carrier.sent == []
@@ -157,14 +157,14 @@ def test_a_sample_that_is_too_long_is_refused_before_anything_is_sent():
 
 def test_held_training_begins_no_micro_step_until_it_is_released():
     async def story():
-        slots, carrier, trainer = make(Formation((0,)))
+        slots, carrier, trainer = make(ParallelLayout.of((0,)))
         training = asyncio.create_task(trainer.forward_backward([sample(n, SEQ_LEN) for n in range(9)], SEQ_LEN))
         await asyncio.sleep(0.015)
         trainer.hold_training(True)
         await asyncio.sleep(1)
         assert (len(slots.asked), trainer.pending_samples, trainer.pending_tokens) == (3, 6, 6 * SEQ_LEN)
         async with trainer.boundary():
-            trainer.formation = Formation((1,))
+            trainer.layout = ParallelLayout.of((1,))
             slots.slots[1].live = slots.slots[0].live
         await trainer.save("there")
         assert isinstance(carrier.sent[-1][1], SaveState), "everything else goes on"
@@ -178,7 +178,7 @@ def test_held_training_begins_no_micro_step_until_it_is_released():
 
 def test_training_is_not_held_for_ever():
     async def story():
-        _, _, trainer = make(Formation((0,)))
+        _, _, trainer = make(ParallelLayout.of((0,)))
         trainer.hold_training(True)
         with pytest.raises(
             Late, match=r"held training back for 100 s \(cluster.command_timeout_s\), with 9 samples waiting"
@@ -193,7 +193,7 @@ def test_a_trainer_that_did_not_answer_is_not_waited_for_again():
     """A run that ends because of it tries to save, and would wait for as long once more."""
 
     async def story():
-        _, carrier, trainer = make(Formation((0, 1)))
+        _, carrier, trainer = make(ParallelLayout.of((0, 1)))
         carrier.fail(1, "drop", OptimStep)
         with pytest.raises(Late, match=r"slot 1.* did not answer OptimStep within 100 s"):
             await trainer.optim_step(1.0)
@@ -207,7 +207,7 @@ def test_a_trainer_that_did_not_answer_is_not_waited_for_again():
 
 def test_a_lost_trainer_is_not_waited_for_while_it_is_held():
     async def story():
-        _, _, trainer = make(Formation((0,)))
+        _, _, trainer = make(ParallelLayout.of((0,)))
         trainer.hold_training(True)
         training = asyncio.create_task(trainer.forward_backward([sample(0, SEQ_LEN)], SEQ_LEN))
         await asyncio.sleep(1)
@@ -221,7 +221,7 @@ def test_a_lost_trainer_is_not_waited_for_while_it_is_held():
 
 def test_micro_steps_tell_how_long_the_slowest_slot_worked_and_not_how_long_it_waited():
     async def story():
-        slots, _, trainer = make(Formation((0, 1)))
+        slots, _, trainer = make(ParallelLayout.of((0, 1)))
         slots.work_s = lambda slot, command: 0.01 + 0.02 * slot
         told: list[tuple[int, int, float, int]] = []
         trainer.on_micro_step(lambda *about: told.append(about))
@@ -236,7 +236,7 @@ def test_micro_steps_tell_how_long_the_slowest_slot_worked_and_not_how_long_it_w
 
 def test_a_version_is_leased_in_the_middle_of_a_batch_as_long_as_the_weights_are_it():
     async def story():
-        _, _, trainer = make(Formation((0, 1)))
+        _, _, trainer = make(ParallelLayout.of((0, 1)))
         await trainer.publish(3)
         await trainer.withdraw(3)
         training = asyncio.create_task(trainer.forward_backward([sample(n, SEQ_LEN) for n in range(40)], SEQ_LEN))
@@ -260,7 +260,7 @@ def test_a_version_that_is_gone_is_refused_at_once_though_a_change_has_the_turn(
     """The change may wait until the slot that asks for the version has joined."""
 
     async def story():
-        _, _, trainer = make(Formation((0, 1)))
+        _, _, trainer = make(ParallelLayout.of((0, 1)))
         await trainer.publish(3)
         await trainer.withdraw(3)
         await trainer.optim_step(1.0)
@@ -273,7 +273,7 @@ def test_a_version_that_is_gone_is_refused_at_once_though_a_change_has_the_turn(
 
 def test_a_lease_of_a_version_that_is_published_does_not_publish_it_again():
     async def story():
-        _, carrier, trainer = make(Formation((0,)))
+        _, carrier, trainer = make(ParallelLayout.of((0,)))
         manifest = await trainer.publish(3)
         await trainer.optim_step(1.0)
         assert await trainer.lease(3) == manifest

@@ -9,7 +9,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from ductile.records import Formation, Manifest, ResizeOrder, Sample, StepReport, TrainProgress
+from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
+from ductile.records import Manifest, Sample, StepReport, TrainProgress
 from ductile.wire.messages import (
     AssignRole,
     Command,
@@ -56,7 +57,7 @@ def sample(number: int, num_tokens: int) -> Sample:
 
 @dataclass
 class State:
-    formation: Formation
+    layout: ParallelLayout
     step: int = 0
     gradient: list[int] = field(default_factory=list)
 
@@ -81,10 +82,10 @@ class Slot:
 class TrainSlots:
     """`MemoryTransport({slot: slots.answer for slot in ...})`"""
 
-    def __init__(self, formation: Formation, num_slots: int) -> None:
+    def __init__(self, layout: ParallelLayout, num_slots: int) -> None:
         self.slots = {number: Slot(number) for number in range(num_slots)}
-        for number in formation.members:
-            self.slots[number].live, self.slots[number].holds = State(formation), True
+        for number in layout.slots:
+            self.slots[number].live, self.slots[number].holds = State(layout), True
         self.wrong: list[str] = []
         """What should not have been asked."""
         self.spoil: dict[int, str] = {}
@@ -125,7 +126,7 @@ class TrainSlots:
             case OptimStep():
                 return self._optim_step(slot)
             case Publish():
-                first = slot.live is not None and slot.number == slot.live.formation.members[0]
+                first = slot.live is not None and slot.number == slot.live.layout.slots[0]
                 return Published(Manifest(0, "shared_memory", f"slot {slot.number}", 0, 0, ()) if first else None)
             case AssignRole(joining=True):
                 assert not slot.holds, "holds the role already"
@@ -134,7 +135,7 @@ class TrainSlots:
                 assert slot.holds, "does not hold the role"
                 assert slot.change is None or slot.committed, "is in another change"
                 slot.old, slot.committed = None, False
-                assert (slot.live is None) == (slot.number not in change.before.members)
+                assert (slot.live is None) == (slot.number not in change.before.slots)
                 slot.change, slot.asked_whether_ready = change, 0
             case Ready(epoch):
                 self._expect(slot, epoch)
@@ -157,7 +158,7 @@ class TrainSlots:
                 slot.old = slot.new = slot.change = None
                 slot.frozen = slot.committed = False
             case Finalize(epoch):
-                if slot.number not in self._expect(slot, epoch).after.members:
+                if slot.number not in self._expect(slot, epoch).after.slots:
                     slot.live = None  # also when it refused `Commit`, when all others had voted
                 slot.old = slot.change = None
                 slot.committed = False
@@ -184,12 +185,12 @@ class TrainSlots:
     def _move(self, slot: Slot, epoch: int, progress: TrainProgress) -> Reply:
         assert slot.frozen, "is not frozen"
         change = self._expect(slot, epoch)
-        olds = [self.slots[number].live for number in change.before.members]
+        olds = [self.slots[number].live for number in change.before.slots]
         assert all(old is not None for old in olds)
         gradient = [number for old in olds if old for number in old.gradient]
         assert progress.sums["loss"] == len(gradient), "the sums are not those of all slots"
-        if slot.number in change.after.members:
-            mine = gradient if slot.number == change.after.members[0] else []
+        if slot.number in change.after.slots:
+            mine = gradient if slot.number == change.after.slots[0] else []
             slot.new = State(change.after, progress.step, list(mine))
         told = {peer: peer + slot.number for peer in change.slots if peer != slot.number}
         sent = {peer: print_ + (self.spoil.get(slot.number) == "bytes") for peer, print_ in told.items()}

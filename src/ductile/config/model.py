@@ -1,12 +1,14 @@
 """[model] and [trainer.model]: which weights, in which precision, and how they are spread."""
 
 import sys
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from annotated_types import Ge
 from pydantic import Field
 
 from ductile.config.section import NotBuilt, Section
+from ductile.core.layout.parallel_layout import ParallelLayout
 
 
 class VisionConfig(Section):
@@ -118,6 +120,11 @@ class TrainerModelConfig(ModelConfig):
     """Tokens whose logits exist at a time, when trained tokens are scored: auto: as many as have 2^25 logits (128 MiB),
     on a GPU 2^27 (512 MiB); disabled: all of a micro-batch."""
     debug: DebugConfig = DebugConfig()
+
+    def layout(self, slots: Iterable[int]) -> ParallelLayout:
+        """The layout of a trainer on these slots. Raises ValueError for one that cannot be."""
+        ep = 1 if self.ep == "auto" else self.ep
+        return ParallelLayout.of(slots, pp=self.pp, dp_replicate=self.dp_replicate, cp=self.cp, tp=self.tp, ep=ep)
 
     @property
     def head_chunk_tokens(self) -> int | None:

@@ -367,7 +367,7 @@ def _placement(config: RLConfig | SFTConfig | TrainerRunConfig) -> Iterator[Find
             about = ("inference.parallel.dp", "inference.parallel.tp", *keys, "deployment.num_infer_gpus")
             yield Finding(about, what + " Or leave it out")
         yield from _shared_memory(config, placement)
-    yield from _formation(config, len(placement.train))
+    yield from _trainer_layout(config, len(placement.train))
 
 
 def _shared_memory(config: RLConfig, placement: Placement) -> Iterator[Finding]:
@@ -380,11 +380,11 @@ def _shared_memory(config: RLConfig, placement: Placement) -> Iterator[Finding]:
         yield Finding(("inference.gpu_memory_utilization", "cluster.slots_per_device"), what)
 
 
-def _formation(config: RLConfig | SFTConfig | TrainerRunConfig, num_slots: int) -> Iterator[Finding]:
+def _trainer_layout(config: RLConfig | SFTConfig | TrainerRunConfig, num_slots: int) -> Iterator[Finding]:
     """How the trainer's state lies on its slots, and how it can come to lie on others."""
     trainer, root = (config.trainer, "trainer.") if isinstance(config, RLConfig) else (config, "")
-    replicas = trainer.model.dp_replicate
-    if num_slots % replicas:
+    copies = trainer.model.dp_replicate
+    if num_slots % copies:
         fitting = ", ".join(str(number) for number in range(1, num_slots + 1) if num_slots % number == 0)
         what = f"must divide the number of train slots, {num_slots}, as each copy has equally many: {fitting}"
         yield Finding((f"{root}model.dp_replicate",), what)

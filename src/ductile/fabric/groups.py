@@ -20,12 +20,10 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from ductile.core.layout.mesh import Mesh
 from ductile.fabric import rendezvous, universe
 from ductile.fabric.backend import SETTINGS, Backend, choose_backend, device_id, tell_devices
 from ductile.roles import RoleAssignment
-
-Mesh = DeviceMesh
-"""Slots along named axes, as parallel code takes them."""
 
 
 class Groups:
@@ -41,29 +39,30 @@ class Groups:
         universe.enter(slot)
         if device.startswith("cuda"):
             torch.cuda.set_device(device)  # where torch puts the tensors of object collectives
-        self._slot = slot
+        self.slot = slot
         self._epoch = epoch
         self._purpose = purpose
         self._device = torch.device(device)
         self._store = store
         self._timeout_s = timeout_s
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._meshes: list[Mesh] = []
+        self._meshes: list[DeviceMesh] = []
         self._num_on_device: dict[tuple[int, ...], int] = {}
 
     @classmethod
     def at(cls, assignment: RoleAssignment, timeout_s: float) -> "Groups":
         """Groups for a role's assignment. A role that is held by one slot alone needs no rendezvous."""
-        if len(assignment.members) > 1 and not assignment.rendezvous:
-            raise ValueError(f"slots {assignment.members} cannot find each other: their assignment names no rendezvous")
+        slots = assignment.layout.slots
+        if len(slots) > 1 and not assignment.rendezvous:
+            raise ValueError(f"slots {slots} cannot find each other: their assignment names no rendezvous")
         store = rendezvous.connect(assignment.rendezvous, timeout_s) if assignment.rendezvous else HashStore()
         return cls(assignment.slot, assignment.epoch, assignment.device, store, timeout_s)
 
     def group(self, members: Sequence[int]) -> dist.ProcessGroup:
         """The group of these slots, in this rank order. Collective among the members the first time."""
         key = tuple(members)
-        if self._slot not in key:
-            raise ValueError(f"slot {self._slot} is not among the members {key}")
+        if self.slot not in key:
+            raise ValueError(f"slot {self.slot} is not among the members {key}")
         if key not in self._groups:
             self._groups[key] = self._create(key)
         return self._groups[key]
@@ -72,26 +71,14 @@ class Groups:
         """Slots of a made group that share this slot's GPU, itself among them; 1 on a CPU."""
         return self._num_on_device.get(tuple(members), 1)
 
-    def mesh(self, members: Sequence[int], replicas: int = 1) -> Mesh:
-        """These slots along an axis `shard`; with several replicas along `replicate` and `shard`, neighbours in one.
-
-        Collective among the members. `replicas` divides their number.
-        """
+    def mesh(self, slots: Mesh) -> DeviceMesh:
+        """The mesh as parallel code takes it, with a group along each axis. Collective among its slots."""
         # torch remembers tensor layouts by equal meshes, and would go on with one whose group died with an older epoch.
         # With the epoch in the axes' names, meshes of different epochs are not equal.
-        replicate, shard = f"replicate@{self._epoch}", f"shard@{self._epoch}"
-        if replicas == 1:
-            group = self.group(members)
-            mesh = DeviceMesh.from_group(group, self._device.type, mesh=list(members), mesh_dim_names=(shard,))
-        else:
-            size = len(members) // replicas
-            copies = [list(members[first : first + size]) for first in range(0, len(members), size)]
-            ours = next(copy for copy in copies if self._slot in copy)
-            alike = [copy[ours.index(self._slot)] for copy in copies]
-            groups = [self.group(alike), self.group(ours)]
-            mesh = DeviceMesh.from_group(
-                groups, self._device.type, mesh=torch.tensor(copies), mesh_dim_names=(replicate, shard)
-            )
+        names = tuple(f"{axis}@{self._epoch}" for axis, _ in slots.axes)
+        groups = [self.group(slots.around(self.slot, (axis,)).slots) for axis, _ in slots.axes]
+        places = torch.tensor(slots.slots).view([size for _, size in slots.axes])
+        mesh = DeviceMesh.from_group(groups, self._device.type, mesh=places, mesh_dim_names=names)
         self._meshes.append(mesh)
         return mesh
 
@@ -143,7 +130,7 @@ class Groups:
             os.environ.setdefault(variable, value)
         group, _ = c10d._new_process_group_helper(
             group_size=len(members),
-            group_rank=members.index(self._slot),
+            group_rank=members.index(self.slot),
             global_ranks_in_group=list(members),
             backend=c10d.Backend(backend.name),
             store=self._store,
@@ -157,7 +144,7 @@ class Groups:
         # more: without them a run that resizes a thousand times leaves nothing behind, and a name can be used again.
         try:
             self._meet(group)
-            if members[0] == self._slot:
+            if members[0] == self.slot:
                 rendezvous.forget(self._store, f"{name}/")
             self._meet(group)
         except Exception:
@@ -177,10 +164,10 @@ class Groups:
     def _backend(self, members: tuple[int, ...], prefix: str) -> Backend:
         if self._device.type == "cpu" or len(members) == 1:
             return choose_backend(self._device.type, [""])
-        devices = tell_devices(self._store, prefix, self._slot, members, device_id(self._device))
-        self._num_on_device[members] = devices.count(devices[members.index(self._slot)])
+        devices = tell_devices(self._store, prefix, self.slot, members, device_id(self._device))
+        self._num_on_device[members] = devices.count(devices[members.index(self.slot)])
         backend = choose_backend(self._device.type, devices)
-        if backend.stands_in and members[0] == self._slot:
+        if backend.stands_in and members[0] == self.slot:
             print(f"the group of slots {list(members)}: {backend.stands_in}", file=sys.stderr)
         return backend
 

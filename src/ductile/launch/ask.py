@@ -24,12 +24,14 @@ def resize(words: Sequence[str]) -> int:
         prog="ductile resize", description="Change the slots that a live run trains on, while it trains."
     )
     parser.add_argument("--train", required=True, metavar="SLOTS", help="for example 0-3, or 0,2,5")
-    parser.add_argument("--replicas", type=int, metavar="N", help="whole copies of the state (default: as many as now)")
+    parser.add_argument(
+        "--dp-replicate", "--replicas", type=int, metavar="N", help="copies of the state; default: as now"
+    )
     parser.add_argument("--timeout", type=float, default=RESIZE_S, metavar="S", help="how long to wait for it")
     parser.add_argument("--json", action="store_true", help="print what happened as JSON")
     asked = parse_with_folder(parser, words)
     try:
-        result = Run(asked.run).resize(slot_list(asked.train), asked.replicas, asked.timeout)
+        result = Run(asked.run).resize(slot_list(asked.train), asked.dp_replicate, asked.timeout)
     except (Unfit, RunFailed) as error:
         return _sorry("resize", error)
     except KeyboardInterrupt:

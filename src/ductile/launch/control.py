@@ -19,9 +19,10 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.fabric.process import start_time
 
-VERSION = 1
+VERSION = 2
 FILE = "control.json"
 MAX_REQUEST_BYTES = 1 << 20
 MAX_ANSWER_BYTES = 64 << 20
@@ -37,7 +38,7 @@ class ResizeRequest(Words, tag="resize"):
     """Have the trainer go on with these slots, in the order that moves least of its state."""
 
     train: tuple[int, ...]
-    replicas: int | None = None
+    dp_replicate: int | None = None
     """Whole copies of the state, each sharded over its part of the slots. None: as many as there are."""
 
 
@@ -51,21 +52,15 @@ class Request(Words):
     ask: ResizeRequest | Status
 
 
-class TrainerSlots(Words):
-    slots: tuple[int, ...]
-    """Slots of the trainer, in rank order."""
-    replicas: int
-
-
 class Resized(Words, tag="resized"):
     """What became of a resize."""
 
     outcome: Literal["resized", "rolled_back", "unchanged"]
     sentence: str
     epoch: int
-    before: TrainerSlots
-    after: TrainerSlots
-    """Slots that were asked for; after a rollback the trainer is on `before`."""
+    before: ParallelLayout
+    after: ParallelLayout
+    """Layout that was asked for; after a rollback the trainer is on `before`."""
     pause_s: float = 0.0
     """Seconds that the trainer stood still."""
     took_s: float = 0.0
@@ -102,7 +97,7 @@ class RunStatus(Words, tag="status"):
     max_steps: int
     running_s: float
     epoch: int
-    trainer: TrainerSlots
+    trainer: ParallelLayout
     changing: str
     """The step of a resize that is under way, and to where; "" when there is none."""
     slots: tuple[SlotStatus, ...]
@@ -138,19 +133,19 @@ class Run:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
 
-    def resize(self, train: Iterable[int], replicas: int | None = None, timeout_s: float = RESIZE_S) -> Resized:
+    def resize(self, train: Iterable[int], dp_replicate: int | None = None, timeout_s: float = RESIZE_S) -> Resized:
         """Change the trainer's slots and wait for what comes of it; a rollback is a result, too.
 
-        Without `replicas` the state keeps as many copies as it has.
+        Without `dp_replicate` the state keeps as many copies as it has.
 
         Raises Unfit, or RunFailed when the run ended meanwhile, is in another resize, or does not answer in time.
         """
         try:
-            ask = msgspec.convert({"type": "resize", "train": list(train), "replicas": replicas}, ResizeRequest)
+            ask = msgspec.convert({"type": "resize", "train": list(train), "dp_replicate": dp_replicate}, ResizeRequest)
         except (TypeError, msgspec.ValidationError) as error:
             raise Unfit(
-                f"train is {train!r} and replicas {replicas!r}; write slots as numbers, such as range(4) or [0, 2, 5], "
-                "and replicas as a number or None"
+                f"train is {train!r} and dp_replicate {dp_replicate!r}; write slots as numbers, such as range(4) or "
+                "[0, 2, 5], and dp_replicate as a number or None"
             ) from error
         return self._ask(ask, Resized, timeout_s)
 

@@ -4,7 +4,7 @@ import os
 import time
 
 from ductile.launch.activity import SlotActivity
-from ductile.launch.control import Resized, ResizeRequest, RunStatus, SlotStatus, Status, TrainerSlots, Unfit
+from ductile.launch.control import Resized, ResizeRequest, RunStatus, SlotStatus, Status, Unfit
 from ductile.launch.local import LocalCluster
 from ductile.launch.supervise import Session
 from ductile.launch.trainer_resizer import TrainerResizer
@@ -37,11 +37,10 @@ class LiveRun:
                 "which would take the change back. Start the run with auto_scheduler = false to resize it by hand"
             )
         if isinstance(ask, ResizeRequest):
-            return await self._resizer.resize_to(ask.train, ask.replicas)
+            return await self._resizer.resize_to(ask.train, ask.dp_replicate)
         return self.status()
 
     def status(self) -> RunStatus:
-        formation = self._trainer.formation
         return RunStatus(
             command=self._command,
             pid=os.getpid(),
@@ -49,7 +48,7 @@ class LiveRun:
             max_steps=self._max_steps,
             running_s=time.perf_counter() - self._session.began_s,
             epoch=self._cluster.mailbox.epoch,
-            trainer=TrainerSlots(formation.members, formation.replicas),
+            trainer=self._trainer.layout,
             changing=self._resizer.under_way,
             slots=tuple(self._slot(slot) for slot in self._cluster.slots),
             changes=tuple(self._resizer.history),

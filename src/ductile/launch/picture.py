@@ -4,8 +4,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from ductile.core.cluster.membership import describe
-from ductile.launch.control import RunStatus, TrainerSlots
-from ductile.records import Formation
+from ductile.launch.control import RunStatus
 
 ACTIVITIES = ("train", "generate", "score", "publish", "switch", "idle")
 NUM_CHANGES = 5
@@ -19,7 +18,7 @@ def show(known: RunStatus) -> None:
 def picture(known: RunStatus) -> RenderableType:
     """The status of a run, for people to read."""
     title = f"{known.command}: step {known.step}/{known.max_steps}, epoch {known.epoch}, pid {known.pid}"
-    trainer = f"trainer: {_described(known.trainer)}"
+    trainer = f"trainer: {describe(known.trainer)}"
     if known.changing:
         trainer += f" (changing: {known.changing})"
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
@@ -42,7 +41,3 @@ def picture(known: RunStatus) -> RenderableType:
 def _seconds(seconds: float) -> str:
     """ "4.1 s", "123 s"."""
     return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"
-
-
-def _described(trainer: TrainerSlots) -> str:
-    return describe(Formation(trainer.slots, trainer.replicas))

@@ -38,11 +38,10 @@ from ductile.loop.compose import Prepared, prepare, run_loop
 from ductile.loop.life import Life
 from ductile.loop.run_until import SlotDied, Stopped, run_until
 from ductile.loop.sft import PreparedBatches, prepare_fake, prepare_sft, run_batches
-from ductile.records import Formation
 from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.leases import WeightLeases
 from ductile.wire.messages import RoleName
-from ductile.wire.remote import RemoteScorer, assign_role
+from ductile.wire.remote import RemoteScorer, assign_role, each_alone
 from ductile.wire.resize import ResizeOptions
 from ductile.wire.trainer import RemoteTrainer
 
@@ -94,7 +93,7 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
         async with _live("rl", prepared.plan.max_steps, prepared.trainer, config, slots, session) as resizer:
             crew = Crew(cluster, placement, trainer, generators, scorer, activity, resizer)
             scheduling = Scheduling(config, prepared, crew, session.record)
-            life = _life(session, lambda: crew.members, resizer, cluster)
+            life = _life(session, lambda: crew.slots_by_role, resizer, cluster)
             rl_loop = run_loop(prepared, trainer, generators, scorer, life, scheduling.watch, scheduling.spent)
             result = await run_until(rl_loop, session.interrupt.insisted)
         if bench:
@@ -114,14 +113,14 @@ async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatch
         bench = _bench(config.bench, session, cluster)
         if bench:
             await _begin(bench, prepared.trainer, cluster, session)
-        settings = prepared.trainer.model_dump(mode="json")
-        taking = assign_role(cluster.mailbox, "train", settings, placement.train, timeout_s, cluster.rendezvous)
+        settings, layout = prepared.trainer.model_dump(mode="json"), prepared.trainer.model.layout(placement.train)
+        taking = assign_role(cluster.mailbox, "train", settings, [layout], timeout_s, cluster.rendezvous)
         await run_until(taking, session.interrupt.asked, cluster.death())
-        trainer = RemoteTrainer(cluster.mailbox, _formation(placement, prepared.trainer), timeout_s)
+        trainer = RemoteTrainer(cluster.mailbox, layout, timeout_s)
         slots = Slots(cluster, placement, trainer, activity)
         command = "sft" if isinstance(config, SFTConfig) else "trainer"
         async with _live(command, prepared.max_steps, prepared.trainer, config, slots, session) as resizer:
-            life = _life(session, lambda: {"train": trainer.formation.members}, resizer, cluster)
+            life = _life(session, lambda: {"train": trainer.layout.slots}, resizer, cluster)
             summary = await run_until(run_batches(prepared, trainer, life), session.interrupt.insisted)
         if bench:
             await _settle(bench, cluster, session)
@@ -203,22 +202,19 @@ async def _live(
         yield resizer
 
 
-def _formation(placement: Placement, trainer: TrainerConfig) -> Formation:
-    return Formation(placement.train, trainer.model.dp_replicate)
-
-
 async def _take_roles(
     config: RLConfig, prepared: Prepared, placement: Placement, cluster: LocalCluster
 ) -> tuple[RemoteTrainer, RemoteGenerators, RemoteScorer | None]:
     """Give all slots their roles; they load their models at the same time."""
     mailbox, timeout_s = cluster.mailbox, config.cluster.command_timeout_s
     trainer, inference = prepared.trainer.model_dump(mode="json"), config.inference.model_dump(mode="json")
+    layout = prepared.trainer.model.layout(placement.train)
     await asyncio.gather(
-        assign_role(mailbox, "train", trainer, placement.train, timeout_s, cluster.rendezvous),
-        assign_role(mailbox, "generate", inference, placement.generate, timeout_s),
-        assign_role(mailbox, "score", trainer, placement.score, timeout_s),
+        assign_role(mailbox, "train", trainer, [layout], timeout_s, cluster.rendezvous),
+        assign_role(mailbox, "generate", inference, each_alone(placement.generate), timeout_s),
+        assign_role(mailbox, "score", trainer, each_alone(placement.score), timeout_s),
     )
-    learner = RemoteTrainer(mailbox, _formation(placement, prepared.trainer), timeout_s)
+    learner = RemoteTrainer(mailbox, layout, timeout_s)
     leases = WeightLeases(mailbox, learner, timeout_s) if config.cluster.auto_scheduler else None
 
     def depends_on(slot: int) -> bool:

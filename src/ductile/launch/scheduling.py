@@ -44,10 +44,10 @@ class Crew:
     resizer: TrainerResizer
 
     @property
-    def members(self) -> Mapping[str, tuple[int, ...]]:
+    def slots_by_role(self) -> Mapping[str, tuple[int, ...]]:
         """Slots by role, as things are now."""
         scorers = {"score": self.scorer.slots} if self.scorer else {}
-        return {"train": self.trainer.formation.members, "generate": self.generators.slots, **scorers}
+        return {"train": self.trainer.layout.slots, "generate": self.generators.slots, **scorers}
 
 
 @dataclass(frozen=True, slots=True)

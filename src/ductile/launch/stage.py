@@ -13,13 +13,13 @@ from ductile.core.cluster.cost_model import CostModel, FixedCost
 from ductile.core.cluster.orders import Migration, RoleChange
 from ductile.core.cluster.placement import SPELLED, Placement, Role
 from ductile.core.cluster.state import ClusterState, Limits, SlotState, TrainerState
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.launch.activity import Situation, SlotActivity
 from ductile.launch.control import RunFailed, Unfit
 from ductile.launch.local import LocalCluster
 from ductile.launch.trainer_resizer import TrainerResizer
 from ductile.loop.controller import NotDone
 from ductile.loop.monitor import Monitor
-from ductile.records import Formation
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.messages import Died, EngineStats, Event, Finished, SlotPhase
@@ -61,7 +61,7 @@ class LiveActuator:
         """clock: 0 when the slots had their roles, as in the run's profiles."""
         self._options, self._cluster, self._resizer = options, cluster, resizer
         self._trainer, self._generators, self._scorer = trainer, generators, scorer
-        self._replicas = trainer.formation.replicas
+        self._replicas = trainer.layout.dims.dp_replicate
         """Copies of the state that the run began with, as its config says."""
         self._monitor, self._measured, self._activity, self._clock = monitor, measured, activity, clock
         self._moves: tuple[RoleChange, ...] = ()
@@ -98,7 +98,7 @@ class LiveActuator:
             batch=self._monitor.batch(),
             # A resize waits for the boundary that it needs.
             trainer=TrainerState(
-                self._trainer.formation,
+                self._trainer.layout,
                 not self._resizer.under_way,
                 self._held,
                 self._monitor.loop.plan.seq_len,
@@ -115,7 +115,7 @@ class LiveActuator:
 
     def _roles(self, slot: int) -> tuple[Role, ...]:
         held = {*self._cluster.mailbox.roles(slot)} - {"train"}
-        if slot in self._trainer.formation.members:
+        if slot in self._trainer.layout.slots:
             held.add("train")
         return tuple(role for role in SPELLED if role in held)
 
@@ -184,9 +184,9 @@ class LiveActuator:
             elif self._scorer is not None:
                 await self._scorer.admit(slot, self._options.score)
 
-    async def resize(self, formation: Formation, leave: Callable[[], Awaitable[None]]) -> None:
+    async def resize(self, layout: ParallelLayout, leave: Callable[[], Awaitable[None]]) -> None:
         try:
-            resized = await self._resizer.resize_to(formation.members, formation.replicas, leave)
+            resized = await self._resizer.resize_to(layout.slots, layout.dims.dp_replicate, leave)
         except (Unfit, RunFailed) as error:
             raise NotDone(str(error)) from error
         if resized.outcome == "rolled_back":
@@ -194,14 +194,14 @@ class LiveActuator:
         if resized.outcome == "resized":
             # What was done in the pause is in its seconds already.
             beside = {phase: resized.slot_seconds.get(phase, 0.0) for phase in resized.beside}
-            self._measured.took("resize", resized.pause_s + self._taken_s(beside, formation))
+            self._measured.took("resize", resized.pause_s + self._taken_s(beside, layout))
             # The slots' own work: how long messages wait for micro-steps depends on how long those are.
             self._measured.took("prepare", sum(beside.values()))
 
-    def _taken_s(self, beside: Mapping[str, float], formation: Formation) -> float:
+    def _taken_s(self, beside: Mapping[str, float], layout: ParallelLayout) -> float:
         """What preparing took from training and generating. On a CPU it runs on the slot's own core, beside them; a GPU
         does not notice."""
-        if any(self._cluster.devices[slot] != "cpu" for slot in formation.members):
+        if any(self._cluster.devices[slot] != "cpu" for slot in layout.slots):
             return 0.0
         return sum(seconds for phase, seconds in beside.items() if phase not in WAITING)
 

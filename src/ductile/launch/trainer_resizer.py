@@ -4,16 +4,17 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import asdict
 
 from ductile.blame import told
 from ductile.core.cluster.membership import describe
 from ductile.core.cluster.placement import Placement, slots_of
+from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
 from ductile.core.transfer.order import stays_put
-from ductile.launch.control import Resized, RunFailed, TrainerSlots, Unfit
+from ductile.launch.control import Resized, RunFailed, Unfit
 from ductile.launch.local import LocalCluster
 from ductile.launch.processes import StartFailed
 from ductile.observe import Recorder
-from ductile.records import Formation, ResizeOrder
 from ductile.roles import SlotLost
 from ductile.wire.resize import ResizeOptions, ResizeResult, Transaction, nobody_leaves
 from ductile.wire.trainer import RemoteTrainer
@@ -40,8 +41,8 @@ class TrainerResizer:
         self.num_resized = 0
         self._cluster, self._trainer, self._options, self._record = cluster, trainer, options, record
         self._num_slots = num_slots
-        self._target: Formation | None = None
-        """Formation that the change under way leads to; None when no change is under way."""
+        self._target: ParallelLayout | None = None
+        """Layout that the change under way leads to; None when no change is under way."""
         self._transaction: Transaction | None = None
         self._judged: dict[int, str] = {}
         """How slots have died whose deaths the resize under way judges."""
@@ -51,24 +52,28 @@ class TrainerResizer:
         cluster.depends_on = self.depends_on
 
     async def resize(
-        self, members: Sequence[int], replicas: int = 1, leave: Callable[[], Awaitable[None]] = nobody_leaves
+        self,
+        slots: Sequence[int],
+        dp_replicate: int | None = None,
+        leave: Callable[[], Awaitable[None]] = nobody_leaves,
     ) -> Resized:
-        """Have the trainer go on as this formation, and wait for what comes of it.
+        """Have the trainer go on with these slots, in this order, and wait for what comes of it.
 
-        leave: called once all is prepared and the trainer stands still; joiners give up their other roles in it.
+        dp_replicate: whole copies of the state; None: as many as there are. leave: called once all is prepared and the
+        trainer stands still; joiners give up their other roles in it.
 
-        Raises Unfit for a formation that cannot be, and RunFailed when another change is under way, when a slot does
+        Raises Unfit for a layout that cannot be, and RunFailed when another change is under way, when a slot does
         not start, when the trainer is lost, or when the change fails in an unexpected way.
         """
-        before, after = self._trainer.formation, formation_of(members, replicas, self._num_slots)
+        before, after = self._trainer.layout, self._fitting(slots, dp_replicate)
         if self._target is not None:
             raise RunFailed(f"the trainer is on its way to {describe(self._target)}: one resize at a time")
         if before == after:
             sentence = f"Trainer is on {describe(before)} already."
-            return Resized("unchanged", sentence, self._cluster.mailbox.epoch, _slots(before), _slots(after))
+            return Resized("unchanged", sentence, self._cluster.mailbox.epoch, before, after)
         self._target, began_s = after, time.monotonic()
         try:
-            await self._start(after.members)
+            await self._start(after.slots)
             self._transaction = Transaction(
                 self._cluster.mailbox, self._trainer, after, self._options, self._cluster.condemn, leave=leave
             )
@@ -90,16 +95,14 @@ class TrainerResizer:
     async def resize_to(
         self,
         slots: Sequence[int],
-        replicas: int | None = None,
+        dp_replicate: int | None = None,
         leave: Callable[[], Awaitable[None]] = nobody_leaves,
     ) -> Resized:
-        """`resize`, in the order of slots that moves least of the state. Without `replicas` it keeps as many copies."""
-        before = self._trainer.formation
-        replicas = before.replicas if replicas is None else replicas
-        after = formation_of(slots, replicas, self._num_slots)
-        same = set(before.members) == set(slots) and before.replicas == replicas
-        after = before if same else stays_put(before, after.members, replicas)
-        return await self.resize(after.members, replicas, leave)
+        """`resize`, in the order of slots that moves least of the state."""
+        before, after = self._trainer.layout, self._fitting(slots, dp_replicate)
+        same = set(before.slots) == set(slots) and before.dims == after.dims
+        after = before if same else stays_put(before, after)
+        return await self.resize(after.slots, after.dims.dp_replicate, leave)
 
     @property
     def under_way(self) -> str:
@@ -121,7 +124,7 @@ class TrainerResizer:
     def _is_needed(self, slot: int) -> bool:
         if slot in self.others() or slot in self._trainer.publishers:
             return True
-        return slot in self._trainer.formation.members and not self.judges(slot)
+        return slot in self._trainer.layout.slots and not self.judges(slot)
 
     def judges(self, slot: int) -> bool:
         """Whether a resize under way rules on what the slot's death means for the run."""
@@ -131,10 +134,24 @@ class TrainerResizer:
         """Metrics for the row of a step; `seconds/resize` counts from the row before."""
         paused_s, self._paused_s = self._paused_s, 0.0
         return {
-            "train_slots": float(self._trainer.num_ranks),
+            "train_slots": float(len(self._trainer.layout.slots)),
             "resizes": float(self.num_resized),
             "seconds/resize": paused_s,
         }
+
+    def _fitting(self, slots: Sequence[int], dp_replicate: int | None) -> ParallelLayout:
+        """The trainer's layout on these slots. Raises Unfit for one that cannot be."""
+        beyond = [slot for slot in slots if not 0 <= slot < self._num_slots]
+        if beyond:
+            verb = "does" if len(beyond) == 1 else "do"
+            raise Unfit(
+                f"{slots_of(beyond)} {verb} not exist: this machine has slots 0 to {self._num_slots - 1}, as "
+                "deployment.gpus_per_node says; use these, or start the run with another number there"
+            )
+        try:
+            return self._trainer.layout.on(slots, dp_replicate)
+        except ValueError as error:
+            raise Unfit(str(error)) from error
 
     async def _start(self, slots: Sequence[int]) -> None:
         try:
@@ -159,18 +176,18 @@ class TrainerResizer:
     def _note_lost(self, slot: int, reason: str) -> None:
         self._record.event("slot_lost", f"{reason[:1].upper()}{reason[1:]}.", slot=slot)
 
-    def _note_failure(self, before: Formation, after: Formation, error: Exception) -> str:
+    def _note_failure(self, before: ParallelLayout, after: ParallelLayout, error: Exception) -> str:
         """Write the failure down. Returns its sentence without the full stop."""
-        now = self._trainer.formation
+        now = self._trainer.layout
         sentence = f"Trainer is on {describe(now)}; its resize to {describe(after)} failed: {told(error)}"
         self._record.event(
             "resize_rolled_back" if now == before else "resized",
             f"{sentence}.",
             epoch=self._cluster.mailbox.epoch,
-            before=before.members,
-            before_replicas=before.replicas,
-            after=after.members,
-            after_replicas=after.replicas,
+            before=before.slots,
+            before_dims=asdict(before.dims),
+            after=after.slots,
+            after_dims=asdict(after.dims),
             traceback="".join(traceback.format_exception(error)),
         )
         return sentence
@@ -180,8 +197,8 @@ class TrainerResizer:
             outcome=result.outcome,
             sentence=sentence_of(result),
             epoch=result.change.epoch,
-            before=_slots(result.change.before),
-            after=_slots(result.change.after),
+            before=result.change.before,
+            after=result.change.after,
             pause_s=result.pause_s,
             took_s=took_s,
             seconds=dict(result.seconds),
@@ -200,9 +217,9 @@ class TrainerResizer:
             resized.sentence,
             epoch=resized.epoch,
             before=resized.before.slots,
-            before_replicas=resized.before.replicas,
+            before_dims=asdict(resized.before.dims),
             after=resized.after.slots,
-            after_replicas=resized.after.replicas,
+            after_dims=asdict(resized.after.dims),
             pause_s=resized.pause_s,
             took_s=resized.took_s,
             seconds=resized.seconds,
@@ -221,22 +238,3 @@ def sentence_of(result: ResizeResult) -> str:
         return f"Trainer stays on {describe(change.before)} and not {describe(change.after)}: {result.reason}."
     way = f"from {describe(change.before)} to {describe(change.after)}"
     return f"Trainer resized {way} in {result.pause_s:.2f} s: {result.num_bytes / 2**20:.1f} MiB moved."
-
-
-def formation_of(members: Sequence[int], replicas: int, num_slots: int) -> Formation:
-    """The formation of these members. Raises Unfit for one that cannot be."""
-    beyond = [slot for slot in members if not 0 <= slot < num_slots]
-    if beyond:
-        verb = "does" if len(beyond) == 1 else "do"
-        raise Unfit(
-            f"{slots_of(beyond)} {verb} not exist: this machine has slots 0 to {num_slots - 1}, as "
-            "deployment.gpus_per_node says; use these, or start the run with another number there"
-        )
-    try:
-        return Formation(tuple(members), replicas)
-    except ValueError as error:
-        raise Unfit(str(error)) from error
-
-
-def _slots(formation: Formation) -> TrainerSlots:
-    return TrainerSlots(formation.members, formation.replicas)

@@ -27,14 +27,14 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ductile.core.cluster.orders import Decision, Migration, Policy, RoleChange, formation_after
+from ductile.core.cluster.orders import Decision, Migration, Policy, RoleChange, layout_after
 from ductile.core.cluster.placement import Role
 from ductile.core.cluster.state import ClusterState
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.loop.asking import BadDecision, ask
 from ductile.loop.decisions import DecisionLog, ExecutedDecision
 from ductile.loop.overlap import Pause, gather_all
 from ductile.observe import Recorder
-from ductile.records import Formation
 
 LEAST_REST_S = 0.05
 REST = 100.0
@@ -81,7 +81,7 @@ class Actuator(Protocol):
         """The slot generates or scores, with the live weights."""
         ...
 
-    async def resize(self, formation: Formation, leave: Callable[[], Awaitable[None]]) -> None:
+    async def resize(self, layout: ParallelLayout, leave: Callable[[], Awaitable[None]]) -> None:
         """The trainer goes on with these slots from a boundary between two micro-steps on.
 
         leave: called before that, once all is prepared and no slot trains.
@@ -285,7 +285,7 @@ class ElasticController:
         async def resize() -> list[str]:
             if not delta.resizes:
                 return []
-            return await _done(actuator.resize(delta.formation, lambda: leave(delta.waiting)))
+            return await _done(actuator.resize(delta.layout, lambda: leave(delta.waiting)))
 
         try:
             await leave({slot.slot for slot in state.slots} - delta.waiting)
@@ -323,7 +323,7 @@ class ElasticController:
 
 @dataclass(frozen=True, slots=True)
 class _RoleDelta:
-    """What a decision changes: the roles that slots give up and take on, and the formation of the trainer."""
+    """What a decision changes: the roles that slots give up and take on, and the layout of the trainer."""
 
     given_up: tuple[tuple[int, Role], ...]
     """(slot, role) for each role besides training that a slot gives up."""
@@ -333,7 +333,7 @@ class _RoleDelta:
     """Slots that become generators."""
     keeping: frozenset[int]
     """Generators whose rollouts go to new generators: they cannot leave before the new ones are there."""
-    formation: Formation
+    layout: ParallelLayout
     resizes: bool
     waiting: frozenset[int]
     """Slots that join the trainer, and leave what they did only when it stands still."""
@@ -341,19 +341,19 @@ class _RoleDelta:
 
     @staticmethod
     def of(state: ClusterState, decision: Decision) -> "_RoleDelta":
-        before, formation = state.trainer.formation, formation_after(state, decision)
+        before, layout = state.trainer.layout, layout_after(state, decision)
         taken_on = _roles((move.slot, move.before, move.after) for move in decision.moves)
         joining = frozenset(slot for slot, role in taken_on if role == "generate")
-        joins_trainer = frozenset(formation.members).difference(before.members)
+        joins_trainer = frozenset(layout.slots).difference(before.slots)
         return _RoleDelta(
             given_up=_roles((move.slot, move.after, move.before) for move in decision.moves),
             taken_on=taken_on,
             joining=joining,
             keeping=frozenset(order.source for order in decision.migrations if order.target in joining),
-            formation=formation,
-            resizes={*formation.members} != {*before.members},
+            layout=layout,
+            resizes={*layout.slots} != {*before.slots},
             waiting=joins_trainer if state.limits.may_share else frozenset(),
-            leaves_trainer=frozenset(before.members).difference(formation.members),
+            leaves_trainer=frozenset(before.slots).difference(layout.slots),
         )
 
 

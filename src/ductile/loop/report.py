@@ -30,7 +30,7 @@ def summarise_rl(rows: Sequence[Row], slots: Mapping[str, Sequence[int]], wall_s
         "sampled_tokens": sum(row["sampled_tokens"] for row in steps),
         "groups_dropped": steps[-1]["groups_dropped"] if steps else 0,
         "reward_errors": steps[-1]["reward_errors"] if steps else 0,
-        "slots": {role: list(members) for role, members in slots.items()},
+        "slots": {role: list(held) for role, held in slots.items()},
     }
 
 

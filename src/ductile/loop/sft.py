@@ -160,7 +160,7 @@ async def run_batches(
         **this_life(prepared.max_steps, prepared.progress.step, life_s),
         "tokens_per_s_train": per_second(rows, "tokens", ["seconds/forward_backward", "seconds/optim_step"]),
         **prepared.facts,
-        "slots": {role: list(members) for role, members in life.slots().items()},
+        "slots": {role: list(held) for role, held in life.slots().items()},
     }
     record.summary(summary)
     return summary

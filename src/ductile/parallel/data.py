@@ -1,8 +1,8 @@
 """Data parallelism: every rank has its own micro-batches and a shard of each parameter (FSDP2, HSDP).
 
 A parameter's rows are dealt out in equal chunks, rounded up, so that the last ranks may have fewer or none. With
-several replicas, each deals them out among its own ranks. Gradients are summed over all ranks, never averaged: the
-loss is a sum as well, and is divided once, at the optimizer step.
+several copies of the state, each deals them out among its own ranks. Gradients are summed over all ranks, never
+averaged: the loss is a sum as well, and is divided once, at the optimizer step.
 """
 
 from collections.abc import Iterable, Iterator, MutableMapping

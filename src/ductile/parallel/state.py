@@ -18,14 +18,14 @@ from torch.futures import Future
 
 from ductile.disk import named
 from ductile.parallel.metadata import SafeReader
-from ductile.parallel.ranks import Ranks
+from ductile.parallel.parallel_context import ParallelContext
 
 
 class StateError(Exception):
     """A state that cannot be saved or loaded. The text names the path and the cause."""
 
 
-def save(tensors: Mapping[str, Tensor], path: str | Path, ranks: Ranks) -> None:
+def save(tensors: Mapping[str, Tensor], path: str | Path, context: ParallelContext) -> None:
     """Write into the directory `path`, and return when it is on disk. Collective.
 
     Not atomic: write to a new directory and rename it when all ranks have returned. Raises StateError on every rank
@@ -33,12 +33,12 @@ def save(tensors: Mapping[str, Tensor], path: str | Path, ranks: Ranks) -> None:
     """
     writer = _NamingWriter(path, single_file_per_rank=True, sync_files=True)
     try:
-        state_dict_saver.save(dict(tensors), storage_writer=writer, process_group=ranks.everyone)
+        state_dict_saver.save(dict(tensors), storage_writer=writer, process_group=context.everyone)
     except CheckpointException as error:  # a BaseException: no `except Exception` would see it
         raise StateError(str(_first(error))) from error
 
 
-def load(tensors: Mapping[str, Tensor], path: str | Path, ranks: Ranks) -> None:
+def load(tensors: Mapping[str, Tensor], path: str | Path, context: ParallelContext) -> None:
     """Overwrite the tensors in place with what `path` has under their names. Collective.
 
     Raises StateError when `path` has no complete state, or one of another model.
@@ -46,7 +46,7 @@ def load(tensors: Mapping[str, Tensor], path: str | Path, ranks: Ranks) -> None:
     if not (Path(path) / ".metadata").is_file():
         raise StateError(f"{path} has no complete trainer state (.metadata is missing)")
     try:
-        state_dict_loader.load(dict(tensors), storage_reader=SafeReader(path), process_group=ranks.everyone)
+        state_dict_loader.load(dict(tensors), storage_reader=SafeReader(path), process_group=context.everyone)
     except CheckpointException as error:
         raise StateError(f"{path} does not fit this model and optimizer: {_first(error)}") from error
 

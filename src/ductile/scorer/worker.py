@@ -17,7 +17,7 @@ from ductile.fabric import heap
 from ductile.model.checkpoint import empty_model, load_model, read_spec, truncate
 from ductile.model.packed import PackedSamples
 from ductile.model.transformer import Transformer
-from ductile.parallel.apply import Precision
+from ductile.parallel.parallelize import Precision
 from ductile.records import Manifest, MicroBatch, Sample
 from ductile.roles import Refused, RoleAssignment
 from ductile.weights.publisher import Publisher

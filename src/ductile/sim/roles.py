@@ -78,7 +78,7 @@ class SimTrainer:
 
     @property
     def num_ranks(self) -> int:
-        return len(self._actuator.formation.members)
+        return self._actuator.layout.num_data_parallel
 
     async def forward_backward(self, samples: Sequence[Sample], seq_len: int) -> None:
         """Micro-step by micro-step, on the slots that the trainer has at each."""
@@ -89,7 +89,7 @@ class SimTrainer:
             async with actuator.boundary:
                 if not actuator.may_train.is_set():
                     continue
-                slots = actuator.formation.members
+                slots = actuator.layout.slots
                 done, left, longest = _row(left, len(slots), seq_len)
                 seconds = actuator.scenario.speeds.train.seconds(longest * block, len(slots))
                 for slot in slots:
@@ -103,7 +103,7 @@ class SimTrainer:
         if loss_denominator == 0:
             return StepReport(actuator.num_updates, loss=0.0, grad_norm=0.0, lr=0.0, num_tokens=0)
         async with actuator.boundary:
-            await actuator.busy("train", actuator.formation.members, actuator.scenario.speeds.optim_s)
+            await actuator.busy("train", actuator.layout.slots, actuator.scenario.speeds.optim_s)
         actuator.num_updates += 1
         self._controller.notify()
         return StepReport(actuator.num_updates, loss=0.0, grad_norm=0.0, lr=0.0, num_tokens=int(loss_denominator))
@@ -111,7 +111,7 @@ class SimTrainer:
     async def publish(self, version: int) -> Manifest:
         actuator = self._actuator
         async with actuator.boundary:
-            await actuator.busy("publish", actuator.formation.members, actuator.scenario.speeds.publish_s)
+            await actuator.busy("publish", actuator.layout.slots, actuator.scenario.speeds.publish_s)
         return Manifest(version, "shared_memory", "nowhere", 0, 0, ())
 
     async def withdraw(self, version: int) -> None:

@@ -23,7 +23,7 @@ from ductile.core.cluster.state import (
     TrainerState,
     Unfinished,
 )
-from ductile.records import Formation
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.sim.engine import SimulatedEngine, SimulatedRequest
 from ductile.sim.loads import SimulatedLoads
 from ductile.sim.scenario import Scenario
@@ -48,7 +48,7 @@ class SimulatedActuator:
         self.roles: dict[int, tuple[Role, ...]] = {}
         self.since_s = dict.fromkeys(slots, 0.0)
         self._changing: frozenset[int] = frozenset()
-        self.formation = Formation(scenario.placement.train)
+        self.layout = ParallelLayout.of(scenario.placement.train)
         self.boundary = asyncio.Lock()
         """Held by the trainer in a micro-step, and by a change of its slots."""
         self.may_train = asyncio.Event()
@@ -129,15 +129,15 @@ class SimulatedActuator:
         await self._switch((slot,), self.scenario.costs.grant_s)
         self.assign({slot: in_order(*self.roles[slot], role)})
 
-    async def resize(self, formation: Formation, leave: Callable[[], Awaitable[None]]) -> None:
-        before, after = self.formation.members, formation.members
+    async def resize(self, layout: ParallelLayout, leave: Callable[[], Awaitable[None]]) -> None:
+        before, after = self.layout.slots, layout.slots
         await self._micro_steps_pass(IN_FLIGHT)  # before its slots are told
         await asyncio.sleep(self.scenario.costs.prepare_s)
         await self._micro_steps_pass(1)  # before they say that they are ready
         async with self.boundary:
             await leave()
             await self._switch({*before, *after}, self.scenario.costs.resize_s)
-            self.formation = formation
+            self.layout = layout
             self.assign({slot: without("train", self.roles[slot]) for slot in {*before} - {*after}})
             self.assign({slot: in_order(*self.roles[slot], "train") for slot in {*after} - {*before}})
 
@@ -313,7 +313,7 @@ class SimulatedActuator:
                 for slot, roles in self.roles.items()
             ),
             batch=self._batch(),
-            trainer=TrainerState(self.formation, True, not self.may_train.is_set(), work.seq_len),
+            trainer=TrainerState(self.layout, True, not self.may_train.is_set(), work.seq_len),
             speeds=scenario.speeds,
             costs=scenario.costs,
             home=scenario.placement,

@@ -174,7 +174,7 @@ class Worker:
         module, _, name = self._settings.roles[command.role].partition(":")
         make = importlib.import_module(module).__dict__[name]
         assignment = RoleAssignment(
-            self._settings.slot, command.members, epoch, self._settings.device, command.rendezvous, command.joining
+            self._settings.slot, command.layout, epoch, self._settings.device, command.rendezvous, command.joining
         )
         self._roles[command.role] = make(command.settings, assignment)
         return Done()

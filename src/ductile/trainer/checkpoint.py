@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from ductile.parallel import state
-from ductile.trainer.optimizer import set_num_steps
+from ductile.trainer.optimizer import set_num_updates
 from ductile.trainer.state import named_state
 from ductile.trainer.trainer import Trainer
 
@@ -16,7 +16,7 @@ from ductile.trainer.trainer import Trainer
 def save_state(trainer: Trainer, path: str | Path) -> None:
     """Write the directory `path`; collective. Any number of ranks can load it. Not atomic, but synced to disk."""
     counts = {"step": torch.tensor(trainer.step), "num_updates": torch.tensor(trainer.num_updates)}
-    state.save(named_state(trainer) | counts, path, trainer.ranks)
+    state.save(named_state(trainer) | counts, path, trainer.context)
 
 
 def load_state(trainer: Trainer, path: str | Path) -> None:
@@ -25,7 +25,7 @@ def load_state(trainer: Trainer, path: str | Path) -> None:
     Raises StateError when `path` does not have a whole state of this model and optimizer.
     """
     counts = {"step": torch.tensor(0), "num_updates": torch.tensor(0)}
-    state.load(named_state(trainer) | counts, path, trainer.ranks)
+    state.load(named_state(trainer) | counts, path, trainer.context)
     trainer.forget_gradient()
     trainer.step, trainer.num_updates = int(counts["step"]), int(counts["num_updates"])
-    set_num_steps(trainer.optimizer, trainer.num_updates)
+    set_num_updates(trainer.optimizer, trainer.optimizer_state, trainer.num_updates)

@@ -1,6 +1,14 @@
-"""The optimizer, with its state in place from the start, so that a checkpoint always knows what to read and write."""
+"""The optimizer, with its state in place from the start, so that a checkpoint always knows what to read and write.
 
-from collections.abc import Iterable, Iterator, MutableMapping
+What it keeps is described (`state_of`), and all that saves, moves or builds it reads the description:
+
+    AdamW in float32    exp_avg float32 as the parameter, exp_avg_sq float32 as the parameter, step float32 scalar
+    SGD with momentum   momentum_buffer float32 as the parameter
+"""
+
+from collections.abc import Iterable, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -8,11 +16,19 @@ from torch import Tensor, nn
 from ductile.config.trainer import AdamWConfig, OptimConfig, SGDConfig
 from ductile.parallel.data import like
 
-MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-"""Optimizer state that has a parameter's shape and layout. What else there is follows from the step."""
-
-
 Supported = AdamWConfig | SGDConfig
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerTensor:
+    """A tensor that an optimizer keeps for each parameter."""
+
+    name: str
+    """Name in the optimizer's state of a parameter, as torch has it."""
+    dtype: str
+    layout: Literal["parameter", "scalar"] = "parameter"
+    """`parameter`: it has the parameter's shape and lies as the parameter does. `scalar`: it is one number, the count
+    of updates, which is set on every slot and so neither saved nor moved."""
 
 
 def supported(config: OptimConfig) -> Supported:
@@ -24,13 +40,14 @@ def supported(config: OptimConfig) -> Supported:
 
 def make_optimizer(
     config: Supported,
+    described: Sequence[OptimizerTensor],
     parameters: Iterable[tuple[str, nn.Parameter]],
     buffers: MutableMapping[str, Tensor] | None = None,
 ) -> torch.optim.Optimizer:
     """One group of all parameters; weight decay goes to every one of them, as torch does by itself.
 
-    Moments start as zeros, or live in the `buffers` called `<moment>/<parameter>`: this rank's parts, flat, taken out
-    of the mapping.
+    What is `described` starts as zeros, or lives in the `buffers` called `<name>/<parameter>`: this rank's parts, flat,
+    taken out of the mapping.
     """
     named = dict(parameters)
     trained = list(named.values())
@@ -53,30 +70,28 @@ def make_optimizer(
         )
     for name, parameter in named.items():
         state = optimizer.state[parameter]
-        for moment in moment_names(config):
-            at = None if buffers is None else buffers.pop(f"{moment}/{name}")
-            state[moment] = torch.zeros_like(parameter.detach()) if at is None else like(parameter, at)
-        if isinstance(config, AdamWConfig):
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        for kept in described:
+            dtype: torch.dtype = getattr(torch, kept.dtype)
+            if kept.layout == "scalar":
+                state[kept.name] = torch.zeros((), dtype=dtype, device=parameter.device)
+            elif buffers is None:
+                state[kept.name] = torch.zeros_like(parameter.detach(), dtype=dtype)
+            else:
+                state[kept.name] = like(parameter, buffers.pop(f"{kept.name}/{name}"))
     return optimizer
 
 
-def moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of what the optimizer keeps for a parameter, in the parameter's layout."""
-    for name, value in optimizer.state[parameter].items():
-        if name in MOMENTS:
-            yield name, value
-
-
-def moment_names(config: Supported) -> tuple[str, ...]:
-    """The kinds of moments that `moments` yields for every parameter."""
+def state_of(config: Supported, dtype: str) -> tuple[OptimizerTensor, ...]:
+    """What the optimizer keeps for each parameter of this dtype."""
     if isinstance(config, AdamWConfig):
-        return ("exp_avg", "exp_avg_sq")
-    return ("momentum_buffer",) if config.momentum else ()
+        moments = OptimizerTensor("exp_avg", dtype), OptimizerTensor("exp_avg_sq", dtype)
+        return *moments, OptimizerTensor("step", "float32", "scalar")
+    return (OptimizerTensor("momentum_buffer", dtype),) if config.momentum else ()
 
 
-def set_num_steps(optimizer: torch.optim.Optimizer, num_steps: int) -> None:
-    """Set the count of steps that Adam's bias correction keeps for each parameter."""
-    for state in optimizer.state.values():
-        if "step" in state:
-            state["step"].fill_(float(num_steps))
+def set_num_updates(optimizer: torch.optim.Optimizer, described: Sequence[OptimizerTensor], num_updates: int) -> None:
+    """Set the scalars, such as the count that Adam's bias correction keeps for each parameter."""
+    for kept in described:
+        if kept.layout == "scalar":
+            for state in optimizer.state.values():
+                state[kept.name].fill_(float(num_updates))

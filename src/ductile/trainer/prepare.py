@@ -1,6 +1,6 @@
-"""What a slot does for a change of formation while it still trains in the old one.
+"""What a slot does for a change of layout while it still trains in the old one.
 
-It finds out how bytes will travel, plans which go where, and makes the new formation's groups and a trainer over empty
+It finds out how bytes will travel, plans which go where, and makes the new layout's groups and a trainer over empty
 memory. All of it runs in a thread of its own, with groups and a connection to the store of its own, and leaves the old
 trainer alone. What torch remembers of operations on tensors it remembers by thread, so a thread that fails can destroy
 what it has made.
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ductile.config.trainer import TrainerConfig
+from ductile.core.layout.parallel_layout import ResizeOrder
 from ductile.core.transfer.plan import Plan
 from ductile.fabric import pages, rendezvous
 from ductile.fabric.backend import device_id, why_not_beside
@@ -31,9 +32,7 @@ from ductile.fabric.groups import Groups, names_of
 from ductile.fabric.p2p import PeerToPeer
 from ductile.fabric.transfer import Transfer, Verify
 from ductile.observe import timed
-from ductile.parallel.apply import Precision
-from ductile.parallel.ranks import Ranks
-from ductile.records import ResizeOrder
+from ductile.parallel.parallel_context import ParallelContext
 from ductile.roles import RoleAssignment
 from ductile.trainer.state import StatePlans, named_state, parts_of
 from ductile.trainer.trainer import Trainer
@@ -51,7 +50,7 @@ class ResizeFailed(RuntimeError):
 
 @dataclass
 class TrainerInstance:
-    """The trainer as one slot has it in one formation: its process groups, and its part of the trainer over them."""
+    """The trainer as one slot has it in one layout: its process groups, and its part of the trainer over them."""
 
     groups: Groups
     trainer: Trainer | None
@@ -62,7 +61,7 @@ class TrainerInstance:
         self.groups.destroy()
 
     def abort(self) -> None:
-        """`destroy` where other members may be dead, or stuck."""
+        """`destroy` where other slots may be dead, or stuck."""
         self.trainer = None
         self.groups.abort()
 
@@ -78,7 +77,7 @@ class Planned:
     reason: str
     """Why this carrier was chosen."""
     groups: Groups
-    """Groups of the formation that comes after."""
+    """Groups of the layout that comes after."""
     transfer_groups: Groups
     barrier: AbortableBarrier
     """Barrier of the change's slots; this slot leaves it at the end."""
@@ -92,9 +91,9 @@ class Connected:
     """The groups of a change, and what lies over them."""
 
     carrier: Carrier
-    ranks: Ranks | None
+    context: ParallelContext | None
     after: TrainerInstance | None
-    """What the slot has after the change; None on a slot that leaves, as are its ranks. In streaming mode the trainer
+    """What the slot has after the change; None on a slot that leaves, as is its context. In streaming mode the trainer
     comes last."""
     room: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Memory of the new trainer and of its gradient by buffer, without buffers that are handed on as they are. Empty in
@@ -270,22 +269,22 @@ class Preparation:
 
     def _connect(self, planned: Planned) -> Connected:
         change, timeout_s, seconds = self._change, self._config.resize.timeout_s, planned.seconds
-        carrier, ranks, after = planned.reader, None, None
+        carrier, context, after = planned.reader, None, None
         with timed(seconds, "groups"):
             planned.barrier.all_or_none(self._go_on)
             # From here on nobody leaves before all have made their groups, wanted or not.
             if carrier is None:
                 group = planned.transfer_groups.group(change.slots)
                 carrier = PeerToPeer(group, self._assignment.device, timeout_s)
-            if self._assignment.slot in change.after.members:
-                ranks = Ranks(planned.groups, change.after)
+            if self._assignment.slot in change.after.slots:
+                context = ParallelContext(planned.groups, change.after)
                 after = TrainerInstance(planned.groups, None)
-        connected = Connected(carrier, ranks, after)
+        connected = Connected(carrier, context, after)
         self._go_on()
         if self._config.resize.memory == "shadow":
-            if after is not None and ranks is not None:
+            if after is not None and context is not None:
                 with timed(seconds, "build"):
-                    after.trainer = self._build(ranks, planned.plans[True], connected.room)
+                    after.trainer = self._build(context, planned.plans[True], connected.room)
             self._go_on()
             with timed(seconds, "load"):
                 self._load(planned, connected)
@@ -310,15 +309,14 @@ class Preparation:
         notes = exchange.all_gather("devices", device_id(device).encode(), self._go_on)
         return {note.decode() for note in notes.values()}
 
-    def _build(self, ranks: Ranks, plan: Plan, room: dict[str, Tensor]) -> Trainer:
+    def _build(self, context: ParallelContext, plan: Plan, room: dict[str, Tensor]) -> Trainer:
         """A trainer over memory that is handed on where nothing changes, and over new memory elsewhere."""
         slot, device = self._assignment.slot, self._assignment.device
         unchanged = plan.unchanged_buffers(slot)
-        dtype = Precision.of(self._config.model, device).parameters
-        for name, (_, size) in plan.target.buffer_sizes(slot).items():
+        for name, (dtype, size) in plan.target.buffer_sizes(slot).items():
             if name not in unchanged:
-                room[name] = pages.zeros(size, dtype, device)
-        trainer = Trainer(self._config, ranks, device, {**self._old, **room})
+                room[name] = pages.zeros(size, getattr(torch, dtype), device)
+        trainer = Trainer(self._config, context, device, {**self._old, **room})
         for name, part in parts_of(named_state(trainer)).items():
             if name in unchanged and part.data_ptr() == self._old[name].data_ptr():
                 room.pop(name, None)

@@ -1,4 +1,4 @@
-"""One change of the trainer's formation, as one slot goes through it (docs/resize.md).
+"""One change of the trainer's layout, as one slot goes through it (docs/resize.md).
 
     Prepare         `ductile.trainer.prepare`                                                 beside training
     Freeze          say which plan this slot made, and how far it is                          ┐
@@ -8,8 +8,8 @@
     Finalize        destroy the old one                            or Rollback: destroy the new one
 
 Nothing here touches what the old trainer needs: its groups, its tensors and its connection to the store are its own. So
-whatever fails, and whoever dies, it can go on as long as its own members live. A step that needs others gives up after
-`trainer.resize.timeout_s`; the exception is a member that dies, or is stuck, while NCCL connects.
+whatever fails, and whoever dies, it can go on as long as its own slots live. A step that needs others gives up after
+`trainer.resize.timeout_s`; the exception is a slot that dies, or is stuck, while NCCL connects.
 """
 
 import gc
@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from ductile.config.trainer import TrainerConfig
+from ductile.core.layout.parallel_layout import ResizeOrder
 from ductile.core.transfer.plan import Plan
 from ductile.fabric import heap, transfer
 from ductile.fabric.memory import Memory
 from ductile.observe import timed
-from ductile.parallel.apply import Precision
-from ductile.records import ResizeOrder, TrainProgress
+from ductile.records import TrainProgress
 from ductile.roles import RoleAssignment
 from ductile.trainer.prepare import Connected, Preparation, ResizeFailed, TrainerInstance, fingerprints
 from ductile.trainer.state import GRADIENT, StatePlans, named_gradient, named_state, parts_of, set_gradient
@@ -123,7 +123,6 @@ class Resize:
     ) -> transfer.Moved:
         """Old memory is freed while new memory fills."""
         device = self._device
-        dtype = Precision.of(self._config.model, device).parameters
         with timed(seconds, "transfer"):
             state: dict[str, Tensor] = {}
             if self._before is not None and self._before.trainer is not None:
@@ -136,13 +135,13 @@ class Resize:
                 self._slot,
                 state,
                 connected.carrier,
-                lambda name, _, size: torch.zeros(size, dtype=dtype, device=device),
+                lambda _, dtype, size: torch.zeros(size, dtype=getattr(torch, dtype), device=device),
                 fingerprints(self._config),
             )
         with timed(seconds, "rebuild"):
-            if connected.after is not None and connected.ranks is not None:
+            if connected.after is not None and connected.context is not None:
                 gradient = {name: buffers.pop(name) for name in list(buffers) if name.startswith(GRADIENT)}
-                connected.after.trainer = Trainer(self._config, connected.ranks, device, buffers)
+                connected.after.trainer = Trainer(self._config, connected.context, device, buffers)
                 _go_on(connected.after, progress, gradient)
         return moved
 

@@ -1,7 +1,7 @@
 """What a trainer's state consists of, under which names, and where each of its numbers lies.
 
     model/<parameter>            the parameters that the optimizer updates
-    <moment>/<parameter>         exp_avg, exp_avg_sq, momentum_buffer
+    exp_avg/<parameter>          what the optimizer keeps beside each parameter (`ductile.trainer.optimizer.state_of`)
     gradient/<parameter>         what has been accumulated since the last optimizer step, if anything
     step, num_updates, sums      numbers: `ductile.records.TrainProgress`
 
@@ -15,14 +15,13 @@ from torch import Tensor
 
 from ductile.config.trainer import TrainerConfig
 from ductile.core.layout.layout import Layout
-from ductile.core.layout.mesh import Mesh
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.layout.spec import ModelSpec
 from ductile.core.layout.strategy import model_layout
 from ductile.core.transfer.plan import Plan
 from ductile.core.transfer.reshard import Planner
 from ductile.parallel.data import like, local_shard
-from ductile.records import Formation
-from ductile.trainer.optimizer import moment_names, moments, supported
+from ductile.trainer.optimizer import state_of, supported
 from ductile.trainer.trainer import Trainer
 
 GRADIENT = "gradient/"
@@ -35,8 +34,9 @@ def named_state(trainer: Trainer) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
     for name, parameter in trainer.model.named_parameters():
         named[f"model/{name}"] = parameter.detach()
-        for moment, tensor in moments(trainer.optimizer, parameter):
-            named[f"{moment}/{name}"] = tensor
+        for kept in trainer.optimizer_state:
+            if kept.layout == "parameter":
+                named[f"{kept.name}/{name}"] = trainer.optimizer.state[parameter][kept.name]
     return named
 
 
@@ -63,29 +63,28 @@ class StatePlans:
     def __init__(self, spec: ModelSpec, config: TrainerConfig) -> None:
         self._spec = spec
         self._dtype = config.model.optimization_dtype
-        self._moments = moment_names(supported(config.optim))
+        self._optimizer_state = state_of(supported(config.optim), self._dtype)
         self._planners = {relays: Planner(relays=relays) for relays in (False, True)}
-        self._layouts: dict[tuple[Formation, bool], Layout] = {}
+        self._layouts: dict[tuple[ParallelLayout, bool], Layout] = {}
 
-    def layout(self, formation: Formation, with_gradient: bool) -> Layout:
-        """The state's layout in a formation. Every replica is sharded as FSDP2 does it: rows in chunks, rounded up, the
-        last ones short or empty."""
-        key = (formation, with_gradient)
-        layout = self._layouts.pop(key, None) or self._make(formation, with_gradient)
+    def layout(self, parallel: ParallelLayout, with_gradient: bool) -> Layout:
+        """Where the state lies. Every copy is sharded as FSDP2 does it: rows in chunks, rounded up, the last ones short
+        or empty."""
+        key = (parallel, with_gradient)
+        layout = self._layouts.pop(key, None) or self._make(parallel, with_gradient)
         self._layouts[key] = layout
         if len(self._layouts) > REMEMBERED_LAYOUTS:
             del self._layouts[next(iter(self._layouts))]
         return layout
 
-    def plan(self, before: Formation, after: Formation, with_gradient: bool, relays: bool) -> Plan:
-        """The plan from one formation to another. `relays`: slots may pass on what they have received."""
+    def plan(self, before: ParallelLayout, after: ParallelLayout, with_gradient: bool, relays: bool) -> Plan:
+        """The plan from one layout to another. `relays`: slots may pass on what they have received."""
         return self._planners[relays].plan(self.layout(before, with_gradient), self.layout(after, with_gradient))
 
-    def _make(self, formation: Formation, with_gradient: bool) -> Layout:
-        size = len(formation.members) // formation.replicas
-        mesh = Mesh.of(formation.members, dp=formation.replicas, fsdp=size)
-        parameters = model_layout(self._spec, mesh, self._dtype)
+    def _make(self, parallel: ParallelLayout, with_gradient: bool) -> Layout:
+        parameters = model_layout(self._spec, parallel.mesh, self._dtype, parallel.stages or None)
         state = parameters.kind("model/", self._dtype)
-        for moment in self._moments:
-            state |= parameters.kind(f"{moment}/", self._dtype)
+        for kept in self._optimizer_state:
+            if kept.layout == "parameter":
+                state |= parameters.kind(f"{kept.name}/", kept.dtype)
         return state | parameters.kind(GRADIENT, self._dtype) if with_gradient else state

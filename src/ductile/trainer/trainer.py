@@ -20,13 +20,13 @@ from ductile.core.layout.spec import ModelSpec
 from ductile.fabric.device import peak_of
 from ductile.model.checkpoint import random_tensors, read_spec, read_tensors, truncate
 from ductile.model.transformer import Transformer
-from ductile.parallel import apply, data
-from ductile.parallel.ranks import Ranks
+from ductile.parallel import data, parallelize
+from ductile.parallel.parallel_context import ParallelContext
 from ductile.records import MicroBatch, StepReport, TrainProgress
 from ductile.trainer.collate import Batch, collate
 from ductile.trainer.loss import make_loss, required_fields
 from ductile.trainer.lr_schedule import learning_rate
-from ductile.trainer.optimizer import make_optimizer, set_num_steps, supported
+from ductile.trainer.optimizer import make_optimizer, set_num_updates, state_of, supported
 
 
 class LossFailed(Exception):
@@ -41,7 +41,7 @@ class Trainer:
     def __init__(
         self,
         config: TrainerConfig,
-        ranks: Ranks,
+        context: ParallelContext,
         device: str | torch.device = "cpu",
         buffers: MutableMapping[str, Tensor] | None = None,
     ) -> None:
@@ -54,9 +54,9 @@ class Trainer:
         asks for and cannot be had.
         """
         self.config = config
-        self.ranks = ranks
+        self.context = context
         self.device = torch.device(device)
-        self.precision = apply.Precision.of(config.model, device)
+        self.precision = parallelize.Precision.of(config.model, device)
         self._arithmetic: Arithmetic = arithmetic_of(
             compute_dtype(config.model.compute_dtype, str(device)), config.matmul_precision, str(device)
         )
@@ -72,7 +72,8 @@ class Trainer:
 
         self.spec = spec_of(config)
         self.model = self._load() if buffers is None else self._build_over(buffers)
-        self.optimizer = make_optimizer(self._optim, self.model.named_parameters(), buffers)
+        self.optimizer_state = state_of(self._optim, config.model.optimization_dtype)
+        self.optimizer = make_optimizer(self._optim, self.optimizer_state, self.model.named_parameters(), buffers)
         self._loss = make_loss(config.loss)
         self._required = required_fields(config.loss)
         self._sums: dict[str, Tensor] = {}
@@ -147,8 +148,8 @@ class Trainer:
     def go_on_from(self, progress: TrainProgress) -> None:
         """Take over what there is besides tensors. `progress.sums` are of all ranks: the first one keeps them."""
         self.step, self.num_updates = progress.step, progress.num_updates
-        set_num_steps(self.optimizer, self.num_updates)
-        share = 1.0 if self.ranks.rank == 0 else 0.0
+        set_num_updates(self.optimizer, self.optimizer_state, self.num_updates)
+        share = 1.0 if self.context.is_first else 0.0
         self._sums = {
             name: torch.tensor(total * share, dtype=torch.float64, device=self.device)
             for name, total in progress.sums.items()
@@ -176,14 +177,14 @@ class Trainer:
         else:
             weights = read_tensors(_folder(self.config), self.spec)
         reshard = model.reshard_after_forward
-        return apply.build(self.spec, weights, self.ranks.mesh, self.device, self.precision, reshard)
+        return parallelize.build(self.spec, weights, self.context, self.device, self.precision, reshard)
 
     def _build_over(self, buffers: MutableMapping[str, Tensor]) -> Transformer:
         prefix = "model/"
         ours = [name for name in buffers if name.startswith(prefix)]
         shards = {name.removeprefix(prefix): buffers.pop(name) for name in ours}
         reshard = self.config.model.reshard_after_forward
-        return apply.build_over(self.spec, shards, self.ranks.mesh, self.precision, reshard)
+        return parallelize.build_over(self.spec, shards, self.context, self.precision, reshard)
 
     def _lr_at(self, step: int) -> float:
         return learning_rate(self.config.scheduler, self._optim.lr, step, self.config.max_steps)
@@ -213,14 +214,12 @@ class Trainer:
 
     def _totals(self, gradients: list[Tensor]) -> dict[str, float]:
         """The sums since the last step, and the square of the gradient, over all ranks: one reduction."""
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-        # Every replica has the whole gradient.
-        self._sums["grad_square"] = torch.stack(norms).double().square().sum() / self.ranks.formation.replicas
+        self._sums["grad_square"] = self.context.share_of_square(gradients)
         peak = peak_of(self.device, self._arithmetic)
-        share = peak.flops_per_s / self.ranks.num_on_device if peak else nan
-        self._sums["peak_flops_per_s"] = norms[0].new_tensor(share, dtype=torch.float64)
+        share = peak.flops_per_s / self.context.num_on_device if peak else nan
+        self._sums["peak_flops_per_s"] = gradients[0].new_tensor(share, dtype=torch.float64)
         names = sorted(self._sums)
-        totals = self.ranks.sum(torch.stack([self._sums[name] for name in names]))
+        totals = self.context.sum(torch.stack([self._sums[name] for name in names]))
         return dict(zip(names, totals.tolist(), strict=True))
 
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from ductile.config.trainer import TrainerConfig
+from ductile.core.layout.parallel_layout import ResizeOrder
 from ductile.fabric.groups import Groups
 from ductile.model.checkpoint import dtype_named, save_model, stored_dtype
-from ductile.parallel.ranks import Ranks
+from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.state import StateError
-from ductile.records import Formation, ResizeOrder, StepReport
+from ductile.records import StepReport
 from ductile.roles import RoleAssignment
 from ductile.tasks.tokenizer import Tokenizer
 from ductile.trainer import checkpoint
@@ -50,9 +51,9 @@ Tensors = Iterator[tuple[str, Tensor]]
 
 
 class TrainRole:
-    """Follows `ductile.roles.SlotRole`. Every command but `Withdraw` goes to all members; they work in step.
+    """Follows `ductile.roles.SlotRole`. Every command but `Withdraw` goes to all slots that train; they work in step.
 
-    A resize (`ductile.trainer.resize`) changes who the members are. A slot that is joining, or has left, holds the role
+    A resize (`ductile.trainer.resize`) changes which slots these are. A slot that joins, or has left, holds the role
     without a part of the state.
 
     When one of them fails in the middle of a collective, it abandons its groups, so that the others get an error
@@ -61,7 +62,7 @@ class TrainRole:
     """
 
     def __init__(self, settings: Mapping[str, Any], assignment: RoleAssignment) -> None:
-        """`settings` is a dumped `TrainerConfig`. Collective over `assignment.members`, unless the slot is
+        """`settings` is a dumped `TrainerConfig`. Collective over `assignment.layout`, unless the slot is
         `joining`."""
         self._assignment = assignment
         self._config = TrainerConfig.model_validate(settings)
@@ -70,10 +71,11 @@ class TrainRole:
         self._resize: Resize | None = None
         self._instance: TrainerInstance | None = None
         if not assignment.joining:
-            formation = Formation(assignment.members, self._config.model.dp_replicate)
             self._instance = TrainerInstance(Groups.at(assignment, self._config.dist_timeout_seconds), None)
             with self._together() as instance:
-                instance.trainer = Trainer(self._config, Ranks(instance.groups, formation), assignment.device)
+                instance.trainer = Trainer(
+                    self._config, ParallelContext(instance.groups, assignment.layout), assignment.device
+                )
 
     def handle(self, command: Any) -> Any:
         match command:
@@ -160,7 +162,7 @@ class TrainRole:
             return self._live.optim_step(loss_denominator)
 
     def _save(self, path: str) -> None:
-        """A disk that is full ends no group: all members hear of it in the same place, and none has lost anything."""
+        """A disk that is full ends no group: all slots hear of it in the same place, and none has lost anything."""
         full: StateError | None = None
         with self._together():
             try:
@@ -182,13 +184,13 @@ class TrainRole:
         self._first_only(lambda trainer: trainer.full_tensors(dtype), save)
 
     def _first_only(self, gather: Callable[[Trainer], Tensors], use: Callable[[Tensors], T]) -> T | None:
-        """The first member does something with the whole tensors; the others help to gather them.
+        """The layout's first slot does something with the whole tensors; the others help to gather them.
 
-        When `use` fails half way, the first member still gathers the rest: the others are spared its failure.
+        When `use` fails half way, the first slot still gathers the rest: the others are spared its failure.
         """
         tensors = self._gathered(gather)
         try:
-            return use(tensors) if self._live.ranks.rank == 0 else None
+            return use(tensors) if self._live.context.is_first else None
         finally:
             for _ in tensors:
                 pass
@@ -207,7 +209,7 @@ class TrainRole:
 
     @contextmanager
     def _together(self) -> Iterator[TrainerInstance]:
-        """Guards what members do in step: a failure inside ends the groups."""
+        """Guards what slots do in step: a failure inside ends the groups."""
         instance = self._instance
         if instance is None:
             raise RuntimeError("this slot has no part of the trainer's state: it is joining, or has left")

@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
 from ductile.core.layout.peak import Arithmetic
 from ductile.records import (
     GenerateRequest,
@@ -15,7 +16,6 @@ from ductile.records import (
     KVHandle,
     Manifest,
     MicroBatch,
-    ResizeOrder,
     Sample,
     StepReport,
     TrainProgress,
@@ -37,8 +37,8 @@ class AssignRole(Message):
     role: RoleName
     settings: dict[str, object]
     """The role's config section, dumped (`ductile.config`); the role validates it again on its side."""
-    members: tuple[int, ...]
-    """The slots that hold this role together, in rank order (train); the slot alone otherwise."""
+    layout: ParallelLayout
+    """Layout of the slots that hold this role together (train); of the slot alone otherwise."""
     rendezvous: str = ""
     """host:port of the run's store; empty when no groups are needed."""
     joining: bool = False
@@ -85,7 +85,7 @@ class OptimStep(Message):
 
 
 class Publish(Message):
-    """Make a version available. Answered by `Published`; only the first member's carries the manifest."""
+    """Make a version available. Answered by `Published`; only that of the layout's first slot carries the manifest."""
 
     version: int
 
@@ -118,7 +118,7 @@ class ExportModel(Message):
 #
 #     Prepare  ->  Freeze  ->  TransferState  ->  Commit  ->  Finalize      or, after any but the last, Rollback
 #
-# Each goes to all slots of both formations, and the next one only when all have answered the one before; `Freeze` only
+# Each goes to all slots of both layouts, and the next one only when all have answered the one before; `Freeze` only
 # when all are `Ready`, or it would wait for them. Until `Finalize` every slot still has what it had, so that a
 # change can be taken back.
 
@@ -149,7 +149,7 @@ class TransferState(Message):
 
     epoch: int
     progress: TrainProgress
-    """Progress of the trainer as a whole: sums over all ranks."""
+    """Progress of the trainer as a whole: sums over all slots."""
 
 
 class Commit(Message):

@@ -4,9 +4,10 @@ The trainer is in `ductile.wire.trainer`, the generators are in `ductile.wire.fl
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.records import Manifest, Sample
 from ductile.roles import Late, SlotLost
 from ductile.wire.change_signal import ChangeSignal
@@ -101,15 +102,20 @@ async def assign_role(
     mailbox: Mailbox,
     role: RoleName,
     settings: Mapping[str, object],
-    slots: Sequence[int],
+    layouts: Iterable[ParallelLayout],
     timeout_s: float,
     rendezvous: str = "",
 ) -> None:
-    """Give the slots their role. With `rendezvous` they hold it together, in this order; else each by itself."""
+    """Give the slots their role; those of one layout hold it together, and find each other at `rendezvous`."""
     commands = {
-        slot: AssignRole(role, dict(settings), tuple(slots) if rendezvous else (slot,), rendezvous) for slot in slots
+        slot: AssignRole(role, dict(settings), layout, rendezvous) for layout in layouts for slot in layout.slots
     }
     await ask_each(mailbox, commands, timeout_s, Done)
+
+
+def each_alone(slots: Iterable[int]) -> list[ParallelLayout]:
+    """Layouts of slots that hold a role each by itself."""
+    return [ParallelLayout.of((slot,)) for slot in slots]
 
 
 def _split(samples: Sequence[Sample], num_parts: int) -> list[list[int]]:

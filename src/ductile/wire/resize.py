@@ -1,7 +1,7 @@
 """A resize of the live trainer: one change, from the first `AssignRole` to the last `ReleaseRole`.
 
     AssignRole      joiners build what needs no state          training goes on
-    Prepare         groups, skeleton, buffers, plan            training goes on; members are told at a boundary; all
+    Prepare         groups, skeleton, buffers, plan            training goes on; old slots are told at a boundary; all
                                                                prepare beside what they do, and are asked meanwhile
                                                                whether they are ready
     Freeze          all say their plan's key and progress      ┐
@@ -11,7 +11,7 @@
     ReleaseRole     slots that left give the role up           training goes on
 
 Each is a fan-out with a deadline and one outcome a slot. `ductile.core.cluster.membership` says what becomes of a bad
-one: `Rollback`, and the old formation goes on, or the end of the trainer. A slot that is late and silent, too, is
+one: `Rollback`, and the old layout goes on, or the end of the trainer. A slot that is late and silent, too, is
 killed; one that is only slow is not.
 """
 
@@ -32,8 +32,8 @@ from ductile.core.cluster.membership import (
     violation_in_plans,
     violation_in_progress,
 )
+from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
 from ductile.observe import timed
-from ductile.records import Formation, ResizeOrder
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.fanout import AFTER_FAILURE_S
 from ductile.wire.finish import finish
@@ -89,7 +89,7 @@ class ResizeOptions:
     """The old state stays whole until `Finalize`; see `ductile.core.cluster.membership.judge`."""
     patience_s: float = 600.0
     """Seconds for what a slot must do in any case, behind other work that it is busy with: roll back, give the role up.
-    A member in the middle of a micro-step has as long to prepare."""
+    A slot in the middle of a micro-step has as long to prepare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class Transaction:
         self,
         mailbox: Mailbox,
         trainer: RemoteTrainer,
-        after: Formation,
+        after: ParallelLayout,
         options: ResizeOptions,
         kill: Callable[[int, str], None],
         clock: Callable[[], float] = time.perf_counter,
@@ -145,14 +145,14 @@ class Transaction:
         self._leave = leave
         # Every change has a number of its own, and every command from now on carries it.
         mailbox.epoch += 1
-        self.change = ResizeOrder(mailbox.epoch, trainer.formation, after)
+        self.change = ResizeOrder(mailbox.epoch, trainer.layout, after)
         self.phase: Phase = "hold"
         """The step that is under way, or was the last."""
         self._seconds: dict[str, float] = {}
         self._pause_s = 0.0
         self._moved: dict[int, StateTransferred] = {}
         self._judging = True
-        self._holding = set(self.change.before.members)
+        self._holding = set(self.change.before.slots)
         """Slots that are known to hold the role."""
 
     def judges(self, slot: int) -> bool:
@@ -173,7 +173,7 @@ class Transaction:
                 await self._leave()
                 await self._freeze_and_transfer()
                 await self._step("commit", Commit(self.change.epoch), Done)
-                self._trainer.formation, self._trainer.epoch = self.change.after, self.change.epoch
+                self._trainer.layout, self._trainer.epoch = self.change.after, self.change.epoch
         except SlotLost:
             raise
         except BaseException as error:
@@ -195,21 +195,21 @@ class Transaction:
 
     async def _assign(self) -> None:
         """Have joiners take the role. Only they hear of this: should it fail, there is nothing to take back."""
-        members, options = self.change.after.members, self._options
-        assign = AssignRole("train", dict(options.settings), members, options.rendezvous, joining=True)
+        options = self._options
+        assign = AssignRole("train", dict(options.settings), self.change.after, options.rendezvous, joining=True)
         with self._timed("hold"):
             outcomes = await self._ask(dict.fromkeys(self.change.joiners, assign))
         self._holding |= {slot for slot, outcome in outcomes.items() if isinstance(outcome, Done)}
         await self._judge("hold", outcomes)
 
     async def _prepare(self) -> None:
-        """Have all slots prepare; they answer at once and prepare beside what they do. Old members are told at a
+        """Have all slots prepare; they answer at once and prepare beside what they do. Old slots are told at a
         boundary: in the middle of a micro-step, which may take longer than any deadline of a change, they would not
         answer, and joiners wait for them as soon as they have begun."""
         prepare = Prepare(self.change)
         with self._timed("prepare"):
             async with self._boundary():
-                outcomes = await self._ask(dict.fromkeys(self.change.before.members, prepare))
+                outcomes = await self._ask(dict.fromkeys(self.change.before.slots, prepare))
                 await self._judge("prepare", outcomes)
             await self._judge("prepare", await self._ask(dict.fromkeys(self.change.joiners, prepare)))
             await self._until_ready()
@@ -228,11 +228,11 @@ class Transaction:
                 await asyncio.sleep(max(READY_S, READY_SHARE * waited_s))
 
     async def _unready(self, slots: Collection[int]) -> tuple[set[int], set[int]]:
-        """Those of `slots` that have not prepared yet, and members among them that are in the middle of a micro-step
+        """Those of `slots` that have not prepared yet, and old slots among them that are in the middle of a micro-step
         and have not answered. A slot of the change that has died, also one that had prepared, is judged at once."""
         gone = [slot for slot in self.change.slots if slot in self._mailbox.lost]
         outcomes = await self._ask(dict.fromkeys([*sorted(slots), *gone], Ready(self.change.epoch)))
-        late = {slot for slot in self.change.before.members if isinstance(outcomes.get(slot), Late)}
+        late = {slot for slot in self.change.before.slots if isinstance(outcomes.get(slot), Late)}
         silent = await self._kill_silent({slot: str(outcomes[slot]) for slot in late})
         late -= silent.keys()
         heard = {slot: said for slot, said in outcomes.items() if slot not in late}
@@ -244,7 +244,7 @@ class Transaction:
         frozen = await self._step("freeze", Freeze(change.epoch, self._trainer.with_gradient), Frozen)
         progress = {slot: reply.progress for slot, reply in frozen.items() if reply.progress is not None}
         violation = violation_in_plans({slot: reply.plan_key for slot, reply in frozen.items()})
-        if missing := sorted(set(change.before.members).difference(progress)):
+        if missing := sorted(set(change.before.slots).difference(progress)):
             violation = violation or f"slot {missing[0]} does not say how far it is"
         self._rule_on_violation("freeze", violation or violation_in_progress(progress))
         self._moved = await self._step("move", TransferState(change.epoch, total(progress)), StateTransferred)
@@ -281,7 +281,7 @@ class Transaction:
         """Roll the change back. Only the slots that train are waited for: no other slot's part is needed."""
         if ruling.verdict == "stop":
             raise self._lost(ruling.reason)
-        rollback = dict.fromkeys(self.change.before.members, Rollback(self.change.epoch))
+        rollback = dict.fromkeys(self.change.before.slots, Rollback(self.change.epoch))
         with self._timed("rollback"):
             outcomes = await self._ask(rollback, self._options.patience_s)
         dead = {slot: str(outcome) for slot, outcome in outcomes.items() if isinstance(outcome, SlotLost)}

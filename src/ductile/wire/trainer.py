@@ -1,8 +1,8 @@
-"""The trainer behind its Protocol: every command goes to all slots of its formation, one command at a time.
+"""The trainer behind its Protocol: every command goes to all slots of its layout, one command at a time.
 
-Samples go out in micro-steps: one micro-batch a rank, the next one already waiting in the slot, so that no slot waits
-for the orchestrator. Between two of them the trainer may change its formation (`ductile.wire.resize`): what has not
-gone out by then is packed anew, for the ranks that there are then. All other commands come between two, as well.
+Samples go out in micro-steps: one micro-batch a data-parallel rank, the next one already waiting in the slot, so that
+no slot waits for the orchestrator. Between two of them the trainer may change its layout (`ductile.wire.resize`): what
+has not gone out by then is packed anew, for the ranks that there are then. All other commands come between two, too.
 """
 
 import asyncio
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from ductile.core.batch.packing import pack
 from ductile.core.cluster.state import IN_FLIGHT
-from ductile.records import Formation, Manifest, MicroBatch, Sample, StepReport
+from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.records import Manifest, MicroBatch, Sample, StepReport
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.change_signal import ChangeSignal
 from ductile.wire.fanout import R, ask_each
@@ -34,7 +35,7 @@ from ductile.wire.messages import (
 )
 
 Row = tuple[MicroBatch, ...]
-"""A micro-step: each rank's micro-batch."""
+"""A micro-step: the micro-batch of each data-parallel rank."""
 
 OnMicroStep = Callable[[int, int, float, int], None]
 """Called after each micro-step with the tokens of its busiest slot, the number of slots, the seconds that the slowest
@@ -66,11 +67,11 @@ class _Kept:
 class RemoteTrainer:
     """Follows `ductile.roles.TrainerClient`."""
 
-    def __init__(self, mailbox: Mailbox, formation: Formation, timeout_s: float) -> None:
-        self.formation = formation
+    def __init__(self, mailbox: Mailbox, layout: ParallelLayout, timeout_s: float) -> None:
+        self.layout = layout
         """Slots that train; a change sets it, within `boundary`."""
         self.epoch = 0
-        """Membership epoch of the change that made `formation`, set with it; 0 for the one that the run began with."""
+        """Membership epoch of the change that made `layout`, set with it; 0 for the one that the run began with."""
         self.with_gradient = False
         """A gradient has been accumulated since the last optimizer step."""
         self.version: int | None = None
@@ -89,7 +90,7 @@ class RemoteTrainer:
 
     @property
     def num_ranks(self) -> int:
-        return len(self.formation.members)
+        return self.layout.num_data_parallel
 
     @property
     def pending_samples(self) -> int:
@@ -112,7 +113,7 @@ class RemoteTrainer:
 
     async def forward_backward(self, samples: Sequence[Sample], seq_len: int) -> None:
         """Raises Late when it is held for too long."""
-        packed_for: Formation | None = None
+        packed_for: ParallelLayout | None = None
         left: Sequence[Sample] = samples
         rows: deque[Row] = deque()
         given = _Given(len(samples), sum(map(len, samples)))
@@ -122,8 +123,8 @@ class RemoteTrainer:
                 await self._released(given)
                 async with self._turn:
                     self._check()
-                    if packed_for != self.formation:
-                        packed_for = self.formation
+                    if packed_for != self.layout:
+                        packed_for = self.layout
                         rows = deque(zip(*pack(left, self.num_ranks, seq_len), strict=True))
                     await self._micro_steps(rows, given)
                 left = [sample for row in rows for micro_batch in row for sample in micro_batch.samples]
@@ -135,7 +136,7 @@ class RemoteTrainer:
             self.version = self.version if loss_denominator == 0 else None
             replies = await self._all(OptimStep(loss_denominator), Stepped)
             self.with_gradient = False
-            return replies[self.formation.members[0]].report
+            return replies[self.layout.first].report
 
     async def publish(self, version: int) -> Manifest:
         async with self._own_turn():
@@ -165,7 +166,7 @@ class RemoteTrainer:
                     return
             kept = {old: keeper.slot for old, keeper in self._kept.items() if old <= version}
             # A slot that has left the trainer may be gone by now, and with it what it kept.
-            asked = set(kept.values()).difference(set(self._mailbox.lost).difference(self.formation.members))
+            asked = set(kept.values()).difference(set(self._mailbox.lost).difference(self.layout.slots))
             await ask_each(self._mailbox, dict.fromkeys(asked, Withdraw(version)), self._timeout_s, Done)
             for old in kept:
                 del self._kept[old]
@@ -244,7 +245,7 @@ class RemoteTrainer:
     async def _keep(self, version: int) -> Manifest:
         kept = self._keeper(version)
         if kept is None:
-            first = self.formation.members[0]
+            first = self.layout.first
             manifest = (await self._all(Publish(version), Published))[first].manifest
             if manifest is None:
                 raise Refused(f"{self._mailbox.describe(first)} published version {version} without a manifest")
@@ -277,16 +278,15 @@ class RemoteTrainer:
         tokens = [part.num_tokens for part in row]
         busy_s = max(reply.busy_s for reply in done.values())
         for callback in self._on_micro_step:
-            callback(max(tokens), len(row), busy_s, sum(tokens))
+            callback(max(tokens), len(done), busy_s, sum(tokens))
 
     async def _micro_step(self, row: Row) -> Mapping[int, ForwardBackwardDone]:
-        members = self.formation.members
         return await self._ask(
-            {slot: ForwardBackward((part,)) for slot, part in zip(members, row, strict=True)}, ForwardBackwardDone
+            {slot: ForwardBackward((part,)) for slot, part in self.layout.deal(row).items()}, ForwardBackwardDone
         )
 
     async def _all(self, command: Command, expected: type[R]) -> Mapping[int, R]:
-        return await self._ask(dict.fromkeys(self.formation.members, command), expected)
+        return await self._ask(dict.fromkeys(self.layout.slots, command), expected)
 
     async def _ask(self, commands: Mapping[int, Command], expected: type[R]) -> Mapping[int, R]:
         try:

@@ -10,6 +10,7 @@ A version goes live on all of them while no slot joins, so no slot ends up on an
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.records import Manifest
 from ductile.roles import Late, SlotLost
 from ductile.wire.change_signal import ChangeSignal
@@ -50,7 +51,7 @@ class WorkerPool:
         mailbox.subscribe(self._on_event)
 
     @property
-    def members(self) -> tuple[int, ...]:
+    def holders(self) -> tuple[int, ...]:
         """All slots that hold the role, in ascending order."""
         return tuple(sorted({*self.slots, *self._held, *self._waiting}))
 
@@ -77,11 +78,11 @@ class WorkerPool:
         on. Raises SlotLost, Refused or Late, and the slot then has no role."""
         if self._leases is None:
             raise ValueError(f"slot {slot} cannot take the role {self._role!r}: there are no weight leases here")
-        if slot in self.members or slot in self._joining:
+        if slot in self.holders or slot in self._joining:
             raise ValueError(f"slot {slot} has the role {self._role!r} already")
         self._joining.add(slot)
         try:
-            assign = AssignRole(self._role, dict(settings), (slot,), joining=True)
+            assign = AssignRole(self._role, dict(settings), ParallelLayout.of((slot,)), joining=True)
             await self._mailbox.ask(slot, assign, self._timeout_s)
             async with self.lock.shared(f"slot {slot} joins the role {self._role!r}"):
                 version = self.version
@@ -113,18 +114,18 @@ class WorkerPool:
 
     async def drop(self, slot: int) -> None:
         """Have the slot give the role up. Nothing happens when it does not have it, or is lost."""
-        if slot not in self.members:
+        if slot not in self.holders:
             return
         self.hold(slot)
         async with self.lock.shared(f"slot {slot} leaves the role {self._role!r}"):
-            if slot in self.members:
+            if slot in self.holders:
                 self._forget(slot)
                 await self._mailbox.ask(slot, ReleaseRole(self._role), self._timeout_s)
 
     async def receive(self, manifest: Manifest) -> None:
         """Returns when the version is live on every member. Raises SlotLost, Refused or Late."""
         async with self.lock.exclusive(f"version {manifest.version} goes live"):
-            commands = dict.fromkeys(self.members, Receive(self._role, manifest))
+            commands = dict.fromkeys(self.holders, Receive(self._role, manifest))
             outcomes = await self._mailbox.ask_all(commands, self._timeout_s)
             raise_worst(
                 {
@@ -134,7 +135,7 @@ class WorkerPool:
                 }
             )
             self.version = manifest.version
-            for slot in self.members:
+            for slot in self.holders:
                 if self._leases is not None and slot in outcomes and not isinstance(outcomes[slot], SlotLost):
                     self._leases.note(self._role, slot, manifest.version)
             if self._waiting:
@@ -142,7 +143,7 @@ class WorkerPool:
                 self._waiting.clear()
 
     def _on_event(self, slot: int, event: Event) -> None:
-        if isinstance(event, Died) and slot in self.members:
+        if isinstance(event, Died) and slot in self.holders:
             self._forget(slot)
 
     def _forget(self, slot: int) -> None:

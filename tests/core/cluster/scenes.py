@@ -3,7 +3,7 @@
 from ductile.core.cluster.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
 from ductile.core.cluster.placement import place
 from ductile.core.cluster.state import BatchProgress, ClusterState, Lengths, Limits, SlotState, TrainerState, Unfinished
-from ductile.records import Formation
+from ductile.core.layout.parallel_layout import ParallelLayout
 
 SPEEDS = Speeds(
     decode=DecodeSpeed(step_s=0.01, per_sequence_s=0.001),
@@ -54,7 +54,7 @@ def scene(
         ),
         batch=BatchProgress(**{"step": 3, "num_rollouts": 64, **batch}),
         trainer=TrainerState(
-            Formation(tuple(slot for slot, roles in sorted(held_roles.items()) if "train" in roles)),
+            ParallelLayout.of(tuple(slot for slot, roles in sorted(held_roles.items()) if "train" in roles)),
             at_boundary,
             held,
             seq_len,

@@ -13,9 +13,10 @@ from ductile.core.cluster.membership import (
     violation_in_plans,
     violation_in_progress,
 )
-from ductile.records import Formation, ResizeOrder, TrainProgress
+from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
+from ductile.records import TrainProgress
 
-GROW = ResizeOrder(5, Formation((0, 1)), Formation((1, 2, 3)))
+GROW = ResizeOrder(5, ParallelLayout.of((0, 1)), ParallelLayout.of((1, 2, 3)))
 """0 leaves, 1 stays, 2 and 3 join."""
 
 
@@ -56,27 +57,27 @@ def test_a_change_that_gives_the_old_state_up_on_its_way_cannot_be_taken_back(ph
 
 
 def test_a_trainer_on_one_slot_or_in_copies_says_what_was_lost():
-    alone = ResizeOrder(1, Formation((0,)), Formation((0, 1)))
+    alone = ResizeOrder(1, ParallelLayout.of((0,)), ParallelLayout.of((0, 1)))
     assert judge("move", alone, {0: "it died"}, {}).reason == "it died; slot 0 held all of the trainer's state"
-    copies = ResizeOrder(1, Formation((0, 1, 2, 3), 2), Formation((0, 1)))
+    copies = ResizeOrder(1, ParallelLayout.of((0, 1, 2, 3), dp_replicate=2), ParallelLayout.of((0, 1)))
     assert "slot 3 held 1 of 2 parts" in judge("move", copies, {3: "it died"}, {}).reason
 
 
-FORMATIONS = st.lists(st.integers(0, 6), min_size=1, unique=True).map(lambda members: Formation(tuple(members)))
+LAYOUTS = st.lists(st.integers(0, 6), min_size=1, unique=True).map(ParallelLayout.of)
 
 
 @given(
     phase=st.sampled_from(["hold", "prepare", "freeze", "move", "commit"]),
-    before=FORMATIONS,
-    after=FORMATIONS,
+    before=LAYOUTS,
+    after=LAYOUTS,
     dead=st.sets(st.integers(0, 6)),
     failed=st.sets(st.integers(0, 6)),
 )
-def test_a_formation_goes_on_only_when_all_its_slots_can(phase: Phase, before, after, dead: set, failed: set):
+def test_a_layout_goes_on_only_when_all_its_slots_can(phase: Phase, before, after, dead: set, failed: set):
     change = ResizeOrder(1, before, after)
     dead, failed = dead & set(change.slots), (failed & set(change.slots)) - dead
     verdict = judge(phase, change, dict.fromkeys(dead, "dead"), dict.fromkeys(failed, "failed")).verdict
-    old_is_whole, new_is_whole = not dead & set(before.members), not (dead | failed) & set(after.members)
+    old_is_whole, new_is_whole = not dead & set(before.slots), not (dead | failed) & set(after.slots)
     if phase == "commit":
         assert verdict == ("proceed" if new_is_whole else "rollback" if old_is_whole else "stop")
     else:
@@ -104,7 +105,8 @@ def test_sums_add_up_over_slots_with_different_names():
     assert total(parts) == TrainProgress(2, 1, True, {"loss": 1.5, "metric/a": 2.0})
 
 
-def test_formations_in_words():
-    assert describe(Formation((0, 1, 2, 5))) == "slots 0-2,5"
-    assert describe(Formation((4,))) == "slot 4"
-    assert describe(Formation((2, 0, 1, 3), 2)) == "slots 0-3 in 2 copies"
+def test_layouts_in_words():
+    assert describe(ParallelLayout.of((0, 1, 2, 5))) == "slots 0-2,5"
+    assert describe(ParallelLayout.of((4,))) == "slot 4"
+    assert describe(ParallelLayout.of((2, 0, 1, 3), dp_replicate=2)) == "slots 0-3 in 2 copies"
+    assert describe(ParallelLayout.of(range(8), pp=2, dp_replicate=2, tp=2)) == "slots 0-7 in 2 copies, pp 2, tp 2"

@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 
 from ductile.core.cluster.migration import change, migrate, remaining_tokens
-from ductile.core.cluster.orders import Decision, Migration, RoleChange, formation_after, violations
+from ductile.core.cluster.orders import Decision, Migration, RoleChange, layout_after, violations
 from ductile.core.cluster.state import Lengths, Limits
-from ductile.records import Formation
+from ductile.core.layout.parallel_layout import ParallelLayout
 from tests.core.cluster.scenes import scene
 
 GENERATE, TRAIN = ("generate",), ("train",)
@@ -42,18 +42,29 @@ def test_the_trainer_s_slots_do_not_change_while_they_change():
     ]
 
 
+def test_the_trainer_keeps_the_axes_that_a_decision_has_no_say_in():
+    state = scene()
+    state = replace(state, trainer=replace(state.trainer, layout=ParallelLayout.of((0, 1), tp=2)))
+    grow = RoleChange(2, GENERATE, TRAIN), RoleChange(3, GENERATE, TRAIN)
+    assert violations(state, Decision(grow)) == []
+    assert layout_after(state, Decision(grow)) == ParallelLayout.of((0, 1, 2, 3), tp=2)
+    assert violations(state, Decision(grow[:1])) == [
+        "the trainer cannot go on so: the number of slots, 3, must be a multiple of tp 2"
+    ]
+
+
 def test_generators_may_all_go_when_there_is_nothing_to_generate():
     moves = tuple(RoleChange(slot, GENERATE, TRAIN) for slot in (2, 3, 4, 5))
     assert violations(scene(), Decision(moves)) == []
     assert violations(scene(to_start=1), Decision(moves)) == ["0 slots would generate, and 1 is the least"]
 
 
-def test_who_stays_in_the_formation_keeps_its_place():
+def test_who_stays_in_the_layout_keeps_its_place():
     state = scene()
     decision = Decision(
         (RoleChange(0, TRAIN, GENERATE), RoleChange(4, GENERATE, TRAIN), RoleChange(3, GENERATE, TRAIN))
     )
-    assert formation_after(state, decision) == Formation((1, 3, 4))
+    assert layout_after(state, decision) == ParallelLayout.of((1, 3, 4))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +75,7 @@ def test_the_state_has_the_copies_that_the_config_asks_for_where_the_slots_allow
     state = scene(placement={"actor": "0", "rollout": "1-7"})
     state = replace(state, trainer=replace(state.trainer, replicas=configured))
     joining = tuple(RoleChange(slot, GENERATE, TRAIN) for slot in range(1, slots))
-    assert formation_after(state, Decision(joining)).replicas == expected
+    assert layout_after(state, Decision(joining)).dims.dp_replicate == expected
 
 
 def test_the_longest_rollouts_go_to_whoever_has_the_least_to_do():

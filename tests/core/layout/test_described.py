@@ -10,8 +10,8 @@ from ductile.core.layout.sharding import Shard, place
 
 
 def test_described_rows_are_those_that_a_mesh_gives() -> None:
-    mesh = Mesh.of(range(4), fsdp=4)
-    expected = place((10, 3), mesh, [Shard("fsdp")])
+    mesh = Mesh.of(range(4), dp_shard=4)
+    expected = place((10, 3), mesh, [Shard("dp_shard")])
     described = {
         slot: [
             Held(("w", "v"), "float32", (10, 3), (Piece((3 * slot, 0), (min(3, 10 - 3 * slot), 3), row_major((3, 3))),))

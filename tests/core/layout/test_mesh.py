@@ -40,3 +40,11 @@ def test_relabelling_keeps_the_places() -> None:
 def test_what_is_no_mesh_is_refused(axes: tuple[tuple[str, int], ...], slots: tuple[int, ...], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Mesh(axes, slots)
+
+
+def test_the_mesh_around_a_slot_has_the_axes_asked_for_and_products_of_them() -> None:
+    mesh = Mesh.of(range(12), dp_replicate=2, dp_shard=3, tp=2)
+    assert mesh.around(7, ("dp_shard",)) == Mesh.of((7, 9, 11), dp_shard=3)
+    assert mesh.around(7, ("dp_replicate",), ("dp_shard", "tp")) == Mesh.of(range(12), dp_replicate=2, dp_shard_tp=6)
+    assert mesh.around(7, ("tp", "dp_replicate")) == Mesh.of((0, 6, 1, 7), tp_dp_replicate=4)
+    assert mesh.around(7, ("dp_shard", "cp")) == Mesh.of((7, 9, 11), dp_shard_cp=3), "an axis that it lacks has size 1"

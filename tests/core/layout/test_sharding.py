@@ -19,12 +19,12 @@ def spans(holdings: Holdings, slot: int, dim: int = 0) -> list[tuple[int, int]]:
 
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 5))
 def test_chunks_on_chunks_are_those_of_torch(length: int, tp: int, fsdp: int) -> None:
-    mesh = Mesh.of(range(tp * fsdp), fsdp=fsdp, tp=tp)
-    holdings = place((length, 3), mesh, [Shard("tp"), Shard("fsdp")])
+    mesh = Mesh.of(range(tp * fsdp), dp_shard=fsdp, tp=tp)
+    holdings = place((length, 3), mesh, [Shard("tp"), Shard("dp_shard")])
     sizes = {slot: size for slot, _, size in holdings.sizes}
     for slot in mesh.slots:
         rows = torch.arange(length)
-        for axis in ("tp", "fsdp"):
+        for axis in ("tp", "dp_shard"):
             # torch.chunk returns fewer chunks than asked for when there is nothing left: the others are empty.
             chunks = torch.chunk(rows, mesh.size((axis,)))
             at = mesh.coordinate(slot, (axis,))
@@ -114,9 +114,9 @@ def test_an_interval_is_few_boxes_in_order(shape: list[int], data: st.DataObject
 
 def test_flat_ranges_cut_through_tensors() -> None:
     """b (6) then, from 8 on, a (4x3): 20 elements, padded to 24, in ranges of 8."""
-    mesh = Mesh.of(range(3), dp=3)
+    mesh = Mesh.of(range(3), dp_replicate=3)
     tensors = [Tensor(name, "float32", place(shape, mesh)) for name, shape in (("b", (6,)), ("a", (4, 3)))]
-    b, a = flatten(tensors, mesh, ("dp",), "zero", align=4, multiple=8)
+    b, a = flatten(tensors, mesh, ("dp_replicate",), "zero", align=4, multiple=8)
     assert [b.holdings.rows_of(slot) for slot in mesh.slots] == [[((0,), (6,), 0, (1,), 0)], [], []]
     assert a.holdings.rows_of(0) == []
     assert a.holdings.rows_of(1) == [((0, 0), (2, 3), 0, (3, 1), 0), ((2, 0), (3, 2), 6, (3, 1), 0)]
@@ -125,7 +125,7 @@ def test_flat_ranges_cut_through_tensors() -> None:
 
 
 def test_only_replicas_can_be_flattened() -> None:
-    mesh = Mesh.of(range(2), dp=2)
-    tensor = Tensor("w", "float32", place((4,), mesh, [Shard("dp")]))
+    mesh = Mesh.of(range(2), dp_replicate=2)
+    tensor = Tensor("w", "float32", place((4,), mesh, [Shard("dp_replicate")]))
     with pytest.raises(ValueError, match="w: slots 0 and 1 hold different parts"):
-        flatten([tensor], mesh, ("dp",), "zero")
+        flatten([tensor], mesh, ("dp_replicate",), "zero")

@@ -24,11 +24,11 @@ def times_held(layout: Layout, name: str) -> np.ndarray:
 @pytest.mark.parametrize(
     "axes",
     [
-        {"fsdp": 3},
-        {"dp": 2, "fsdp": 2},
+        {"dp_shard": 3},
+        {"dp_replicate": 2, "dp_shard": 2},
         {"tp": 2, "pp": 3},
-        {"pp": 2, "dp": 2, "fsdp": 2, "tp": 2},
-        {"fsdp": 7, "tp": 4},
+        {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "tp": 2},
+        {"dp_shard": 7, "tp": 4},
     ],
     ids=str,
 )
@@ -38,7 +38,7 @@ def test_every_element_is_held_by_every_replica(spec: ModelSpec, axes: dict[str,
     replicated_over_tp = ("norm.weight", "_norm.weight")
     for tensor in layout:
         held = times_held(layout, tensor.name)
-        copies = mesh.size(("dp",))
+        copies = mesh.size(("dp_replicate",))
         if tensor.name.endswith(replicated_over_tp):
             copies *= mesh.size(("tp",))
         if spec.tie_embeddings and tensor.name == "embed.weight" and mesh.size(("pp",)) > 1:
@@ -96,7 +96,7 @@ def test_the_vocabulary_is_padded_to_equal_shards() -> None:
 
 
 def test_zero_state_is_one_buffer_of_equal_ranges() -> None:
-    mesh = Mesh.of(range(6), dp=3, tp=2)
+    mesh = Mesh.of(range(6), dp_replicate=3, tp=2)
     params = model_layout(SPEC, mesh)
     state = zero_layout(params, mesh).kind("exp_avg.", "float32")
     assert list(state.tensors) == ["exp_avg." + name for name in params.tensors]
@@ -108,20 +108,20 @@ def test_zero_state_is_one_buffer_of_equal_ranges() -> None:
 
 
 def test_the_key_is_the_content() -> None:
-    one = model_layout(SPEC, Mesh.of(range(4), dp=2, tp=2))
-    assert one.key == model_layout(SPEC, Mesh.of(range(4), dp=2, tp=2)).key
+    one = model_layout(SPEC, Mesh.of(range(4), dp_replicate=2, tp=2))
+    assert one.key == model_layout(SPEC, Mesh.of(range(4), dp_replicate=2, tp=2)).key
     others = [
-        model_layout(SPEC, Mesh.of((0, 1, 3, 2), dp=2, tp=2)),
-        model_layout(SPEC, Mesh.of(range(4), tp=2, dp=2)),
-        model_layout(SPEC, Mesh.of(range(4, 8), dp=2, tp=2)),
-        model_layout(SPEC, Mesh.of(range(4), dp=2, tp=2), dtype="float32"),
-        model_layout(TIED, Mesh.of(range(4), dp=2, tp=2)),
+        model_layout(SPEC, Mesh.of((0, 1, 3, 2), dp_replicate=2, tp=2)),
+        model_layout(SPEC, Mesh.of(range(4), tp=2, dp_replicate=2)),
+        model_layout(SPEC, Mesh.of(range(4, 8), dp_replicate=2, tp=2)),
+        model_layout(SPEC, Mesh.of(range(4), dp_replicate=2, tp=2), dtype="float32"),
+        model_layout(TIED, Mesh.of(range(4), dp_replicate=2, tp=2)),
     ]
     assert len({one.key, *(layout.key for layout in others)}) == 1 + len(others)
 
 
 def test_layouts_can_be_joined_and_moved() -> None:
-    mesh = Mesh.of(range(2), dp=2)
+    mesh = Mesh.of(range(2), dp_replicate=2)
     params = model_layout(SPEC, mesh)
     both = params | zero_layout(params, mesh).kind("master.", "float32")
     assert len(both.tensors) == 2 * len(params.tensors)

@@ -14,7 +14,7 @@ from tests.core.transfer.twin import Logical, Recipe
 
 EXAMPLES = int(os.environ.get("DUCTILE_PLAN_EXAMPLES", "60"))
 MAX_SLOTS = int(os.environ.get("DUCTILE_PLAN_SLOTS", "12"))
-AXES = ("pp", "dp", "fsdp", "ep", "tp")
+AXES = ("pp", "dp_replicate", "dp_shard", "ep", "tp")
 
 
 @st.composite
@@ -100,7 +100,7 @@ def pairs(draw: st.DrawFn) -> tuple[Recipe, Recipe]:
 def _more_replicas(draw: st.DrawFn, source: Recipe, universe: int) -> Recipe:
     """The same shards, each on more slots: the case for relays."""
     axes = dict(source.mesh.axes)
-    others = prod(size for axis, size in axes.items() if axis != "dp")
-    axes["dp"] = draw(st.integers(1, max(1, universe // others)))
+    others = prod(size for axis, size in axes.items() if axis != "dp_replicate")
+    axes["dp_replicate"] = draw(st.integers(1, max(1, universe // others)))
     slots = draw(st.permutations(range(universe)))[: prod(axes.values())]
     return replace(source, mesh=Mesh.of(slots, **axes), zero=False)

@@ -17,7 +17,7 @@ from tests.core.transfer.twin import Recipe
 
 
 def chunks(slots: range, length: int = 1200) -> Layout:
-    holdings = place((length,), Mesh.of(slots, fsdp=len(slots)), [Shard("fsdp", 0)])
+    holdings = place((length,), Mesh.of(slots, dp_shard=len(slots)), [Shard("dp_shard", 0)])
     return Layout([Tensor("w", "float32", holdings)], slots)
 
 

@@ -33,7 +33,7 @@ class Logical:
     tp_dim: int | None = None
     parts: tuple[tuple[int, int], ...] = ()
     experts: bool = False
-    """dim 0 is cut along ep, and fsdp then cuts dim 1: there are at least two."""
+    """dim 0 is cut along ep, and dp_shard then cuts dim 1: there are at least two."""
 
     @property
     def first(self) -> int:
@@ -59,7 +59,7 @@ class Recipe:
         if tensor.tp_dim is not None:
             padded = 0 if tensor.parts else self.padded(tensor.shape[tensor.tp_dim])
             steps.append(Shard("tp", tensor.tp_dim, tensor.parts, padded))
-        return [*steps, Shard("fsdp", self.fsdp_dim(tensor))]
+        return [*steps, Shard("dp_shard", self.fsdp_dim(tensor))]
 
     def fsdp_dim(self, tensor: Logical) -> int:
         return 1 if tensor.experts else 0
@@ -79,7 +79,7 @@ class Recipe:
                 buffers = tuple(f"{logical.name}.{expert}" for expert in range(logical.shape[0]))
             tensors.append(Tensor(logical.name, logical.dtype, holdings, buffers))
         if self.zero:
-            tensors = flatten(tensors, self.mesh, ("dp",), "zero", align=4, multiple=8)
+            tensors = flatten(tensors, self.mesh, ("dp_replicate",), "zero", align=4, multiple=8)
         return Layout(tensors, self.mesh.slots)
 
     def local(self, tensor: Logical, slot: int) -> np.ndarray:
@@ -95,7 +95,9 @@ class Recipe:
                 widths = [(0, 0)] * index.ndim
                 widths[tensor.tp_dim] = (0, self.padded(tensor.shape[tensor.tp_dim]) - tensor.shape[tensor.tp_dim])
                 index = _chunk(np.pad(index, widths, constant_values=PAD), tensor.tp_dim, size, at)
-        return _chunk(index, self.fsdp_dim(tensor), self.mesh.size(("fsdp",)), self.mesh.coordinate(slot, ("fsdp",)))
+        return _chunk(
+            index, self.fsdp_dim(tensor), self.mesh.size(("dp_shard",)), self.mesh.coordinate(slot, ("dp_shard",))
+        )
 
     def buffers(self) -> Buffers:
         found: Buffers = {slot: {} for slot in self.mesh.slots}
@@ -103,8 +105,10 @@ class Recipe:
             stage = self.mesh.coordinate(slot, ("pp",))
             here = [t for t, stages in zip(self.tensors, self.stages, strict=True) if stage in stages]
             if self.zero:
-                flat = _end_to_end([self.local(tensor, slot).ravel() for tensor in here], self.mesh.size(("dp",)))
-                found[slot]["zero"] = flat[self.mesh.coordinate(slot, ("dp",))]
+                flat = _end_to_end(
+                    [self.local(tensor, slot).ravel() for tensor in here], self.mesh.size(("dp_replicate",))
+                )
+                found[slot]["zero"] = flat[self.mesh.coordinate(slot, ("dp_replicate",))]
                 continue
             for tensor in here:
                 local = self.local(tensor, slot)

@@ -1,11 +1,11 @@
 """What becomes of a resize when something happens in the middle of it.
 
-Until `Finalize` every slot still has what it had, so as long as all slots of a formation are well, that formation can
+Until `Finalize` every slot still has what it had, so as long as all slots of a layout are well, that layout can
 go on with the state as it was frozen. Hence one rule:
 
-- before all slots have voted for the new state, only the old formation can go on;
-- afterwards the new formation goes on if its slots are well, else the old one;
-- a formation that lacks a slot lacks that slot's part of the state: when neither can go on, the trainer stops.
+- before all slots have voted for the new state, only the old layout can go on;
+- afterwards the new layout goes on if its slots are well, else the old one;
+- a layout that lacks a slot lacks that slot's part of the state: when neither can go on, the trainer stops.
 
 A ruling comes with its reason, a sentence for a person. `ductile.wire.resize` waits, asks and kills.
 """
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ductile.core.cluster.placement import many, slots_of
-from ductile.records import Formation, ResizeOrder, TrainProgress
+from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
+from ductile.records import TrainProgress
 
 Phase = Literal["hold", "prepare", "freeze", "move", "commit", "settle", "rollback"]
 """Step of a resize, whose answers are to be judged."""
@@ -48,13 +49,13 @@ def judge(
     lacking = {*dead, *failed}
     if phase == "rollback":
         # Taking back is all that is left; a joiner that cannot even do that has nothing that is needed.
-        bad = lacking.intersection(change.before.members)
+        bad = lacking.intersection(change.before.slots)
         return _stop(change.before, bad, dead, failed) if bad else PROCEED
     voted = phase in ("commit", "settle")
-    going_on = lacking.intersection(change.after.members if voted else change.slots)
+    going_on = lacking.intersection(change.after.slots if voted else change.slots)
     if not going_on:
         return PROCEED
-    lost = set(dead).intersection(change.before.members)
+    lost = set(dead).intersection(change.before.slots)
     if phase == "settle":  # some slots may have freed what taking back would need
         lost = going_on.intersection(dead)
         return _stop(change.after, lost, dead, failed) if lost else PROCEED
@@ -111,14 +112,16 @@ def total(progress: Mapping[int, TrainProgress]) -> TrainProgress:
     return TrainProgress(first.step, first.num_updates, first.with_gradient, sums)
 
 
-def describe(formation: Formation) -> str:
-    """The formation in words: "slots 0-3", "slots 0-3 in 2 copies"."""
-    copies = f" in {formation.replicas} copies" if formation.replicas > 1 else ""
-    return slots_of(formation.members) + copies
+def describe(layout: ParallelLayout) -> str:
+    """The layout in words: "slots 0-3", "slots 0-7 in 2 copies, pp 2, tp 2"."""
+    dims = layout.dims
+    copies = f" in {dims.dp_replicate} copies" if dims.dp_replicate > 1 else ""
+    others = [f"{axis} {size}" for axis in ("pp", "cp", "tp", "ep") if (size := getattr(dims, axis)) > 1]
+    return ", ".join([slots_of(layout.slots) + copies, *others])
 
 
-def _stop(formation: Formation, slots: Collection[int], dead: Mapping[int, str], failed: Mapping[int, str]) -> Ruling:
-    parts = len(formation.members) // formation.replicas
+def _stop(layout: ParallelLayout, slots: Collection[int], dead: Mapping[int, str], failed: Mapping[int, str]) -> Ruling:
+    parts = layout.num_shards
     held = "all of the trainer's state" if parts == 1 else f"1 of {parts} parts of the trainer's state"
     each = " each" if len(slots) > 1 else ""
     return Ruling("stop", f"{_told(slots, dead, failed)}; {slots_of(slots)} held {held}{each}")

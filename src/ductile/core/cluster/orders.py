@@ -1,7 +1,7 @@
 """What a policy answers: orders, and why.
 
 A `Decision` is one change of the cluster, carried out as a whole: rollouts migrate, slots give roles up, the
-trainer resizes once to `formation_after`, slots take roles on. `violations` says what is wrong with one; it is
+trainer resizes once to `layout_after`, slots take roles on. `violations` says what is wrong with one; it is
 asked before a decision is carried out, so that a policy with a bug is refused and not obeyed.
 """
 
@@ -12,8 +12,8 @@ from math import gcd
 from typing import Protocol, runtime_checkable
 
 from ductile.core.cluster.placement import SPELLED, Role, many, slots_of
-from ductile.core.cluster.state import ClusterState, Limits
-from ductile.records import Formation
+from ductile.core.cluster.state import ClusterState, Limits, TrainerState
+from ductile.core.layout.parallel_layout import ParallelLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +92,22 @@ def roles_after(state: ClusterState, decision: Decision) -> dict[int, tuple[Role
     return {slot.slot: slot.roles for slot in state.slots} | {move.slot: move.after for move in decision.moves}
 
 
-def formation_after(state: ClusterState, decision: Decision) -> Formation:
+def layout_after(state: ClusterState, decision: Decision) -> ParallelLayout:
     """The trainer's slots after the decision: those that stay keep their order, those that join come last. There are
-    as many copies of the state as the config asks for, or the most of its divisors that the number of slots allows."""
-    before, roles = state.trainer.formation.members, roles_after(state, decision)
+    as many copies of the state as the config asks for, or the most of its divisors that the number of slots allows.
+
+    Raises ValueError where the slots cannot be laid out.
+    """
+    return _layout_after(state.trainer, roles_after(state, decision))
+
+
+def _layout_after(trainer: TrainerState, roles: dict[int, tuple[Role, ...]]) -> ParallelLayout:
+    before, dims = trainer.layout.slots, trainer.layout.dims
     staying = [slot for slot in before if "train" in roles.get(slot, ())]
     joining = sorted(slot for slot, held in roles.items() if "train" in held and slot not in before)
-    members = (*staying, *joining)
-    return Formation(members, gcd(state.trainer.replicas, len(members) or 1))
+    slots = (*staying, *joining)
+    most = max(1, len(slots) // (dims.pp * dims.cp * dims.tp))
+    return trainer.layout.on(slots, gcd(trainer.replicas, most))
 
 
 def violations(state: ClusterState, decision: Decision) -> list[str]:
@@ -108,7 +116,11 @@ def violations(state: ClusterState, decision: Decision) -> list[str]:
         return []  # all stays as it is: what is wrong with that is not the decision's
     found = [*_wrong_moves(state, decision), *_wrong_migrations(state, decision)]
     after = roles_after(state, decision)
-    return found or [*_broken_floors(state, state.limits, after), *_wrong_moment(state, after)]
+    return found or [
+        *_broken_floors(state, state.limits, after),
+        *_wrong_moment(state, after),
+        *_no_layout(state, after),
+    ]
 
 
 def malformed(answer: object) -> str:
@@ -186,8 +198,17 @@ def _broken_floors(state: ClusterState, limits: Limits, after: dict[int, tuple[R
 
 def _wrong_moment(state: ClusterState, after: dict[int, tuple[Role, ...]]) -> Iterator[str]:
     trains = {slot for slot, roles in after.items() if "train" in roles}
-    if trains != {*state.trainer.formation.members} and not state.trainer.at_boundary:
+    if trains != {*state.trainer.layout.slots} and not state.trainer.at_boundary:
         yield "the trainer is being resized already: one resize at a time"
+
+
+def _no_layout(state: ClusterState, after: dict[int, tuple[Role, ...]]) -> Iterator[str]:
+    if not any("train" in roles for roles in after.values()):
+        return  # a floor is broken
+    try:
+        _layout_after(state.trainer, after)
+    except ValueError as error:
+        yield f"the trainer cannot go on so: {error}"
 
 
 def sentence(orders: Iterable[Order], *further: str) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ductile.core.cluster.cost import Speeds, SwitchCosts
 from ductile.core.cluster.placement import Placement, Role
-from ductile.records import Formation
+from ductile.core.layout.parallel_layout import ParallelLayout
 
 IN_FLIGHT = 2
 """Micro-steps that the trainer's slots have at once: one that runs and one that waits. More would only make a change
@@ -113,7 +113,7 @@ class BatchProgress:
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    formation: Formation
+    layout: ParallelLayout
     at_boundary: bool = True
     """Whether the trainer's slots may change now: no resize is under way. A resize waits for the end of the micro-step
     itself."""
@@ -207,7 +207,7 @@ class ClusterState:
     @property
     def micro_step_s(self) -> float:
         """Seconds of a full micro-step."""
-        return self.speeds.train.seconds(self.trainer.seq_len, len(self.trainer.formation.members))
+        return self.speeds.train.seconds(self.trainer.seq_len, len(self.trainer.layout.slots))
 
     @property
     def patience_s(self) -> float:
@@ -219,7 +219,7 @@ class ClusterState:
     def resize_wait_s(self) -> float:
         """Seconds from the decision until the trainer's slots can change: messages wait for the micro-steps that were
         sent before, on average for half of the one that runs, and the slots say once more that they are ready."""
-        slots, seq_len = len(self.trainer.formation.members), self.trainer.seq_len
+        slots, seq_len = len(self.trainer.layout.slots), self.trainer.seq_len
         micro_steps = 0.0 if self.trainer.held else min(IN_FLIGHT + 0.5, self.batch.ready_tokens / (slots * seq_len))
         return micro_steps * self.micro_step_s + self.costs.prepare_s
 

@@ -1,7 +1,7 @@
 """Which slots work together, and in which order: named axes over slot ids.
 
 An axis's name says what it does to a tensor; `ductile.core.layout.strategy` has the table. Any set of slots in any
-order makes a mesh: `Mesh((("dp", 3), ("tp", 2)), (7, 0, 4, 1, 9, 2))` has dp 0 = slots 7 and 0.
+order makes a mesh: `Mesh((("dp_shard", 3), ("tp", 2)), (7, 0, 4, 1, 9, 2))` has dp_shard 0 = slots 7 and 0.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +29,7 @@ class Mesh:
 
     @staticmethod
     def of(slots: Iterable[int], **axes: int) -> "Mesh":
-        """The mesh of these slots with these axes: `Mesh.of(range(8), dp=4, tp=2)`."""
+        """The mesh of these slots with these axes: `Mesh.of(range(8), dp_shard=4, tp=2)`."""
         return Mesh(tuple(axes.items()), tuple(slots))
 
     def size(self, axes: Sequence[str]) -> int:
@@ -51,6 +51,13 @@ class Mesh:
         for slot in self.slots:
             found.setdefault(self.coordinate(slot, others), []).append(slot)
         return [tuple(sorted(group, key=lambda slot: self.coordinate(slot, axes))) for group in found.values()]
+
+    def around(self, slot: int, *products: Sequence[str]) -> "Mesh":
+        """The mesh of the slots that differ from `slot` along these axes alone. Axes that come together become one, the
+        first of them outermost: `around(0, ("dp_replicate",), ("dp_shard", "cp"))` has dp_replicate and dp_shard_cp.
+        """
+        group = next(group for group in self.groups([axis for axes in products for axis in axes]) if slot in group)
+        return Mesh(tuple(("_".join(axes), self.size(axes)) for axes in products), group)
 
     def relabel(self, slots: Mapping[int, int]) -> "Mesh":
         """The same axes with other slots in the places of these."""

@@ -3,7 +3,7 @@
     column parallel            Shard("tp", 0)
     row parallel               Shard("tp", 1)
     fused gate and up          Shard("tp", 0, parts=((inner, inner), (inner, inner)))
-    FSDP2 on top of the latter  ... followed by Shard("fsdp", 0): chunks of what tp has left, in its local order
+    FSDP2 on top of the latter  ... followed by Shard("dp_shard", 0): chunks of what tp has left, in its local order
     experts                    Shard("ep", 0) of [experts, ...]
 
 A step without parts cuts like `torch.chunk`: chunks of ceil(n / size), the last ones shorter or empty. Axes that no

@@ -1,11 +1,12 @@
 """The layout of a model on a mesh. The names of the axes say what they do:
 
-    pp      stages of layers: a slot holds only what belongs to its stage
-    dp      replicas; with `zero`, the ranges of flat state
-    fsdp    FSDP2: chunks of dim 0 of what tp has left. dp and fsdp together are HSDP
-    tp      columns, rows or vocabulary; fused tensors by component
+    pp             stages of layers: a slot holds only what belongs to its stage
+    dp_replicate   copies; with `zero`, the ranges of flat state
+    dp_shard, cp   FSDP2 over both together: chunks of dim 0 of what tp has left. With dp_replicate this is HSDP
+    tp             columns, rows or vocabulary; fused tensors by component
 
 Axes of size 1 can be left out, and the order of the axes is free: it says only which slots are neighbours.
+`ductile.core.layout.parallel_layout` has the mesh of a trainer.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from ductile.core.layout.flat import flatten
 from ductile.core.layout.holdings import Holdings, Shape
 from ductile.core.layout.layout import Layout, Tensor
 from ductile.core.layout.mesh import Mesh
+from ductile.core.layout.parallel_layout import FULLY_SHARDED
 from ductile.core.layout.parameters import parameters
 from ductile.core.layout.sharding import Shard, place
 from ductile.core.layout.spec import ModelSpec
@@ -80,7 +82,8 @@ def model_layout(
     tensors: list[Tensor] = []
     for parameter in parameters(spec):
         split = TENSOR_PARALLEL.get(_kind(parameter.name))
-        steps = (Shard("fsdp", 0),) if split is None else (split(spec, vocab_rows), Shard("fsdp", 0))
+        rows = Shard(FULLY_SHARDED, 0)
+        steps = (rows,) if split is None else (split(spec, vocab_rows), rows)
         what = (parameter.shape, steps, _stages_of(parameter.name, spec, stages, mesh))
         if what not in known:
             known[what] = place(parameter.shape, mesh, steps, (("pp", what[2]),))
@@ -88,7 +91,7 @@ def model_layout(
     return Layout(tensors, mesh.slots)
 
 
-def zero_layout(params: Layout, mesh: Mesh, axes: tuple[str, ...] = ("dp",), align: int = 64) -> Layout:
+def zero_layout(params: Layout, mesh: Mesh, axes: tuple[str, ...] = ("dp_replicate",), align: int = 64) -> Layout:
     """The parameters end to end in one flat buffer a stage and tp slot, in reverse order, cut into ranges along `axes`.
 
     This is where a ZeRO-1 optimizer keeps its masters and moments.

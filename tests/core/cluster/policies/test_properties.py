@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ductile.core.cluster.orders import formation_after, roles_after, violations
+from ductile.core.cluster.orders import layout_after, roles_after, violations
 from ductile.core.cluster.policies.model import Model
 from ductile.core.cluster.policies.rules import Rules
 from ductile.core.cluster.policies.static import InTurns, Static
@@ -79,7 +79,7 @@ def test_every_decision_can_be_carried_out(policy, state):
     decision = policy.decide(state)
     assert violations(state, decision) == []
     assert {*roles_after(state, decision)} == {slot.slot for slot in state.slots}
-    assert len(formation_after(state, decision).members) >= state.limits.min_train
+    assert len(layout_after(state, decision).slots) >= state.limits.min_train
     assert bool(decision.reason) or not decision.orders
 
 
@@ -111,7 +111,7 @@ def carried_out(state, decision):
             SlotState(slot.slot, after[slot.slot], state.now_s if slot.slot in moved else slot.since_s, slot.ready)
             for slot in state.slots
         ),
-        trainer=TrainerState(formation_after(state, decision), True, decision.hold_training, state.trainer.seq_len),
+        trainer=TrainerState(layout_after(state, decision), True, decision.hold_training, state.trainer.seq_len),
         unfinished=tuple(
             Unfinished(
                 each.id, targets.get(each.id, each.slot), each.prompt_tokens, each.generated, each.limit, each.group

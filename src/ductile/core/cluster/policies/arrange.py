@@ -23,8 +23,8 @@ class Arrangements:
 
     def __init__(self, state: ClusterState, pool: Sequence[int], remaining: Remaining) -> None:
         held = {slot.slot: slot.roles for slot in state.slots}
-        members = state.trainer.formation.members
-        rank = {slot: place for place, slot in enumerate(members)}
+        trainers = state.trainer.layout.slots
+        rank = {slot: place for place, slot in enumerate(trainers)}
         at_home = {*state.home.generate}
         left, context = dict.fromkeys(pool, 0.0), dict.fromkeys(pool, 0.0)
         for rollout in state.unfinished:
@@ -34,7 +34,7 @@ class Arrangements:
         self.tokens_left: Mapping[int, float] = left
         """Predicted tokens still to come, by slot."""
         self._state, self._held = state, {slot: held[slot] for slot in pool}
-        self.members = frozenset(members).intersection(pool)
+        self.trainers_now = frozenset(trainers).intersection(pool)
         self.generators_now = frozenset(slot for slot in pool if "generate" in held[slot])
         # Slots that only generate come first, then those that have the most to migrate; of the trainer's slots, those
         # that joined last leave it first.
@@ -50,7 +50,7 @@ class Arrangements:
             ),
         )
         self._context = [0.0, *accumulate(context[slot] for slot in self._order)]
-        sharing = self.members & self.generators_now
+        sharing = self.trainers_now & self.generators_now
         # A micro-step would stop sequences of these slots: while there are such, the trainer is held, or they are
         # migrated.
         self.shared = bool(sharing) and (state.batch.to_start > 0 or any(context[slot] for slot in sharing))
@@ -61,7 +61,7 @@ class Arrangements:
     @property
     def num_generators(self) -> int:
         """Number of generators that have or get sequences now."""
-        return len(self.generators_now if self.shared else self.generators_now - self.members)
+        return len(self.generators_now if self.shared else self.generators_now - self.trainers_now)
 
     def generators(self, count: int) -> frozenset[int]:
         """The slots that only generate, when `count` do."""
@@ -71,7 +71,7 @@ class Arrangements:
         return frozenset(self._order[count:])
 
     def resizes(self, count: int) -> bool:
-        return self.trainers(count) != self.members
+        return self.trainers(count) != self.trainers_now
 
     def split(self, count: int) -> Mapping[int, tuple[Role, ...]]:
         """Roles with which `count` slots generate and the others train. These have nothing to do with what is
@@ -84,7 +84,7 @@ class Arrangements:
     def everybody(self) -> Mapping[int, tuple[Role, ...]]:
         """Roles with which all slots generate; the trainer's slots keep its state beside their generator, and nothing
         is moved for it."""
-        return {slot: BOTH if slot in self.members else ("generate",) for slot in self._held}
+        return {slot: BOTH if slot in self.trainers_now else ("generate",) for slot in self._held}
 
     def moved_context(self, count: int) -> float:
         """Context tokens that migrate when `count` slots generate."""
@@ -96,7 +96,7 @@ class Arrangements:
         resize_s = costs.resize_s if self.resizes(count) else 0.0
         new = len(self.generators(count) - self.generators_now)
         # A slot that leaves the trainer waits for the resize before it generates.
-        stopped, left_s = len(self.generators(count) & self.members), self._state.resize_wait_s + resize_s
+        stopped, left_s = len(self.generators(count) & self.trainers_now), self._state.resize_wait_s + resize_s
         generate_s = self._joining_s(costs.grant_s, new, count) + self._joining_s(left_s, stopped, count)
         return resize_s, generate_s + self._migrating_s(self.moved_context(count), count)
 

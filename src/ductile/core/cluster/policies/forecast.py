@@ -169,15 +169,15 @@ def _rest_s(state: ClusterState, todo: Work, trained: Floats, trainers: Floats, 
     slots, if that is worth the way there and, when there is another step, back."""
     rest = np.maximum(0.0, todo.ready_tokens + todo.coming_tokens - trained)
     # A trainer that was held trains on the slots that it has.
-    members = np.where(trainers > 0, trainers, float(len(state.trainer.formation.members)))
+    stay = np.where(trainers > 0, trainers, float(len(state.trainer.layout.slots)))
     way_s = state.costs.resize_s * (2 if state.batch.steps_left > 1 else 1)
     longest = np.where(rest > 0, todo.longest_tokens, 0.0)
 
     def seconds(slots: Floats) -> Floats:
         return np.maximum(rest / _tokens_per_s(state, todo, slots), longest * slots / state.speeds.train.of(slots))
 
-    most = np.full_like(members, float(num_slots))
-    return np.minimum(seconds(members), seconds(most) + np.where(members < most, way_s, 0.0))
+    most = np.full_like(stay, float(num_slots))
+    return np.minimum(seconds(stay), seconds(most) + np.where(stay < most, way_s, 0.0))
 
 
 @dataclass(slots=True, eq=False)

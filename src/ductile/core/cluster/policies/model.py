@@ -62,7 +62,7 @@ class Model:
     def decide(self, state: ClusterState) -> Decision:
         if not state.batch.steps_left:
             return Decision()
-        if not state.trainer.at_boundary or not state.ready.issuperset(state.trainer.formation.members):
+        if not state.trainer.at_boundary or not state.ready.issuperset(state.trainer.layout.slots):
             return Decision(hold_training=state.trainer.held)
         if (recalled := _recall_scorers(state)).orders:
             return recalled
@@ -91,7 +91,7 @@ class Model:
         rows: list[tuple[float, ...]] = []
         first: dict[int, int] = {}
         # The columns are those of `Plans`.
-        trainers = 0 if arrangements.shared else len(arrangements.members)
+        trainers = 0 if arrangements.shared else len(arrangements.trainers_now)
         rows += _futures(state, todo, arrangements, counts, (max(1, now), trainers), (0.0, 0.0))
         num_stays = len(rows)
         for count in changes:
@@ -135,14 +135,14 @@ class Model:
 
         Generators stay where there is memory for both: the next step finds them there.
         """
-        members = {*state.trainer.formation.members}
+        trainers = {*state.trainer.layout.slots}
         scorers = [slot for slot in state.of("score") if slot in state.ready and state.batch.all_scored]
-        idle = [slot for slot in (*pool, *scorers) if slot not in members]
+        idle = [slot for slot in (*pool, *scorers) if slot not in trainers]
         tokens, speed = todo.ready_tokens + todo.coming_tokens, state.speeds.train
         cost_s = state.costs.resize_s
         back_s = cost_s if state.batch.steps_left > 1 else 0.0
-        stay_s = tokens / speed.of(len(members))
-        go_s = cost_s + tokens / speed.of(len(members) + len(idle))
+        stay_s = tokens / speed.of(len(trainers))
+        go_s = cost_s + tokens / speed.of(len(trainers) + len(idle))
         if not idle or stay_s - go_s <= back_s + self.caution * cost_s + self.margin * stay_s:
             return Decision()
         generators = state.of("generate") if state.limits.may_share else ()
@@ -211,7 +211,7 @@ def _even_out(
     hold = may_wait and arrangements.shared and state.batch.missing > 0
     stay = Decision(reason=WAITS if hold else "", hold_training=hold)
     now = arrangements.generators_now
-    generators = sorted(now if arrangements.shared else now - arrangements.members)
+    generators = sorted(now if arrangements.shared else now - arrangements.trainers_now)
     before = {slot: arrangements.tokens_left[slot] for slot in generators}
     if state.batch.to_start or not before:
         return stay

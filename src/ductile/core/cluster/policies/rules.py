@@ -135,7 +135,7 @@ def _cheapest_to_free(state: ClusterState, generators: list[int]) -> list[int]:
     for rollout in state.unfinished:
         if rollout.slot in left:
             left[rollout.slot] += remaining[rollout.id]
-    trains = {*state.trainer.formation.members}
+    trains = {*state.trainer.layout.slots}
     return sorted(generators, key=lambda slot: (slot not in trains, left[slot], slot))
 
 

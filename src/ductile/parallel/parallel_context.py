@@ -1,0 +1,44 @@
+"""A layout, connected: the process groups of its axes, and how numbers are summed over its slots."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ductile.core.layout.parallel_layout import AXES, FULLY_SHARDED, ParallelLayout
+from ductile.fabric.groups import Groups
+
+
+class ParallelContext:
+    """A `ParallelLayout` as one of its slots sees it."""
+
+    def __init__(self, groups: Groups, layout: ParallelLayout) -> None:
+        """Makes the groups that data parallelism needs; collective over the layout, which makes no others meanwhile."""
+        self.layout = layout
+        self._groups = groups
+        self.everyone = self.group(*AXES)
+        products = [("dp_replicate",), FULLY_SHARDED] if layout.dims.dp_replicate > 1 else [FULLY_SHARDED]
+        self.mesh = groups.mesh(layout.mesh.around(groups.slot, *products))
+        """Mesh of FSDP2: the shards of this slot's copy; before that axis the copies, when there are several."""
+        self.is_first = groups.slot == layout.first
+        """Whether this slot speaks for all: it publishes and exports what all help to gather."""
+        self.data_parallel_rank = layout.data_parallel_rank(groups.slot)
+        """The part of a batch that this slot works on."""
+        self.num_on_device = groups.num_on_device(layout.slots)
+        """Slots that share this slot's GPU, itself among them."""
+
+    def group(self, *axes: str) -> dist.ProcessGroup:
+        """The group of the slots that differ along these axes alone; collective among them the first time."""
+        return self._groups.group(self.layout.group(self._groups.slot, axes))
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum a tensor in place, over all slots."""
+        dist.all_reduce(tensor, group=self.everyone)
+        return tensor
+
+    def share_of_square(self, gradients: Sequence[Tensor]) -> Tensor:
+        """This slot's share of the squared norm of the whole gradient, of which these are its parts: `sum` adds the
+        shares up. Each copy of the state has the whole gradient, so that its squares count in part."""
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        return torch.stack(norms).double().square().sum() / self.layout.dims.dp_replicate

@@ -1,0 +1,97 @@
+"""How a textbook model becomes a parallel one. The order of things, on one page:
+
+1. refuse the axes that are not built yet: all but dp_replicate and dp_shard, which are data parallelism
+2. describe it on the meta device, where it takes no memory
+3. shard its parameters over the ranks (`parallel.data`)
+4. give memory to this rank's shards alone
+5. fill them from the full tensors, one at a time, so that no rank ever holds the whole model
+
+Where somebody else has the shards already, or brings them later, 4 and 5 are theirs: `build_over`.
+"""
+
+from collections.abc import Iterable, MutableMapping
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from ductile.config.model import TrainerModelConfig
+from ductile.config.schema import keys
+from ductile.core.layout.parallel_layout import DATA_PARALLEL, ParallelDims
+from ductile.core.layout.peak import compute_dtype
+from ductile.core.layout.spec import ModelSpec
+from ductile.model.transformer import Transformer
+from ductile.parallel import data
+from ductile.parallel.parallel_context import ParallelContext
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """`parameters` is what the optimizer updates, `compute` what forward and backward see, `reduce` what travels."""
+
+    parameters: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+
+    @classmethod
+    def of(cls, config: TrainerModelConfig, device: str | torch.device) -> "Precision":
+        return cls(
+            _DTYPES[config.optimization_dtype],
+            _DTYPES[compute_dtype(config.compute_dtype, str(device))],
+            _DTYPES[config.reduce_dtype],
+        )
+
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def build(
+    spec: ModelSpec,
+    tensors: Iterable[tuple[str, Tensor]],
+    context: ParallelContext,
+    device: str | torch.device,
+    precision: Precision,
+    reshard_after_forward: bool = True,
+) -> Transformer:
+    """The model of `spec`, spread over the context's slots, with the values of `tensors` (our names, full, every
+    parameter once)."""
+    model = _describe(spec, context, precision, reshard_after_forward)
+    model.to_empty(device=device)
+    data.fill(model, tensors)
+    return model
+
+
+def build_over(
+    spec: ModelSpec,
+    shards: MutableMapping[str, Tensor],
+    context: ParallelContext,
+    precision: Precision,
+    reshard_after_forward: bool = True,
+) -> Transformer:
+    """The model of `spec`, spread over the context's slots, over memory that is there already: this rank's part of
+    every parameter, flat. `shards` is emptied.
+
+    A part that has fewer rows than the first rank's is copied into padded memory, as FSDP2 needs it.
+    """
+    model = _describe(spec, context, precision, reshard_after_forward)
+    data.assign(model, shards)
+    return model
+
+
+def _describe(
+    spec: ModelSpec, context: ParallelContext, precision: Precision, reshard_after_forward: bool
+) -> Transformer:
+    _refuse_unbuilt(context.layout.dims)
+    with torch.device("meta"):
+        model = Transformer(spec).to(precision.parameters)
+    data.shard(model, context.mesh, precision.compute, precision.reduce, reshard_after_forward)
+    return model
+
+
+def _refuse_unbuilt(dims: ParallelDims) -> None:
+    """Raises ValueError for axes above 1 whose keys the config marks as not built."""
+    sizes = {axis: size for axis, size in asdict(dims).items() if size > 1 and axis not in DATA_PARALLEL}
+    marks = {axis: keys(TrainerModelConfig)[axis].not_built for axis in sizes}
+    refused = [f"trainer.model.{axis} = {sizes[axis]}. {mark.sentence()}" for axis, mark in marks.items() if mark]
+    if refused:
+        raise ValueError(" ".join(refused))
