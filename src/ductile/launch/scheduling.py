@@ -97,7 +97,7 @@ class Scheduling:
             clock=lambda: time.monotonic() - began_s,
         )
         crew.generators.on_capacity(loop.buffer.wake)
-        crew.generators.on_restarted = lambda sentence: self._record.event("restarted", sentence)
+        crew.generators.on_restarted = lambda sentence, lost: self._record.event("restarted", sentence)
         self._profile(setting, measured, began_s)
         if config.cluster.auto_scheduler:
             policy = policy_of(config.cluster)
@@ -135,7 +135,7 @@ class Scheduling:
             measured,
             prompt_tokens=lambda: crew.generators.lengths().prompt_mean,
             num_switches=self._num_switches,
-            num_scorers=lambda: len(crew.scorer.slots) if crew.scorer else 0,
+            num_scorers=lambda: len(crew.scorer.instances) if crew.scorer else 0,
             num_updates=setting.n_minibatches,
             began_s=began_s,
         )
