@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from ductile.core.cluster.cost import TrainSpeed
-from ductile.core.cluster.instances import in_order, instance_on
+from ductile.core.cluster.instances import Instance, InstanceId, in_order, instance_on
 from ductile.core.cluster.orders import Decision, Migration, Prediction, RoleChange
 from ductile.core.cluster.placement import compact
 from ductile.core.cluster.policies.rules import Home
@@ -207,6 +207,30 @@ def test_it_stays_when_the_next_one_does_not_come(tmp_path):
     assert stage.roles == {0: T, 1: NONE, 2: B}
     said = [row["sentence"] for row in events if row["kind"] == "switched"]
     assert "admit 1 failed; generator-2 goes on generating" in said[0]
+
+
+def test_instances_are_called_after_the_change_that_began_them_and_events_name_them(tmp_path):
+    policy = Scripted(moved(RoleChange(0, T, B)), moved(RoleChange(0, B, T)), moved(RoleChange(0, T, B)))
+    stage, _, events = run_controller(tmp_path, scene(), policy, one_event)
+    assert stage.instances[0].id == "generator-0.3"
+    first, third = ({"id": f"generator-0.{number}", "role": "generate", "slots": [0]} for number in (1, 3))
+    assert [(row["began"], row["ended"]) for row in events if row["kind"] == "switched"] == [
+        ([first], []),
+        ([], ["generator-0.1"]),
+        ([third], []),
+    ]
+
+
+def test_a_generator_on_two_slots_joins_the_trainer_as_a_whole_and_its_rollouts_go_to_one_on_none(tmp_path):
+    server = Instance(InstanceId("http://there"), "generate", ())
+    limits = replace(scene().limits, slots_per_generator=2)
+    state = scene(running={"generator-2-3": [10]}, limits=limits, servers=[server])
+    leaving = Migration("generator-2-3/0", InstanceId("generator-2-3"), server.id)
+    policy = Scripted(moved(RoleChange(2, G, T), RoleChange(3, G, T), leaving))
+    stage, errors, _ = run_controller(tmp_path, state, policy, one_event)
+    assert stage.what() == ["prepare", "migrate generator-2-3/0>http://there", "dismiss 2-3", "resize 0 1 2 3"]
+    assert [each.id for each in stage.instances] == ["generator-4-5", "http://there"]
+    assert errors == []
 
 
 def test_one_decision_at_a_time_and_events_meanwhile_are_looked_at_together(tmp_path):

@@ -11,6 +11,7 @@ from ductile.core.cluster.policies.rules import Rules
 from ductile.core.cluster.policies.static import InTurns, Static
 from ductile.core.cluster.state import Limits
 from ductile.loop.asking import BadDecision
+from ductile.observe import read_jsonl
 from ductile.sim.run import simulate
 from tests.sim.scenarios import scenario
 
@@ -25,8 +26,8 @@ def mixed(servers=()):
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 @pytest.mark.parametrize("servers", [(), (SERVER,)], ids=["pairs", "pairs and a server"])
-def test_every_rollout_is_trained_once_and_every_second_is_accounted_for(policy, servers):
-    result = simulate(mixed(servers), policy)
+def test_every_rollout_is_trained_once_and_every_second_is_accounted_for(policy, servers, tmp_path):
+    result = simulate(mixed(servers), policy, tmp_path)
     assert len(result.step_s) == 2
     assert sum(result.totals.values()) == pytest.approx(result.wall_s * result.num_slots)
     for change in result.changes:
@@ -35,6 +36,8 @@ def test_every_rollout_is_trained_once_and_every_second_is_accounted_for(policy,
         }
         assert all({slot, slot ^ 1} <= moved for slot in moved), "both slots of a generator, or neither"
     assert result.changes or isinstance(policy, Static | InTurns), "slots change roles"
+    began = [each["id"] for row in read_jsonl(tmp_path / "events.jsonl") for each in row.get("began", ())]
+    assert len(began) == len({*began, "generator-2-3", "generator-4-5"}) - 2, "no id is used again"
 
 
 def test_a_server_on_no_slot_shortens_the_run():

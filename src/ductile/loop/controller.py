@@ -224,7 +224,8 @@ class ElasticController:
         """Carry the change out, and note what became of it. The loop does not wait for this task."""
         try:
             failures = await self._carry_out(state, decision, delta)
-            self._note(ExecutedDecision(at_s, self._actuator.now_s - at_s, decision, tuple(failures)))
+            change = ExecutedDecision(at_s, self._actuator.now_s - at_s, decision, tuple(failures))
+            self._note(change, state.instances)
         except Exception as error:
             self._fail(error)
         finally:
@@ -232,10 +233,10 @@ class ElasticController:
             self._change = None
             self.notify()
 
-    def _note(self, change: ExecutedDecision) -> None:
+    def _note(self, change: ExecutedDecision, before: Sequence[Instance]) -> None:
         self.changes.append(change)
         self.num_changes += 1
-        self._log.changed(change)
+        self._log.changed(change, before, self._actuator.state().instances)
         self._num_failed = self._num_failed + 1 if change.failures else 0
         if change.failures:
             # The same state would give the same decision, at once and again and again.

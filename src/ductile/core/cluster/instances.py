@@ -12,7 +12,7 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NewType
+from typing import Any, Literal, NewType
 
 from ductile.core.cluster.placement import Role, compact
 
@@ -91,6 +91,12 @@ def in_order(instances: Iterable[Instance]) -> tuple[Instance, ...]:
 def slots_on(instances: Iterable[Instance]) -> tuple[int, ...]:
     """All slots of the instances, ascending."""
     return tuple(sorted({slot for each in instances for slot in each.slots}))
+
+
+def instances_from(rows: Iterable[Mapping[str, Any]]) -> tuple[Instance, ...]:
+    """The instances of an event, which has each as its fields. Raises KeyError or TypeError when something is
+    missing."""
+    return tuple(Instance(InstanceId(row["id"]), row["role"], tuple(row["slots"])) for row in rows)
 
 
 def named(ids: Collection[InstanceId]) -> str:
