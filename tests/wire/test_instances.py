@@ -5,6 +5,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
 
 from ductile.core.cluster.instances import Instance, InstanceId, instance_on
 from ductile.core.cluster.orders import Migration
@@ -23,13 +24,13 @@ from ductile.wire.messages import (
     ReleaseRole,
     Reply,
 )
-from tests.loop.doubles import clock, run
+from tests.loop.doubles import clock
 from tests.wire.generate_slots import generator
-from tests.wire.test_migration import TIMEOUT_S, Cluster, is_whole, steps
+from tests.wire.test_migration import TIMEOUT_S, Cluster, Move, as_drawn, is_whole, moves, steps, with_cluster
 
 PAIR = instance_on("generate", (0, 1))
 ELSEWHERE = Instance(InstanceId("http://elsewhere"), "generate", ())
-BEHIND = 7
+BEHIND = 10
 """Slot of the double that does the server's work."""
 
 
@@ -74,20 +75,20 @@ class Mixed(Cluster):
         )
         self.generators.on_restarted = lambda sentence, lost: self.restarted.append(lost)
 
+    async def publish(self, version: int) -> None:
+        """Whoever owns the server sees to its weights."""
+        await super().publish(version)
+        self.slots.slots[BEHIND].version = version
+
 
 def with_mixed(story: Callable[[Mixed], Coroutine[Any, Any, None]]) -> None:
-    async def whole() -> None:
-        cluster = Mixed()
-        decoding = asyncio.create_task(cluster.slots.decode())
-        await cluster.publish(0)
-        await story(cluster)
-        await asyncio.sleep(5)
-        decoding.cancel()
-        assert cluster.slots.wrong == []
-        assert cluster.slots.leaks() == []
-        assert cluster.generators.unfinished() == ()
+    with_cluster(story, Mixed)
 
-    run(whole())
+
+@settings(max_examples=100, deadline=None)
+@given(moves)
+def test_whatever_happens_each_request_ends_once_with_what_was_sampled_for_it(moves: list[Move]):
+    with_mixed(lambda cluster: as_drawn(cluster, moves))
 
 
 def test_requests_go_to_the_first_slot_and_to_the_server_and_weights_to_every_slot():
@@ -171,6 +172,16 @@ def test_with_one_of_its_slots_an_instance_is_lost_and_its_requests_begin_again_
         assert [slot for slot, _ in cluster.sent(ReleaseRole)] == [0], "the slot that is left may do something else"
         for name, task in asked.items():
             assert is_whole(await task, name)
+
+    with_mixed(story)
+
+
+def test_the_slot_that_is_left_of_a_lost_instance_may_join_again_at_once():
+    async def story(cluster: Mixed):
+        cluster.slots.kill(1, cluster.mailbox)
+        assert await asyncio.create_task(cluster.generators.admit(generator(0, birth=1), {}))
+        told = [type(command) for slot, command in cluster.carrier.sent if slot == 0]
+        assert told.index(ReleaseRole) < told.index(AssignRole), "it gives the old role up before it takes the new one"
 
     with_mixed(story)
 

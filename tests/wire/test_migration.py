@@ -34,7 +34,7 @@ class Cluster:
     """Slots 0 to 3 may generate, slot 9 trains. The run depends on slot 9 alone unless told otherwise."""
 
     def __init__(self, generating: tuple[int, ...] = (0, 1, 2), length: Callable[[str], int] = lambda name: 20) -> None:
-        self.slots = GenerateSlots(10, generating, length)
+        self.slots = GenerateSlots(11, generating, length)
         self.carrier = self.slots.carrier
         self.mailbox = Mailbox(self.carrier, clock)
         self.trainer = RemoteTrainer(self.mailbox, Formation((TRAINER,)), TIMEOUT_S)
@@ -75,11 +75,11 @@ class Cluster:
         return [(slot, command) for slot, command in self.carrier.sent if isinstance(command, kind)]
 
 
-def with_cluster(story: Callable[[Cluster], Coroutine[Any, Any, None]], **keys: Any) -> None:
+def with_cluster(story: Callable[[Any], Coroutine[Any, Any, None]], kind: type[Cluster] = Cluster, **keys: Any) -> None:
     """Plays it, and then looks for what nobody has taken care of."""
 
     async def whole() -> None:
-        cluster = Cluster(**keys)
+        cluster = kind(**keys)
         decoding = asyncio.create_task(cluster.slots.decode())
         await cluster.publish(0)
         await story(cluster)
@@ -496,28 +496,30 @@ class Story:
         self.doing.append(asyncio.create_task(quietly()))
 
 
+async def as_drawn(cluster: Cluster, moves: list[Move]) -> None:
+    """Carry the moves out: each request ends once, with what was sampled for it."""
+    told: list[str] = []
+    cluster.generators.on_finished = lambda generation: told.append(generation.id)
+    plot = Story(cluster)
+    for what, first, second, seconds in moves:
+        plot.move(what, first, second)
+        if seconds:
+            await asyncio.sleep(seconds)
+    for name, ending in await plot.end():
+        if isinstance(ending, Generation):
+            assert is_whole(ending, name)
+            assert list(ending.versions) == sorted(ending.versions)
+            assert len(ending.logprobs) == len(ending.versions) == 20
+        else:
+            assert isinstance(ending, SlotLost | Late | Refused), "the reason is one that the caller knows"
+            spoilt = any(what in ("error", "drop") for what, *_ in moves)
+            kills = sum(what == "kill" for what, *_ in moves)
+            assert spoilt or kills >= 2, "one slot that is lost ends no request"
+    live = {slot.version for slot in cluster.slots.slots.values() if slot.number in cluster.generators.slots}
+    assert len(live) <= 1, "all generators sample from the same version"
+
+
 @settings(max_examples=200, deadline=None)
 @given(moves)
 def test_whatever_happens_each_request_ends_once_with_what_was_sampled_for_it(moves: list[Move]):
-    async def story(cluster: Cluster):
-        told: list[str] = []
-        cluster.generators.on_finished = lambda generation: told.append(generation.id)
-        plot = Story(cluster)
-        for what, first, second, seconds in moves:
-            plot.move(what, first, second)
-            if seconds:
-                await asyncio.sleep(seconds)
-        for name, ending in await plot.end():
-            if isinstance(ending, Generation):
-                assert is_whole(ending, name)
-                assert list(ending.versions) == sorted(ending.versions)
-                assert len(ending.logprobs) == len(ending.versions) == 20
-            else:
-                assert isinstance(ending, SlotLost | Late | Refused), "the reason is one that the caller knows"
-                spoilt = any(what in ("error", "drop") for what, *_ in moves)
-                kills = sum(what == "kill" for what, *_ in moves)
-                assert spoilt or kills >= 2, "one slot that is lost ends no request"
-        live = {slot.version for slot in cluster.slots.slots.values() if slot.number in cluster.generators.slots}
-        assert len(live) <= 1, "all generators sample from the same version"
-
-    with_cluster(story)
+    with_cluster(lambda cluster: as_drawn(cluster, moves))

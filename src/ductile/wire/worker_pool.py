@@ -12,6 +12,7 @@ server has no slot: a `Server` takes its messages, and it keeps the weights that
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Protocol
 
 from ductile.core.cluster.instances import Instance, InstanceId, Serving, in_order
@@ -111,6 +112,8 @@ class WorkerPool:
 
     async def ask(self, instance: Instance, command: Command) -> Reply:
         """Tell the instance, and wait for its answer. Raises SlotLost, Late or Refused."""
+        if why := self.why_lost(instance):
+            raise SlotLost(why)
         if instance.slots:
             return await self._mailbox.ask(instance.slots[0], command, self._timeout_s)
         return await self._servers[instance.id].ask(command, self._timeout_s)
@@ -214,9 +217,8 @@ class WorkerPool:
     def _tell(self, instance: Instance, event: Event) -> None:
         if isinstance(event, Died):
             self._forget(instance)
-            left = [slot for slot in instance.slots if slot not in self._mailbox.lost]
-            if left:
-                releasing = asyncio.create_task(self._release(left))
+            for slot in instance.slots:  # at once: what is asked of the slot from now on comes after it
+                releasing = asyncio.create_task(self._release(slot))
                 self._releasing.add(releasing)
                 releasing.add_done_callback(self._releasing.discard)
         for listener in self._listeners:
@@ -246,11 +248,12 @@ class WorkerPool:
     async def _drop_half_joined(self, instance: Instance) -> None:
         if self._leases is not None:
             self._leases.forget(instance)
-        await self._release([slot for slot in instance.slots if slot not in self._mailbox.lost])
+        await asyncio.gather(*map(self._release, instance.slots))
 
-    async def _release(self, slots: Iterable[int]) -> None:
-        """Have slots give the role up that may not even have it."""
-        await self._mailbox.ask_all(dict.fromkeys(slots, ReleaseRole(self._role)), self._timeout_s)
+    async def _release(self, slot: int) -> None:
+        """Have a slot give the role up that may not even have it, or be lost."""
+        with suppress(*FAILURES):
+            await self._mailbox.ask(slot, ReleaseRole(self._role), self._timeout_s)
 
 
 def whatever_slot(slot: int) -> bool:
