@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from gpu_parts.part import Setting
-from gpu_parts.slots import slots_on
+from gpu_parts.slots import generator_on, slots_on
 
 
 def run(setting: Setting) -> dict[str, Any]:
@@ -33,14 +33,14 @@ async def story(setting: Setting) -> dict[str, Any]:
             await slots.admit(generators, 1)
 
         async def to_train() -> None:
-            await generators.dismiss(1)
+            await generators.dismiss(generator_on(1))
             pauses_s.append((await slots.resize(trainer, (0, 1))).pause_s)
 
         changes: dict[str, Callable[[], Awaitable[None]]] = {
             "train → generate": to_generate,
             "generate → train": to_train,
             "train → train+generate": lambda: slots.admit(generators, 1),
-            "train+generate → train": lambda: generators.dismiss(1),
+            "train+generate → train": lambda: generators.dismiss(generator_on(1)),
         }
         for name, change in changes.items():
             start, pauses_s = time.perf_counter(), [0.0]

@@ -10,6 +10,7 @@ from typing import Any
 from ductile.config.cluster import ClusterConfig
 from ductile.config.inference import InferenceConfig
 from ductile.config.trainer import TrainerConfig
+from ductile.core.cluster.instances import Instance, instance_on
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.launch.local import LocalCluster
 from ductile.records import GenerateRequest, Sample, Sampling
@@ -24,6 +25,10 @@ from gpu_parts.part import Setting
 
 TIMEOUT_S = 40.0
 SAMPLE_TOKENS = 32
+
+
+def generator_on(slot: int) -> Instance:
+    return instance_on("generate", (slot,))
 
 
 class Slots:
@@ -56,7 +61,7 @@ class Slots:
             joining = AssignRole("generate", self.generate_settings, ParallelLayout.of((slot,)), joining=True)
             await self.mailbox.ask(slot, joining, TIMEOUT_S)
         leases = WeightLeases(self.mailbox, trainer, TIMEOUT_S)
-        return RemoteGenerators(self.mailbox, slots, 8, 16, TIMEOUT_S, leases=leases)
+        return RemoteGenerators(self.mailbox, map(generator_on, slots), 8, 16, TIMEOUT_S, leases=leases)
 
     async def half_a_batch(self, trainer: RemoteTrainer) -> None:
         """A micro-batch for every rank."""
@@ -79,7 +84,7 @@ class Slots:
 
     async def admit(self, generators: RemoteGenerators, slot: int) -> None:
         """Have the slot generate as well."""
-        if not await generators.admit(slot, self.generate_settings):
+        if not await generators.admit(generator_on(slot), self.generate_settings):
             raise RuntimeError(f"slot {slot} got no weights")
 
     async def answers(self, generators: RemoteGenerators, version: int) -> None:

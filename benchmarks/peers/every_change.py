@@ -41,7 +41,7 @@ class EveryChange:
         get new weights."""
         slot, roles, when = TURNS[self._turn % len(TURNS)]
         begins = not state.asked
-        generate = begins or all(state.num_running[generator] for generator in state.of("generate")[-2:])
+        generate = begins or all(state.num_running[each.id] for each in state.instances_of("generate")[-2:])
         busy, everybody = state.batch.ready > 0 and generate, len(state.ready) == len(state.slots)
         if begins != (when == SETTLING) or state.now_s < self._not_before_s:
             return Decision()
@@ -58,8 +58,10 @@ class EveryChange:
 
 def to(state: ClusterState, slot: int) -> tuple[Order, ...]:
     """Half of each other generator's rollouts, some with their caches and some without."""
-    all_of_them = migrate(state, [other for other in state.of("generate") if other != slot], [slot])
-    migrations = [order for order in all_of_them if isinstance(order, Migration)][::2]
+    generators = state.instances_of("generate")
+    targets = [each.id for each in generators if slot in each.slots]
+    others = {each.id for each in generators}.difference(targets)
+    migrations = migrate(state, others, targets)[::2] if targets else ()
     return tuple(
         Migration(order.id, order.source, order.target, with_cache=number % 2 == 0)
         for number, order in enumerate(migrations)

@@ -2,13 +2,16 @@
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import get_args
 
 import pytest
 
 from ductile.core.cluster.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
+from ductile.core.cluster.instances import Instance, InstanceId, instance_on
 from ductile.core.cluster.ledger import IdleCause, Span
+from ductile.core.cluster.orders import Decision, RoleChange
 from ductile.core.cluster.placement import Placement
 from ductile.core.cluster.profile import Setting, StepProfile
 from ductile.core.cluster.state import Limits
@@ -18,6 +21,7 @@ from ductile.dashboard.ownership import MOST_ROWS, ownership
 from ductile.dashboard.report import render
 from ductile.dashboard.report_command import main
 from ductile.dashboard.run_report import read_run_report
+from ductile.loop.decisions import DecisionLog, ExecutedDecision
 from ductile.observe import Recorder
 
 SPEEDS = Speeds(DecodeSpeed(0.01), 1e4, TrainSpeed(1e3))
@@ -102,6 +106,48 @@ def test_events_are_told_in_the_timeline_s_seconds_and_those_without_a_sentence_
     page = Page(render(report)).text
     assert "2.5 s" in page
     assert "-1.5 s" not in page, "it was before the timeline begins"
+
+
+def test_instances_are_told_from_their_beginning_to_their_end(tmp_path):
+    now_s = [1000.0]
+    record = Recorder(tmp_path, clock=lambda: now_s[0])
+    server = Instance(InstanceId("http://there"), "generate", ())
+    setting = Setting(Placement((0,), (1, 2, 3), (), ""), Limits(), "model", 2, 4, 2, 64, 128)
+    first = (instance_on("generate", (1,)), instance_on("generate", (2, 3)), server)
+    record.event("setting", "", **replace(setting, instances=first).as_fields())
+    now_s[0] = 1002.0
+    change = ExecutedDecision(1.0, 1.0, Decision((RoleChange(1, ("generate",), ("train",)),)))
+    DecisionLog(record).changed(change, first, (*first[1:], instance_on("generate", (0,), birth=1)))
+    now_s[0] = 1003.0
+    record.event("slot_lost", "Slot 3 was killed.", slot=3)
+    record.close()
+    report = read_run_report(tmp_path)
+    assert [(life.instance.id, life.began_s, life.ended_s) for life in report.instances] == [
+        ("generator-1", 0.0, 2.0),
+        ("generator-2-3", 0.0, 3.0),
+        ("http://there", 0.0, None),
+        ("generator-0.1", 2.0, None),
+    ]
+    page = Page(render(report)).text
+    assert "Generators and scorers (4)" in page
+    assert "generator-0.1" in page
+
+
+def test_events_that_name_no_instances_are_read_as_before(tmp_path):
+    """They were written when a generator was a slot: those of the start are known, what came later is not."""
+    run = write_run(tmp_path / "run")
+    rows = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    for row in rows:
+        row.pop("instances", None)
+        for name in ("slots_per_generator", "slots_per_scorer"):
+            row.get("limits", {}).pop(name, None)
+    (run / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = read_run_report(run)
+    assert [life.instance.id for life in report.instances] == ["generator-1"]
+    assert len(report.profiles) == 2
+    with (run / "events.jsonl").open("a") as stream:
+        stream.write(json.dumps({"time": 1001.0, "kind": "switched", "sentence": "Done.", "slots": [1]}) + "\n")
+    assert read_run_report(run).instances == ()
 
 
 @pytest.mark.parametrize("end", ["→".encode()[:2], b'{"time": 1000.0, "kind": "decided", "sent', b"\0" * 64])

@@ -56,6 +56,12 @@ def test_slots_go_everywhere_while_they_work_and_nothing_is_lost(tmp_path, model
     assert 0 < told["switch_share"] < 1
     (setting,) = [Setting.from_fields(event) for event in run.events("setting")]
     assert (setting.policy, setting.home.train) == ("tests.end_to_end.moves.EverywhereInTurn", (0,))
+    began = [each["id"] for event in switched for each in event["began"]]
+    ended = [name for event in switched for name in event["ended"]]
+    first = [each.id for each in setting.instances]
+    assert first == ["generator-1", "generator-2", "scorer-3"]
+    assert len({*first, *began}) == len(first) + len(began), "no id is used again"
+    assert {*ended} <= {*first, *began}
     steps = [StepProfile.from_fields(event) for event in run.events("profile")]
     spans = [span for step in steps for span in step.spans]
     assert sum(span.seconds for span in spans) == pytest.approx(4 * steps[-1].end_s, rel=1e-3)

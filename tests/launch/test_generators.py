@@ -11,6 +11,7 @@ import pytest
 from ductile.config.cluster import ClusterConfig
 from ductile.config.inference import InferenceConfig
 from ductile.config.trainer import TrainerConfig
+from ductile.core.cluster.instances import instance_on
 from ductile.core.cluster.orders import Migration
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.launch.local import ROLES, LocalCluster
@@ -20,6 +21,7 @@ from ductile.wire.leases import WeightLeases
 from ductile.wire.messages import LeaseWeights
 from ductile.wire.remote import RemoteScorer, assign_role
 from ductile.wire.trainer import RemoteTrainer
+from tests.core.cluster.scenes import id_on
 from tests.tiny import make_model_folder
 from tests.wire.carriers import eventually
 
@@ -63,12 +65,18 @@ class Harness:
         self.scorer = RemoteScorer(self.mailbox, (), TIMEOUT_S, self.leases, depends_on)
         await self.publish()
         for slot in (0, 1):
-            assert await self.generators.admit(slot, self.inference)
+            assert await self.admit(slot)
         await story
-        for slot in self.generators.slots:
-            await self.generators.dismiss(slot)
-        for slot in self.scorer.slots:
-            await self.scorer.dismiss(slot)
+        for instance in self.generators.instances:
+            await self.generators.dismiss(instance)
+        for instance in self.scorer.instances:
+            await self.scorer.dismiss(instance)
+
+    async def admit(self, slot: int) -> bool:
+        return await self.generators.admit(instance_on("generate", (slot,)), self.inference)
+
+    async def dismiss(self, slot: int) -> None:
+        await self.generators.dismiss(instance_on("generate", (slot,)))
 
     async def publish(self) -> None:
         self.version += 1
@@ -82,7 +90,9 @@ class Harness:
         return asyncio.create_task(self.generators.generate(GenerateRequest(name, prompt, sampling)))
 
     def where(self) -> Mapping[str, int]:
-        return {each.id: each.slot for each in self.generators.unfinished()}
+        """Slot of each request's generator."""
+        slots = {each.id: each.slots[0] for each in self.generators.all_instances}
+        return {each.id: slots[each.instance] for each in self.generators.unfinished()}
 
     async def in_the_middle(self) -> None:
         await asyncio.sleep(0.1)
@@ -108,18 +118,18 @@ def test_requests_that_change_hands_again_and_again_say_what_they_would_have_sai
             return {generation.id: generation for generation in await asyncio.gather(*asked)}
 
         undisturbed = await answers()
-        assert await generators.admit(2, harness.inference)
+        assert await harness.admit(2)
         disturbed = asyncio.create_task(answers())
         num_moved = num_with_cache = 0
         for turn in range(12):
             await asyncio.sleep(0.05)
             migrations = [
-                Migration(name, slot, (slot + 1 + index % 2) % 3, with_cache=(index + turn) % 2 == 0)
+                Migration(name, id_on(slot), id_on((slot + 1 + index % 2) % 3), with_cache=(index + turn) % 2 == 0)
                 for index, (name, slot) in enumerate(harness.where().items())
             ]
             results = await generators.migrate(migrations)
             assert all(result.why in ("", "it had ended") for result in results)
-            num_moved += sum(result.slot is not None for result in results)
+            num_moved += sum(result.instance is not None for result in results)
             num_with_cache += sum(result.with_cache for result in results)
         for name, generation in (await disturbed).items():
             assert generation.token_ids == undisturbed[name].token_ids
@@ -140,18 +150,18 @@ def test_joiners_have_the_live_weights_whoever_leases_them_out(harness: Harness)
         says = (await harness.ask("a")).token_ids
         leased: list[int] = []
         harness.mailbox.watch(lambda slot, command: leased.append(slot) if command == LeaseWeights.__name__ else None)
-        assert await harness.generators.admit(2, harness.inference)
+        assert await harness.admit(2)
         assert leased == [0]
-        await harness.generators.dismiss(0)
-        await harness.generators.dismiss(1)
+        await harness.dismiss(0)
+        await harness.dismiss(1)
         assert (await harness.ask("a")).token_ids == says
-        await harness.generators.dismiss(2)
+        await harness.dismiss(2)
         leased.clear()
-        assert await harness.generators.admit(1, harness.inference), "the trainer leases them out, too"
+        assert await harness.admit(1), "the trainer leases them out, too"
         assert (await harness.ask("a")).token_ids == says
-        assert await harness.scorer.admit(0, harness.train)
+        assert await harness.scorer.admit(instance_on("score", (0,)), harness.train)
         scored = await harness.scorer.score(samples, "policy")
-        assert await harness.scorer.admit(2, harness.train)
+        assert await harness.scorer.admit(instance_on("score", (2,)), harness.train)
         assert leased == [0], "the trainer leased them to the first scorer, and that one to the second"
         assert await harness.scorer.score(samples, "policy") == scored
 
@@ -162,7 +172,7 @@ def test_what_a_killed_generator_had_is_said_by_another(harness: Harness):
     async def story():
         undisturbed = await asyncio.gather(*(harness.ask(name) for name in "abcd"))
         restarted: list[str] = []
-        harness.generators.on_restarted = restarted.append
+        harness.generators.on_restarted = lambda sentence, lost: restarted.append(sentence)
         asked = [harness.ask(name) for name in "abcd"]
         await harness.in_the_middle()
         lost = [name for name, slot in harness.where().items() if slot == 1]
@@ -178,10 +188,11 @@ def test_what_a_killed_generator_had_is_said_by_another(harness: Harness):
 @pytest.mark.parametrize("victim", [0, 1], ids=["source", "target"])
 def test_a_kill_in_the_middle_of_a_migration_loses_no_request(harness: Harness, victim: int):
     async def story():
-        assert await harness.generators.admit(2, harness.inference)
+        assert await harness.admit(2)
         asked = {name: harness.ask(name) for name in "abcdef"}
         await harness.in_the_middle()
-        migrations = [Migration(name, 0, 1, with_cache=True) for name, slot in harness.where().items() if slot == 0]
+        leaving = [name for name, slot in harness.where().items() if slot == 0]
+        migrations = [Migration(name, id_on(0), id_on(1), with_cache=True) for name in leaving]
         # Stopped, it cannot answer; what is asked of it then ends with its life, and not before.
         harness.cluster.processes[victim].signal(signal.SIGSTOP)
         handing = asyncio.create_task(harness.generators.migrate(migrations))

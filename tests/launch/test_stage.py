@@ -19,6 +19,7 @@ from ductile.wire.messages import Finalize, ForwardBackward, Freeze
 from ductile.wire.migration import MigrationResult
 from ductile.wire.resize import ResizeOptions, nobody_leaves
 from ductile.wire.trainer import RemoteTrainer
+from tests.core.cluster.scenes import id_on
 from tests.loop.doubles import clock
 from tests.wire.train_slots import TrainSlots, play, sample
 
@@ -217,12 +218,13 @@ def test_what_is_prepared_in_the_pause_is_not_a_cost_twice(told_on, device, besi
 def test_caches_are_measured_by_the_slot_that_takes_in_the_most(told_on, outcomes, tokens):
     """That is how a migration is reckoned: from many sources to one slot, it takes as long as that slot takes."""
     contexts = {"a": 300, "b": 400, "c": 500}
-    orders = [Migration(name, source, 2, True) for source, name in enumerate(contexts)]
+    orders = [Migration(name, id_on(source), id_on(2), True) for source, name in enumerate(contexts)]
 
     async def story(rig: Rig) -> None:
         async def migrate(migrations):
             await asyncio.sleep(0.25)
-            return tuple(MigrationResult(order, *outcomes[order.id]) for order in migrations)
+            found = [(order, *outcomes[order.id]) for order in migrations]
+            return tuple(MigrationResult(order, None if at is None else id_on(at), cache) for order, at, cache in found)
 
         rig.generators.unfinished = lambda: [
             SimpleNamespace(id=name, context_tokens=context) for name, context in contexts.items()

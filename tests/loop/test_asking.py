@@ -6,7 +6,7 @@ from ductile.core.cluster.orders import Decision, Migration, RoleChange
 from ductile.core.cluster.policies.rules import Home
 from ductile.core.cluster.policies.static import Static
 from ductile.loop.asking import BadDecision, ask
-from tests.core.cluster.scenes import scene
+from tests.core.cluster.scenes import id_on, scene
 from tests.loop.test_controller import one_event, run_controller
 
 G, T = ("generate",), ("train",)
@@ -58,7 +58,10 @@ BAD = [
         Answers(Decision((RoleChange([], G, T),))),
         "its orders cannot be read, TypeError: unhashable type: 'list': write",
     ),
-    (Answers(Decision((Migration("no such", 2, 3),))), "at 100.0 s it gave orders that cannot be carried out: rollout"),
+    (
+        Answers(Decision((Migration("no such", id_on(2), id_on(3)),))),
+        "at 100.0 s it gave orders that cannot be carried out: rollout",
+    ),
     (Answers(Decision((RoleChange(9, G, T),))), "it gave orders that cannot be carried out: there is no slot 9"),
     (Answers(Decision(reason=None)), "reason and topic texts"),  # pyright: ignore[reportArgumentType]
     (Answers(Decision(topic=3)), "reason and topic texts"),  # pyright: ignore[reportArgumentType]

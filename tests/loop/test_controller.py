@@ -7,14 +7,16 @@ from functools import partial
 import pytest
 
 from ductile.core.cluster.cost import TrainSpeed
+from ductile.core.cluster.instances import Instance, InstanceId, in_order, instance_on
 from ductile.core.cluster.orders import Decision, Migration, Prediction, RoleChange
+from ductile.core.cluster.placement import compact
 from ductile.core.cluster.policies.rules import Home
 from ductile.core.cluster.state import SlotState
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.loop.asking import BadDecision
 from ductile.loop.controller import ElasticController, NotDone
 from ductile.observe import Recorder, read_jsonl
-from tests.core.cluster.scenes import scene
+from tests.core.cluster.scenes import id_on, scene
 from tests.loop.doubles import clock, run
 
 T, G, S, B, NONE = ("train",), ("generate",), ("score",), ("train", "generate"), ()
@@ -28,6 +30,7 @@ class ScriptedStage:
         self.scene, self.diary, self.held, self.broken = state, [], False, set()
         self.roles = {slot.slot: slot.roles for slot in state.slots}
         self.layout = state.trainer.layout
+        self.instances = state.instances
         self.under_way, self.where = 0, {}
 
     @property
@@ -37,8 +40,17 @@ class ScriptedStage:
     def state(self):
         slots = tuple(SlotState(slot, roles) for slot, roles in self.roles.items())
         trainer = replace(self.scene.trainer, layout=self.layout, held=self.held)
-        unfinished = tuple(each._replace(slot=self.where.get(each.id, each.slot)) for each in self.scene.unfinished)
-        return replace(self.scene, now_s=clock(), slots=slots, trainer=trainer, unfinished=unfinished)
+        unfinished = tuple(
+            each._replace(instance=self.where.get(each.id, each.instance)) for each in self.scene.unfinished
+        )
+        return replace(
+            self.scene,
+            now_s=clock(),
+            slots=slots,
+            instances=self.instances,
+            trainer=trainer,
+            unfinished=unfinished,
+        )
 
     def begin(self, version):
         self.note(f"begin {version}")
@@ -56,13 +68,18 @@ class ScriptedStage:
         await self.part("migrate " + " ".join(f"{each.id}>{each.target}" for each in migrations))
         self.where = self.where | {each.id: each.target for each in migrations}
 
-    async def dismiss(self, slot, role):
-        await self.part(f"dismiss {slot}")
-        self.roles[slot] = tuple(held for held in self.roles[slot] if held != role)
+    async def dismiss(self, instance):
+        await self.part(f"dismiss {compact(instance.slots)}")
+        self.instances = tuple(each for each in self.instances if each != instance)
+        for slot in instance.slots:
+            self.roles[slot] = tuple(held for held in self.roles[slot] if held != instance.role)
 
-    async def admit(self, slot, role):
-        await self.part(f"admit {slot}")
-        self.roles[slot] = tuple(name for name in ("train", "generate", "score") if name in (*self.roles[slot], role))
+    async def admit(self, instance):
+        await self.part(f"admit {compact(instance.slots)}")
+        self.instances = in_order((*self.instances, instance))
+        for slot in instance.slots:
+            held = (*self.roles[slot], instance.role)
+            self.roles[slot] = tuple(name for name in ("train", "generate", "score") if name in held)
 
     async def resize(self, layout, leave):
         await self.part("prepare")
@@ -134,18 +151,18 @@ def moved(*orders, **more):
 
 def test_who_joins_the_trainer_generates_until_the_trainer_stands_still(tmp_path):
     state = scene(running={2: [10], 3: [20, 30]})
-    policy = Scripted(moved(RoleChange(2, G, T), Migration("2/0", 2, 3)))
+    policy = Scripted(moved(RoleChange(2, G, T), Migration("2/0", id_on(2), id_on(3))))
     stage, errors, _ = run_controller(tmp_path, state, policy, one_event)
-    assert stage.what() == ["prepare", "migrate 2/0>3", "dismiss 2", "resize 0 1 2"]
+    assert stage.what() == ["prepare", "migrate 2/0>generator-3", "dismiss 2", "resize 0 1 2"]
     assert stage.roles[2] == T
     assert errors == []
 
 
 def test_without_memory_for_both_it_leaves_first(tmp_path):
     state = scene(running={2: [10], 3: [20]}, limits=replace(scene().limits, may_share=False))
-    policy = Scripted(moved(RoleChange(2, G, T), Migration("2/0", 2, 3)))
+    policy = Scripted(moved(RoleChange(2, G, T), Migration("2/0", id_on(2), id_on(3))))
     stage, _, _ = run_controller(tmp_path, state, policy, one_event)
-    assert stage.what() == ["migrate 2/0>3", "dismiss 2", "prepare", "resize 0 1 2"]
+    assert stage.what() == ["migrate 2/0>generator-3", "dismiss 2", "prepare", "resize 0 1 2"]
 
 
 def test_everybody_moves_at_once_and_what_can_be_done_together_is(tmp_path):
@@ -157,15 +174,15 @@ def test_everybody_moves_at_once_and_what_can_be_done_together_is(tmp_path):
             RoleChange(1, T, G),
             RoleChange(2, G, T),
             RoleChange(3, G, S),
-            Migration("2/0", 2, 5),
-            Migration("4/1", 4, 0),
+            Migration("2/0", id_on(2), id_on(5)),
+            Migration("4/1", id_on(4), "generator-0.1"),
         )
     )
     stage, errors, _ = run_controller(tmp_path, state, policy, one_event)
     at = {what: at for at, what in stage.diary}
     assert at["dismiss 3"] < at["prepare"] == at["admit 0"] == at["admit 3"]
-    assert at["prepare"] < at["migrate 2/0>5"] < at["dismiss 2"] < at["resize 0 2"] < at["admit 1"]
-    assert at["admit 1"] < at["migrate 4/1>0"], "rollouts go to new generators last"
+    assert at["prepare"] < at["migrate 2/0>generator-5"] < at["dismiss 2"] < at["resize 0 2"] < at["admit 1"]
+    assert at["admit 1"] < at["migrate 4/1>generator-0.1"], "rollouts go to new generators last"
     assert stage.roles == {0: B, 1: G, 2: T, 3: S, 4: G, 5: G}
     assert errors == []
 
@@ -177,19 +194,43 @@ def test_a_slot_that_trains_and_is_to_generate_besides_is_only_admitted(tmp_path
 
 def test_the_only_generator_keeps_its_rollouts_until_the_next_one_is_there(tmp_path):
     state = scene({"actor": "0-1", "rollout": "2"}, running={2: [10]})
-    policy = Scripted(moved(RoleChange(1, T, G), RoleChange(2, G, T), Migration("2/0", 2, 1)))
+    policy = Scripted(moved(RoleChange(1, T, G), RoleChange(2, G, T), Migration("2/0", id_on(2), "generator-1.1")))
     stage, _, _ = run_controller(tmp_path, state, policy, one_event)
-    assert stage.what() == ["prepare", "resize 0 2", "admit 1", "migrate 2/0>1", "dismiss 2"]
+    assert stage.what() == ["prepare", "resize 0 2", "admit 1", "migrate 2/0>generator-1.1", "dismiss 2"]
     assert stage.roles == {0: T, 1: G, 2: T}
 
 
 def test_it_stays_when_the_next_one_does_not_come(tmp_path):
     state = scene({"actor": "0-1", "rollout": "2"}, running={2: [10]})
-    policy = Scripted(moved(RoleChange(1, T, G), RoleChange(2, G, T), Migration("2/0", 2, 1)))
+    policy = Scripted(moved(RoleChange(1, T, G), RoleChange(2, G, T), Migration("2/0", id_on(2), "generator-1.1")))
     stage, _, events = run_controller(tmp_path, state, policy, one_event, broken={"admit 1"})
     assert stage.roles == {0: T, 1: NONE, 2: B}
     said = [row["sentence"] for row in events if row["kind"] == "switched"]
-    assert "admit 1 failed; slot 2 goes on generating" in said[0]
+    assert "admit 1 failed; generator-2 goes on generating" in said[0]
+
+
+def test_instances_are_called_after_the_change_that_began_them_and_events_name_them(tmp_path):
+    policy = Scripted(moved(RoleChange(0, T, B)), moved(RoleChange(0, B, T)), moved(RoleChange(0, T, B)))
+    stage, _, events = run_controller(tmp_path, scene(), policy, one_event)
+    assert stage.instances[0].id == "generator-0.3"
+    first, third = ({"id": f"generator-0.{number}", "role": "generate", "slots": [0]} for number in (1, 3))
+    assert [(row["began"], row["ended"]) for row in events if row["kind"] == "switched"] == [
+        ([first], []),
+        ([], ["generator-0.1"]),
+        ([third], []),
+    ]
+
+
+def test_a_generator_on_two_slots_joins_the_trainer_as_a_whole_and_its_rollouts_go_to_one_on_none(tmp_path):
+    server = Instance(InstanceId("http://there"), "generate", ())
+    limits = replace(scene().limits, slots_per_generator=2)
+    state = scene(running={"generator-2-3": [10]}, limits=limits, servers=[server])
+    leaving = Migration("generator-2-3/0", InstanceId("generator-2-3"), server.id)
+    policy = Scripted(moved(RoleChange(2, G, T), RoleChange(3, G, T), leaving))
+    stage, errors, _ = run_controller(tmp_path, state, policy, one_event)
+    assert stage.what() == ["prepare", "migrate generator-2-3/0>http://there", "dismiss 2-3", "resize 0 1 2 3"]
+    assert [each.id for each in stage.instances] == ["generator-4-5", "http://there"]
+    assert errors == []
 
 
 def test_one_decision_at_a_time_and_events_meanwhile_are_looked_at_together(tmp_path):
@@ -258,7 +299,7 @@ def test_slots_settle_before_a_version_goes_live_and_stay_until_it_is(tmp_path):
     [
         (RoleChange(0, T, B),),
         (RoleChange(1, T, G),),
-        (RoleChange(1, T, G), RoleChange(2, G, T), Migration("2/0", 2, 3)),
+        (RoleChange(1, T, G), RoleChange(2, G, T), Migration("2/0", id_on(2), id_on(3))),
     ],
     ids=["beside training", "from the trainer", "one for another"],
 )
@@ -279,7 +320,7 @@ def test_nobody_waits_for_a_change_for_longer_than_half_a_micro_step(tmp_path, o
 @pytest.mark.parametrize("broken", [frozenset(), {"admit 1"}, {"resize 0"}], ids=["done", "refused", "rolled back"])
 def test_weights_wait_for_joiners_and_for_nobody_else(tmp_path, broken):
     """Not for their migrations, for who leaves, or for who is not to come after all."""
-    orders = (RoleChange(1, T, G), Migration("2/0", 2, 1))
+    orders = (RoleChange(1, T, G), Migration("2/0", id_on(2), "generator-1.1"))
     state = patient(scene(running={2: [10, 20]}), 60.0)
     stage, _, _ = run_controller(
         tmp_path, state, Scripted(moved(*orders)), partial(publish, live_s=10.0), broken=broken
@@ -287,7 +328,7 @@ def test_weights_wait_for_joiners_and_for_nobody_else(tmp_path, broken):
     at = {what: at for at, what in stage.diary}
     assert at["goes live"] == (3.0 if not broken else at[min(broken)])
 
-    both_ways = (RoleChange(2, G, T), Migration("2/0", 2, 3), Migration("2/1", 2, 3))
+    both_ways = (RoleChange(2, G, T), Migration("2/0", id_on(2), id_on(3)), Migration("2/1", id_on(2), id_on(3)))
     for orders, live_s in [(both_ways, 0.25), ((*both_ways, RoleChange(0, T, B)), 1.0)]:
         stage, _, _ = run_controller(
             tmp_path / str(live_s), state, Scripted(moved(*orders)), partial(publish, live_s=10.0)
@@ -308,7 +349,8 @@ def test_a_change_that_is_under_way_goes_on_beside_publishing(tmp_path, live_s, 
 
     state = scene()
     slots = (SlotState(0, B), *state.slots[1:])
-    stage, _, _ = run_controller(tmp_path, replace(state, slots=slots), policy, in_a_change)
+    state = replace(state, slots=slots, instances=(instance_on("generate", (0,)), *state.instances))
+    stage, _, _ = run_controller(tmp_path, state, policy, in_a_change)
     assert [what for what in stage.diary if "live" not in what[1]] == [
         (0.0, "dismiss 0"),
         (0.5, "begin 7"),
@@ -321,8 +363,8 @@ def test_a_change_that_is_under_way_goes_on_beside_publishing(tmp_path, live_s, 
 
 def test_what_nobody_thought_of_in_settling_ends_the_run_and_nobody_waits_for_it(tmp_path):
     class Breaks(ScriptedStage):
-        async def admit(self, slot, role):
-            await self.part(f"admit {slot}")
+        async def admit(self, instance):
+            await self.part(f"admit {compact(instance.slots)}")
             raise ZeroDivisionError
 
     async def settling(controller, stage):
@@ -363,14 +405,14 @@ def test_held_training_is_always_released_in_the_end(tmp_path):
 def test_training_that_waited_waits_until_rollouts_have_left(tmp_path):
     """A slot that trains would hear of the migration only after its micro-steps."""
     state = scene({"actor,rollout": "0-1"}, running={0: [10], 1: [20]})
-    policy = Scripted(Decision(hold_training=True, reason="wait"), moved(Migration("0/0", 0, 1)))
+    policy = Scripted(Decision(hold_training=True, reason="wait"), moved(Migration("0/0", id_on(0), id_on(1))))
 
     async def two_events(controller, stage):
         await one_event(controller, stage)
         await one_event(controller, stage)
 
     stage, _, _ = run_controller(tmp_path, state, policy, two_events)
-    assert stage.what() == ["hold", "migrate 0/0>1", "release"]
+    assert stage.what() == ["hold", "migrate 0/0>generator-1", "release"]
 
 
 def test_held_training_is_released_when_the_run_breaks_off_in_a_change(tmp_path):
@@ -430,7 +472,7 @@ def test_a_change_that_fails_is_told_and_not_tried_again_at_once(tmp_path):
 
 def test_nor_when_it_fails_while_a_decision_rests(tmp_path):
     class FailsFast(ScriptedStage):
-        async def admit(self, slot, role):
+        async def admit(self, instance):
             await asyncio.sleep(0.2)
             raise NotDone("no")
 
@@ -446,7 +488,7 @@ def test_nor_when_it_fails_while_a_decision_rests(tmp_path):
 
 def test_what_nobody_thought_of_ends_the_run(tmp_path):
     class Breaks(ScriptedStage):
-        async def admit(self, slot, role):
+        async def admit(self, instance):
             raise ZeroDivisionError
 
     stage, errors, _ = run_controller(tmp_path, scene(), Scripted(moved(RoleChange(0, T, B))), one_event, kind=Breaks)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ductile.core.cluster.cost import DecodeSpeed
+from ductile.core.cluster.instances import instance_on
 from ductile.records import GenerateRequest, Sampling
 from ductile.sim.clock import now_s, run
 from ductile.sim.engine import SimulatedEngine, SimulatedRequest
@@ -24,12 +25,12 @@ def simulated(decode, max_num_seqs, arrivals):
     async def work():
         ends, all_done = {}, asyncio.Event()
 
-        def on_done(slot, requests):
+        def on_done(instance, requests):
             ends.update({each.request.id: now_s() for each in requests})
             if len(ends) == len(arrivals):
                 all_done.set()
 
-        engine = SimulatedEngine(0, decode, max_num_seqs, on_done)
+        engine = SimulatedEngine(instance_on("generate", (0,)), decode, max_num_seqs, on_done)
         for number, (at_s, tokens) in enumerate(arrivals):
             await asyncio.sleep(at_s - now_s())
             engine.add(in_flight(str(number), tokens))
@@ -77,7 +78,9 @@ def test_it_ends_where_decoding_token_by_token_ends(seed, count, max_num_seqs, p
 def test_who_is_taken_away_keeps_what_it_has_and_the_others_go_faster():
     async def work():
         done = []
-        engine = SimulatedEngine(0, DecodeSpeed(0.01, 0.01), 8, lambda slot, requests: done.extend(requests))
+        engine = SimulatedEngine(
+            instance_on("generate", (0,)), DecodeSpeed(0.01, 0.01), 8, lambda instance, requests: done.extend(requests)
+        )
         engine.add(in_flight("stays", 100))
         engine.add(in_flight("goes", 100))
         await asyncio.sleep(0.03 * 50)
@@ -94,7 +97,9 @@ def test_a_stall_stops_everybody_for_that_long():
 
     async def work():
         done = asyncio.Event()
-        engine = SimulatedEngine(0, DecodeSpeed(0.01), 8, lambda slot, requests: done.set())
+        engine = SimulatedEngine(
+            instance_on("generate", (0,)), DecodeSpeed(0.01), 8, lambda instance, requests: done.set()
+        )
         engine.add(in_flight("a", 100))
         await asyncio.sleep(0.5)
         engine.stall(2.0)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from ductile.core.cluster.instances import instance_on
 from ductile.core.cluster.ledger import Span
 from ductile.core.cluster.orders import Decision, RoleChange
 from ductile.core.cluster.policies.model import Model
@@ -16,6 +17,7 @@ from ductile.sim.command import main
 from ductile.sim.loads import SimulatedLoads
 from ductile.sim.run import simulate
 from ductile.sim.timeline import causes, gantt, svg
+from tests.core.cluster.scenes import id_on
 from tests.sim.scenarios import scenario
 
 POLICIES = [Static(), InTurns(), Rules(), Rules(True, True), Model()]
@@ -190,9 +192,9 @@ def test_siblings_go_together_where_the_simulated_cache_shares_their_prompt(cach
     """Of 14 tokens."""
     loads = SimulatedLoads(cache_block)
     for slot in (1, 2):
-        loads.open(slot)
-    loads.add(loads.route("g", 14).slot, "g", 50.0)
-    assert loads.route("g", 14).slot == (1 if together else 2)
+        loads.open(instance_on("generate", (slot,)))
+    loads.add(loads.route("g", 14).instance, "g", 50.0)
+    assert loads.route("g", 14).instance == id_on(1 if together else 2)
 
 
 def test_a_cache_that_shares_nothing_costs_every_sibling_its_prompt():

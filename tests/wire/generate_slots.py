@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from ductile.core.cluster.instances import Instance, instance_on
 from ductile.records import GenerateRequest, Generation, KVHandle, Manifest, StepReport
 from ductile.wire.memory import MemoryTransport
 from ductile.wire.messages import (
@@ -37,6 +38,11 @@ from ductile.wire.messages import (
 )
 
 TOKEN_S = 0.1
+
+
+def generator(slot: int, birth: int = 0) -> Instance:
+    """The generator that begins on this slot in the change of this number."""
+    return instance_on("generate", (slot,), birth)
 
 
 def base(name: str) -> str:

@@ -13,6 +13,7 @@ from ductile.wire.in_flight import RequestsInFlight
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.memory import MemoryTransport
 from ductile.wire.messages import Abort, Command, Done, EngineStats, Finished, Generate, Reply
+from tests.wire.generate_slots import generator
 
 
 def request(name: str, group: str = "", max_tokens: int = 10) -> GenerateRequest:
@@ -33,7 +34,7 @@ class Fleet:
     def __init__(self, timeout_s: float = 5.0, clock=time.monotonic, block_tokens: int = 16) -> None:
         self.carrier = MemoryTransport({0: self._answer, 1: self._answer})
         self.mailbox = Mailbox(self.carrier)
-        self.generators = RemoteGenerators(self.mailbox, (0, 1), 8, block_tokens, timeout_s, clock)
+        self.generators = RemoteGenerators(self.mailbox, map(generator, (0, 1)), 8, block_tokens, timeout_s, clock)
 
     def _answer(self, slot: int, command: Command) -> Reply:
         return Done()

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ductile.core.cluster.instances import Instance, InstanceId
 from ductile.core.cluster.orders import Migration
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.records import GenerateRequest, Generation, Sampling
@@ -18,18 +19,23 @@ from ductile.wire.leases import WeightLeases
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Abort, AssignRole, Forget, Generate, HandOff, LeaseWeights, Receive
 from ductile.wire.trainer import RemoteTrainer
+from tests.core.cluster.scenes import id_on
 from tests.loop.doubles import clock, run
-from tests.wire.generate_slots import TOKEN_S, GenerateSlots, answer
+from tests.wire.generate_slots import TOKEN_S, GenerateSlots, answer, generator
 
 TRAINER = 9
 TIMEOUT_S = 60.0
+
+
+def order(name: str, source: int, target: int, with_cache: bool = False) -> Migration:
+    return Migration(name, id_on(source), id_on(target), with_cache)
 
 
 class Cluster:
     """Slots 0 to 3 may generate, slot 9 trains. The run depends on slot 9 alone unless told otherwise."""
 
     def __init__(self, generating: tuple[int, ...] = (0, 1, 2), length: Callable[[str], int] = lambda name: 20) -> None:
-        self.slots = GenerateSlots(10, generating, length)
+        self.slots = GenerateSlots(11, generating, length)
         self.carrier = self.slots.carrier
         self.mailbox = Mailbox(self.carrier, clock)
         self.trainer = RemoteTrainer(self.mailbox, ParallelLayout.of((TRAINER,)), TIMEOUT_S)
@@ -37,9 +43,16 @@ class Cluster:
         self.needed = {TRAINER}
         self.restarted: list[str] = []
         self.generators = RemoteGenerators(
-            self.mailbox, generating, 8, 16, TIMEOUT_S, clock, self.leases, lambda slot: slot in self.needed
+            self.mailbox,
+            map(generator, generating),
+            8,
+            16,
+            TIMEOUT_S,
+            clock,
+            self.leases,
+            lambda slot: slot in self.needed,
         )
-        self.generators.on_restarted = self.restarted.append
+        self.generators.on_restarted = lambda sentence, lost: self.restarted.append(sentence)
 
     def ask(self, name: str, max_tokens: int = 100) -> "asyncio.Task[Generation]":
         request = GenerateRequest(name, (1, 2, 3), Sampling(max_tokens=max_tokens), group=name)
@@ -52,18 +65,22 @@ class Cluster:
         finally:
             await self.trainer.withdraw(version)
 
-    def where(self) -> dict[str, int]:
-        return {each.id: each.slot for each in self.generators.unfinished()}
+    def where(self) -> dict[str, InstanceId]:
+        return {each.id: each.instance for each in self.generators.unfinished()}
+
+    def slot_of(self, name: str) -> int:
+        """First slot of the generator that has the request."""
+        return next(each.slots[0] for each in self.generators.all_instances if each.id == self.where()[name])
 
     def sent(self, kind: type) -> list[tuple[int, Any]]:
         return [(slot, command) for slot, command in self.carrier.sent if isinstance(command, kind)]
 
 
-def with_cluster(story: Callable[[Cluster], Coroutine[Any, Any, None]], **keys: Any) -> None:
+def with_cluster(story: Callable[[Any], Coroutine[Any, Any, None]], kind: type[Cluster] = Cluster, **keys: Any) -> None:
     """Plays it, and then looks for what nobody has taken care of."""
 
     async def whole() -> None:
-        cluster = Cluster(**keys)
+        cluster = kind(**keys)
         decoding = asyncio.create_task(cluster.slots.decode())
         await cluster.publish(0)
         await story(cluster)
@@ -90,10 +107,13 @@ def test_sequences_go_on_where_they_are_handed_to_and_nobody_notices():
     async def story(cluster: Cluster):
         asked = {name: cluster.ask(name) for name in ("a", "b", "c")}
         await steps(5)
-        assert cluster.where() == {"a": 0, "b": 1, "c": 2}
-        results = await cluster.generators.migrate([Migration("a", 0, 1), Migration("b", 1, 2, with_cache=True)])
-        assert [(result.slot, result.with_cache, result.why) for result in results] == [(1, False, ""), (2, True, "")]
-        assert cluster.where() == {"a": 1, "b": 2, "c": 2}
+        assert cluster.where() == {"a": id_on(0), "b": id_on(1), "c": id_on(2)}
+        results = await cluster.generators.migrate([order("a", 0, 1), order("b", 1, 2, with_cache=True)])
+        assert [(result.instance, result.with_cache, result.why) for result in results] == [
+            (id_on(1), False, ""),
+            (id_on(2), True, ""),
+        ]
+        assert cluster.where() == {"a": id_on(1), "b": id_on(2), "c": id_on(2)}
         assert [each.generated for each in cluster.generators.unfinished()] == [5, 5, 5]
         for name, task in asked.items():
             assert is_whole(await task, name)
@@ -108,12 +128,12 @@ def test_one_message_a_source_and_one_a_target():
         asked = [cluster.ask(str(n)) for n in range(8)]
         await steps(2)
         cluster.carrier.sent.clear()
-        where = cluster.where()
-        await cluster.generators.migrate([Migration(name, slot, 2, True) for name, slot in where.items() if slot != 2])
+        leaving = {name: source for name, source in cluster.where().items() if source != id_on(2)}
+        await cluster.generators.migrate([Migration(name, left, id_on(2), True) for name, left in leaving.items()])
         assert sorted(slot for slot, _ in cluster.sent(HandOff)) == [0, 1]
         ((target, command),) = cluster.sent(Generate)
         assert target == 2
-        assert len(command.requests) == len(command.caches) == sum(slot != 2 for slot in where.values())
+        assert len(command.requests) == len(command.caches) == len(leaving)
         await asyncio.gather(*asked)
 
     with_cluster(story)
@@ -124,8 +144,8 @@ def test_what_ends_meanwhile_is_finished():
         asked = cluster.ask("a")
         await steps(18)
         cluster.slots.delay(0, HandOff, 1.0)
-        (result,) = await cluster.generators.migrate([Migration("a", 0, 1)])
-        assert (result.slot, result.why) == (None, "it had ended")
+        (result,) = await cluster.generators.migrate([order("a", 0, 1)])
+        assert (result.instance, result.why) == (None, "it had ended")
         assert is_whole(await asked, "a")
 
     with_cluster(story)
@@ -135,9 +155,9 @@ def test_what_is_just_being_sent_can_migrate():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await asyncio.sleep(0)
-        assert cluster.where() == {"a": 0}
-        (result,) = await cluster.generators.migrate([Migration("a", 0, 1)])
-        assert result.slot == 1
+        assert cluster.where() == {"a": id_on(0)}
+        (result,) = await cluster.generators.migrate([order("a", 0, 1)])
+        assert result.instance == id_on(1)
         assert is_whole(await asked, "a")
 
     with_cluster(story)
@@ -147,9 +167,9 @@ def test_orders_that_are_out_of_date_change_nothing():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await steps(1)
-        moved, unknown = await cluster.generators.migrate([Migration("a", 2, 1), Migration("x", 0, 1)])
-        assert (moved.slot, moved.why) == (0, "it was at slot 0, and not at slot 2")
-        assert (unknown.slot, unknown.why) == (None, "it had ended")
+        moved, unknown = await cluster.generators.migrate([order("a", 2, 1), order("x", 0, 1)])
+        assert (moved.instance, moved.why) == (id_on(0), "it was at generator-0, and not at generator-2")
+        assert (unknown.instance, unknown.why) == (None, "it had ended")
         assert is_whole(await asked, "a")
 
     with_cluster(story)
@@ -161,7 +181,7 @@ def test_aborted_on_the_way(on: type):
         asked, other = cluster.ask("a"), cluster.ask("b")
         await steps(3)
         cluster.slots.delay(0 if on is HandOff else 2, on, 0.5)
-        handing = asyncio.create_task(cluster.generators.migrate([Migration("a", 0, 2, with_cache=True)]))
+        handing = asyncio.create_task(cluster.generators.migrate([order("a", 0, 2, with_cache=True)]))
         await asyncio.sleep(0.2)
         asked.cancel()
         again = cluster.ask("a")
@@ -181,8 +201,8 @@ def test_a_target_that_does_not_take_them_is_replaced(kind):
         cluster.carrier.fail(2, kind, on=Generate)
         if kind == "death":
             cluster.slots.dead.add(2)
-        (result,) = await cluster.generators.migrate([Migration("a", 0, 2, with_cache=True)])
-        assert result.slot in (0, 1)
+        (result,) = await cluster.generators.migrate([order("a", 0, 2, with_cache=True)])
+        assert result.instance in (id_on(0), id_on(1))
         assert result.with_cache
         assert "slot 2" in result.why
         assert is_whole(await asked[0], "a")
@@ -205,8 +225,8 @@ def test_a_target_that_dies_as_soon_as_it_has_answered_is_replaced():
             return reply
 
         cluster.carrier._slots[2] = die
-        (result,) = await cluster.generators.migrate([Migration("a", 0, 2)])
-        assert result.slot in (0, 1)
+        (result,) = await cluster.generators.migrate([order("a", 0, 2)])
+        assert result.instance in (id_on(0), id_on(1))
         assert is_whole(await asked, "a")
         assert cluster.restarted == [], "nothing was lost"
 
@@ -218,8 +238,8 @@ def test_a_target_that_is_late_is_replaced_and_told_to_stop():
         asked = cluster.ask("a")
         await steps(5)
         cluster.slots.delay(2, Generate, TIMEOUT_S + 1)
-        (result,) = await cluster.generators.migrate([Migration("a", 0, 2)])
-        assert result.slot in (0, 1)
+        (result,) = await cluster.generators.migrate([order("a", 0, 2)])
+        assert result.instance in (id_on(0), id_on(1))
         assert is_whole(await asked, "a")
         await asyncio.sleep(2)
         assert (2, Abort(("a",))) in cluster.carrier.sent
@@ -233,8 +253,8 @@ def test_with_no_other_generator_it_goes_back_to_where_it_came_from():
         await steps(5)
         cluster.generators.hold(0)
         cluster.carrier.fail(1, "error", on=Generate)
-        (result,) = await cluster.generators.migrate([Migration("a", 0, 1)])
-        assert result.slot == 0
+        (result,) = await cluster.generators.migrate([order("a", 0, 1)])
+        assert result.instance == id_on(0)
         assert is_whole(await asked, "a")
 
     with_cluster(story, generating=(0, 1))
@@ -246,8 +266,8 @@ def test_what_nobody_takes_fails_with_what_the_last_one_said():
         await steps(5)
         for slot in (0, 1):
             cluster.carrier.fail(slot, "error", on=Generate)
-        (result,) = await cluster.generators.migrate([Migration("a", 0, 1)])
-        assert result.slot is None
+        (result,) = await cluster.generators.migrate([order("a", 0, 1)])
+        assert result.instance is None
         with pytest.raises(Refused, match="Generate failed, as asked"):
             await asked
 
@@ -259,8 +279,8 @@ def test_a_source_that_refuses_keeps_them():
         asked = cluster.ask("a")
         await steps(5)
         cluster.carrier.fail(0, "error", on=HandOff)
-        (result,) = await cluster.generators.migrate([Migration("a", 0, 1)])
-        assert (result.slot, result.why) == (0, "slot 0: HandOff failed, as asked")
+        (result,) = await cluster.generators.migrate([order("a", 0, 1)])
+        assert (result.instance, result.why) == (id_on(0), "slot 0: HandOff failed, as asked")
         assert is_whole(await asked, "a")
 
     with_cluster(story)
@@ -272,8 +292,8 @@ def test_a_source_that_dies_takes_its_tokens_along_and_they_are_sampled_anew():
         await steps(5)
         cluster.carrier.fail(0, "death", on=HandOff)
         cluster.slots.dead.add(0)
-        (result,) = await cluster.generators.migrate([Migration("a", 0, 1)])
-        assert result.slot is None
+        (result,) = await cluster.generators.migrate([order("a", 0, 1)])
+        assert result.instance is None
         assert "slot 0 died" in result.why
         assert is_whole(await first, "a")
         assert is_whole(await second, "b")
@@ -300,7 +320,7 @@ def test_a_sequence_that_loses_two_slots_fails():
         asked = cluster.ask("a")
         await steps(2)
         for _ in range(2):
-            cluster.slots.kill(cluster.where()["a"], cluster.mailbox)
+            cluster.slots.kill(cluster.slot_of("a"), cluster.mailbox)
             await steps(1)
         with pytest.raises(SlotLost):
             await asked
@@ -314,7 +334,7 @@ def test_answers_that_come_twice_are_taken_once():
         await steps(5)
         for slot, command in ((0, HandOff), (1, Generate), (0, Forget)):
             cluster.carrier.fail(slot, "duplicate", on=command)
-        await cluster.generators.migrate([Migration("a", 0, 1, with_cache=True)])
+        await cluster.generators.migrate([order("a", 0, 1, with_cache=True)])
         assert is_whole(await asked, "a")
         assert cluster.mailbox.unused.total() == 3
 
@@ -326,7 +346,7 @@ def test_a_cancelled_caller_does_not_leave_sequences_behind():
         asked = cluster.ask("a")
         await steps(5)
         cluster.slots.delay(0, HandOff, 0.5)
-        handing = asyncio.create_task(cluster.generators.migrate([Migration("a", 0, 1, with_cache=True)]))
+        handing = asyncio.create_task(cluster.generators.migrate([order("a", 0, 1, with_cache=True)]))
         await asyncio.sleep(0.1)
         handing.cancel()
         assert is_whole(await asked, "a")
@@ -340,7 +360,7 @@ def test_a_version_goes_live_before_a_migration_or_after_it():
         asked = cluster.ask("a")
         await steps(5)
         cluster.slots.delay(0, HandOff, 1.0)
-        handing = asyncio.create_task(cluster.generators.migrate([Migration("a", 0, 1)]))
+        handing = asyncio.create_task(cluster.generators.migrate([order("a", 0, 1)]))
         await asyncio.sleep(0.1)
         publishing = asyncio.create_task(cluster.publish(1))
         await asyncio.sleep(0.5)
@@ -361,8 +381,8 @@ def test_a_source_that_is_late_has_given_them_away_into_nowhere():
         await steps(5)
         cluster.slots.delay(0, HandOff, TIMEOUT_S + 1)
         cluster.slots.length = lambda name: 10_000
-        (result,) = await cluster.generators.migrate([Migration("a", 0, 1)])
-        assert result.slot is None
+        (result,) = await cluster.generators.migrate([order("a", 0, 1)])
+        assert result.instance is None
         with pytest.raises(Late, match="did not answer HandOff within 60 s"):
             await asked
         await asyncio.sleep(2)
@@ -397,7 +417,7 @@ class Story:
         self.cancelled: set[asyncio.Task[Generation]] = set()
         self.doing: list[asyncio.Task[Any]] = []
         self.version = 0
-        self.num_asked = 0
+        self.num_asked = self.num_born = 0
 
     def move(self, what: str, first: int, second: int) -> None:
         cluster, generators = self.cluster, self.cluster.generators
@@ -411,11 +431,12 @@ class Story:
                 self.asked[name].cancel()
                 self.asked[name] = cluster.ask(name)
             case "migrate":
-                self._do(generators.migrate(self._migrations(lambda slot: slot != second, (second,))))
+                there = tuple(each.id for each in generators.all_instances if second in each.slots) or (id_on(second),)
+                self._do(generators.migrate(self._migrations(lambda source: source not in there, there)))
             case "leave":
                 self._do(self._leave(first))
             case "join":
-                self._do(generators.admit(first, {}))
+                self._do(generators.admit(self._born(first), {}))
             case "publish":
                 self._do(self._publish())
             case "train":
@@ -436,13 +457,17 @@ class Story:
     async def end(self) -> list[tuple[str, Generation | BaseException]]:
         """How each request ended. There is a generator in the end."""
         while not self.cluster.generators.slots:
-            self._do(self.cluster.generators.admit(8, {}))
+            self._do(self.cluster.generators.admit(self._born(8), {}))
             await asyncio.gather(*self.doing)
             await self._publish()
         await asyncio.gather(*self.doing, *self.asked.values(), *self.cancelled, return_exceptions=True)
         return [
             (name, task.exception() or task.result()) for name, task in self.asked.items() if task not in self.cancelled
         ]
+
+    def _born(self, slot: int) -> Instance:
+        self.num_born += 1
+        return generator(slot, self.num_born)
 
     async def _publish(self) -> None:
         self.version += 1
@@ -451,14 +476,16 @@ class Story:
     async def _leave(self, slot: int) -> None:
         generators = self.cluster.generators
         generators.hold(slot)
-        await generators.migrate(self._migrations(lambda source: source == slot, generators.slots))
-        await generators.dismiss(slot)
+        for each in [each for each in generators.all_instances if slot in each.slots]:
+            there = tuple(other.id for other in generators.instances)
+            await generators.migrate(self._migrations(lambda source, left=each.id: source == left, there))
+            await generators.dismiss(each)
 
-    def _migrations(self, of: Callable[[int], bool], targets: tuple[int, ...]) -> list[Migration]:
-        where = sorted((name, slot) for name, slot in self.cluster.where().items() if of(slot))
+    def _migrations(self, of: Callable[[InstanceId], bool], targets: tuple[InstanceId, ...]) -> list[Migration]:
+        where = sorted((name, source) for name, source in self.cluster.where().items() if of(source))
         return [
-            Migration(name, slot, targets[index % len(targets)], with_cache=index % 2 == 0)
-            for index, (name, slot) in enumerate(where)
+            Migration(name, source, targets[index % len(targets)], with_cache=index % 2 == 0)
+            for index, (name, source) in enumerate(where)
             if targets
         ]
 
@@ -470,28 +497,30 @@ class Story:
         self.doing.append(asyncio.create_task(quietly()))
 
 
+async def as_drawn(cluster: Cluster, moves: list[Move]) -> None:
+    """Carry the moves out: each request ends once, with what was sampled for it."""
+    told: list[str] = []
+    cluster.generators.on_finished = lambda generation: told.append(generation.id)
+    plot = Story(cluster)
+    for what, first, second, seconds in moves:
+        plot.move(what, first, second)
+        if seconds:
+            await asyncio.sleep(seconds)
+    for name, ending in await plot.end():
+        if isinstance(ending, Generation):
+            assert is_whole(ending, name)
+            assert list(ending.versions) == sorted(ending.versions)
+            assert len(ending.logprobs) == len(ending.versions) == 20
+        else:
+            assert isinstance(ending, SlotLost | Late | Refused), "the reason is one that the caller knows"
+            spoilt = any(what in ("error", "drop") for what, *_ in moves)
+            kills = sum(what == "kill" for what, *_ in moves)
+            assert spoilt or kills >= 2, "one slot that is lost ends no request"
+    live = {slot.version for slot in cluster.slots.slots.values() if slot.number in cluster.generators.slots}
+    assert len(live) <= 1, "all generators sample from the same version"
+
+
 @settings(max_examples=200, deadline=None)
 @given(moves)
 def test_whatever_happens_each_request_ends_once_with_what_was_sampled_for_it(moves: list[Move]):
-    async def story(cluster: Cluster):
-        told: list[str] = []
-        cluster.generators.on_finished = lambda generation: told.append(generation.id)
-        plot = Story(cluster)
-        for what, first, second, seconds in moves:
-            plot.move(what, first, second)
-            if seconds:
-                await asyncio.sleep(seconds)
-        for name, ending in await plot.end():
-            if isinstance(ending, Generation):
-                assert is_whole(ending, name)
-                assert list(ending.versions) == sorted(ending.versions)
-                assert len(ending.logprobs) == len(ending.versions) == 20
-            else:
-                assert isinstance(ending, SlotLost | Late | Refused), "the reason is one that the caller knows"
-                spoilt = any(what in ("error", "drop") for what, *_ in moves)
-                kills = sum(what == "kill" for what, *_ in moves)
-                assert spoilt or kills >= 2, "one slot that is lost ends no request"
-        live = {slot.version for slot in cluster.slots.slots.values() if slot.number in cluster.generators.slots}
-        assert len(live) <= 1, "all generators sample from the same version"
-
-    with_cluster(story)
+    with_cluster(lambda cluster: as_drawn(cluster, moves))

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from ductile.core.cluster.instances import Instance, instance_on
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.records import Manifest, Sample, StepReport
 from ductile.roles import Late, Refused, SlotLost
@@ -24,6 +25,11 @@ from ductile.wire.messages import (
 )
 from ductile.wire.remote import RemoteScorer
 from ductile.wire.trainer import RemoteTrainer
+
+
+def scorer(slot: int) -> Instance:
+    return instance_on("score", (slot,))
+
 
 MANIFEST = Manifest(3, "shared_memory", "/proc/1/fd/3", 0, 0, ())
 REPORT = StepReport(1, 0.5, 1.0, 1e-3, 4)
@@ -94,7 +100,7 @@ def test_samples_are_scored_by_tokens_and_come_back_in_order(carrier: MemoryTran
     async def story():
         lengths = [5, 100, 7, 90, 8, 1, 10, 3]
         samples = [sample(n) for n in lengths]
-        scores = await RemoteScorer(Mailbox(carrier), (2, 7), 1).score(samples, "reference")
+        scores = await RemoteScorer(Mailbox(carrier), (scorer(2), scorer(7)), 1).score(samples, "reference")
         assert [len(score) for score in scores] == lengths
         assert all(
             math.isclose(score[-1] % 1, (n - 1) / 100, abs_tol=1e-9) for score, n in zip(scores, lengths, strict=True)
@@ -109,8 +115,8 @@ def test_samples_are_scored_by_tokens_and_come_back_in_order(carrier: MemoryTran
 @pytest.mark.parametrize("num_samples", [0, 1])
 def test_slots_without_samples_are_not_asked(carrier: MemoryTransport, num_samples: int):
     async def story():
-        samples = [sample(4)] * num_samples
-        assert len(await RemoteScorer(Mailbox(carrier), (2, 7), 1).score(samples, "policy")) == num_samples
+        samples, scorers = [sample(4)] * num_samples, (scorer(2), scorer(7))
+        assert len(await RemoteScorer(Mailbox(carrier), scorers, 1).score(samples, "policy")) == num_samples
         assert len(carrier.sent) == num_samples
 
     asyncio.run(story())
@@ -118,7 +124,7 @@ def test_slots_without_samples_are_not_asked(carrier: MemoryTransport, num_sampl
 
 def test_every_scorer_receives_a_version(carrier: MemoryTransport):
     async def story():
-        await RemoteScorer(Mailbox(carrier), (2, 7), 1).receive(MANIFEST)
+        await RemoteScorer(Mailbox(carrier), (scorer(2), scorer(7)), 1).receive(MANIFEST)
         assert carrier.sent == [(2, Receive("score", MANIFEST)), (7, Receive("score", MANIFEST))]
 
     asyncio.run(story())

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from ductile.core.cluster.instances import Instance, instance_on
 from ductile.records import Manifest, Sample
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.messages import (
@@ -19,7 +20,9 @@ from ductile.wire.messages import (
     Withdraw,
 )
 from ductile.wire.remote import RemoteScorer
+from tests.core.cluster.scenes import id_on
 from tests.loop.doubles import clock
+from tests.wire.generate_slots import generator
 from tests.wire.test_migration import TIMEOUT_S, TRAINER, Cluster, is_whole, steps, with_cluster
 
 
@@ -34,7 +37,7 @@ def test_a_joiner_gets_the_live_version_from_a_generator():
         told: list[tuple[int, ...]] = []
         cluster.generators.on_capacity(lambda: told.append(cluster.generators.slots))
         cluster.carrier.sent.clear()
-        assert await cluster.generators.admit(3, {"max_num_seqs": 8})
+        assert await cluster.generators.admit(generator(3), {"max_num_seqs": 8})
         await asyncio.sleep(0.01)
         assert [(slot, type(command)) for slot, command in cluster.carrier.sent] == [
             (3, AssignRole),
@@ -52,7 +55,7 @@ def test_a_joiner_gets_the_live_version_from_a_generator():
 def test_joiners_of_the_same_moment_share_a_lease():
     async def story(cluster: Cluster):
         cluster.slots.answer_s = lambda slot, command: 0.1
-        await asyncio.gather(*(cluster.generators.admit(slot, {}) for slot in (3, 4, 5)))
+        await asyncio.gather(*(cluster.generators.admit(generator(slot), {}) for slot in (3, 4, 5)))
         assert cluster.generators.slots == (0, 1, 3, 4, 5)
         await asyncio.sleep(1)
         assert (len(cluster.sent(LeaseWeights)), len(cluster.sent(EndLease))) == (1, 1)
@@ -63,10 +66,10 @@ def test_joiners_of_the_same_moment_share_a_lease():
 
 def test_with_no_generator_the_trainer_leases_out_what_its_weights_still_are():
     async def story(cluster: Cluster):
-        await cluster.generators.dismiss(0)
+        await cluster.generators.dismiss(generator(0))
         assert cluster.generators.slots == ()
         cluster.carrier.sent.clear()
-        assert await cluster.generators.admit(3, {})
+        assert await cluster.generators.admit(generator(3), {})
         await asyncio.sleep(0.01)
         assert [(slot, type(command)) for slot, command in cluster.carrier.sent] == [
             (3, AssignRole),
@@ -80,9 +83,9 @@ def test_with_no_generator_the_trainer_leases_out_what_its_weights_still_are():
 
 def test_with_nobody_who_has_the_version_the_next_one_is_the_joiners_first():
     async def story(cluster: Cluster):
-        await cluster.generators.dismiss(0)
+        await cluster.generators.dismiss(generator(0))
         await cluster.trainer.optim_step(1.0)
-        assert not await cluster.generators.admit(3, {})
+        assert not await cluster.generators.admit(generator(3), {})
         assert cluster.generators.slots == ()
         asked = cluster.ask("a")
         await steps(5)
@@ -100,10 +103,10 @@ def test_a_trainer_that_has_gone_on_before_it_could_lease_its_weights_leases_not
     """After a step that learned nothing its weights are the live version still, until it publishes them as the next."""
 
     async def story(cluster: Cluster):
-        await cluster.generators.dismiss(0)
+        await cluster.generators.dismiss(generator(0))
         async with cluster.trainer.boundary():
             publishing = asyncio.create_task(cluster.trainer.publish(1))
-            joining = asyncio.create_task(cluster.generators.admit(3, {}))
+            joining = asyncio.create_task(cluster.generators.admit(generator(3), {}))
             await steps(1)
         assert not await joining, "it waits for version 1"
         await cluster.generators.receive(await publishing)
@@ -116,11 +119,11 @@ def test_a_trainer_that_has_gone_on_before_it_could_lease_its_weights_leases_not
 
 def test_while_a_version_is_published_it_is_leased_from_there():
     async def story(cluster: Cluster):
-        await cluster.generators.dismiss(0)
+        await cluster.generators.dismiss(generator(0))
         manifest = await cluster.trainer.publish(1)
         await cluster.generators.receive(manifest)
         await cluster.trainer.optim_step(1.0)
-        assert await cluster.generators.admit(3, {})
+        assert await cluster.generators.admit(generator(3), {})
         await cluster.trainer.withdraw(1)
         assert len(cluster.sent(Publish)) == 2, "version 0, version 1"
 
@@ -143,7 +146,7 @@ def test_when_a_source_fails_the_next_one_leases_its_weights(kind: str, on: type
             cluster.carrier.fail(0 if on is LeaseWeights else 3, "error", on=on)
         else:
             cluster.slots.answer_s = fail
-        assert await cluster.generators.admit(3, {})
+        assert await cluster.generators.admit(generator(3), {})
         assert [slot for slot, _ in cluster.sent(LeaseWeights)] == [0, 1]
         assert versions(cluster)[3] == 0
 
@@ -154,11 +157,11 @@ def test_a_joiner_that_cannot_take_the_weights_is_sent_away():
     async def story(cluster: Cluster):
         cluster.carrier.fail(3, "error", on=Receive, times=9)
         with pytest.raises(Refused, match=r"slot 3 .*: Receive failed, as asked"):
-            await cluster.generators.admit(3, {})
+            await cluster.generators.admit(generator(3), {})
         await asyncio.sleep(1)
         assert (3, ReleaseRole("generate")) in cluster.carrier.sent
         assert cluster.generators.slots == (0, 1, 2)
-        assert await cluster.generators.admit(4, {})
+        assert await cluster.generators.admit(generator(4), {})
 
     with_cluster(story)
 
@@ -168,7 +171,7 @@ def test_a_joiner_that_dies_is_lost_and_nobody_else():
         cluster.carrier.fail(3, "death", on=Receive)
         cluster.slots.dead.add(3)
         with pytest.raises(SlotLost, match="slot 3 died"):
-            await cluster.generators.admit(3, {})
+            await cluster.generators.admit(generator(3), {})
         assert cluster.generators.slots == (0, 1, 2)
 
     with_cluster(story)
@@ -178,13 +181,13 @@ def test_an_admission_that_is_cancelled_leaves_no_role_and_no_loan():
     async def story(cluster: Cluster):
         for on in (AssignRole, LeaseWeights, Receive):
             cluster.slots.answer_s = lambda slot, command, on=on: 1.0 if isinstance(command, on) else 0.0
-            admitting = asyncio.create_task(cluster.generators.admit(3, {}))
+            admitting = asyncio.create_task(cluster.generators.admit(generator(3), {}))
             await asyncio.sleep(0.5)
             admitting.cancel()
             await asyncio.wait([admitting])
             await asyncio.sleep(3)
             assert set(versions(cluster)) == {0, 1, 2}
-        assert await cluster.generators.admit(3, {})
+        assert await cluster.generators.admit(generator(3), {})
 
     with_cluster(story)
 
@@ -192,12 +195,12 @@ def test_an_admission_that_is_cancelled_leaves_no_role_and_no_loan():
 def test_a_slot_cannot_join_twice():
     async def story(cluster: Cluster):
         with pytest.raises(ValueError, match="slot 0 has the role 'generate' already"):
-            await cluster.generators.admit(0, {})
+            await cluster.generators.admit(generator(0), {})
         cluster.slots.answer_s = lambda slot, command: 0.1
-        first = asyncio.create_task(cluster.generators.admit(3, {}))
+        first = asyncio.create_task(cluster.generators.admit(generator(3), {}))
         await asyncio.sleep(0.05)
         with pytest.raises(ValueError, match="slot 3 has the role 'generate' already"):
-            await cluster.generators.admit(3, {})
+            await cluster.generators.admit(generator(3), {})
         await first
 
     with_cluster(story)
@@ -207,7 +210,7 @@ def test_a_slot_cannot_join_twice():
 def test_nobody_joins_with_another_version_than_the_one_that_goes_live(delay_s: float):
     async def story(cluster: Cluster):
         cluster.slots.answer_s = lambda slot, command: 0.1
-        admitting = asyncio.create_task(cluster.generators.admit(3, {}))
+        admitting = asyncio.create_task(cluster.generators.admit(generator(3), {}))
         await asyncio.sleep(delay_s)
         await asyncio.gather(admitting, cluster.publish(1))
         assert versions(cluster) == {0: 1, 1: 1, 3: 1}
@@ -221,18 +224,18 @@ def test_a_slot_that_leaves_gets_nothing_new_and_goes_when_it_is_empty():
     async def story(cluster: Cluster):
         first = cluster.ask("a")
         await steps(2)
-        leaving = asyncio.create_task(cluster.generators.dismiss(0))
+        leaving = asyncio.create_task(cluster.generators.dismiss(generator(0)))
         await asyncio.sleep(0)
         assert cluster.generators.slots == (1, 2)
         others = [cluster.ask(name) for name in "bcd"]
         await steps(2)
-        assert 0 not in {slot for name, slot in cluster.where().items() if name != "a"}
+        assert id_on(0) not in {source for name, source in cluster.where().items() if name != "a"}
         assert not leaving.done()
         assert is_whole(await first, "a")
         await leaving
         assert set(versions(cluster)) == {1, 2}
         await asyncio.gather(*others)
-        await cluster.generators.dismiss(0)  # it has left already
+        await cluster.generators.dismiss(generator(0))  # it has left already
 
     with_cluster(story)
 
@@ -242,7 +245,7 @@ def test_a_slot_that_never_becomes_empty_cannot_leave():
         asked = cluster.ask("a")
         await steps(1)
         with pytest.raises(Late, match=r"slot 0 still had 1 requests after 60 s, and cannot leave"):
-            await cluster.generators.dismiss(0)
+            await cluster.generators.dismiss(generator(0))
         assert cluster.generators.slots == (1, 2)
         cluster.generators.resume(0)
         assert cluster.generators.slots == (0, 1, 2)
@@ -266,13 +269,13 @@ def test_a_held_slot_samples_from_the_live_version_too():
 
 def test_requests_wait_for_a_generator_and_not_for_ever():
     async def story(cluster: Cluster):
-        await cluster.generators.dismiss(0)
+        await cluster.generators.dismiss(generator(0))
         assert cluster.generators.capacity == 0
         asked = cluster.ask("a")
         await asyncio.sleep(TIMEOUT_S / 2)
-        await cluster.generators.admit(1, {})
+        await cluster.generators.admit(generator(1), {})
         assert is_whole(await asked, "a")
-        await cluster.generators.dismiss(1)
+        await cluster.generators.dismiss(generator(1))
         with pytest.raises(Late, match="for 60 s no slot had the role 'generate', for request b"):
             await cluster.ask("b")
         assert cluster.generators.num_waiting == 0
@@ -309,8 +312,8 @@ def test_what_is_told_of_unfinished_and_finished_answers():
         first, second = cluster.ask("a", max_tokens=50), cluster.ask("b")
         await steps(3)
         (about_a, _) = cluster.generators.unfinished()
-        told = (about_a.id, about_a.slot, about_a.prompt_tokens, about_a.generated, about_a.limit, about_a.group)
-        assert told == ("a", 0, 3, 3, 50, "a")
+        told = (about_a.id, about_a.instance, about_a.prompt_tokens, about_a.generated, about_a.limit, about_a.group)
+        assert told == ("a", id_on(0), 3, 3, 50, "a")
         await asyncio.gather(first, second)
         assert finished == ["a", "b"]
         lengths = cluster.generators.lengths()
@@ -319,13 +322,19 @@ def test_what_is_told_of_unfinished_and_finished_answers():
     with_cluster(story)
 
 
+def scorer(slot: int) -> Instance:
+    return instance_on("score", (slot,))
+
+
 class Scoring:
     """Scorers beside the generators of a `Cluster`: slots that answer `Score` with their number."""
 
     def __init__(self, cluster: Cluster, slots: tuple[int, ...]) -> None:
         self.cluster = cluster
         self.score_s = 0.0
-        self.scorer = RemoteScorer(cluster.mailbox, slots, TIMEOUT_S, cluster.leases, lambda slot: slot == TRAINER)
+        self.scorer = RemoteScorer(
+            cluster.mailbox, map(scorer, slots), TIMEOUT_S, cluster.leases, lambda slot: slot == TRAINER
+        )
         for slot in range(4, 8):
             cluster.slots.slots[slot].holds = slot in slots
             cluster.slots.slots[slot].version = 0 if slot in slots else None
@@ -348,10 +357,10 @@ def test_scorers_join_and_leave():
         scoring = Scoring(cluster, (4,))
         assert await scoring.score() == {4}
         await scoring.scorer.receive(Manifest(0, "shared_memory", offer(cluster, 0), 0, 0, ()))
-        assert await scoring.scorer.admit(5, {})
+        assert await scoring.scorer.admit(scorer(5), {})
         assert [(slot, command.role) for slot, command in cluster.sent(LeaseWeights)] == [(4, "score")]
         assert await scoring.score() == {4, 5}
-        await scoring.scorer.dismiss(4)
+        await scoring.scorer.dismiss(scorer(4))
         assert await scoring.score() == {5}
         assert (4, ReleaseRole("score")) in cluster.carrier.sent
 
@@ -362,14 +371,14 @@ def test_a_scorer_gets_the_trainers_weights_before_a_generators():
     async def story(cluster: Cluster):
         scoring = Scoring(cluster, (4,))
         await scoring.scorer.receive(Manifest(0, "shared_memory", offer(cluster, 0), 0, 0, ()))
-        await scoring.scorer.dismiss(4)
+        await scoring.scorer.dismiss(scorer(4))
         cluster.carrier.sent.clear()
-        assert await scoring.scorer.admit(5, {})
+        assert await scoring.scorer.admit(scorer(5), {})
         assert cluster.sent(Publish)
         assert not cluster.sent(LeaseWeights)
-        await scoring.scorer.dismiss(5)
+        await scoring.scorer.dismiss(scorer(5))
         await cluster.trainer.optim_step(1.0)
-        assert await scoring.scorer.admit(6, {})
+        assert await scoring.scorer.admit(scorer(6), {})
         assert [(slot, command.role) for slot, command in cluster.sent(LeaseWeights)] == [(0, "generate")]
 
     with_cluster(story)
@@ -382,7 +391,7 @@ def test_a_score_under_way_keeps_its_slots():
         under_way = asyncio.create_task(scoring.score())
         await asyncio.sleep(1)
         began_s = clock()
-        dismissing = asyncio.create_task(scoring.scorer.dismiss(5))
+        dismissing = asyncio.create_task(scoring.scorer.dismiss(scorer(5)))
         await asyncio.sleep(0)
         assert scoring.scorer.slots == (4,)
         await dismissing
@@ -398,7 +407,7 @@ def test_what_a_scorer_leaves_behind_that_dies_and_is_not_needed_is_scored_by_ot
         scoring.score_s = 10.0
         under_way = asyncio.create_task(scoring.score())
         await asyncio.sleep(1)
-        dismissing = asyncio.create_task(scoring.scorer.dismiss(5))
+        dismissing = asyncio.create_task(scoring.scorer.dismiss(scorer(5)))
         await asyncio.sleep(1)
         cluster.mailbox.lose(5, "slot 5 was killed")
         await dismissing
@@ -430,9 +439,9 @@ def test_samples_wait_for_a_scorer_and_not_for_ever():
         waiting = asyncio.create_task(scoring.score())
         await asyncio.sleep(1)
         assert scoring.scorer.num_waiting == 1
-        assert await scoring.scorer.admit(4, {})
+        assert await scoring.scorer.admit(scorer(4), {})
         assert await waiting == {4}
-        await scoring.scorer.dismiss(4)
+        await scoring.scorer.dismiss(scorer(4))
         with pytest.raises(Late, match="for 60 s no slot had the role 'score', for 4 samples"):
             await scoring.score()
 
@@ -445,10 +454,10 @@ def offer(cluster: Cluster, version: int) -> str:
 
 def test_generate_is_never_sent_to_a_slot_without_weights():
     async def story(cluster: Cluster):
-        await cluster.generators.dismiss(0)
+        await cluster.generators.dismiss(generator(0))
         await cluster.trainer.optim_step(1.0)
         waiting = [cluster.ask(name) for name in "abc"]
-        await cluster.generators.admit(1, {})
+        await cluster.generators.admit(generator(1), {})
         await asyncio.sleep(1)
         assert not cluster.sent(Generate)
         await cluster.publish(1)

@@ -49,6 +49,7 @@ def render(report: RunReport) -> str:
         colours=COLOURS,
         publishes=[row for row in report.steps if row.get("seconds/publish") is not None],
         most=MOST_EVENTS,
+        compact=compact,
     )
 
 

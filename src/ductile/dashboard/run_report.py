@@ -5,11 +5,12 @@ without profiles (`core.cluster.profile`) has no ownership timeline, and the rep
 """
 
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ductile.core.cluster.instances import Instance, instances_from
 from ductile.core.cluster.ledger import Activity, IdleCause, Span
 from ductile.core.cluster.profile import Setting, StepProfile
 from ductile.observe import read_jsonl
@@ -38,6 +39,16 @@ class ReportEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class InstanceLife:
+    """A generator or scorer, and when it was there. Seconds are those of the timeline."""
+
+    instance: Instance
+    began_s: float
+    ended_s: float | None = None
+    """When it was there no more; None when it still was at the end."""
+
+
+@dataclass(frozen=True, slots=True)
 class RunReport:
     folder: str
     setting: Setting | None
@@ -50,6 +61,8 @@ class RunReport:
     num_waits: int
     resizes: tuple[ReportEvent, ...]
     others: tuple[ReportEvent, ...]
+    instances: tuple[InstanceLife, ...]
+    """Generators and scorers in the order in which they began; none of a run whose events do not name them."""
     samples: tuple[Row, ...]
     """Rollouts of the last steps, with their rewards."""
     config: Row
@@ -90,8 +103,8 @@ def read_run_report(folder: Path) -> RunReport:
         raise NoReport(f"{folder} holds no run that has begun: events.jsonl and metrics.jsonl are missing or empty")
     starts = [place for place, row in enumerate(rows) if row["kind"] == "setting"]
     life = rows[starts[-1] :] if starts else rows
-    setting, profiles, missing = _profiles(life)
     began_s = float(life[0]["time"]) if life else 0.0
+    setting, profiles, instances, missing = _last_life(life, began_s)
     events = [
         ReportEvent(float(row["time"]) - began_s, str(row["sentence"]), str(row["kind"]))
         for row in rows
@@ -112,22 +125,43 @@ def read_run_report(folder: Path) -> RunReport:
         num_waits=sum(bool(row.get("holds")) for row in rows if row["kind"] == WAITS),
         resizes=tuple(each for each in events if each.kind in RESIZES),
         others=tuple(each for each in events if each.kind not in DECISIONS | RESIZES | {WAITS}),
+        instances=instances,
         samples=tuple(read_jsonl(folder / "samples.jsonl")[-NUM_SAMPLES:]),
         config=tomllib.loads(config.read_text()) if config.exists() else {},
         missing=tuple(missing),
     )
 
 
-def _profiles(life: Sequence[Row]) -> tuple[Setting | None, tuple[StepProfile, ...], list[str]]:
+def _last_life(
+    life: Sequence[Row], began_s: float
+) -> tuple[Setting | None, tuple[StepProfile, ...], tuple[InstanceLife, ...], list[str]]:
     settings = [row for row in life if row["kind"] == "setting"]
     rows = [row for row in life if row["kind"] == "profile"]
     try:
         setting = Setting.from_fields(settings[-1]) if settings else None
         profiles = tuple(StepProfile.from_fields(row) for row in rows)
+        instances = tuple(_instances(setting, life, began_s)) if setting else ()
     except (KeyError, TypeError, ValueError) as error:
         what = f"Who did what when: events.jsonl is of another version of ductile ({error!r} in a profile)."
-        return None, (), [what]
+        return None, (), (), [what]
     missing: list[str] = []
     if not profiles:
         missing.append("Who did what when, and where the time went: this run wrote no profiles of its steps.")
-    return setting, profiles, missing
+    return setting, profiles, instances, missing
+
+
+def _instances(setting: Setting, life: Sequence[Row], began_s: float) -> Iterator[InstanceLife]:
+    if any("began" not in row for row in life if row["kind"] == "switched"):
+        return  # it was written before events had instances, and its slots changed roles
+    lives = {each.id: InstanceLife(each, 0.0) for each in setting.instances}
+    for row in life:
+        if row["kind"] not in ("switched", "slot_lost"):
+            continue
+        at_s = float(row["time"]) - began_s
+        if row["kind"] == "switched":
+            lives |= {each.id: InstanceLife(each, at_s) for each in instances_from(row["began"])}
+        for name, known in lives.items():
+            lost = row["kind"] == "slot_lost" and row["slot"] in known.instance.slots
+            if known.ended_s is None and (lost or name in row.get("ended", ())):
+                lives[name] = replace(known, ended_s=at_s)
+    yield from lives.values()

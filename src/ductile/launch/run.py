@@ -21,6 +21,7 @@ from ductile.config.secrets import secret_of
 from ductile.config.slots import placement_of
 from ductile.config.trainer import TrainerConfig
 from ductile.core.cluster.placement import SPELLED, Placement
+from ductile.core.cluster.state import Limits, first_instances
 from ductile.core.layout.peak import arithmetic_of, compute_dtype
 from ductile.launch.activity import SlotActivity
 from ductile.launch.closing import closing_alone, closing_batches, closing_rl
@@ -221,12 +222,13 @@ async def _take_roles(
         return cluster.depends_on(slot)  # as it is said then: a change of roles may be under way
 
     num_seqs, block_tokens = config.inference.max_num_seqs, shared_block_tokens(config.inference)
+    instances = first_instances(placement, Limits())
+    generators = [each for each in instances if each.role == "generate"]
+    scorers = [each for each in instances if each.role == "score"]
     return (
         learner,
-        RemoteGenerators(
-            mailbox, placement.generate, num_seqs, block_tokens, timeout_s, leases=leases, depends_on=depends_on
-        ),
-        RemoteScorer(mailbox, placement.score, timeout_s, leases, depends_on) if placement.score else None,
+        RemoteGenerators(mailbox, generators, num_seqs, block_tokens, timeout_s, leases=leases, depends_on=depends_on),
+        RemoteScorer(mailbox, scorers, timeout_s, leases, depends_on) if scorers else None,
     )
 
 

@@ -9,6 +9,7 @@ from ductile.config.on_disk import read_spec
 from ductile.config.run import RLConfig
 from ductile.config.scheduling import policy_name, policy_of
 from ductile.core.cluster.cost_model import CostModel
+from ductile.core.cluster.instances import Instance, in_order
 from ductile.core.cluster.orders import Decision, Policy
 from ductile.core.cluster.placement import Placement
 from ductile.core.cluster.policies.model import Model
@@ -44,6 +45,11 @@ class Crew:
     resizer: TrainerResizer
 
     @property
+    def instances(self) -> tuple[Instance, ...]:
+        """All generators and scorers, as things are now."""
+        return in_order((*self.generators.all_instances, *(self.scorer.all_instances if self.scorer else ())))
+
+    @property
     def slots_by_role(self) -> Mapping[str, tuple[int, ...]]:
         """Slots by role, as things are now."""
         scorers = {"score": self.scorer.slots} if self.scorer else {}
@@ -72,7 +78,7 @@ class Scheduling:
     def watch(self, loop: Loop) -> ElasticController | None:
         """Account for the slots' time from now on. Returns their controller; None without `cluster.auto_scheduler`."""
         config, crew = self._config, self._crew
-        setting = setting_of(config, self._prepared, crew.home, on_gpu=_on_gpu(crew))
+        setting = setting_of(config, self._prepared, crew.home, crew.instances, on_gpu=_on_gpu(crew))
         measured = CostModel(_cache_bytes_per_token(config, crew))
         began_s = self._began_s = crew.activity.begin(crew.cluster.slots)
         monitor = Monitor(
@@ -97,7 +103,7 @@ class Scheduling:
             clock=lambda: time.monotonic() - began_s,
         )
         crew.generators.on_capacity(loop.buffer.wake)
-        crew.generators.on_restarted = lambda sentence: self._record.event("restarted", sentence)
+        crew.generators.on_restarted = lambda sentence, lost: self._record.event("restarted", sentence, instance=lost)
         self._profile(setting, measured, began_s)
         if config.cluster.auto_scheduler:
             policy = policy_of(config.cluster)
@@ -135,7 +141,7 @@ class Scheduling:
             measured,
             prompt_tokens=lambda: crew.generators.lengths().prompt_mean,
             num_switches=self._num_switches,
-            num_scorers=lambda: len(crew.scorer.slots) if crew.scorer else 0,
+            num_scorers=lambda: len(crew.scorer.instances) if crew.scorer else 0,
             num_updates=setting.n_minibatches,
             began_s=began_s,
         )
@@ -153,7 +159,9 @@ class Scheduling:
         return self._controller.num_changes if self._controller else 0
 
 
-def setting_of(config: RLConfig, prepared: Prepared, home: Placement, *, on_gpu: bool) -> Setting:
+def setting_of(
+    config: RLConfig, prepared: Prepared, home: Placement, instances: tuple[Instance, ...], *, on_gpu: bool
+) -> Setting:
     orchestrator = config.orchestrator
     return Setting(
         home=home,
@@ -176,6 +184,7 @@ def setting_of(config: RLConfig, prepared: Prepared, home: Placement, *, on_gpu:
         use_pre_process_policy=config.cluster.use_pre_process_policy,
         use_wait_before_last_iter_policy=config.cluster.use_wait_before_last_iter_policy,
         on_gpu=on_gpu,
+        instances=instances,
     )
 
 

@@ -10,8 +10,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from ductile.core.cluster.cost_model import CostModel, FixedCost
+from ductile.core.cluster.instances import Instance, InstanceId, in_order
 from ductile.core.cluster.orders import Migration, RoleChange
-from ductile.core.cluster.placement import SPELLED, Placement, Role
+from ductile.core.cluster.placement import SPELLED, Placement, Role, slots_of
 from ductile.core.cluster.state import ClusterState, Limits, SlotState, TrainerState
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.launch.activity import Situation, SlotActivity
@@ -108,6 +109,9 @@ class LiveActuator:
             costs=self._measured.costs(),
             home=self._options.home,
             limits=self._options.limits,
+            instances=in_order(
+                (*self._generators.all_instances, *(self._scorer.all_instances if self._scorer else ()))
+            ),
             unfinished=self._generators.unfinished(),
             lengths=self._generators.lengths(),
             max_tokens=self._options.max_tokens,
@@ -157,32 +161,33 @@ class LiveActuator:
         async with self._or_not_done():
             results = await self._generators.migrate(migrations)
         # A target takes caches in one after another, several targets at once.
-        taken_in = Counter[int]()
+        taken_in = Counter[InstanceId]()
         for result in results:
-            if result.slot is not None and result.slot != result.order.source:
-                taken_in[result.slot] += contexts.get(result.order.id, 0) if result.with_cache else 0
-        if taken_in:  # otherwise all had ended, and no slot was asked
+            if result.instance is not None and result.instance != result.order.source:
+                taken_in[result.instance] += contexts.get(result.order.id, 0) if result.with_cache else 0
+        if taken_in:  # otherwise all had ended, and no generator was asked
             self._measured.migrated(max(taken_in.values()), self.now_s - began_s)
 
-    async def dismiss(self, slot: int, role: Role) -> None:
-        if role == "generate":
-            left = sum(rollout.slot == slot for rollout in self._generators.unfinished())
+    async def dismiss(self, instance: Instance) -> None:
+        if instance.role == "generate":
+            left = sum(rollout.instance == instance.id for rollout in self._generators.unfinished())
             if left:  # they could not migrate, and the change is not to wait for their end
-                raise NotDone(f"slot {slot} goes on generating: {left} of its rollouts could not migrate")
+                raise NotDone(f"{instance.id} goes on generating: {left} of its rollouts could not migrate")
             async with self._or_not_done(), self._measuring("release"):
-                await self._generators.dismiss(slot)
+                await self._generators.dismiss(instance)
         elif self._scorer is not None:
             async with self._or_not_done(), self._measuring("release"):
-                await self._scorer.dismiss(slot)
+                await self._scorer.dismiss(instance)
 
-    async def admit(self, slot: int, role: Role) -> None:
-        if role == "score" and self._scorer is None:
-            raise NotDone(f"slot {slot} cannot score: this run has no scorer (cluster.component_placement.inference)")
+    async def admit(self, instance: Instance) -> None:
+        if instance.role == "score" and self._scorer is None:
+            where = slots_of(instance.slots)
+            raise NotDone(f"{where} cannot score: this run has no scorer (cluster.component_placement.inference)")
         async with self._or_not_done(), self._measuring("grant"):
-            if role == "generate":
-                await self._generators.admit(slot, self._options.generate)
+            if instance.role == "generate":
+                await self._generators.admit(instance, self._options.generate)
             elif self._scorer is not None:
-                await self._scorer.admit(slot, self._options.score)
+                await self._scorer.admit(instance, self._options.score)
 
     async def resize(self, layout: ParallelLayout, leave: Callable[[], Awaitable[None]]) -> None:
         try:

@@ -2,13 +2,13 @@
 
     events  ->  ask(policy, actuator.state())  ->  the actuator's parts, in this order:
 
-    1. rollouts leave with what they have, for generators that are there; then their slots give up what they did
-    2. the trainer resizes               beside it, slots that are not about to leave the trainer take roles on
-    3. slots that have left the trainer take roles on
-    4. rollouts go to the new generators, and slots that have kept them until then give up generating
+    1. rollouts leave with what they have, for generators that are there; then instances end
+    2. the trainer resizes               beside it, instances begin on slots that are not about to leave the trainer
+    3. instances begin on slots that have left the trainer
+    4. rollouts go to the new generators, and generators that have kept them until then end
 
-A slot that joins the trainer leaves its generator only when the resize is prepared and the trainer stands still for it:
-until then it generates on. (Where there is no memory for both, it leaves first.)
+A generator whose slots join the trainer ends only when the resize is prepared and the trainer stands still for it:
+until then it generates on. (Where there is no memory for both, it ends first.)
 
 One decision at a time: events that come meanwhile are looked at together, afterwards. Before weights are published the
 slots settle for the step that begins, and nothing is decided until the weights are live. A change goes on beside that:
@@ -16,19 +16,19 @@ its slots may prepare for long, and the loop does not wait for its end. Weights 
 new rollouts are shared with them; or half a micro-step later, without them. A part that is not done is told in a
 sentence; the slots then have the roles that they really have, and the next decision sees those.
 
-It knows no slots: an `Actuator` has them.
+It knows no slots and no instances: an `Actuator` has them.
 """
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ductile.core.cluster.orders import Decision, Migration, Policy, RoleChange, layout_after
-from ductile.core.cluster.placement import Role
+from ductile.core.cluster.instances import Instance, InstanceId, in_order
+from ductile.core.cluster.orders import Decision, Migration, Policy, RoleChange, instances_after, layout_after
 from ductile.core.cluster.state import ClusterState
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.loop.asking import BadDecision, ask
@@ -66,19 +66,19 @@ class Actuator(Protocol):
         ...
 
     def changing(self, moves: Sequence[RoleChange]) -> None:
-        """These slots, and no others, change roles. A slot that is to generate no more gets no new requests."""
+        """These slots, and no others, change roles. A generator that is about to end gets no new requests."""
         ...
 
     async def migrate(self, migrations: Sequence[Migration]) -> None:
         """Rollouts that have ended meanwhile stay out of it."""
         ...
 
-    async def dismiss(self, slot: int, role: Role) -> None:
-        """The slot generates or scores no more."""
+    async def dismiss(self, instance: Instance) -> None:
+        """The instance generates or scores no more."""
         ...
 
-    async def admit(self, slot: int, role: Role) -> None:
-        """The slot generates or scores, with the live weights."""
+    async def admit(self, instance: Instance) -> None:
+        """The instance generates or scores, with the live weights."""
         ...
 
     async def resize(self, layout: ParallelLayout, leave: Callable[[], Awaitable[None]]) -> None:
@@ -204,7 +204,7 @@ class ElasticController:
     def _decide(self) -> None:
         """Ask the policy, and begin the change that it orders, if any."""
         actuator, began_s = self._actuator, time.thread_time()
-        at_s, state = actuator.now_s, replace(actuator.state(), asked=self._asked)
+        at_s, state = actuator.now_s, replace(actuator.state(), asked=self._asked, change=self.num_changes + 1)
         self._asked = True
         decision = self._ask(state)
         # Slots that train hear of a migration after their micro-steps: training that waited waits until they have.
@@ -215,7 +215,7 @@ class ElasticController:
         self._log.decided(decision, at_s)
         if decision.orders:
             delta, self._patience_s = _RoleDelta.of(state, decision), state.patience_s
-            if delta.taken_on:
+            if delta.begin:
                 self._joined.clear()
             actuator.changing(decision.moves)
             self._change = asyncio.create_task(self._make(state, decision, delta, at_s))
@@ -224,7 +224,8 @@ class ElasticController:
         """Carry the change out, and note what became of it. The loop does not wait for this task."""
         try:
             failures = await self._carry_out(state, decision, delta)
-            self._note(ExecutedDecision(at_s, self._actuator.now_s - at_s, decision, tuple(failures)))
+            change = ExecutedDecision(at_s, self._actuator.now_s - at_s, decision, tuple(failures))
+            self._note(change, state.instances)
         except Exception as error:
             self._fail(error)
         finally:
@@ -232,10 +233,10 @@ class ElasticController:
             self._change = None
             self.notify()
 
-    def _note(self, change: ExecutedDecision) -> None:
+    def _note(self, change: ExecutedDecision, before: Sequence[Instance]) -> None:
         self.changes.append(change)
         self.num_changes += 1
-        self._log.changed(change)
+        self._log.changed(change, before, self._actuator.state().instances)
         self._num_failed = self._num_failed + 1 if change.failures else 0
         if change.failures:
             # The same state would give the same decision, at once and again and again.
@@ -264,37 +265,38 @@ class ElasticController:
     async def _carry_out(self, state: ClusterState, decision: Decision, delta: "_RoleDelta") -> list[str]:
         """Carry the parts out. Returns a sentence for each that was not done."""
         actuator, failures = self._actuator, list[str]()
+        later = {each for each in delta.begin if not delta.leaves_trainer.isdisjoint(each.slots)}
+        waiting = {each.id for each in state.instances if not delta.waiting.isdisjoint(each.slots)}
 
-        async def leave(slots: Collection[int]) -> None:
+        async def leave(instances: set[InstanceId]) -> None:
             migrations = [
-                order for order in decision.migrations if order.source in slots and order.target not in delta.joining
+                order
+                for order in decision.migrations
+                if order.source in instances and order.target not in delta.joining
             ]
             if migrations:
                 failures.extend(await _done(actuator.migrate(migrations)))
-            going = set(slots) - delta.keeping
-            leaving: list[tuple[int, Role]] = [(slot, role) for slot, role in delta.given_up if slot in going]
-            failures.extend(await _done(*(actuator.dismiss(slot, role) for slot, role in leaving)))
+            going = instances - delta.keeping
+            failures.extend(await _done(*(actuator.dismiss(each) for each in delta.end if each.id in going)))
 
-        async def take_on() -> list[str]:
-            at_once = [actuator.admit(slot, role) for slot, role in delta.taken_on if slot not in delta.leaves_trainer]
-            said = await _done(*at_once)
-            if len(at_once) == len(delta.taken_on):
+        async def begin() -> list[str]:
+            said = await _done(*(actuator.admit(each) for each in delta.begin if each not in later))
+            if not later:
                 self._joined.set()
             return said
 
         async def resize() -> list[str]:
             if not delta.resizes:
                 return []
-            return await _done(actuator.resize(delta.layout, lambda: leave(delta.waiting)))
+            return await _done(actuator.resize(delta.layout, lambda: leave(waiting)))
 
         try:
-            await leave({slot.slot for slot in state.slots} - delta.waiting)
+            await leave({each.id for each in state.instances} - waiting)
             self._hold_training(decision.hold_training)
-            resized, others = await gather_all(resize(), take_on())
+            resized, others = await gather_all(resize(), begin())
             failures += [*resized, *others]
             if not resized:
-                after = [actuator.admit(slot, role) for slot, role in delta.taken_on if slot in delta.leaves_trainer]
-                failures += await _done(*after)
+                failures += await _done(*(actuator.admit(each) for each in delta.begin if each in later))
             self._joined.set()
             failures += await self._finish_migrations(decision, delta)
         finally:
@@ -302,52 +304,49 @@ class ElasticController:
         return failures
 
     async def _finish_migrations(self, decision: Decision, delta: "_RoleDelta") -> list[str]:
-        """Hand rollouts to new generators that are really there. A slot that keeps rollouts goes on generating."""
+        """Hand rollouts to new generators that are really there. One that keeps rollouts goes on generating."""
         late = [order for order in decision.migrations if order.target in delta.joining]
         if not late:
             return []
-        there = self._actuator.state().of("generate")
+        there = {each.id for each in self._actuator.state().instances}
         missed = {order.source for order in late if order.target not in there}
         to_migrate = [order for order in late if order.target in there]
         failures = await _done(self._actuator.migrate(to_migrate)) if to_migrate else list[str]()
-        leaving: list[tuple[int, Role]] = [(slot, role) for slot, role in delta.given_up if slot in delta.keeping]
+        leaving = [each for each in delta.end if each.id in delta.keeping]
         failures += [
-            f"slot {slot} goes on generating, as its rollouts have nowhere to go"
-            for slot, _ in leaving
-            if slot in missed
+            f"{each.id} goes on generating, as its rollouts have nowhere to go" for each in leaving if each.id in missed
         ]
-        return failures + await _done(
-            *(self._actuator.dismiss(slot, role) for slot, role in leaving if slot not in missed)
-        )
+        return failures + await _done(*(self._actuator.dismiss(each) for each in leaving if each.id not in missed))
 
 
 @dataclass(frozen=True, slots=True)
 class _RoleDelta:
-    """What a decision changes: the roles that slots give up and take on, and the layout of the trainer."""
+    """What a decision changes: the instances, and the layout of the trainer."""
 
-    given_up: tuple[tuple[int, Role], ...]
-    """(slot, role) for each role besides training that a slot gives up."""
-    taken_on: tuple[tuple[int, Role], ...]
-    """(slot, role) for each role besides training that a slot takes on."""
-    joining: frozenset[int]
-    """Slots that become generators."""
-    keeping: frozenset[int]
+    end: tuple[Instance, ...]
+    """Instances that are there now and are not to be."""
+    begin: tuple[Instance, ...]
+    """Instances that are to be there and are not yet."""
+    joining: frozenset[InstanceId]
+    """Generators among those that begin."""
+    keeping: frozenset[InstanceId]
     """Generators whose rollouts go to new generators: they cannot leave before the new ones are there."""
     layout: ParallelLayout
     resizes: bool
     waiting: frozenset[int]
-    """Slots that join the trainer, and leave what they did only when it stands still."""
+    """Slots that join the trainer, and whose instances end only when it stands still."""
     leaves_trainer: frozenset[int]
 
     @staticmethod
     def of(state: ClusterState, decision: Decision) -> "_RoleDelta":
         before, layout = state.trainer.layout, layout_after(state, decision)
-        taken_on = _roles((move.slot, move.before, move.after) for move in decision.moves)
-        joining = frozenset(slot for slot, role in taken_on if role == "generate")
+        there = instances_after(state, decision)
+        begin = in_order({*there}.difference(state.instances))
+        joining = frozenset(each.id for each in begin if each.role == "generate")
         joins_trainer = frozenset(layout.slots).difference(before.slots)
         return _RoleDelta(
-            given_up=_roles((move.slot, move.after, move.before) for move in decision.moves),
-            taken_on=taken_on,
+            end=in_order({*state.instances}.difference(there)),
+            begin=begin,
             joining=joining,
             keeping=frozenset(order.source for order in decision.migrations if order.target in joining),
             layout=layout,
@@ -355,11 +354,6 @@ class _RoleDelta:
             waiting=joins_trainer if state.limits.may_share else frozenset(),
             leaves_trainer=frozenset(before.slots).difference(layout.slots),
         )
-
-
-def _roles(ways: Iterable[tuple[int, Collection[Role], Collection[Role]]]) -> tuple[tuple[int, Role], ...]:
-    """(slot, role) for each role besides training that a slot has in the second of two sets and not in the first."""
-    return tuple((slot, role) for slot, one, two in ways for role in two if role != "train" and role not in one)
 
 
 async def _done(*parts: Coroutine[object, object, None]) -> list[str]:

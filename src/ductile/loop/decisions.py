@@ -7,9 +7,11 @@ refused     the policy is not asked any more
 """
 
 import traceback
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 from ductile.config.asked import as_sentence
+from ductile.core.cluster.instances import Instance, in_order
 from ductile.core.cluster.orders import Decision, sentence
 from ductile.observe import Recorder
 
@@ -44,8 +46,8 @@ class DecisionLog:
         if decision.orders or decision.reason or began:
             self._topic = topic
 
-    def changed(self, change: ExecutedDecision) -> None:
-        """A change is at its end."""
+    def changed(self, change: ExecutedDecision, before: Sequence[Instance], after: Sequence[Instance]) -> None:
+        """A change is at its end. before, after: the instances that were and are there."""
         what = sentence(change.decision.moves or change.decision.migrations)
         said = f"Done in {change.seconds:.2f} s: {what}."
         if change.failures:
@@ -58,6 +60,8 @@ class DecisionLog:
             slots=sorted({move.slot for move in change.decision.moves}),
             num_handoffs=len(change.decision.migrations),
             failures=change.failures,
+            began=[asdict(each) for each in in_order({*after}.difference(before))],
+            ended=[each.id for each in in_order({*before}.difference(after))],
         )
 
     def refused(self, error: Exception) -> str:

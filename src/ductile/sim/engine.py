@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from math import sqrt
 
 from ductile.core.cluster.cost import DecodeSpeed
+from ductile.core.cluster.instances import Instance
 from ductile.records import GenerateRequest
 
 HAIR = 1e-6
@@ -41,10 +42,16 @@ class SimulatedRequest:
 
 class SimulatedEngine:
     def __init__(
-        self, slot: int, decode: DecodeSpeed, max_num_seqs: int, on_done: Callable[[int, list[SimulatedRequest]], None]
+        self,
+        instance: Instance,
+        decode: DecodeSpeed,
+        max_num_seqs: int,
+        on_done: Callable[[Instance, list[SimulatedRequest]], None],
+        paused_until_s: float = 0.0,
     ) -> None:
-        """on_done(slot, requests): these are finished."""
-        self.slot = slot
+        """on_done(instance, requests): these are finished. paused_until_s: when its slots have done what else they
+        do."""
+        self.instance = instance
         self.requests: dict[str, SimulatedRequest] = {}
         self._decode, self._max_num_seqs, self._on_done = decode, max_num_seqs, on_done
         self._loop = asyncio.get_running_loop()
@@ -52,7 +59,8 @@ class SimulatedEngine:
         self._ends: list[tuple[float, int, SimulatedRequest]] = []
         self._count = 0
         self._progress = self._context = 0.0
-        self._at_s = self._paused_until_s = self._loop.time()
+        self._at_s = self._loop.time()
+        self._paused_until_s = max(self._at_s, paused_until_s)
         self._timer: asyncio.TimerHandle | None = None
         self._touched = False
 
@@ -169,4 +177,4 @@ class SimulatedEngine:
             done.append(simulated)
         self._fill()
         self._touch()
-        self._on_done(self.slot, done)
+        self._on_done(self.instance, done)

@@ -8,6 +8,7 @@ import heapq
 from collections.abc import Sequence
 from typing import Literal
 
+from ductile.core.cluster.instances import slots_on
 from ductile.core.cluster.routing import predicted_tokens
 from ductile.loop.controller import ElasticController
 from ductile.records import GenerateRequest, Generation, Manifest, Sample, StepReport
@@ -54,9 +55,8 @@ class SimGenerators:
     async def receive(self, manifest: Manifest) -> None:
         actuator = self._actuator
         seconds = actuator.scenario.speeds.receive_s
-        slots = actuator.generators
-        for slot in slots:
-            actuator.engines[slot].stall(seconds)
+        slots = slots_on(actuator.instances_of("generate"))
+        actuator.stall(slots, seconds)
         await actuator.busy("publish", slots, seconds)
         actuator.live_version = manifest.version
         for engine in actuator.engines.values():
@@ -92,8 +92,7 @@ class SimTrainer:
                 slots = actuator.layout.slots
                 done, left, longest = _row(left, len(slots), seq_len)
                 seconds = actuator.scenario.speeds.train.seconds(longest * block, len(slots))
-                for slot in slots:
-                    actuator.engines[slot].stall(seconds)
+                actuator.stall(slots, seconds)
                 await actuator.busy("train", slots, seconds)
                 actuator.on_trained(len(done), sum(done) * block)
             self._controller.notify()
@@ -133,15 +132,16 @@ class SimScorer:
 
     async def score(self, samples: Sequence[Sample], model: Literal["policy", "reference"]) -> list[tuple[float, ...]]:
         actuator = self._actuator
-        slots = [slot for slot, roles in actuator.roles.items() if "score" in roles]
+        scorers = actuator.instances_of("score")
         tokens = sum(map(len, samples)) * actuator.scenario.block_tokens
-        await actuator.busy("score", slots, tokens / (actuator.scenario.speeds.score_tokens_per_s * len(slots)))
+        seconds = tokens / (actuator.scenario.speeds.score_tokens_per_s * len(scorers))
+        await actuator.busy("score", slots_on(scorers), seconds)
         actuator.on_scored(len(samples), tokens)
         self._controller.notify()
         return [(0.0,) * len(sample) for sample in samples]
 
     async def receive(self, manifest: Manifest) -> None:
-        slots = [slot for slot, roles in self._actuator.roles.items() if "score" in roles]
+        slots = slots_on(self._actuator.instances_of("score"))
         await self._actuator.busy("publish", slots, self._actuator.scenario.speeds.receive_s)
 
 

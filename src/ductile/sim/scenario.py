@@ -7,6 +7,7 @@ from hashlib import blake2b
 from math import exp
 
 from ductile.core.cluster.cost import Speeds, SwitchCosts
+from ductile.core.cluster.instances import Instance
 from ductile.core.cluster.placement import Placement
 from ductile.core.cluster.state import Limits, may_share
 
@@ -63,6 +64,8 @@ class Scenario:
     """Tokens of a cache block: siblings share the full blocks of their prompt. 0 where they share nothing."""
     score: bool = False
     """There is a scorer, and every sample passes through it."""
+    servers: tuple[Instance, ...] = ()
+    """Generators that are on no slot, and are there from the beginning to the end."""
     on_gpu: bool = False
     """The slots are GPUs, which have memory for two roles only where the placement says so."""
 

@@ -1,4 +1,4 @@
-"""The simulated cluster: which slot holds what and does what, and the facts that a policy is told.
+"""The simulated cluster: which slot holds what and does what, which instances there are, what a policy is told.
 
 It keeps the books and decides nothing. The roles (`roles.py`) tell it what begins and ends, the loop's controller has
 it change who holds what (it follows `loop.controller.Actuator`), the ledger hears of every change of a slot's activity.
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import fsum
 
 from ductile.core.cluster.cost import carriage
+from ductile.core.cluster.instances import Instance, InstanceId, Serving, in_order
 from ductile.core.cluster.ledger import Activity, Ledger, idle_cause
 from ductile.core.cluster.orders import Migration, RoleChange
 from ductile.core.cluster.placement import SPELLED, Role
@@ -22,6 +23,7 @@ from ductile.core.cluster.state import (
     SlotState,
     TrainerState,
     Unfinished,
+    first_instances,
 )
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.sim.engine import SimulatedEngine, SimulatedRequest
@@ -74,21 +76,25 @@ class SimulatedActuator:
         self._cut: deque[int] = deque(maxlen=SEEN)
         self._migrating: dict[str, SimulatedRequest] = {}
         self._facts = (False, False, False)
-        self.engines = {
-            slot: SimulatedEngine(slot, scenario.speeds.decode, scenario.limits.max_num_seqs, self._on_done)
-            for slot in slots
-        }
+        self.instances: tuple[Instance, ...] = ()
+        """Generators and scorers, in the order of their slots."""
+        self.engines: dict[InstanceId, SimulatedEngine] = {}
+        """The generators' engines."""
+        self._engine_on: dict[int, SimulatedEngine] = {}
+        self._paused_until_s = dict.fromkeys(slots, 0.0)
+        """When each slot has done what keeps it from decoding."""
         for slot in slots:
             ledger.open(slot, self.now_s)
         self.assign({slot: scenario.placement.roles(slot) for slot in slots})
+        for instance in (*first_instances(scenario.placement, scenario.limits), *scenario.servers):
+            self._begin(instance)
 
     @property
     def capacity(self) -> int:
         return self.scenario.limits.max_num_seqs * len(self._loads)
 
-    @property
-    def generators(self) -> tuple[int, ...]:
-        return tuple(slot for slot, held in self.roles.items() if "generate" in held)
+    def instances_of(self, role: Serving) -> tuple[Instance, ...]:
+        return tuple(each for each in self.instances if each.role == role)
 
     @property
     def now_s(self) -> float:
@@ -108,7 +114,10 @@ class SimulatedActuator:
     def changing(self, moves: Sequence[RoleChange]) -> None:
         changed, self._changing = self._changing, frozenset(move.slot for move in moves)
         self.since_s.update(dict.fromkeys(changed - self._changing, self.now_s))
-        self._open({move.slot: "generate" in move.before and "generate" in move.after for move in moves})
+        leaving = {move.slot for move in moves if "generate" in move.before and "generate" not in move.after}
+        for engine in self._engines_on(leaving):
+            self._loads.close(engine.instance)
+        self._look_for_generators()
 
     async def migrate(self, migrations: Sequence[Migration]) -> None:
         """Move rollouts, with all that they have so far; those that have ended stay out of it. The others decode on."""
@@ -121,13 +130,21 @@ class SimulatedActuator:
             if simulated := self._migrating.pop(order.id, None):
                 self._put(simulated, order.target)
 
-    async def dismiss(self, slot: int, role: Role) -> None:
-        self.assign({slot: without(role, self.roles[slot])})
-        await self._switch((slot,), self.scenario.costs.release_s)
+    async def dismiss(self, instance: Instance) -> None:
+        self.instances = tuple(each for each in self.instances if each != instance)
+        if instance.role == "generate":
+            self._loads.close(instance)
+            del self.engines[instance.id]
+            for slot in instance.slots:
+                del self._engine_on[slot]
+            self._look_for_generators()
+        self.assign({slot: without(instance.role, self.roles[slot]) for slot in instance.slots})
+        await self._switch(instance.slots, self.scenario.costs.release_s)
 
-    async def admit(self, slot: int, role: Role) -> None:
-        await self._switch((slot,), self.scenario.costs.grant_s)
-        self.assign({slot: in_order(*self.roles[slot], role)})
+    async def admit(self, instance: Instance) -> None:
+        await self._switch(instance.slots, self.scenario.costs.grant_s)
+        self.assign({slot: in_order_of_roles(*self.roles[slot], instance.role) for slot in instance.slots})
+        self._begin(instance)
 
     async def resize(self, layout: ParallelLayout, leave: Callable[[], Awaitable[None]]) -> None:
         before, after = self.layout.slots, layout.slots
@@ -139,7 +156,7 @@ class SimulatedActuator:
             await self._switch({*before, *after}, self.scenario.costs.resize_s)
             self.layout = layout
             self.assign({slot: without("train", self.roles[slot]) for slot in {*before} - {*after}})
-            self.assign({slot: in_order(*self.roles[slot], "train") for slot in {*after} - {*before}})
+            self.assign({slot: in_order_of_roles(*self.roles[slot], "train") for slot in {*after} - {*before}})
 
     async def _micro_steps_pass(self, count: int) -> None:
         """Messages to slots that train wait for those that were sent before; where no slot trains, they do not wait."""
@@ -149,25 +166,42 @@ class SimulatedActuator:
 
     async def _switch(self, slots: Collection[int], seconds: float) -> None:
         if seconds > 0:
-            for slot in slots:
-                self.engines[slot].stall(seconds)
+            self.stall(slots, seconds)
             await self.busy("switch", slots, seconds)
+
+    def _begin(self, instance: Instance) -> None:
+        """The instance is there, on slots that have its role."""
+        self.instances = in_order((*self.instances, instance))
+        if instance.role == "generate":
+            paused_until_s = max((self._paused_until_s[slot] for slot in instance.slots), default=0.0)
+            decode, max_num_seqs = self.scenario.speeds.decode, self.scenario.limits.max_num_seqs
+            engine = SimulatedEngine(instance, decode, max_num_seqs, self._on_done, paused_until_s)
+            self.engines[instance.id] = engine
+            self._engine_on.update(dict.fromkeys(instance.slots, engine))
+            self._loads.open(instance)
+            self._look_for_generators()
+
+    def _look_for_generators(self) -> None:
+        (self._generates.set if self._loads else self._generates.clear)()
+        self.on_capacity()
 
     # -- what slots do
 
     def assign(self, roles: Mapping[int, tuple[Role, ...]]) -> None:
         """The slots have these roles from now on."""
         self.roles.update(roles)
-        self._open({slot: "generate" in held for slot, held in roles.items()})
         for slot in roles:
             self.refresh(slot)
 
-    def _open(self, slots: Mapping[int, bool]) -> None:
-        """Note for each slot whether it takes requests."""
-        for slot, takes in slots.items():
-            (self._loads.open if takes else self._loads.close)(slot)
-        (self._generates.set if self._loads else self._generates.clear)()
-        self.on_capacity()
+    def stall(self, slots: Collection[int], seconds: float) -> None:
+        """Nothing is decoded on these slots for so long: they train, take new weights in, or change roles."""
+        for slot in slots:
+            self._paused_until_s[slot] = max(self.now_s, self._paused_until_s[slot]) + seconds
+        for engine in self._engines_on(slots):
+            engine.stall(seconds)
+
+    def _engines_on(self, slots: Collection[int]) -> list[SimulatedEngine]:
+        return list(dict.fromkeys(self._engine_on[slot] for slot in slots if slot in self._engine_on))
 
     async def busy(self, what: Activity, slots: Collection[int], seconds: float) -> None:
         """The slots do this for so long."""
@@ -188,7 +222,7 @@ class SimulatedActuator:
             if self._doing[activity][slot]:
                 self.ledger.switch(slot, activity, self.now_s)
                 return
-        if self.engines[slot].requests:
+        if slot in self._engine_on and self._engine_on[slot].requests:
             self.ledger.switch(slot, "generate", self.now_s)
         elif self.live_version >= 0:  # until then it starts up
             others_decode, may_start, held = self._facts
@@ -212,46 +246,51 @@ class SimulatedActuator:
     # -- what becomes of rollouts
 
     async def start(self, simulated: SimulatedRequest) -> None:
-        """Send the request where there is the least to do; waits while no slot generates."""
+        """Send the request where there is the least to do; waits while there is no generator."""
         while not self._loads:
             await self._generates.wait()
         self.started += 1
-        self._put(simulated, self._loads.route(simulated.request.group, simulated.prompt_tokens).slot)
+        self._put(simulated, self._loads.route(simulated.request.group, simulated.prompt_tokens).instance)
 
     def abort(self, simulated: SimulatedRequest) -> None:
         name = simulated.request.id
         if self._migrating.pop(name, None):
             self.started -= 1
-        for slot, engine in self.engines.items():
+        for instance, engine in self.engines.items():
             if name in engine.requests:
-                self._take(name, slot)
+                self._take(name, instance)
                 self.started -= 1
 
-    def _take(self, name: str, slot: int) -> SimulatedRequest:
-        simulated = self.engines[slot].remove(name)
-        self._loads.remove(slot, simulated.request.group, simulated.predicted_tokens)
-        self.refresh(slot)
+    def _take(self, name: str, source: InstanceId) -> SimulatedRequest:
+        engine = self.engines[source]
+        simulated = engine.remove(name)
+        self._loads.remove(source, simulated.request.group, simulated.predicted_tokens)
+        self._refresh_all(engine.instance)
         return simulated
 
-    def _put(self, simulated: SimulatedRequest, slot: int) -> None:
-        scenario = self.scenario
+    def _put(self, simulated: SimulatedRequest, target: InstanceId) -> None:
+        scenario, engine = self.scenario, self.engines[target]
         context = simulated.prompt_tokens + simulated.generated
-        if not simulated.generated and scenario.cache_block and self._loads.siblings(simulated.request.group, slot):
+        if not simulated.generated and scenario.cache_block and self._loads.siblings(simulated.request.group, target):
             context %= scenario.cache_block  # the full blocks of the prompt are there
         if simulated.generated:
             simulated.prefill_s = carriage(context, scenario.speeds, scenario.costs).seconds
-        else:  # no slot has a cache of it
+        else:  # no generator has a cache of it
             simulated.prefill_s = context / scenario.speeds.prefill_tokens_per_s
-        self._loads.add(slot, simulated.request.group, simulated.predicted_tokens)
-        self.engines[slot].add(simulated)
-        self.refresh(slot)
+        self._loads.add(target, simulated.request.group, simulated.predicted_tokens)
+        engine.add(simulated)
+        self._refresh_all(engine.instance)
         self.look_again()
 
-    def _on_done(self, slot: int, requests: list[SimulatedRequest]) -> None:
+    def _refresh_all(self, instance: Instance) -> None:
+        for slot in instance.slots:
+            self.refresh(slot)
+
+    def _on_done(self, instance: Instance, requests: list[SimulatedRequest]) -> None:
         scenario = self.scenario
         for simulated in requests:
             self.finished += 1
-            self._loads.remove(slot, simulated.request.group, simulated.predicted_tokens)
+            self._loads.remove(instance.id, simulated.request.group, simulated.predicted_tokens)
             (self._cut if simulated.num_tokens >= scenario.work.max_tokens else self._ended).append(
                 simulated.num_tokens
             )
@@ -264,7 +303,7 @@ class SimulatedActuator:
                 self._to_score_tokens += group.blocks * scenario.block_tokens
                 if not scenario.score:
                     self.on_scored(group.finished, group.blocks * scenario.block_tokens)
-        self.refresh(slot)
+        self._refresh_all(instance)
         self.look_again()
         self.on_finished(requests)
 
@@ -293,12 +332,13 @@ class SimulatedActuator:
     def state(self) -> ClusterState:
         scenario, work = self.scenario, self.scenario.work
         unfinished: list[Unfinished] = []
-        for slot, engine in self.engines.items():
+        for instance in self.instances_of("generate"):
+            engine = self.engines[instance.id]
             engine.settle()
             unfinished += [
                 Unfinished(
                     name,
-                    slot,
+                    instance.id,
                     simulated.prompt_tokens,
                     engine.tokens(simulated),
                     work.max_tokens,
@@ -318,6 +358,7 @@ class SimulatedActuator:
             costs=scenario.costs,
             home=scenario.placement,
             limits=scenario.limits,
+            instances=self.instances,
             unfinished=tuple(unfinished),
             lengths=Lengths(tuple(self._ended), tuple(self._cut), float(work.prompt_tokens)),
             max_tokens=work.max_tokens,
@@ -344,7 +385,7 @@ class SimulatedActuator:
         )
 
 
-def in_order(*roles: Role) -> tuple[Role, ...]:
+def in_order_of_roles(*roles: Role) -> tuple[Role, ...]:
     """Roles in the order in which `SlotState` has them."""
     return tuple(role for role in SPELLED if role in roles)
 

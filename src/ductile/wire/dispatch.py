@@ -1,6 +1,7 @@
-"""Requests and aborts on their way to the slots: what is sent in one turn of the event loop goes in one message a slot.
+"""Requests and aborts on their way to the generators: what is sent in one turn of the event loop goes in one message to
+each.
 
-Aborts go before requests. A command from a task that is made later reaches the slot after what is sent here.
+Aborts go before requests. A command from a task that is made later reaches the generator after what is sent here.
 """
 
 import asyncio
@@ -8,23 +9,24 @@ from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from ductile.core.cluster.instances import Instance, in_order
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.in_flight import InFlight
-from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Abort, Generate
+from ductile.wire.worker_pool import WorkerPool
 
 T = TypeVar("T")
 
 
 class Dispatch:
-    def __init__(self, mailbox: Mailbox, timeout_s: float) -> None:
-        self._mailbox, self._timeout_s = mailbox, timeout_s
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
         self._outgoing: list[InFlight] = []
-        self._aborting: list[tuple[int, str]] = []
+        self._aborting: list[tuple[Instance, str]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def send(self, entry: InFlight) -> None:
-        """Send a request to the slot that it is at when the event loop turns. If that fails, the request fails."""
+        """Send a request to the generator that it is at when the event loop turns. If that fails, the request fails."""
         self._outgoing.append(entry)
         self._send_soon()
 
@@ -32,8 +34,8 @@ class Dispatch:
         """Abort a request that its caller does not wait for any more."""
         if entry in self._outgoing:
             self._outgoing.remove(entry)
-        elif entry.slot is not None:
-            self._aborting.append((entry.slot, entry.name))
+        elif entry.instance is not None:
+            self._aborting.append((entry.instance, entry.name))
             self._send_soon()
 
     def start(self, telling: "Coroutine[Any, Any, T]") -> "asyncio.Task[T]":
@@ -50,19 +52,19 @@ class Dispatch:
     def _send(self) -> None:
         outgoing, self._outgoing = self._outgoing, []
         aborting, self._aborting = self._aborting, []
-        for slot in sorted({slot for slot, _ in aborting}):
-            self.start(self._tell_abort(slot, [name for where, name in aborting if where == slot]))
-        for slot in sorted({entry.slot for entry in outgoing if entry.slot is not None}):
-            self.start(self._tell_generate(slot, [entry for entry in outgoing if entry.slot == slot]))
+        for instance in in_order({instance for instance, _ in aborting}):
+            self.start(self._tell_abort(instance, [name for where, name in aborting if where == instance]))
+        for instance in in_order({entry.instance for entry in outgoing if entry.instance is not None}):
+            self.start(self._tell_generate(instance, [entry for entry in outgoing if entry.instance == instance]))
 
-    async def _tell_abort(self, slot: int, names: list[str]) -> None:
+    async def _tell_abort(self, instance: Instance, names: list[str]) -> None:
         with suppress(SlotLost, Late, Refused):  # these requests are not waited for any more
-            await self._mailbox.ask(slot, Abort(tuple(names)), self._timeout_s)
+            await self._pool.ask(instance, Abort(tuple(names)))
 
-    async def _tell_generate(self, slot: int, requests: Sequence[InFlight]) -> None:
+    async def _tell_generate(self, instance: Instance, requests: Sequence[InFlight]) -> None:
         try:
-            await self._mailbox.ask(slot, Generate(tuple(entry.on_wire for entry in requests)), self._timeout_s)
+            await self._pool.ask(instance, Generate(tuple(entry.on_wire for entry in requests)))
         except (SlotLost, Late, Refused) as error:
             for entry in requests:
-                if entry.slot == slot:
+                if entry.instance == instance:
                     entry.fail(error)

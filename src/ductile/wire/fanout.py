@@ -4,8 +4,8 @@ If any outcome is bad, the worst is raised: a lost slot before a refusal before 
 follow from it; they are in its notes.
 """
 
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.mailbox import Mailbox, Outcome
@@ -15,30 +15,35 @@ AFTER_FAILURE_S = 2.0
 """Seconds that slots have to say why they fail when another of their collective has failed: none can succeed."""
 
 R = TypeVar("R", bound=Reply)
+K = TypeVar("K")
 
 
 async def ask_each(
     mailbox: Mailbox, commands: Mapping[int, Command], timeout_s: float, expected: type[R]
 ) -> dict[int, R]:
     """All slots' answers, which are of the class `expected`. Raises SlotLost, Refused or Late: the worst outcome."""
-    return replies_of(mailbox, commands, await mailbox.ask_all(commands, timeout_s, AFTER_FAILURE_S), expected)
+    outcomes = await mailbox.ask_all(commands, timeout_s, AFTER_FAILURE_S)
+    return replies_of(mailbox.describe, commands, outcomes, expected)
 
 
 def replies_of(
-    mailbox: Mailbox, commands: Mapping[int, Command], outcomes: Mapping[int, Outcome], expected: type[R]
-) -> dict[int, R]:
-    """The answers, which are of the class `expected`. Raises SlotLost, Refused or Late: the worst one."""
+    describe: Callable[[K], str], commands: Mapping[K, Command], outcomes: Mapping[K, Outcome], expected: type[R]
+) -> dict[K, R]:
+    """The answers, which are of the class `expected`. Raises SlotLost, Refused or Late: the worst one.
+
+    describe: who was asked, in words.
+    """
     raise_worst(outcomes)
-    replies: dict[int, R] = {}
-    for slot, outcome in outcomes.items():
+    replies: dict[K, R] = {}
+    for asked, outcome in outcomes.items():
         if not isinstance(outcome, expected):
-            command = type(commands[slot]).__name__
-            raise Refused(f"{mailbox.describe(slot)} answered {command} with {type(outcome).__name__}")
-        replies[slot] = outcome
+            command = type(commands[asked]).__name__
+            raise Refused(f"{describe(asked)} answered {command} with {type(outcome).__name__}")
+        replies[asked] = outcome
     return replies
 
 
-def raise_worst(outcomes: Mapping[int, Outcome]) -> None:
+def raise_worst(outcomes: Mapping[Any, Outcome]) -> None:
     for kind in (SlotLost, Refused, Late):
         for worst in outcomes.values():
             if isinstance(worst, kind):

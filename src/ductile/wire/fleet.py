@@ -1,6 +1,6 @@
 """The generators behind one call: `generate` sends a sequence where there is room and waits until it comes back.
 
-pool       which slots generate, who joins, who leaves, which version is live
+pool       which generators there are, who joins, who leaves, which version is live
 in flight  which sequence is where, how far it is
 dispatch   requests and aborts on their way
 migration  requests that go to another generator
@@ -8,8 +8,9 @@ migration  requests that go to another generator
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from ductile.core.cluster.instances import Instance, InstanceId, slots_on
 from ductile.core.cluster.orders import Migration
 from ductile.core.cluster.routing import GeneratorLoad, route
 from ductile.core.cluster.state import Lengths, Unfinished
@@ -22,7 +23,7 @@ from ductile.wire.leases import WeightLeases
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Died, EngineStats, Event, Finished
 from ductile.wire.migration import MigrationResult, Migrator
-from ductile.wire.worker_pool import WorkerPool, whatever_slot
+from ductile.wire.worker_pool import Server, WorkerPool, whatever_slot
 
 
 class RemoteGenerators:
@@ -31,37 +32,46 @@ class RemoteGenerators:
     def __init__(
         self,
         mailbox: Mailbox,
-        slots: Sequence[int],
+        instances: Iterable[Instance],
         max_num_seqs: int,
         block_tokens: int,
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
         leases: WeightLeases | None = None,
         depends_on: Callable[[int], bool] = whatever_slot,
+        servers: Mapping[InstanceId, Server] | None = None,
     ) -> None:
         """max_num_seqs: of one generator. block_tokens: as `core.cluster.routing.route` has it.
-        timeout_s: without any progress of a slot, its sequences are `Late`.
-        leases: None where no slot ever joins. depends_on: whether the run ends when this slot is lost."""
+        timeout_s: without any progress of a generator, its sequences are `Late`.
+        leases, depends_on, servers: as `WorkerPool` has them."""
         self.on_finished: Callable[[Generation], None] = lambda generation: None
         """Called with every completion, as it comes."""
-        self.on_restarted: Callable[[str], None] = lambda sentence: None
-        """Called with a sentence when a request begins again, because its slot was lost."""
-        self._mailbox, self._max_num_seqs, self._timeout_s = mailbox, max_num_seqs, timeout_s
-        self._block_tokens = block_tokens
-        self._depends_on = depends_on
-        self._pool = WorkerPool(mailbox, "generate", slots, timeout_s, leases, depends_on)
+        self.on_restarted: Callable[[str, InstanceId], None] = lambda sentence, lost: None
+        """Called with a sentence and the lost generator when a request begins again, because its generator was lost."""
+        self._max_num_seqs, self._timeout_s, self._block_tokens = max_num_seqs, timeout_s, block_tokens
+        self._pool = WorkerPool(mailbox, "generate", instances, timeout_s, leases, depends_on, servers)
         self._in_flight = RequestsInFlight(clock)
-        self._dispatch = Dispatch(mailbox, timeout_s)
-        mailbox.subscribe(self._on_event)
+        self._dispatch = Dispatch(self._pool)
+        self._pool.subscribe(self._on_event)
+
+    @property
+    def instances(self) -> tuple[Instance, ...]:
+        """Generators that take requests."""
+        return self._pool.instances
+
+    @property
+    def all_instances(self) -> tuple[Instance, ...]:
+        """All generators, those that take no requests yet or any more among them."""
+        return self._pool.all_instances
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Slots that take requests."""
-        return self._pool.slots
+        """Slots of the generators that take requests."""
+        return slots_on(self.instances)
 
     @property
     def capacity(self) -> int:
-        return self._max_num_seqs * len(self.slots)
+        return self._max_num_seqs * len(self.instances)
 
     @property
     def num_waiting(self) -> int:
@@ -69,13 +79,13 @@ class RemoteGenerators:
         return self._pool.num_waiting
 
     def on_capacity(self, callback: Callable[[], None]) -> None:
-        """Have `callback()` called whenever `slots` have changed, or a request begins to wait for one."""
+        """Have `callback()` called whenever `instances` have changed, or a request begins to wait for one."""
         self._pool.on_change = callback
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Waits for a generator while there is none. Raises SlotLost, Late or Refused.
 
-        What was under way at a slot that is lost begins again at another one, once, unless the run ends with that slot.
+        What was under way at a generator that is lost begins again at another one, once, unless the run ends with it.
         """
         entry, aborted = self._in_flight.open(request), False
         try:
@@ -95,28 +105,31 @@ class RemoteGenerators:
     async def receive(self, manifest: Manifest) -> None:
         await self._pool.receive(manifest)
 
-    async def admit(self, slot: int, settings: Mapping[str, object]) -> bool:
+    async def admit(self, instance: Instance, settings: Mapping[str, object]) -> bool:
         """`WorkerPool.admit`: True when it takes requests now, False when it does so from the next version on."""
-        return await self._pool.admit(slot, settings)
+        return await self._pool.admit(instance, settings)
 
     def hold(self, slot: int) -> None:
-        """Send the slot no new requests: it is about to leave."""
-        self._pool.hold(slot)
+        """Send the generator on this slot no new requests: it is about to leave."""
+        if instance := self._pool.on(slot):
+            self._pool.hold(instance)
 
     def resume(self, slot: int) -> None:
-        """A held slot stays, and gets requests again."""
-        self._pool.resume(slot)
+        """If the generator on this slot is held, it stays, and gets requests again."""
+        if instance := self._pool.on(slot):
+            self._pool.resume(instance)
 
-    async def dismiss(self, slot: int) -> None:
-        """Have the slot generate no more, once what it has has left or ended. Raises Late, Refused or SlotLost."""
-        self._pool.hold(slot)
+    async def dismiss(self, instance: Instance) -> None:
+        """Have the instance generate no more, once what it has has left or ended. Raises Late, Refused or SlotLost."""
+        self._pool.hold(instance)
         try:
-            await self._in_flight.gone_from(slot, self._timeout_s)
+            await self._in_flight.gone_from(instance, self._timeout_s)
         except TimeoutError:
-            left = len(self._in_flight.at(slot))
-            described = self._mailbox.describe(slot)
+            left = len(self._in_flight.at(instance))
+            described = self._pool.describe(instance)
             raise Late(f"{described} still had {left} requests after {self._timeout_s:g} s, and cannot leave") from None
-        await self._pool.drop(slot)
+        await self._pool.drop(instance)
+        self._in_flight.forget(instance)
 
     async def migrate(self, migrations: Sequence[Migration]) -> tuple[MigrationResult, ...]:
         """Returns one result a migration, in their order. Migrations go on to their end when the caller is cancelled.
@@ -134,21 +147,22 @@ class RemoteGenerators:
         return self._in_flight.answers.lengths()
 
     def loads(self) -> list[GeneratorLoad]:
-        """Predicted work that each slot still has."""
-        return self._in_flight.loads(self.slots)
+        """Predicted work that each generator still has."""
+        return self._in_flight.loads(self.instances)
 
     async def _send(self, entry: InFlight) -> None:
-        slots = await self._pool.some(f"request {entry.name}")
-        request, loads = entry.request, self._in_flight.loads(slots)
-        self._in_flight.note_slot(entry, route(request.group, loads, len(request.prompt), self._block_tokens).slot)
+        instances = await self._pool.some(f"request {entry.name}")
+        request, loads = entry.request, self._in_flight.loads(instances)
+        chosen = route(request.group, loads, len(request.prompt), self._block_tokens).instance
+        self._in_flight.note_instance(entry, next(each for each in instances if each.id == chosen))
         self._dispatch.send(entry)
 
     async def _wait_for(self, entry: InFlight) -> Generation:
         while not entry.completion.done():
             patience_s = self._in_flight.patience_s(entry, self._timeout_s)
-            if patience_s <= 0 and entry.slot is not None:
+            if patience_s <= 0 and entry.instance is not None:
                 raise Late(
-                    f"{self._mailbox.describe(entry.slot)} made no progress for {self._timeout_s:g} s while it had "
+                    f"{self._pool.describe(entry.instance)} made no progress for {self._timeout_s:g} s while it had "
                     f"to generate {entry.request.id}"
                 )
             await asyncio.wait([entry.completion], timeout=patience_s)
@@ -156,28 +170,26 @@ class RemoteGenerators:
 
     def _begin_again(self, entry: InFlight, error: SlotLost) -> None:
         """Raises `error` if it must not."""
-        slot = entry.slot
-        if entry.num_lost or slot is None or self._depends_on(slot):
+        instance = entry.instance
+        if entry.num_lost or instance is None or self._pool.depends_on(instance):
             raise error
         self._in_flight.reopen(entry)
-        self.on_restarted(f"Request {entry.request.id} begins again: {error}.")
+        self.on_restarted(f"Request {entry.request.id} begins again: {error}.", instance.id)
 
     async def _migrate(self, migrations: Sequence[Migration]) -> tuple[MigrationResult, ...]:
         async with self._pool.lock.shared(f"{len(migrations)} requests change generators"):
-            migrator = Migrator(
-                self._mailbox, self._pool, self._in_flight, self._dispatch, self._block_tokens, self._timeout_s
-            )
-            return await migrator.run(migrations)
+            return await Migrator(self._pool, self._in_flight, self._dispatch, self._block_tokens).run(migrations)
 
-    def _on_event(self, slot: int, event: Event) -> None:
+    def _on_event(self, instance: Instance, event: Event) -> None:
         match event:
             case Finished(generations):
-                for generation in self._in_flight.note_answers(slot, generations):
+                for generation in self._in_flight.note_answers(instance, generations):
                     self.on_finished(generation)
             case EngineStats():
-                self._in_flight.note_stats(slot, event)
+                self._in_flight.note_stats(instance, event)
             case Died(reason):
-                for entry in self._in_flight.at(slot):
+                self._in_flight.forget(instance)
+                for entry in self._in_flight.at(instance):
                     if not entry.migrating:
                         entry.fail(SlotLost(reason))
             case _:

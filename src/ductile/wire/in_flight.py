@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from ductile.core.cluster.instances import Instance, InstanceId
 from ductile.core.cluster.routing import GeneratorLoad, predicted_tokens
 from ductile.core.cluster.state import Unfinished
 from ductile.records import GenerateRequest, Generation
@@ -22,19 +23,25 @@ class InFlight:
     request: GenerateRequest
     """The request, with the tokens that it had when it last left a generator."""
     completion: "asyncio.Future[Generation]"
-    slot: int | None = None
-    """Slot that has the request; None while it waits for a generator, or is between two."""
+    instance: Instance | None = None
+    """Generator that has the request; None while it waits for one, or is between two."""
     since_s: float = 0.0
-    """Time on the clock of `RequestsInFlight` at which the request came to `slot`, in seconds."""
+    """Time on the clock of `RequestsInFlight` at which the request came to `instance`, in seconds."""
     generated: int = 0
     """Tokens of the completion, as its generator said last."""
     predicted_tokens: float = 0.0
     """Tokens that are still to come, as predicted."""
     num_lost: int = 0
-    """Slots that were lost while they had the request."""
+    """Generators that were lost while they had the request."""
 
     migrating: bool = False
-    """The request migrates to `slot`, and the reply is waited for. Should that slot be lost, the migration goes on."""
+    """The request migrates to `instance`, and the reply is waited for. Should that one be lost, the migration goes
+    on."""
+
+    @property
+    def where(self) -> InstanceId | None:
+        """Id of the generator that has the request; None when none has."""
+        return self.instance.id if self.instance else None
 
     def take(self, request: GenerateRequest) -> None:
         """Take over what a generator gave away: the same request, with the tokens that it has so far."""
@@ -57,9 +64,9 @@ class RequestsInFlight:
         self._by_name: dict[str, InFlight] = {}
         self._num_aborted: Counter[str] = Counter()
         """Number of aborts, by request id."""
-        self._num_tokens: dict[int, int] = {}
-        """Tokens that each slot has sampled, as it said last."""
-        self._progress_at_s: dict[int, float] = {}
+        self._num_tokens: dict[InstanceId, int] = {}
+        """Tokens that each generator has sampled, as it said last."""
+        self._progress_at_s: dict[InstanceId, float] = {}
         self._changed = ChangeSignal()
 
     def open(self, request: GenerateRequest) -> InFlight:
@@ -72,11 +79,11 @@ class RequestsInFlight:
         return entry
 
     def reopen(self, entry: InFlight) -> None:
-        """Make the request ready to begin again: its slot was lost, with the tokens that were generated there."""
+        """Make the request ready to begin again: its generator was lost, with the tokens that were generated there."""
         entry.num_lost += 1
         entry.generated = len(entry.request.generated)
         entry.completion = asyncio.get_running_loop().create_future()
-        self.note_slot(entry, None)
+        self.note_instance(entry, None)
 
     def close(self, entry: InFlight, aborted: bool) -> None:
         del self._by_name[entry.name]
@@ -85,9 +92,9 @@ class RequestsInFlight:
             self._num_aborted[entry.request.id] += 1
         self._changed.notify_all()
 
-    def note_slot(self, entry: InFlight, slot: int | None) -> None:
-        """Note that the request is at this slot from now on; None: at none."""
-        entry.slot, entry.since_s = slot, self._clock()
+    def note_instance(self, entry: InFlight, instance: Instance | None) -> None:
+        """Note that the request is at this generator from now on; None: at none."""
+        entry.instance, entry.since_s = instance, self._clock()
         self._predict(entry)
         self._changed.notify_all()
 
@@ -97,60 +104,61 @@ class RequestsInFlight:
     def is_under_way(self, entry: InFlight) -> bool:
         return self._by_name.get(entry.name) is entry and not entry.completion.done()
 
-    def at(self, slot: int) -> list[InFlight]:
-        return [entry for entry in self._by_name.values() if entry.slot == slot]
+    def at(self, instance: Instance) -> list[InFlight]:
+        return [entry for entry in self._by_name.values() if entry.instance == instance]
 
-    async def gone_from(self, slot: int, timeout_s: float) -> None:
-        """Returns when no request is at this slot. Raises TimeoutError."""
-        await self._changed.wait_for(lambda: not self.at(slot), timeout_s)
+    async def gone_from(self, instance: Instance, timeout_s: float) -> None:
+        """Returns when no request is at this generator. Raises TimeoutError."""
+        await self._changed.wait_for(lambda: not self.at(instance), timeout_s)
 
     def patience_s(self, entry: InFlight, timeout_s: float) -> float:
         """Seconds until the request's generator has made no progress for `timeout_s`. Between two generators it is the
         whole `timeout_s`: no generator is to blame, and the migration has deadlines of its own."""
-        if entry.slot is None or entry.migrating:
+        if entry.instance is None or entry.migrating:
             return timeout_s
-        return max(entry.since_s, self._progress_at_s.get(entry.slot, entry.since_s)) + timeout_s - self._clock()
+        progress_at_s = self._progress_at_s.get(entry.instance.id, entry.since_s)
+        return max(entry.since_s, progress_at_s) + timeout_s - self._clock()
 
-    def note_answers(self, slot: int, generations: Iterable[Generation]) -> list[Generation]:
+    def note_answers(self, instance: Instance, generations: Iterable[Generation]) -> list[Generation]:
         """Returns the completions that were waited for, under the ids of their requests."""
-        self._progress_at_s[slot] = self._clock()
+        self._progress_at_s[instance.id] = self._clock()
         completed: list[Generation] = []
         for generation in generations:
             entry = self._by_name.get(generation.id)
-            if entry and entry.slot == slot and not entry.completion.done():
+            if entry and entry.instance == instance and not entry.completion.done():
                 self.answers.note(entry.request, generation)
                 generation = replace(generation, id=entry.request.id)
                 entry.completion.set_result(generation)
                 completed.append(generation)
         return completed
 
-    def note_stats(self, slot: int, stats: EngineStats) -> None:
-        if stats.num_tokens != self._num_tokens.get(slot, 0):
-            self._progress_at_s[slot] = self._clock()
-            self._num_tokens[slot] = stats.num_tokens
+    def note_stats(self, instance: Instance, stats: EngineStats) -> None:
+        if stats.num_tokens != self._num_tokens.get(instance.id, 0):
+            self._progress_at_s[instance.id] = self._clock()
+            self._num_tokens[instance.id] = stats.num_tokens
         for name, generated in stats.generated.items():
             entry = self._by_name.get(name)
-            if entry and entry.slot == slot:
+            if entry and entry.instance == instance:
                 entry.generated = max(entry.generated, generated)
                 self._predict(entry)
 
-    def loads(self, slots: Sequence[int]) -> list[GeneratorLoad]:
-        """Predicted work that each slot still has."""
-        remaining = dict.fromkeys(slots, 0.0)
-        groups: dict[int, set[str]] = {slot: set() for slot in slots}
+    def loads(self, instances: Sequence[Instance]) -> list[GeneratorLoad]:
+        """Predicted work that each generator still has."""
+        remaining = {each.id: 0.0 for each in instances}
+        groups: dict[InstanceId, set[str]] = {name: set() for name in remaining}
         for entry in self._by_name.values():
-            if entry.slot in remaining:
-                remaining[entry.slot] += entry.predicted_tokens
+            if (name := entry.where) is not None and name in remaining:
+                remaining[name] += entry.predicted_tokens
                 if entry.request.group:
-                    groups[entry.slot].add(entry.request.group)
-        return [GeneratorLoad(slot, remaining[slot], frozenset(groups[slot])) for slot in slots]
+                    groups[name].add(entry.request.group)
+        return [GeneratorLoad(name, tokens, frozenset(groups[name])) for name, tokens in remaining.items()]
 
     def unfinished(self) -> tuple[Unfinished, ...]:
         """All requests that are at a generator, as policies see them; their ids are those on the wire."""
         return tuple(
             Unfinished(
                 id=entry.name,
-                slot=entry.slot,
+                instance=where,
                 prompt_tokens=len(entry.request.prompt),
                 generated=entry.generated,
                 limit=entry.request.sampling.max_tokens,
@@ -158,8 +166,13 @@ class RequestsInFlight:
                 num_turns=entry.request.num_turns,
             )
             for entry in self._by_name.values()
-            if entry.slot is not None and not entry.completion.done()
+            if (where := entry.where) is not None and not entry.completion.done()
         )
+
+    def forget(self, instance: Instance) -> None:
+        """The generator is none any more, and no other one will have its id."""
+        self._num_tokens.pop(instance.id, None)
+        self._progress_at_s.pop(instance.id, None)
 
     def _predict(self, entry: InFlight) -> None:
         limit = entry.request.sampling.max_tokens

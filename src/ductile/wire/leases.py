@@ -1,6 +1,6 @@
-"""Leases of the live weights, for slots that join the generators or scorers. They never come from disk, but from
+"""Leases of the live weights, for instances that join the generators or scorers. They never come from disk, but from
 
-    a slot of the same role        its copy is in the form that the joiner wants
+    an instance of the same role   its copy is in the form that the joiner wants
     for a generator: a scorer
     the trainer                    as long as its weights are the live version, at a boundary
     for a scorer: a generator      last, since its copy may be of a smaller dtype
@@ -13,15 +13,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
+from ductile.core.cluster.instances import Instance, in_order
 from ductile.records import Manifest
 from ductile.roles import Late, Refused, SlotLost
+from ductile.wire.fanout import raise_worst
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import EndLease, LeaseWeights, Published, Receive
-
-Serving = Literal["generate", "score"]
-"""Roles in which each slot works for itself, with a whole model."""
 
 FAILURES = (SlotLost, Late, Refused)
 
@@ -36,16 +35,8 @@ class WeightSource(Protocol):
     async def withdraw(self, version: int) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Holder:
-    """A slot that has weights, as a generator or as a scorer."""
-
-    role: Serving
-    slot: int
-
-
-_Source = _Holder | None
-"""Where weights are fetched from: a slot that has them, or the trainer (None)."""
+_Source = Instance | None
+"""Where weights are fetched from: an instance that has them, or the trainer (None)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,40 +49,43 @@ class _Lease:
 
 
 class WeightLeases:
-    """Knows which slot has which version, and leases it from one of them for a slot that joins."""
+    """Knows which instance has which version, and leases it from one of them for an instance that joins."""
 
     def __init__(self, mailbox: Mailbox, trainer: WeightSource, timeout_s: float) -> None:
         self._mailbox, self._trainer, self._timeout_s = mailbox, trainer, timeout_s
-        self._versions: dict[_Holder, int] = {}
+        self._versions: dict[Instance, int] = {}
         self._leases: dict[_Source, _Lease] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
-    def note(self, role: Serving, slot: int, version: int) -> None:
-        """The slot has this version live."""
-        self._versions[_Holder(role, slot)] = version
+    def note(self, instance: Instance, version: int) -> None:
+        """The instance, which has slots, has this version live."""
+        self._versions[instance] = version
 
-    def forget(self, role: Serving, slot: int) -> None:
-        """The slot does not hold the role any more."""
-        self._versions.pop(_Holder(role, slot), None)
+    def forget(self, instance: Instance) -> None:
+        """The instance is none any more."""
+        self._versions.pop(instance, None)
 
-    async def give(self, role: Serving, slot: int, version: int) -> bool:
-        """Have `slot`, which has the role and no weights, make this version live. False: no source has it any more.
+    async def give(self, joiner: Instance, version: int) -> bool:
+        """Have the slots of `joiner`, which have the role and no weights, make this version live. False: no source has
+        it any more.
 
-        Raises SlotLost when `slot` is lost, and the first failure when no source could give the weights.
+        Raises SlotLost when one of the slots is lost, and the first failure when no source could give the weights.
         """
         failures: list[Exception] = []
-        for source in self._sources(role, version):
+        for source in self._sources(joiner, version):
             try:
                 async with self._lease(source, version) as manifest:
-                    await self._mailbox.ask(slot, Receive(role, manifest), self._timeout_s)
+                    receive = dict.fromkeys(joiner.slots, Receive(joiner.role, manifest))
+                    raise_worst(await self._mailbox.ask_all(receive, self._timeout_s))
             except FAILURES as error:
-                if slot in self._mailbox.lost:
-                    raise SlotLost(self._mailbox.lost[slot]) from error
+                for slot in joiner.slots:
+                    if slot in self._mailbox.lost:
+                        raise SlotLost(self._mailbox.lost[slot]) from error
                 # A trainer that has gone on meanwhile leases it no more: the next version is on its way.
                 if source is not None or self._trainer.can_lease(version):
                     failures.append(error)
             else:
-                self.note(role, slot, version)
+                self.note(joiner, version)
                 return True
         if not failures:
             return False
@@ -99,12 +93,12 @@ class WeightLeases:
             failures[0].add_note(str(later))
         raise failures[0]
 
-    def _sources(self, role: Serving, version: int) -> list[_Source]:
-        holders = sorted((h for h, held in self._versions.items() if held == version), key=lambda h: h.slot)
-        own: list[_Source] = [holder for holder in holders if holder.role == role]
-        others: list[_Source] = [holder for holder in holders if holder.role != role]
+    def _sources(self, joiner: Instance, version: int) -> list[_Source]:
+        holders = in_order(holder for holder, held in self._versions.items() if held == version)
+        own: list[_Source] = [holder for holder in holders if holder.role == joiner.role]
+        others: list[_Source] = [holder for holder in holders if holder.role != joiner.role]
         trainer: list[_Source] = [None] if self._trainer.can_lease(version) else []
-        return [*own, *others, *trainer] if role == "generate" else [*own, *trainer, *others]
+        return [*own, *others, *trainer] if joiner.role == "generate" else [*own, *trainer, *others]
 
     @asynccontextmanager
     async def _lease(self, source: _Source, version: int) -> AsyncIterator[Manifest]:
@@ -128,7 +122,7 @@ class WeightLeases:
     async def _begin(self, source: _Source, version: int) -> Manifest:
         if source is None:
             return await self._trainer.lease(version)
-        reply = await self._mailbox.ask(source.slot, LeaseWeights(source.role), self._timeout_s)
+        reply = await self._mailbox.ask(source.slots[0], LeaseWeights(source.role), self._timeout_s)
         manifest = reply.manifest if isinstance(reply, Published) else None
         if manifest is None or manifest.version != version:
             offered = "nothing" if manifest is None else f"version {manifest.version}"
@@ -138,10 +132,10 @@ class WeightLeases:
     async def _end(self, source: _Source, lease: _Lease) -> None:
         with suppress(*FAILURES):  # the joiners have heard of a failure; what a lost slot offered is gone with it
             if source is not None:
-                await self._mailbox.ask(source.slot, EndLease(source.role), self._timeout_s)
+                await self._mailbox.ask(source.slots[0], EndLease(source.role), self._timeout_s)
             else:
                 await lease.manifest
                 await self._trainer.withdraw(lease.version)
 
     def _name(self, source: _Source) -> str:
-        return "the trainer" if source is None else self._mailbox.describe(source.slot)
+        return "the trainer" if source is None else self._mailbox.describe(source.slots[0])

@@ -38,7 +38,7 @@ class AssignRole(Message):
     settings: dict[str, object]
     """The role's config section, dumped (`ductile.config`); the role validates it again on its side."""
     layout: ParallelLayout
-    """Layout of the slots that hold this role together (train); of the slot alone otherwise."""
+    """Layout of the slots that hold this role together (train); of those of the instance otherwise."""
     rendezvous: str = ""
     """host:port of the run's store; empty when no groups are needed."""
     joining: bool = False
@@ -203,8 +203,8 @@ class Forget(Message):
 
 
 class LeaseWeights(Message):
-    """Offer the live weights to a slot that joins the role, or another one. Answered by `Published`, whose manifest is
-    good until `EndLease`."""
+    """Offer the live weights to an instance that joins the role, or another one. Answered by `Published`, whose
+    manifest is good until `EndLease`."""
 
     role: RoleName
 

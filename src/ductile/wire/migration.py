@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from ductile.core.cluster.instances import Instance, InstanceId
 from ductile.core.cluster.orders import Migration
 from ductile.core.cluster.routing import route
 from ductile.records import KVHandle
@@ -22,7 +23,6 @@ from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.dispatch import Dispatch
 from ductile.wire.in_flight import InFlight, RequestsInFlight
 from ductile.wire.leases import FAILURES
-from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Forget, Generate, HandedOff, HandOff
 from ductile.wire.worker_pool import WorkerPool
 
@@ -32,63 +32,54 @@ class MigrationResult:
     """What became of one migration."""
 
     order: Migration
-    slot: int | None
-    """Slot where the request goes on; None: nowhere, it has ended or failed."""
+    instance: InstanceId | None
+    """Generator where the request goes on; None: nowhere, it has ended or failed."""
     with_cache: bool = False
     why: str = ""
-    """Why the migration is not as it was ordered: "it had ended", "slot 3 refused it". "" when it is."""
+    """Why the migration is not as it was ordered: "it had ended", "generator-3 refused it". "" when it is."""
 
 
 @dataclass(slots=True, eq=False)
 class _Migrating:
     order: Migration
     entry: InFlight
-    target: int
+    target: InstanceId
     cache: KVHandle | None
-    tried: set[int] = field(default_factory=set[int])
+    tried: set[InstanceId] = field(default_factory=set[InstanceId])
     why: str = ""
 
 
 class Migrator:
     """Carries one set of migrations out, once: `await Migrator(...).run(orders)`."""
 
-    def __init__(
-        self,
-        mailbox: Mailbox,
-        pool: WorkerPool,
-        requests: RequestsInFlight,
-        dispatch: Dispatch,
-        block_tokens: int,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, pool: WorkerPool, requests: RequestsInFlight, dispatch: Dispatch, block_tokens: int) -> None:
         """block_tokens: as `core.cluster.routing.route` has it."""
-        self._mailbox, self._pool, self._in_flight, self._dispatch = mailbox, pool, requests, dispatch
-        self._block_tokens, self._timeout_s = block_tokens, timeout_s
+        self._pool, self._in_flight, self._dispatch, self._block_tokens = pool, requests, dispatch, block_tokens
         self._results: dict[str, MigrationResult] = {}
-        self._kept: dict[int, list[str]] = {}
-        """Names of the requests whose KV caches a source keeps for other slots, by source."""
+        self._kept: dict[Instance, list[str]] = {}
+        """Names of the requests whose KV caches a source keeps for other generators, by source."""
 
     async def run(self, orders: Sequence[Migration]) -> tuple[MigrationResult, ...]:
-        by_source: dict[int, list[tuple[Migration, InFlight]]] = {}
+        by_source: dict[Instance, list[tuple[Migration, InFlight]]] = {}
         for order in orders:
             entry = self._in_flight.get(order.id)
-            if entry is None or entry.slot != order.source or entry.completion.done():
+            if entry is None or entry.instance is None or entry.where != order.source or entry.completion.done():
                 self._note_absent(order, entry)
             else:
-                by_source.setdefault(order.source, []).append((order, entry))
+                by_source.setdefault(entry.instance, []).append((order, entry))
         left = await asyncio.gather(*(self._take_from(source, leaving) for source, leaving in by_source.items()))
         await self._place_all([migrating for requests in left for migrating in requests])
         await asyncio.gather(*(self._forget(source, names) for source, names in self._kept.items()))
         return tuple(self._results[order.id] for order in orders)
 
-    async def _take_from(self, source: int, leaving: Sequence[tuple[Migration, InFlight]]) -> list[_Migrating]:
+    async def _take_from(self, source: Instance, leaving: Sequence[tuple[Migration, InFlight]]) -> list[_Migrating]:
         """Take requests away from their source. Returns those that are now between two generators."""
         names = tuple(entry.name for _, entry in leaving)
         with_cache = tuple(order.id for order, _ in leaving if order.with_cache)
         try:
-            reply = await self._mailbox.ask(source, HandOff(names, with_cache), self._timeout_s)
+            reply = await self._pool.ask(source, HandOff(names, with_cache))
             if not isinstance(reply, HandedOff):
-                raise Refused(f"{self._mailbox.describe(source)} answered HandOff with {type(reply).__name__}")
+                raise Refused(f"{self._pool.describe(source)} answered HandOff with {type(reply).__name__}")
         except FAILURES as error:
             for order, entry in leaving:
                 self._note_not_left(order, entry, error)
@@ -99,26 +90,26 @@ class Migrator:
         requests: list[_Migrating] = []
         for order, entry in leaving:
             request = given.get(entry.name)
-            here = self._in_flight.is_under_way(entry) and entry.slot == source
+            here = self._in_flight.is_under_way(entry) and entry.instance == source
             if here and request is not None:
                 entry.take(request)
-                self._in_flight.note_slot(entry, None)
+                self._in_flight.note_instance(entry, None)
                 requests.append(_Migrating(order, entry, order.target, reply.caches.get(entry.name)))
             else:
                 if here:
-                    entry.fail(Refused(f"{self._mailbox.describe(source)} does not know {entry.name}, which it had"))
+                    entry.fail(Refused(f"{self._pool.describe(source)} does not know {entry.name}, which it had"))
                 self._note_absent(order, None)
         return requests
 
     async def _place_all(self, requests: Sequence[_Migrating]) -> None:
         while requests:
-            by_target: dict[int, list[_Migrating]] = {}
+            by_target: dict[InstanceId, list[_Migrating]] = {}
             for migrating in requests:
                 by_target.setdefault(migrating.target, []).append(migrating)
             refused = await asyncio.gather(*(self._place(target, group) for target, group in by_target.items()))
             requests = [migrating for group in refused for migrating in group]
 
-    async def _place(self, target: int, requests: Sequence[_Migrating]) -> list[_Migrating]:
+    async def _place(self, target: InstanceId, requests: Sequence[_Migrating]) -> list[_Migrating]:
         """Bring requests to a target. Returns those that go to another generator now."""
         wanted = [migrating for migrating in requests if self._is_still_wanted(migrating)]
         if not wanted:
@@ -130,47 +121,50 @@ class Migrator:
         except FAILURES as error:
             return [migrating for migrating in wanted if self._turns_to_another(migrating, target, error)]
         for migrating in wanted:
-            if migrating.entry.slot == target:
-                self._in_flight.note_slot(migrating.entry, target)  # its generator's time runs from now on
+            entry = migrating.entry
+            if entry.where == target:
+                self._in_flight.note_instance(entry, entry.instance)  # its generator's time runs from now on
             self._note(migrating.order, target, migrating.cache is not None, migrating.why)
         return []
 
-    async def _generate_at(self, target: int, requests: Sequence[_Migrating]) -> None:
-        if target not in self._pool.serving:
-            raise Refused(f"slot {target} takes no requests")
+    async def _generate_at(self, target: InstanceId, requests: Sequence[_Migrating]) -> None:
+        instance = next((each for each in self._pool.serving if each.id == target), None)
+        if instance is None:
+            raise Refused(f"{target} takes no requests")
         entries = [migrating.entry for migrating in requests]
         caches = {migrating.entry.name: migrating.cache for migrating in requests if migrating.cache is not None}
         for entry in entries:
-            self._in_flight.note_slot(entry, target)
+            self._in_flight.note_instance(entry, instance)
             entry.migrating = True
         try:
             generate = Generate(tuple(entry.on_wire for entry in entries), caches)
-            await self._mailbox.ask(target, generate, self._timeout_s)
+            await self._pool.ask(instance, generate)
         finally:
             for entry in entries:
                 entry.migrating = False
-        if target in self._mailbox.lost:  # just after it had said that it takes them
-            raise SlotLost(self._mailbox.lost[target])
+        if why := self._pool.why_lost(instance):  # just after it had said that it takes them
+            raise SlotLost(why)
 
-    def _turns_to_another(self, migrating: _Migrating, target: int, error: Exception) -> bool:
+    def _turns_to_another(self, migrating: _Migrating, target: InstanceId, error: Exception) -> bool:
         if not self._is_still_wanted(migrating):
             return False
         entry = migrating.entry
-        if isinstance(error, Late) and entry.slot == target:
+        if isinstance(error, Late) and entry.where == target:
             self._dispatch.abort(entry)  # it may have taken it
         migrating.why = migrating.why or str(error)
         # Who gave it away can take it again, though it was about to leave: then it leaves later.
-        others = [slot for slot in self._pool.slots if slot not in migrating.tried] or [
-            slot for slot in self._pool.serving if slot == migrating.order.source and slot not in migrating.tried
+        untried = [each for each in self._pool.serving if each.id not in migrating.tried]
+        others = [each for each in untried if each in self._pool.instances] or [
+            each for each in untried if each.id == migrating.order.source
         ]
         if not others:
             entry.fail(error)
             self._note(migrating.order, None, why=migrating.why)
             return False
-        self._in_flight.note_slot(entry, None)
+        self._in_flight.note_instance(entry, None)
         request = entry.request
         loads = self._in_flight.loads(others)
-        migrating.target = route(request.group, loads, len(request.prompt), self._block_tokens).slot
+        migrating.target = route(request.group, loads, len(request.prompt), self._block_tokens).instance
         return True
 
     def _is_still_wanted(self, migrating: _Migrating) -> bool:
@@ -179,16 +173,16 @@ class Migrator:
         self._note_absent(migrating.order, None)
         return False
 
-    async def _forget(self, source: int, names: Sequence[str]) -> None:
+    async def _forget(self, source: Instance, names: Sequence[str]) -> None:
         with suppress(*FAILURES):  # what a lost slot kept is gone with it
-            await self._mailbox.ask(source, Forget(tuple(names)), self._timeout_s)
+            await self._pool.ask(source, Forget(tuple(names)))
 
     def _note_not_left(self, order: Migration, entry: InFlight, error: Exception) -> None:
-        """A slot that refuses has given nothing away. One that is late may have, into nowhere."""
+        """A generator that refuses has given nothing away. One that is late may have, into nowhere."""
         if isinstance(error, Refused) and self._in_flight.is_under_way(entry):
             self._note(order, order.source, why=str(error))
             return
-        if entry.slot == order.source:
+        if entry.where == order.source:
             entry.fail(error)
         self._note(order, None, why=str(error))
 
@@ -196,8 +190,8 @@ class Migrator:
         if entry is None or entry.completion.done():
             self._note(order, None, why="it had ended")
         else:
-            where = "at no generator" if entry.slot is None else f"at slot {entry.slot}"
-            self._note(order, entry.slot, why=f"it was {where}, and not at slot {order.source}")
+            where = entry.where or "no generator"
+            self._note(order, entry.where, why=f"it was at {where}, and not at {order.source}")
 
-    def _note(self, order: Migration, slot: int | None, with_cache: bool = False, why: str = "") -> None:
-        self._results[order.id] = MigrationResult(order, slot, with_cache, why)
+    def _note(self, order: Migration, instance: InstanceId | None, with_cache: bool = False, why: str = "") -> None:
+        self._results[order.id] = MigrationResult(order, instance, with_cache, why)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
+from ductile.core.cluster.instances import Instance, InstanceId, slots_on
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.records import Manifest, Sample
 from ductile.roles import Late, SlotLost
@@ -19,27 +20,37 @@ from ductile.wire.worker_pool import WorkerPool, whatever_slot
 
 
 class RemoteScorer:
-    """Follows `ductile.roles.Scorer`. Each score slot holds a whole model; samples are split by their tokens."""
+    """Follows `ductile.roles.Scorer`. Each instance holds a whole model; samples are split by their tokens."""
 
     def __init__(
         self,
         mailbox: Mailbox,
-        slots: Sequence[int],
+        instances: Iterable[Instance],
         timeout_s: float,
         leases: WeightLeases | None = None,
         depends_on: Callable[[int], bool] = whatever_slot,
     ) -> None:
-        """leases: None where no slot ever joins. depends_on: whether the run ends when this slot is lost."""
-        self._mailbox, self._timeout_s = mailbox, timeout_s
-        self._pool = WorkerPool(mailbox, "score", slots, timeout_s, leases, depends_on)
-        self._num_scoring: Counter[int] = Counter()
-        """Calls of `score` that need the slot."""
+        """leases, depends_on: as `WorkerPool` has them."""
+        self._timeout_s = timeout_s
+        self._pool = WorkerPool(mailbox, "score", instances, timeout_s, leases, depends_on)
+        self._num_scoring: Counter[InstanceId] = Counter()
+        """Calls of `score` that need the instance."""
         self._changed = ChangeSignal()
+
+    @property
+    def instances(self) -> tuple[Instance, ...]:
+        """Instances that score."""
+        return self._pool.instances
+
+    @property
+    def all_instances(self) -> tuple[Instance, ...]:
+        """All instances, those that score not yet or no more among them."""
+        return self._pool.all_instances
 
     @property
     def slots(self) -> tuple[int, ...]:
         """Slots that score."""
-        return self._pool.slots
+        return slots_on(self.instances)
 
     @property
     def num_waiting(self) -> int:
@@ -49,53 +60,56 @@ class RemoteScorer:
     async def score(self, samples: Sequence[Sample], model: Literal["policy", "reference"]) -> list[tuple[float, ...]]:
         """Waits for a scorer while there is none. The scorers that it begins with stay until it has ended.
 
-        What was under way at a slot that is lost is scored by others, unless the run ends with that slot. A failure is
-        raised once all slots have answered: SlotLost, Refused or Late.
+        What was under way at a scorer that is lost is scored by others, unless the run ends with it. A failure is
+        raised once all scorers have answered: SlotLost, Refused or Late.
         """
         scores: dict[int, tuple[float, ...]] = {}
         left = list(range(len(samples)))
         while left:
-            slots = await self._pool.some(f"{len(left)} samples")
-            shares = zip(slots, _split([samples[index] for index in left], len(slots)), strict=True)
-            asked = {slot: [left[part] for part in share] for slot, share in shares if share}
-            for slot, logprobs in (await self._score(samples, asked, model)).items():
-                scores.update(zip(asked.pop(slot), logprobs, strict=True))
+            scorers = await self._pool.some(f"{len(left)} samples")
+            shares = zip(scorers, _split([samples[index] for index in left], len(scorers)), strict=True)
+            asked = {scorer: [left[part] for part in share] for scorer, share in shares if share}
+            for scorer, logprobs in (await self._score(samples, asked, model)).items():
+                scores.update(zip(asked.pop(scorer), logprobs, strict=True))
             left = [index for share in asked.values() for index in share]
         return [scores[index] for index in range(len(samples))]
 
     async def _score(
-        self, samples: Sequence[Sample], asked: Mapping[int, Sequence[int]], model: Literal["policy", "reference"]
-    ) -> dict[int, tuple[tuple[float, ...], ...]]:
-        """Log-probs by slot, from all slots that are not lost. Raises SlotLost, Refused or Late."""
-        commands = {slot: Score(tuple(samples[index] for index in share), model) for slot, share in asked.items()}
-        self._num_scoring.update(commands.keys())
+        self, samples: Sequence[Sample], asked: Mapping[Instance, Sequence[int]], model: Literal["policy", "reference"]
+    ) -> dict[Instance, tuple[tuple[float, ...], ...]]:
+        """Log-probs by scorer, from all that are not lost. Raises SlotLost, Refused or Late."""
+        commands = {scorer: Score(tuple(samples[index] for index in share), model) for scorer, share in asked.items()}
+        names = [scorer.id for scorer in commands]
+        self._num_scoring.update(names)
         try:
-            outcomes = await self._mailbox.ask_all(commands, self._timeout_s)
+            outcomes = await self._pool.ask_all(commands)
         finally:
-            self._num_scoring.subtract(commands.keys())
+            self._num_scoring.subtract(names)
             self._changed.notify_all()
         needed = {
-            slot: outcome
-            for slot, outcome in outcomes.items()
-            if not isinstance(outcome, SlotLost) or self._pool.depends_on(slot)
+            scorer: outcome
+            for scorer, outcome in outcomes.items()
+            if not isinstance(outcome, SlotLost) or self._pool.depends_on(scorer)
         }
-        return {slot: reply.logprobs for slot, reply in replies_of(self._mailbox, commands, needed, Scores).items()}
+        replies = replies_of(self._pool.describe, commands, needed, Scores)
+        return {scorer: reply.logprobs for scorer, reply in replies.items()}
 
     async def receive(self, manifest: Manifest) -> None:
         await self._pool.receive(manifest)
 
-    async def admit(self, slot: int, settings: Mapping[str, object]) -> bool:
+    async def admit(self, instance: Instance, settings: Mapping[str, object]) -> bool:
         """`WorkerPool.admit`: True when it scores now, False when it does so from the next version on."""
-        return await self._pool.admit(slot, settings)
+        return await self._pool.admit(instance, settings)
 
-    async def dismiss(self, slot: int) -> None:
-        """Have the slot score no more, once it has done what it is doing. Raises Late, Refused or SlotLost."""
-        self._pool.hold(slot)
+    async def dismiss(self, instance: Instance) -> None:
+        """Have the instance score no more, once it has done what it is doing. Raises Late, Refused or SlotLost."""
+        self._pool.hold(instance)
         try:
-            await self._changed.wait_for(lambda: not self._num_scoring[slot], self._timeout_s)
+            await self._changed.wait_for(lambda: not self._num_scoring[instance.id], self._timeout_s)
         except TimeoutError:
-            raise Late(f"{self._mailbox.describe(slot)} was still scoring after {self._timeout_s:g} s") from None
-        await self._pool.drop(slot)
+            raise Late(f"{self._pool.describe(instance)} was still scoring after {self._timeout_s:g} s") from None
+        await self._pool.drop(instance)
+        del self._num_scoring[instance.id]
 
 
 async def assign_role(

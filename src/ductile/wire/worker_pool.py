@@ -1,25 +1,45 @@
-"""The slots of a role that work each for itself (generate, score): who takes work, who comes, who goes.
+"""The instances of a role (generate, score): who takes work, who comes, who goes, and how one is told of something.
 
-    slots      have the live version and take work
+    instances  have the live version and take work
     held       take no more work, and finish what they have
-    waiting    hold the role without weights: no slot has the live version any more, so the next one is their first
+    waiting    have no weights: nobody has the live version any more, so the next one is their first
 
-A version goes live on all of them while no slot joins, so no slot ends up on another version.
+A version goes live on all of them while none joins, so none ends up on another version.
+
+Roles and weights go to every slot of an instance; all else goes to its first slot, which speaks for it. An external
+server has no slot: a `Server` takes its messages, and it keeps the weights that it has.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from typing import Protocol
 
+from ductile.core.cluster.instances import Instance, InstanceId, Serving, in_order
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.records import Manifest
 from ductile.roles import Late, SlotLost
 from ductile.wire.change_signal import ChangeSignal
 from ductile.wire.fanout import raise_worst
 from ductile.wire.finish import finish
-from ductile.wire.leases import FAILURES, Serving, WeightLeases
-from ductile.wire.mailbox import Mailbox
-from ductile.wire.messages import AssignRole, Died, Event, Receive, ReleaseRole
+from ductile.wire.leases import FAILURES, WeightLeases
+from ductile.wire.mailbox import Mailbox, Outcome
+from ductile.wire.messages import AssignRole, Command, Died, Event, Receive, ReleaseRole, Reply
 from ductile.wire.read_write_lock import ReadWriteLock
+
+InstanceListener = Callable[[Instance, Event], None]
+
+
+class Server(Protocol):
+    """An instance that is on no slot of ours: it takes the messages that the first slot of another one would."""
+
+    async def ask(self, command: Command, deadline_s: float) -> Reply:
+        """Raises SlotLost, Late or Refused."""
+        ...
+
+    def listen(self, deliver: Callable[[Event], None]) -> None:
+        """Call `deliver` in the event loop with what the server says unasked, and with `Died` when it is gone."""
+        ...
 
 
 class WorkerPool:
@@ -27,144 +47,214 @@ class WorkerPool:
         self,
         mailbox: Mailbox,
         role: Serving,
-        slots: Sequence[int],
+        instances: Iterable[Instance],
         timeout_s: float,
         leases: WeightLeases | None,
         depends_on: Callable[[int], bool],
+        servers: Mapping[InstanceId, Server] | None = None,
     ) -> None:
-        """leases: None where no slot ever joins. depends_on: whether the run ends when this slot is lost."""
-        self.slots = tuple(slots)
+        """leases: None where no instance ever joins. depends_on: whether the run ends when this slot is lost.
+        servers: what takes the messages of instances without slots."""
+        self.instances = in_order(instances)
         self.version: int | None = None
         """Version that is live; None before the first."""
         self.num_waiting = 0
-        """Calls of `some` that wait for a slot."""
+        """Calls of `some` that wait for an instance."""
         self.lock = ReadWriteLock(timeout_s)
         self.on_change: Callable[[], None] = lambda: None
-        """Called when `slots` have changed, or a call of `some` begins to wait for one."""
-        self.depends_on = depends_on
+        """Called when `instances` have changed, or a call of `some` begins to wait for one."""
+        self._depends_on, self._servers = depends_on, dict(servers or {})
         self._mailbox, self._timeout_s, self._leases = mailbox, timeout_s, leases
         self._role: Serving = role
-        self._held: set[int] = set()
-        self._waiting: set[int] = set()
+        self._held: dict[InstanceId, Instance] = {}
+        self._waiting: dict[InstanceId, Instance] = {}
+        self._on = {slot: instance for instance in self.instances for slot in instance.slots}
+        """The member on each slot."""
         self._joining: set[int] = set()
+        """Slots of the instances that are about to join."""
         self._changed = ChangeSignal()
+        self._listeners: list[InstanceListener] = []
+        self._releasing: set[asyncio.Task[None]] = set()
         mailbox.subscribe(self._on_event)
+        for instance in self.instances:
+            if not instance.slots:
+                self._servers[instance.id].listen(lambda event, instance=instance: self._tell(instance, event))
 
     @property
-    def holders(self) -> tuple[int, ...]:
-        """All slots that hold the role, in ascending order."""
-        return tuple(sorted({*self.slots, *self._held, *self._waiting}))
+    def all_instances(self) -> tuple[Instance, ...]:
+        """All instances of the role, in the order of their slots."""
+        return in_order((*self.instances, *self._held.values(), *self._waiting.values()))
 
     @property
-    def serving(self) -> tuple[int, ...]:
-        """Slots that have weights: they can work, though the held ones get nothing new."""
-        return tuple(sorted({*self.slots, *self._held}))
+    def serving(self) -> tuple[Instance, ...]:
+        """Instances that have weights: they can work, though the held ones get nothing new."""
+        return in_order((*self.instances, *self._held.values()))
 
-    async def some(self, what: str) -> tuple[int, ...]:
-        """The slots that take work, at least one. Raises Late when none comes. what: the work, such as "12 samples"."""
-        if not self.slots:
+    def subscribe(self, listener: InstanceListener) -> None:
+        """Have `listener(instance, event)` called with what the members say, `Died` included: then the instance is none
+        any more."""
+        self._listeners.append(listener)
+
+    def on(self, slot: int) -> Instance | None:
+        """The member that is on this slot."""
+        return self._on.get(slot)
+
+    def depends_on(self, instance: Instance) -> bool:
+        """Whether the run ends when this instance is lost."""
+        return any(self._depends_on(slot) for slot in instance.slots)
+
+    def describe(self, instance: Instance) -> str:
+        """ "slot 2 (generate, pid 123)"; of an external server its id."""
+        return self._mailbox.describe(instance.slots[0]) if instance.slots else instance.id
+
+    def why_lost(self, instance: Instance) -> str:
+        """The sentence that says why the instance is lost; "" while it is not."""
+        return next((self._mailbox.lost[slot] for slot in instance.slots if slot in self._mailbox.lost), "")
+
+    async def ask(self, instance: Instance, command: Command) -> Reply:
+        """Tell the instance, and wait for its answer. Raises SlotLost, Late or Refused."""
+        if why := self.why_lost(instance):
+            raise SlotLost(why)
+        if instance.slots:
+            return await self._mailbox.ask(instance.slots[0], command, self._timeout_s)
+        return await self._servers[instance.id].ask(command, self._timeout_s)
+
+    async def ask_all(self, commands: Mapping[Instance, Command]) -> dict[Instance, Outcome]:
+        """Tell several instances at once; one outcome each, never an exception."""
+        outcomes = await asyncio.gather(*(self._outcome(*item) for item in commands.items()))
+        return dict(zip(commands, outcomes, strict=True))
+
+    async def some(self, what: str) -> tuple[Instance, ...]:
+        """The instances that take work, at least one. Raises Late when none comes. what: the work, such as "12
+        samples"."""
+        if not self.instances:
             self.num_waiting += 1
             self.on_change()
             try:
-                await self._changed.wait_for(lambda: bool(self.slots), self._timeout_s)
+                await self._changed.wait_for(lambda: bool(self.instances), self._timeout_s)
             except TimeoutError:
                 raise Late(f"for {self._timeout_s:g} s no slot had the role {self._role!r}, for {what}") from None
             finally:
                 self.num_waiting -= 1
-        return self.slots
+        return self.instances
 
-    async def admit(self, slot: int, settings: Mapping[str, object]) -> bool:
-        """Have the slot take the role and the live weights. True: it takes work. False: it does from the next version
-        on. Raises SlotLost, Refused or Late, and the slot then has no role."""
+    async def admit(self, instance: Instance, settings: Mapping[str, object]) -> bool:
+        """Have the instance's slots take the role and the live weights. True: it takes work. False: it does from the
+        next version on. Raises SlotLost, Refused or Late, and the slots then do not have the role."""
+        slots = instance.slots
         if self._leases is None:
-            raise ValueError(f"slot {slot} cannot take the role {self._role!r}: there are no weight leases here")
-        if slot in self.holders or slot in self._joining:
-            raise ValueError(f"slot {slot} has the role {self._role!r} already")
-        self._joining.add(slot)
+            raise ValueError(f"{instance.id} cannot join: there are no weight leases here")
+        for slot in slots:
+            if slot in self._on or slot in self._joining:
+                raise ValueError(f"slot {slot} has the role {self._role!r} already")
+        self._joining.update(slots)
         try:
-            assign = AssignRole(self._role, dict(settings), ParallelLayout.of((slot,)), joining=True)
-            await self._mailbox.ask(slot, assign, self._timeout_s)
-            async with self.lock.shared(f"slot {slot} joins the role {self._role!r}"):
+            assign = AssignRole(self._role, dict(settings), ParallelLayout.of(slots), joining=True)
+            raise_worst(await self._mailbox.ask_all(dict.fromkeys(slots, assign), self._timeout_s))
+            async with self.lock.shared(f"{instance.id} joins"):
                 version = self.version
-                takes_work = version is not None and await self._leases.give(self._role, slot, version)
-                if slot in self._mailbox.lost:
-                    raise SlotLost(self._mailbox.lost[slot])
+                takes_work = version is not None and await self._leases.give(instance, version)
+                if why := self.why_lost(instance):
+                    raise SlotLost(why)
+                self._on.update(dict.fromkeys(slots, instance))
                 if takes_work:
-                    self._set((*self.slots, slot))
+                    self._set((*self.instances, instance))
                 else:
-                    self._waiting.add(slot)
+                    self._waiting[instance.id] = instance
                 return takes_work
         except BaseException:
-            await finish(self._drop_half_joined(slot))
+            await finish(self._drop_half_joined(instance))
             raise
         finally:
-            self._joining.remove(slot)
+            self._joining.difference_update(slots)
 
-    def hold(self, slot: int) -> None:
-        """The slot takes no more work. Nothing happens when it does not take any."""
-        if slot in self.slots:
-            self._held.add(slot)
-            self._set([other for other in self.slots if other != slot])
+    def hold(self, instance: Instance) -> None:
+        """The instance takes no more work. Nothing happens when it does not take any."""
+        if instance in self.instances:
+            self._held[instance.id] = instance
+            self._set(each for each in self.instances if each != instance)
 
-    def resume(self, slot: int) -> None:
-        """A held slot takes work again."""
-        if slot in self._held:
-            self._held.remove(slot)
-            self._set((*self.slots, slot))
+    def resume(self, instance: Instance) -> None:
+        """A held instance takes work again."""
+        if self._held.pop(instance.id, None):
+            self._set((*self.instances, instance))
 
-    async def drop(self, slot: int) -> None:
-        """Have the slot give the role up. Nothing happens when it does not have it, or is lost."""
-        if slot not in self.holders:
+    async def drop(self, instance: Instance) -> None:
+        """Have the instance's slots give the role up. Nothing happens when it is no member, or is lost."""
+        if instance not in self.all_instances:
             return
-        self.hold(slot)
-        async with self.lock.shared(f"slot {slot} leaves the role {self._role!r}"):
-            if slot in self.holders:
-                self._forget(slot)
-                await self._mailbox.ask(slot, ReleaseRole(self._role), self._timeout_s)
+        self.hold(instance)
+        async with self.lock.shared(f"{instance.id} leaves"):
+            if instance in self.all_instances:
+                self._forget(instance)
+                release = dict.fromkeys(instance.slots, ReleaseRole(self._role))
+                raise_worst(await self._mailbox.ask_all(release, self._timeout_s))
 
     async def receive(self, manifest: Manifest) -> None:
-        """Returns when the version is live on every member. Raises SlotLost, Refused or Late."""
+        """Returns when the version is live on every slot of the members. Raises SlotLost, Refused or Late."""
         async with self.lock.exclusive(f"version {manifest.version} goes live"):
-            commands = dict.fromkeys(self.holders, Receive(self._role, manifest))
+            commands = dict.fromkeys(sorted(self._on), Receive(self._role, manifest))
             outcomes = await self._mailbox.ask_all(commands, self._timeout_s)
             raise_worst(
                 {
                     slot: outcome
                     for slot, outcome in outcomes.items()
-                    if not isinstance(outcome, SlotLost) or self.depends_on(slot)
+                    if not isinstance(outcome, SlotLost) or self._depends_on(slot)
                 }
             )
             self.version = manifest.version
-            for slot in self.holders:
-                if self._leases is not None and slot in outcomes and not isinstance(outcomes[slot], SlotLost):
-                    self._leases.note(self._role, slot, manifest.version)
+            has_it = {slot for slot, outcome in outcomes.items() if not isinstance(outcome, SlotLost)}
+            for instance in self.all_instances:
+                if self._leases is not None and instance.slots and has_it.issuperset(instance.slots):
+                    self._leases.note(instance, manifest.version)
             if self._waiting:
-                self._set({*self.slots, *self._waiting})
+                self._set((*self.instances, *self._waiting.values()))
                 self._waiting.clear()
 
     def _on_event(self, slot: int, event: Event) -> None:
-        if isinstance(event, Died) and slot in self.holders:
-            self._forget(slot)
+        if instance := self.on(slot):
+            self._tell(instance, event)
 
-    def _forget(self, slot: int) -> None:
-        self._held.discard(slot)
-        self._waiting.discard(slot)
+    def _tell(self, instance: Instance, event: Event) -> None:
+        if isinstance(event, Died):
+            self._forget(instance)
+            for slot in instance.slots:  # at once: what is asked of the slot from now on comes after it
+                releasing = asyncio.create_task(self._release(slot))
+                self._releasing.add(releasing)
+                releasing.add_done_callback(self._releasing.discard)
+        for listener in self._listeners:
+            listener(instance, event)
+
+    def _forget(self, instance: Instance) -> None:
+        self._held.pop(instance.id, None)
+        self._waiting.pop(instance.id, None)
+        for slot in instance.slots:
+            self._on.pop(slot, None)
         if self._leases is not None:
-            self._leases.forget(self._role, slot)
-        if slot in self.slots:
-            self._set([other for other in self.slots if other != slot])
+            self._leases.forget(instance)
+        if instance in self.instances:
+            self._set(each for each in self.instances if each != instance)
 
-    def _set(self, slots: Sequence[int] | set[int]) -> None:
-        self.slots = tuple(sorted(slots))
+    def _set(self, instances: Iterable[Instance]) -> None:
+        self.instances = in_order(instances)
         self._changed.notify_all()
         self.on_change()
 
-    async def _drop_half_joined(self, slot: int) -> None:
+    async def _outcome(self, instance: Instance, command: Command) -> Outcome:
+        try:
+            return await self.ask(instance, command)
+        except FAILURES as error:
+            return error
+
+    async def _drop_half_joined(self, instance: Instance) -> None:
         if self._leases is not None:
-            self._leases.forget(self._role, slot)
-        with suppress(*FAILURES):  # it may not even have taken the role
-            if slot not in self._mailbox.lost:
-                await self._mailbox.ask(slot, ReleaseRole(self._role), self._timeout_s)
+            self._leases.forget(instance)
+        await asyncio.gather(*map(self._release, instance.slots))
+
+    async def _release(self, slot: int) -> None:
+        """Have a slot give the role up that may not even have it, or be lost."""
+        with suppress(*FAILURES):
+            await self._mailbox.ask(slot, ReleaseRole(self._role), self._timeout_s)
 
 
 def whatever_slot(slot: int) -> bool:

@@ -1,6 +1,7 @@
 """Cluster states for tests, with round numbers: decode 100 steps a second, train 1,000 tokens a second and slot."""
 
 from ductile.core.cluster.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
+from ductile.core.cluster.instances import NOUNS, InstanceId, regrouped, slot_groups
 from ductile.core.cluster.placement import place
 from ductile.core.cluster.state import BatchProgress, ClusterState, Lengths, Limits, SlotState, TrainerState, Unfinished
 from ductile.core.layout.parallel_layout import ParallelLayout
@@ -16,10 +17,15 @@ SPEEDS = Speeds(
 COSTS = SwitchCosts(resize_s=0.3, grant_s=0.2, release_s=0.05)
 
 
+def id_on(slot):
+    """Id of the generator that a run begins with on this slot; an external server's is its name."""
+    return InstanceId(slot if isinstance(slot, str) else f"generator-{slot}")
+
+
 def unfinished(running, limit=1000, prompt=100):
     """`{slot: [generated, ...]}` as rollouts named by slot and number; two neighbours are a group."""
     return tuple(
-        Unfinished(f"{slot}/{number}", slot, prompt, generated, limit, group=f"{slot}/{number // 2}")
+        Unfinished(f"{slot}/{number}", id_on(slot), prompt, generated, limit, group=f"{slot}/{number // 2}")
         for slot, generateds in running.items()
         for number, generated in enumerate(generateds)
     )
@@ -41,12 +47,16 @@ def scene(
     costs=COSTS,
     max_tokens=1000,
     limits=None,
+    servers=(),
     asked=True,
     **batch,
 ):
-    """placement: as in a config. roles: slots that have other roles by now. batch: fields of `BatchProgress`."""
+    """placement: as in a config. roles: slots that have other roles by now. servers: external instances. batch: fields
+    of `BatchProgress`."""
     home = place(placement or {"actor": "0-1", "rollout": "2-5"})
     held_roles = {slot: home.roles(slot) for slot in home.slots} | (roles or {})
+    limits = limits or Limits(max_num_seqs=8)
+    groups = {role: slot_groups(home.of(role), held_roles, limits.slots_per(role)) for role in NOUNS}
     return ClusterState(
         now_s=now_s,
         slots=tuple(
@@ -62,7 +72,8 @@ def scene(
         speeds=speeds,
         costs=costs,
         home=home,
-        limits=limits or Limits(max_num_seqs=8),
+        limits=limits,
+        instances=regrouped(servers, {}, held_roles, groups, birth=0),
         unfinished=unfinished(running or {}, max_tokens),
         lengths=lengths or Lengths(tuple(range(20, 400, 4)), (max_tokens,) * 3, 100.0),
         max_tokens=max_tokens,

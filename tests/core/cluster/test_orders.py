@@ -6,7 +6,7 @@ from ductile.core.cluster.migration import change, migrate, remaining_tokens
 from ductile.core.cluster.orders import Decision, Migration, RoleChange, layout_after, violations
 from ductile.core.cluster.state import Lengths, Limits
 from ductile.core.layout.parallel_layout import ParallelLayout
-from tests.core.cluster.scenes import scene
+from tests.core.cluster.scenes import id_on, scene
 
 GENERATE, TRAIN = ("generate",), ("train",)
 
@@ -19,15 +19,18 @@ GENERATE, TRAIN = ("generate",), ("train",)
         ([RoleChange(2, GENERATE, GENERATE)], "slot 2 holds generate already"),
         ([RoleChange(5, GENERATE, ())], "slot 5 is not ready"),
         ([RoleChange(3, GENERATE, TRAIN), RoleChange(3, GENERATE, ())], "slot 3 is moved 2 times"),
-        ([RoleChange(2, GENERATE, TRAIN)], "rollout 2/0 would be left behind on slot 2"),
+        ([RoleChange(2, GENERATE, TRAIN)], "rollout 2/0 would be left behind on generator-2"),
         ([RoleChange(0, TRAIN, GENERATE), RoleChange(1, TRAIN, GENERATE)], "0 slots would train, and 1 is the least"),
         (
             [RoleChange(0, TRAIN, ("train", "generate"))],
             "slot 0 has no memory for a generator beside the trainer's state",
         ),
-        ([Migration("2/0", 3, 4)], "rollout 2/0 is not on slot 3"),
-        ([Migration("2/0", 2, 0)], "rollout 2/0 cannot go to slot 0, which does not generate afterwards"),
-        ([Migration("2/0", 2, 3), Migration("2/0", 2, 4)], "a rollout migrates twice"),
+        ([Migration("2/0", id_on(3), id_on(4))], "rollout 2/0 is not on generator-3"),
+        (
+            [Migration("2/0", id_on(2), id_on(0))],
+            "rollout 2/0 cannot go to generator-0, which does not",
+        ),
+        ([Migration("2/0", id_on(2), id_on(3)), Migration("2/0", id_on(2), id_on(4))], "a rollout migrates twice"),
     ],
 )
 def test_a_decision_with_a_bug_is_refused_with_a_sentence(orders, sentence):
@@ -56,7 +59,7 @@ def test_the_trainer_keeps_the_axes_that_a_decision_has_no_say_in():
 def test_generators_may_all_go_when_there_is_nothing_to_generate():
     moves = tuple(RoleChange(slot, GENERATE, TRAIN) for slot in (2, 3, 4, 5))
     assert violations(scene(), Decision(moves)) == []
-    assert violations(scene(to_start=1), Decision(moves)) == ["0 slots would generate, and 1 is the least"]
+    assert violations(scene(to_start=1), Decision(moves)) == ["0 generators would be left, and 1 is the least"]
 
 
 def test_who_stays_in_the_layout_keeps_its_place():
@@ -82,16 +85,18 @@ def test_the_longest_rollouts_go_to_whoever_has_the_least_to_do():
     state = scene(running={2: [0, 300, 320], 3: [0, 0], 4: []}, lengths=Lengths(tuple(range(1, 400))))
     left = remaining_tokens(state)
     assert left["2/0"] > left["2/1"] > left["2/2"]
-    migrations = migrate(state, [2], [3, 4])
-    assert [(order.id, order.target) for order in migrations] == [("2/0", 4), ("2/1", 4), ("2/2", 4)]
+    migrations = migrate(state, [id_on(2)], [id_on(3), id_on(4)])
+    assert [order.id for order in migrations] == ["2/0", "2/1", "2/2"]
+    assert {order.target for order in migrations} == {id_on(4)}
 
 
 def test_a_full_generator_gets_no_more_while_another_has_room():
     state = scene(running={2: [5, 5], 3: [5] * 7, 4: [5] * 8})
-    remaining = {rollout.id: 100.0 if rollout.slot == 3 else 1.0 for rollout in state.unfinished}
-    assert [order.target for order in migrate(state, [2], [3, 4], remaining)] == [3, 4]
+    remaining = {rollout.id: 100.0 if rollout.instance == id_on(3) else 1.0 for rollout in state.unfinished}
+    receivers = [id_on(3), id_on(4)]
+    assert [order.target for order in migrate(state, [id_on(2)], receivers, remaining)] == receivers
 
 
 def test_leaving_without_a_receiver_is_an_error():
-    with pytest.raises(ValueError, match="there is no generator for 1 rollout of slots 2-5"):
+    with pytest.raises(ValueError, match="there is no generator for 1 rollout of generator-2, "):
         change(scene(running={2: [5]}), dict.fromkeys((2, 3, 4, 5), TRAIN))

@@ -1,8 +1,10 @@
 """What a run writes down of itself is read back as it was, through JSON."""
 
 import json
+from dataclasses import replace
 
 from ductile.core.cluster.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
+from ductile.core.cluster.instances import instance_on
 from ductile.core.cluster.ledger import Span
 from ductile.core.cluster.placement import Placement
 from ductile.core.cluster.profile import Setting, StepProfile
@@ -12,7 +14,20 @@ from ductile.observe import Recorder, read_jsonl
 
 def test_a_setting_comes_back_from_json():
     setting = Setting(Placement((0,), (1, 2), (3,), "as said"), Limits(max_num_seqs=8), "model", 10, 4, 8, 256, 512)
+    setting = replace(setting, instances=(instance_on("generate", (1, 2)), instance_on("score", (3,))))
     assert Setting.from_fields(json.loads(json.dumps(setting.as_fields()))) == setting
+
+
+def test_a_setting_from_before_instances_had_ids_has_one_on_each_slot():
+    setting = Setting(Placement((0,), (1, 2), (3,), "as said"), Limits(max_num_seqs=8), "model", 10, 4, 8, 256, 512)
+    fields = json.loads(json.dumps(setting.as_fields()))
+    del fields["instances"], fields["limits"]["slots_per_generator"], fields["limits"]["slots_per_scorer"]
+    there = Setting.from_fields(fields).instances
+    assert [(each.id, each.slots) for each in there] == [
+        ("generator-1", (1,)),
+        ("generator-2", (2,)),
+        ("scorer-3", (3,)),
+    ]
 
 
 def test_a_step_comes_back_from_the_events_of_a_run(tmp_path):

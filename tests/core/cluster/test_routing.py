@@ -6,32 +6,32 @@ from ductile.core.cluster.routing import GeneratorLoad, predicted_tokens, route
 
 
 def test_the_fewest_remaining_tokens_wins_not_the_fewest_sequences():
-    chosen = route("g", [GeneratorLoad(1, 900), GeneratorLoad(2, 100)], 64, 16)
-    assert chosen.slot == 2
-    assert chosen.reason == "slot 2 has the fewest tokens left: 100"
+    chosen = route("g", [GeneratorLoad("1", 900), GeneratorLoad("2", 100)], 64, 16)
+    assert chosen.instance == "2"
+    assert chosen.reason == "2 has the fewest tokens left: 100"
 
 
 def test_siblings_go_where_their_prompt_is_cached():
-    chosen = route("g", [GeneratorLoad(1, 0), GeneratorLoad(2, 200, frozenset({"g"}))], 64, 16)
-    assert chosen.slot == 2
+    chosen = route("g", [GeneratorLoad("1", 0), GeneratorLoad("2", 200, frozenset({"g"}))], 64, 16)
+    assert chosen.instance == "2"
     assert "cached" in chosen.reason
 
 
 def test_a_cached_prompt_is_not_worth_any_imbalance():
-    assert route("g", [GeneratorLoad(1, 0), GeneratorLoad(2, 300, frozenset({"g"}))], 64, 16).slot == 1
+    assert route("g", [GeneratorLoad("1", 0), GeneratorLoad("2", 300, frozenset({"g"}))], 64, 16).instance == "1"
 
 
 @pytest.mark.parametrize(
-    ("prompt_tokens", "block_tokens", "slot"),
-    [(16, 16, 2), (15, 16, 1), (15, 8, 2), (63, 64, 1), (64, 64, 2), (1, 1, 2), (500, 0, 1)],
+    ("prompt_tokens", "block_tokens", "instance"),
+    [(16, 16, "2"), (15, 16, "1"), (15, 8, "2"), (63, 64, "1"), (64, 64, "2"), (1, 1, "2"), (500, 0, "1")],
 )
-def test_siblings_share_whole_blocks_of_a_cache_that_shares(prompt_tokens, block_tokens, slot):
-    loads = [GeneratorLoad(1, 0), GeneratorLoad(2, 64, frozenset({"g"}))]
-    assert route("g", loads, prompt_tokens, block_tokens).slot == slot
+def test_siblings_share_whole_blocks_of_a_cache_that_shares(prompt_tokens, block_tokens, instance):
+    loads = [GeneratorLoad("1", 0), GeneratorLoad("2", 64, frozenset({"g"}))]
+    assert route("g", loads, prompt_tokens, block_tokens).instance == instance
 
 
 def test_a_request_without_a_group_has_no_siblings():
-    assert route("", [GeneratorLoad(1, 10, frozenset({""})), GeneratorLoad(2, 0)], 64, 16).slot == 2
+    assert route("", [GeneratorLoad("1", 10, frozenset({""})), GeneratorLoad("2", 0)], 64, 16).instance == "2"
 
 
 def test_no_generator_is_an_error():
@@ -44,8 +44,8 @@ def test_routing_one_by_one_keeps_generators_within_one_sequence_of_each_other(s
     """The dumb twin: whatever the loads were, they meet, and then differ by at most one sequence."""
     loads = dict(enumerate(start))
     for _ in range(200):
-        before = [GeneratorLoad(slot, tokens) for slot, tokens in loads.items()]
-        loads[route("", before, 64, 16).slot] += length
+        before = [GeneratorLoad(name, tokens) for name, tokens in loads.items()]
+        loads[route("", before, 64, 16).instance] += length
     untouched = [tokens for slot, tokens in loads.items() if tokens == start[slot]]
     touched = [tokens for slot, tokens in loads.items() if tokens != start[slot]]
     assert max(touched) - min(touched) <= length

@@ -5,14 +5,15 @@ first, each to the generator that then has the least before it, those with room 
 """
 
 import heapq
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from ductile.core.cluster.cost import carriage
+from ductile.core.cluster.instances import Instance, InstanceId, named
 from ductile.core.cluster.lengths import Survival, survival
-from ductile.core.cluster.orders import Migration, Order, RoleChange
-from ductile.core.cluster.placement import Role, many, slots_of
+from ductile.core.cluster.orders import Decision, Migration, Order, RoleChange, instances_after
+from ductile.core.cluster.placement import Role, many
 from ductile.core.cluster.state import ClusterState, Unfinished
 
 Remaining = Mapping[str, float]
@@ -39,48 +40,55 @@ def remaining_tokens(state: ClusterState, lengths: Survival | None = None) -> di
 
 
 def migrate(
-    state: ClusterState, leaving: Collection[int], receivers: Sequence[int], remaining: Remaining | None = None
+    state: ClusterState,
+    leaving: Collection[InstanceId],
+    receivers: Sequence[InstanceId],
+    remaining: Remaining | None = None,
 ) -> tuple[Migration, ...]:
-    """Migrations of every rollout of the `leaving` slots to one of `receivers`.
+    """Migrations of every rollout of the `leaving` generators to one of `receivers`; of equal ones to the first.
 
     Raises ValueError when a rollout is to migrate and there is no receiver.
     """
-    orphans = [rollout for rollout in state.unfinished if rollout.slot in leaving] if leaving else []
+    orphans = [rollout for rollout in state.unfinished if rollout.instance in leaving] if leaving else []
     if not orphans:
         return ()
     if not receivers:
-        raise ValueError(f"there is no generator for {many(len(orphans), 'rollout')} of {slots_of(leaving)}")
+        raise ValueError(f"there is no generator for {many(len(orphans), 'rollout')} of {named(leaving)}")
     remaining = remaining if remaining is not None else remaining_tokens(state)
     load, count = dict.fromkeys(receivers, 0.0), dict.fromkeys(receivers, 0)
     for rollout in state.unfinished:
-        if rollout.slot in load:
-            load[rollout.slot] += remaining[rollout.id]
-            count[rollout.slot] += 1
+        if rollout.instance in load:
+            load[rollout.instance] += remaining[rollout.id]
+            count[rollout.instance] += 1
     full = state.limits.max_num_seqs
-    queue = [(count[slot] >= full, load[slot], slot) for slot in receivers]
+    queue = [(count[name] >= full, load[name], place) for place, name in enumerate(receivers)]
     heapq.heapify(queue)
     migrations: list[Migration] = []
     for rollout in sorted(orphans, key=lambda rollout: (-remaining[rollout.id], rollout.id)):
-        _, tokens, target = queue[0]
+        _, tokens, place = queue[0]
+        target = receivers[place]
         count[target] += 1
-        heapq.heapreplace(queue, (count[target] >= full, tokens + remaining[rollout.id], target))
+        heapq.heapreplace(queue, (count[target] >= full, tokens + remaining[rollout.id], place))
         migrations.append(_migration(state, rollout, target))
     return tuple(migrations)
 
 
-def spread(state: ClusterState, generators: Sequence[int], remaining: Remaining | None = None) -> tuple[Migration, ...]:
+def spread(
+    state: ClusterState, generators: Sequence[InstanceId], remaining: Remaining | None = None
+) -> tuple[Migration, ...]:
     """Migrations from the generators with the most predicted tokens to those with the least, as long as that evens them
     out; each rollout goes at most once."""
     remaining = remaining if remaining is not None else remaining_tokens(state)
-    here: dict[int, list[Unfinished]] = {slot: [] for slot in generators}
-    load = dict.fromkeys(generators, 0.0)
+    places = {name: place for place, name in enumerate(generators)}
+    here: list[list[Unfinished]] = [[] for _ in generators]
+    load = [0.0] * len(generators)
     for rollout in state.unfinished:
-        if rollout.slot in here:
-            here[rollout.slot].append(rollout)
-            load[rollout.slot] += remaining[rollout.id]
-    # An entry whose tokens are no longer its slot's is left over from before a migration.
-    fullest = [(-tokens, slot) for slot, tokens in load.items()]
-    emptiest = [(tokens, slot) for slot, tokens in load.items()]
+        if (place := places.get(rollout.instance)) is not None:
+            here[place].append(rollout)
+            load[place] += remaining[rollout.id]
+    # An entry whose tokens are no longer its generator's is left over from before a migration.
+    fullest = [(-tokens, place) for place, tokens in enumerate(load)]
+    emptiest = [(tokens, place) for place, tokens in enumerate(load)]
     heapq.heapify(fullest)
     heapq.heapify(emptiest)
     migrations: list[Migration] = []
@@ -98,11 +106,11 @@ def spread(state: ClusterState, generators: Sequence[int], remaining: Remaining 
         if best is None or abs(gap - 2 * remaining[best.id]) >= 0.9 * gap:
             break
         here[most].remove(best)
-        for slot, tokens in ((most, -remaining[best.id]), (least, remaining[best.id])):
-            load[slot] += tokens
-            heapq.heappush(fullest, (-load[slot], slot))
-            heapq.heappush(emptiest, (load[slot], slot))
-        migrations.append(_migration(state, best, least))
+        for place, tokens in ((most, -remaining[best.id]), (least, remaining[best.id])):
+            load[place] += tokens
+            heapq.heappush(fullest, (-load[place], place))
+            heapq.heappush(emptiest, (load[place], place))
+        migrations.append(_migration(state, best, generators[least]))
     return tuple(migrations)
 
 
@@ -112,20 +120,28 @@ def change(
     """The orders after which the slots hold `roles` (slots that are not named stay as they are): a move for each slot
     that changes, and a migration for each rollout that would be left behind.
 
-    generators: slots that are to work on the rollouts of the slots that are named; the others hand theirs over, even
-    where they stay generators. None: all that generate.
+    generators: slots whose generators are to work on the rollouts of the slots that are named, as external servers
+    are; the others hand theirs over, even where they stay generators. None: all generators.
     """
     before = {slot.slot: slot.roles for slot in state.slots}
     moves = [RoleChange(slot, before[slot], after) for slot, after in sorted(roles.items()) if before[slot] != after]
-    after = before | {move.slot: move.after for move in moves}
-    receivers = [slot for slot in before if "generate" in after[slot]]
-    leaving = {slot for slot in before if "generate" in before[slot] and "generate" not in after[slot]}
-    if generators is not None:
-        receivers = [slot for slot in receivers if slot in generators]
-        leaving.update(slot for slot in roles if slot not in generators)
-    return (*moves, *migrate(state, leaving, receivers))
+    if not moves and generators is None:
+        return ()
+    there = generators_on(instances_after(state, Decision(tuple(moves))), generators)
+    concerned = {each.id for each in state.instances_of("generate") if not roles.keys().isdisjoint(each.slots)}
+    leaving = concerned.difference(there)
+    return (*moves, *migrate(state, leaving, there))
 
 
-def _migration(state: ClusterState, rollout: Unfinished, target: int) -> Migration:
+def generators_on(instances: Iterable[Instance], slots: Collection[int] | None) -> list[InstanceId]:
+    """The generators on these slots, and the external ones; None: all of them."""
+    return [
+        each.id
+        for each in instances
+        if each.role == "generate" and (slots is None or all(slot in slots for slot in each.slots))
+    ]
+
+
+def _migration(state: ClusterState, rollout: Unfinished, target: InstanceId) -> Migration:
     with_cache = carriage(rollout.context_tokens, state.speeds, state.costs).with_cache
-    return Migration(rollout.id, rollout.slot, target, with_cache)
+    return Migration(rollout.id, rollout.instance, target, with_cache)

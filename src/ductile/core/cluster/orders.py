@@ -6,13 +6,14 @@ asked before a decision is carried out, so that a policy with a bug is refused a
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import gcd
 from typing import Protocol, runtime_checkable
 
+from ductile.core.cluster.instances import NOUNS, Groups, Instance, InstanceId, named, regrouped
 from ductile.core.cluster.placement import SPELLED, Role, many, slots_of
-from ductile.core.cluster.state import ClusterState, Limits, TrainerState
+from ductile.core.cluster.state import ClusterState, TrainerState
 from ductile.core.layout.parallel_layout import ParallelLayout
 
 
@@ -30,8 +31,9 @@ class Migration:
     """The unfinished rollout leaves its generator and goes on at another, with all it has so far."""
 
     id: str
-    source: int
-    target: int
+    source: InstanceId
+    target: InstanceId
+    """A generator that is there, or that the decision's role changes begin (`instances_after`)."""
     with_cache: bool = False
     """Whether the rollout's cache travels too; otherwise the target prefills its context again."""
 
@@ -39,7 +41,7 @@ class Migration:
 Order = RoleChange | Migration
 ORDERS = (
     'RoleChange(slot, before, after), whose roles are tuples like ("train", "generate"), or '
-    "Migration(id, source, target)"
+    'Migration(id, source, target), with ids of generators such as "generator-3"'
 )
 
 
@@ -92,6 +94,13 @@ def roles_after(state: ClusterState, decision: Decision) -> dict[int, tuple[Role
     return {slot.slot: slot.roles for slot in state.slots} | {move.slot: move.after for move in decision.moves}
 
 
+def instances_after(state: ClusterState, decision: Decision) -> tuple[Instance, ...]:
+    """The instances once the decision is carried out."""
+    before = {slot.slot: slot.roles for slot in state.slots}
+    groups: Groups = {role: state.groups(role) for role in NOUNS}
+    return regrouped(state.instances, before, roles_after(state, decision), groups, state.change)
+
+
 def layout_after(state: ClusterState, decision: Decision) -> ParallelLayout:
     """The trainer's slots after the decision: those that stay keep their order, those that join come last. There are
     as many copies of the state as the config asks for, or the most of its divisors that the number of slots allows.
@@ -114,10 +123,11 @@ def violations(state: ClusterState, decision: Decision) -> list[str]:
     """What is wrong with the decision, a sentence for each defect; none when it may be carried out."""
     if not decision.orders:
         return []  # all stays as it is: what is wrong with that is not the decision's
-    found = [*_wrong_moves(state, decision), *_wrong_migrations(state, decision)]
-    after = roles_after(state, decision)
+    after, instances = roles_after(state, decision), instances_after(state, decision)
+    found = [*_wrong_moves(state, decision), *_split_instances(state, decision, after)]
+    found += _wrong_migrations(state, decision, instances)
     return found or [
-        *_broken_floors(state, state.limits, after),
+        *_broken_floors(state, after, instances),
         *_wrong_moment(state, after),
         *_no_layout(state, after),
     ]
@@ -170,30 +180,49 @@ def _wrong_moves(state: ClusterState, decision: Decision) -> Iterator[str]:
             yield f"slot {move.slot} has no memory for a generator beside the trainer's state"
 
 
-def _wrong_migrations(state: ClusterState, decision: Decision) -> Iterator[str]:
-    after = roles_after(state, decision)
+def _split_instances(state: ClusterState, decision: Decision, after: Mapping[int, tuple[Role, ...]]) -> Iterator[str]:
+    """Slots of one instance take its role on together, and give it up together."""
+    for role, noun in NOUNS.items():
+        if (size := state.limits.slots_per(role)) == 1:
+            continue
+        moved = {move.slot for move in decision.moves if (role in move.before) != (role in move.after)}
+        groups = [group for group in state.groups(role) if moved.intersection(group)]
+        for group in groups:
+            holding = [slot for slot in group if role in after.get(slot, ())]
+            if 0 < len(holding) < size:
+                yield f"the {noun} of {slots_of(group)} would be split: only {slots_of(holding)} would {role}"
+        alone = sorted(slot for slot in moved.difference(*groups) if role in after.get(slot, ()))
+        if alone:
+            yield f"{slots_of(alone)} cannot {role}: a {noun} takes {size} slots of one group, and there is none"
+
+
+def _wrong_migrations(state: ClusterState, decision: Decision, instances: Iterable[Instance]) -> Iterator[str]:
+    generators = {each.id for each in instances if each.role == "generate"}
     migrating = {order.id for order in decision.migrations}
     if len(migrating) < len(decision.migrations):
         yield "a rollout migrates twice"
-    where = {rollout.id: rollout.slot for rollout in state.unfinished}
+    where = {rollout.id: rollout.instance for rollout in state.unfinished}
     for order in decision.migrations:
         if where.get(order.id) != order.source:
-            yield f"rollout {order.id} is not on slot {order.source}"
-        elif "generate" not in after.get(order.target, ()) or order.target == order.source:
-            yield f"rollout {order.id} cannot go to slot {order.target}, which does not generate afterwards"
-    for name, slot in where.items():
-        if "generate" not in after.get(slot, ()) and name not in migrating:
-            yield f"rollout {name} would be left behind on slot {slot}"
+            yield f"rollout {order.id} is not on {order.source}"
+        elif order.target not in generators or order.target == order.source:
+            yield f"rollout {order.id} cannot go to {order.target}, which does not generate afterwards"
+    for name, instance in where.items():
+        if instance not in generators and name not in migrating:
+            yield f"rollout {name} would be left behind on {instance}"
 
 
-def _broken_floors(state: ClusterState, limits: Limits, after: dict[int, tuple[Role, ...]]) -> Iterator[str]:
-    held = Counter(role for roles in after.values() for role in roles)
-    if held["train"] < max(1, limits.min_train):
-        yield f"{many(held['train'], 'slot')} would train, and {max(1, limits.min_train)} is the least"
+def _broken_floors(
+    state: ClusterState, after: Mapping[int, tuple[Role, ...]], instances: Iterable[Instance]
+) -> Iterator[str]:
+    limits, num_train = state.limits, sum("train" in roles for roles in after.values())
+    held = Counter(each.role for each in instances)
+    if num_train < max(1, limits.min_train):
+        yield f"{many(num_train, 'slot')} would train, and {max(1, limits.min_train)} is the least"
     if state.num_to_generate and held["generate"] < limits.min_generate:
-        yield f"{many(held['generate'], 'slot')} would generate, and {limits.min_generate} is the least"
+        yield f"{many(held['generate'], 'generator')} would be left, and {limits.min_generate} is the least"
     if (state.num_to_generate or state.batch.to_score) and held["score"] < limits.min_score:
-        yield f"{many(held['score'], 'slot')} would score, and {limits.min_score} is the least"
+        yield f"{many(held['score'], 'scorer')} would be left, and {limits.min_score} is the least"
 
 
 def _wrong_moment(state: ClusterState, after: dict[int, tuple[Role, ...]]) -> Iterator[str]:
@@ -212,8 +241,8 @@ def _no_layout(state: ClusterState, after: dict[int, tuple[Role, ...]]) -> Itera
 
 
 def sentence(orders: Iterable[Order], *further: str) -> str:
-    """The orders in words: "slot 2 generate → train: 3 rollouts left, handed to slot 3; cost 0.4 s"; `further` parts
-    come last."""
+    """The orders in words: "slot 2 generate → train: 3 rollouts left, handed to generator-3; cost 0.4 s"; `further`
+    parts come last."""
     kinds: dict[tuple[str, str], list[int]] = {}
     migrations: list[Migration] = []
     for order in orders:
@@ -224,7 +253,7 @@ def sentence(orders: Iterable[Order], *further: str) -> str:
     said = ", ".join(f"{slots_of(slots)} {before} → {after}" for (before, after), slots in kinds.items())
     if migrations:
         what = many(len(migrations), "rollout")
-        to = slots_of({order.target for order in migrations})
+        to = named({order.target for order in migrations})
         said = f"{said}: {what} left, handed to {to}" if said else f"{what} handed to {to}"
     return "; ".join(part for part in (said, *further) if part)
 

@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ductile.core.cluster.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
+from ductile.core.cluster.instances import Instance, instances_from
 from ductile.core.cluster.ledger import Span
 from ductile.core.cluster.placement import Placement
-from ductile.core.cluster.state import Limits
+from ductile.core.cluster.state import Limits, first_instances
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class Setting:
     """`cluster.use_wait_before_last_iter_policy` as configured; None when it was not."""
     on_gpu: bool = False
     """Whether the slots are GPUs: which roles may share one then follows from the placement (`state.may_share`)."""
+    instances: tuple[Instance, ...] = ()
+    """Generators and scorers that the run begins with."""
 
     def as_fields(self) -> dict[str, Any]:
         return asdict(self)
@@ -50,6 +53,9 @@ class Setting:
         home: dict[str, Any] = dict(own["home"])
         home |= {role: tuple(home[role]) for role in ("train", "generate", "score")}
         own |= {"home": Placement(**home), "limits": Limits(**own["limits"])}
+        # Older runs have no instances in their events: each slot of a role was one.
+        given = instances_from(own["instances"]) if "instances" in own else first_instances(own["home"], own["limits"])
+        own["instances"] = given
         return Setting(**own)
 
 

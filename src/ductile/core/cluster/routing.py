@@ -5,12 +5,13 @@ distribution are not alike. Siblings of a group go where their prompt is already
 than the cached prompt saves (`AFFINITY_TOKENS` more predicted tokens than the least loaded generator). A cache shares
 whole blocks: siblings of a prompt that fills none are strangers.
 
-The caller keeps the books (a `GeneratorLoad` a slot) and asks again for every sequence.
+The caller keeps the books (a `GeneratorLoad` a generator) and asks again for every sequence.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ductile.core.cluster.instances import InstanceId
 from ductile.core.cluster.placement import many
 
 AFFINITY_TOKENS = 256
@@ -20,7 +21,7 @@ it has: beyond them, waiting costs more than computing the prompt once more."""
 
 @dataclass(frozen=True, slots=True)
 class GeneratorLoad:
-    slot: int
+    instance: InstanceId
     remaining_tokens: float
     """Predicted tokens that the generator still has to sample, all its sequences together."""
     groups: frozenset[str] = frozenset()
@@ -29,30 +30,31 @@ class GeneratorLoad:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    slot: int
+    instance: InstanceId
     reason: str
 
 
 def route(group: str, loads: Sequence[GeneratorLoad], prompt_tokens: int, block_tokens: int) -> Route:
-    """The slot for one more sequence of `group` ("" for none), with so long a prompt. Ties go to the lowest slot.
+    """The generator for one more sequence of `group` ("" for none), with so long a prompt. Of equal ones the first in
+    `loads` gets it.
 
     block_tokens: tokens of a block of the generators' caches; 0 where sequences share nothing.
     Raises ValueError when there is no generator.
     """
     if not loads:
         raise ValueError("there is no generator to route to")
-    least = min(loads, key=lambda load: (load.remaining_tokens, load.slot))
+    least = min(loads, key=lambda load: load.remaining_tokens)
     is_shared = bool(group) and 0 < block_tokens <= prompt_tokens
     siblings = [load for load in loads if is_shared and group in load.groups]
     if siblings:
-        near = min(siblings, key=lambda load: (load.remaining_tokens, load.slot))
+        near = min(siblings, key=lambda load: load.remaining_tokens)
         extra = near.remaining_tokens - least.remaining_tokens
         if extra <= AFFINITY_TOKENS:
             return Route(
-                near.slot,
-                f"slot {near.slot} has the prompt of group {group} cached, for {many(round(extra), 'token')} more",
+                near.instance,
+                f"{near.instance} has the prompt of group {group} cached, for {many(round(extra), 'token')} more",
             )
-    return Route(least.slot, f"slot {least.slot} has the fewest tokens left: {least.remaining_tokens:.0f}")
+    return Route(least.instance, f"{least.instance} has the fewest tokens left: {least.remaining_tokens:.0f}")
 
 
 def predicted_tokens(max_tokens: int, generated: int, mean_length: float | None) -> float:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ductile.core.cluster.cost import Speeds, SwitchCosts
+from ductile.core.cluster.instances import NOUNS, Groups, Instance, InstanceId, Serving, regrouped, slot_groups
 from ductile.core.cluster.placement import Placement, Role
 from ductile.core.layout.parallel_layout import ParallelLayout
 
@@ -35,7 +36,8 @@ class Unfinished(NamedTuple):
     A tuple, because it is made three times as fast as a frozen dataclass: a state of 1,024 slots has 50,000 of them."""
 
     id: str
-    slot: int
+    instance: InstanceId
+    """The generator that has it."""
     prompt_tokens: int
     """Tokens before this turn's first one."""
     generated: int
@@ -139,6 +141,13 @@ class Limits:
     """Most sequences that one generator decodes at once."""
     may_share: bool = True
     """Whether a train slot may hold a generator besides: there is memory for both."""
+    slots_per_generator: int = 1
+    """Slots that one generator takes."""
+    slots_per_scorer: int = 1
+
+    def slots_per(self, role: Serving) -> int:
+        """Slots that one instance of the role takes."""
+        return self.slots_per_generator if role == "generate" else self.slots_per_scorer
 
 
 def may_share(placement: Placement, *, on_gpu: bool) -> bool:
@@ -148,6 +157,13 @@ def may_share(placement: Placement, *, on_gpu: bool) -> bool:
     does not say that both fit, and nothing is offloaded.
     """
     return not on_gpu or placement.shares
+
+
+def first_instances(placement: Placement, limits: Limits) -> tuple[Instance, ...]:
+    """The instances that a run with this placement begins with."""
+    held = {slot: placement.roles(slot) for slot in placement.slots}
+    groups: Groups = {role: slot_groups(placement.of(role), (), limits.slots_per(role)) for role in NOUNS}
+    return regrouped((), {}, held, groups, birth=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +190,10 @@ class ClusterState:
     home: Placement
     """Slots that the configuration gave each role: `rules` returns to them after each step."""
     limits: Limits = Limits()
+    instances: tuple[Instance, ...] = ()
+    """Generators and scorers, in the order of their slots; external servers come last."""
+    change: int = 1
+    """Number that a change decided on now has: instances that it begins are named after it."""
     unfinished: tuple[Unfinished, ...] = ()
     lengths: Lengths = Lengths()
     max_tokens: int = 1024
@@ -191,6 +211,19 @@ class ClusterState:
         """The slots that hold the role, ready or not."""
         return tuple(slot.slot for slot in self.slots if role in slot.roles)
 
+    def instances_of(self, role: Serving) -> tuple[Instance, ...]:
+        return tuple(each for each in self.instances if each.role == role)
+
+    @property
+    def num_external(self) -> int:
+        """Generators that are on no slot: servers of somebody else."""
+        return sum(not each.slots for each in self.instances_of("generate"))
+
+    def groups(self, role: Serving) -> tuple[tuple[int, ...], ...]:
+        """Groups of slots that an instance of the role may be on."""
+        slots = {*self.home.slots, *(slot.slot for slot in self.slots)}
+        return slot_groups(self.home.of(role), slots, self.limits.slots_per(role))
+
     def roles(self, slot: int) -> tuple[Role, ...]:
         return next(known.roles for known in self.slots if known.slot == slot)
 
@@ -200,9 +233,9 @@ class ClusterState:
         return frozenset(slot.slot for slot in self.slots if slot.ready)
 
     @property
-    def num_running(self) -> "Counter[int]":
-        """Unfinished rollouts by slot."""
-        return Counter(rollout.slot for rollout in self.unfinished)
+    def num_running(self) -> "Counter[InstanceId]":
+        """Unfinished rollouts by generator."""
+        return Counter(rollout.instance for rollout in self.unfinished)
 
     @property
     def micro_step_s(self) -> float:

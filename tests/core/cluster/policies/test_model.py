@@ -11,7 +11,7 @@ from ductile.core.cluster.cost import SwitchCosts
 from ductile.core.cluster.orders import roles_after, violations
 from ductile.core.cluster.policies.model import Model
 from ductile.core.cluster.state import Limits
-from tests.core.cluster.scenes import COSTS, scene
+from tests.core.cluster.scenes import COSTS, id_on, scene
 
 BOTH = ("train", "generate")
 ALL_GENERATE = {slot: BOTH for slot in range(5)} | {5: ("generate",)}
@@ -66,8 +66,8 @@ def test_training_waits_for_what_its_slots_generate_where_that_is_permitted(trai
 def test_training_begins_without_a_resize_when_handing_off_is_enough():
     decision = decide(late())
     assert decision.moves == ()
-    assert {order.source for order in decision.migrations} == {0, 1, 2, 3, 4}
-    assert {order.target for order in decision.migrations} == {5}
+    assert {order.source for order in decision.migrations} == {id_on(slot) for slot in range(5)}
+    assert {order.target for order in decision.migrations} == {id_on(5)}
     assert not decision.hold_training
 
 

@@ -6,21 +6,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ductile.core.cluster.orders import layout_after, roles_after, violations
+from ductile.core.cluster.instances import Instance, InstanceId, instance_on, slot_groups
+from ductile.core.cluster.orders import instances_after, layout_after, roles_after, violations
 from ductile.core.cluster.policies.model import Model
 from ductile.core.cluster.policies.rules import Rules
 from ductile.core.cluster.policies.static import InTurns, Static
 from ductile.core.cluster.state import Lengths, Limits, SlotState, TrainerState, Unfinished
 from tests.core.cluster.scenes import scene
 
+SERVER = Instance(InstanceId("http://there"), "generate", ())
 POLICIES = [Static(), InTurns(), Rules(), Rules(True, False), Rules(False, True), Rules(True, True), Model()]
 POLICIES += [Model(pre_process=False, wait_before_last_iter=False)]
 
 
 @st.composite
 def states(draw, at_boundary=None):
-    """Any placement of up to nine slots, any roles by now, rollouts anywhere that generates."""
-    num_train, num_generate = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    """Any placement of up to thirteen slots, any roles by now, rollouts anywhere that generates, be it on one slot, on
+    two or on none."""
+    size = draw(st.sampled_from([1, 1, 2]))
+    num_train, num_generate = draw(st.integers(1, 4)), size * draw(st.integers(1, 4))
     num_score = draw(st.integers(0, 1))
     bounds = [0, num_train, num_train + num_generate, num_train + num_generate + num_score]
     placement = {
@@ -34,20 +38,25 @@ def states(draw, at_boundary=None):
         min_score=draw(st.integers(0, num_score)),
         max_num_seqs=draw(st.integers(1, 16)),
         may_share=draw(st.booleans()),
+        slots_per_generator=size,
     )
     shapes = [("train",), ("generate",), ("generate",)] + ([("train", "generate")] if limits.may_share else [])
-    roles = {}
-    for slot in range(bounds[-1]):
-        at_home = "score" if slot >= bounds[2] else ""
-        roles[slot] = draw(st.sampled_from([("score",), ("train",)] if at_home else [*shapes, ()]))
+    groups = slot_groups(range(num_train, bounds[2]), range(bounds[2]), size)
+    roles = dict.fromkeys(range(bounds[2]), ("train",))
+    for group in groups:
+        roles |= dict.fromkeys(group, draw(st.sampled_from([*shapes, ()])))
+    for slot in range(bounds[2], bounds[-1]):
+        roles[slot] = draw(st.sampled_from([("score",), ("train",)]))
     if limits.min_score:
         roles[bounds[2]] = ("score",)
-    for slot in range(num_train):
+    for group in reversed(groups):
         if sum("train" in held for held in roles.values()) < limits.min_train:
-            roles[slot] = ("train",)
-    generators = [slot for slot, held in roles.items() if "generate" in held]
+            roles |= dict.fromkeys(group, ("train",))
+    servers = draw(st.sampled_from([(), (), (SERVER,)]))
+    generators = [instance_on("generate", group).id for group in groups if "generate" in roles[group[0]]]
+    generators += [server.id for server in servers]
     to_generate = bool(generators) and draw(st.booleans())
-    running = {slot: draw(st.lists(st.integers(0, 999), max_size=8)) for slot in generators} if to_generate else {}
+    running = {name: draw(st.lists(st.integers(0, 999), max_size=8)) for name in generators} if to_generate else {}
     num_rollouts = 64
     ready = draw(st.integers(0, num_rollouts))
     trained = draw(st.integers(0, num_rollouts - 1))
@@ -59,6 +68,7 @@ def states(draw, at_boundary=None):
         at_boundary=draw(st.booleans()) if at_boundary is None else at_boundary,
         held=draw(st.booleans()),
         limits=limits,
+        servers=servers,
         lengths=Lengths(tuple(draw(st.lists(st.integers(1, 999), max_size=30))), (), 100.0),
         since_s=draw(st.sampled_from([0.0, 99.0])),
         trained=trained,
@@ -111,10 +121,12 @@ def carried_out(state, decision):
             SlotState(slot.slot, after[slot.slot], state.now_s if slot.slot in moved else slot.since_s, slot.ready)
             for slot in state.slots
         ),
+        instances=instances_after(state, decision),
+        change=state.change + 1,
         trainer=TrainerState(layout_after(state, decision), True, decision.hold_training, state.trainer.seq_len),
         unfinished=tuple(
             Unfinished(
-                each.id, targets.get(each.id, each.slot), each.prompt_tokens, each.generated, each.limit, each.group
+                each.id, targets.get(each.id, each.instance), each.prompt_tokens, each.generated, each.limit, each.group
             )
             for each in state.unfinished
         ),

@@ -5,7 +5,7 @@ import pytest
 from ductile.core.cluster.cost import DecodeSpeed
 from ductile.core.cluster.orders import roles_after, violations
 from ductile.core.cluster.policies.rules import Rules
-from tests.core.cluster.scenes import SPEEDS, scene
+from tests.core.cluster.scenes import SPEEDS, id_on, scene
 
 
 def kept(state, decision):
@@ -51,7 +51,8 @@ def test_what_it_says_is_what_it_does():
     state = scene({"actor": 0, "rollout": "1-3"}, running={1: [9] * 6, 2: [5, 5, 5], 3: [9] * 5}, trained=10)
     decision = Rules().decide(state)
     assert decision.reason == (
-        "slot 2 generate → train: 3 rollouts left, handed to slots 1,3; 14 rollouts to generate, 2 generators needed"
+        "slot 2 generate → train: 3 rollouts left, handed to generator-1, generator-3; 14 rollouts to generate, "
+        "2 generators needed"
     )
     assert {order.id for order in decision.migrations} == {"2/0", "2/1", "2/2"}
     alone = scene({"actor": 0, "rollout": "1-2"}, running={2: [9]}, trained=10)
@@ -108,7 +109,7 @@ def test_train_slots_generate_until_half_of_the_step_is_finished():
     decision = Rules(pre_process=True).decide(late)
     assert not decision.hold_training
     assert kept(late, decision)["generate"] == [2, 3, 4, 5]
-    assert {order.source for order in decision.migrations} == {0, 1}
+    assert {order.source for order in decision.migrations} == {id_on(0), id_on(1)}
     assert "training starts" in decision.reason
 
 

@@ -92,13 +92,13 @@ class Plans:
     """Ways to use the slots from now on, one a row: first in one way, and then in another."""
 
     generators: Floats
-    """Slots that generate in the first way."""
+    """Generators in the first way, external servers among them."""
     trainers: Floats
     """Slots that train in the first way; 0 while the trainer is held."""
     until: Floats
     """Rollouts that are left when the first way ends; negative when it never does."""
     then: Floats
-    """Slots that generate in the second way; the others train."""
+    """Generators in the second way; the slots of no generator train."""
     resize_s: Floats
     """Seconds that resizing the trainer for the second way takes."""
     fill: Floats
@@ -114,7 +114,8 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
     """Seconds from now until all is generated and trained on `num_slots` slots, by plan."""
     speeds, full = state.speeds, float(state.limits.max_num_seqs)
     num_plans = len(plans.generators)
-    stage = _Stage(plans.generators.copy(), plans.trainers.copy(), plans.until < 0)
+    size, external = state.limits.slots_per_generator, state.num_external
+    stage = _Stage(plans.generators.copy(), plans.trainers.copy(), plans.until < 0, num_slots, size, external)
     ages = np.repeat(todo.ages[None], num_plans, 0)
     unstarted = np.full(num_plans, todo.unstarted)
     now_s, busy_s, stalled_s = np.zeros(num_plans), plans.delay_train_s.copy(), plans.delay_generate_s.copy()
@@ -127,7 +128,7 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
         running = ordered_sum(ages)
         left = running + unstarted
         context = dot(ages, mean_age)
-        moved, paused_s = stage.advance(state, plans, left, num_slots)
+        moved, paused_s = stage.advance(state, plans, left)
         stalled_s += context * moved * carried_s / stage.generators + moved * state.costs.handoff_s
         busy_s += paused_s
         started = np.minimum(np.maximum(0.0, stage.generators * full - running), unstarted)
@@ -182,13 +183,18 @@ def _rest_s(state: ClusterState, todo: Work, trained: Floats, trainers: Floats, 
 
 @dataclass(slots=True, eq=False)
 class _Stage:
-    """How many slots generate and train in this round, by plan."""
+    """How many generators there are and how many slots train in this round, by plan."""
 
     generators: Floats
     trainers: Floats
     second: npt.NDArray[np.bool_]
+    num_slots: int
+    size: int
+    """Slots of a generator."""
+    external: int
+    """Generators that are on no slot."""
 
-    def advance(self, state: ClusterState, plans: Plans, left: Floats, num_slots: int) -> tuple[Floats, Floats]:
+    def advance(self, state: ClusterState, plans: Plans, left: Floats) -> tuple[Floats, Floats]:
         """Go on to the round in which so many rollouts are left. Returns the share of contexts that migrate, and
         for how long the trainer pauses."""
         before, paused_s = self.generators, np.zeros_like(left)
@@ -198,19 +204,23 @@ class _Stage:
         if change.any():
             paused_s += np.where(change, plans.resize_s + lag_s * (self.trainers > 0) * (plans.resize_s > 0), 0.0)
             self.generators = np.where(change, plans.then, self.generators)
-            self.trainers = np.where(change, num_slots - plans.then, self.trainers)
+            self.trainers = np.where(change, self._others(plans.then), self.trainers)
             self.second = self.second | change
         fewer = self._fewer(plans, left)
         if fewer is not None:
             released = self.generators - fewer
-            paused_s += (state.costs.resize_s + lag_s * released / num_slots) * (released > 0)
-            self.generators, self.trainers = fewer, np.where(released > 0, num_slots - fewer, self.trainers)
+            paused_s += (state.costs.resize_s + lag_s * self.size * released / self.num_slots) * (released > 0)
+            self.generators, self.trainers = fewer, np.where(released > 0, self._others(fewer), self.trainers)
         return np.maximum(0.0, before - self.generators) / before, paused_s
+
+    def _others(self, generators: Floats) -> Floats:
+        """Slots of none of so many generators."""
+        return self.num_slots - self.size * (generators - self.external)
 
     def _fewer(self, plans: Plans, left: Floats) -> Floats | None:
         """Generators by plan after releases in this round; None when there are none. Only a quarter fewer at once is
         worth a resize."""
-        wanted = np.maximum(1.0, np.ceil(left / np.maximum(plans.fill, 1.0)))
+        wanted = np.maximum(float(max(1, self.external)), np.ceil(left / np.maximum(plans.fill, 1.0)))
         may = (plans.fill != NEVER) & self.second & (wanted <= 0.75 * self.generators)
         return np.where(may, wanted, self.generators) if may.any() else None
 

@@ -2,7 +2,7 @@
 
 1. Lengths seen so far say how many rollouts are left after how many more tokens (`lengths`), measured speeds how long
    that takes on how many generators, and how fast the others train meanwhile (`forecast`).
-2. Candidates: so many slots generate and the others train, for every number; or all generate and the trainer waits.
+2. Candidates: so many generators, and the other slots train, for every number; or all generate and the trainer waits.
    Each is followed to the end of the work, with what may sensibly come after it. Leaving things as they are is followed
    in the same way, and so are the two plain ways to use slots: a split that never changes, and turns (all generate
    until the last rollout ends, then the trainer trains).
@@ -27,8 +27,9 @@ import numpy as np
 
 from ductile.core.cluster.arithmetic import EQUAL
 from ductile.core.cluster.cost import carriage
-from ductile.core.cluster.migration import Remaining, change, length_model, remaining_tokens, spread
-from ductile.core.cluster.orders import Decision, Prediction, sentence, violations
+from ductile.core.cluster.instances import slots_on
+from ductile.core.cluster.migration import Remaining, change, generators_on, length_model, remaining_tokens, spread
+from ductile.core.cluster.orders import Decision, Prediction, instances_after, sentence, violations
 from ductile.core.cluster.placement import Role
 from ductile.core.cluster.policies.arrange import Arrangements
 from ductile.core.cluster.policies.forecast import NEVER, Plans, Work, forecast, work
@@ -40,7 +41,7 @@ LATER = (0.9, 0.75, 0.6, 0.45, 0.3, 0.2, 0.1, 0.05, 0.02)
 """Shares of the rollouts that may be left when a change that is not made now is made."""
 TRAIN: tuple[Role, ...] = ("train",)
 BOTH: tuple[Role, ...] = ("train", "generate")
-ALL = 0
+ALL = -1
 """Number of generators that stands for all slots, while training waits."""
 WAITS = "training waits while its slots generate"
 
@@ -66,7 +67,7 @@ class Model:
             return Decision(hold_training=state.trainer.held)
         if (recalled := _recall_scorers(state)).orders:
             return recalled
-        pool = tuple(slot.slot for slot in state.slots if slot.ready and "score" not in slot.roles)
+        pool = _pool(state)
         lengths = length_model(state)
         todo = work(state, lengths)
         if len(pool) < 2:
@@ -85,27 +86,36 @@ class Model:
         self, state: ClusterState, num_slots: int, todo: Work, arrangements: Arrangements
     ) -> tuple[int, Prediction] | None:
         """The change that pays, if one does."""
-        now = arrangements.num_generators
-        counts = [count for count in _counts(now, num_slots) if _keeps_floors(state, num_slots, count)]
+        now, external = arrangements.num_generators, arrangements.num_external
+        size, least = state.limits.slots_per_generator, 0 if external else 1
+        counts = [
+            count
+            for count in _counts(now, least, arrangements.most)
+            if count + external >= state.limits.min_generate
+            and num_slots - size * count >= max(1, state.limits.min_train)
+        ]
         changes = [count for count in counts if arrangements.shared or arrangements.resizes(count)]
         rows: list[tuple[float, ...]] = []
         first: dict[int, int] = {}
         # The columns are those of `Plans`.
         trainers = 0 if arrangements.shared else len(arrangements.trainers_now)
-        rows += _futures(state, todo, arrangements, counts, (max(1, now), trainers), (0.0, 0.0))
+        rows += _futures(state, todo, arrangements, counts, (max(1, now + external), trainers), (0.0, 0.0))
         num_stays = len(rows)
         for count in changes:
             first[count] = len(rows)
             delays_s = arrangements.split_delays_s(count)
-            rows += [(count, num_slots - count, np.inf, count, 0.0, fill, *delays_s) for fill in FILLS]
-        if self._may_wait(state) and state.limits.may_share and len(arrangements.generators_now) < num_slots:
+            first_way = count + external, num_slots - size * count
+            rows += [(*first_way, np.inf, first_way[0], 0.0, fill, *delays_s) for fill in FILLS]
+        more = not arrangements.generators_now.issuperset(arrangements.everybody())
+        if self._may_wait(state) and state.limits.may_share and more:
             first[ALL] = len(rows)
-            rows += _futures(state, todo, arrangements, counts, (num_slots, 0), arrangements.everybody_delays_s())
+            all_generate = arrangements.most + external, 0
+            rows += _futures(state, todo, arrangements, counts, all_generate, arrangements.everybody_delays_s())
         if not first:
             return None
         finish_s = forecast(state, todo, Plans(*np.array(rows, float).T), num_slots)
         never_s, later_s = float(finish_s[0]), float(finish_s[:num_stays].min())
-        if not now:
+        if not now + external:
             never_s = later_s = float("inf")
         last = dict(zip(first, [*[*first.values()][1:], len(rows)], strict=True))
         best: tuple[int, Prediction] | None = None
@@ -115,7 +125,7 @@ class Model:
             # Generators can always get fewer later: doing so now is compared with never, as long as later is not
             # better. Getting more is compared with the best that can be made of what there is. Both together cannot go
             # in circles.
-            stay_s = never_s if 0 < count < now else later_s
+            stay_s = never_s if ALL < count < now else later_s
             least_s = self.caution * cost_s + self.margin * min(stay_s, go_s)
             if _changed_lately(state, self.patience):
                 least_s *= 2
@@ -136,7 +146,8 @@ class Model:
         Generators stay where there is memory for both: the next step finds them there.
         """
         trainers = {*state.trainer.layout.slots}
-        scorers = [slot for slot in state.of("score") if slot in state.ready and state.batch.all_scored]
+        whole = [each for each in state.instances_of("score") if state.ready.issuperset(each.slots)]
+        scorers = slots_on(whole) if state.batch.all_scored else ()
         idle = [slot for slot in (*pool, *scorers) if slot not in trainers]
         tokens, speed = todo.ready_tokens + todo.coming_tokens, state.speeds.train
         cost_s = state.costs.resize_s
@@ -164,10 +175,10 @@ def _futures(
     generators, trainers = now
     rows: list[tuple[float, ...]] = [(generators, trainers, -1.0, generators, 0.0, NEVER, *delays_s)]
     for count in counts:
-        if count < generators:
+        if (then := count + arrangements.num_external) < generators:
             resize_s = state.costs.resize_s if arrangements.resizes(count) else 0.0
             rows += [
-                (generators, trainers, share * todo.to_generate, count, resize_s, NEVER, *delays_s) for share in LATER
+                (generators, trainers, share * todo.to_generate, then, resize_s, NEVER, *delays_s) for share in LATER
             ]
     return rows
 
@@ -176,30 +187,36 @@ def _decision(
     state: ClusterState, arrangements: Arrangements, count: int, prediction: Prediction, remaining: Remaining
 ) -> Decision:
     if count == ALL:
-        roles, generators = arrangements.everybody(), frozenset(arrangements.everybody())
+        count, roles = arrangements.most, arrangements.everybody()
         hold = state.batch.missing > 0
     else:
-        roles, generators = arrangements.split(count), arrangements.generators(count)
+        roles = arrangements.split(count)
         # A trainer that waits goes on waiting until it has its new slots: a micro-step would only delay them.
         hold = state.trainer.held and arrangements.resizes(count)
+    generators = arrangements.generators(count)
     orders = change(state, roles, generators)
-    if len(generators) > arrangements.num_generators and not state.batch.to_start:
-        orders = (*orders, *spread(state, sorted(generators), remaining))
+    if count > arrangements.num_generators and not state.batch.to_start:
+        there = generators_on(instances_after(state, Decision(orders)), generators)
+        orders = (*orders, *spread(state, there, remaining))
     alone = "" if orders else WAITS if hold else "training goes on"
     return Decision(orders, sentence(orders, alone, _figures(prediction)), hold, prediction, topic=alone)
 
 
-def _keeps_floors(state: ClusterState, num_slots: int, count: int) -> bool:
-    return count >= state.limits.min_generate and num_slots - count >= max(1, state.limits.min_train)
+def _pool(state: ClusterState) -> tuple[int, ...]:
+    """Slots that may be ordered about and do not score. A generator is among them as a whole or not at all."""
+    free = {slot.slot for slot in state.slots if slot.ready and "score" not in slot.roles}
+    busy = slots_on(each for each in state.instances_of("generate") if not free.issuperset(each.slots))
+    return tuple(sorted(free.difference(busy)))
 
 
-def _counts(now: int, most: int) -> list[int]:
+def _counts(now: int, least: int, most: int) -> list[int]:
     """Numbers of generators worth a thought: all of a small cluster; near and far from now of a large one."""
     if most <= 16:
-        return list(range(1, most + 1))
+        return list(range(least, most + 1))
     steps = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
     near = {now + sign * step for step in steps for sign in (1, -1)}
-    return sorted(count for count in near | {most * part // 8 for part in range(1, 9)} | {1} if 1 <= count <= most)
+    far = {least, 1, *(most * part // 8 for part in range(1, 9))}
+    return sorted(count for count in near | far if least <= count <= most)
 
 
 def _even_out(
@@ -210,9 +227,8 @@ def _even_out(
     # Where train slots generate too, a micro-step would stop their sequences: it was found not to be worth that.
     hold = may_wait and arrangements.shared and state.batch.missing > 0
     stay = Decision(reason=WAITS if hold else "", hold_training=hold)
-    now = arrangements.generators_now
-    generators = sorted(now if arrangements.shared else now - arrangements.trainers_now)
-    before = {slot: arrangements.tokens_left[slot] for slot in generators}
+    generators = arrangements.working
+    before = {name: arrangements.tokens_left[name] for name in generators}
     if state.batch.to_start or not before:
         return stay
     context = arrangements.moved_context(0) / len(state.unfinished)

@@ -3,9 +3,9 @@
 Whenever something has happened in a step that has begun to train, and no resize is under way:
 
 1. Nothing is left to generate: all generators train. Nothing left to score either: so do the scorers.
-2. The rollouts that are left fit on fewer generators: the others hand theirs over and train. Fit is by number alone: as
-   many to a generator as it may have at once, but no more than double the time of its decode step. (Where sequences
-   cost time, the tail of generation would pay for every slot that is freed.)
+2. The rollouts that are left fit on fewer generators: the others hand theirs over, and all their slots train. Fit is by
+   number alone: as many to a generator as it may have at once, but no more than double the time of its decode step.
+   (Where sequences cost time, the tail of generation would pay for every slot that is freed.)
 3. Slots without a role train.
 
 When the next step begins every slot returns to what the configuration gave it. Two further rules, each on request:
@@ -19,11 +19,12 @@ There is no estimate of what a move costs or gains: `model` is for that. What th
 tests/core/cluster/policies/test_properties.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
 from ductile.core.cluster.arithmetic import whole_times
+from ductile.core.cluster.instances import Instance, slots_on
 from ductile.core.cluster.migration import change, remaining_tokens
 from ductile.core.cluster.orders import Decision, Order, sentence, violations
 from ductile.core.cluster.placement import Role, many
@@ -70,14 +71,15 @@ class Rules:
 
     def _during_the_step(self, state: ClusterState) -> Decision:
         to_generate, may_move = state.num_to_generate, state.ready
-        generators = [slot for slot in state.of("generate") if slot in may_move]
+        generators = [each for each in state.instances_of("generate") if each.slots and may_move.issuperset(each.slots)]
         needed = ceil(to_generate / _carries(state))
         if to_generate:
             needed = max(needed, state.limits.min_generate)
-        # Generators that cannot be ordered about go on, and count.
-        num_others = len(state.of("generate")) - len(generators)
+        # Generators that cannot be ordered about, such as external servers, go on, and count.
+        num_others = len(state.instances_of("generate")) - len(generators)
         surplus = len(generators) - max(0, needed - num_others)
-        roles = {slot: TRAIN for slot in _cheapest_to_free(state, generators)[: max(0, surplus)]}
+        freed = _cheapest_to_free(state, generators)[: max(0, surplus)]
+        roles = dict.fromkeys(slots_on(freed), TRAIN)
         if not to_generate and state.batch.all_scored:
             roles |= {slot: TRAIN for slot in state.of("score") if slot in may_move}
         roles |= {slot.slot: TRAIN for slot in state.slots if slot.ready and not slot.roles}
@@ -112,7 +114,8 @@ def _home(state: ClusterState) -> dict[int, tuple[Role, ...]]:
 
 def _lendable(state: ClusterState, home: Mapping[int, tuple[Role, ...]]) -> list[int]:
     """Train slots that can hold a generator besides: their trainer's state stays with them."""
-    return [slot for slot, roles in home.items() if roles == TRAIN] if state.limits.may_share else []
+    groups = state.groups("generate") if state.limits.may_share else ()
+    return [slot for group in groups if all(home.get(slot) == TRAIN for slot in group) for slot in group]
 
 
 def _with_generate(roles: tuple[Role, ...]) -> tuple[Role, ...]:
@@ -127,16 +130,16 @@ def _carries(state: ClusterState) -> int:
     return max(1, min(most, whole_times(decode.step_s, each_s))) if each_s > 0 else most
 
 
-def _cheapest_to_free(state: ClusterState, generators: list[int]) -> list[int]:
+def _cheapest_to_free(state: ClusterState, generators: Sequence[Instance]) -> list[Instance]:
     """The generators in the order in which they are freed: those that train already (they only stop generating), then
     those with the fewest predicted tokens to migrate."""
-    left = dict.fromkeys(generators, 0.0)
+    left = dict.fromkeys((each.id for each in generators), 0.0)
     remaining = remaining_tokens(state)
     for rollout in state.unfinished:
-        if rollout.slot in left:
-            left[rollout.slot] += remaining[rollout.id]
+        if rollout.instance in left:
+            left[rollout.instance] += remaining[rollout.id]
     trains = {*state.trainer.layout.slots}
-    return sorted(generators, key=lambda slot: (slot not in trains, left[slot], slot))
+    return sorted(generators, key=lambda each: (not trains.issuperset(each.slots), left[each.id], each.slots))
 
 
 def _orders(state: ClusterState, roles: Mapping[int, tuple[Role, ...]]) -> tuple[Order, ...]:
@@ -145,7 +148,7 @@ def _orders(state: ClusterState, roles: Mapping[int, tuple[Role, ...]]) -> tuple
     may_move = state.ready
     moved = {slot: after for slot, after in roles.items() if slot in may_move}
     after = {slot.slot: moved.get(slot.slot, slot.roles) for slot in state.slots}
-    if state.unfinished and not any("generate" in held for held in after.values()):
+    if state.unfinished and not any("generate" in held for held in after.values()) and not state.num_external:
         return ()
     orders = change(state, moved)
     return () if violations(state, Decision(orders)) else orders
