@@ -32,9 +32,9 @@ from ductile.config.cluster import ClusterConfig
 from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
 from ductile.launch.local import LocalCluster
 from ductile.records import Formation, Sample
-from ductile.wire.remote import assign_role
-from ductile.wire.resize import ResizeOptions, Transaction
+from ductile.wire.fanout import assign_role
 from ductile.wire.trainer import RemoteTrainer
+from ductile.wire.transaction import ResizeOptions, Transaction
 from provenance import provenance, write
 
 FORMATIONS = [(0, 1), (0, 1, 2), (0, 1, 2, 3), (0,), (0, 1), (2, 3)]

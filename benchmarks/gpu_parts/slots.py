@@ -12,12 +12,12 @@ from ductile.config.inference import InferenceConfig
 from ductile.config.trainer import TrainerConfig
 from ductile.launch.local import LocalCluster
 from ductile.records import Formation, GenerateRequest, Sample, Sampling
+from ductile.wire.fanout import assign_role
 from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.leases import WeightLeases
 from ductile.wire.messages import AssignRole
-from ductile.wire.remote import assign_role
-from ductile.wire.resize import ResizeOptions, ResizeResult, Transaction
 from ductile.wire.trainer import RemoteTrainer
+from ductile.wire.transaction import ResizeOptions, ResizeResult, Transaction
 from gpu_parts.models import make_folder, shape_of
 from gpu_parts.part import Setting
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ductile import __version__
-from ductile.config.asked import as_sentence
+from ductile.config.command_line import as_sentence
 from ductile.config.errors import ConfigError, did_you_mean
 from ductile.config.parse import Parsed, parse
 from ductile.config.run import (
@@ -81,13 +81,13 @@ COMMANDS = {
 
 
 def _resize(words: Sequence[str]) -> int:
-    from ductile.launch.ask import resize
+    from ductile.launch.run_commands import resize
 
     return resize(words)
 
 
 def _status(words: Sequence[str]) -> int:
-    from ductile.launch.ask import status
+    from ductile.launch.run_commands import status
 
     return status(words)
 

@@ -25,9 +25,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
-from ductile.blame import told
 from ductile.disk import named, write_whole
-from ductile.half_characters import ESCAPED, escaped
+from ductile.error_text import told
+from ductile.surrogates import ESCAPED, escaped
 
 K = TypeVar("K", bound=str)
 

@@ -1,4 +1,5 @@
-"""What the loop may ask of the others. `ductile.wire.remote` implements these across processes; tests do in memory.
+"""What the loop may ask of the others. `ductile.wire` implements these across processes (`RemoteTrainer`,
+`RemoteGenerators`, `RemoteScorer`); tests do in memory.
 
 Every call either returns or raises within its deadline: `SlotLost` when a process died, `Late` when it did not answer.
 """

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from ductile.core.cluster.ledger import Activity
-from ductile.dashboard.follow import NUM_EVENTS, Follower
-from ductile.dashboard.show import show, step_line
+from ductile.dashboard.follower import NUM_EVENTS, Follower
+from ductile.dashboard.run_display import show, step_line
 from ductile.dashboard.view import BARS, STYLES, SlotView, ViewEvent, ViewState, duration, render, sparkline
 from ductile.observe import Event
 
@@ -146,7 +146,7 @@ def test_a_step_line_says_how_rewards_failed():
 
 def test_on_a_terminal_the_view_is_live_and_its_last_picture_stays():
     code = (
-        "from ductile.dashboard.show import show\n"
+        "from ductile.dashboard.run_display import show\n"
         "with show('a run', 3) as view:\n"
         "    view.on_metrics(1, {'reward_mean': 0.5}); view.on_metrics(3, {'reward_mean': 0.75})\n"
     )
@@ -170,5 +170,5 @@ def test_on_a_terminal_the_view_is_live_and_its_last_picture_stays():
 
 
 def test_the_view_needs_no_torch():
-    code = "import sys, ductile.dashboard.show; assert 'torch' not in sys.modules"
+    code = "import sys, ductile.dashboard.run_display; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -15,7 +15,6 @@ import pytest
 from rich.console import Console
 
 from ductile.launch import control
-from ductile.launch.ask import slot_list, times
 from ductile.launch.control import (
     Answer,
     Resized,
@@ -28,7 +27,8 @@ from ductile.launch.control import (
     Unfit,
 )
 from ductile.launch.endpoint import Endpoint
-from ductile.launch.picture import picture
+from ductile.launch.run_commands import slot_list, times
+from ductile.launch.status_table import picture
 
 STATUS = RunStatus(
     command="sft",

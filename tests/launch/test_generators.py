@@ -14,10 +14,11 @@ from ductile.config.trainer import TrainerConfig
 from ductile.core.cluster.orders import Migration
 from ductile.launch.local import ROLES, LocalCluster
 from ductile.records import Formation, GenerateRequest, Generation, Sample, Sampling
+from ductile.wire.fanout import assign_role
 from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.leases import WeightLeases
 from ductile.wire.messages import LeaseWeights
-from ductile.wire.remote import RemoteScorer, assign_role
+from ductile.wire.scorer import RemoteScorer
 from ductile.wire.trainer import RemoteTrainer
 from tests.tiny import make_model_folder
 from tests.wire.carriers import eventually

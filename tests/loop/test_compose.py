@@ -9,10 +9,10 @@ import pytest
 from ductile.config.imports import ImportPathError
 from ductile.config.orchestrator import SamplingConfig, to_sampling
 from ductile.config.run import OrchestratorRunConfig, RLConfig
-from ductile.loop.alone import prepare_alone, run_alone, write_rollouts
 from ductile.loop.compose import prepare, run_loop
-from ductile.loop.life import Life
 from ductile.loop.progress import CheckpointError
+from ductile.loop.rollout_only import prepare_alone, run_alone, write_rollouts
+from ductile.loop.run_context import Life
 from ductile.loop.run_until import SlotDied
 from ductile.observe import Recorder, read_jsonl
 from ductile.records import Generation, Manifest, Prompt, Rollout, RolloutGroup, Sampling, StepReport

@@ -10,8 +10,8 @@ from ductile.core.cluster.cost import TrainSpeed
 from ductile.core.cluster.orders import Decision, Migration, Prediction, RoleChange
 from ductile.core.cluster.policies.rules import Home
 from ductile.core.cluster.state import SlotState
-from ductile.loop.asking import BadDecision
 from ductile.loop.controller import ElasticController, NotDone
+from ductile.loop.policy_decision import BadDecision
 from ductile.observe import Recorder, read_jsonl
 from ductile.records import Formation
 from tests.core.cluster.scenes import scene

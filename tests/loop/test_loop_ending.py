@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 
 from ductile.core.batch.advantage import mean_baseline
-from ductile.loop.ending import OncePerStep
 from ductile.loop.evaluate import RewardsFailed
 from ductile.loop.run_until import SlotDied
-from ductile.loop.skips import Diverged
+from ductile.loop.save_once import OncePerStep
+from ductile.loop.skipped_steps import Diverged
 from ductile.observe import read_jsonl
 from ductile.roles import CustomCodeFailed, Late, SlotLost
 from ductile.tasks.grader import Verdict

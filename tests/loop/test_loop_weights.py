@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from ductile.loop.overlap import Pause
+from ductile.loop.concurrency import Pause
 from tests.loop.doubles import (
     FakeGenerators,
     FakeScorer,

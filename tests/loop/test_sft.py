@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from ductile.config.run import SFTConfig, TrainerRunConfig
-from ductile.loop.life import Life
 from ductile.loop.progress import CheckpointError
+from ductile.loop.run_context import Life
 from ductile.loop.sft import prepare_fake, prepare_sft, run_batches
 from ductile.loop.sft_data import fake_samples, read_conversations, tokenise
-from ductile.loop.skips import Diverged
+from ductile.loop.skipped_steps import Diverged
 from ductile.observe import Recorder, read_jsonl
 from ductile.records import StepReport
 from ductile.tasks.task import TaskError

@@ -3,7 +3,7 @@ from math import isnan
 
 import pytest
 
-from ductile.loop.report import per_second, summarise_rl
+from ductile.loop.run_summary import per_second, summarise_rl
 from ductile.loop.step_metrics import StepMetrics
 from ductile.records import Prompt, Rollout, RolloutGroup, StepReport
 

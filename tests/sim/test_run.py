@@ -9,7 +9,7 @@ from ductile.core.cluster.orders import Decision, RoleChange
 from ductile.core.cluster.policies.model import Model
 from ductile.core.cluster.policies.rules import Rules
 from ductile.core.cluster.policies.static import InTurns, Static
-from ductile.loop.asking import BadDecision
+from ductile.loop.policy_decision import BadDecision
 from ductile.observe import read_jsonl
 from ductile.sim.arms import run_arms
 from ductile.sim.command import main

@@ -11,7 +11,7 @@ import zmq
 from ductile.wire.codec import encode
 from ductile.wire.dealer import Dealer
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory import Answer, MemoryTransport
+from ductile.wire.memory_transport import Answer, MemoryTransport
 from ductile.wire.messages import Command, Envelope, Event, Hello
 from ductile.wire.router import Router
 

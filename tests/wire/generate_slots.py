@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from ductile.records import GenerateRequest, Generation, KVHandle, Manifest, StepReport
-from ductile.wire.memory import MemoryTransport
+from ductile.wire.memory_transport import MemoryTransport
 from ductile.wire.messages import (
     Abort,
     AssignRole,

@@ -11,7 +11,7 @@ from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.in_flight import RequestsInFlight
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory import MemoryTransport
+from ductile.wire.memory_transport import MemoryTransport
 from ductile.wire.messages import Abort, Command, Done, EngineStats, Finished, Generate, Reply
 
 

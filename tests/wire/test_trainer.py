@@ -9,7 +9,7 @@ from ductile.core.cluster.state import IN_FLIGHT
 from ductile.records import Formation
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory import MemoryTransport
+from ductile.wire.memory_transport import MemoryTransport
 from ductile.wire.messages import ForwardBackward, OptimStep, SaveState, Withdraw
 from ductile.wire.trainer import RemoteTrainer
 from tests.loop.doubles import clock

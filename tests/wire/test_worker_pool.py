@@ -18,7 +18,7 @@ from ductile.wire.messages import (
     Scores,
     Withdraw,
 )
-from ductile.wire.remote import RemoteScorer
+from ductile.wire.scorer import RemoteScorer
 from tests.loop.doubles import clock
 from tests.wire.test_migration import TIMEOUT_S, TRAINER, Cluster, is_whole, steps, with_cluster
 

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from ductile.config.asked import complain, parse_with_folder, require_folder
+from ductile.config.command_line import complain, parse_with_folder, require_folder
 
 DONE, NO_REPORT = 0, 2
 

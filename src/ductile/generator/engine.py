@@ -25,7 +25,7 @@ from ductile.generator.sampler import sample, stream_key
 from ductile.generator.scheduler import Chunk, Scheduler
 from ductile.generator.sequence import Sequence
 from ductile.generator.step_profiler import StepLoad
-from ductile.generator.text import TextStream
+from ductile.generator.text_stream import TextStream
 from ductile.kernels.products import linear
 from ductile.model.transformer import Transformer
 from ductile.records import FinishReason, GenerateRequest, Generation, KVHandle, Sampling

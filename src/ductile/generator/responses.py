@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from ductile.generator.openai_api import ChatRequest, CompletionRequest, TextRequest
 from ductile.generator.runner import Delta
-from ductile.generator.text import TextStream
+from ductile.generator.text_stream import TextStream
 from ductile.records import FinishReason, GenerateRequest
 from ductile.tasks.tokenizer import Tokenizer
 

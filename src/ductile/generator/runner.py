@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from ductile.blame import told
+from ductile.error_text import told
 from ductile.generator.engine import Engine
 from ductile.generator.limits import RequestRefused
 from ductile.records import FinishReason, GenerateRequest, Generation, Sampling

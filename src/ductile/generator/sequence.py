@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from ductile.generator.kv_transfer import RequestKV
-from ductile.generator.text import TextStream
+from ductile.generator.text_stream import TextStream
 from ductile.records import FinishReason, GenerateRequest, Generation
 
 

@@ -7,7 +7,7 @@ from typing import cast
 
 from ductile.core.cluster.ledger import Activity, IdleCause, Ledger, SlotLedger, Span, idle_cause
 from ductile.core.cluster.placement import Role
-from ductile.dashboard.show import RunDisplay
+from ductile.dashboard.run_display import RunDisplay
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import EngineStats, Event
 

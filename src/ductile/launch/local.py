@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from ductile.blame import raised
 from ductile.config.cluster import ClusterConfig
 from ductile.core.layout.peak import Arithmetic
-from ductile.launch.cap import CpuCap
+from ductile.error_text import raised
+from ductile.launch.cpu_cap import CpuCap
 from ductile.launch.processes import ForkedProcess, ProcessServer, StartFailed
 from ductile.roles import Late, Refused, SlotLost
-from ductile.wire.heard import heard
+from ductile.wire.background import report_failure
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Done, Event, Hello, RoleName, Stop, Surveyed
 from ductile.wire.router import Router
@@ -211,7 +211,7 @@ class LocalCluster:
             await self._or_death(greeted)
         self._watching = asyncio.create_task(self._watch())
         self._watching.add_done_callback(
-            lambda task: heard(task, "nobody sees any more which slots are silent", self._deaf)
+            lambda task: report_failure(task, "nobody sees any more which slots are silent", self._deaf)
         )
 
     async def _count_devices(self) -> int | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ductile.wire.heard import heard
+from ductile.wire.background import report_failure
 
 
 class StartFailed(Exception):
@@ -86,7 +86,7 @@ class ProcessServer:
         self._spawn(modules)
         self._hearing = asyncio.create_task(self._hear())
         self._hearing.add_done_callback(
-            lambda task: heard(task, "the process server cannot be heard any more", self._on_error)
+            lambda task: report_failure(task, "the process server cannot be heard any more", self._on_error)
         )
         try:
             await asyncio.wait_for(asyncio.shield(self._ready), deadline_s)

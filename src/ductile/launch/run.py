@@ -23,28 +23,29 @@ from ductile.config.trainer import TrainerConfig
 from ductile.core.cluster.placement import SPELLED, Placement
 from ductile.core.layout.peak import arithmetic_of, compute_dtype
 from ductile.launch.activity import SlotActivity
-from ductile.launch.closing import closing_alone, closing_batches, closing_rl
 from ductile.launch.endpoint import Endpoint
-from ductile.launch.live import LiveRun
+from ductile.launch.final_summary import closing_alone, closing_batches, closing_rl
+from ductile.launch.live_run import LiveRun
 from ductile.launch.local import ROLES, LocalCluster
 from ductile.launch.scheduling import Crew, Scheduling
 from ductile.launch.serving import become_server, bench_server
 from ductile.launch.supervise import Session, supervise
 from ductile.launch.trainer_resizer import TrainerResizer
-from ductile.loop.alone import PreparedAlone, prepare_alone, run_alone
 from ductile.loop.bench import Bench
-from ductile.loop.client import HttpGenerators
 from ductile.loop.compose import Prepared, prepare, run_loop
-from ductile.loop.life import Life
+from ductile.loop.http_generators import HttpGenerators
+from ductile.loop.rollout_only import PreparedAlone, prepare_alone, run_alone
+from ductile.loop.run_context import Life
 from ductile.loop.run_until import SlotDied, Stopped, run_until
 from ductile.loop.sft import PreparedBatches, prepare_fake, prepare_sft, run_batches
 from ductile.records import Formation
+from ductile.wire.fanout import assign_role
 from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.leases import WeightLeases
 from ductile.wire.messages import RoleName
-from ductile.wire.remote import RemoteScorer, assign_role
-from ductile.wire.resize import ResizeOptions
+from ductile.wire.scorer import RemoteScorer
 from ductile.wire.trainer import RemoteTrainer
+from ductile.wire.transaction import ResizeOptions
 
 START_CANCEL_S = 8.0
 """A start that is interrupted has processes to stop before it returns."""

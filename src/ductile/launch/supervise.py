@@ -20,16 +20,16 @@ from typing import TypeVar
 
 from rich.console import Console, RenderableType
 
-from ductile.blame import raised
-from ductile.config.asked import as_sentence
+from ductile.config.command_line import as_sentence
 from ductile.config.dump import to_table, write_resolved
 from ductile.config.imports import ImportPathError
 from ductile.config.run import OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.written import of_a_run
 from ductile.dashboard.printable import printable
-from ductile.dashboard.show import RunDisplay, show
+from ductile.dashboard.run_display import RunDisplay, show
 from ductile.disk import FULL, named
-from ductile.launch.cap import CapNotPermitted
+from ductile.error_text import raised
+from ductile.launch.cpu_cap import CapNotPermitted
 from ductile.launch.folder import FolderInUse, bench_folder, run_folder
 from ductile.launch.interrupt import Interrupt, interrupts
 from ductile.launch.old_run import FAILED_START, ForgetOldRun, is_aside
@@ -38,7 +38,7 @@ from ductile.loop.evaluate import RewardsFailed
 from ductile.loop.progress import CheckpointError, Checkpoints
 from ductile.loop.run_until import SlotDied, Stopped
 from ductile.loop.sinks import SinkMissing, TensorboardSink, WandbSink
-from ductile.loop.skips import Diverged
+from ductile.loop.skipped_steps import Diverged
 from ductile.observe import Recorder
 from ductile.roles import CustomCodeFailed, Late, Refused, SlotLost
 from ductile.tasks.task import TaskError

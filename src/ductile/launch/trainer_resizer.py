@@ -5,18 +5,18 @@ import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
-from ductile.blame import told
 from ductile.core.cluster.membership import describe
 from ductile.core.cluster.placement import Placement, slots_of
 from ductile.core.transfer.order import stays_put
+from ductile.error_text import told
 from ductile.launch.control import Resized, RunFailed, TrainerSlots, Unfit
 from ductile.launch.local import LocalCluster
 from ductile.launch.processes import StartFailed
 from ductile.observe import Recorder
 from ductile.records import Formation, ResizeOrder
 from ductile.roles import SlotLost
-from ductile.wire.resize import ResizeOptions, ResizeResult, Transaction, nobody_leaves
 from ductile.wire.trainer import RemoteTrainer
+from ductile.wire.transaction import ResizeOptions, ResizeResult, Transaction, nobody_leaves
 
 NUM_KEPT = 20
 

@@ -23,12 +23,12 @@ from ductile.loop.controller import ElasticController
 from ductile.loop.episode import Episodes
 from ductile.loop.evaluate import EvalReport, Evaluation
 from ductile.loop.graders import graders_of
-from ductile.loop.life import Life
 from ductile.loop.loop import Loop, RunSchedule
 from ductile.loop.progress import Checkpoints, Progress
 from ductile.loop.reference import pinned
-from ductile.loop.report import summarise_rl, this_life
 from ductile.loop.rollouts import Rollouts
+from ductile.loop.run_context import Life
+from ductile.loop.run_summary import summarise_rl, this_life
 from ductile.loop.run_until import run_until
 from ductile.loop.sample_builder import SampleBuilder
 from ductile.loop.samples import sample_rows

@@ -30,9 +30,9 @@ from typing import Protocol
 from ductile.core.cluster.orders import Decision, Migration, Policy, RoleChange, formation_after
 from ductile.core.cluster.placement import Role
 from ductile.core.cluster.state import ClusterState
-from ductile.loop.asking import BadDecision, ask
+from ductile.loop.concurrency import Pause, gather_all
 from ductile.loop.decisions import DecisionLog, ExecutedDecision
-from ductile.loop.overlap import Pause, gather_all
+from ductile.loop.policy_decision import BadDecision, ask
 from ductile.observe import Recorder
 from ductile.records import Formation
 

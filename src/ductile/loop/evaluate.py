@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from math import comb, nan
 
 from ductile.core.batch.rewards import scored, too_many_failed
+from ductile.loop.concurrency import gather_all
 from ductile.loop.episode import Episodes
-from ductile.loop.overlap import gather_all
 from ductile.loop.transcript import transcript
 from ductile.observe import Recorder
 from ductile.records import Prompt, Rollout, Sampling

@@ -21,13 +21,13 @@ from typing import Any
 from ductile.core.batch.chunking import shares
 from ductile.core.batch.rewards import too_many_failed
 from ductile.loop.buffer import Buffer, num_tokens
+from ductile.loop.concurrency import PipelinedTask, cancel_on, gather_all, undisturbed
 from ductile.loop.controller import ElasticController
-from ductile.loop.ending import OncePerStep, saved_in_the_end
 from ductile.loop.evaluate import Evaluation, RewardsFailed
-from ductile.loop.overlap import PipelinedTask, cancel_on, gather_all, undisturbed
 from ductile.loop.rollouts import Rollouts
 from ductile.loop.sample_builder import SampleBuilder
-from ductile.loop.skips import Skips
+from ductile.loop.save_once import OncePerStep, saved_in_the_end
+from ductile.loop.skipped_steps import Skips
 from ductile.loop.step_metrics import StepMetrics
 from ductile.observe import Recorder, Stopwatch
 from ductile.records import Manifest, RolloutGroup, Sample

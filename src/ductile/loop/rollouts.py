@@ -3,8 +3,8 @@
 import asyncio
 
 from ductile.loop.buffer import Buffer
+from ductile.loop.concurrency import gather_all
 from ductile.loop.episode import Episodes
-from ductile.loop.overlap import gather_all
 from ductile.records import Prompt, Rollout, RolloutGroup, Sampling
 from ductile.roles import Generators
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ductile.blame import raised
 from ductile.core.batch.advantage import Advantage, has_advantage, mean_baseline, to_samples
 from ductile.core.batch.loss_aggregation import LossAggregation, loss_denominator, weigh
+from ductile.error_text import raised
 from ductile.records import RolloutGroup, Sample
 from ductile.roles import CustomCodeFailed, Scorer
 

@@ -13,15 +13,15 @@ from typing import Any
 from ductile.config.run import FakeData, SFTConfig, TrainerRunConfig
 from ductile.config.trainer import CheckpointConfig, SFTLoss, TrainerConfig, loss_aggregation
 from ductile.core.batch.loss_aggregation import loss_denominator, weigh
-from ductile.loop.ending import OncePerStep, saved_in_the_end
-from ductile.loop.life import Life
-from ductile.loop.overlap import undisturbed
+from ductile.loop.concurrency import undisturbed
 from ductile.loop.progress import Checkpoints, Progress
-from ductile.loop.report import per_second, this_life
+from ductile.loop.run_context import Life
+from ductile.loop.run_summary import per_second, this_life
 from ductile.loop.run_until import run_until
+from ductile.loop.save_once import OncePerStep, saved_in_the_end
 from ductile.loop.saving import Saver, where_to_begin
 from ductile.loop.sft_data import fake_samples, read_conversations
-from ductile.loop.skips import Skips
+from ductile.loop.skipped_steps import Skips
 from ductile.loop.step_metrics import utilisation
 from ductile.observe import Stopwatch, read_jsonl
 from ductile.records import Sample, StepReport

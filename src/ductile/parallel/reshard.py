@@ -20,7 +20,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from ductile.blame import told
 from ductile.core.layout.described import Disagreement, Held, assemble, trim
 from ductile.core.layout.holdings import Shape
 from ductile.core.layout.layout import Layout
@@ -28,6 +27,7 @@ from ductile.core.transfer.cells import NotReshardable
 from ductile.core.transfer.plan import Plan
 from ductile.core.transfer.reshard import Planner
 from ductile.core.transfer.topology import Topology
+from ductile.error_text import told
 from ductile.fabric.carrier import Carrier, TransferFailed
 from ductile.fabric.choice import choose
 from ductile.fabric.exchange import GroupExchange

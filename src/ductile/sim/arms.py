@@ -11,7 +11,7 @@ from ductile.core.cluster.orders import Policy
 from ductile.core.cluster.placement import Placement, compact
 from ductile.core.cluster.policies.names import NAMES
 from ductile.core.cluster.policies.static import InTurns, Static
-from ductile.loop.asking import BadDecision
+from ductile.loop.policy_decision import BadDecision
 from ductile.sim.run import Simulated, simulate
 from ductile.sim.scenario import Scenario
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ductile.config.asked import complain, parse_with_folder, require_folder
+from ductile.config.command_line import complain, parse_with_folder, require_folder
 
 if TYPE_CHECKING:
     from ductile.sim.plan import Case
@@ -24,7 +24,7 @@ def main(words: Sequence[str]) -> int:
     asked = parse_with_folder(parser, words)
     # Help answers at once: what simulates is loaded when there is something to simulate.
     from ductile.config.imports import ImportPathError
-    from ductile.loop.asking import BadDecision
+    from ductile.loop.policy_decision import BadDecision
     from ductile.sim.recording import read_recording
 
     try:

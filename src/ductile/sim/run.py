@@ -18,11 +18,11 @@ from ductile.loop.rollouts import Rollouts
 from ductile.loop.sample_builder import SampleBuilder
 from ductile.observe import Recorder, Stopwatch
 from ductile.records import Sampling
+from ductile.sim.actuator import SimulatedActuator
 from ductile.sim.clock import now_s, run
 from ductile.sim.roles import SimGenerators, SimScorer, SimTrainer
 from ductile.sim.scenario import Scenario
-from ductile.sim.stage import SimulatedActuator
-from ductile.sim.words import Blocks, NoGraders, Questions
+from ductile.sim.simulated_task import Blocks, NoGraders, Questions
 from ductile.tasks.prompts import ExampleOrder, Prompts
 
 PATIENCE_S = 1e7

@@ -33,9 +33,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ductile.blame import told
-from ductile.half_characters import ESCAPED
+from ductile.error_text import told
 from ductile.lifeline import fork_tied, leave_signals_to_the_orchestrator, signal_on_parent_death
+from ductile.surrogates import ESCAPED
 from ductile.wire.sockets import remove_folder
 
 Say = Callable[[str], None]
@@ -184,7 +184,7 @@ def _say(say_fd: int, text: str) -> None:
 
 def _remove_cgroup(path: str) -> None:
     if path:
-        with suppress(OSError):  # whoever starts next sweeps what is still busy (`ductile.launch.cap`)
+        with suppress(OSError):  # whoever starts next sweeps what is still busy (`ductile.launch.cpu_cap`)
             os.rmdir(path)
 
 

@@ -15,13 +15,13 @@ from typing import Any
 import msgspec
 import torch
 
-from ductile.blame import told
 from ductile.core.layout.peak import Arithmetic
+from ductile.error_text import told
 from ductile.fabric.device import name_of, peak_memory, peak_of
-from ductile.half_characters import ESCAPED
 from ductile.roles import RoleAssignment, SlotRole
 from ductile.slot.forkserver import Say
 from ductile.slot.link import Link
+from ductile.surrogates import ESCAPED
 from ductile.wire.codec import BadFrame
 from ductile.wire.messages import (
     Abort,

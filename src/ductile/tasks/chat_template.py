@@ -9,7 +9,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ductile.blame import told
+from ductile.error_text import told
 
 
 class ChatTemplateError(Exception):

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ductile.config.orchestrator import GradersConfig
-from ductile.half_characters import mended
 from ductile.records import Completion, RewardFailure
+from ductile.surrogates import mended
 from ductile.tasks.grader_log import appender
 from ductile.tasks.grader_protocol import (
     AskReply,

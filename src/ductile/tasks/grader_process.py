@@ -19,11 +19,11 @@ from typing import Any, BinaryIO
 
 from pydantic import TypeAdapter
 
-from ductile.blame import raised
 from ductile.config.orchestrator import TaskConfig
-from ductile.half_characters import mended
+from ductile.error_text import raised
 from ductile.lifeline import SENT_TO_GROUPS
 from ductile.roles import Task
+from ductile.surrogates import mended
 from ductile.tasks.build import build_task
 from ductile.tasks.grader_protocol import (
     Answer,

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from ductile.half_characters import mended
 from ductile.records import Completion, RewardFailure
+from ductile.surrogates import mended
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
 MAX_ERROR_CHARS = 2000

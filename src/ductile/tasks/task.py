@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any, TypeVar, cast
 
-from ductile.blame import raised
 from ductile.config import errors
 from ductile.config.reward_signature import FACTS, RewardSignature, WrongSignature, reward_signature
+from ductile.error_text import raised
 from ductile.records import Completion
 from ductile.roles import Task
 

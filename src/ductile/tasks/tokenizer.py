@@ -11,7 +11,7 @@ from typing import Any
 
 import tokenizers
 
-from ductile.half_characters import mended
+from ductile.surrogates import mended
 from ductile.tasks.chat_template import ChatTemplate, ChatTemplateError
 from ductile.tasks.conversation import ApplyTemplate, after_answer
 

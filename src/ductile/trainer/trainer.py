@@ -11,12 +11,12 @@ from math import isfinite, nan, sqrt
 import torch
 from torch import Tensor
 
-from ductile.blame import raised
 from ductile.config.trainer import TrainerConfig
 from ductile.config.weight_headers import ModelFolderError
 from ductile.core.layout.flops import ForwardWork, training_flops
 from ductile.core.layout.peak import Arithmetic, arithmetic_of, compute_dtype
 from ductile.core.layout.spec import ModelSpec
+from ductile.error_text import raised
 from ductile.fabric.device import peak_of
 from ductile.model.checkpoint import random_tensors, read_spec, read_tensors, truncate
 from ductile.model.transformer import Transformer

@@ -15,8 +15,8 @@ from ductile.core.cluster.routing import GeneratorLoad, route
 from ductile.core.cluster.state import Lengths, Unfinished
 from ductile.records import GenerateRequest, Generation, Manifest
 from ductile.roles import Late, SlotLost
+from ductile.wire.background import finish
 from ductile.wire.dispatch import Dispatch
-from ductile.wire.finish import finish
 from ductile.wire.in_flight import InFlight, RequestsInFlight
 from ductile.wire.leases import WeightLeases
 from ductile.wire.mailbox import Mailbox

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from ductile.core.cluster.routing import GeneratorLoad, predicted_tokens
 from ductile.core.cluster.state import Unfinished
 from ductile.records import GenerateRequest, Generation
-from ductile.wire.answers import Answers
 from ductile.wire.change_signal import ChangeSignal
+from ductile.wire.completion_lengths import Answers
 from ductile.wire.messages import EngineStats
 
 

@@ -1,8 +1,8 @@
 """The trainer behind its Protocol: every command goes to all slots of its formation, one command at a time.
 
 Samples go out in micro-steps: one micro-batch a rank, the next one already waiting in the slot, so that no slot waits
-for the orchestrator. Between two of them the trainer may change its formation (`ductile.wire.resize`): what has not
-gone out by then is packed anew, for the ranks that there are then. All other commands come between two, as well.
+for the orchestrator. Between two of them the trainer may change its formation (`ductile.wire.transaction`): what has
+not gone out by then is packed anew, for the ranks that there are then. All other commands come between two, as well.
 """
 
 import asyncio

@@ -12,9 +12,9 @@ from contextlib import suppress
 
 from ductile.records import Manifest
 from ductile.roles import Late, SlotLost
+from ductile.wire.background import finish
 from ductile.wire.change_signal import ChangeSignal
 from ductile.wire.fanout import raise_worst
-from ductile.wire.finish import finish
 from ductile.wire.leases import FAILURES, Serving, WeightLeases
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import AssignRole, Died, Event, Receive, ReleaseRole

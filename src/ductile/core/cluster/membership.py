@@ -7,7 +7,7 @@ go on with the state as it was frozen. Hence one rule:
 - afterwards the new formation goes on if its slots are well, else the old one;
 - a formation that lacks a slot lacks that slot's part of the state: when neither can go on, the trainer stops.
 
-A ruling comes with its reason, a sentence for a person. `ductile.wire.resize` waits, asks and kills.
+A ruling comes with its reason, a sentence for a person. `ductile.wire.transaction` waits, asks and kills.
 """
 
 from collections.abc import Collection, Mapping

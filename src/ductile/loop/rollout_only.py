@@ -15,16 +15,16 @@ from typing import Any
 from ductile.config.orchestrator import to_sampling
 from ductile.config.run import OrchestratorRunConfig
 from ductile.core.batch.rewards import too_many_failed
-from ductile.half_characters import ESCAPED
+from ductile.loop.concurrency import gather_all
 from ductile.loop.episode import Episodes
 from ductile.loop.evaluate import RewardsFailed
 from ductile.loop.graders import graders_of
-from ductile.loop.overlap import gather_all
-from ductile.loop.report import per_second, this_life
+from ductile.loop.run_summary import per_second, this_life
 from ductile.loop.step_metrics import StepMetrics
 from ductile.observe import Recorder, Stopwatch, read_jsonl
 from ductile.records import Prompt, RolloutGroup
 from ductile.roles import Generators, Task
+from ductile.surrogates import ESCAPED
 from ductile.tasks.build import build_task
 from ductile.tasks.conversation import first_turn
 from ductile.tasks.prompts import ExampleOrder, Prompts

@@ -23,7 +23,7 @@ from ductile.records import Formation
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.messages import Died, EngineStats, Event, Finished, SlotPhase
-from ductile.wire.remote import RemoteScorer
+from ductile.wire.scorer import RemoteScorer
 from ductile.wire.trainer import RemoteTrainer
 
 WAITING: frozenset[SlotPhase] = frozenset({"carrier", "groups"})

@@ -1,7 +1,4 @@
-"""The Protocols of `ductile.roles` over a mailbox: what the loop calls here happens in the slots.
-
-The trainer is in `ductile.wire.trainer`, the generators are in `ductile.wire.fleet`.
-"""
+"""The scorers behind one call: `score` splits samples among the score slots and puts the log-probs back in order."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -10,10 +7,10 @@ from typing import Literal
 from ductile.records import Manifest, Sample
 from ductile.roles import Late, SlotLost
 from ductile.wire.change_signal import ChangeSignal
-from ductile.wire.fanout import ask_each, replies_of
+from ductile.wire.fanout import replies_of
 from ductile.wire.leases import WeightLeases
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.messages import AssignRole, Done, RoleName, Score, Scores
+from ductile.wire.messages import Score, Scores
 from ductile.wire.worker_pool import WorkerPool, whatever_slot
 
 
@@ -95,21 +92,6 @@ class RemoteScorer:
         except TimeoutError:
             raise Late(f"{self._mailbox.describe(slot)} was still scoring after {self._timeout_s:g} s") from None
         await self._pool.drop(slot)
-
-
-async def assign_role(
-    mailbox: Mailbox,
-    role: RoleName,
-    settings: Mapping[str, object],
-    slots: Sequence[int],
-    timeout_s: float,
-    rendezvous: str = "",
-) -> None:
-    """Give the slots their role. With `rendezvous` they hold it together, in this order; else each by itself."""
-    commands = {
-        slot: AssignRole(role, dict(settings), tuple(slots) if rendezvous else (slot,), rendezvous) for slot in slots
-    }
-    await ask_each(mailbox, commands, timeout_s, Done)
 
 
 def _split(samples: Sequence[Sample], num_parts: int) -> list[list[int]]:

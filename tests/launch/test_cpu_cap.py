@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ductile.launch.cap import PERIOD_US, CapNotPermitted, CgroupTree, CpuCap, find_tree, sweep
+from ductile.launch.cpu_cap import PERIOD_US, CapNotPermitted, CgroupTree, CpuCap, find_tree, sweep
 
 V1 = "34 32 0:29 / /sys/fs/cgroup/cpu,cpuacct rw shared:1 - cgroup cgroup rw,cpu,cpuacct"
 V2 = "35 32 0:30 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw"

@@ -4,9 +4,9 @@ sentence."""
 import inspect
 import time
 
-from ductile.blame import raised, told
 from ductile.core.cluster.orders import ORDERS, Decision, Policy, malformed, violations
 from ductile.core.cluster.state import ClusterState
+from ductile.error_text import raised, told
 
 
 class BadDecision(Exception):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ductile.config.asked import complain, parse_with_folder
+from ductile.config.command_line import complain, parse_with_folder
 from ductile.launch.control import RESIZE_S, Resized, Run, RunFailed, Unfit
 
 DONE, NOT_DONE, UNFIT, INTERRUPTED = 0, 1, 2, 130
@@ -58,7 +58,7 @@ def status(words: Sequence[str]) -> int:
     if asked.json:
         print(msgspec.json.encode(known).decode())
     else:
-        from ductile.launch.picture import show  # rich takes a while to import
+        from ductile.launch.status_table import show  # rich takes a while to import
 
         show(known)
     return DONE

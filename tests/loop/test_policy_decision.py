@@ -5,7 +5,7 @@ import pytest
 from ductile.core.cluster.orders import Decision, Migration, RoleChange
 from ductile.core.cluster.policies.rules import Home
 from ductile.core.cluster.policies.static import Static
-from ductile.loop.asking import BadDecision, ask
+from ductile.loop.policy_decision import BadDecision, ask
 from tests.core.cluster.scenes import scene
 from tests.loop.test_controller import one_event, run_controller
 
@@ -78,7 +78,7 @@ def test_whatever_a_policy_does_is_a_sentence(policy, said):
 
 def test_a_failure_names_the_line_of_the_policy():
     line = Fails.decide.__code__.co_firstlineno + 1
-    with pytest.raises(BadDecision, match=rf"\(test_asking\.py:{line}\)$"):
+    with pytest.raises(BadDecision, match=rf"\(test_policy_decision\.py:{line}\)$"):
         ask(Fails(), scene())
 
 

@@ -22,7 +22,6 @@ from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from ductile.blame import told
 from ductile.core.cluster.membership import (
     Phase,
     Ruling,
@@ -32,11 +31,12 @@ from ductile.core.cluster.membership import (
     violation_in_plans,
     violation_in_progress,
 )
+from ductile.error_text import told
 from ductile.observe import timed
 from ductile.records import Formation, ResizeOrder
 from ductile.roles import Late, Refused, SlotLost
+from ductile.wire.background import finish
 from ductile.wire.fanout import AFTER_FAILURE_S
-from ductile.wire.finish import finish
 from ductile.wire.mailbox import Mailbox, Outcome
 from ductile.wire.messages import (
     AssignRole,

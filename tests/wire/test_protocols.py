@@ -8,7 +8,7 @@ import pytest
 from ductile.records import Formation, Manifest, Sample, StepReport
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory import MemoryTransport
+from ductile.wire.memory_transport import MemoryTransport
 from ductile.wire.messages import (
     Command,
     Done,
@@ -21,7 +21,7 @@ from ductile.wire.messages import (
     Scores,
     Stepped,
 )
-from ductile.wire.remote import RemoteScorer
+from ductile.wire.scorer import RemoteScorer
 from ductile.wire.trainer import RemoteTrainer
 
 MANIFEST = Manifest(3, "shared_memory", "/proc/1/fd/3", 0, 0, ())

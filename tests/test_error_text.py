@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from ductile import observe
-from ductile.blame import raised, told
+from ductile.error_text import raised, told
 
 HERE = Path(__file__).name
 

@@ -3,7 +3,7 @@ import gc
 
 import pytest
 
-from ductile.wire.finish import finish
+from ductile.wire.background import finish
 
 
 def test_work_ends_and_is_silent_when_the_caller_is_gone():

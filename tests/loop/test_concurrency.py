@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from ductile.loop.overlap import PipelinedTask, cancel_on, gather_all, undisturbed
+from ductile.loop.concurrency import PipelinedTask, cancel_on, gather_all, undisturbed
 from tests.loop.doubles import clock, run
 
 

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from ductile.loop.ending import OncePerStep
+from ductile.loop.save_once import OncePerStep
 from ductile.observe import Recorder, read_jsonl
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.live import Live
 
 from ductile.core.cluster.ledger import Activity
-from ductile.dashboard.follow import Follower
+from ductile.dashboard.follower import Follower
 from ductile.dashboard.printable import printable
 from ductile.dashboard.view import render
 from ductile.observe import Event, Listener

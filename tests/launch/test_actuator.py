@@ -8,17 +8,17 @@ import pytest
 from ductile.core.cluster.cost_model import CostModel, FixedCost
 from ductile.core.cluster.orders import Migration
 from ductile.core.cluster.placement import Placement
-from ductile.launch.stage import LiveActuator
+from ductile.launch.actuator import LiveActuator
 from ductile.launch.trainer_resizer import TrainerResizer
 from ductile.loop.controller import NotDone
 from ductile.observe import Recorder
 from ductile.records import Formation
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory import MemoryTransport
+from ductile.wire.memory_transport import MemoryTransport
 from ductile.wire.messages import Finalize, ForwardBackward, Freeze
 from ductile.wire.migration import MigrationResult
-from ductile.wire.resize import ResizeOptions, nobody_leaves
 from ductile.wire.trainer import RemoteTrainer
+from ductile.wire.transaction import ResizeOptions, nobody_leaves
 from tests.loop.doubles import clock
 from tests.wire.train_slots import TrainSlots, play, sample
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from ductile.launch.closing import closing_alone, closing_batches, closing_rl
+from ductile.launch.final_summary import closing_alone, closing_batches, closing_rl
 from ductile.loop.compose import RunResult
 from ductile.loop.evaluate import EvalReport, Sampled
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ductile.records import Formation
 from ductile.roles import SlotLost
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory import FaultKind, MemoryTransport
+from ductile.wire.memory_transport import FaultKind, MemoryTransport
 from ductile.wire.messages import (
     AssignRole,
     Commit,
@@ -28,8 +28,8 @@ from ductile.wire.messages import (
     TransferState,
     Withdraw,
 )
-from ductile.wire.resize import ResizeOptions, ResizeResult, Transaction
 from ductile.wire.trainer import RemoteTrainer
+from ductile.wire.transaction import ResizeOptions, ResizeResult, Transaction
 from tests.loop.doubles import clock
 from tests.wire.train_slots import TrainSlots, play, sample
 

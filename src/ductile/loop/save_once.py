@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
-from ductile.loop.overlap import undisturbed
+from ductile.loop.concurrency import undisturbed
 from ductile.loop.run_until import run_until
 from ductile.observe import Recorder
 

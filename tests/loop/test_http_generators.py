@@ -4,8 +4,8 @@ import json
 import httpx
 import pytest
 
-from ductile.loop import client
-from ductile.loop.client import HttpGenerators
+from ductile.loop import http_generators
+from ductile.loop.http_generators import HttpGenerators
 from ductile.records import GenerateRequest, Sampling
 from ductile.roles import Late, Refused, SlotLost
 
@@ -49,7 +49,7 @@ def impatient(monkeypatch):
     async def at_once(seconds):
         pass
 
-    monkeypatch.setattr(client.asyncio, "sleep", at_once)
+    monkeypatch.setattr(http_generators.asyncio, "sleep", at_once)
 
 
 def test_tokens_in_tokens_out():
