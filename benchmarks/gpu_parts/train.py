@@ -148,7 +148,7 @@ def sample(num_prompt: int, num_answer: int, vocab_size: int, seed: int, prompt_
     return Sample(
         tuple(tokens),
         mask,
-        logprobs=tuple(-12.0 if trained else 0.0 for trained in mask),
+        rollout_logprobs=tuple(-12.0 if trained else 0.0 for trained in mask),
         advantages=tuple(advantage if trained else 0.0 for trained in mask),
     )
 

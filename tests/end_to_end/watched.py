@@ -47,7 +47,11 @@ class WritesDown(TrainRole):
             samples = [sample for micro_batch in command.micro_batches for sample in micro_batch.samples]
             with (Path(os.environ[FOLDER]) / f"trained_{os.getpid()}.jsonl").open("a") as file:
                 for sample in samples:
-                    row = {"tokens": sample.token_ids, "prompt": sample.mask.index(True), "logprobs": sample.logprobs}
+                    row = {
+                        "tokens": sample.token_ids,
+                        "prompt": sample.loss_mask.index(True),
+                        "logprobs": sample.rollout_logprobs,
+                    }
                     file.write(json.dumps(row) + "\n")
         return reply
 

@@ -118,7 +118,7 @@ def test_fake_samples():
     variable = fake_samples(50, 8, 5, step=0, variable=True, random_ids=True, for_rl=True)
     assert {len(sample) for sample in variable} == set(range(2, 9))
     assert all(token < 5 for sample in variable for token in sample.token_ids)
-    assert all(sample.advantages and sample.logprobs and not sample.mask[0] for sample in variable)
+    assert all(sample.advantages and sample.rollout_logprobs and not sample.loss_mask[0] for sample in variable)
     assert variable == fake_samples(50, 8, 5, step=0, variable=True, random_ids=True, for_rl=True)
     assert variable != fake_samples(50, 8, 5, step=1, variable=True, random_ids=True, for_rl=True)
 

@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
 
 def dumb(model: Transformer, sample: Sample) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of one sample's scored tokens, from all its logits."""
-    tokens, mask = torch.tensor(sample.token_ids), torch.tensor(sample.mask)[1:]
+    tokens, mask = torch.tensor(sample.token_ids), torch.tensor(sample.loss_mask)[1:]
     logits = model(tokens, torch.arange(len(tokens)), PackedAttention([len(tokens)])) / sample.temperature
     logprobs = logits[:-1].log_softmax(-1)
     entropies = -(logprobs.exp() * logprobs).sum(-1)
@@ -66,7 +66,7 @@ def test_a_shared_prompt_is_run_once_and_nothing_after_the_last_scored_token() -
     assert packed.branches == ((2, 2, 2), (1,), ())
     assert len(tokens) == sum(packed.stems) + sum(map(sum, packed.branches))
     assert packed.targets.tolist() == [
-        t for s in SAMPLES for t, scored in zip(s.token_ids, s.mask, strict=True) if scored
+        t for s in SAMPLES for t, scored in zip(s.token_ids, s.loss_mask, strict=True) if scored
     ]
 
 

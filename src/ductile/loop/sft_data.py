@@ -93,8 +93,8 @@ def fake_samples(
         samples.append(
             Sample(
                 token_ids=tuple(ids),
-                mask=mask,
-                logprobs=tuple(-1.0 if trained else 0.0 for trained in mask) if for_rl else (),
+                loss_mask=mask,
+                rollout_logprobs=tuple(-1.0 if trained else 0.0 for trained in mask) if for_rl else (),
                 advantages=tuple(advantage if trained else 0.0 for trained in mask) if for_rl else (),
             )
         )

@@ -104,7 +104,7 @@ class ScoreRole:
         logprobs, _ = packed.score(model, self._config.model.head_chunk_tokens)
         in_order = iter(logprobs.tolist())
         return {
-            sample: tuple(next(in_order) if is_scored else 0.0 for is_scored in sample.mask)
+            sample: tuple(next(in_order) if is_scored else 0.0 for is_scored in sample.loss_mask)
             for sample in micro_batch.samples
         }
 

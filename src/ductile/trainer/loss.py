@@ -162,4 +162,4 @@ def required_fields(config: LossConfig) -> tuple[str, ...]:
     """Which lists of a `Sample` this loss cannot do without: zeros in their place would be taken for log-probs."""
     if isinstance(config, SFTLoss):
         return ()
-    return ("logprobs", "advantages", *(("ref_logprobs",) if needs_reference(config) else ()))
+    return ("rollout_logprobs", "advantages", *(("ref_logprobs",) if needs_reference(config) else ()))

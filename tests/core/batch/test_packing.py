@@ -15,7 +15,7 @@ SEQ_LEN = 64
 
 def samples_of(lengths: list[int]) -> list[Sample]:
     """Distinguishable: the first token is the sample's index."""
-    return [Sample((index,) + (0,) * (n - 1), mask=(False,) * n) for index, n in enumerate(lengths)]
+    return [Sample((index,) + (0,) * (n - 1), loss_mask=(False,) * n) for index, n in enumerate(lengths)]
 
 
 def cost_of(micro_batch: MicroBatch, cost: Cost) -> float:
@@ -145,5 +145,5 @@ def test_families_keep_to_the_budget_and_to_the_balance(families: list[list[int]
     bins = [micro_batch for rank in ranks for micro_batch in rank]
     assert Counter(sample for micro_batch in bins for sample in micro_batch.samples) == Counter(samples)
     assert all(micro_batch.num_tokens <= SEQ_LEN for micro_batch in bins)
-    apart = [Sample((index, *sample.token_ids[1:]), sample.mask) for index, sample in enumerate(samples)]
+    apart = [Sample((index, *sample.token_ids[1:]), sample.loss_mask) for index, sample in enumerate(samples)]
     assert len(bins) <= sum(map(len, pack(apart, num_ranks, SEQ_LEN)))  # no micro-batch more for keeping together

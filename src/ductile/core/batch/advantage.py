@@ -76,8 +76,8 @@ def _to_sample(prompt: Prompt, rollout: Rollout, advantage: float, temperature: 
         mask = (False, *mask[1:])  # nothing precedes the first token, so nothing predicted it
     return Sample(
         token_ids=prompt.token_ids + rollout.token_ids,
-        mask=mask,
-        logprobs=(0.0,) * num_before + rollout.logprobs,
+        loss_mask=mask,
+        rollout_logprobs=(0.0,) * num_before + rollout.logprobs,
         advantages=tuple(advantage if trained else 0.0 for trained in mask),
         # Greedy answers are trained on as they are without a temperature: a division by 0 has no log-prob.
         temperature=temperature or 1.0,

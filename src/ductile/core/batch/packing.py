@@ -95,7 +95,7 @@ def _families(dearest_first: Sequence[Sample], seq_len: int) -> list[list[Sample
     families: list[list[Sample]] = []
     open_by_prompt: dict[tuple[int, ...], list[Sample]] = {}
     for sample in dearest_first:
-        prompt = sample.token_ids[: sample.mask.index(True)] if True in sample.mask else None
+        prompt = sample.token_ids[: sample.loss_mask.index(True)] if True in sample.loss_mask else None
         family = open_by_prompt.get(prompt) if prompt is not None else None
         if family is None or sum(map(len, family)) + len(sample) > seq_len:
             family = list[Sample]()
