@@ -1,4 +1,4 @@
-"""Wall time of a GRPO run with long-tailed answers: slots that stay what they are, against slots that change roles.
+"""Wall time of a GRPO run with long-tailed completions: slots that stay what they are, against slots that change roles.
 
 Six slots, each a process capped to a fixed share of a core, so that every one is a device of fixed speed: together
 they have to leave some of the machine over. Where they do not (six times 0.3 of two cores, of which a host takes a

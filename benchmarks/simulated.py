@@ -49,7 +49,9 @@ def published_steps() -> str:
         seconds = (*(of["step_s"][arm] for arm in PUBLISHED), of["floor_s"])
         return f"{of['model']}, {of['gpus']}", *(f"{each_s:,.0f}" for each_s in seconds)
 
-    return markdown(("model, GPUs", *PUBLISHED.values(), "longest answer alone"), map(row, result("published")["rows"]))
+    return markdown(
+        ("model, GPUs", *PUBLISHED.values(), "longest completion alone"), map(row, result("published")["rows"])
+    )
 
 
 def published_gains() -> str:

@@ -80,7 +80,7 @@ class Slots:
         if not await generators.admit(slot, self.generate_settings):
             raise RuntimeError(f"slot {slot} got no weights")
 
-    async def answers(self, generators: RemoteGenerators, version: int) -> None:
+    async def completions(self, generators: RemoteGenerators, version: int) -> None:
         """Two from each generator; all of their tokens must be of this version."""
         sampling = Sampling(max_tokens=4, ignore_eos=True, seed=1)
         num = 2 * len(generators.slots)

@@ -1,6 +1,6 @@
 """The command line: `ductile rl @ run.toml --max-steps 100`.
 
-Nothing heavy is imported before the config is known to be good: `--help` and every refusal of a config answer at once;
+Nothing heavy is imported before the config is known to be good: `--help` and every refusal of a config come at once;
 `check` prepares the run, too. None of them loads torch.
 """
 
@@ -110,7 +110,7 @@ def _report(words: Sequence[str]) -> int:
     return main(words)
 
 
-QUESTIONS: dict[str, Callable[[Sequence[str]], int]] = {
+TOOLS: dict[str, Callable[[Sequence[str]], int]] = {
     "resize": _resize,
     "status": _status,
     "simulate": _simulate,
@@ -158,15 +158,15 @@ def _main(argv: Sequence[str] | None) -> int:
         print(f"ductile {__version__}")
         return 0
     name, *rest = words
-    if rest[:1] == ["--version"] and name in {*COMMANDS, *QUESTIONS, "check"}:
+    if rest[:1] == ["--version"] and name in {*COMMANDS, *TOOLS, "check"}:
         return _main(rest)
     if name == "check":
         return _check(rest)
-    if name in QUESTIONS:
-        return QUESTIONS[name](rest)
+    if name in TOOLS:
+        return TOOLS[name](rest)
     command = COMMANDS.get(name)
     if command is None:
-        near = did_you_mean(name, [*COMMANDS, *QUESTIONS, "check"])
+        near = did_you_mean(name, [*COMMANDS, *TOOLS, "check"])
         print(f"ductile: there is no command {name}.{near}\n\n{OVERVIEW}", end="", file=sys.stderr)
         return BAD_CONFIG
     if _wants_help(command, rest):

@@ -47,7 +47,7 @@ class Prompt:
     """Unique in a run, and the same after a resume: `"train/0/17"` is epoch 0, example 17."""
     task: str
     example: int
-    """Index into the task's data set; with it the task can score an answer."""
+    """Index into the task's data set; with it the task can score a completion."""
     token_ids: tuple[int, ...]
 
 
@@ -79,7 +79,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What a generator answers: all tokens after the prompt, those of `GenerateRequest.generated` included."""
+    """What a generator returns: all tokens after the prompt, those of `GenerateRequest.generated` included."""
 
     id: str
     token_ids: tuple[int, ...]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ductile.cli import QUESTIONS, main
+from ductile.cli import TOOLS, main
 from ductile.config.command_line import as_sentence
 
 ASKS = {"plan": [], "status": [], "report": [], "resize": ["--train", "0"]}
@@ -41,7 +41,7 @@ def test_a_sentence_ends_once(text, sentence):
     assert as_sentence(text) == sentence
 
 
-@pytest.mark.parametrize("name", ["rl", "check", *QUESTIONS])
+@pytest.mark.parametrize("name", ["rl", "check", *TOOLS])
 def test_every_command_knows_its_version(name, capsys):
     assert main([name, "--version"]) == 0
     assert capsys.readouterr().out.startswith("ductile ")

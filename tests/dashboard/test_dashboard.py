@@ -115,14 +115,14 @@ def test_without_a_terminal_there_is_one_line_a_step():
     out = io.StringIO()
     with show("t", 12, out) as view:
         view.on_metrics(0, {"eval_reward": 0.2})
-        view.on_event(Event(0, "evaluated", "Held-out reward after step 0: 0.200, over 64 answers."))
+        view.on_event(Event(0, "evaluated", "Held-out reward after step 0: 0.200, over 64 completions."))
         for step in (1, 2):
             view.on_metrics(step, {"reward_mean": 0.5, "loss": 0.01, "tokens_per_s_generate": 2310.2, "step_s": 1.26})
             view.on_event(Event(0, "reward_error", "Scored 0: the reward of train example 3 raised KeyError."))
         view.on_slot(0, ["train"], "train")
         view.close()
     assert out.getvalue().splitlines() == [
-        "Held-out reward after step 0: 0.200, over 64 answers.",
+        "Held-out reward after step 0: 0.200, over 64 completions.",
         "step  1/12  reward 0.500  loss 0.0100  2,310 tokens/s generated  1.3 s",
         "Scored 0: the reward of train example 3 raised KeyError. (Further ones like this are in events.jsonl.)",
         "step  2/12  reward 0.500  loss 0.0100  2,310 tokens/s generated  1.3 s",

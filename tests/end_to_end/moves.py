@@ -26,7 +26,7 @@ class EverywhereInTurn:
         if batch.steps_left < 2:
             return Decision()
         if batch.step % 2 == 0:
-            # The train slot is lent until answers end; then a generator comes to the trainer, while it works.
+            # The train slot is lent until completions end; then a generator comes to the trainer, while it works.
             ended = batch.trained + batch.ready + batch.to_score + batch.partial > 0
             roles = {0: T, 1: G, 2: T, 3: S} if ended and state.num_running[2] else {0: B, 1: G, 2: G, 3: S}
             if state.roles(2) == T:

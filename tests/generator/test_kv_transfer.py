@@ -272,7 +272,7 @@ class Story:
     done: dict[str, Generation] = field(default_factory=dict)
     num_handed: int = 0
     num_half_finished: int = 0
-    """Handed over when another answer of the same group had ended."""
+    """Handed over when another completion of the same group had ended."""
     states: Counter[str] = field(default_factory=Counter)
     """Of what was handed over with its cache, if it had one."""
 
@@ -297,21 +297,21 @@ class Story:
         ids = self.random.sample(there, self.random.randint(0, len(there)))
         with_cache = [id for id in ids if self.random.random() < 0.6]
         self.step(source)  # as a slot does
-        answer = source.handle(HandOff(tuple(ids), tuple(with_cache)))
-        assert isinstance(answer, HandedOff)
-        assert {one.id for one in answer.requests} == {id for id in ids if id in self.at}
-        assert answer.caches.keys() <= set(with_cache)
+        reply = source.handle(HandOff(tuple(ids), tuple(with_cache)))
+        assert isinstance(reply, HandedOff)
+        assert {one.id for one in reply.requests} == {id for id in ids if id in self.at}
+        assert reply.caches.keys() <= set(with_cache)
         self.publish(self.random.choice([source, target, target]), chance=0.3)
         if self.random.random() < 0.1:  # too early, as if the source had died
             source.handle(Forget(tuple(ids)))
-        target.handle(Generate(answer.requests, answer.caches))
+        target.handle(Generate(reply.requests, reply.caches))
         self.publish(self.random.choice([source, target, target]), chance=0.3)
-        self.at |= {one.id: target for one in answer.requests}
+        self.at |= {one.id: target for one in reply.requests}
         source.handle(Forget(tuple(ids)))
-        self.num_handed += len(answer.requests)
-        self.states.update(state(one, answer.caches.get(one.id)) for one in answer.requests if one.id in with_cache)
+        self.num_handed += len(reply.requests)
+        self.states.update(state(one, reply.caches.get(one.id)) for one in reply.requests if one.id in with_cache)
         begun = {self.asked[id].group for id in self.done}
-        self.num_half_finished += sum(one.group in begun for one in answer.requests)
+        self.num_half_finished += sum(one.group in begun for one in reply.requests)
 
     def publish(self, role: GenerateRole, chance: float) -> None:
         if self.published and self.random.random() < chance:
@@ -325,7 +325,7 @@ def state(handed: GenerateRequest, handle: KVHandle | None) -> str:
     if handle.num_tokens < len(handed.prompt):
         return "in the prompt"
     if handle.num_tokens < len(handed.prompt) + len(handed.generated) - 1:
-        return "computes its answer again"
+        return "computes its completion again"
     return "one token to go" if len(handed.generated) == handed.sampling.max_tokens - 1 else "decodes"
 
 
@@ -346,7 +346,7 @@ def engines(family: Family, random: Random) -> list[GenerateRole]:
     return made
 
 
-def questions(random: Random, number: int) -> list[GenerateRequest]:
+def requests_of(random: Random, number: int) -> list[GenerateRequest]:
     prompt = [random.randrange(5, 100) for _ in range(random.choice([3, 20, 40, 60]))]
     max_tokens = random.choice([4, 12, 24])
     kinds: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": random.randrange(99)}, {"temperature": 1.3}]
@@ -383,7 +383,7 @@ def test_500_handoffs_at_any_moment_change_nothing(qwen3: Family, versions: Vers
         (20, "computed nothing here"),
         (20, "computed nothing here, begun"),
         (10, "in the prompt"),
-        (1, "computes its answer again"),
+        (1, "computes its completion again"),
         (50, "decodes"),
         (5, "one token to go"),
     ):
@@ -398,7 +398,7 @@ def tell(
     while story.num_handed < num_handoffs or story.at:
         goes_on = story.num_handed < num_handoffs
         if goes_on and len(story.at) < 6:
-            story.ask(questions(random, number))
+            story.ask(requests_of(random, number))
             number += 1
         for role in story.roles:
             if random.random() < 0.7:

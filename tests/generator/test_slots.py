@@ -61,12 +61,12 @@ class Generators:
                 self.done[generation.id] = (slot, generation)
 
     def ask(self, slot: int, *commands: Any) -> Any:
-        """Send them one behind the other; the answer to the last."""
+        """Send them one behind the other. Returns the reply to the last."""
 
-        async def all_answers() -> list[Any]:
+        async def all_replies() -> list[Any]:
             return await asyncio.gather(*(self.cluster.mailbox.ask(slot, command, 30) for command in commands))
 
-        return self.runner.run(all_answers())[-1]
+        return self.runner.run(all_replies())[-1]
 
     def assign(self, slot: int, joining: bool = False) -> None:
         self.ask(slot, AssignRole("generate", self.config.model_dump(mode="json"), (slot,), joining=joining))

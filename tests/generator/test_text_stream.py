@@ -44,7 +44,9 @@ BYTES = st.sampled_from(
 
 @settings(deadline=None, max_examples=500)
 @given(st.lists(BYTES, min_size=1, max_size=30).map(b"".join), st.lists(st.integers(1, 5)), st.booleans())
-def test_broken_bytes_are_shown_as_the_whole_answer_spells_them(content: bytes, sizes: list[int], skip: bool) -> None:
+def test_broken_bytes_are_shown_as_the_whole_completion_spells_them(
+    content: bytes, sizes: list[int], skip: bool
+) -> None:
     follower, tokens, shown = stream(skip_special_tokens=skip), list(content), ""
     while tokens:
         size = sizes.pop(0) if sizes else 1
@@ -72,7 +74,7 @@ def test_characters_in_bytes_are_shown_also_where_a_half_one_spoils_those_before
 @settings(deadline=None)
 @given(st.text("abc", min_size=1, max_size=20), st.lists(st.integers(1, 3)), st.lists(st.text("abc", min_size=1)))
 def test_text_ends_before_the_first_stop_string(text: str, sizes: list[int], stops: list[str]) -> None:
-    """The engine ends an answer at the token that completes a stop string; here that is found by searching."""
+    """The engine ends a completion at the token that completes a stop string; here that is found by searching."""
     ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
     said = text[: min(ends)] if ends else text
     expected = said[: min((said.index(stop) for stop in stops if stop in said), default=len(said))]
@@ -92,7 +94,7 @@ def test_what_may_still_change_is_held_back(text: str, stop: tuple[str, ...], ex
     assert pieces(text, [], stop) == expected
 
 
-def test_the_token_that_ended_the_answer_is_not_shown() -> None:
+def test_the_token_that_ended_the_completion_is_not_shown() -> None:
     assert pieces("ab!", [3], stop_ids=(ord("!"),)) == ["ab"]
     assert pieces("a!b", [3], stop_ids=(ord("!"),)) == ["a!b"]
 

@@ -158,11 +158,11 @@ def test_a_handed_off_request_ends_elsewhere_as_if_it_had_stayed(qwen3: Family) 
     source.handle(Generate(asked))
     for _ in range(5):
         source.step()
-    answer = source.handle(HandOff(("0", "2", "nobody"), with_cache=("0",)))
-    assert isinstance(answer, HandedOff)
-    assert [(one.id, len(one.generated)) for one in answer.requests] == [("0", 5), ("2", 5)]
-    assert answer.caches.keys() == {"0"}
-    assert target.handle(Generate(answer.requests, answer.caches)) == Done()
+    reply = source.handle(HandOff(("0", "2", "nobody"), with_cache=("0",)))
+    assert isinstance(reply, HandedOff)
+    assert [(one.id, len(one.generated)) for one in reply.requests] == [("0", 5), ("2", 5)]
+    assert reply.caches.keys() == {"0"}
+    assert target.handle(Generate(reply.requests, reply.caches)) == Done()
     assert source.handle(Forget(("0",))) == Done()
     done = finish(target)[0] | finish(source)[0]
     assert {id: one.token_ids for id, one in done.items()} == {id: one.token_ids for id, one in expected.items()}
@@ -172,9 +172,9 @@ def test_a_cache_that_is_gone_is_said_and_computed_again(qwen3: Family, capsys: 
     source, target = role(qwen3), role(qwen3)
     source.handle(Generate((request("a", "hello", 20),)))
     source.step()
-    answer = source.handle(HandOff(("a",), ("a",)))
+    reply = source.handle(HandOff(("a",), ("a",)))
     source.close()
-    target.handle(Generate(answer.requests, answer.caches))
+    target.handle(Generate(reply.requests, reply.caches))
     done, _ = finish(target)
     assert done["a"].token_ids == run(qwen3.engine(), [request("a", "hello", 20)])["a"].token_ids
     assert "the context of request a is computed again: the cache is gone: /proc/" in capsys.readouterr().err
@@ -189,14 +189,14 @@ def test_without_room_for_caches_requests_go_alone(qwen3: Family, capsys: pytest
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))
     free = [os.open("/dev/null", os.O_RDONLY) for _ in range(free_descriptors() - 2)]  # two are left
     try:
-        answer = source.handle(HandOff(("0", "1", "2", "3"), ("0", "1", "2", "3")))
-        target.handle(Generate(answer.requests, answer.caches))
+        reply = source.handle(HandOff(("0", "1", "2", "3"), ("0", "1", "2", "3")))
+        target.handle(Generate(reply.requests, reply.caches))
     finally:
         for fd in free:
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert len(answer.requests) == 4
-    assert answer.caches.keys() == {"0", "1"}
+    assert len(reply.requests) == 4
+    assert reply.caches.keys() == {"0", "1"}
     assert {id: one.token_ids for id, one in finish(target)[0].items()} == {
         id: one.token_ids for id, one in run(qwen3.engine(), list(asked)).items()
     }

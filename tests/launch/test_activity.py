@@ -25,12 +25,12 @@ def test_commands_and_engines_make_activities():
     async def story():
         now_s = 0.0
 
-        def answer(slot, command):
+        def respond(slot, command):
             nonlocal now_s
             now_s += 2.0
             return Done()
 
-        carrier = MemoryTransport({0: answer, 1: answer})
+        carrier = MemoryTransport({0: respond, 1: respond})
         mailbox, view = Mailbox(carrier), Seen()
         activity = SlotActivity(mailbox, view, lambda: now_s)
         await mailbox.ask(0, AssignRole("train", {}, (0,)), 1)
@@ -61,7 +61,7 @@ def test_statistics_from_before_a_request_do_not_make_its_generator_idle():
         now_s = 0.0
         mailbox = Mailbox(carrier := MemoryTransport({}))
 
-        async def answer(slot, command):
+        async def respond(slot, command):
             nonlocal now_s
             if isinstance(command, Generate):
                 carrier.emit(0, stats(0))
@@ -69,7 +69,7 @@ def test_statistics_from_before_a_request_do_not_make_its_generator_idle():
             now_s += 1.0
             return Done()
 
-        carrier._slots[0] = answer
+        carrier._slots[0] = respond
         activity = SlotActivity(mailbox, Seen(), lambda: now_s)
         await mailbox.ask(0, AssignRole("generate", {}, (0,)), 1)
         await mailbox.ask(0, Generate((GenerateRequest("a", (1,), Sampling()),)), 1)

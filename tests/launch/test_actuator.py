@@ -58,11 +58,11 @@ class Told(CostModel):
 
 
 class Rig:
-    """A real stage, its real changes and trainer; the slots answer from memory."""
+    """A real stage, its real changes and trainer; the slots reply from memory."""
 
     def __init__(self, folder, *members: int) -> None:
         self.slots = TrainSlots(Formation(members), NUM_SLOTS)
-        self.carrier = MemoryTransport(dict.fromkeys(self.slots.slots, self.slots.answer))
+        self.carrier = MemoryTransport(dict.fromkeys(self.slots.slots, self.slots.respond))
         mailbox = Mailbox(self.carrier, clock)
         self.trainer = RemoteTrainer(mailbox, Formation(members), timeout_s=100)
         self.devices = dict.fromkeys(range(NUM_SLOTS), "cpu")

@@ -16,9 +16,9 @@ from rich.console import Console
 
 from ductile.launch import control
 from ductile.launch.control import (
-    Answer,
     Resized,
     ResizeRequest,
+    Response,
     Run,
     RunFailed,
     RunStatus,
@@ -69,13 +69,13 @@ def serve(folder: Path, story: Callable[[dict[str, Any]], Any], respond: Callabl
     return asyncio.run(asyncio.wait_for(both(), 30))
 
 
-def say(known: dict[str, Any], line: bytes) -> Answer:
+def say(known: dict[str, Any], line: bytes) -> Response:
     with socket.create_connection((known["host"], known["port"]), timeout=10) as connection:
         connection.sendall(line)
-        return msgspec.json.decode(connection.makefile("rb").readline(), type=Answer)
+        return msgspec.json.decode(connection.makefile("rb").readline(), type=Response)
 
 
-def test_a_run_is_asked_and_answers(tmp_path: Path):
+def test_a_run_is_asked_and_replies(tmp_path: Path):
     def story(known: dict[str, Any]) -> None:
         run = Run(tmp_path)
         assert run.status() == STATUS
@@ -107,10 +107,10 @@ def test_a_run_is_asked_and_answers(tmp_path: Path):
 def test_what_is_not_understood_is_refused(tmp_path: Path, change: dict[str, Any], sentence: str):
     def story(known: dict[str, Any]) -> None:
         request = {"version": 1, "token": known["token"], "ask": {"type": "status"}} | change
-        answer = say(known, json.dumps(request).encode() + b"\n")
-        assert answer.unfit
-        assert sentence in answer.error
-        assert Run(tmp_path).status() == STATUS, "it answers others as before"
+        reply = say(known, json.dumps(request).encode() + b"\n")
+        assert reply.unfit
+        assert sentence in reply.error
+        assert Run(tmp_path).status() == STATUS, "it serves others as before"
 
     serve(tmp_path, story)
 
@@ -128,7 +128,7 @@ def test_a_wait_has_an_end_or_nothing_is_asked(tmp_path: Path, timeout_s: float)
 
 
 @pytest.mark.parametrize("line", [b"\n", b"{}\n", b"GET / HTTP/1.1\r\n", b"[" * 100_000 + b"\n", b"\xff\xfe\n"])
-def test_noise_is_answered_with_a_sentence(tmp_path: Path, line: bytes):
+def test_noise_is_refused_with_a_sentence(tmp_path: Path, line: bytes):
     serve(tmp_path, lambda known: say(known, line).error.index("the request is none"))
 
 
@@ -174,7 +174,7 @@ def test_what_a_large_run_says_of_itself_is_read(tmp_path: Path):
     serve(tmp_path, story, much)
 
 
-def test_a_run_that_ends_meanwhile_or_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_that_ends_meanwhile_or_does_not_reply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("ductile.launch.endpoint.CLOSE_S", 0.1)
     waiting: list[Any] = []
     asked = threading.Event()
@@ -185,7 +185,7 @@ def test_a_run_that_ends_meanwhile_or_does_not_answer(tmp_path: Path, monkeypatc
         await asyncio.sleep(60)
 
     def story(known: dict[str, Any]) -> None:
-        with pytest.raises(RunFailed, match=r"did not answer within 0\.2 s"):
+        with pytest.raises(RunFailed, match=r"did not reply within 0\.2 s"):
             Run(tmp_path).resize([0], timeout_s=0.2)
         # This one is still waiting when the run ends.
         connection = socket.create_connection((known["host"], known["port"]), timeout=10)
@@ -195,7 +195,7 @@ def test_a_run_that_ends_meanwhile_or_does_not_answer(tmp_path: Path, monkeypatc
         waiting.append(connection)
 
     serve(tmp_path, story, never)
-    assert b"the run ended before it had an answer" in waiting[0].recv(1000)
+    assert b"the run ended before it had a reply" in waiting[0].recv(1000)
     waiting[0].close()
 
 

@@ -24,14 +24,14 @@ def report(step: int) -> EvalReport:
     return EvalReport(0.7, {1: 0.7}, 9.0, 2, 0.0, (Sampled("1 + 2 =\n", "[3]\nend", 1.0),), step)
 
 
-def test_rl_says_where_the_model_is_what_it_gained_and_shows_answers():
+def test_rl_says_where_the_model_is_what_it_gained_and_shows_completions():
     assert closing_rl(RunResult(60, SUMMARY, None, report(60), Path("runs/x/model"))).splitlines() == [
         "Done: 60 steps in 3:07.",
         "Held-out reward: 0.210 before, 0.700 after (+0.490).",
         "The model is in runs/x/model (Hugging Face format).",
         "",
         "  asked:    1 + 2 =",
-        "  answered: [3]\\nend",
+        "  completion: [3]\\nend",
         "  reward:   1",
     ]
 
@@ -41,10 +41,10 @@ def test_what_was_measured_before_training_only_is_not_told_as_its_result():
     assert closing_rl(RunResult(47, summary, None, report(0), None)).splitlines() == [
         "Stopped after step 47 of 60, in 3:07.",
         "Held-out reward: 0.210 before any training; it has not been measured since.",
-        "Answers before any training:",
+        "Completions before any training:",
         "",
         "  asked:    1 + 2 =",
-        "  answered: [3]\\nend",
+        "  completion: [3]\\nend",
         "  reward:   1",
     ]
 
@@ -126,4 +126,4 @@ def test_the_others(tmp_path: Path):
         "Loss: 2.0000 at the first step, 1.5000 at the last.",
         f"The model is in {tmp_path} (Hugging Face format).",
     ]
-    assert f"The answers are in {tmp_path / 'rollouts.jsonl'}." in closing_alone(summary, tmp_path)
+    assert f"The completions are in {tmp_path / 'rollouts.jsonl'}." in closing_alone(summary, tmp_path)

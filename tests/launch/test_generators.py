@@ -102,13 +102,13 @@ def test_requests_that_change_hands_again_and_again_say_what_they_would_have_sai
     async def story():
         generators, names = harness.generators, [f"{kind}{n}" for kind in "gs" for n in range(4)]
 
-        async def answers() -> dict[str, Generation]:
+        async def generated() -> dict[str, Generation]:
             asked = [harness.ask(name, temperature=float(name.startswith("s"))) for name in names]
             return {generation.id: generation for generation in await asyncio.gather(*asked)}
 
-        undisturbed = await answers()
+        undisturbed = await generated()
         assert await generators.admit(2, harness.inference)
-        disturbed = asyncio.create_task(answers())
+        disturbed = asyncio.create_task(generated())
         num_moved = num_with_cache = 0
         for turn in range(12):
             await asyncio.sleep(0.05)
@@ -181,7 +181,7 @@ def test_a_kill_in_the_middle_of_a_migration_loses_no_request(harness: Harness, 
         asked = {name: harness.ask(name) for name in "abcdef"}
         await harness.in_the_middle()
         migrations = [Migration(name, 0, 1, with_cache=True) for name, slot in harness.where().items() if slot == 0]
-        # Stopped, it cannot answer; what is asked of it then ends with its life, and not before.
+        # Stopped, it cannot reply; what is asked of it then ends with its life, and not before.
         harness.cluster.processes[victim].signal(signal.SIGSTOP)
         handing = asyncio.create_task(harness.generators.migrate(migrations))
         await eventually(lambda: harness.mailbox.doing(victim).startswith("running"))

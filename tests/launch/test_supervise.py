@@ -64,7 +64,7 @@ def raising(error: Exception):
         (CustomCodeFailed("orchestrator.advantage failed"), 1, "orchestrator.advantage failed."),
         (SlotDied("slot 1 (train, pid 7) was killed by SIGKILL while idle"), 1, "Slot 1 (train, pid 7) was killed"),
         (SlotLost("slot 1 is gone"), 1, "Slot 1 is gone."),
-        (Late("slot 1 did not answer Score within 5 s"), 1, "Slot 1 did not answer"),
+        (Late("slot 1 did not reply to Score within 5 s"), 1, "Slot 1 did not reply"),
         (Refused("slot 1: OptimStep failed: ValueError: nan"), 1, "OptimStep failed: ValueError: nan."),
         (Stopped(), 130, "Stopped at once, as asked."),
         (StartFailed("slot 9 has no device"), 2, "Slot 9 has no device."),

@@ -284,9 +284,9 @@ def test_variables_of_the_chat_template_reach_every_prompt(tmp_path, folder, var
     rl = prepare(config(tmp_path, folder, orchestrator__chat_template_kwargs=variables))
     tree = BASE["orchestrator"] | {"model": {"name": str(folder)}, "chat_template_kwargs": variables}
     alone = prepare_alone(OrchestratorRunConfig.model_validate(tree | {"output_dir": str(tmp_path / "alone")}))
-    question = [{"role": "user", "content": "1+1="}]
+    prompt = [{"role": "user", "content": "1+1="}]
     prompts = [prompt.token_ids for prompt in rl.eval_prompts]
-    prompts += [tokenizer.apply_chat_template(question) for tokenizer in (rl.tokenizer, alone.tokenizer)]
+    prompts += [tokenizer.apply_chat_template(prompt) for tokenizer in (rl.tokenizer, alone.tokenizer)]
     assert [rl.tokenizer.decode(prompt).endswith("assistant\n") for prompt in prompts] == [thinks] * 6
 
 
@@ -304,7 +304,7 @@ def test_the_orchestrator_alone(tmp_path, folder):
 
     summary = asyncio.run(go())
     assert summary["steps"] == 2
-    assert summary["reward_mean"] == 0.25  # of four answers to a prompt the first is right
+    assert summary["reward_mean"] == 0.25  # of four completions of a prompt the first is right
     rows = read_jsonl(tmp_path / "run" / "rollouts.jsonl")
     assert len(rows) == 16
     assert {"question", "answer", "reward", "token_ids", "logprobs", "prompt_token_ids", "step"} <= rows[0].keys()

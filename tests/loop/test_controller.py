@@ -87,17 +87,17 @@ class ScriptedStage:
 
 
 class Scripted:
-    """Answers in turn; then nothing more."""
+    """Decides in turn; then nothing more."""
 
-    def __init__(self, *answers):
-        self.answers, self.asked = list(answers), []
+    def __init__(self, *decisions):
+        self.decisions, self.asked = list(decisions), []
 
     def decide(self, state):
         self.asked.append(state)
-        answer = self.answers.pop(0) if self.answers else Decision(hold_training=state.trainer.held)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        decision = self.decisions.pop(0) if self.decisions else Decision(hold_training=state.trainer.held)
+        if isinstance(decision, Exception):
+            raise decision
+        return decision
 
 
 def run_controller(tmp_path, state, policy, during, otherwise=None, broken=(), kind=ScriptedStage):
@@ -316,7 +316,7 @@ def test_a_change_that_is_under_way_goes_on_beside_publishing(tmp_path, live_s, 
         (asked_s, "admit 0"),
     ]
     assert [(round(state.now_s, 2), state.asked) for state in policy.asked[:2]] == [(0.0, True), (asked_s, False)]
-    assert all(state.asked for state in policy.asked[2:]), "only the first question of a step is"
+    assert all(state.asked for state in policy.asked[2:]), "only the first request of a step is"
 
 
 def test_what_nobody_thought_of_in_settling_ends_the_run_and_nobody_waits_for_it(tmp_path):

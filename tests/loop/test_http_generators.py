@@ -14,22 +14,22 @@ REQUEST = GenerateRequest(
 )
 
 
-def answer(**changes):
+def response(**changes):
     choice = {"token_ids": [8, 2], "logprobs": {"token_logprobs": [-0.5, -0.25]}, "finish_reason": "stop"}
     return {"choices": [choice | changes]}
 
 
 class Server:
-    def __init__(self, *answers, models=None):
+    def __init__(self, *responses, models=None):
         self.models = {"data": [{"id": "tiny", "weight_version": 3}]} if models is None else models
-        self.answers, self.bodies, self.headers = list(answers), [], None
+        self.responses, self.bodies, self.headers = list(responses), [], None
 
     async def __call__(self, request):
         self.headers = request.headers
         if request.url.path.endswith("/models"):
             return httpx.Response(200, json=self.models)
         self.bodies.append(json.loads(request.content))
-        reply = self.answers.pop(0)
+        reply = self.responses.pop(0)
         if isinstance(reply, Exception):
             raise reply
         return reply if isinstance(reply, httpx.Response) else httpx.Response(200, json=reply)
@@ -53,7 +53,7 @@ def impatient(monkeypatch):
 
 
 def test_tokens_in_tokens_out():
-    server = Server(answer())
+    server = Server(response())
     generation = ask(server, api_key="secret")
     assert generation.token_ids == (7, 8, 2)
     assert generation.logprobs == (-1, -0.5, -0.25)
@@ -67,7 +67,7 @@ def test_tokens_in_tokens_out():
 
 
 def test_an_overloaded_server_is_asked_again():
-    server = Server(httpx.Response(503), httpx.ConnectError("refused"), answer())
+    server = Server(httpx.Response(503), httpx.ConnectError("refused"), response())
     assert ask(server).token_ids == (7, 8, 2)
     assert len(server.bodies) == 3
 
@@ -75,14 +75,14 @@ def test_an_overloaded_server_is_asked_again():
 @pytest.mark.parametrize(
     ("replies", "error", "message"),
     [
-        ([httpx.ReadTimeout("")], Late, r"http://host:1/v1/completions did not answer within 5 s"),
+        ([httpx.ReadTimeout("")], Late, r"http://host:1/v1/completions did not respond within 5 s"),
         ([httpx.ConnectError("refused")] * 3, SlotLost, "cannot be reached: refused"),
-        ([httpx.Response(400, text="too long")], Refused, "answered 400: too long"),
-        ([httpx.Response(503, text="busy")] * 3, Refused, "answered 503: busy"),
-        ([httpx.Response(200, text="<html>")], Refused, "did not answer in JSON: '<html>'"),
-        ([answer(token_ids=None)], Refused, "gave no token ids with log-probs"),
-        ([answer(logprobs=None)], Refused, "gave no token ids with log-probs"),
-        ([answer(token_ids=[1, 2, 3])], Refused, "gave no token ids with log-probs"),
+        ([httpx.Response(400, text="too long")], Refused, "responded with 400: too long"),
+        ([httpx.Response(503, text="busy")] * 3, Refused, "responded with 503: busy"),
+        ([httpx.Response(200, text="<html>")], Refused, "did not respond in JSON: '<html>'"),
+        ([response(token_ids=None)], Refused, "gave no token ids with log-probs"),
+        ([response(logprobs=None)], Refused, "gave no token ids with log-probs"),
+        ([response(token_ids=[1, 2, 3])], Refused, "gave no token ids with log-probs"),
         ([{"choices": []}], Refused, "gave no token ids with log-probs"),
     ],
 )

@@ -36,7 +36,7 @@ def test_weights_that_do_not_arrive_end_the_run(tmp_path):
 
 
 class FailAfter(InProcessGraders):
-    """The rewards of the first 20 answers work, and no other."""
+    """The rewards of the first 20 completions work, and no other."""
 
     num_asked = 0
 

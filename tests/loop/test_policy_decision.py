@@ -12,12 +12,12 @@ from tests.loop.test_controller import one_event, run_controller
 G, T = ("generate",), ("train",)
 
 
-class Answers:
-    def __init__(self, answer):
-        self.answer = answer
+class Returns:
+    def __init__(self, value):
+        self.value = value
 
     def decide(self, state):
-        return self.answer
+        return self.value
 
 
 class Fails:
@@ -36,36 +36,36 @@ class Later:
 
 
 BAD = [
-    (Answers(None), "it answered with None, and not with a Decision: does a branch of `decide` lack its `return`?"),
-    (Answers([]), "it answered with a list, and not with a Decision: write `return Decision(orders, reason)`"),
-    (Answers(Decision), "it answered with a type, and not with a Decision"),
-    (Answers(Decision([RoleChange(2, G, T)])), "orders must be a tuple"),  # pyright: ignore[reportArgumentType]
-    (Answers(Decision(None)), "orders must be a tuple"),  # pyright: ignore[reportArgumentType]
-    (Answers(Decision((2,))), "it answered with the order 2: write RoleChange(slot, before, after)"),
+    (Returns(None), "it returned None, and not with a Decision: does a branch of `decide` lack its `return`?"),
+    (Returns([]), "it returned a list, and not with a Decision: write `return Decision(orders, reason)`"),
+    (Returns(Decision), "it returned a type, and not with a Decision"),
+    (Returns(Decision([RoleChange(2, G, T)])), "orders must be a tuple"),  # pyright: ignore[reportArgumentType]
+    (Returns(Decision(None)), "orders must be a tuple"),  # pyright: ignore[reportArgumentType]
+    (Returns(Decision((2,))), "it returned the order 2: write RoleChange(slot, before, after)"),
     (
-        Answers(Decision((RoleChange(2, G, "train"),))),
+        Returns(Decision((RoleChange(2, G, "train"),))),
         "the order RoleChange(slot=2, before=('generate',), after='train')",
     ),
     (
-        Answers(Decision((RoleChange(2, G, ("trainer",)),))),
+        Returns(Decision((RoleChange(2, G, ("trainer",)),))),
         "after=('trainer',)): write RoleChange(slot, before, after)",
     ),
     (
-        Answers(Decision((RoleChange(2, G, ([],)),))),
+        Returns(Decision((RoleChange(2, G, ([],)),))),
         "its orders cannot be read, TypeError: unhashable type: 'list': write",
     ),
     (
-        Answers(Decision((RoleChange([], G, T),))),
+        Returns(Decision((RoleChange([], G, T),))),
         "its orders cannot be read, TypeError: unhashable type: 'list': write",
     ),
-    (Answers(Decision((Migration("no such", 2, 3),))), "at 100.0 s it gave orders that cannot be carried out: rollout"),
-    (Answers(Decision((RoleChange(9, G, T),))), "it gave orders that cannot be carried out: there is no slot 9"),
-    (Answers(Decision(reason=None)), "reason and topic texts"),  # pyright: ignore[reportArgumentType]
-    (Answers(Decision(topic=3)), "reason and topic texts"),  # pyright: ignore[reportArgumentType]
-    (Answers(Decision(prediction=1.0)), "prediction a Prediction or None"),  # pyright: ignore[reportArgumentType]
+    (Returns(Decision((Migration("no such", 2, 3),))), "at 100.0 s it gave orders that cannot be carried out: rollout"),
+    (Returns(Decision((RoleChange(9, G, T),))), "it gave orders that cannot be carried out: there is no slot 9"),
+    (Returns(Decision(reason=None)), "reason and topic texts"),  # pyright: ignore[reportArgumentType]
+    (Returns(Decision(topic=3)), "reason and topic texts"),  # pyright: ignore[reportArgumentType]
+    (Returns(Decision(prediction=1.0)), "prediction a Prediction or None"),  # pyright: ignore[reportArgumentType]
     (Fails(), "it failed with AttributeError: 'BatchProgress' object has no attribute 'left_to_start' ("),
     (Deaf(), "it failed with TypeError: Deaf.decide() takes 1 positional argument but 2 were given"),
-    (Later(), "it answered with a coroutine, and not with a Decision"),
+    (Later(), "it returned a coroutine, and not with a Decision"),
 ]
 
 
@@ -82,7 +82,7 @@ def test_a_failure_names_the_line_of_the_policy():
         ask(Fails(), scene())
 
 
-def test_a_good_answer_is_returned():
+def test_a_good_decision_is_returned():
     assert ask(Static(), scene())[0] == Decision()
 
 

@@ -45,7 +45,7 @@ CHAT = [
 ]
 
 
-def test_answers_are_trained_and_nothing_else(tokenizer):
+def test_completions_are_trained_and_nothing_else(tokenizer):
     token_ids, mask = tokenise(tokenizer, CHAT)
     assert token_ids == tokenizer.apply_chat_template(CHAT, add_generation_prompt=False)[:-1]  # without the last "\n"
     assert trained_text(tokenizer, token_ids, mask) == "yo<|im_end|>me<|im_end|>"
@@ -82,7 +82,7 @@ def test_everything_is_trained_when_asked_for(tokenizer):
     assert mask == [False] + [True] * (len(token_ids) - 1)
 
 
-def test_what_follows_the_last_answer_is_left_out(tokenizer):
+def test_what_follows_the_last_completion_is_left_out(tokenizer):
     assert tokenise(tokenizer, [*CHAT, {"role": "user", "content": "bye"}]) == tokenise(tokenizer, CHAT)
 
 
@@ -106,9 +106,9 @@ def test_cut_and_skipped_samples_are_counted(tmp_path, tokenizer):
     assert read.samples[0].token_ids == read.samples[2].token_ids, "prompt/completion is a chat of two messages"
 
 
-def test_no_answer_within_seq_len_is_an_error(tmp_path, tokenizer):
+def test_no_completion_within_seq_len_is_an_error(tmp_path, tokenizer):
     file = rows(tmp_path, {"prompt": "h" * 100, "completion": "yo"})
-    with pytest.raises(TaskError, match=r"no answer begins within seq_len = 40 tokens; raise data.seq_len"):
+    with pytest.raises(TaskError, match=r"no completion begins within seq_len = 40 tokens; raise data.seq_len"):
         read_conversations(str(file), tokenizer, 40, "assistant")
 
 

@@ -20,7 +20,7 @@ SAMPLES = [
     Sample((*A, 30, 34, 35, 36), (False,) * 3 + (True, False, True, False)),  # another's words, and a tail
     Sample((*B, 41, 42), (False, True, True)),
     Sample((50, 51, 52), (False, False, False)),
-    Sample((*A, 30, 31, 32), (False,) * 3 + (True,) * 3),  # the same answer again
+    Sample((*A, 30, 31, 32), (False,) * 3 + (True,) * 3),  # the same completion again
     Sample((*A, 37, 38), (False,) * 4 + (True,)),  # begins like the others, but its first word is not ours
 ]
 
@@ -70,7 +70,7 @@ def test_a_shared_prompt_is_run_once_and_nothing_after_the_last_scored_token() -
     ]
 
 
-def test_a_single_answer_is_one_document() -> None:
+def test_a_single_completion_is_one_document() -> None:
     packed = PackedSamples.of(SAMPLES[:1])
     assert (packed.stems, packed.branches) == ((5,), ((),))
     assert packed.rows.tolist() == [2, 3, 4]

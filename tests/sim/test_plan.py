@@ -79,7 +79,7 @@ def test_everything_comes_from_the_recording(run):
     assert (recorded.work.num_steps, recorded.work.rollouts_per_step) == (3, 32)
 
 
-def test_the_recorded_answers_are_simulated_step_by_step(run):
+def test_the_recorded_completions_are_simulated_step_by_step(run):
     recording = read_recording(run)
     recorded, seen = recorded_scenario(recording), sorted(n for step in recording.steps for n in step.lengths)
     names = [(group, f"{group}/{member}/0") for group in recorded.work.given for member in range(4)]

@@ -11,7 +11,7 @@ import zmq
 from ductile.wire.codec import encode
 from ductile.wire.dealer import Dealer
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory_transport import Answer, MemoryTransport
+from ductile.wire.memory_transport import MemoryTransport, Responder
 from ductile.wire.messages import Command, Envelope, Event, Hello
 from ductile.wire.router import Router
 
@@ -26,10 +26,10 @@ async def eventually(condition: Callable[[], bool], deadline_s: float = 10.0) ->
 
 
 class SocketSlot:
-    """A thread that answers as a slot's process would."""
+    """A thread that replies as a slot's process would."""
 
-    def __init__(self, slot: int, address: str, answer: Answer, token: bytes = TOKEN) -> None:
-        self.slot, self._address, self._answer, self._token = slot, address, answer, token
+    def __init__(self, slot: int, address: str, respond: Responder, token: bytes = TOKEN) -> None:
+        self.slot, self._address, self._respond, self._token = slot, address, respond, token
         self._outbox: list[Event] = []
         self._leave = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -56,7 +56,7 @@ class SocketSlot:
             envelope = dealer.receive()
             assert envelope is not None
             assert isinstance(envelope.body, Command)
-            reply = self._answer(self.slot, envelope.body)
+            reply = self._respond(self.slot, envelope.body)
             assert not asyncio.iscoroutine(reply)
             if reply is not None:
                 dealer.send(encode(Envelope(envelope.epoch, envelope.seq, reply)))
@@ -64,19 +64,19 @@ class SocketSlot:
 
 
 @asynccontextmanager
-async def memory_slots(answers: Mapping[int, Answer]) -> AsyncIterator[tuple[Mailbox, dict]]:
-    carrier = MemoryTransport(answers)
+async def memory_slots(responders: Mapping[int, Responder]) -> AsyncIterator[tuple[Mailbox, dict]]:
+    carrier = MemoryTransport(responders)
     mailbox = Mailbox(carrier)
-    yield mailbox, {slot: lambda event, slot=slot: carrier.emit(slot, event) for slot in answers}
+    yield mailbox, {slot: lambda event, slot=slot: carrier.emit(slot, event) for slot in responders}
 
 
 @asynccontextmanager
-async def socket_slots(answers: Mapping[int, Answer]) -> AsyncIterator[tuple[Mailbox, dict]]:
+async def socket_slots(responders: Mapping[int, Responder]) -> AsyncIterator[tuple[Mailbox, dict]]:
     router = Router(TOKEN, ON_LOOPBACK)
     mailbox = Mailbox(router)
-    slots = [SocketSlot(slot, router.address, answer) for slot, answer in answers.items()]
+    slots = [SocketSlot(slot, router.address, respond) for slot, respond in responders.items()]
     try:
-        await eventually(lambda: set(mailbox.heard_at_s) == set(answers))
+        await eventually(lambda: set(mailbox.heard_at_s) == set(responders))
         yield mailbox, {slot.slot: slot.emit for slot in slots}
     finally:
         with contextlib.ExitStack() as stack:

@@ -49,7 +49,7 @@ def token(name: str, position: int) -> int:
     return zlib.crc32(f"{base(name)}/{position}".encode())
 
 
-def answer(name: str, length: int) -> tuple[int, ...]:
+def completion_of(name: str, length: int) -> tuple[int, ...]:
     return tuple(token(name, position) for position in range(length))
 
 
@@ -74,7 +74,7 @@ class GenerateSlots:
         self.slots = {number: Slot(number) for number in range(num_slots)}
         for number in generating:
             self.slots[number].holds, self.slots[number].version = True, 0
-        self.carrier = MemoryTransport(dict.fromkeys(self.slots, self.answer))
+        self.carrier = MemoryTransport(dict.fromkeys(self.slots, self.respond))
         self.length = length
         self.wrong: list[str] = []
         """What should not have been asked."""
@@ -84,17 +84,17 @@ class GenerateSlots:
         """Manifests that are good, with their versions, by location."""
         self.published: dict[int, Manifest] = {}
         self.dead: set[int] = set()
-        self.answer_s: Callable[[int, Command], float] = lambda number, command: 0.0
+        self.reply_s: Callable[[int, Command], float] = lambda number, command: 0.0
         self._delays: list[tuple[int, type, float]] = []
         self._turns = {number: asyncio.Lock() for number in self.slots}
         self._count = 0
 
-    async def answer(self, number: int, command: Command) -> Reply:
+    async def respond(self, number: int, command: Command) -> Reply:
         slot = self.slots[number]
         async with self._turns[number]:  # a slot executes its commands in order
-            await asyncio.sleep(self.answer_s(number, command) + self._delay_s(number, command))
+            await asyncio.sleep(self.reply_s(number, command) + self._delay_s(number, command))
             try:
-                return self._answer(slot, command)
+                return self._respond(slot, command)
             except AssertionError as error:
                 self.wrong.append(f"slot {slot.number}: {type(command).__name__}: {error}")
                 return Failed(str(error))
@@ -163,7 +163,7 @@ class GenerateSlots:
         request = slot.live.pop(name)
         return Generation(name, request.generated, request.logprobs, request.versions, reason)
 
-    def _answer(self, slot: Slot, command: Command) -> Reply:
+    def _respond(self, slot: Slot, command: Command) -> Reply:
         if isinstance(command, Publish | Withdraw):
             return self._publish(slot, command)
         if isinstance(command, OptimStep):
@@ -177,7 +177,7 @@ class GenerateSlots:
                 assert not slot.holds, "holds the role already"
                 slot.holds, slot.version = True, None
             case ReleaseRole():
-                slot.live.clear()  # only aborted ones may be left, as the answers show
+                slot.live.clear()  # only aborted ones may be left, as the replies show
                 slot.holds, slot.version = False, None
                 slot.caches.clear()
                 self.offers.pop(slot.leased, None)
@@ -186,7 +186,9 @@ class GenerateSlots:
                 assert slot.version is not None, "has no weights"
                 for request in requests:
                     assert request.id not in slot.live, f"has {request.id} already"
-                    assert request.generated == answer(request.id, len(request.generated)), "somebody else's tokens"
+                    assert request.generated == completion_of(request.id, len(request.generated)), (
+                        "somebody else's tokens"
+                    )
                     slot.live[request.id] = request
                 for name, handle in caches.items():
                     kept = self.slots[int(handle.location)].caches

@@ -28,14 +28,14 @@ def stats(num_tokens: int) -> EngineStats:
 
 
 class Fleet:
-    """Two generators that answer nothing by themselves."""
+    """Two generators that complete nothing by themselves."""
 
     def __init__(self, timeout_s: float = 5.0, clock=time.monotonic, block_tokens: int = 16) -> None:
-        self.carrier = MemoryTransport({0: self._answer, 1: self._answer})
+        self.carrier = MemoryTransport({0: self._respond, 1: self._respond})
         self.mailbox = Mailbox(self.carrier)
         self.generators = RemoteGenerators(self.mailbox, (0, 1), 8, block_tokens, timeout_s, clock)
 
-    def _answer(self, slot: int, command: Command) -> Reply:
+    def _respond(self, slot: int, command: Command) -> Reply:
         return Done()
 
     def ask(self, *args, **kwargs) -> "asyncio.Task[Generation]":
@@ -54,7 +54,7 @@ def run(story) -> None:
     asyncio.run(asyncio.wait_for(story, 20))
 
 
-def test_an_answer_goes_to_who_asked():
+def test_a_completion_goes_to_who_asked():
     async def story():
         fleet = Fleet()
         first, second = fleet.ask("a"), fleet.ask("b")
@@ -128,7 +128,7 @@ def test_cancelling_aborts():
     run(story())
 
 
-def test_the_answer_of_an_aborted_attempt_is_not_that_of_the_second():
+def test_the_completion_of_an_aborted_attempt_is_not_that_of_the_second():
     async def story():
         fleet = Fleet()
         first = fleet.ask("a")

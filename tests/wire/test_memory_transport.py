@@ -46,7 +46,7 @@ def test_fault_waits_for_its_command(carrier: MemoryTransport):
     asyncio.run(story())
 
 
-def test_doubled_and_delayed_answers_are_counted_not_used(carrier: MemoryTransport):
+def test_doubled_and_delayed_replies_are_counted_not_used(carrier: MemoryTransport):
     async def story():
         mailbox = Mailbox(carrier)
         carrier.fail(0, "duplicate")

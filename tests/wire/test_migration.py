@@ -18,7 +18,7 @@ from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Abort, AssignRole, Forget, Generate, HandOff, LeaseWeights, Receive
 from ductile.wire.trainer import RemoteTrainer
 from tests.loop.doubles import clock, run
-from tests.wire.generate_slots import TOKEN_S, GenerateSlots, answer
+from tests.wire.generate_slots import TOKEN_S, GenerateSlots, completion_of
 
 TRAINER = 9
 TIMEOUT_S = 60.0
@@ -82,7 +82,7 @@ async def steps(num_tokens: int) -> None:
 
 
 def is_whole(generation: Generation, name: str, length: int = 20) -> bool:
-    return generation.id == name and generation.token_ids == answer(name, length)
+    return generation.id == name and generation.token_ids == completion_of(name, length)
 
 
 def test_sequences_go_on_where_they_are_handed_to_and_nobody_notices():
@@ -192,13 +192,13 @@ def test_a_target_that_does_not_take_them_is_replaced(kind):
     with_cluster(story)
 
 
-def test_a_target_that_dies_as_soon_as_it_has_answered_is_replaced():
+def test_a_target_that_dies_as_soon_as_it_has_replied_is_replaced():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await steps(5)
 
         async def die(number, command):
-            reply = await cluster.slots.answer(number, command)
+            reply = await cluster.slots.respond(number, command)
             if isinstance(command, Generate):
                 asyncio.get_running_loop().call_soon(cluster.slots.kill, number, cluster.mailbox)
             return reply
@@ -307,7 +307,7 @@ def test_a_sequence_that_loses_two_slots_fails():
     with_cluster(story)
 
 
-def test_answers_that_come_twice_are_taken_once():
+def test_replies_that_come_twice_are_taken_once():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await steps(5)
@@ -362,7 +362,7 @@ def test_a_source_that_is_late_has_given_them_away_into_nowhere():
         cluster.slots.length = lambda name: 10_000
         (result,) = await cluster.generators.migrate([Migration("a", 0, 1)])
         assert result.slot is None
-        with pytest.raises(Late, match="did not answer HandOff within 60 s"):
+        with pytest.raises(Late, match="did not reply to HandOff within 60 s"):
             await asked
         await asyncio.sleep(2)
 

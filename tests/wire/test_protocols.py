@@ -32,7 +32,7 @@ def sample(num_tokens: int) -> Sample:
     return Sample(tuple(range(num_tokens)), (False,) + (True,) * (num_tokens - 1))
 
 
-def answer(slot: int, command: Command) -> Reply:
+def respond(slot: int, command: Command) -> Reply:
     match command:
         case OptimStep():
             return Stepped(REPORT)
@@ -46,7 +46,7 @@ def answer(slot: int, command: Command) -> Reply:
 
 @pytest.fixture
 def carrier():
-    return MemoryTransport({slot: answer for slot in (2, 4, 7)})
+    return MemoryTransport({slot: respond for slot in (2, 4, 7)})
 
 
 def test_only_the_first_rank_has_a_manifest(carrier: MemoryTransport):
@@ -61,8 +61,8 @@ def test_only_the_first_rank_has_a_manifest(carrier: MemoryTransport):
     ("faults", "error", "note"),
     [
         ({2: "error", 4: "death"}, SlotLost, "OptimStep failed, as asked"),
-        ({2: "drop", 4: "error"}, Refused, "slot 2 had not answered OptimStep when another slot failed"),
-        ({2: "drop", 4: "drop"}, Late, "did not answer OptimStep within 0.05 s"),
+        ({2: "drop", 4: "error"}, Refused, "slot 2 had not replied to OptimStep when another slot failed"),
+        ({2: "drop", 4: "drop"}, Late, "did not reply to OptimStep within 0.05 s"),
     ],
 )
 def test_the_cause_is_raised_and_what_followed_is_noted(
@@ -80,10 +80,10 @@ def test_the_cause_is_raised_and_what_followed_is_noted(
     asyncio.run(story())
 
 
-def test_an_answer_of_the_wrong_class_is_refused():
+def test_a_reply_of_the_wrong_class_is_refused():
     async def story():
         carrier = MemoryTransport({0: lambda slot, command: Done()})
-        with pytest.raises(Refused, match="slot 0 answered OptimStep with Done"):
+        with pytest.raises(Refused, match="slot 0 replied to OptimStep with Done"):
             await RemoteTrainer(Mailbox(carrier), Formation((0,)), 1).optim_step(1.0)
 
     asyncio.run(story())

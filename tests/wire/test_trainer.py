@@ -20,7 +20,7 @@ SEQ_LEN = 10
 
 def make(formation: Formation, num_slots: int = 8) -> tuple[TrainSlots, MemoryTransport, RemoteTrainer]:
     slots = TrainSlots(formation, num_slots)
-    carrier = MemoryTransport(dict.fromkeys(slots.slots, slots.answer))
+    carrier = MemoryTransport(dict.fromkeys(slots.slots, slots.respond))
     return slots, carrier, RemoteTrainer(Mailbox(carrier, clock), formation, timeout_s=100)
 
 
@@ -189,16 +189,16 @@ def test_training_is_not_held_for_ever():
     play(story)
 
 
-def test_a_trainer_that_did_not_answer_is_not_waited_for_again():
+def test_a_trainer_that_did_not_reply_is_not_waited_for_again():
     """A run that ends because of it tries to save, and would wait for as long once more."""
 
     async def story():
         _, carrier, trainer = make(Formation((0, 1)))
         carrier.fail(1, "drop", OptimStep)
-        with pytest.raises(Late, match=r"slot 1.* did not answer OptimStep within 100 s"):
+        with pytest.raises(Late, match=r"slot 1.* did not reply to OptimStep within 100 s"):
             await trainer.optim_step(1.0)
         assert clock() == pytest.approx(100)
-        with pytest.raises(SlotLost, match=r"slot 1.* did not answer OptimStep within 100 s"):
+        with pytest.raises(SlotLost, match=r"slot 1.* did not reply to OptimStep within 100 s"):
             await trainer.save("nowhere")
         assert clock() == pytest.approx(100)
 

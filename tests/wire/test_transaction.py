@@ -49,7 +49,7 @@ class Stage:
 
     def __init__(self, members: Sequence[int], num_slots: int = 8, keeps_old: bool = True) -> None:
         self.slots = TrainSlots(Formation(tuple(members)), num_slots)
-        self.carrier = MemoryTransport(dict.fromkeys(self.slots.slots, self.slots.answer))
+        self.carrier = MemoryTransport(dict.fromkeys(self.slots.slots, self.slots.respond))
         self.mailbox = Mailbox(self.carrier, clock)
         self.trainer = RemoteTrainer(self.mailbox, Formation(tuple(members)), timeout_s=100)
         self.terms = ResizeOptions({}, "127.0.0.1:1", timeout_s=5, leave_s=50, keeps_old=keeps_old)
@@ -97,7 +97,7 @@ def test_a_change_in_the_middle_of_a_batch():
         assert result.carrier == "memory, as there is nothing else"
         assert (result.slot_seconds, result.beside) == ({"transfer": 0.01, "plan": 0.02}, ("plan",))
         assert list(result.seconds) == ["hold", "prepare", "freeze", "move", "commit", "settle"]
-        assert result.pause_s == pytest.approx(4 * 0.01), "the answer to Prepare; Freeze, TransferState and Commit"
+        assert result.pause_s == pytest.approx(4 * 0.01), "the reply to Prepare; Freeze, TransferState and Commit"
         assert (stage.trainer.formation, stage.mailbox.epoch) == (Formation((1, 2, 3)), 1)
         assert not training.done()
         await training
@@ -292,7 +292,7 @@ def test_a_slot_that_is_only_slow_is_waited_for_and_nobody_is_killed(step: str, 
             assert result.outcome == "resized", "an old member is not asked to hold anything"
         else:
             assert result.outcome == "rolled_back"
-            assert re.match(rf"slot {slow} .*did not answer {STEPS[step].__name__} within 6 s", result.reason)
+            assert re.match(rf"slot {slow} .*did not reply to {STEPS[step].__name__} within 6 s", result.reason)
         assert (stage.killed, stage.mailbox.lost) == ([], {})
         await training
         assert stage.slots.trained == [list(range(40))]
@@ -434,20 +434,20 @@ def test_slots_that_do_not_agree_do_not_change(spoilt: dict[int, str], sentence:
 
 
 @pytest.mark.parametrize(("step", "outcome"), [("freeze", "rolled_back"), ("commit", "resized"), ("settle", "resized")])
-def test_an_answer_of_the_wrong_class_is_a_refusal(step: str, outcome: str):
+def test_a_reply_of_the_wrong_class_is_a_refusal(step: str, outcome: str):
     async def story():
         stage = Stage([0, 1])
-        answer = stage.slots.answer
+        respond = stage.slots.respond
 
         async def odd(slot, command):
-            reply = await answer(slot, command)
+            reply = await respond(slot, command)
             return ForwardBackwardDone(1, 0.0) if isinstance(command, STEPS[step]) else reply
 
         stage.carrier._slots[0] = odd
         result = await stage.resize(1, 2)
         assert result.outcome == outcome
         if outcome == "rolled_back":
-            assert result.reason == "slot 0 answered Freeze with ForwardBackwardDone"
+            assert result.reason == "slot 0 replied to Freeze with ForwardBackwardDone"
         await stage.train()
         assert stage.slots.trained == [list(range(12))]
 

@@ -45,8 +45,8 @@ class InferenceModelConfig(ModelConfig):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto`: bfloat16 on a GPU, float32 on a CPU."""
     max_model_len: int = Field(default=2048, ge=2)
-    """Longest prompt plus answer, in tokens. Left out: the model's max_position_embeddings, in `rl` this at most, in
-    `inference` as far as the KV cache holds them."""
+    """Longest prompt plus completion, in tokens. Left out: the model's max_position_embeddings, in `rl` this at most,
+    in `inference` as far as the KV cache holds them."""
     chat_template: str | None = None
     """A Jinja file; default: the model folder's own."""
 
@@ -82,7 +82,7 @@ class InferenceConfig(Section):
     again. Faster; the rest of such a sequence is then sampled from a mixture that no single version is."""
     seed: int = 0
     enable_health_monitor: Annotated[bool, _HEALTH] = False
-    """Probe every generator in the background and take out those that do not answer."""
+    """Probe every generator in the background and take out those that do not reply."""
     health_check_interval_seconds: Annotated[float, _HEALTH] = Field(default=10.0, gt=0)
     health_check_failure_threshold: Annotated[int, _HEALTH] = Field(default=3, ge=1)
     """Consecutive failures after which a generator is taken out."""

@@ -28,7 +28,7 @@ def named_policy(name: str, *, pre_process: bool | None = None, wait_before_last
 
 
 def _check_signature(name: str, policy: Policy) -> None:
-    """Raises ImportPathError when `policy.decide(state)` cannot be called, or would not be an answer."""
+    """Raises ImportPathError when `policy.decide(state)` cannot be called, or would return no decision."""
     decide = policy.decide
     try:
         signature = inspect.signature(decide)

@@ -46,9 +46,9 @@ class SimulatedWork(Section):
     """Most tokens of one completion."""
     lengths: LengthsConfig = LognormalLengths()
     alike: float = Field(default=0.3, ge=0, le=1)
-    """Share of a group's answers that are about equally long."""
+    """Share of a group's completions that are about equally long."""
     seq_len: int | None = Field(default=None, ge=1)
-    """Tokens of a slot's micro-batch. Default: one prompt and the longest answer."""
+    """Tokens of a slot's micro-batch. Default: one prompt and the longest completion."""
     n_minibatches: int = Field(default=1, ge=1)
     max_async_level: int = Field(default=0, ge=0)
     max_off_policy_steps: int = Field(default=8, ge=0)

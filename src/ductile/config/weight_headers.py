@@ -1,7 +1,7 @@
 """Where a model folder's weights are, and whether they are what its config.json calls for.
 
 Told from names, indices and the headers of safetensors files, without torch and without any data. So the check of a
-config and the slot that loads the weights ask the same questions, and a login node answers for a large model at once.
+config and the slot that loads the weights check the same things, and a login node checks a large model at once.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Text of others, such as a policy's answer, as a terminal may see it: what would steer the terminal is spelled out."""
+"""Text of others, such as a completion, as a terminal may see it: what would steer the terminal is spelled out."""
 
 import unicodedata
 

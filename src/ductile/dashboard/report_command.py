@@ -16,7 +16,7 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("--output", type=Path, metavar="F", help="the file to write (default: FOLDER/report.html)")
     asked = parse_with_folder(parser, words)
-    # Help answers at once: what reads and draws is loaded when there is something to draw.
+    # Help comes at once: what reads and draws is loaded when there is something to draw.
     from ductile.dashboard.report import render
     from ductile.dashboard.run_report import NoReport, read_run_report
     from ductile.disk import write_whole

@@ -151,7 +151,7 @@ class Engine:
         return [sequence.request.id for sequence in self.scheduler.running]
 
     def peek(self, id: str, start: int = 0) -> tuple[list[int], list[float]] | None:
-        """What a live request has generated from answer token `start` on: tokens, log-probs. None: not live."""
+        """What a live request has generated from completion token `start` on: tokens, log-probs. None: not live."""
         sequence = self._live.get(id)
         if sequence is None:
             return None

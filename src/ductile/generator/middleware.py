@@ -79,7 +79,7 @@ def check(path: str, method: str, headers: Headers, config: ServerConfig) -> Non
         if host is not None and not is_loopback(host_name(host)):
             raise Refusal(
                 403,
-                f"the Host header is {host[:80]!r}; without server.api_key this server answers only to names of its "
+                f"the Host header is {host[:80]!r}; without server.api_key this server serves only to names of its "
                 f"own machine: ask for {config.host}, or set server.api_key",
                 "permission_error",
             )

@@ -1,6 +1,6 @@
 """Turns a growing list of tokens into text that may be shown.
 
-The engine and the server both follow an answer with a `TextStream`, so that generation ends where the text is cut.
+The engine and the server both follow a completion with a `TextStream`, so that generation ends where the text is cut.
 """
 
 from collections.abc import Callable, Collection
@@ -27,7 +27,7 @@ class TextStream:
     """Feed it tokens as they come; it returns what can be shown for certain.
 
     A character whose last bytes are still to come, and an ending that may become a stop string, are held back. A stop
-    string itself is never shown, nor is a token that ended the answer.
+    string itself is never shown, nor is a token that ended the completion.
     """
 
     def __init__(self, decode: Decode, sampling: Sampling, stop_ids: Collection[int] = ()) -> None:

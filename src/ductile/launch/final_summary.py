@@ -12,7 +12,7 @@ from ductile.loop.compose import RunResult
 
 
 def closing_rl(result: RunResult) -> str:
-    """Where the model is, what it gained, and three answers to look at."""
+    """Where the model is, what it gained, and three completions to look at."""
     lines = [_took(result.summary)]
     lines += _held_out(result.summary)
     if result.summary["reward_errors"]:
@@ -22,9 +22,9 @@ def closing_rl(result: RunResult) -> str:
     if result.model_folder:
         lines.append(f"The model is in {result.model_folder} (Hugging Face format).")
     if result.last and result.last.step != result.step:
-        lines.append(f"Answers {_when(result.last.step)}:")
+        lines.append(f"Completions {_when(result.last.step)}:")
     for sample in result.last.samples if result.last else ():
-        lines += ["", f"  asked:    {_one_line(sample.question)}", f"  answered: {_one_line(sample.answer)}"]
+        lines += ["", f"  prompt:     {_one_line(sample.prompt)}", f"  completion: {_one_line(sample.completion)}"]
         lines.append(f"  reward:   {'none, it failed' if sample.reward is None else f'{sample.reward:g}'}")
     return "\n".join(lines)
 
@@ -43,7 +43,7 @@ def closing_alone(summary: Mapping[str, Any], folder: Path) -> str:
         [
             _took(summary),
             f"Mean reward: {summary['reward_mean']:.3f}.",
-            f"The answers are in {folder / 'rollouts.jsonl'}.",
+            f"The completions are in {folder / 'rollouts.jsonl'}.",
         ]
     )
 

@@ -204,7 +204,7 @@ class LocalCluster:
         self._num_devices = await self._count_devices()
         self.devices = {slot: self._device_of(slot) for slot in sorted(self.slots, reverse=True)}
         self._store = await self._fork("store", "ductile.slot.store:host")
-        self.rendezvous = f"127.0.0.1:{await self._answer_of(self._store)}"
+        self.rendezvous = f"127.0.0.1:{await self._output_of(self._store)}"
         with self._greetings(self.slots) as greeted:
             for slot in self.slots:
                 self.processes[slot] = await self._fork_slot(slot)
@@ -218,7 +218,7 @@ class LocalCluster:
         if self._config.device == "cpu":
             return None
         counting = await self._fork("devices", "ductile.slot.store:count_devices")
-        num_devices = int(await self._answer_of(counting))
+        num_devices = int(await self._output_of(counting))
         return None if num_devices == 0 and self._config.device == "auto" else num_devices
 
     def _device_of(self, slot: int) -> str:
@@ -252,7 +252,7 @@ class LocalCluster:
     async def _fork(self, name: str, entry: str) -> ForkedProcess:
         return await self._server.fork(name, entry, {}, self._logs / "processes.log")
 
-    async def _answer_of(self, process: ForkedProcess) -> str:
+    async def _output_of(self, process: ForkedProcess) -> str:
         await process.heard.wait()
         if process.code:
             raise StartFailed(f"the process {process.name!r} {process.ending}; see {self._logs / 'processes.log'}")

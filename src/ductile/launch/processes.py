@@ -112,7 +112,7 @@ class ProcessServer:
             await _take_back(started, deadline_s)
             raise
         except (TimeoutError, OSError) as error:
-            raise StartFailed(f"the process server did not start {name} ({error or 'no answer'})") from error
+            raise StartFailed(f"the process server did not start {name} ({error or 'no reply'})") from error
         finally:
             del self._starting[name]
 

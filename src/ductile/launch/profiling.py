@@ -46,7 +46,7 @@ class Profiler:
         self._record.event("setting", "", **setting.as_fields())
 
     def on_finished(self, generation: Generation) -> None:
-        if not generation.id.startswith("eval/"):  # an evaluation's answers are no part of a step
+        if not generation.id.startswith("eval/"):  # an evaluation's completions are no part of a step
             self._lengths.append(len(generation.token_ids))
 
     def on_event(self, event: Event) -> None:

@@ -187,7 +187,7 @@ async def _live(
     slots: Slots,
     session: Session,
 ) -> AsyncIterator[TrainerResizer]:
-    """Meanwhile the run answers `ductile status` and `ductile resize`. `trainer`: as the slots have it."""
+    """Meanwhile the run serves `ductile status` and `ductile resize`. `trainer`: as the slots have it."""
     options = ResizeOptions(
         settings=trainer.model_dump(mode="json"),
         rendezvous=slots.cluster.rendezvous,
@@ -251,7 +251,7 @@ async def _begin(bench: Bench, trainer: TrainerConfig, cluster: LocalCluster, se
 
 
 async def _settle(bench: Bench, cluster: LocalCluster, session: Session) -> None:
-    """The steps are done. Their memory is not known where a user, or a slot's death, is sooner than the answers."""
+    """The steps are done. Their memory is not known where a user, or a slot's death, comes before the replies."""
     with suppress(Stopped, SlotDied):
         await run_until(bench.settle(), session.interrupt.asked, cluster.death())
 

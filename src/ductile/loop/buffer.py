@@ -65,10 +65,10 @@ class Buffer:
         """Called on every change for which `changed` returns."""
         self.num_dropped = 0
         """Groups that were too old to train on; their prompts are asked again."""
-        self.num_dropped_answers = 0
+        self.num_dropped_completions = 0
         """Rollouts of the dropped groups that were finished."""
         self.num_dropped_tokens = 0
-        """Sampled tokens of the rollouts that `num_dropped_answers` counts."""
+        """Sampled tokens of the rollouts that `num_dropped_completions` counts."""
         self._drops: Counter[str] = Counter()
         self._prompts, self._bound, self._record = prompts, bound, record
         self._max_steps, self._timeout_s, self._stop = max_steps, timeout_s, stop
@@ -82,7 +82,7 @@ class Buffer:
         return {
             "groups_dropped": float(self.num_dropped),
             "dropped_tokens": float(self.num_dropped_tokens),
-            "dropped_length_mean": self.num_dropped_tokens / max(1, self.num_dropped_answers),
+            "dropped_length_mean": self.num_dropped_tokens / max(1, self.num_dropped_completions),
         }
 
     # -- the generators' side
@@ -225,7 +225,7 @@ class Buffer:
 
     def _drop_rollouts(self, prompt: Prompt, rollouts: Sequence[Rollout], verdict: Freshness) -> None:
         self.num_dropped += 1
-        self.num_dropped_answers += len(rollouts)
+        self.num_dropped_completions += len(rollouts)
         self.num_dropped_tokens += sum(sum(rollout.mask) for rollout in rollouts)
         self._drops[prompt.id] += 1
         self._prompts.requeue(prompt)
@@ -235,8 +235,8 @@ class Buffer:
         if self._drops[prompt.id] == 2:
             self._record.event(
                 "prompt_dropped_twice",
-                f"{prompt.id} was dropped twice: its answers take longer than orchestrator.max_off_policy_steps "
-                f"({self._bound.max_off_policy_steps}) steps. Nothing is learned from answers as long as these; raise "
+                f"{prompt.id} was dropped twice: its completions take longer than orchestrator.max_off_policy_steps "
+                f"({self._bound.max_off_policy_steps}) steps. Completions as long as these are not trained on; raise "
                 "it, or lower orchestrator.sampling.max_tokens.",
                 prompt=prompt.id,
             )

@@ -139,7 +139,8 @@ class ElasticController:
 
     @asynccontextmanager
     async def at_work(self, on_error: Callable[[BaseException], None]) -> AsyncIterator[None]:
-        """Meanwhile events are answered. A change that is under way at the end is given up, and training is released.
+        """Meanwhile the policy is asked after events. A change that is under way at the end is given up, and training
+        is released.
 
         on_error: told at once of what ends the run. When the block ends well all the same, that is raised.
         """
@@ -245,15 +246,15 @@ class ElasticController:
 
     def _ask(self, state: ClusterState) -> Decision:
         try:
-            return self._answer(state)
+            return self._decision(state)
         except BadDecision as error:
             if self._otherwise is None:
                 raise
             self.refused = self._log.refused(error)
             self._policy, self._otherwise = self._otherwise, None
-        return self._answer(state)
+        return self._decision(state)
 
-    def _answer(self, state: ClusterState) -> Decision:
+    def _decision(self, state: ClusterState) -> Decision:
         """Raises BadDecision."""
         decision, took_s = ask(self._policy, state)
         self.decide_s.append(took_s)

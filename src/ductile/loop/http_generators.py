@@ -28,7 +28,7 @@ class HttpGenerators:
         capacity: int = 64,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """timeout_s: of one answer. capacity: requests in flight; a server says nothing of its own."""
+        """timeout_s: of one response. capacity: requests in flight; a server says nothing of its own."""
         self._base_url, self._timeout_s, self._capacity = base_url.rstrip("/"), timeout_s, capacity
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
@@ -40,11 +40,11 @@ class HttpGenerators:
         self._model, self._version = "", 0
 
     async def __aenter__(self) -> "HttpGenerators":
-        """Raises SlotLost when no server answers, Refused when it is no such server."""
+        """Raises SlotLost when no server responds, Refused when it is no such server."""
         try:
-            answer = await self._ask("GET", "/models")
-            self._model = str(answer["data"][0]["id"])
-            self._version = int(answer["data"][0].get("weight_version") or 0)
+            response = await self._ask("GET", "/models")
+            self._model = str(response["data"][0]["id"])
+            self._version = int(response["data"][0].get("weight_version") or 0)
         except (KeyError, IndexError, TypeError):
             await self._client.aclose()
             raise Refused(
@@ -81,8 +81,8 @@ class HttpGenerators:
         }
         if sampling.seed is not None:
             body["seed"] = sampling.seed
-        answer = await self._ask("POST", "/completions", body)
-        token_ids, logprobs, finish_reason = _read(answer, self._base_url)
+        response = await self._ask("POST", "/completions", body)
+        token_ids, logprobs, finish_reason = _read(response, self._base_url)
         return Generation(
             request.id,
             request.generated + token_ids,
@@ -101,7 +101,7 @@ class HttpGenerators:
             try:
                 response = await self._client.request(method, url, json=body)
             except httpx.TimeoutException:
-                raise Late(f"{url} did not answer within {self._timeout_s:g} s") from None
+                raise Late(f"{url} did not respond within {self._timeout_s:g} s") from None
             except httpx.TransportError as error:
                 if last:
                     raise SlotLost(f"{url} cannot be reached: {error or type(error).__name__}") from error
@@ -113,16 +113,16 @@ class HttpGenerators:
 
 def _json(response: httpx.Response, url: str) -> Any:
     if response.status_code != 200:
-        raise Refused(f"{url} answered {response.status_code}: {response.text[:500]}")
+        raise Refused(f"{url} responded with {response.status_code}: {response.text[:500]}")
     try:
         return response.json()
     except ValueError:
-        raise Refused(f"{url} did not answer in JSON: {response.text[:100]!r}") from None
+        raise Refused(f"{url} did not respond in JSON: {response.text[:100]!r}") from None
 
 
-def _read(answer: Any, base_url: str) -> tuple[tuple[int, ...], tuple[float, ...], Any]:
+def _read(response: Any, base_url: str) -> tuple[tuple[int, ...], tuple[float, ...], Any]:
     try:
-        choice = answer["choices"][0]
+        choice = response["choices"][0]
         token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
         if len(token_ids) == len(logprobs) and choice["finish_reason"] in ("stop", "length", "abort"):
             return tuple(token_ids), tuple(logprobs), choice["finish_reason"]

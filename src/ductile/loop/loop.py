@@ -190,7 +190,9 @@ class Loop:
                 report = await self.trainer.optim_step(loss_denominator)
             self.skips.note(report)
         else:
-            sentence = f"Step {self.step + 1} learns nothing from {len(groups)} groups: no answer beats its siblings."
+            sentence = (
+                f"Step {self.step + 1} learns nothing from {len(groups)} groups: no completion beats its siblings."
+            )
             self.record.event("nothing_to_learn", sentence)
             await self.trainer.optim_step(0.0)  # the learning rate follows the batches
         self.buffer.mark_trained(groups)
@@ -241,7 +243,7 @@ class Loop:
         Slots begin to change roles before that; nothing is decided about them until it is done.
         """
         self.evaluates = evaluates and self.evaluation is not None
-        self.to_evaluate = self.evaluation.num_answers if self.evaluation and evaluates else 0
+        self.to_evaluate = self.evaluation.num_completions if self.evaluation and evaluates else 0
         self.buffer.next_version(version)
         if self.controller:
             await receiving.finish()  # slots settle for one version at a time

@@ -10,7 +10,7 @@ from ductile.error_text import raised, told
 
 
 class BadDecision(Exception):
-    """A policy ordered what cannot be, answered with something else than a decision, or failed. The text says what."""
+    """A policy ordered what cannot be, returned something else than a decision, or failed. The text says what."""
 
 
 def ask(policy: Policy, state: ClusterState) -> tuple[Decision, float]:
@@ -24,12 +24,12 @@ def ask(policy: Policy, state: ClusterState) -> tuple[Decision, float]:
     if inspect.iscoroutine(decision):
         decision.close()
     try:
-        answered = malformed(decision)
-        wrong = [] if answered else violations(state, decision)
+        wrong_type = malformed(decision)
+        wrong = [] if wrong_type else violations(state, decision)
     except Exception as error:
         raise BadDecision(f"its orders cannot be read, {told(error)}: write {ORDERS}") from error
-    if answered:
-        raise BadDecision(f"it answered with {answered}")
+    if wrong_type:
+        raise BadDecision(f"it returned {wrong_type}")
     if wrong:
         raise BadDecision(f"at {state.now_s:.1f} s it gave orders that cannot be carried out: {'; '.join(wrong)}")
     return decision, took_s

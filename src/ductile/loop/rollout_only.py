@@ -1,6 +1,6 @@
-"""`ductile orchestrator`: ask a running server, score its answers, train nothing.
+"""`ductile orchestrator`: ask a running server, score its completions, train nothing.
 
-rollouts.jsonl   one line an answer: question, answer, reward, token ids, log-probs
+rollouts.jsonl   one line a completion: question (the prompt), answer (the completion), reward, token ids, log-probs
 metrics.jsonl    one line a batch
 """
 
@@ -73,12 +73,12 @@ async def run_alone(
             async with seats:
                 return await episodes.play(prompt, sampling, member)
 
-        async def answer(prompt: Prompt) -> RolloutGroup:
+        async def rollout_group(prompt: Prompt) -> RolloutGroup:
             return RolloutGroup(prompt, tuple(await gather_all(*(play(prompt, m) for m in range(group_size)))))
 
         for step in range(1, prepared.max_steps + 1):
             batch = [prompts.ask() for _ in range(config.batch_size // group_size)]
-            groups = await gather_all(*(answer(prompt) for prompt in batch))
+            groups = await gather_all(*(rollout_group(prompt) for prompt in batch))
             write_rollouts(record.folder / "rollouts.jsonl", step, groups, prepared)
             step_metrics = StepMetrics(version=0)
             step_metrics.add(groups, report=None)
@@ -106,9 +106,9 @@ async def run_alone(
 def write_rollouts(file: Path, step: int, groups: Sequence[RolloutGroup], prepared: PreparedAlone) -> None:
     with file.open("a", encoding="utf-8", errors=ESCAPED) as stream:
         for group in groups:
-            question = prepared.task.messages(group.prompt.example)[-1]["content"]
+            prompt = prepared.task.messages(group.prompt.example)[-1]["content"]
             for rollout in group.rollouts:
-                texts = {"question": question, "answer": prepared.tokenizer.decode(rollout.token_ids)}
+                texts = {"question": prompt, "answer": prepared.tokenizer.decode(rollout.token_ids)}
                 row = {"step": step, "prompt": group.prompt.id, **texts, **asdict(rollout)}
                 row["prompt_token_ids"] = group.prompt.token_ids
                 stream.write(json.dumps(row, ensure_ascii=False) + "\n")

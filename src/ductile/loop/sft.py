@@ -67,7 +67,7 @@ def prepare_sft(config: SFTConfig) -> PreparedBatches:
         facts = {"samples": len(read.samples), "samples_cut": read.num_cut, "samples_skipped": read.num_skipped}
         sentence = (
             f"{len(read.samples)} samples from {data.path}; {read.num_cut} were cut to {data.seq_len} tokens, "
-            f"{read.num_skipped} had no answer within them and are skipped."
+            f"{read.num_skipped} had no completion within them and are skipped."
         )
     max_steps = config.bench.steps if config.bench else config.max_steps or one_epoch
     checkpoints = None if bench else Checkpoints(Path(config.output_dir) / "state", config.ckpt.keep_last)

@@ -1,7 +1,7 @@
 """Samples laid out for one forward pass: documents one after the other, and which tokens are scored.
 
 Only what a scored token can see is run: nothing after the last one, and not that one itself. Samples that begin alike,
-such as the answers to one prompt, share their beginning: it is run once, and what differs branches off.
+such as the completions of one prompt, share their beginning: it is run once, and what differs branches off.
 
     samples   a b C D     a b E F G     h I          (scored tokens are capitals)
     tokens    a b | C | E F | h                      stem `a b` with branches `C` and `E F`; stem `h`

@@ -40,7 +40,7 @@ class SimulatedLoads:
 
     def route(self, group: str, prompt_tokens: int) -> Route:
         """Choose the slot of a request, by `core.cluster.routing.route`: asked about the least loaded slot and those of
-        siblings alone, it answers as if it were asked about all. Raises ValueError when no slot generates."""
+        siblings alone, the choice is the same as among all. Raises ValueError when no slot generates."""
         while self._least and self._tokens.get(self._least[0][1]) != self._least[0][0]:
             heapq.heappop(self._least)
         siblings = [slot for slot, count in self._groups.get(group, {}).items() if count and slot in self._tokens]

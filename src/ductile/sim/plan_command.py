@@ -22,7 +22,7 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("--json", type=Path, metavar="F", help="write the table to this file too")
     asked = parse_with_folder(parser, words)
-    # Help answers at once: what simulates is loaded when there is something to simulate.
+    # Help comes at once: what simulates is loaded when there is something to simulate.
     from ductile.config.imports import ImportPathError
     from ductile.loop.policy_decision import BadDecision
     from ductile.sim.recording import read_recording

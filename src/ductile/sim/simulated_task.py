@@ -9,7 +9,7 @@ from ductile.tasks.grader import Graders, Reply, Verdict
 
 
 class Blocks:
-    """A tokenizer of one token: a letter of a prompt is a block of tokens, and answers say nothing."""
+    """A tokenizer of one token: a letter of a prompt is a block of tokens, and completions say nothing."""
 
     chat_template = None
     eos_token_ids: tuple[int, ...] = (0,)
@@ -21,7 +21,7 @@ class Blocks:
         return ""
 
 
-class Questions(Task):
+class SimulatedTask(Task):
     """Prompts, as many as are needed, all of one length."""
 
     name = "simulated"
@@ -35,12 +35,12 @@ class Questions(Task):
     def messages(self, example: int) -> list[dict[str, str]]:
         return [{"role": "user", "content": self._text}]
 
-    def reward(self, example: int, answer: str) -> float:
+    def reward(self, example: int, completion: str) -> float:
         return 0.0
 
 
 class NoGraders(Graders):
-    """Every answer scores 0 at once; such groups are trained on like others (`drop_zero_advantage` is off)."""
+    """Every completion scores 0 at once; such groups are trained on like others (`drop_zero_advantage` is off)."""
 
     def __init__(self) -> None:
         """No processes."""

@@ -96,7 +96,7 @@ class Worker:
         while not self._leaving:
             envelope = self._next(wait=not any(role.has_work() for role in self._roles.values()))
             if envelope:
-                self._answer(envelope)
+                self._serve(envelope)
             else:
                 self._work()
         for role in self._roles.values():
@@ -109,7 +109,7 @@ class Worker:
         except queue.Empty:
             return None
 
-    def _answer(self, envelope: Envelope) -> None:
+    def _serve(self, envelope: Envelope) -> None:
         command = envelope.body
         assert isinstance(command, Command)
         name = type(command).__name__
@@ -123,7 +123,7 @@ class Worker:
         try:
             self._link.send(envelope.seq, reply)
         except BadFrame as error:
-            self._link.send(envelope.seq, Failed(f"{name} is done, but its answer cannot be sent: {error}"))
+            self._link.send(envelope.seq, Failed(f"{name} is done, but its reply cannot be sent: {error}"))
 
     def _work(self) -> None:
         for name, role in self._roles.items():
@@ -160,7 +160,7 @@ class Worker:
                 return self._role(command.role).handle(command)
             case HandOff():
                 role = self._role("generate")
-                if role.has_work():  # what has ended is told first, as the answer lists only what goes on
+                if role.has_work():  # what has ended is told first, as the reply lists only what goes on
                     self._give_turn(role)
                 return role.handle(command)
             case _:

@@ -1,6 +1,6 @@
-"""Which question is asked next, and which were asked and not yet trained on.
+"""Which prompt comes next, and which were taken and not yet trained on.
 
-Position `p` in the endless list of questions is epoch `p // n`, place `p % n` of that epoch's order. The state of a
+Position `p` in the endless list of prompts is epoch `p // n`, place `p % n` of that epoch's order. The state of a
 run is therefore one number and a short list: the next position, and the positions that are under way.
 """
 

@@ -1,4 +1,4 @@
-"""What is common to all tasks: their error, and how their answers are read.
+"""What is common to all tasks: their error, and how their completions are read.
 
 The protocol itself is `ductile.roles.Task`.
 """
@@ -108,6 +108,6 @@ def _is_message(message: object) -> bool:
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`; did you mean "chain_sum"?`, or what there is, or nothing."""
     known = sorted(known)
-    if question := errors.did_you_mean(word, known, '; did you mean "{}"?'):
-        return question
+    if suggestion := errors.did_you_mean(word, known, '; did you mean "{}"?'):
+        return suggestion
     return f"; there {'are' if len(known) > 1 else 'is'} {', '.join(known)}" if 0 < len(known) <= 20 else ""

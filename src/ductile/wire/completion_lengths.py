@@ -8,7 +8,7 @@ from ductile.records import GenerateRequest, Generation
 KEPT = 2048
 
 
-class Answers:
+class CompletionLengths:
     """Lengths of the latest completions. An aborted one is not counted: it says nothing about lengths."""
 
     def __init__(self) -> None:

@@ -48,7 +48,7 @@ def replies_of(
     for slot, outcome in outcomes.items():
         if not isinstance(outcome, expected):
             command = type(commands[slot]).__name__
-            raise Refused(f"{mailbox.describe(slot)} answered {command} with {type(outcome).__name__}")
+            raise Refused(f"{mailbox.describe(slot)} replied to {command} with {type(outcome).__name__}")
         replies[slot] = outcome
     return replies
 

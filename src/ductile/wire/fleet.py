@@ -131,7 +131,7 @@ class RemoteGenerators:
 
     def lengths(self) -> Lengths:
         """Lengths of the latest completions."""
-        return self._in_flight.answers.lengths()
+        return self._in_flight.completion_lengths.lengths()
 
     def loads(self) -> list[GeneratorLoad]:
         """Predicted work that each slot still has."""
@@ -172,7 +172,7 @@ class RemoteGenerators:
     def _on_event(self, slot: int, event: Event) -> None:
         match event:
             case Finished(generations):
-                for generation in self._in_flight.note_answers(slot, generations):
+                for generation in self._in_flight.note_completions(slot, generations):
                     self.on_finished(generation)
             case EngineStats():
                 self._in_flight.note_stats(slot, event)

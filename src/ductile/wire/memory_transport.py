@@ -1,6 +1,6 @@
 """A `Transport` inside one event loop, with the faults one asks for: the double of `router` and of the slots behind it.
 
-    transport = MemoryTransport({0: answer, 1: answer})      # answer(slot, command) -> reply; None never answers
+    transport = MemoryTransport({0: respond, 1: respond})  # respond(slot, command) -> reply; None: no reply comes
     transport.fail(1, "delay", on=Score, delay_s=0.5)        # the next Score to slot 1 arrives half a second late
     mailbox = Mailbox(transport)
 
@@ -16,7 +16,7 @@ from ductile.roles import SlotLost
 from ductile.wire.codec import decode, encode
 from ductile.wire.messages import Command, Died, Envelope, Event, Failed, Reply
 
-Answer = Callable[[int, Command], Reply | Awaitable[Reply | None] | None]
+Responder = Callable[[int, Command], Reply | Awaitable[Reply | None] | None]
 FaultKind = Literal["drop", "delay", "duplicate", "error", "death"]
 
 
@@ -33,7 +33,7 @@ class Fault:
 
 
 class MemoryTransport:
-    def __init__(self, slots: Mapping[int, Answer]) -> None:
+    def __init__(self, slots: Mapping[int, Responder]) -> None:
         self.sent: list[tuple[int, Command]] = []
         """Every command that was posted, in order."""
         self._slots = dict(slots)
@@ -47,8 +47,8 @@ class MemoryTransport:
     def fail(self, slot: int, kind: FaultKind, on: type | None = None, delay_s: float = 0.0, times: int = 1) -> None:
         """Have the next `times` commands (of class `on`) to `slot` go wrong.
 
-        drop: it never arrives. delay: the answer is `delay_s` late. duplicate: it is answered twice. error: it is
-        answered `Failed`. death: the slot is gone from then on.
+        drop: it never arrives. delay: the reply is `delay_s` late. duplicate: it comes twice. error: it is
+        `Failed`. death: the slot is gone from then on.
         """
         self._faults.append(Fault(slot, kind, on, delay_s, times))
 
@@ -63,7 +63,7 @@ class MemoryTransport:
         command = envelope.body
         assert isinstance(command, Command)
         self.sent.append((slot, command))
-        task = asyncio.create_task(self._answer(slot, envelope, command, self._next_fault(slot, command)))
+        task = asyncio.create_task(self._respond(slot, envelope, command, self._next_fault(slot, command)))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
@@ -73,7 +73,7 @@ class MemoryTransport:
             fault.times -= 1
         return fault
 
-    async def _answer(self, slot: int, envelope: Envelope, command: Command, fault: Fault | None) -> None:
+    async def _respond(self, slot: int, envelope: Envelope, command: Command, fault: Fault | None) -> None:
         kind = fault.kind if fault else None
         if kind == "drop":
             return
@@ -93,6 +93,6 @@ class MemoryTransport:
                 reply = await reply
         if reply is None:
             return
-        answer = decode(encode(Envelope(envelope.epoch, envelope.seq, reply)))
+        response = decode(encode(Envelope(envelope.epoch, envelope.seq, reply)))
         for _ in range(2 if kind == "duplicate" else 1):
-            self._deliver(slot, answer)
+            self._deliver(slot, response)

@@ -1,6 +1,6 @@
 """Unfinished requests leave their generators with the tokens that they have, and go on at others.
 
-    HandOff   to each source            it forgets them and answers with their tokens; caches that go along stay there
+    HandOff   to each source            it forgets them and replies with their tokens;  caches that go along stay there
     Generate  to each target            with the notes where the caches lie
     Forget    to each source            once the targets have taken them
 
@@ -88,7 +88,7 @@ class Migrator:
         try:
             reply = await self._mailbox.ask(source, HandOff(names, with_cache), self._timeout_s)
             if not isinstance(reply, HandedOff):
-                raise Refused(f"{self._mailbox.describe(source)} answered HandOff with {type(reply).__name__}")
+                raise Refused(f"{self._mailbox.describe(source)} replied to HandOff with {type(reply).__name__}")
         except FAILURES as error:
             for order, entry in leaving:
                 self._note_not_left(order, entry, error)

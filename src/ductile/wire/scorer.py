@@ -46,7 +46,7 @@ class RemoteScorer:
         """Waits for a scorer while there is none. The scorers that it begins with stay until it has ended.
 
         What was under way at a slot that is lost is scored by others, unless the run ends with that slot. A failure is
-        raised once all slots have answered: SlotLost, Refused or Late.
+        raised once all slots have replied: SlotLost, Refused or Late.
         """
         scores: dict[int, tuple[float, ...]] = {}
         left = list(range(len(samples)))

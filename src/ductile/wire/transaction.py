@@ -63,8 +63,8 @@ GRACE_S = 1.0
 another slot."""
 
 READY_S, READY_SHARE = 0.02, 0.1
-"""Time between two questions whether slots are ready: seconds at least, and a share of how long it has taken so far. A
-slot that trains answers between two micro-steps."""
+"""Time between two polls of whether slots are ready: seconds at least, and a share of how long it has taken so far. A
+slot that trains replies between two micro-steps."""
 
 LOOK_S, NUM_LOOKS = 0.1, 25
 """Seconds between two looks for a sign of life from slots that are late, and number of looks: 2.5 s in all, while
@@ -139,7 +139,7 @@ class Transaction:
         clock: Callable[[], float] = time.perf_counter,
         leave: Callable[[], Awaitable[None]] = nobody_leaves,
     ) -> None:
-        """kill(slot, sentence): end a slot that does not answer, and lose it in the mailbox. leave: called when all is
+        """kill(slot, sentence): end a slot that does not reply, and lose it in the mailbox. leave: called when all is
         prepared and the trainer stands still; joiners give up their other roles in it."""
         self._mailbox, self._trainer, self._options, self._kill, self._clock = mailbox, trainer, options, kill, clock
         self._leave = leave
@@ -195,9 +195,9 @@ class Transaction:
         await self._judge("hold", outcomes)
 
     async def _prepare(self) -> None:
-        """Have all slots prepare; they answer at once and prepare beside what they do. Old members are told at a
+        """Have all slots prepare; they reply at once and prepare beside what they do. Old members are told at a
         boundary: in the middle of a micro-step, which may take longer than any deadline of a change, they would not
-        answer, and joiners wait for them as soon as they have begun."""
+        reply, and joiners wait for them as soon as they have begun."""
         prepare = Prepare(self.change)
         with self._timed("prepare"):
             async with self._boundary():
@@ -221,7 +221,7 @@ class Transaction:
 
     async def _unready(self, slots: Collection[int]) -> tuple[set[int], set[int]]:
         """Those of `slots` that have not prepared yet, and members among them that are in the middle of a micro-step
-        and have not answered. A slot of the change that has died, also one that had prepared, is judged at once."""
+        and have not replied. A slot of the change that has died, also one that had prepared, is judged at once."""
         gone = [slot for slot in self.change.slots if slot in self._mailbox.lost]
         outcomes = await self._ask(dict.fromkeys([*sorted(slots), *gone], Ready(self.change.epoch)))
         late = {slot for slot in self.change.before.members if isinstance(outcomes.get(slot), Late)}
@@ -307,7 +307,7 @@ class Transaction:
         for slot, outcome in outcomes.items():
             if not isinstance(outcome, expected | Exception):
                 said = f"{type(command).__name__} with {type(outcome).__name__}"
-                outcomes[slot] = Refused(f"{self._mailbox.describe(slot)} answered {said}")
+                outcomes[slot] = Refused(f"{self._mailbox.describe(slot)} replied to {said}")
         await self._judge(phase, outcomes)
         return {slot: outcome for slot, outcome in outcomes.items() if isinstance(outcome, expected)}
 

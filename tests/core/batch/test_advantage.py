@@ -60,7 +60,7 @@ def test_nothing_predicts_the_first_token_of_an_empty_prompt() -> None:
     assert sample.loss_mask == (False, True)
 
 
-def test_greedy_answers_are_trained_at_temperature_one() -> None:
+def test_greedy_completions_are_trained_at_temperature_one() -> None:
     assert to_samples(group_of([1.0]), temperature=0.0)[0].temperature == 1.0
 
 
@@ -90,7 +90,7 @@ def test_equal_rewards_teach_nothing(name: str, reward: float, size: int) -> Non
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_a_rollout_that_could_not_be_scored_changes_nothing_for_its_siblings(name: str) -> None:
-    """With penalties as rewards a 0 for a failed one would be the best answer of all."""
+    """With penalties as rewards a 0 for a failed one would be the best completion of all."""
     group = group_of([-1.0, None, -1.0, -3.0])
     assert to_samples(group, ADVANTAGES[name]) == to_samples(group_of([-1.0, -1.0, -3.0]), ADVANTAGES[name])
     assert not has_advantage(to_samples(group_of([-1.0, -1.0, -1.0, None]), ADVANTAGES[name]))

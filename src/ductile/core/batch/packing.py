@@ -4,9 +4,9 @@ Samples have very different lengths, and all ranks meet at every micro-batch, so
 
 1. A sample costs its tokens plus a quadratic term for attention (`Cost`).
 2. First-fit decreasing says how few micro-batches hold everything; rounded up to equally many a rank.
-3. Answers to one prompt stay together, as a micro-batch runs what its samples share once. Such families, dearest first,
-   go to the cheapest micro-batch that has room; then single samples move from the dearest to the cheapest as long as
-   that helps. Where families do not fit, samples go one by one.
+3. Completions of one prompt stay together, as a micro-batch runs what its samples share once. Such families, dearest
+   first, go to the cheapest micro-batch that has room; then single samples move from the dearest to the cheapest as
+   long as that helps. Where families do not fit, samples go one by one.
 4. Micro-batches, dearest first, are dealt out in rows of one a rank: those that run at the same time cost alike, and
    the largest come first, so that a job that runs out of memory does so at once.
 

@@ -18,7 +18,7 @@ from ductile.core.cluster.placement import many, slots_of
 from ductile.records import Formation, ResizeOrder, TrainProgress
 
 Phase = Literal["hold", "prepare", "freeze", "move", "commit", "settle", "rollback"]
-"""Step of a resize, whose answers are to be judged."""
+"""Step of a resize, whose outcomes are to be judged."""
 
 Verdict = Literal["proceed", "rollback", "stop"]
 
