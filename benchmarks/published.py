@@ -23,7 +23,7 @@ from ductile.core.cluster.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpe
 from ductile.core.cluster.placement import Placement
 from ductile.core.cluster.policies.static import InTurns, Static
 from ductile.core.cluster.state import Limits
-from ductile.sim.arms import run_arms, together
+from ductile.sim.arms import collocate, run_arms
 from ductile.sim.run import simulate
 from ductile.sim.scenario import Scenario, WorkLoad, lognormal
 from provenance import provenance, write
@@ -114,7 +114,7 @@ def shipped(split: Scenario, speeds: dict[str, Any]) -> Scenario:
 def collocated(split: Scenario, model: dict[str, Any]) -> Scenario:
     """All slots in both roles. In each step each makes room for its generator, and then for the trainer's state again:
     with the weights that it publishes and receives, as nobody else works meanwhile."""
-    there, speeds = split.at(together(split.placement)), split.speeds
+    there, speeds = split.at(collocate(split.placement)), split.speeds
     publish_s, receive_s = speeds.publish_s + model["offload_s"], speeds.receive_s + model["onload_s"]
     return replace(there, speeds=replace(speeds, publish_s=publish_s, receive_s=receive_s))
 

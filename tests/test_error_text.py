@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from ductile import observe
-from ductile.error_text import raised, told
+from ductile.error_text import error_text, error_with_place
 
 HERE = Path(__file__).name
 
@@ -39,11 +39,11 @@ def caught(function):
     ],
 )
 def test_the_line_of_whoever_wrote_it_is_named(function, said):
-    assert raised(caught(function)).endswith(said)
+    assert error_with_place(caught(function)).endswith(said)
 
 
 def test_a_mistake_of_ours_is_only_named_where_it_may_be_one():
     error = caught(lambda: observe.write_json(Path("x"), {1: object()}))
     error.__traceback__ = error.__traceback__.tb_next.tb_next  # without the lines of this file
-    assert raised(error) == told(error) == "TypeError: Object of type object is not JSON serializable"
-    assert raised(error, ours=True).startswith(f"{told(error)} (encoder.py:")
+    assert error_with_place(error) == error_text(error) == "TypeError: Object of type object is not JSON serializable"
+    assert error_with_place(error, ours=True).startswith(f"{error_text(error)} (encoder.py:")

@@ -200,7 +200,7 @@ def _check(words: list[str]) -> int:
 
     what = violation(parsed.config)
     if what:
-        _complain(f"ductile check: {as_sentence(what)}")
+        _print_error(f"ductile check: {as_sentence(what)}")
         return BAD_CONFIG
     print(summary(parsed, command.name, resumes(parsed.config)))
     return 0
@@ -221,7 +221,7 @@ def _parse(command: Command, words: list[str], who: str) -> Parsed[RunConfig] | 
     try:
         parsed = parse(command.root, words)
     except ConfigError as error:
-        _complain(f"{who}: {error}")
+        _print_error(f"{who}: {error}")
         if other := _meant_for(command, words, error):
             line = shlex.join(["ductile", "check", other, *words])
             print(f"\nThis looks like a config of `ductile {other}`. To check it: {line}", file=sys.stderr)
@@ -231,7 +231,7 @@ def _parse(command: Command, words: list[str], who: str) -> Parsed[RunConfig] | 
     return parsed
 
 
-def _complain(text: str) -> None:
+def _print_error(text: str) -> None:
     """Names and values come from files of others: what steers a terminal is spelled out."""
     from ductile.dashboard.printable import printable
 

@@ -8,19 +8,19 @@ _LIBRARIES = tuple({Path(sysconfig.get_path(name)).resolve() for name in ("stdli
 _OURS = Path(__file__).resolve().parent
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """ "KeyError: 'solution'"; only its name where it says nothing."""
     return f"{type(error).__name__}{f': {error}' if str(error) else ''}"
 
 
-def raised(error: BaseException, ours: bool = False) -> str:
+def error_with_place(error: BaseException, ours: bool = False) -> str:
     """ "KeyError: 'solution' (myreward.py:3)". ours: the mistake may be ductile's own, and then the line is, too."""
     if isinstance(error, SyntaxError):  # its text has the place, spelled otherwise
-        return f"{type(error).__name__}: {error.msg}{blamed(error)}"
-    return f"{told(error)}{blamed(error, ours)}"
+        return f"{type(error).__name__}: {error.msg}{place_of(error)}"
+    return f"{error_text(error)}{place_of(error, ours)}"
 
 
-def blamed(error: BaseException, ours: bool = False) -> str:
+def place_of(error: BaseException, ours: bool = False) -> str:
     """ " (myreward.py:3)": the innermost line that is neither ductile's nor a library's.
 
     "" where there is none, as when somebody's function does not take the arguments; with `ours`, the innermost of all.

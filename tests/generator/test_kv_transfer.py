@@ -21,7 +21,7 @@ from ductile.model.transformer import Transformer
 from ductile.records import GenerateRequest, Generation, KVHandle, Manifest
 from ductile.roles import RoleAssignment
 from ductile.weights.publisher import Publisher
-from ductile.wire.messages import Abort, Done, Finished, Forget, Generate, HandedOff, HandOff, Receive
+from ductile.wire.messages import Abort, Done, Finished, Forget, Generate, MigratedOut, MigrateOut, Receive
 from tests.generator.conftest import Family, request, run
 from tests.tiny import IM_END, make_model_folder
 
@@ -29,7 +29,7 @@ from tests.tiny import IM_END, make_model_folder
 def move(source: Engine, target: Engine, ids: Sequence[str], with_cache: bool) -> list[GenerateRequest]:
     """Between two engines, with a transfer buffer in between as between processes."""
     buffer = KVTransferBuffer()
-    requests, caches = source.hand_off(ids, ids if with_cache else ())
+    requests, caches = source.migrate_out(ids, ids if with_cache else ())
     for one in requests:
         cache = caches.get(one.id)
         target.add(one, target.fetch(buffer.put(one.id, cache), one) if cache else None)
@@ -82,7 +82,7 @@ def test_what_was_preempted_goes_on_elsewhere(qwen3: Family) -> None:
     done: dict[str, Generation] = {}
     while not (lost := [s.request.id for s in source.scheduler.waiting if s.num_generated]):
         done |= {generation.id: generation for generation in source.step()}
-    requests, caches = source.hand_off(lost, lost)
+    requests, caches = source.migrate_out(lost, lost)
     assert requests
     assert not caches  # they lost their blocks
     for one in requests:
@@ -99,7 +99,7 @@ def test_a_request_keeps_all_it_had(qwen3: Family) -> None:
         engine.step()
     said = engine.peek("a")
     assert said is not None
-    (handed,), _ = engine.hand_off(["a"])
+    (handed,), _ = engine.migrate_out(["a"])
     assert handed == replace(asked, generated=tuple(said[0]), logprobs=tuple(said[1]), versions=(9,) * 5)
 
 
@@ -109,7 +109,7 @@ def test_who_is_not_there_is_left_out(qwen3: Family) -> None:
     for one in (request("a", "hello"), request("aborted", "hello"), done):
         engine.add(one)
     engine.abort(["aborted"])
-    requests, _ = engine.hand_off(["nobody", "a", "a", "done", "aborted"])
+    requests, _ = engine.migrate_out(["nobody", "a", "a", "done", "aborted"])
     assert [one.id for one in requests] == ["a"]
     assert {generation.id for generation in engine.step()} == {"done", "aborted"}
     assert not engine.has_work()
@@ -177,7 +177,7 @@ def test_no_cache_mixes_versions(qwen3: Family, tmp_path: Path, when: str, keep_
     if when == "before it leaves":
         for engine in (source, target):
             engine.load_weights(news, 1)
-    (handed,), caches = source.hand_off(["a"], ["a"])
+    (handed,), caches = source.migrate_out(["a"], ["a"])
     assert ("a" in caches) is (when != "before it leaves")
     if when == "before it arrives":
         target.load_weights(news, 1)
@@ -201,7 +201,7 @@ def test_handles_that_cannot_be_used_say_why(qwen3: Family) -> None:
     source, target = qwen3.engine(), qwen3.engine()
     source.add(request("a", "hello", 20))
     source.step()
-    (handed,), caches = source.hand_off(["a"], ["a"])
+    (handed,), caches = source.migrate_out(["a"], ["a"])
     buffer = KVTransferBuffer()
     handle = buffer.put("a", caches["a"])
     for wrong, why in (
@@ -291,14 +291,14 @@ class Story:
                         assert self.at.pop(generation.id) is role, "told by somebody who does not have it"
                         self.done[generation.id] = generation
 
-    def hand_off(self) -> None:
+    def migrate_out(self) -> None:
         source, target = self.random.sample(self.roles, 2)
         there = [id for id, role in self.at.items() if role is source]
         ids = self.random.sample(there, self.random.randint(0, len(there)))
         with_cache = [id for id in ids if self.random.random() < 0.6]
         self.step(source)  # as a slot does
-        reply = source.handle(HandOff(tuple(ids), tuple(with_cache)))
-        assert isinstance(reply, HandedOff)
+        reply = source.handle(MigrateOut(tuple(ids), tuple(with_cache)))
+        assert isinstance(reply, MigratedOut)
         assert {one.id for one in reply.requests} == {id for id in ids if id in self.at}
         assert reply.caches.keys() <= set(with_cache)
         self.publish(self.random.choice([source, target, target]), chance=0.3)
@@ -404,7 +404,7 @@ def tell(
             if random.random() < 0.7:
                 story.step(role)
         if goes_on and random.random() < 0.6:
-            story.hand_off()
+            story.migrate_out()
     assert story.done.keys() == story.asked.keys()
     for role in story.roles:
         role.handle(Abort())

@@ -18,7 +18,7 @@ from ductile.wire.memory_transport import MemoryTransport
 from ductile.wire.messages import Finalize, ForwardBackward, Freeze
 from ductile.wire.migration import MigrationResult
 from ductile.wire.trainer import RemoteTrainer
-from ductile.wire.transaction import ResizeOptions, nobody_leaves
+from ductile.wire.transaction import ResizeOptions, nothing_to_release
 from tests.loop.doubles import clock
 from tests.wire.train_slots import TrainSlots, play, sample
 
@@ -90,7 +90,7 @@ class Rig:
         return self.told.since()
 
     async def resize(self, *members: int) -> None:
-        await self.stage.resize(Formation(members), nobody_leaves)
+        await self.stage.resize(Formation(members), nothing_to_release)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from ductile.launch.control import (
 )
 from ductile.launch.endpoint import Endpoint
 from ductile.launch.run_commands import slot_list, times
-from ductile.launch.status_table import picture
+from ductile.launch.status_table import status_table
 
 STATUS = RunStatus(
     command="sft",
@@ -254,7 +254,7 @@ def test_a_resize_is_told_as_its_user_sees_it(outcome: Any, what: str):
 
 def test_the_picture_shows_who_does_what():
     console = Console(width=120, file=io.StringIO(), record=True)
-    console.print(picture(STATUS))
+    console.print(status_table(STATUS))
     text = console.export_text()
     for part in (
         "sft: step 3/9, epoch 2, pid 7",
@@ -270,7 +270,7 @@ def test_the_picture_cuts_nothing_on_a_terminal_of_80_columns():
     seconds = {"train": 2645.5, "generate": 123.2, "score": 0.0, "publish": 33.0, "switch": 0.3, "idle": 1345.0}
     slots = (SlotStatus(0, 28305, "cpu", ("train", "generate"), "generate", seconds),)
     console = Console(width=80, file=io.StringIO(), record=True)
-    console.print(picture(msgspec.structs.replace(STATUS, slots=slots)))
+    console.print(status_table(msgspec.structs.replace(STATUS, slots=slots)))
     text = console.export_text()
     assert "…" not in text
     for word in (*seconds, "train,", "28305", "2646 s", "123 s", "0.0 s", "33.0 s", "0.3 s", "1345 s"):

@@ -64,10 +64,10 @@ def test_nobody_waits_for_a_slot_that_does_not_say_its_memory(sooner: str):
         bench.on_metrics(2, {"tokens": 10.0, "step_s": 1.0})
         interrupt = SimpleNamespace(asked=asyncio.Event())
         if sooner == "a user":
-            interrupt.asked.set()
+            interrupt.graceful.set()
         cluster = SimpleNamespace(death=dead if sooner == "a death" else never)
         async with asyncio.timeout(30.0):
-            await run._settle(bench, cluster, SimpleNamespace(interrupt=interrupt))
+            await run._measure_memory(bench, cluster, SimpleNamespace(interrupt=interrupt))
         assert bench.figures()["steps"] == 1
         assert bench.figures()["peak_memory"] == {"gib": None, "reason": "no slot has said it"}
 

@@ -26,7 +26,7 @@ def measured_on(ask, steps, arithmetic="bfloat16") -> Bench:
             bench.on_metrics(step, {"tokens": 1000.0, "step_s": step_s} | ({} if mfu is None else {"mfu": mfu}))
             await asyncio.sleep(0)  # the slots reply before the next step
             await asyncio.sleep(0)
-        await bench.settle()
+        await bench.wait_for_replies()
         return bench
 
     return asyncio.run(run())

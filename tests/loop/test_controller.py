@@ -220,7 +220,7 @@ def test_nothing_is_asked_when_nothing_happens(tmp_path):
 
 async def publish(controller, stage, live_s):
     """Version 7, as the loop does it; `live_s` after it is published, or once the joiners are there."""
-    controller.settle(7)
+    controller.begin_step(7)
     await asyncio.sleep(0.25)
     stage.note("published")
     await controller.joined()
@@ -326,14 +326,14 @@ def test_what_nobody_thought_of_in_settling_ends_the_run_and_nobody_waits_for_it
             raise ZeroDivisionError
 
     async def settling(controller, stage):
-        controller.settle(1)
+        controller.begin_step(1)
         await controller.joined()
         assert clock() == PART_S
         controller.go_on()
         await asyncio.sleep(5)
         assert not stage.held, "training is not to wait for its deadline while the run ends"
         with pytest.raises(ZeroDivisionError):
-            controller.settle(2)
+            controller.begin_step(2)
 
     policy = Scripted(*[moved(RoleChange(0, T, B), hold_training=True) for _ in range(9)])
     _, errors, _ = run_controller(tmp_path, patient(scene(), 60.0), policy, settling, kind=Breaks)
@@ -345,7 +345,7 @@ def test_a_change_that_was_begun_in_settling_is_given_up_with_the_run(tmp_path):
     policy = Scripted(moved(RoleChange(2, G, T), hold_training=True))
 
     async def ends(controller, stage):
-        controller.settle(7)
+        controller.begin_step(7)
         await asyncio.sleep(0.5)
 
     stage, errors, _ = run_controller(tmp_path, scene(), policy, ends)

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from ductile.loop.save_once import OncePerStep
+from ductile.loop.save_once import SaveOncePerStep
 from ductile.observe import Recorder, read_jsonl
 
 
@@ -15,7 +15,7 @@ def test_a_step_is_saved_once_also_when_that_has_failed(tmp_path):
             raise OSError("full")
 
     async def story():
-        once = OncePerStep(save, 2, Recorder(tmp_path))
+        once = SaveOncePerStep(save, 2, Recorder(tmp_path))
         await once(2)
         await once(3)
         await once(3)
@@ -38,7 +38,7 @@ def test_weights_do_not_change_while_they_are_saved_and_who_asks_does_not_wait_f
         order.append(f"saved {step}")
 
     async def story():
-        once, stop = OncePerStep(save, 0, Recorder(tmp_path)), asyncio.Event()
+        once, stop = SaveOncePerStep(save, 0, Recorder(tmp_path)), asyncio.Event()
         once.step_ends(1)
         early = asyncio.create_task(once.when(stop))
         stop.set()

@@ -7,7 +7,7 @@ import pytest
 
 from ductile.config.run import SFTConfig, TrainerRunConfig
 from ductile.loop.progress import CheckpointError
-from ductile.loop.run_context import Life
+from ductile.loop.run_context import RunContext
 from ductile.loop.sft import prepare_fake, prepare_sft, run_batches
 from ductile.loop.sft_data import fake_samples, read_conversations, tokenise
 from ductile.loop.skipped_steps import Diverged
@@ -171,7 +171,7 @@ def train(prepared, tmp_path, stop_after=None):
                 return await optim_step(loss_denominator)
 
             trainer.optim_step = then_stop
-        summary = await run_batches(prepared, trainer, Life(record, stop, lambda: {"train": trainer.slots}))
+        summary = await run_batches(prepared, trainer, RunContext(record, stop, lambda: {"train": trainer.slots}))
         record.close()
         return trainer, summary
 
@@ -245,6 +245,6 @@ def test_steps_that_are_thrown_away_end_the_run_saved(tmp_path, folder):
     with pytest.raises(
         Diverged, match=r"the last 2 optimizer steps were not finite \(optim\.max_skipped_steps\).* lower optim\.lr"
     ):
-        asyncio.run(run_batches(prepared, Diverging(), Life(record, asyncio.Event())))
+        asyncio.run(run_batches(prepared, Diverging(), RunContext(record, asyncio.Event())))
     assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
     assert (tmp_path / "run" / "state" / "step_4").is_dir()

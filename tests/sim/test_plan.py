@@ -19,7 +19,7 @@ from ductile.core.cluster.policies.rules import Rules
 from ductile.core.cluster.policies.static import InTurns, Static
 from ductile.observe import Recorder
 from ductile.sim import command, plan_command
-from ductile.sim.arms import together
+from ductile.sim.arms import collocate
 from ductile.sim.configured import configured
 from ductile.sim.plan import CONFIGURED, Case, case_of, own_case, verdict
 from ductile.sim.recording import NoRecording, read_recording, recorded_scenario
@@ -360,4 +360,4 @@ def test_the_devices_of_a_simulated_run_say_what_shares(run, words, may_share):
     for recording in (None, read_recording(run)):
         made = configured(parse(SimulateConfig, [*words]).config, recording)
         assert made.limits.may_share == may_share
-        assert made.at(together(made.placement)).limits.may_share
+        assert made.at(collocate(made.placement)).limits.may_share

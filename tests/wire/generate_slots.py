@@ -23,9 +23,9 @@ from ductile.wire.messages import (
     Finished,
     Forget,
     Generate,
-    HandedOff,
-    HandOff,
     LeaseWeights,
+    MigratedOut,
+    MigrateOut,
     OptimStep,
     Publish,
     Published,
@@ -199,8 +199,8 @@ class GenerateSlots:
                 ended = [self._end(slot, name, "abort") for name in ids or () if name in slot.live]
                 if ended:
                     self.carrier.emit(slot.number, Finished(tuple(ended)))
-            case HandOff(ids, with_cache):
-                return self._hand_off(slot, ids, with_cache)
+            case MigrateOut(ids, with_cache):
+                return self._migrate_out(slot, ids, with_cache)
             case Forget(ids):
                 for name in ids:
                     slot.caches.pop(name, None)
@@ -219,7 +219,7 @@ class GenerateSlots:
                 slot.version = manifest.version
         return Done()
 
-    def _hand_off(self, slot: Slot, ids: tuple[str, ...], with_cache: tuple[str, ...]) -> HandedOff:
+    def _migrate_out(self, slot: Slot, ids: tuple[str, ...], with_cache: tuple[str, ...]) -> MigratedOut:
         assert set(with_cache) <= set(ids)
         given = [slot.live.pop(name) for name in ids if name in slot.live]
         handles: dict[str, KVHandle] = {}
@@ -228,7 +228,7 @@ class GenerateSlots:
                 num_tokens = len(request.prompt) + len(request.generated)
                 slot.caches[request.id] = num_tokens
                 handles[request.id] = KVHandle(str(slot.number), num_tokens, 0, slot.version or 0, 0)
-        return HandedOff(tuple(given), handles)
+        return MigratedOut(tuple(given), handles)
 
     def _publish(self, slot: Slot, command: Publish | Withdraw) -> Reply:
         """As a trainer of one slot."""

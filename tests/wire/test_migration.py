@@ -15,7 +15,7 @@ from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.leases import WeightLeases
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.messages import Abort, AssignRole, Forget, Generate, HandOff, LeaseWeights, Receive
+from ductile.wire.messages import Abort, AssignRole, Forget, Generate, LeaseWeights, MigrateOut, Receive
 from ductile.wire.trainer import RemoteTrainer
 from tests.loop.doubles import clock, run
 from tests.wire.generate_slots import TOKEN_S, GenerateSlots, completion_of
@@ -109,7 +109,7 @@ def test_one_message_a_source_and_one_a_target():
         cluster.carrier.sent.clear()
         where = cluster.where()
         await cluster.generators.migrate([Migration(name, slot, 2, True) for name, slot in where.items() if slot != 2])
-        assert sorted(slot for slot, _ in cluster.sent(HandOff)) == [0, 1]
+        assert sorted(slot for slot, _ in cluster.sent(MigrateOut)) == [0, 1]
         ((target, command),) = cluster.sent(Generate)
         assert target == 2
         assert len(command.requests) == len(command.caches) == sum(slot != 2 for slot in where.values())
@@ -122,7 +122,7 @@ def test_what_ends_meanwhile_is_finished():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await steps(18)
-        cluster.slots.delay(0, HandOff, 1.0)
+        cluster.slots.delay(0, MigrateOut, 1.0)
         (result,) = await cluster.generators.migrate([Migration("a", 0, 1)])
         assert (result.slot, result.why) == (None, "it had ended")
         assert is_whole(await asked, "a")
@@ -154,12 +154,12 @@ def test_orders_that_are_out_of_date_change_nothing():
     with_cluster(story)
 
 
-@pytest.mark.parametrize("on", [HandOff, Generate])
+@pytest.mark.parametrize("on", [MigrateOut, Generate])
 def test_aborted_on_the_way(on: type):
     async def story(cluster: Cluster):
         asked, other = cluster.ask("a"), cluster.ask("b")
         await steps(3)
-        cluster.slots.delay(0 if on is HandOff else 2, on, 0.5)
+        cluster.slots.delay(0 if on is MigrateOut else 2, on, 0.5)
         handing = asyncio.create_task(cluster.generators.migrate([Migration("a", 0, 2, with_cache=True)]))
         await asyncio.sleep(0.2)
         asked.cancel()
@@ -230,7 +230,7 @@ def test_with_no_other_generator_it_goes_back_to_where_it_came_from():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await steps(5)
-        cluster.generators.hold(0)
+        cluster.generators.drain(0)
         cluster.carrier.fail(1, "error", on=Generate)
         (result,) = await cluster.generators.migrate([Migration("a", 0, 1)])
         assert result.slot == 0
@@ -257,9 +257,9 @@ def test_a_source_that_refuses_keeps_them():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await steps(5)
-        cluster.carrier.fail(0, "error", on=HandOff)
+        cluster.carrier.fail(0, "error", on=MigrateOut)
         (result,) = await cluster.generators.migrate([Migration("a", 0, 1)])
-        assert (result.slot, result.why) == (0, "slot 0: HandOff failed, as asked")
+        assert (result.slot, result.why) == (0, "slot 0: MigrateOut failed, as asked")
         assert is_whole(await asked, "a")
 
     with_cluster(story)
@@ -269,7 +269,7 @@ def test_a_source_that_dies_takes_its_tokens_along_and_they_are_sampled_anew():
     async def story(cluster: Cluster):
         first, second = cluster.ask("a"), cluster.ask("b")
         await steps(5)
-        cluster.carrier.fail(0, "death", on=HandOff)
+        cluster.carrier.fail(0, "death", on=MigrateOut)
         cluster.slots.dead.add(0)
         (result,) = await cluster.generators.migrate([Migration("a", 0, 1)])
         assert result.slot is None
@@ -311,7 +311,7 @@ def test_replies_that_come_twice_are_taken_once():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await steps(5)
-        for slot, command in ((0, HandOff), (1, Generate), (0, Forget)):
+        for slot, command in ((0, MigrateOut), (1, Generate), (0, Forget)):
             cluster.carrier.fail(slot, "duplicate", on=command)
         await cluster.generators.migrate([Migration("a", 0, 1, with_cache=True)])
         assert is_whole(await asked, "a")
@@ -324,7 +324,7 @@ def test_a_cancelled_caller_does_not_leave_sequences_behind():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await steps(5)
-        cluster.slots.delay(0, HandOff, 0.5)
+        cluster.slots.delay(0, MigrateOut, 0.5)
         handing = asyncio.create_task(cluster.generators.migrate([Migration("a", 0, 1, with_cache=True)]))
         await asyncio.sleep(0.1)
         handing.cancel()
@@ -338,7 +338,7 @@ def test_a_version_goes_live_before_a_migration_or_after_it():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await steps(5)
-        cluster.slots.delay(0, HandOff, 1.0)
+        cluster.slots.delay(0, MigrateOut, 1.0)
         handing = asyncio.create_task(cluster.generators.migrate([Migration("a", 0, 1)]))
         await asyncio.sleep(0.1)
         publishing = asyncio.create_task(cluster.publish(1))
@@ -358,11 +358,11 @@ def test_a_source_that_is_late_has_given_them_away_into_nowhere():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await steps(5)
-        cluster.slots.delay(0, HandOff, TIMEOUT_S + 1)
+        cluster.slots.delay(0, MigrateOut, TIMEOUT_S + 1)
         cluster.slots.length = lambda name: 10_000
         (result,) = await cluster.generators.migrate([Migration("a", 0, 1)])
         assert result.slot is None
-        with pytest.raises(Late, match="did not reply to HandOff within 60 s"):
+        with pytest.raises(Late, match="did not reply to MigrateOut within 60 s"):
             await asked
         await asyncio.sleep(2)
 
@@ -383,7 +383,7 @@ moves = st.lists(
     max_size=40,
 )
 
-SPOILT = (HandOff, Generate, LeaseWeights, AssignRole)
+SPOILT = (MigrateOut, Generate, LeaseWeights, AssignRole)
 """Commands that are refused or lost. Were it one that frees something, what it frees would be left over."""
 
 
@@ -423,7 +423,7 @@ class Story:
                 cluster.slots.kill(first, cluster.mailbox)
             case "delay":
                 cluster.slots.delay(
-                    first, (HandOff, Generate, LeaseWeights, Receive, AssignRole, Abort)[second % 6], 0.7
+                    first, (MigrateOut, Generate, LeaseWeights, Receive, AssignRole, Abort)[second % 6], 0.7
                 )
             case "duplicate":
                 cluster.carrier.fail(first, "duplicate")
@@ -449,7 +449,7 @@ class Story:
 
     async def _leave(self, slot: int) -> None:
         generators = self.cluster.generators
-        generators.hold(slot)
+        generators.drain(slot)
         await generators.migrate(self._migrations(lambda source: source == slot, generators.slots))
         await generators.dismiss(slot)
 

@@ -256,7 +256,7 @@ def test_a_held_slot_samples_from_the_live_version_too():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await steps(2)
-        cluster.generators.hold(0)
+        cluster.generators.drain(0)
         await cluster.publish(1)
         assert versions(cluster) == {0: 1, 1: 1, 2: 1}
         await asked

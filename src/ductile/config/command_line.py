@@ -24,7 +24,7 @@ def require_folder(name: str, file: Path) -> None:
         raise FileNotFoundError(f"{name} {file}: there is no folder {file.parent}; make it, or write another")
 
 
-def complain(command: str, error: Exception) -> None:
+def print_error(command: str, error: Exception) -> None:
     """The error on stderr, as it is written: it may begin with a path."""
     print(f"ductile {command}: {as_sentence(str(error))}", file=sys.stderr)
 

@@ -52,7 +52,7 @@ def _derived(config: Section) -> Iterator[Derived]:
         dp = len(placement.generate) // config.inference.parallel.tp
         yield Derived(("inference", "parallel", "dp"), dp, "the generate slots, one copy on each")
         sized = config.inference.num_blocks is not None or config.inference.cache_memory_gib is not None
-        written = sized or not _nobody_wrote(config.inference, "gpu_memory_utilization")
+        written = sized or not _is_unset(config.inference, "gpu_memory_utilization")
         if not written and config.cluster.device != "cpu":
             others = {*placement.train, *placement.score}
             shared = config.cluster.auto_scheduler or bool(others & set(placement.generate))
@@ -73,7 +73,7 @@ def _derived(config: Section) -> Iterator[Derived]:
             yield Derived(("deployment", name), number, placement.reason)
 
 
-def _nobody_wrote(section: Section, name: str) -> bool:
+def _is_unset(section: Section, name: str) -> bool:
     return name not in section.model_fields_set or getattr(section, name) is None
 
 

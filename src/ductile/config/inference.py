@@ -16,8 +16,8 @@ class ServerConfig(Section):
     port: int = Field(default=8000, ge=0, le=65535)
     """0 takes a free port and prints it."""
     api_key: str | None = None
-    """When set, requests need `Authorization: Bearer <api_key>`. Required for a host that is not loopback; at least 8
-    characters."""
+    """Key of the server, at least 8 characters: requests need `Authorization: Bearer <api_key>`. Required for a host
+    that is not loopback."""
     api_key_var: str | None = None
     """The environment variable that holds the key: what is typed as `api_key` others on the machine can see."""
     served_model_name: str | None = Field(default=None, min_length=1)

@@ -16,8 +16,8 @@ from ductile.config.generation import (
     generator_findings,
     length_findings,
     sampling_findings,
-    sampling_remarks,
-    server_remarks,
+    sampling_warnings,
+    server_warnings,
     template_findings,
 )
 from ductile.config.on_disk import (
@@ -66,11 +66,11 @@ def _of_command(config: Section) -> Iterator[Finding]:
         yield from _inference_alone(config)
 
 
-def remarks(config: Section) -> list[str]:
+def warnings(config: Section) -> list[str]:
     """What is accepted, because configs of other systems or for other commands have it, and does nothing."""
     said = [*unread_notes(config), *_bench_notes(config)]
     if isinstance(config, OrchestratorRunConfig):
-        said += server_remarks("sampling", config.sampling)
+        said += server_warnings("sampling", config.sampling)
     if not isinstance(config, RLConfig):
         return said
     loss = config.trainer.loss
@@ -79,7 +79,7 @@ def remarks(config: Section) -> list[str]:
             f'the score slots have no effect here: loss "{loss.type}" compares with what the generators say. They are '
             'for "grpo", "custom" and kl_coef'
         )
-    return [*said, *sampling_remarks("orchestrator.sampling", config.orchestrator.sampling)]
+    return [*said, *sampling_warnings("orchestrator.sampling", config.orchestrator.sampling)]
 
 
 def _rl(config: RLConfig) -> Iterator[Finding]:

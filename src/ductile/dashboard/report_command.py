@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from ductile.config.command_line import complain, parse_with_folder, require_folder
+from ductile.config.command_line import parse_with_folder, print_error, require_folder
 
 DONE, NO_REPORT = 0, 2
 
@@ -28,7 +28,7 @@ def main(words: Sequence[str]) -> int:
         require_folder("--output", file)
         write_whole(file, render(report))
     except (NoReport, OSError, ValueError) as error:
-        complain("report", error)
+        print_error("report", error)
         return NO_REPORT
     for sentence in report.missing:
         print(f"Missing: {sentence}")

@@ -68,15 +68,15 @@ class Lines:
 
     def __init__(self, max_steps: int, stream: TextIO) -> None:
         self._max_steps, self._stream = max_steps, stream
-        self._told: set[str] = set()
+        self._shown: set[str] = set()
 
     def on_event(self, event: Event) -> None:
         if not event.sentence:
             return  # it is for programs
         if event.kind in OFTEN:
-            if event.kind in self._told:
+            if event.kind in self._shown:
                 return
-            self._told.add(event.kind)
+            self._shown.add(event.kind)
             self._print(f"{event.sentence} (Further ones like this are in events.jsonl.)")
         else:
             self._print(event.sentence)

@@ -89,9 +89,9 @@ def read_run_report(folder: Path) -> RunReport:
     if not rows and not metrics:
         raise NoReport(f"{folder} holds no run that has begun: events.jsonl and metrics.jsonl are missing or empty")
     starts = [place for place, row in enumerate(rows) if row["kind"] == "setting"]
-    life = rows[starts[-1] :] if starts else rows
-    setting, profiles, missing = _profiles(life)
-    began_s = float(life[0]["time"]) if life else 0.0
+    latest = rows[starts[-1] :] if starts else rows
+    setting, profiles, missing = _profiles(latest)
+    began_s = float(latest[0]["time"]) if latest else 0.0
     events = [
         ReportEvent(float(row["time"]) - began_s, str(row["sentence"]), str(row["kind"]))
         for row in rows
@@ -118,9 +118,9 @@ def read_run_report(folder: Path) -> RunReport:
     )
 
 
-def _profiles(life: Sequence[Row]) -> tuple[Setting | None, tuple[StepProfile, ...], list[str]]:
-    settings = [row for row in life if row["kind"] == "setting"]
-    rows = [row for row in life if row["kind"] == "profile"]
+def _profiles(latest: Sequence[Row]) -> tuple[Setting | None, tuple[StepProfile, ...], list[str]]:
+    settings = [row for row in latest if row["kind"] == "setting"]
+    rows = [row for row in latest if row["kind"] == "profile"]
     try:
         setting = Setting.from_fields(settings[-1]) if settings else None
         profiles = tuple(StepProfile.from_fields(row) for row in rows)

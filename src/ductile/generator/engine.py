@@ -1,7 +1,7 @@
 """Continuous batching on one device. A step: schedule, run the model once, sample, report what ended.
 
-`add`, `abort` and `hand_off` may come between any two steps; so may `load_weights`: every token remembers the version
-it was sampled from. Nothing here blocks, sleeps or knows of processes.
+`add`, `abort` and `migrate_out` may come between any two steps; so may `load_weights`: every token remembers the
+version it was sampled from. Nothing here blocks, sleeps or knows of processes.
 """
 
 import math
@@ -52,7 +52,7 @@ class Engine:
         self.model = model.requires_grad_(False).eval()
         if not device.startswith("cuda"):
             lay_by_columns(self.model)
-            heap.give_back()  # the rows
+            heap.trim()  # the rows
         self.version = version
         self.limits = SequenceLimits(model.spec.vocab_size, config.model.max_model_len, num_blocks * config.block_size)
         self.pool = BlockPool(num_blocks, config.block_size)
@@ -124,7 +124,7 @@ class Engine:
             if id in self._live:
                 self._ended.append(self._end(self._live[id], "abort"))
 
-    def hand_off(
+    def migrate_out(
         self, ids: Collection[str], with_cache: Collection[str] = ()
     ) -> tuple[list[GenerateRequest], dict[str, RequestKV]]:
         """Forget these and return them as requests that go on where they are; ids that have ended are left out.

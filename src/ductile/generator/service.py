@@ -90,8 +90,8 @@ class Service:
             first = await unless_gone(http, anext(deltas))
             chunks = _chunks(head | {"object": form.chunk_object}, ids, form, choices, first, deltas)
             with_usage = body.stream_options is not None and body.stream_options.include_usage
-            closing = head | {"object": form.chunk_object, "choices": []} if with_usage else None
-            return StreamingResponse(_events(chunks, closing, prompts, choices), media_type="text/event-stream")
+            last_chunk = head | {"object": form.chunk_object, "choices": []} if with_usage else None
+            return StreamingResponse(_events(chunks, last_chunk, prompts, choices), media_type="text/event-stream")
         await unless_gone(http, self._collect(requests, choices))
         around = head | {"object": form.whole_object} | ids | {"usage": usage(prompts, choices)}
         return await asyncio.to_thread(_whole, around, form.whole, choices)
@@ -239,15 +239,15 @@ async def _chunks(
 
 
 async def _events(
-    chunks: AsyncGenerator[Json], closing: Json | None, prompts: Sequence[Sequence[int]], choices: Sequence[Choice]
+    chunks: AsyncGenerator[Json], last_chunk: Json | None, prompts: Sequence[Sequence[int]], choices: Sequence[Choice]
 ) -> AsyncGenerator[str]:
     """Server-sent events. The status is sent by now, so a failure becomes an event."""
     async with aclosing(chunks):
         try:
             async for chunk in chunks:
                 yield _event(chunk)
-            if closing is not None:
-                yield _event(closing | {"usage": usage(prompts, choices)})
+            if last_chunk is not None:
+                yield _event(last_chunk | {"usage": usage(prompts, choices)})
         except (EngineFailed, RequestFailed) as failure:
             yield _event(error(str(failure), "server_error"))
     yield "data: [DONE]\n\n"

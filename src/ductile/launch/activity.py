@@ -16,7 +16,7 @@ ACTIVITIES: dict[str, Activity] = {
     **dict.fromkeys(("Generate", "Abort"), "generate"),
     "Score": "score",
     **dict.fromkeys(("Publish", "Receive", "Withdraw", "SaveState", "LoadState", "ExportModel"), "publish"),
-    **dict.fromkeys(("AssignRole", "ReleaseRole", "HandOff", "Forget", "LeaseWeights", "EndLease"), "switch"),
+    **dict.fromkeys(("AssignRole", "ReleaseRole", "MigrateOut", "Forget", "LeaseWeights", "EndLease"), "switch"),
     **dict.fromkeys(("Prepare", "Ready", "Freeze", "TransferState", "Commit", "Rollback", "Finalize"), "switch"),
 }
 

@@ -142,7 +142,7 @@ class LiveActuator:
         self._moves = tuple(moves)
         for move in moves:
             if "generate" in move.before and "generate" not in move.after:
-                self._generators.hold(move.slot)
+                self._generators.drain(move.slot)
         self._activity.changing([move.slot for move in moves])
 
     async def migrate(self, migrations: Sequence[Migration]) -> None:

@@ -37,7 +37,7 @@ class CgroupTree:
 
 
 def find_tree(mounts: str, memberships: str) -> CgroupTree:
-    """Where our own groups go, from the texts of /proc/self/mountinfo and /proc/self/cgroup. Raises CapNotPermitted."""
+    """Place of our own groups, by the texts of /proc/self/mountinfo and /proc/self/cgroup. Raises CapNotPermitted."""
     own = {}
     for line in memberships.splitlines():
         _, controllers, path = line.split(":", 2)

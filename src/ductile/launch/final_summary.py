@@ -11,8 +11,8 @@ from ductile.dashboard.view import duration
 from ductile.loop.compose import RunResult
 
 
-def closing_rl(result: RunResult) -> str:
-    """Where the model is, what it gained, and three completions to look at."""
+def rl_summary(result: RunResult) -> str:
+    """Where the model is, what it gained, and shows three completions."""
     lines = [_took(result.summary)]
     lines += _held_out(result.summary)
     if result.summary["reward_errors"]:
@@ -29,7 +29,7 @@ def closing_rl(result: RunResult) -> str:
     return "\n".join(lines)
 
 
-def closing_batches(summary: Mapping[str, Any], model_folder: Path | None) -> str:
+def batches_summary(summary: Mapping[str, Any], model_folder: Path | None) -> str:
     lines = [_took(summary)]
     if summary["loss_first"] is not None:
         lines.append(f"Loss: {summary['loss_first']:.4f} at the first step, {summary['loss_last']:.4f} at the last.")
@@ -38,7 +38,7 @@ def closing_batches(summary: Mapping[str, Any], model_folder: Path | None) -> st
     return "\n".join(lines)
 
 
-def closing_alone(summary: Mapping[str, Any], folder: Path) -> str:
+def rollout_only_summary(summary: Mapping[str, Any], folder: Path) -> str:
     return "\n".join(
         [
             _took(summary),

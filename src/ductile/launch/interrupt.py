@@ -15,9 +15,9 @@ class Interrupt:
     """Set by signals, read by the run."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
-        self.asked = asyncio.Event()
+        self.graceful = asyncio.Event()
         """Set by the first signal: finish the step, save, leave."""
-        self.insisted = asyncio.Event()
+        self.forced = asyncio.Event()
         """Set by the second press: stop at once."""
         self._now_s = now_s
         self._pressed_s: float | None = None
@@ -26,14 +26,14 @@ class Interrupt:
         """Ctrl-C, or SIGTERM: a batch system's is a polite Ctrl-C."""
         if self._pressed_s is None:
             self._pressed_s = self._now_s()
-            self.asked.set()
+            self.graceful.set()
         elif self._now_s() - self._pressed_s > ONE_PRESS_S:
-            self.insisted.set()
+            self.forced.set()
 
     def hint(self) -> None:
-        """The terminal is gone, or a batch system says that time is running out. That does not insist: kernel and
+        """The terminal is gone, or a batch system says that time is running out. That forces nothing: kernel and
         shell may both say it, and SIGTERM may follow."""
-        self.asked.set()
+        self.graceful.set()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from types import TracebackType
 
 from ductile.config.cluster import ClusterConfig
 from ductile.core.layout.peak import Arithmetic
-from ductile.error_text import raised
+from ductile.error_text import error_with_place
 from ductile.launch.cpu_cap import CpuCap
 from ductile.launch.processes import ForkedProcess, ProcessServer, StartFailed
 from ductile.roles import Late, Refused, SlotLost
@@ -165,7 +165,7 @@ class LocalCluster:
 
     def _deaf(self, sentence: str, error: Exception) -> None:
         """The orchestrator itself has failed to take something in: a run must not go on from wrong books."""
-        self.fail(f"{sentence}: {raised(error, ours=True)}")
+        self.fail(f"{sentence}: {error_with_place(error, ours=True)}")
 
     async def survey(self, measure: Arithmetic | None = None) -> dict[int, Surveyed]:
         """`ductile.wire.survey` of all slots. What it measures is also measured of slots that `add` starts later."""

@@ -109,7 +109,7 @@ class ProcessServer:
                 await asyncio.get_running_loop().sock_sendall(self._control, json.dumps(request).encode() + b"\n")
                 return await asyncio.shield(started)
         except asyncio.CancelledError:
-            await _take_back(started, deadline_s)
+            await _end_process(started, deadline_s)
             raise
         except (TimeoutError, OSError) as error:
             raise StartFailed(f"the process server did not start {name} ({error or 'no reply'})") from error
@@ -220,7 +220,7 @@ class ProcessServer:
         self._on_exit(process)
 
 
-async def _take_back(started: "asyncio.Future[ForkedProcess]", deadline_s: float) -> None:
+async def _end_process(started: "asyncio.Future[ForkedProcess]", deadline_s: float) -> None:
     """End a process that the server has been asked for, and may not have started yet."""
     with suppress(TimeoutError):
         async with asyncio.timeout(deadline_s):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ductile.config.command_line import complain, parse_with_folder
+from ductile.config.command_line import parse_with_folder, print_error
 from ductile.launch.control import RESIZE_S, Resized, Run, RunFailed, Unfit
 
 DONE, NOT_DONE, UNFIT, INTERRUPTED = 0, 1, 2, 130
@@ -87,5 +87,5 @@ def slot_list(text: str) -> tuple[int, ...]:
 
 
 def _sorry(command: str, error: Unfit | RunFailed) -> int:
-    complain(command, error)
+    print_error(command, error)
     return UNFIT if isinstance(error, Unfit) else NOT_DONE

@@ -13,10 +13,10 @@ NUM_CHANGES = 5
 
 
 def show(known: RunStatus) -> None:
-    Console(soft_wrap=True, highlight=False, markup=False).print(picture(known))
+    Console(soft_wrap=True, highlight=False, markup=False).print(status_table(known))
 
 
-def picture(known: RunStatus) -> RenderableType:
+def status_table(known: RunStatus) -> RenderableType:
     """The status of a run, for people to read."""
     title = f"{known.command}: step {known.step}/{known.max_steps}, epoch {known.epoch}, pid {known.pid}"
     trainer = f"trainer: {_described(known.trainer)}"

@@ -28,7 +28,7 @@ from ductile.config.written import of_a_run
 from ductile.dashboard.printable import printable
 from ductile.dashboard.run_display import RunDisplay, show
 from ductile.disk import FULL, named
-from ductile.error_text import raised
+from ductile.error_text import error_with_place
 from ductile.launch.cpu_cap import CapNotPermitted
 from ductile.launch.folder import FolderInUse, bench_folder, run_folder
 from ductile.launch.interrupt import Interrupt, interrupts
@@ -76,7 +76,7 @@ class Session:
 class _End:
     code: int
     sentence: str = ""
-    closing: RenderableType = ""
+    summary: RenderableType = ""
 
 
 def supervise(
@@ -128,32 +128,32 @@ def supervise(
 async def _run(session: Session, running: Awaitable[RenderableType]) -> _End:
     with interrupts(session.interrupt):
         try:
-            closing = await running
+            summary = await running
         except Stopped:
-            return _told(session, "stopped", _End(INTERRUPTED, "stopped at once, as asked"))
+            return _record_end(session, "stopped", _End(INTERRUPTED, "stopped at once, as asked"))
         except SlotDied as error:
-            return _told(session, "died", _End(FAILED, str(error)))
+            return _record_end(session, "died", _End(FAILED, str(error)))
         except (SlotLost, Late, Refused, RewardsFailed, CustomCodeFailed, Diverged) as error:
-            return _told(session, "failed", _End(FAILED, str(error)))
+            return _record_end(session, "failed", _End(FAILED, str(error)))
         except Exception as error:
             if session.record.last_step is not None:
-                sentence = str(error) if isinstance(error, UNFIT) else raised(error, ours=True)
+                sentence = str(error) if isinstance(error, UNFIT) else error_with_place(error, ours=True)
                 session.record.event("failed", as_sentence(_capital(sentence)), traceback=traceback.format_exc())
             raise
-        if session.interrupt.asked.is_set():
-            return _told(session, "stopped", _End(INTERRUPTED, "stopped after a whole step, as asked", closing))
-        return _End(DONE, closing=closing)
+        if session.interrupt.graceful.is_set():
+            return _record_end(session, "stopped", _End(INTERRUPTED, "stopped after a whole step, as asked", summary))
+        return _End(DONE, summary=summary)
 
 
-def _told(session: Session, kind: str, end: _End) -> _End:
+def _record_end(session: Session, kind: str, end: _End) -> _End:
     session.record.event(kind, as_sentence(_capital(end.sentence)))
     return end
 
 
 def _say(end: _End, command: str, config: Config, session: Session | None) -> None:
     try:
-        if end.closing:
-            Console(soft_wrap=True, highlight=False, markup=False).print(end.closing)
+        if end.summary:
+            Console(soft_wrap=True, highlight=False, markup=False).print(end.summary)
             sys.stdout.flush()
         if end.sentence:
             after = _put_back(config, session)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from ductile.core.cluster.membership import describe
 from ductile.core.cluster.placement import Placement, slots_of
 from ductile.core.transfer.order import stays_put
-from ductile.error_text import told
+from ductile.error_text import error_text
 from ductile.launch.control import Resized, RunFailed, TrainerSlots, Unfit
 from ductile.launch.local import LocalCluster
 from ductile.launch.processes import StartFailed
@@ -16,7 +16,7 @@ from ductile.observe import Recorder
 from ductile.records import Formation, ResizeOrder
 from ductile.roles import SlotLost
 from ductile.wire.trainer import RemoteTrainer
-from ductile.wire.transaction import ResizeOptions, ResizeResult, Transaction, nobody_leaves
+from ductile.wire.transaction import ResizeOptions, ResizeResult, Transaction, nothing_to_release
 
 NUM_KEPT = 20
 
@@ -49,7 +49,7 @@ class TrainerResizer:
         cluster.depends_on = self.depends_on
 
     async def resize(
-        self, members: Sequence[int], replicas: int = 1, leave: Callable[[], Awaitable[None]] = nobody_leaves
+        self, members: Sequence[int], replicas: int = 1, leave: Callable[[], Awaitable[None]] = nothing_to_release
     ) -> Resized:
         """Have the trainer go on as this formation, and wait for what comes of it.
 
@@ -86,7 +86,7 @@ class TrainerResizer:
         self,
         slots: Sequence[int],
         replicas: int | None = None,
-        leave: Callable[[], Awaitable[None]] = nobody_leaves,
+        leave: Callable[[], Awaitable[None]] = nothing_to_release,
     ) -> Resized:
         """`resize`, in the order of slots that moves least of the state. Without `replicas` it keeps as many copies."""
         before = self._trainer.formation
@@ -142,7 +142,7 @@ class TrainerResizer:
     def _note_failure(self, before: Formation, after: Formation, error: Exception) -> str:
         """Write the failure down. Returns its sentence without the full stop."""
         now = self._trainer.formation
-        sentence = f"Trainer is on {describe(now)}; its resize to {describe(after)} failed: {told(error)}"
+        sentence = f"Trainer is on {describe(now)}; its resize to {describe(after)} failed: {error_text(error)}"
         self._record.event(
             "resize_rolled_back" if now == before else "resized",
             f"{sentence}.",

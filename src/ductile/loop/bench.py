@@ -76,7 +76,7 @@ class Bench:
     def close(self) -> None:
         pass
 
-    async def settle(self) -> None:
+    async def wait_for_replies(self) -> None:
         """Wait until all slots have replied to what they were asked; each request has its deadline."""
         await asyncio.gather(*self._asking)
 

@@ -111,7 +111,7 @@ class ElasticController:
         """Real seconds that each decision took the policy."""
         self.deciding_s = 0.0
         """CPU seconds of this thread that all decisions took: the state, the policy and the check of its orders."""
-        self.hold = Pause()
+        self.training_pause = Pause()
         """The pause of training that the policy ordered."""
         self.refused = ""
         """Why the policy is not asked any more, as a sentence; empty while it is asked."""
@@ -157,10 +157,10 @@ class ElasticController:
         if self._failed is not None:
             raise self._failed
 
-    def settle(self, version: int) -> None:
+    def begin_step(self, version: int) -> None:
         """The slots begin to do what the step that begins wants of them; unless they are about to change already, and
         then the next decision is the step's first one. Nothing is decided from then until `go_on`, which comes before
-        the next `settle`. Raises what has ended the run."""
+        the next `begin_step`. Raises what has ended the run."""
         if self._failed is not None:
             raise self._failed
         self._publishing, self._asked = True, False
@@ -195,7 +195,7 @@ class ElasticController:
 
     def _hold_training(self, held: bool) -> None:
         self._actuator.hold_training(held)
-        self.hold.set(held)
+        self.training_pause.set(held)
 
     def _fail(self, error: Exception) -> None:
         self._failed = error
@@ -358,9 +358,9 @@ class _RoleDelta:
         )
 
 
-def _roles(ways: Iterable[tuple[int, Collection[Role], Collection[Role]]]) -> tuple[tuple[int, Role], ...]:
+def _roles(assignments: Iterable[tuple[int, Collection[Role], Collection[Role]]]) -> tuple[tuple[int, Role], ...]:
     """(slot, role) for each role besides training that a slot has in the second of two sets and not in the first."""
-    return tuple((slot, role) for slot, one, two in ways for role in two if role != "train" and role not in one)
+    return tuple((slot, role) for slot, one, two in assignments for role in two if role != "train" and role not in one)
 
 
 async def _done(*parts: Coroutine[object, object, None]) -> list[str]:

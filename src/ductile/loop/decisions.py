@@ -26,20 +26,20 @@ class ExecutedDecision:
 class DecisionLog:
     def __init__(self, record: Recorder) -> None:
         self._record = record
-        self._holds = False
+        self._training_held = False
         self._topic = ""
         """Topic of the last decision that had something to tell."""
 
     def decided(self, decision: Decision, at_s: float) -> None:
         """A decision without orders is told of when training begins or ceases to wait, or about another topic."""
-        holds, began = decision.hold_training, decision.hold_training != self._holds
+        holds, began = decision.hold_training, decision.hold_training != self._training_held
         topic = decision.topic or decision.reason
         if decision.orders:
             self._record.event("decided", _as_sentence(decision.reason), at_s=round(at_s, 3), **_expected(decision))
         elif began or (decision.reason and topic != self._topic):
             said = decision.reason or ("training waits" if holds else "training goes on")
             self._record.event("held", _as_sentence(said), at_s=round(at_s, 3), holds=holds)
-        self._holds = holds
+        self._training_held = holds
         if decision.orders or decision.reason or began:
             self._topic = topic
 

@@ -6,7 +6,7 @@ import time
 
 from ductile.core.cluster.orders import ORDERS, Decision, Policy, malformed, violations
 from ductile.core.cluster.state import ClusterState
-from ductile.error_text import raised, told
+from ductile.error_text import error_text, error_with_place
 
 
 class BadDecision(Exception):
@@ -19,7 +19,7 @@ def ask(policy: Policy, state: ClusterState) -> tuple[Decision, float]:
     try:
         decision = policy.decide(state)
     except Exception as error:
-        raise BadDecision(f"it failed with {raised(error)}") from error
+        raise BadDecision(f"it failed with {error_with_place(error)}") from error
     took_s = time.perf_counter() - began_s
     if inspect.iscoroutine(decision):
         decision.close()
@@ -27,7 +27,7 @@ def ask(policy: Policy, state: ClusterState) -> tuple[Decision, float]:
         wrong_type = malformed(decision)
         wrong = [] if wrong_type else violations(state, decision)
     except Exception as error:
-        raise BadDecision(f"its orders cannot be read, {told(error)}: write {ORDERS}") from error
+        raise BadDecision(f"its orders cannot be read, {error_text(error)}: write {ORDERS}") from error
     if wrong_type:
         raise BadDecision(f"it returned {wrong_type}")
     if wrong:

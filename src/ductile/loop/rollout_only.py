@@ -36,14 +36,14 @@ MAX_LEN_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedAlone:
+class PreparedRolloutOnly:
     config: OrchestratorRunConfig
     tokenizer: Tokenizer
     task: Task
     max_steps: int
 
 
-def prepare_alone(config: OrchestratorRunConfig) -> PreparedAlone:
+def prepare_rollout_only(config: OrchestratorRunConfig) -> PreparedRolloutOnly:
     """Raises TaskError or TokenizerError, each with a sentence."""
     assert config.task is not None, "preflight asks for a task"
     task = build_task(config.task)
@@ -51,11 +51,11 @@ def prepare_alone(config: OrchestratorRunConfig) -> PreparedAlone:
     max_steps = config.bench.steps if config.bench else config.max_steps or one_epoch
     tokenizer = Tokenizer.from_folder(str(config.model.name), chat_template_kwargs=config.chat_template_kwargs)
     first_turn(tokenizer, messages_of(task, 0))  # what raises is found before the start
-    return PreparedAlone(config, tokenizer, task, max_steps)
+    return PreparedRolloutOnly(config, tokenizer, task, max_steps)
 
 
-async def run_alone(
-    prepared: PreparedAlone, generators: Generators, record: Recorder, stop: asyncio.Event
+async def run_rollout_only(
+    prepared: PreparedRolloutOnly, generators: Generators, record: Recorder, stop: asyncio.Event
 ) -> dict[str, Any]:
     """Batch after batch, until `max_steps` or `stop`. Returns the summary."""
     config, tokenizer, tasks = prepared.config, prepared.tokenizer, {"train": prepared.task}
@@ -103,7 +103,7 @@ async def run_alone(
     return summary
 
 
-def write_rollouts(file: Path, step: int, groups: Sequence[RolloutGroup], prepared: PreparedAlone) -> None:
+def write_rollouts(file: Path, step: int, groups: Sequence[RolloutGroup], prepared: PreparedRolloutOnly) -> None:
     with file.open("a", encoding="utf-8", errors=ESCAPED) as stream:
         for group in groups:
             prompt = prepared.task.messages(group.prompt.example)[-1]["content"]

@@ -10,7 +10,7 @@ from ductile.observe import Recorder
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class RunContext:
     record: Recorder
     stop: asyncio.Event
     """Set by the first Ctrl-C: the running step is finished and saved."""
@@ -23,7 +23,7 @@ class Life:
     began_s: float = field(default_factory=time.perf_counter)
     """`time.perf_counter()` of the command's start, for `wall_s`."""
 
-    def deadly(self) -> Coroutine[Any, Any, str] | None:
+    def death_watch(self) -> Coroutine[Any, Any, str] | None:
         """`death()`, for `ductile.loop.run_until.run_until` to await beside work that needs all processes."""
         return self.death() if self.death else None
 

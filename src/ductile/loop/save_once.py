@@ -14,7 +14,7 @@ UNDISTURBED_S = 3600.0
 Each command of theirs has a shorter deadline of its own."""
 
 
-class OncePerStep:
+class SaveOncePerStep:
     """Saves no step twice, also when the first attempt has failed, and leaves no save half done.
 
     A failure is an event `not_saved`, and raised.
@@ -31,9 +31,9 @@ class OncePerStep:
         async with self._saving:
             if self._tried < step:
                 self._tried = step
-                await undisturbed(self._told_of(step))
+                await undisturbed(self._save_or_report(step))
 
-    async def _told_of(self, step: int) -> None:
+    async def _save_or_report(self, step: int) -> None:
         try:
             await self._save(step)
         except Exception as error:

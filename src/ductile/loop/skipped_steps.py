@@ -9,7 +9,7 @@ class Diverged(Exception):
     """Gradients are not finite any more. The text is a sentence."""
 
 
-class Skips:
+class SkippedSteps:
     def __init__(self, limit: int | None, record: Recorder, table: str = "") -> None:
         """limit: how many in a row are one too many; None: the run never ends for it. table: where in the config the
         trainer's keys stand, "trainer." for `ductile rl`."""

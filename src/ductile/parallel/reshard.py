@@ -27,7 +27,7 @@ from ductile.core.transfer.cells import NotReshardable
 from ductile.core.transfer.plan import Plan
 from ductile.core.transfer.reshard import Planner
 from ductile.core.transfer.topology import Topology
-from ductile.error_text import told
+from ductile.error_text import error_text
 from ductile.fabric.carrier import Carrier, TransferFailed
 from ductile.fabric.choice import choose
 from ductile.fabric.exchange import GroupExchange
@@ -312,7 +312,7 @@ def _raise_together(problems: Mapping[int, str], failure: Exception | None) -> N
 def _told(failure: Exception | None) -> str:
     if failure is None or isinstance(failure, NotReshardable | TransferFailed):
         return str(failure or "")
-    return told(failure)
+    return error_text(failure)
 
 
 def _topology(hosts: Mapping[int, str]) -> Topology:

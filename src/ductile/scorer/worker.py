@@ -89,7 +89,7 @@ class ScoreRole:
         self._leased.close()
         self._reference = None
         del self._policy
-        heap.give_all_back()
+        heap.trim_all()
 
     def _needs_weights(self, command: Score | LeaseWeights) -> None:
         if not self._has_weights:

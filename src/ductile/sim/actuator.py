@@ -294,7 +294,7 @@ class SimulatedActuator:
         scenario, work = self.scenario, self.scenario.work
         unfinished: list[Unfinished] = []
         for slot, engine in self.engines.items():
-            engine.settle()
+            engine.catch_up()
             unfinished += [
                 Unfinished(
                     name,

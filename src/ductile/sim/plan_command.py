@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ductile.config.command_line import complain, parse_with_folder, require_folder
+from ductile.config.command_line import parse_with_folder, print_error, require_folder
 
 if TYPE_CHECKING:
     from ductile.sim.plan import Case
@@ -32,7 +32,7 @@ def main(words: Sequence[str]) -> int:
     except BrokenPipeError:  # of `| head`: told by nobody
         raise
     except (ImportPathError, BadDecision, OSError, ValueError) as error:
-        complain("plan", error)
+        print_error("plan", error)
         return NO_PLAN
     return DONE
 
@@ -47,7 +47,7 @@ def _plan(recording: "Recording", file: Path | None) -> None:
     own, measured_s = own_case(recording), recording.step_s
     error = own.step_s / measured_s - 1
     print(
-        f"This run: {own.way}, begun with {own.slots}. A step took {measured_s:.2f} s; predicted {own.step_s:.2f} s "
+        f"This run: {own.label}, begun with {own.slots}. A step took {measured_s:.2f} s; predicted {own.step_s:.2f} s "
         f"({error:+.1%}), {own.idle_share:.0%} idle."
     )
     doubted = doubts(recording, own)

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ductile.error_text import told
+from ductile.error_text import error_text
 from ductile.lifeline import fork_tied, leave_signals_to_the_orchestrator, signal_on_parent_death
 from ductile.surrogates import ESCAPED
 from ductile.wire.sockets import remove_folder
@@ -167,7 +167,7 @@ def _live(request: dict[str, Any], say_fd: int) -> None:
         entry(request["arguments"], lambda text: _say(say_fd, text))
         code = 0
     except BaseException as error:
-        _say(say_fd, told(error))
+        _say(say_fd, error_text(error))
         with suppress(OSError):  # the log may be on a disk that is full
             traceback.print_exc()
     finally:
@@ -201,7 +201,7 @@ def main(arguments: list[str]) -> None:
             importlib.import_module(module)
     except Exception as error:
         traceback.print_exc()
-        control.sendall(json.dumps({"failed": f"importing {module} failed: {told(error)}"}).encode() + b"\n")
+        control.sendall(json.dumps({"failed": f"importing {module} failed: {error_text(error)}"}).encode() + b"\n")
         os._exit(1)
     gc.collect()
     gc.freeze()  # collections in the children do not touch, and so do not copy, the shared pages

@@ -21,15 +21,15 @@ class Addition(Task):
         return self._size
 
     def messages(self, example: int) -> list[dict[str, str]]:
-        a, b = self._terms(example)
+        a, b = self._addends(example)
         return [{"role": "user", "content": f"{a}+{b}="}]
 
     def reward(self, example: int, completion: str) -> tuple[float, dict[str, float]]:
         is_number = re.fullmatch(r"\d+", completion.strip(), flags=re.ASCII) is not None
-        right = is_number and completion.strip() == str(sum(self._terms(example)))
+        right = is_number and completion.strip() == str(sum(self._addends(example)))
         return float(right), {"is_number": float(is_number)}
 
-    def _terms(self, example: int) -> tuple[int, int]:
+    def _addends(self, example: int) -> tuple[int, int]:
         draw = random.Random(f"addition/{self._seed}/{example}")
         return draw.randint(0, self._max_value), draw.randint(0, self._max_value)
 

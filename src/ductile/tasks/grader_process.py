@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from pydantic import TypeAdapter
 
 from ductile.config.orchestrator import TaskConfig
-from ductile.error_text import raised
+from ductile.error_text import error_with_place
 from ductile.lifeline import SENT_TO_GROUPS
 from ductile.roles import Task
 from ductile.surrogates import mended
@@ -76,7 +76,7 @@ class Grader:
             )  # fmt: skip
             told = "".join(traceback.format_exception(error))
             return GradingFailed(
-                request.number, sayable(f"raised {raised(error)}{hint}"), "raised", sayable(told, 8000)
+                request.number, sayable(f"raised {error_with_place(error)}{hint}"), "raised", sayable(told, 8000)
             )
 
     def _execute(self, request: Request) -> GraderReply:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 from ductile.config import errors
 from ductile.config.reward_signature import FACTS, RewardSignature, WrongSignature, reward_signature
-from ductile.error_text import raised
+from ductile.error_text import error_with_place
 from ductile.records import Completion
 from ductile.roles import Task
 
@@ -87,7 +87,7 @@ def messages_of(task: Task, example: int) -> list[dict[str, str]]:
     except TaskError:
         raise
     except Exception as error:
-        raise TaskError(f"{where} raised {raised(error)}") from error
+        raise TaskError(f"{where} raised {error_with_place(error)}") from error
     if not (isinstance(said, list) and said and all(map(_is_message, cast(list[object], said)))):
         raise TaskError(f'{where} returned {said!r:.80}; it must return a list of {{"role": ..., "content": ...}}')
     return cast(list[dict[str, str]], said)

@@ -22,7 +22,7 @@ from ductile.wire.leases import WeightLeases
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Died, EngineStats, Event, Finished
 from ductile.wire.migration import MigrationResult, Migrator
-from ductile.wire.worker_pool import WorkerPool, whatever_slot
+from ductile.wire.worker_pool import WorkerPool, any_slot
 
 
 class RemoteGenerators:
@@ -37,7 +37,7 @@ class RemoteGenerators:
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
         leases: WeightLeases | None = None,
-        depends_on: Callable[[int], bool] = whatever_slot,
+        depends_on: Callable[[int], bool] = any_slot,
     ) -> None:
         """max_num_seqs: of one generator. block_tokens: as `core.cluster.routing.route` has it.
         timeout_s: without any progress of a slot, its sequences are `Late`.
@@ -99,24 +99,24 @@ class RemoteGenerators:
         """`WorkerPool.admit`: True when it takes requests now, False when it does so from the next version on."""
         return await self._pool.admit(slot, settings)
 
-    def hold(self, slot: int) -> None:
+    def drain(self, slot: int) -> None:
         """Send the slot no new requests: it is about to leave."""
-        self._pool.hold(slot)
+        self._pool.drain(slot)
 
     def resume(self, slot: int) -> None:
-        """A held slot stays, and gets requests again."""
+        """A draining slot stays, and gets requests again."""
         self._pool.resume(slot)
 
     async def dismiss(self, slot: int) -> None:
         """Have the slot generate no more, once what it has has left or ended. Raises Late, Refused or SlotLost."""
-        self._pool.hold(slot)
+        self._pool.drain(slot)
         try:
             await self._in_flight.gone_from(slot, self._timeout_s)
         except TimeoutError:
             left = len(self._in_flight.at(slot))
             described = self._mailbox.describe(slot)
             raise Late(f"{described} still had {left} requests after {self._timeout_s:g} s, and cannot leave") from None
-        await self._pool.drop(slot)
+        await self._pool.release(slot)
 
     async def migrate(self, migrations: Sequence[Migration]) -> tuple[MigrationResult, ...]:
         """Returns one result a migration, in their order. Migrations go on to their end when the caller is cancelled.

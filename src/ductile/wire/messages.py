@@ -188,8 +188,8 @@ class Abort(Message):
     ids: tuple[str, ...] | None = None
 
 
-class HandOff(Message):
-    """Give these requests away: this generator forgets them. Reply: `HandedOff`."""
+class MigrateOut(Message):
+    """Give these requests away: this generator forgets them. Reply: `MigratedOut`."""
 
     ids: tuple[str, ...]
     with_cache: tuple[str, ...] = ()
@@ -197,7 +197,7 @@ class HandOff(Message):
 
 
 class Forget(Message):
-    """Free the caches that `HandOff` kept for others. Reply: `Done`."""
+    """Free the caches that `MigrateOut` kept for others. Reply: `Done`."""
 
     ids: tuple[str, ...]
 
@@ -301,7 +301,7 @@ class Scores(Message):
     """One list a sample, as long as its tokens; entry 0 is 0."""
 
 
-class HandedOff(Message):
+class MigratedOut(Message):
     requests: tuple[GenerateRequest, ...]
     """The requests with the tokens that they have so far, ready to be sent to another generator under the same ids.
     Requests that ended before are missing: their `Finished` was sent before this."""
@@ -359,11 +359,11 @@ Command = (
     AssignRole | ReleaseRole | Ping | Stop | Survey
     | ForwardBackward | OptimStep | Publish | Withdraw | SaveState | LoadState | ExportModel
     | Prepare | Ready | Freeze | TransferState | Commit | Rollback | Finalize
-    | Generate | Abort | HandOff | Forget | LeaseWeights | EndLease | Receive | Score
+    | Generate | Abort | MigrateOut | Forget | LeaseWeights | EndLease | Receive | Score
 )  # fmt: skip
 Reply = (
     Done | Failed | Surveyed
-    | ForwardBackwardDone | Stepped | Readiness | Frozen | StateTransferred | Published | Scores | HandedOff
+    | ForwardBackwardDone | Stepped | Readiness | Frozen | StateTransferred | Published | Scores | MigratedOut
 )  # fmt: skip
 Event = Hello | Heartbeat | Finished | EngineStats | Died
 

@@ -11,7 +11,7 @@ from ductile.wire.fanout import replies_of
 from ductile.wire.leases import WeightLeases
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Score, Scores
-from ductile.wire.worker_pool import WorkerPool, whatever_slot
+from ductile.wire.worker_pool import WorkerPool, any_slot
 
 
 class RemoteScorer:
@@ -23,7 +23,7 @@ class RemoteScorer:
         slots: Sequence[int],
         timeout_s: float,
         leases: WeightLeases | None = None,
-        depends_on: Callable[[int], bool] = whatever_slot,
+        depends_on: Callable[[int], bool] = any_slot,
     ) -> None:
         """leases: None where no slot ever joins. depends_on: whether the run ends when this slot is lost."""
         self._mailbox, self._timeout_s = mailbox, timeout_s
@@ -86,12 +86,12 @@ class RemoteScorer:
 
     async def dismiss(self, slot: int) -> None:
         """Have the slot score no more, once it has done what it is doing. Raises Late, Refused or SlotLost."""
-        self._pool.hold(slot)
+        self._pool.drain(slot)
         try:
             await self._changed.wait_for(lambda: not self._num_scoring[slot], self._timeout_s)
         except TimeoutError:
             raise Late(f"{self._mailbox.describe(slot)} was still scoring after {self._timeout_s:g} s") from None
-        await self._pool.drop(slot)
+        await self._pool.release(slot)
 
 
 def _split(samples: Sequence[Sample], num_parts: int) -> list[list[int]]:

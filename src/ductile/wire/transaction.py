@@ -31,7 +31,7 @@ from ductile.core.cluster.membership import (
     violation_in_plans,
     violation_in_progress,
 )
-from ductile.error_text import told
+from ductile.error_text import error_text
 from ductile.observe import timed
 from ductile.records import Formation, ResizeOrder
 from ductile.roles import Late, Refused, SlotLost
@@ -114,7 +114,7 @@ class ResizeResult:
     """What moved the bytes, and why."""
 
 
-async def nobody_leaves() -> None:
+async def nothing_to_release() -> None:
     """`leave` of a change whose joiners have no other role to give up."""
 
 
@@ -137,7 +137,7 @@ class Transaction:
         options: ResizeOptions,
         kill: Callable[[int, str], None],
         clock: Callable[[], float] = time.perf_counter,
-        leave: Callable[[], Awaitable[None]] = nobody_leaves,
+        leave: Callable[[], Awaitable[None]] = nothing_to_release,
     ) -> None:
         """kill(slot, sentence): end a slot that does not reply, and lose it in the mailbox. leave: called when all is
         prepared and the trainer stands still; joiners give up their other roles in it."""
@@ -260,16 +260,16 @@ class Transaction:
         try:
             yield
         except BaseException as error:
-            await finish(self._take_back(self._ruling_of(error)))
+            await finish(self._roll_back(self._ruling_of(error)))
             raise
 
     def _ruling_of(self, error: BaseException) -> Ruling:
         if isinstance(error, _Unfinished):
             return error.ruling
-        said = f"the change was given up in {self.phase}: {told(error)}"
+        said = f"the change was given up in {self.phase}: {error_text(error)}"
         return judge(self.phase, self.change, {}, dict.fromkeys(self.change.slots, said), self._options.keeps_old)
 
-    async def _take_back(self, ruling: Ruling) -> None:
+    async def _roll_back(self, ruling: Ruling) -> None:
         """Roll the change back. Only the slots that train are waited for: no other slot's part is needed."""
         if ruling.verdict == "stop":
             raise self._lost(ruling.reason)

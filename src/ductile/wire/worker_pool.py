@@ -1,8 +1,8 @@
 """The slots of a role that work each for itself (generate, score): who takes work, who comes, who goes.
 
     slots      have the live version and take work
-    held       take no more work, and finish what they have
-    waiting    hold the role without weights: no slot has the live version any more, so the next one is their first
+    draining   take no more work, and finish what they have
+    waiting    have the role without weights: no slot has the live version any more, so the next one is their first
 
 A version goes live on all of them while no slot joins, so no slot ends up on another version.
 """
@@ -43,7 +43,7 @@ class WorkerPool:
         self.depends_on = depends_on
         self._mailbox, self._timeout_s, self._leases = mailbox, timeout_s, leases
         self._role: Serving = role
-        self._held: set[int] = set()
+        self._draining: set[int] = set()
         self._waiting: set[int] = set()
         self._joining: set[int] = set()
         self._changed = ChangeSignal()
@@ -52,12 +52,12 @@ class WorkerPool:
     @property
     def members(self) -> tuple[int, ...]:
         """All slots that hold the role, in ascending order."""
-        return tuple(sorted({*self.slots, *self._held, *self._waiting}))
+        return tuple(sorted({*self.slots, *self._draining, *self._waiting}))
 
     @property
     def serving(self) -> tuple[int, ...]:
-        """Slots that have weights: they can work, though the held ones get nothing new."""
-        return tuple(sorted({*self.slots, *self._held}))
+        """Slots that have weights: they can work, though the draining ones get nothing new."""
+        return tuple(sorted({*self.slots, *self._draining}))
 
     async def some(self, what: str) -> tuple[int, ...]:
         """The slots that take work, at least one. Raises Late when none comes. what: the work, such as "12 samples"."""
@@ -94,28 +94,28 @@ class WorkerPool:
                     self._waiting.add(slot)
                 return takes_work
         except BaseException:
-            await finish(self._drop_half_joined(slot))
+            await finish(self._release_half_joined(slot))
             raise
         finally:
             self._joining.remove(slot)
 
-    def hold(self, slot: int) -> None:
+    def drain(self, slot: int) -> None:
         """The slot takes no more work. Nothing happens when it does not take any."""
         if slot in self.slots:
-            self._held.add(slot)
+            self._draining.add(slot)
             self._set([other for other in self.slots if other != slot])
 
     def resume(self, slot: int) -> None:
-        """A held slot takes work again."""
-        if slot in self._held:
-            self._held.remove(slot)
+        """A draining slot takes work again."""
+        if slot in self._draining:
+            self._draining.remove(slot)
             self._set((*self.slots, slot))
 
-    async def drop(self, slot: int) -> None:
-        """Have the slot give the role up. Nothing happens when it does not have it, or is lost."""
+    async def release(self, slot: int) -> None:
+        """Have the slot release the role. Nothing happens when it does not have it, or is lost."""
         if slot not in self.members:
             return
-        self.hold(slot)
+        self.drain(slot)
         async with self.lock.shared(f"slot {slot} leaves the role {self._role!r}"):
             if slot in self.members:
                 self._forget(slot)
@@ -146,7 +146,7 @@ class WorkerPool:
             self._forget(slot)
 
     def _forget(self, slot: int) -> None:
-        self._held.discard(slot)
+        self._draining.discard(slot)
         self._waiting.discard(slot)
         if self._leases is not None:
             self._leases.forget(self._role, slot)
@@ -158,7 +158,7 @@ class WorkerPool:
         self._changed.notify_all()
         self.on_change()
 
-    async def _drop_half_joined(self, slot: int) -> None:
+    async def _release_half_joined(self, slot: int) -> None:
         if self._leases is not None:
             self._leases.forget(self._role, slot)
         with suppress(*FAILURES):  # it may not even have taken the role
@@ -166,6 +166,6 @@ class WorkerPool:
                 await self._mailbox.ask(slot, ReleaseRole(self._role), self._timeout_s)
 
 
-def whatever_slot(slot: int) -> bool:
+def any_slot(slot: int) -> bool:
     """`depends_on` of a run that ends with any of its slots."""
     return True
