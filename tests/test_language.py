@@ -67,8 +67,8 @@ RETIRED = {
 had."""
 APART = ("core/layout", "parallel", "trainer")
 """Packages in which some of these names are left."""
-FRAGMENT = re.compile(r"\s*(That|Of|By|In|For|As|With|From|And)\b")
-"""How a text begins that goes on with another one, such as "Of one slot alone." after a name."""
+FRAGMENT = re.compile(r"\s*(That|Of|By|In|For|As|With|From|And|(Where|When|After)\b(?![^.]*\?))\b")
+"""How a text begins that goes on with another one, such as "Of one slot alone." after a name; questions stand alone."""
 
 
 def test_no_attribute_docstring_is_a_fragment() -> None:
@@ -114,6 +114,10 @@ class Box:
         """And depth."""
         self.inside = 2
         """Inside the box. Of no use here."""
+        self.corner = 3
+        """Where it begins."""
+        self.end = 4
+        """Where does it end?"""
 '''
     assert list(fragments(source)) == [
         (3, "Of one slot."),

@@ -211,7 +211,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies in a published segment. `dtype` is torch's name without the prefix: "float32"."""
+    """Place of one tensor in a published segment. `dtype` is torch's name without the prefix: "float32"."""
 
     name: str
     dtype: str
@@ -236,7 +236,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class KVHandle:
-    """Where a generator keeps the keys and values of a request that it has handed off."""
+    """Place where a generator keeps the keys and values of a request that it has handed off."""
 
     location: str
     """Path of the segment, which the receiving generator opens."""

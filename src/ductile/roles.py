@@ -29,7 +29,7 @@ class CustomCodeFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RoleAssignment:
-    """Where a role runs, as the orchestrator decided it. The constructor argument of every `SlotRole`."""
+    """Place where a role runs, as the orchestrator decided it. The constructor argument of every `SlotRole`."""
 
     slot: int
     members: tuple[int, ...]

@@ -13,7 +13,7 @@ from ductile.config.section import Section
 
 PROMPT_TOKENS, MAX_TOKENS = 128, 64
 OWN: dict[str, object] = {"host": "127.0.0.1", "port": 0, "api_key": None, "api_key_var": None}
-"""Where the server of a benchmark is, and who may ask it."""
+"""Settings that say where the server of a benchmark is, and who may ask it."""
 
 
 class BenchConfig(Section):

@@ -78,7 +78,7 @@ class InferenceConfig(Section):
     `cache_memory_gib`."""
     enable_prefix_caching: bool = True
     keep_cache_on_update: bool = False
-    """When new weights arrive, sequences in flight keep the keys and values of the old ones instead of computing them
+    """Sequences in flight keep the keys and values of the old weights when new ones arrive, instead of computing them
     again. Faster; the rest of such a sequence is then sampled from a mixture that no single version is."""
     seed: int = 0
     enable_health_monitor: Annotated[bool, _HEALTH] = False

@@ -11,7 +11,7 @@ from ductile.config.run import OrchestratorRunConfig, RLConfig, SFTConfig, Train
 from ductile.config.section import Section
 
 DRY_RUN = "config.dry_run.toml"
-"""Where `--dry-run` writes in a folder with a run, whose `config.toml` stays."""
+"""File that `--dry-run` writes in a folder with a run, whose `config.toml` stays."""
 WRITTEN = (
     "config.toml", DRY_RUN, "control.json", "events.jsonl", "logs", "metrics.jsonl", "model", "rollouts.jsonl",
     "samples.jsonl", "state", "summary.json", "tensorboard", "wandb", ".model.old", ".model.partial",

@@ -1,4 +1,4 @@
-"""Where ranks find each other: the run's key-value store. One process hosts it, the slots connect.
+"""The place where ranks find each other: the run's key-value store. One process hosts it, the slots connect.
 
 It binds to loopback unless told otherwise.
 """

@@ -60,7 +60,7 @@ class Transfer:
         carrier: Carrier,
         verify: Verify = "moved",
     ) -> None:
-        """Where `old` is None, `bind` brings it: everything else can be done before it is known.
+        """Prepare the transfer. `bind` brings `old` where it is None: everything else can be done before it is known.
 
         Raises `ValueError` for buffers that are not what the layouts say.
         """

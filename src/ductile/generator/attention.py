@@ -87,7 +87,7 @@ class KVCache:
             cached.flatten(1, 2).index_copy_(1, slots, part[:, start:end].to(cached.device))
 
     def _slots(self, blocks: Sequence[int], start: int, end: int) -> Tensor:
-        """Where these tokens of a sequence lie in its blocks."""
+        """Rows of the cache in which these tokens of a sequence lie."""
         positions = torch.arange(start, end)
         slots = torch.tensor(blocks)[positions // self.block_size] * self.block_size + positions % self.block_size
         return slots.to(self.keys.device)

@@ -50,7 +50,7 @@ class Delta:
 
 @dataclass(slots=True)
 class _Listener:
-    """Where a request's deltas go."""
+    """Receiver of a request's deltas."""
 
     index: int
     mailbox: "asyncio.Queue[Delta | Exception]"

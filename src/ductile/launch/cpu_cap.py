@@ -30,7 +30,7 @@ class CapNotPermitted(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CgroupTree:
-    """Where groups may be made."""
+    """Place in which control groups may be made."""
 
     version: Literal[1, 2]
     folder: Path

@@ -12,7 +12,7 @@ from ductile.loop.compose import RunResult
 
 
 def rl_summary(result: RunResult) -> str:
-    """Where the model is, what it gained, and shows three completions."""
+    """Says where the model is and what it gained, and shows three completions."""
     lines = [_took(result.summary)]
     lines += _held_out(result.summary)
     if result.summary["reward_errors"]:

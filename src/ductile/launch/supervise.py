@@ -190,7 +190,7 @@ def _put_back(config: Config, session: Session | None) -> str:
 
 
 def _after(command: str, config: Config, session: Session | None) -> str:
-    """Where to look, and how to go on if there is a checkpoint to go on from."""
+    """Says where to look, and how to go on if there is a checkpoint to go on from."""
     folder = session.folder if session else Path(config.output_dir)
     logs = f" Logs: {folder / 'logs'}."
     if config.bench is not None or not isinstance(config, RLConfig | SFTConfig):

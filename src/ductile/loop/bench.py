@@ -175,7 +175,7 @@ class Bench:
 
 
 def origin() -> dict[str, Any]:
-    """Where figures come from."""
+    """Machine and command that the figures come from."""
     machine = {"system": platform.platform(), "processor": platform.machine(), "python": sys.version.split()[0]}
     return {"machine": machine, "command": sys.argv}
 

@@ -57,7 +57,7 @@ class Prepared:
     advantage: Advantage
     checkpoints: Checkpoints
     progress: Progress
-    """Where the run goes on; step 0 for a new run."""
+    """Place where the run goes on; step 0 for a new run."""
 
     @property
     def folder(self) -> Path:

@@ -27,7 +27,7 @@ FAILURES = (SlotLost, Late, Refused)
 
 
 class WeightSource(Protocol):
-    """Where weights come from in the first place: `ductile.wire.trainer`."""
+    """First source of all weights: the trainer of `ductile.wire.trainer`."""
 
     def can_lease(self, version: int) -> bool: ...
 
@@ -45,7 +45,7 @@ class _Holder:
 
 
 _Source = _Holder | None
-"""Where weights are fetched from: a slot that has them, or the trainer (None)."""
+"""Source of a lease: a slot that has the weights, or the trainer (None)."""
 
 
 @dataclass(slots=True, eq=False)

@@ -65,7 +65,7 @@ class Mailbox:
         self.lost: dict[int, str] = {}
         """Slots that were given up, with the sentence that says why."""
         self.heard_at_s: dict[int, float] = {}
-        """When each slot last said anything, on `clock`."""
+        """Time at which each slot last said anything, on `clock`."""
         self.heartbeats: dict[int, Heartbeat] = {}
         self.unused: Counter[str] = Counter()
         """Number of messages that came too late to be used, by class."""

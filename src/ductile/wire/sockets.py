@@ -35,7 +35,7 @@ class SocketFolder:
 
     @property
     def address(self) -> str:
-        """Where slots find the orchestrator."""
+        """Address at which slots find the orchestrator."""
         return f"ipc://{self.path / _SOCKET}"
 
     def remove(self) -> None:

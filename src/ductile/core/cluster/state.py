@@ -24,7 +24,7 @@ class SlotState:
     """Roles that the slot holds, in the order train, generate, score. A slot that both trains and generates decodes
     between micro-steps."""
     since_s: float = 0.0
-    """When the slot got these roles, on the clock of `ClusterState.now_s`."""
+    """Time at which the slot got these roles, on the clock of `ClusterState.now_s`."""
     ready: bool = True
     """False while the slot changes roles, warms up or is suspect: no order may name it then."""
 
@@ -53,7 +53,7 @@ class Unfinished(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchProgress:
-    """Where the step that is being trained stands. Everything is counted in rollouts, unless it says tokens."""
+    """Progress of the step that is being trained. Everything is counted in rollouts, unless it says tokens."""
 
     step: int
     num_rollouts: int
