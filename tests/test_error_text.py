@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from ductile import observe
-from ductile.error_text import error_text, error_with_place
+from ductile.error_text import capitalised, error_text, error_with_place
 
 HERE = Path(__file__).name
 
@@ -47,3 +47,18 @@ def test_a_mistake_of_ours_is_only_named_where_it_may_be_one():
     error.__traceback__ = error.__traceback__.tb_next.tb_next  # without the lines of this file
     assert error_with_place(error) == error_text(error) == "TypeError: Object of type object is not JSON serializable"
     assert error_with_place(error, ours=True).startswith(f"{error_text(error)} (encoder.py:")
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        ("slot 3 is lost", "Slot 3 is lost"),
+        ("on-policy training waits", "On-policy training waits"),
+        ("runs/x holds no run", "runs/x holds no run"),
+        ("config.toml is missing", "config.toml is missing"),
+        ("127.0.0.1:80 is taken", "127.0.0.1:80 is taken"),
+        ("", ""),
+    ],
+)
+def test_a_sentence_has_a_capital_unless_it_begins_with_a_path(said, sentence):
+    assert capitalised(said) == sentence

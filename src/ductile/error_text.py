@@ -33,6 +33,12 @@ def place_of(error: BaseException, ours: bool = False) -> str:
     return f" ({Path(found[-1].filename).name}:{found[-1].lineno})" if found else ""
 
 
+def capitalised(sentence: str) -> str:
+    """The sentence with a capital, unless it begins with a path, an address or a number."""
+    word = sentence.partition(" ")[0]
+    return sentence if any(mark in word for mark in "/._:") else sentence[:1].upper() + sentence[1:]
+
+
 def _is_library(file: str) -> bool:
     path = Path(file).resolve()
     return any(path.is_relative_to(folder) for folder in (_OURS, *_LIBRARIES))

@@ -3,6 +3,7 @@
 import os
 import time
 
+from ductile.error_text import capitalised
 from ductile.launch.activity import SlotActivity
 from ductile.launch.control import Resized, ResizeRequest, RunStatus, SlotStatus, Status, TrainerSlots, Unfit
 from ductile.launch.local import LocalCluster
@@ -73,4 +74,4 @@ class LiveRun:
     def _on_event(self, slot: int, event: Event) -> None:
         # A death that ends the run is told at its end.
         if isinstance(event, Died) and not self._resizer.depends_on(slot):
-            self._session.record.event("slot_lost", f"{event.reason[:1].upper()}{event.reason[1:]}.", slot=slot)
+            self._session.record.event("slot_lost", f"{capitalised(event.reason)}.", slot=slot)

@@ -28,7 +28,7 @@ from ductile.config.written import of_a_run
 from ductile.dashboard.printable import printable
 from ductile.dashboard.run_display import RunDisplay, show
 from ductile.disk import FULL, named
-from ductile.error_text import error_with_place
+from ductile.error_text import capitalised, error_with_place
 from ductile.launch.cpu_cap import CapNotPermitted
 from ductile.launch.folder import FolderInUse, bench_folder, run_folder
 from ductile.launch.interrupt import Interrupt, interrupts
@@ -138,7 +138,7 @@ async def _run(session: Session, running: Awaitable[RenderableType]) -> _End:
         except Exception as error:
             if session.record.last_step is not None:
                 sentence = str(error) if isinstance(error, UNFIT) else error_with_place(error, ours=True)
-                session.record.event("failed", as_sentence(_capital(sentence)), traceback=traceback.format_exc())
+                session.record.event("failed", as_sentence(capitalised(sentence)), traceback=traceback.format_exc())
             raise
         if session.interrupt.graceful.is_set():
             return _record_end(session, "stopped", _End(INTERRUPTED, "stopped after a whole step, as asked", summary))
@@ -146,7 +146,7 @@ async def _run(session: Session, running: Awaitable[RenderableType]) -> _End:
 
 
 def _record_end(session: Session, kind: str, end: _End) -> _End:
-    session.record.event(kind, as_sentence(_capital(end.sentence)))
+    session.record.event(kind, as_sentence(capitalised(end.sentence)))
     return end
 
 
@@ -159,7 +159,7 @@ def _say(end: _End, command: str, config: Config, session: Session | None) -> No
             after = _put_back(config, session)
             if not after and end.code != NOT_STARTED:
                 after = _after(command, config, session)
-            sentence = printable(as_sentence(_capital(end.sentence)), keep="\n")
+            sentence = printable(as_sentence(capitalised(end.sentence)), keep="\n")
             print(f"ductile {command}: {sentence}{after}", file=sys.stderr)
     except OSError:  # the terminal is gone
         # What is still in the buffer must not fail once more at the interpreter's end.
@@ -218,9 +218,3 @@ def _words(error: Exception, folder: Path) -> str:
     if isinstance(error, OSError) and error.errno in FULL:
         return str(named(error, Path(str(error.filename or folder))))
     return str(error)
-
-
-def _capital(sentence: str) -> str:
-    sentence = sentence.rstrip(".")
-    is_word = sentence.partition(" ")[0].isalpha()  # and no path or address
-    return sentence[:1].upper() + sentence[1:] if is_word else sentence

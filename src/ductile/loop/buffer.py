@@ -17,6 +17,7 @@ from ductile.observe import Recorder
 from ductile.records import Prompt, Rollout, RolloutGroup
 from ductile.roles import Late
 from ductile.tasks.prompts import PromptPosition, Prompts
+from ductile.wire.change_signal import ChangeSignal
 
 MOMENT_S = 0.05
 """Seconds that `take` waits for groups that lack only rewards: a few dozen quick rewards take no longer."""
@@ -75,7 +76,7 @@ class Buffer:
         self._running: dict[str, int] = {}  # prompt id -> version when it was started
         self._waiting: list[_Finished] = []
         self._error: BaseException | None = None
-        self._changed = asyncio.Event()
+        self._changed = ChangeSignal()
 
     def counts(self) -> dict[str, float]:
         """Metrics of the run so far."""
@@ -244,6 +245,5 @@ class Buffer:
 
     def wake(self) -> None:
         """Have every waiting `take` and `changed` look again."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._changed.notify_all()
         self.on_change()

@@ -8,7 +8,10 @@ T = TypeVar("T")
 
 
 async def gather_all(*work: Coroutine[Any, Any, Any]) -> list[Any]:
-    """All results, in order. The first failure (or a cancellation) cancels the rest, sees them end, and is raised."""
+    """All results, in order. The first failure (or a cancellation) cancels the rest, sees them end, and is raised.
+
+    `asyncio.TaskGroup` would raise it in a group, and callers catch it by its class.
+    """
     tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
     try:
         return await asyncio.gather(*tasks)

@@ -10,6 +10,7 @@ import traceback
 from dataclasses import dataclass
 
 from ductile.core.cluster.orders import Decision, sentence
+from ductile.error_text import capitalised
 from ductile.observe import Recorder
 
 
@@ -35,10 +36,12 @@ class DecisionLog:
         holds, began = decision.hold_training, decision.hold_training != self._training_held
         topic = decision.topic or decision.reason
         if decision.orders:
-            self._record.event("decided", _as_sentence(decision.reason), at_s=round(at_s, 3), **_expected(decision))
+            self._record.event(
+                "decided", f"{capitalised(decision.reason)}.", at_s=round(at_s, 3), **_expected(decision)
+            )
         elif began or (decision.reason and topic != self._topic):
             said = decision.reason or ("training waits" if holds else "training goes on")
-            self._record.event("held", _as_sentence(said), at_s=round(at_s, 3), holds=holds)
+            self._record.event("held", f"{capitalised(said)}.", at_s=round(at_s, 3), holds=holds)
         self._training_held = holds
         if decision.orders or decision.reason or began:
             self._topic = topic
@@ -64,10 +67,6 @@ class DecisionLog:
         said = f"The policy is not asked any more, and the slots go back to what the configuration gave them: {error}."
         self._record.event("refused", said, traceback=traceback.format_exc())
         return said
-
-
-def _as_sentence(reason: str) -> str:
-    return f"{reason[:1].upper()}{reason[1:]}."
 
 
 def _expected(decision: Decision) -> dict[str, float]:

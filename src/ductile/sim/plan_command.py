@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ductile.config.command_line import parse_with_folder, print_error, require_folder
+from ductile.error_text import capitalised
 
 if TYPE_CHECKING:
     from ductile.sim.plan import Case
@@ -64,7 +65,7 @@ def _plan(recording: "Recording", file: Path | None) -> None:
             flush=True,
         )
     said, best = verdict(own, others), better(own, others)
-    print("", *notes(recording), "", f"{said[:1].upper()}{said[1:]}", sep="\n")
+    print("", *notes(recording), "", capitalised(said), sep="\n")
     if best is not None:
         print("", "As TOML, to lay over the run's config (`@ this.toml`):", "", best.toml(), sep="\n")
     if file is not None:

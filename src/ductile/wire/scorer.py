@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
+from ductile.core.batch.packing import split_by_tokens
 from ductile.records import Manifest, Sample
 from ductile.roles import Late, SlotLost
 from ductile.wire.change_signal import ChangeSignal
@@ -52,7 +53,7 @@ class RemoteScorer:
         left = list(range(len(samples)))
         while left:
             slots = await self._pool.some(f"{len(left)} samples")
-            shares = zip(slots, _split([samples[index] for index in left], len(slots)), strict=True)
+            shares = zip(slots, split_by_tokens([samples[index] for index in left], len(slots)), strict=True)
             asked = {slot: [left[part] for part in share] for slot, share in shares if share}
             for slot, logprobs in (await self._score(samples, asked, model)).items():
                 scores.update(zip(asked.pop(slot), logprobs, strict=True))
@@ -92,14 +93,3 @@ class RemoteScorer:
         except TimeoutError:
             raise Late(f"{self._mailbox.describe(slot)} was still scoring after {self._timeout_s:g} s") from None
         await self._pool.release(slot)
-
-
-def _split(samples: Sequence[Sample], num_parts: int) -> list[list[int]]:
-    """Indices of `samples` in parts of about equally many tokens: the longest first, each to the shortest part."""
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    num_tokens = [0] * num_parts
-    for index in sorted(range(len(samples)), key=lambda index: -len(samples[index])):
-        part = num_tokens.index(min(num_tokens))
-        parts[part].append(index)
-        num_tokens[part] += len(samples[index])
-    return parts

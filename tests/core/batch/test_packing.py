@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ductile.core.batch.packing import Cost, SampleTooLong, pack
+from ductile.core.batch.packing import Cost, SampleTooLong, pack, split_by_tokens
 from ductile.records import MicroBatch, Sample
 
 SEQ_LEN = 64
@@ -147,3 +147,11 @@ def test_families_keep_to_the_budget_and_to_the_balance(families: list[list[int]
     assert all(micro_batch.num_tokens <= SEQ_LEN for micro_batch in bins)
     apart = [Sample((index, *sample.token_ids[1:]), sample.loss_mask) for index, sample in enumerate(samples)]
     assert len(bins) <= sum(map(len, pack(apart, num_ranks, SEQ_LEN)))  # no micro-batch more for keeping together
+
+
+def test_parts_for_scorers_have_about_equally_many_tokens() -> None:
+    lengths = [5, 100, 7, 90, 8, 1, 10, 3]
+    parts = split_by_tokens(samples_of(lengths), 2)
+    assert sorted(index for part in parts for index in part) == list(range(8))
+    assert [sum(lengths[index] for index in part) for part in parts] == [112, 112]
+    assert split_by_tokens(samples_of([4]), 3) == [[0], [], []]

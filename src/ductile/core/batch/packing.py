@@ -77,6 +77,17 @@ def pack(samples: Sequence[Sample], num_ranks: int, seq_len: int, cost: Cost | N
         rows += 1  # the loop ends at the latest when each micro-batch holds one sample
 
 
+def split_by_tokens(samples: Sequence[Sample], num_parts: int) -> list[list[int]]:
+    """Indices of `samples` in parts of about equally many tokens: the longest first, each to the shortest part."""
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    num_tokens = [0] * num_parts
+    for index in sorted(range(len(samples)), key=lambda index: -len(samples[index])):
+        part = num_tokens.index(min(num_tokens))
+        parts[part].append(index)
+        num_tokens[part] += len(samples[index])
+    return parts
+
+
 def _num_bins_needed(dearest_first: Sequence[Sample], seq_len: int) -> int:
     """Micro-batches that first-fit decreasing needs: at most 11/9 of the fewest possible."""
     rooms: list[int] = []
