@@ -33,7 +33,7 @@ class Sampling:
     them."""
     seed: int | None = None
     """Requests with one seed get the same tokens for the same prompt, whatever else runs in the batch and across a
-    hand-over. None: the engine derives a seed from its own and the request's id."""
+    migration. None: the engine derives a seed from its own and the request's id."""
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     """Whether the text that is shown leaves out special tokens."""
@@ -236,7 +236,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class KVHandle:
-    """Place where a generator keeps the keys and values of a request that it has handed off."""
+    """Place where a generator keeps the keys and values of a request that has migrated."""
 
     location: str
     """Path of the segment, which the receiving generator opens."""

@@ -80,10 +80,10 @@ class SimulatedCosts(Section):
     grant_s: float = Field(default=0.5, ge=0)
     release_s: float = Field(default=0.1, ge=0)
     handoff_s: float = Field(default=0.01, ge=0)
-    """Seconds that rollouts wait while they are handed off, however many are handed off at once."""
+    """Seconds that rollouts wait while they migrate, however many migrate at once."""
     cache_bytes_per_token: float = Field(default=0.0, ge=0)
     cache_bytes_per_s: float = Field(default=0.0, ge=0)
-    """Bytes of KV cache that go from slot to slot in a second. 0: the cache stays, and what is handed off is prefilled
+    """Bytes of KV cache that go from slot to slot in a second. 0: the cache stays, and what migrates is prefilled
     again."""
 
 

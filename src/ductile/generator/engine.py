@@ -111,7 +111,7 @@ class Engine:
             imported=cache,
         )
         self._num_arrived += 1
-        reason = sequence.finish_reason()  # one that was handed over may have said its last word already
+        reason = sequence.finish_reason()  # one that has migrated may have said its last word already
         if reason:
             self._ended.append(sequence.generation(reason))
         else:

@@ -20,7 +20,7 @@ class StepLoad:
     num_kv_imports: int
     """Handed-over caches that were copied into the KV cache before the step."""
     num_decoding: int = 0
-    """Sequences that the step gave one token; of the others it computed prompts, or contexts that were handed over."""
+    """Sequences that the step gave one token; of the others it computed prompts, or contexts that came by migration."""
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], num_kv_imports: int) -> "StepLoad":

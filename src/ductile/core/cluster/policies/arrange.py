@@ -108,7 +108,7 @@ class Arrangements:
         return 0.0, self._joining_s(self._state.costs.grant_s, new, num_slots) + self._migrating_s(moved, new)
 
     def _migrating_s(self, context: float, num_targets: int) -> float:
-        """Seconds that handing off costs generation, on average over all sequences: messages stop only those that they
+        """Seconds that migrations cost generation, on average over all sequences: messages stop only those that they
         are about."""
         if not context:
             return 0.0
