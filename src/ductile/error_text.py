@@ -1,4 +1,4 @@
-"""An exception in a line: what it is, what it says, and where in somebody's own code it comes from."""
+"""An exception in a line: what it is, what it says, and where in the user's code it comes from."""
 
 import sysconfig
 import traceback
@@ -23,7 +23,7 @@ def error_with_place(error: BaseException, ours: bool = False) -> str:
 def place_of(error: BaseException, ours: bool = False) -> str:
     """ " (myreward.py:3)": the innermost line that is neither ductile's nor a library's.
 
-    "" where there is none, as when somebody's function does not take the arguments; with `ours`, the innermost of all.
+    "" where there is none, as when a user's function does not take the arguments; with `ours`, the innermost of all.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({Path(error.filename).name}:{error.lineno})"

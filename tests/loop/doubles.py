@@ -1,4 +1,4 @@
-"""The loop's roles in memory, in virtual time: seconds pass only while everybody waits."""
+"""The loop's roles in memory, in virtual time: seconds pass only while all tasks wait."""
 
 import asyncio
 import itertools

@@ -37,7 +37,7 @@ def without_derived(config: Section, table: dict[str, Any]) -> dict[str, Any]:
     """The config, dumped as `table`, without what `derive` would fill in again.
 
     So a resolved config can be run on other slots, or with the scheduler switched on: what is given beside the file
-    meets no value that nobody wrote.
+    meets no value that the user did not write.
     """
     draft = Draft(table).copy()
     for derived in _derived(config):
@@ -78,7 +78,7 @@ def _is_unset(section: Section, name: str) -> bool:
 
 
 def _filled(section: S, path: tuple[str, ...], value: int | float) -> S:
-    """The section with the value at `path`, as a default has it: not among the fields that somebody set."""
+    """The section with the value at `path`, as a default has it: not among the fields that the user set."""
     name, *rest = path
     if rest:
         return section.model_copy(update={name: _filled(cast(Section, getattr(section, name)), tuple(rest), value)})

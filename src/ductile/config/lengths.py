@@ -16,7 +16,7 @@ S = TypeVar("S", bound=Section)
 
 
 def follow(config: S) -> tuple[S, tuple[str, ...]]:
-    """The config with lengths that nobody wrote as the model has them, and a sentence for each that changed."""
+    """The config, its lengths as the model has them where the user wrote none, and a sentence for each that changed."""
     if isinstance(config, RLConfig):
         return cast("tuple[S, tuple[str, ...]]", _rl(config))
     if isinstance(config, InferenceRunConfig):

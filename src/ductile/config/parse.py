@@ -31,7 +31,7 @@ class Parsed(Generic[S]):
     notices: tuple[str, ...]
     files: tuple[str, ...]
     derived: tuple[str, ...]
-    """A sentence for each value that nobody wrote and that is not a default."""
+    """A sentence for each value that the user did not write and that is not a default."""
 
 
 def parse(root: type[S], argv: Sequence[str]) -> Parsed[S]:

@@ -33,7 +33,7 @@ def _check_signature(name: str, policy: Policy) -> None:
     try:
         signature = inspect.signature(decide)
     except ValueError:
-        return  # written in C: nobody knows
+        return  # written in C: it tells nothing of itself
     try:
         signature.bind(None)
     except TypeError:
@@ -42,4 +42,4 @@ def _check_signature(name: str, policy: Policy) -> None:
             f"{name!r} has {found}, and is called with one state: write decide(self, state)"
         ) from None
     if inspect.iscoroutinefunction(decide):
-        raise ImportPathError(f"{name!r} has an async decide, and nobody awaits it: write def decide(self, state)")
+        raise ImportPathError(f"{name!r} has an async decide, and is not awaited: write def decide(self, state)")

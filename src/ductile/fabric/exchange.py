@@ -44,7 +44,7 @@ class Exchange(Protocol):
         """Leave a note and read those of all members. Collective; a topic is used once. `meanwhile()` is done while the
         notes travel.
 
-        Where everybody knows how long the `longest` note is, saying so can save a round. Raises `TransferFailed` when a
+        Where all know how long the `longest` note is, saying so can save a round. Raises `TransferFailed` when a
         note has not come within the timeout, and what `meanwhile` raises; the others get the note all the same.
         """
         ...

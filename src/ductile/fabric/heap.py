@@ -1,4 +1,4 @@
-"""The C library's heap, which keeps what was freed for whoever asks next (`ductile.launch.local.FREED_MEMORY_STAYS`),
+"""The C library's heap, which keeps what was freed for the next allocation (`ductile.launch.local.FREED_MEMORY_STAYS`),
 and what torch keeps on a GPU in the same way."""
 
 import ctypes

@@ -1,6 +1,6 @@
 """Read the state straight out of a peer's process, on the CPU of one host.
 
-The kernel copies from one address space into the other (`process_vm_readv`): ordinary memory, and nobody has to lend
+The kernel copies from one address space into the other (`process_vm_readv`): ordinary memory, and no slot has to lend
 it. A slab after the other is read, hashed while it is in the core's cache, and put where it belongs: what is contiguous
 here arrives in its place, the rest goes through staging memory that never leaves the cache. Nothing can be left behind.
 A peer that has stopped can still be read; one that has died is noticed at once. What is read must be frozen.

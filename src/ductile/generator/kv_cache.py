@@ -1,10 +1,10 @@
 """Who holds which block of the KV cache: reference counts, sharing by content, eviction. There are no tensors here.
 
 1. A block is the keys and values of `block_size` consecutive tokens in every layer; sequences hold lists of blocks.
-2. A full block may be registered under its content key: a digest of all tokens from the first to its last, salted with
-   the weights they were computed under. Whoever starts with the same tokens under the same weights takes it as it is.
-3. A block nobody holds is free. It keeps its key, and can be found again, until `allocate` needs it: least recently
-   released first, the end of a sequence before its beginning.
+2. A full block may be registered under its content key: a digest of all tokens from the first to its last, and of the
+   weights' version. A sequence that starts with the same tokens under the same weights takes it as it is.
+3. A block that no sequence holds is free. It keeps its key, and can be found again, until `allocate` needs it: least
+   recently released first, the end of a sequence before its beginning.
 
 At any time each block is either free or held, never both; counts equal the number of holders; a key names one block.
 """
@@ -73,7 +73,7 @@ class BlockPool:
             self._holders[block] -= 1
             if self._holders[block] == 0:
                 self._free[block] = None
-                if block not in self._key_of:  # nobody can find it again, so it goes before those that can be
+                if block not in self._key_of:  # no sequence can find it again, so it goes before those that can be
                     self._free.move_to_end(block, last=False)
 
     def register(self, block: int, key: bytes) -> None:

@@ -8,7 +8,7 @@
 | its body, within `server.max_body_bytes` and `server.timeout_s` | 413, 408 |
 
 Bodies that are on their way share `BODIES_AT_ONCE` times the largest; when that is full, the one that holds most of it
-goes (503), so that whoever asks little is always heard.
+goes (503), so that a client who asks little is always served.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ class RequestGuard:
                 if body is None:
                     return  # the client went away
                 scope.setdefault("state", {})["body"] = body
-                del body  # whoever takes it out of the state can forget it
+                del body  # the handler that takes it out of the state can forget it
         except Refusal as refusal:
             await refusal.response(scope, receive, send)
             return

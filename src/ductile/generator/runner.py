@@ -3,8 +3,9 @@
 The thread waits for work and steps; the loop never waits for a step. What is asked travels as calls in a queue, which
 the thread makes between two steps; what was generated travels back once a step, in one wake-up of the loop for all.
 
-Whoever waits here waits for the thread. When it fails or is silent for longer than `STALLED_AFTER_S`, every waiter
-gets `EngineFailed`. A request that the engine cannot take, or cannot go on with, gets `RequestFailed`, and it alone.
+A caller that waits here waits for the thread. When it fails or is silent for longer than `STALLED_AFTER_S`, every
+waiter gets `EngineFailed`. A request that the engine cannot take, or cannot go on with, gets `RequestFailed`, and it
+alone.
 """
 
 import asyncio
@@ -169,7 +170,7 @@ class EngineRunner:
         for id in (*ended, *failed):
             if listener := self._listeners.pop(id, None):
                 post.append((listener.mailbox, failed.get(id) or _ending(ended[id], listener)))
-        for id in self._engine.running():  # whoever waits, and there may be thousands, has no news
+        for id in self._engine.running():  # a request that waits, and there may be thousands, has no news
             listener = self._listeners.get(id)
             if listener and listener.each_step and (new := self._engine.peek(id, listener.num_sent)) and new[0]:
                 listener.num_sent += len(new[0])

@@ -43,8 +43,8 @@ def create_app(
     on_failure: Callable[[EngineFailed], None] = lambda failure: None,
     health_deadline_s: float = 10.0,
 ) -> FastAPI:
-    """The engine belongs to the app from its start to its end: nobody else may touch it. `on_failure` is called when it
-    is dead: by then every client has been told, and nothing but a new process can help."""
+    """The engine belongs to the app from its start to its end: no other code may touch it. `on_failure` is called when
+    it is dead: by then every client has been told, and nothing but a new process can help."""
     config = config or ServerConfig()
 
     @asynccontextmanager
@@ -151,7 +151,7 @@ async def generate(service: Shared, http: Request) -> Response:
 
 
 def _take_body(http: Request) -> bytes:
-    """The body that the middleware has read; nobody else keeps it."""
+    """The body that the middleware has read; no other code keeps it."""
     return http.scope["state"].pop("body")
 
 

@@ -5,7 +5,7 @@ Linux control groups do it, version 1 (the `cpu` controller's own tree) or 2 (on
     <our place in the tree>/ductile-<orchestrator's pid>-<its start time>-slot<n>
 
 with a quota of `fraction` of every 20 ms. What a slot could not use of one period, because the machine's host gave the
-core to somebody else, it may use in the next, where the kernel can do that (Linux 5.14). The process server puts the
+core to another process, it may use in the next, where the kernel can do that (Linux 5.14). The process server puts the
 process in and removes the group after it. Should orchestrator and process server both be killed, the empty groups stay
 until the next capped run sweeps them.
 """

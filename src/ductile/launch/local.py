@@ -211,7 +211,7 @@ class LocalCluster:
             await self._or_death(greeted)
         self._watching = asyncio.create_task(self._watch())
         self._watching.add_done_callback(
-            lambda task: report_failure(task, "nobody sees any more which slots are silent", self._deaf)
+            lambda task: report_failure(task, "it is not seen any more which slots are silent", self._deaf)
         )
 
     async def _count_devices(self) -> int | None:

@@ -36,7 +36,7 @@ class ForkedProcess:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def signal(self, signum: signal.Signals) -> None:
-        """Send a signal; none if the process has ended (its number may be somebody else's by now)."""
+        """Send a signal; none if the process has ended (its number may be another process's by now)."""
         if self.code is None and self.pidfd is not None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, signum)

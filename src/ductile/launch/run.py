@@ -134,7 +134,7 @@ async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatch
 async def _rollout_only(
     config: OrchestratorRunConfig, prepared: PreparedRolloutOnly, session: Session
 ) -> RenderableType:
-    """Rollouts from somebody else's server."""
+    """Rollouts from a server that is not the run's own."""
     client = config.client
     api_key = secret_of(client.api_key, client.api_key_var)
     generators = HttpGenerators(str(client.base_url), api_key, client.timeout_s)

@@ -30,7 +30,7 @@ def main(words: Sequence[str]) -> int:
 
     try:
         compare(config)
-    except BrokenPipeError:  # of `| head`: told by nobody
+    except BrokenPipeError:  # of `| head`: no reader is left
         raise
     except (ImportPathError, BadDecision, OSError, ValueError) as error:
         print(f"ductile simulate: {error}", file=sys.stderr)

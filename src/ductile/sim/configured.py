@@ -105,7 +105,7 @@ def _changed_work(work: WorkLoad, said: dict[str, Any], lengths: LengthsConfig) 
 
 
 def _said(section: Section) -> dict[str, Any]:
-    """The keys that somebody wrote."""
+    """The keys that the user wrote."""
     return {name: getattr(section, name) for name in section.model_fields_set}
 
 

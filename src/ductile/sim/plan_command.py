@@ -30,7 +30,7 @@ def main(words: Sequence[str]) -> int:
 
     try:
         _plan(read_recording(asked.run), asked.json)
-    except BrokenPipeError:  # of `| head`: told by nobody
+    except BrokenPipeError:  # of `| head`: no reader is left
         raise
     except (ImportPathError, BadDecision, OSError, ValueError) as error:
         print_error("plan", error)

@@ -58,7 +58,7 @@ class Simulated:
 def simulate(scenario: Scenario, policy: Policy, folder: Path | None = None) -> Simulated:
     """Run the scenario to its end. folder: where `events.jsonl` and `metrics.jsonl` go; None keeps nothing.
 
-    Raises BadDecision when the policy orders what cannot be, and Deadlock when everybody waits for ever.
+    Raises BadDecision when the policy orders what cannot be, and Deadlock when all tasks wait for ever.
     """
     if folder is not None:
         return run(_simulate(scenario, policy, folder))

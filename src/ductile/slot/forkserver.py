@@ -11,7 +11,7 @@ of either. On the control socket it speaks JSON, a line each:
           {"said": "slot-0", "text": ...}          what `function(arguments, say)` passed to `say`
           {"exited": "slot-0", "code": -9}         as in subprocess: negative is a signal's number
 
-Nobody is left behind, whoever dies:
+No process is left behind, whichever dies:
 
 - The parent ends: the server wakes (SIGCONT, should it be stopped), kills its children, removes their cgroups and the
   folder of the run's sockets, leaves.
@@ -156,7 +156,7 @@ def _live(request: dict[str, Any], say_fd: int) -> None:
     try:
         if request["cgroup"]:
             with open(os.path.join(request["cgroup"], "cgroup.procs"), "w") as procs:
-                procs.write("0")  # "0" is whoever writes
+                procs.write("0")  # "0" is the writer itself
         if request["log"]:
             log_fd = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.dup2(log_fd, 1)
@@ -184,13 +184,13 @@ def _say(say_fd: int, text: str) -> None:
 
 def _remove_cgroup(path: str) -> None:
     if path:
-        with suppress(OSError):  # whoever starts next sweeps what is still busy (`ductile.launch.cpu_cap`)
+        with suppress(OSError):  # the next run sweeps what is still busy (`ductile.launch.cpu_cap`)
             os.rmdir(path)
 
 
 def main(arguments: list[str]) -> None:
     control_fd, parent, sockets, *modules = arguments
-    # At the parent's end; were the server to be killed instead, nobody could remove the cgroups.
+    # At the parent's end; were the server to be killed instead, no process could remove the cgroups.
     signal_on_parent_death(int(parent), signal.SIGCONT)
     leave_signals_to_the_orchestrator()  # so do all that it forks
     sys.stdout.reconfigure(line_buffering=True, errors=ESCAPED)  # pyright: ignore[reportAttributeAccessIssue]
