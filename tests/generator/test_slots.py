@@ -32,7 +32,7 @@ from ductile.wire.messages import (
 from tests.generator.conftest import request, run
 from tests.launch.processes import is_running
 from tests.tiny import make_model_folder
-from tests.wire.carriers import eventually
+from tests.wire.transports import eventually
 
 MIB = 1 << 20
 ASKED = tuple(request(str(i), "what is 1 + 2? " * 4, 30, temperature=1.0) for i in range(3))

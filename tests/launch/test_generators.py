@@ -21,7 +21,7 @@ from ductile.wire.messages import LeaseWeights
 from ductile.wire.scorer import RemoteScorer
 from ductile.wire.trainer import RemoteTrainer
 from tests.tiny import make_model_folder
-from tests.wire.carriers import eventually
+from tests.wire.transports import eventually
 
 TRAINER = 9
 TIMEOUT_S = 30.0

@@ -17,7 +17,7 @@ from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.messages import AssignRole, Generate, OptimStep, Ping, Survey
 from tests.launch.processes import is_running
 from tests.slot.echo import ECHO
-from tests.wire.carriers import eventually
+from tests.wire.transports import eventually
 
 CPU = ClusterConfig(device="cpu")
 

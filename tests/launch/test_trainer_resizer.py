@@ -25,8 +25,8 @@ from ductile.wire.transaction import ResizeOptions
 from tests.launch.processes import is_running
 from tests.slot.held import HELD_ECHO, HELD_TRAINER, POINTS, arm, reached
 from tests.tiny import make_model_folder
-from tests.wire.carriers import eventually
 from tests.wire.train_slots import sample
+from tests.wire.transports import eventually
 
 FORMATION = Formation((0, 1))
 LEAVER, STAYER, JOINER = 0, 1, 2

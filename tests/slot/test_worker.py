@@ -24,7 +24,7 @@ from ductile.wire.messages import (
     Survey,
 )
 from tests.slot.echo import ECHO
-from tests.wire.carriers import eventually
+from tests.wire.transports import eventually
 
 
 class Harness:

@@ -1,4 +1,4 @@
-"""Generators over the memory carrier: where sequences go, what cancelling, silence and death do."""
+"""Generators over the memory transport: where sequences go, what cancelling, silence and death do."""
 
 import asyncio
 import time

@@ -25,7 +25,7 @@ from ductile.wire.messages import (
     Reply,
 )
 from tests.loop.doubles import run as on_virtual_time
-from tests.wire.carriers import eventually, memory_slots, socket_slots
+from tests.wire.transports import eventually, memory_slots, socket_slots
 
 MANIFEST = Manifest(3, "shared_memory", "/proc/1/fd/3", 0, 0, ())
 STATS = EngineStats(num_running=1, num_waiting=0, num_tokens=5, num_preempted=0, cache_used=0.5, version=2)
@@ -92,7 +92,9 @@ def test_a_reply_after_the_deadline_is_counted_and_harms_nobody(slots):
     async def story():
         async with slots({0: slow}) as (mailbox, _):
             if slots is memory_slots:
-                pytest.skip("a handler that blocks blocks the memory carrier's loop; test_memory delays instead")
+                pytest.skip(
+                    "a handler that blocks blocks the memory transport's loop; test_memory_transport delays instead"
+                )
             with pytest.raises(Late):
                 await mailbox.ask(0, OptimStep(1.0), 0.05)
             assert await mailbox.ask(0, Ping(), 5) == Done()

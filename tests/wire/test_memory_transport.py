@@ -1,4 +1,4 @@
-"""The faults that the memory carrier makes on request."""
+"""The faults that the memory transport makes on request."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Sequences that change generators while everything may go wrong, in virtual time over the memory carrier."""
+"""Sequences that change generators while everything may go wrong, in virtual time over the memory transport."""
 
 import asyncio
 from collections.abc import Callable, Coroutine

@@ -1,4 +1,4 @@
-"""The loop's Protocols over the memory carrier: who is asked what, and what comes of faults."""
+"""The loop's Protocols over the memory transport: who is asked what, and what comes of faults."""
 
 import asyncio
 import math

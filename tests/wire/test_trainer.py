@@ -1,4 +1,4 @@
-"""Micro-steps over the memory carrier, in virtual time."""
+"""Micro-steps over the memory transport, in virtual time."""
 
 import asyncio
 
