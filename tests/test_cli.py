@@ -197,7 +197,7 @@ ductile rl: the config is good.
   ahead     generation is at most 1 version ahead; completions more than 8 versions old are thrown away and asked again
   lengths   prompt and completion at most 512 tokens, of which the completion 128; micro-batches of 512
   loss      default, adamw with lr 1e-06
-  eval      before step 1 and at the end: 1 completion to each of 64 prompts, greedy, at most 128 tokens
+  eval      before step 1 and at the end: 1 completion for each of 64 prompts, greedy, at most 128 tokens
             held out: the task's last 64 (orchestrator.eval.num_examples), never trained on; 9936 examples to train on
   slots     4, as component_placement says
               0  train
@@ -306,7 +306,7 @@ def test_the_example_of_sft_is_good(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             "",
-            "before step 1 and at the end: 1 completion to each of 64 prompts, greedy, at most 128",
+            "before step 1 and at the end: 1 completion for each of 64 prompts, greedy, at most 128",
         ),
         (
             "--orchestrator.eval.interval 2 --orchestrator.eval.sampling.temperature 0.5",
@@ -314,7 +314,7 @@ def test_the_example_of_sft_is_good(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             "--orchestrator.eval.samples-per-example 3 --orchestrator.eval.num-examples 9",
-            "3 completions to each of 9 prompts",
+            "3 completions for each of 9 prompts",
         ),
         ("--no-orchestrator.eval.enabled", "none, and nothing is held out: orchestrator.eval.enabled is false"),
         ("--bench", "none, and nothing is held out: --bench"),

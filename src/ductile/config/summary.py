@@ -114,7 +114,7 @@ def _evaluation(orchestrator: OrchestratorConfig, bench: BenchConfig | None) -> 
     temperature = config.sampling.temperature
     how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
     completions = many(config.samples_per_example, "completion")
-    asked = f"{completions} to each of {many(config.num_examples, 'prompt')}"
+    asked = f"{completions} for each of {many(config.num_examples, 'prompt')}"
     when = f"before step 1{often} and at the end"
     return [f"{when}: {asked}, {how}, at most {config.sampling.max_tokens} tokens", _held_out(orchestrator)]
 

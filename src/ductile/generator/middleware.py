@@ -79,8 +79,8 @@ def check(path: str, method: str, headers: Headers, config: ServerConfig) -> Non
         if host is not None and not is_loopback(host_name(host)):
             raise Refusal(
                 403,
-                f"the Host header is {host[:80]!r}; without server.api_key this server serves only to names of its "
-                f"own machine: ask for {config.host}, or set server.api_key",
+                f"the Host header is {host[:80]!r}; without server.api_key this server serves only requests to its "
+                f"own machine's names: ask for {config.host}, or set server.api_key",
                 "permission_error",
             )
     elif not is_probe and not _has_key(headers.get("authorization", ""), config.api_key):
