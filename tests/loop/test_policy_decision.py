@@ -5,7 +5,7 @@ import pytest
 from ductile.core.cluster.orders import Decision, Migration, RoleChange
 from ductile.core.cluster.policies.rules import Home
 from ductile.core.cluster.policies.static import Static
-from ductile.loop.policy_decision import BadDecision, ask
+from ductile.loop.policy_decision import BadDecision, decide
 from tests.core.cluster.scenes import scene
 from tests.loop.test_controller import one_event, run_controller
 
@@ -72,18 +72,18 @@ BAD = [
 @pytest.mark.parametrize(("policy", "said"), BAD)
 def test_whatever_a_policy_does_is_a_sentence(policy, said):
     with pytest.raises(BadDecision) as error:
-        ask(policy, scene())
+        decide(policy, scene())
     assert said in str(error.value)
 
 
 def test_a_failure_names_the_line_of_the_policy():
     line = Fails.decide.__code__.co_firstlineno + 1
     with pytest.raises(BadDecision, match=rf"\(test_policy_decision\.py:{line}\)$"):
-        ask(Fails(), scene())
+        decide(Fails(), scene())
 
 
 def test_a_good_decision_is_returned():
-    assert ask(Static(), scene())[0] == Decision()
+    assert decide(Static(), scene())[0] == Decision()
 
 
 @pytest.mark.parametrize("policy", [policy for policy, _ in BAD], ids=[said[:40] for _, said in BAD])

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from ductile.config.bench import Load
 from ductile.loop.bench import GIB
-from ductile.loop.serving_bench import BenchRound, RequestTimes, ServingBench, ask_rounds
+from ductile.loop.serving_bench import BenchRound, RequestTimes, ServingBench, run_rounds
 from ductile.roles import Late, Refused, SlotLost
 
 LOAD = Load(num_requests=3, prompt_tokens=5, max_tokens=4)
@@ -38,7 +38,7 @@ def sse(*events):
 def asked(server, num_rounds=3):
     async def ask():
         transport = httpx.MockTransport(server)
-        return [found async for found in ask_rounds("http://127.0.0.1:1", LOAD, 50, num_rounds, transport)]
+        return [found async for found in run_rounds("http://127.0.0.1:1", LOAD, 50, num_rounds, transport)]
 
     return asyncio.run(ask())
 

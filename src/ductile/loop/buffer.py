@@ -88,13 +88,13 @@ class Buffer:
 
     # -- the generators' side
 
-    def ask(self) -> Prompt | None:
+    def admit(self) -> Prompt | None:
         """The next prompt to work on; None while nothing more may be started."""
         if self.live_version < self.version:
             return None  # its first tokens would be older than they need to be
         if not self.room:
             return None
-        prompt = self._prompts.ask()
+        prompt = self._prompts.next_prompt()
         self._running[prompt.id] = self.version
         return prompt
 

@@ -1,6 +1,6 @@
 """Asks the policy after events, and has its decisions carried out. Real runs and simulated ones go through this code.
 
-    events  ->  ask(policy, actuator.state())  ->  the actuator's parts, in this order:
+    events  ->  decide(policy, actuator.state())  ->  the actuator's parts, in this order:
 
     1. rollouts leave with what they have, for generators that are there; then their slots give up what they did
     2. the trainer resizes               beside it, slots that are not about to leave the trainer take roles on
@@ -32,7 +32,7 @@ from ductile.core.cluster.placement import Role
 from ductile.core.cluster.state import ClusterState
 from ductile.loop.concurrency import Pause, gather_all
 from ductile.loop.decisions import DecisionLog, ExecutedDecision
-from ductile.loop.policy_decision import BadDecision, ask
+from ductile.loop.policy_decision import BadDecision, decide
 from ductile.observe import Recorder
 from ductile.records import Formation
 
@@ -256,7 +256,7 @@ class ElasticController:
 
     def _decision(self, state: ClusterState) -> Decision:
         """Raises BadDecision."""
-        decision, took_s = ask(self._policy, state)
+        decision, took_s = decide(self._policy, state)
         self.decide_s.append(took_s)
         return decision
 

@@ -42,7 +42,7 @@ class HttpGenerators:
     async def __aenter__(self) -> "HttpGenerators":
         """Raises SlotLost when no server responds, Refused when it is no such server."""
         try:
-            response = await self._ask("GET", "/models")
+            response = await self._request("GET", "/models")
             self._model = str(response["data"][0]["id"])
             self._version = int(response["data"][0].get("weight_version") or 0)
         except (KeyError, IndexError, TypeError):
@@ -81,7 +81,7 @@ class HttpGenerators:
         }
         if sampling.seed is not None:
             body["seed"] = sampling.seed
-        response = await self._ask("POST", "/completions", body)
+        response = await self._request("POST", "/completions", body)
         token_ids, logprobs, finish_reason = _read(response, self._base_url)
         return Generation(
             request.id,
@@ -94,7 +94,7 @@ class HttpGenerators:
     async def receive(self, manifest: Manifest) -> None:
         raise Refused(f"{self._base_url} keeps its own weights; it cannot receive version {manifest.version}")
 
-    async def _ask(self, method: str, route: str, body: Mapping[str, Any] | None = None) -> Any:
+    async def _request(self, method: str, route: str, body: Mapping[str, Any] | None = None) -> Any:
         url = self._base_url + route
         for attempt in range(1, NUM_ATTEMPTS + 1):
             last = attempt == NUM_ATTEMPTS

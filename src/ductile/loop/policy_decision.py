@@ -13,7 +13,7 @@ class BadDecision(Exception):
     """A policy ordered what cannot be, returned something else than a decision, or failed. The text says what."""
 
 
-def ask(policy: Policy, state: ClusterState) -> tuple[Decision, float]:
+def decide(policy: Policy, state: ClusterState) -> tuple[Decision, float]:
     """The decision, and the real seconds that it took the policy. Raises BadDecision."""
     began_s = time.perf_counter()
     try:

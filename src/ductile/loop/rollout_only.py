@@ -77,7 +77,7 @@ async def run_rollout_only(
             return RolloutGroup(prompt, tuple(await gather_all(*(play(prompt, m) for m in range(group_size)))))
 
         for step in range(1, prepared.max_steps + 1):
-            batch = [prompts.ask() for _ in range(config.batch_size // group_size)]
+            batch = [prompts.next_prompt() for _ in range(config.batch_size // group_size)]
             groups = await gather_all(*(rollout_group(prompt) for prompt in batch))
             write_rollouts(record.folder / "rollouts.jsonl", step, groups, prepared)
             step_metrics = StepMetrics(version=0)

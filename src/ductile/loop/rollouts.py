@@ -63,7 +63,7 @@ class Rollouts:
             while True:
                 # Started only when there is room, so that tokens are as fresh as can be. The last group may not fit
                 # entirely: its members take the places of those that end first.
-                while self._num_playing < self._generators.capacity and (prompt := self._buffer.ask()):
+                while self._num_playing < self._generators.capacity and (prompt := self._buffer.admit()):
                     self._num_playing += self._group_size
                     self._groups[prompt.id] = asyncio.create_task(self._run(prompt))
                 await self._buffer.changed()

@@ -55,7 +55,7 @@ class BenchRound:
         return self.load.num_requests * self.load.prompt_tokens / self.seconds
 
 
-async def ask_rounds(
+async def run_rounds(
     url: str, load: Load, vocab_size: int, num_rounds: int, transport: httpx.AsyncBaseTransport | None = None
 ) -> AsyncIterator[BenchRound]:
     """Each round as soon as it is over. Raises Refused, Late or SlotLost."""
@@ -78,13 +78,13 @@ async def ask_rounds(
 async def _all(client: httpx.AsyncClient, prompts: Sequence[list[int]], max_tokens: int) -> tuple[RequestTimes, ...]:
     try:
         async with asyncio.TaskGroup() as group:
-            asked = [group.create_task(_ask(client, prompt, max_tokens)) for prompt in prompts]
+            asked = [group.create_task(_request(client, prompt, max_tokens)) for prompt in prompts]
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return tuple(each.result() for each in asked)
 
 
-async def _ask(client: httpx.AsyncClient, prompt: list[int], max_tokens: int) -> RequestTimes:
+async def _request(client: httpx.AsyncClient, prompt: list[int], max_tokens: int) -> RequestTimes:
     body = {
         "prompt": prompt,
         "max_tokens": max_tokens,

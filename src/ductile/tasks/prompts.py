@@ -56,7 +56,7 @@ class PromptPosition:
 
 
 class Prompts:
-    """Asks every example once an epoch: `ask`, then `mark_trained`, or `requeue` when its rollouts were dropped.
+    """Gives every example once an epoch: `next_prompt`, then `mark_trained`, or `requeue` when its rollouts were dropped.
 
     After a resume, what was under way at the save is asked first, in the same order.
     """
@@ -78,7 +78,7 @@ class Prompts:
         self._again = deque(position.under_way)
         self._under_way: dict[str, int] = {}
 
-    def ask(self) -> Prompt:
+    def next_prompt(self) -> Prompt:
         """Raises TaskError when an epoch long nothing fits into `max_tokens`."""
         for _ in range(len(self._order) + len(self._again) + 1):
             position = self._again.popleft() if self._again else self._advance()
