@@ -56,9 +56,9 @@ class PromptPosition:
 
 
 class Prompts:
-    """Gives every example once an epoch: `next_prompt`, then `mark_trained`, or `requeue` when its rollouts were dropped.
+    """Gives every example once an epoch: `next_prompt`, then `mark_trained`, or `requeue` if its rollouts were dropped.
 
-    After a resume, what was under way at the save is asked first, in the same order.
+    After a resume, what was under way at the save comes first, in the same order.
     """
 
     def __init__(
