@@ -14,8 +14,7 @@ SOURCE = Path(ductile.__file__).parent
 RETIRED = {
     "answer": "completion, or reply of a process, or response of a server",
     "question": "prompt, or request",
-    "lesson": "sample",
-    "lessons": "sample builder",
+    "lesson": "sample, or sample builder",
     "divisor": "loss denominator",
     "tally": "step metrics",
     "hand": "samples in flight",
@@ -40,7 +39,6 @@ RETIRED = {
     "handover": "migration",
     "hand_off": "migrate out",
     "shelf": "KV transfer buffer",
-    "salt": "weight version",
     "roster": "worker pool",
     "lender": "weight leases",
     "lend": "lease",
@@ -50,7 +48,6 @@ RETIRED = {
     "told": "error text, or report",
     "happening": "report event",
     "news": "change signal",
-    "turns": "read-write lock, or executor",
     "together": "gather, merge, collocate",
     "unless": "cancel on",
     "gathering": "barrier",
@@ -61,7 +58,6 @@ RETIRED = {
     "closing": "final summary",
     "circle": "loop",
     "life": "run context",
-    "terms": "options",
 }
 """Names of ours that are retired, and what the field says. None of them is a word of the field in the place that it
 had."""
@@ -161,22 +157,10 @@ class Lessons(Base):
         for each in rest: pass
 """
     found = {name for _, name in names(source)}
-    assert found == {
-        "LIMIT",
-        "Lessons",
-        "divisor",
-        "handOff",
-        "tally",
-        "rest",
-        "hand",
-        "more",
-        "_story",
-        "roster",
-        "self",
-    }
-    assert [words_of(name) for name in ("Lessons", "_hand_off", "handOff", "KVShelf")] == [
-        "lessons", "hand_off", "hand_off", "kv_shelf"
-    ]  # fmt: skip
+    parameters = {"self", "tally", "rest", "hand", "more"}
+    assert found == {"LIMIT", "Lessons", "divisor", "handOff", "_story", "roster"} | parameters
+    words = {"Lessons": "lessons", "_hand_off": "hand_off", "handOff": "hand_off", "KVShelf": "kv_shelf"}
+    assert {name: words_of(name) for name in words} == words
 
 
 def test_public_classes_are_found_at_any_depth() -> None:
