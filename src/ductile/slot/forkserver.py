@@ -1,9 +1,9 @@
 """The process server: imports the heavy modules once, forks a process on request, and buries it when it ends.
 
 Runs as `python -P -m ductile.slot.forkserver CONTROL_FD PARENT_PID SOCKETS MODULE...` (-P: nothing is imported from
-the current folder). Forked processes are ready in milliseconds
-and share the imported pages. The server itself never touches CUDA and never starts a thread: a fork would inherit half
-of either. On the control socket it speaks JSON, a line each:
+the current folder). Forked processes are ready in milliseconds and share the imported pages. The server itself never
+touches CUDA and never starts a thread: a fork would inherit half of either. The forkserver of `multiprocessing` leaves
+its children behind when it ends, and knows no cgroups. On the control socket this one speaks JSON, a line each:
 
     in    {"start": "slot-0", "entry": "package.module:function", "arguments": {...}, "log": path, "cgroup": path | ""}
     out   {"ready": true}                          once, after the imports; or {"failed": sentence}
