@@ -3,7 +3,7 @@
     Prompt -> GenerateRequest -> Generation -> Rollout -> RolloutGroup -> Sample -> MicroBatch -> (gradient) -> Manifest
 
 All of them are plain, immutable values without tensors. They cross process borders as msgpack (`ductile.wire.codec`);
-they become tensors in `ductile.trainer.collate` and `ductile.generator.engine`, and only there.
+they become tensors in `model.packed`, `trainer.collate` and `generator.engine`, and only there.
 
 Per-token lists of one value always have the same length; `GenerateRequest` and `Sample` check it.
 """

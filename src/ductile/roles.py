@@ -1,5 +1,5 @@
-"""What the loop may ask of the others. `ductile.wire` implements these across processes (`RemoteTrainer`,
-`RemoteGenerators`, `RemoteScorer`); tests do in memory.
+"""What the loop may ask of the others. Across processes `wire.trainer`, `wire.fleet` and `wire.scorer` implement
+these; tests do in memory.
 
 Every call either returns or raises within its deadline: `SlotLost` when a process died, `Late` when it did not reply.
 """
@@ -40,7 +40,8 @@ class RoleAssignment:
     rendezvous: str = ""
     """host:port of the run's store, for groups."""
     joining: bool = False
-    """The role's state will come from the slots that hold it now (`ductile.wire.messages.Prepare`), not from disk."""
+    """The role's state will come from the slots that hold it now (`wire.messages`: a trainer's with `Prepare`
+    and `TransferState`, weights with `Receive`), not from disk."""
 
 
 class TrainerClient(Protocol):

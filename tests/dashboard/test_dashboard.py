@@ -138,10 +138,17 @@ def test_a_step_line_of_sft():
 def test_a_step_line_says_how_rewards_failed():
     failed = {"reward_error_share": 0.125, "reward_error_share/timeout": 0.09, "reward_error_share/lost": 0.0}
     failed["reward_error_share/raised"] = 0.035
-    assert step_line(3, 9, {"reward_mean": 1.0, **failed}) == (
-        "step 3/9  reward 1.000  12% of rewards failed (9% timed out, 4% raised)"
+    assert step_line(3, 9, {"reward_mean": 1.0, "loss": 0.5, **failed}) == (
+        "step 3/9  reward 1.000  12% of rewards failed (9% timed out, 4% raised)  loss 0.5000"
     )
-    assert step_line(3, 9, {"reward_mean": 1.0, "reward_error_share": 0.0}) == "step 3/9  reward 1.000"
+    without = {"reward_mean": 1.0, "loss": 0.5, "reward_error_share": 0.0}
+    assert step_line(3, 9, without) == "step 3/9  reward 1.000  loss 0.5000"
+
+
+def test_a_step_line_says_that_a_step_without_a_gradient_learned_nothing():
+    assert step_line(3, 9, {"reward_mean": 1.0}) == (
+        "step 3/9  reward 1.000  nothing learned: all rewards of each group are equal"
+    )
 
 
 def test_on_a_terminal_the_view_is_live_and_its_last_picture_stays():

@@ -33,12 +33,12 @@ def test_sft_learns_the_same_on_whatever_slots(tmp_path: Path, model: Path, star
     assert plain.ends(within_s=90) == 0, plain.said()
     run = start(write_sft(tmp_path / "resized", model, max_steps=NUM_STEPS), command="sft")
     for step, train, way in [
-        (3, "0-2", "from slot 0 to slots 0-2"),
-        (8, "3,5", "from slots 0-2 to slots 3,5"),
-        (13, "0,3", "from slots 3,5 to slots 0,3"),
+        (3, [0, 1, 2], "from slot 0 to slots 0-2"),
+        (8, [3, 5], "from slots 0-2 to slots 3,5"),
+        (13, [0, 3], "from slots 3,5 to slots 0,3"),
     ]:
         run.until_step(step)
-        assert resize(run, train).startswith(f"Trainer resized {way} in ")
+        assert LiveRun(run.folder).resize(train).sentence.startswith(f"Trainer resized {way} in ")
     assert run.ends(within_s=90) == 0, run.said()
     assert [row["step"] for row in run.metrics()] == list(range(1, NUM_STEPS + 1))
     for expected, row in zip(plain.metrics(), run.metrics(), strict=True):
@@ -58,7 +58,7 @@ def test_sft_learns_the_same_on_whatever_slots(tmp_path: Path, model: Path, star
 
 @pytest.mark.slow
 def test_rl_is_resized_in_the_middle_of_its_loop(tmp_path: Path, model: Path, start):
-    config = write_config(tmp_path, model, max_steps=12, interval=6)
+    config = write_config(tmp_path, model, max_steps=24, interval=12)
     run = start(config)
     run.until_step(1)
     control = tmp_path / "run" / "control.json"
@@ -67,7 +67,7 @@ def test_rl_is_resized_in_the_middle_of_its_loop(tmp_path: Path, model: Path, st
     seen = ductile("status", "--run", run.folder)
     assert "trainer: slots 0,4-5" in seen.stdout
     known = json.loads(ductile("status", "--run", run.folder, "--json").stdout)
-    assert (known["command"], known["epoch"], known["max_steps"]) == ("rl", 1, 12)
+    assert (known["command"], known["epoch"], known["max_steps"]) == ("rl", 1, 24)
     roles = {slot["slot"]: slot["roles"] for slot in known["slots"]}
     assert roles == {0: ["train"], 1: ["generate"], 2: ["generate"], 3: ["score"], 4: ["train"], 5: ["train"]}
     assert all(sum(slot["seconds"].values()) > 0 for slot in known["slots"])
@@ -75,8 +75,8 @@ def test_rl_is_resized_in_the_middle_of_its_loop(tmp_path: Path, model: Path, st
     assert live.resize(train=[5, 1], timeout_s=60).outcome == "resized", "a slot may train and generate"
     assert set(live.status().trainer.slots) == {1, 5}
     assert run.ends(within_s=90) == 0, run.said()
-    assert [row["step"] for row in run.metrics()] == list(range(13))
-    assert checkpointed_steps(run.folder) == [6, 12]
+    assert [row["step"] for row in run.metrics()] == list(range(25))
+    assert checkpointed_steps(run.folder) == [12, 24]
     assert not control.exists()
     gone = ductile("status", "--run", run.folder)
     assert (gone.returncode, "no run is at work" in gone.stderr.lower()) == (2, True)

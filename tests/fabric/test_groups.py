@@ -202,3 +202,19 @@ def test_before_nccls_first_group_its_watchdog_is_told_to_leave_errors_alone() -
     assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert found["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] == "0"
     assert found["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1", "what the user has set stays"
+
+
+def test_a_group_that_cannot_be_closed_keeps_none_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(group: object) -> None:
+        closed.append(group)
+        if len(closed) == 1:
+            raise RuntimeError("its peer is gone")
+
+    closed: list[object] = []
+    groups = Groups(0, 0, "cpu", None, 5.0)
+    groups._groups = {(0, 1): "first", (0, 2): "second"}  # type: ignore[assignment]
+    monkeypatch.setattr("ductile.fabric.groups._abort", refuse)
+    with pytest.raises(RuntimeError, match="its peer is gone"):
+        groups.abort()
+    assert closed == ["first", "second"]
+    assert not groups._groups

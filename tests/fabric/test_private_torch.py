@@ -39,6 +39,10 @@ USED = [
     (FileSystemWriter, "write_data", "parallel.state"),
     (torch.ops.aten, "_softmax_backward_data", "kernels.cpu_attention"),
     (torch.ops.mkldnn, "_linear_pointwise", "kernels.products"),
+    (torch.ops.aten.silu, "out", "kernels.swiglu"),
+    (torch.ops.aten.silu_backward, "grad_input", "kernels.swiglu"),
+    (torch.ops.aten.silu, "out", "kernels.swiglu"),
+    (torch.ops.aten.silu_backward, "grad_input", "kernels.swiglu"),
 ]
 
 

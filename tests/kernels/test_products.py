@@ -1,11 +1,19 @@
 """Products of matrices by oneDNN against torch's own, on any processor."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from ductile.kernels import products
-from ductile.kernels.products import SMALLEST, Linear, linear, product
+from ductile.kernels.products import BLOCKS, Linear, linear, product
+from tests.ranks import run_alone
+
+K, M = 64, 2048
+"""With these, 16 rows are enough for oneDNN."""
+RAGGED = [16, 17, 47, 64, 130, 1024 + 512 + 7]
+"""Numbers of rows: a block, a block and some, several."""
 
 
 @pytest.fixture(params=[True, False], ids=["oneDNN", "torch's own"])
@@ -16,11 +24,11 @@ def by_onednn(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("by_columns", [True, False])
-def test_equals_the_product_and_its_gradients_in_fp64(by_onednn, with_bias, by_columns):
-    layer = Linear(64, 256, bias=with_bias)
-    x = torch.randn(SMALLEST // (64 * 256), 64, requires_grad=True)
+@pytest.mark.parametrize("num_rows", RAGGED)
+@pytest.mark.parametrize(("with_bias", "by_columns"), [(True, False), (False, True)])
+def test_equals_the_product_and_its_gradients_in_fp64(by_onednn, num_rows, with_bias, by_columns):
+    layer = Linear(K, M, bias=with_bias)
+    x = torch.randn(num_rows, K, requires_grad=True)
     if by_columns:  # as a generator keeps them
         layer.weight.data = layer.weight.data.t().contiguous().t()
     inputs = [x, *layer.parameters()]
@@ -34,30 +42,67 @@ def test_equals_the_product_and_its_gradients_in_fp64(by_onednn, with_bias, by_c
         torch.testing.assert_close(gradient.double(), right, atol=1e-3, rtol=0)
 
 
-def test_a_gradient_that_is_one_number_in_memory(by_onednn):
-    """What comes out of `sum` has strides of 0."""
-    x, weight = torch.randn(SMALLEST // (64 * 256), 64), torch.randn(256, 64, requires_grad=True)
-    linear(x, weight).sum().backward()
-    torch.testing.assert_close(weight.grad, x.sum(0).expand(256, 64), atol=1e-3, rtol=0)
+@pytest.mark.parametrize("wanted", ["x", "weight", "bias"])
+def test_whatever_wants_a_gradient_alone_gets_it(by_onednn, wanted):
+    """Of a sum, whose gradient is one number in memory."""
+    inputs = {"x": torch.randn(100, K), "weight": torch.randn(M, K), "bias": torch.randn(M)}
+    inputs[wanted].requires_grad_()
+    linear(**inputs).sum().backward()
+    right = {
+        "x": inputs["weight"].detach().sum(0).expand(100, K),
+        "weight": inputs["x"].detach().sum(0).expand(M, K),
+        "bias": torch.full((M,), 100.0),
+    }
+    torch.testing.assert_close(inputs[wanted].grad, right[wanted], atol=1e-2, rtol=0)
 
 
-def test_one_weight_alone_or_the_input_alone_wants_a_gradient(by_onednn):
-    x, weight = torch.randn(SMALLEST // (64 * 256), 64), torch.randn(256, 64)
-    linear(x.requires_grad_(), weight).sum().backward()
-    torch.testing.assert_close(x.grad, weight.sum(0).expand_as(x), atol=1e-3, rtol=0)
-
-
-def test_without_a_gradient_and_with_one_the_bits_are_the_same(by_onednn):
+@pytest.mark.parametrize("num_rows", RAGGED)
+def test_without_a_gradient_and_with_one_the_bits_are_the_same(by_onednn, num_rows):
     """What a scorer and a trainer say of the same tokens."""
-    x, weight = torch.randn(SMALLEST // (64 * 256), 64), torch.randn(256, 64, requires_grad=True)
+    x, weight = torch.randn(num_rows, K), torch.randn(M, K, requires_grad=True)
     with_gradient = linear(x, weight)
     with torch.no_grad():
         assert torch.equal(linear(x, weight), with_gradient)
         assert torch.equal(product(x, weight), with_gradient)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_formats_are_torch_s_own(by_onednn, dtype):
-    x, weight = (torch.randn(rows, 64, dtype=dtype) for rows in (SMALLEST // (64 * 256), 256))
-    assert torch.equal(linear(x, weight), F.linear(x, weight))
-    assert product(x, weight).dtype == dtype
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((100, K), torch.bfloat16), ((100, K), torch.float64), ((4, 100, K), torch.float32), ((1, K), torch.float32)],
+)
+def test_other_formats_and_shapes_are_torch_s_own(by_onednn, shape, dtype):
+    x, weight = torch.randn(shape, dtype=dtype), torch.randn(M, K, dtype=dtype, requires_grad=True)
+    ours = linear(x, weight)
+    assert torch.equal(ours, F.linear(x, weight))
+    ours.sum().backward()
+    assert weight.grad is not None
+
+
+def test_blocks_are_all_rows_but_the_last_few():
+    for num_rows in range(3000):
+        blocks = list(products._blocks_of(num_rows))
+        starts, ends = [0, *(block.stop for block in blocks)], [block.stop - block.start for block in blocks]
+        assert [block.start for block in blocks] == starts[:-1]
+        assert {*ends} <= {*BLOCKS}
+        assert 0 <= num_rows - starts[-1] < BLOCKS[-1]
+
+
+def _resident_mib() -> float:
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmRSS"))
+
+
+def _run_many_sizes() -> float:
+    """MiB that the process has grown by while it multiplied 150 numbers of rows."""
+    products.onednn_is_faster = lambda: True
+    weight = torch.randn(M, K, requires_grad=True)
+    linear(torch.randn(1000, K), weight).sum().backward()
+    before = _resident_mib()
+    for num_rows in range(400, 1000, 4):
+        linear(torch.randn(num_rows, K, requires_grad=True), weight).sum().backward()
+    return _resident_mib() - before
+
+
+def test_a_number_of_rows_that_is_new_takes_no_memory_for_good():
+    """oneDNN keeps a kernel for each shape: without blocks these would take some 250 MiB."""
+    assert run_alone(_run_many_sizes) < 60

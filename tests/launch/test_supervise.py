@@ -161,7 +161,7 @@ def test_clean_deletes_nothing_when_the_run_never_begins(tmp_path: Path, capsys,
     assert Checkpoints(tmp_path / "state").steps() == [3]
 
 
-def test_clean_deletes_when_the_first_step_is_told_of(tmp_path: Path):
+def test_clean_deletes_when_the_first_step_is_told_of(tmp_path: Path, capsys):
     async def run(config, prepared, session: Session):
         session.record.metrics(0, {})
         raise SlotLost("slot 0 is gone")
@@ -176,6 +176,7 @@ def test_clean_deletes_when_the_first_step_is_told_of(tmp_path: Path):
         "events.jsonl",
         "metrics.jsonl",
     }
+    assert f"The run that is in {tmp_path} is deleted as soon as" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("max_steps", [2, 3])

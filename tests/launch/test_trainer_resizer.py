@@ -19,7 +19,7 @@ from ductile.observe import Recorder, read_jsonl
 from ductile.records import Formation
 from ductile.roles import SlotLost
 from ductile.wire.fanout import assign_role
-from ductile.wire.messages import Done, Ping, ReleaseRole
+from ductile.wire.messages import Died, Done, Ping, ReleaseRole
 from ductile.wire.trainer import RemoteTrainer
 from ductile.wire.transaction import ResizeOptions
 from tests.launch.processes import is_running
@@ -69,6 +69,9 @@ class Harness:
         self.resizer = TrainerResizer(
             self.cluster, self.trainer, terms, Placement((0, 1), (), (), ""), self.record, NUM_SLOTS
         )
+        unsubscribe = self.mailbox.subscribe(
+            lambda slot, event: self.resizer.note_death(slot, event.reason) if isinstance(event, Died) else None
+        )
         self.num_steps = 0
         training = asyncio.create_task(self._train())
         try:
@@ -76,6 +79,7 @@ class Harness:
         finally:
             training.cancel()
             await asyncio.gather(training, return_exceptions=True)
+            unsubscribe()
             self.record.close()
 
     async def _train(self) -> None:
@@ -159,7 +163,7 @@ CELLS += [(JOINER, "AssignRole", "before"), (JOINER, "AssignRole", "after")]
 
 
 async def play(harness: Harness, victim: int, command: str, moment: str, signum: signal.Signals) -> None:
-    outcome = expected(victim, command, moment)
+    outcome, told_before = expected(victim, command, moment), len(harness.events("slot_lost"))
     if outcome == "lost":
         with pytest.raises(RunFailed, match=f"slot {victim}.*; slot {victim} held 1 of 2 parts of the trainer's state"):
             await harness.resize_and_hit(victim, command, moment, signum)
@@ -171,6 +175,9 @@ async def play(harness: Harness, victim: int, command: str, moment: str, signum:
         assert result.outcome == outcome, result.sentence
         assert harness.trainer.formation == (Formation((STAYER, JOINER)) if outcome == "resized" else FORMATION)
         await harness.trains_on()
+    # A death that ends the run is told at its end, and no event says that the run goes on.
+    told = [event["slot"] for event in harness.events("slot_lost")[told_before:]]
+    assert told == ([] if outcome == "lost" else [victim])
     killed = "was killed by SIGKILL" if signum == signal.SIGKILL else "has been killed"
     assert killed in harness.mailbox.lost[victim]
     for slot in {LEAVER, STAYER, JOINER} - {victim}:

@@ -22,12 +22,18 @@ def test_order_without_shuffling():
 
 def test_split_holds_out_the_last_ones():
     assert split(10, 3) == (range(7), range(7, 10))
-    assert split(3, 10) == (range(0), range(3))
+    assert split(4, 3) == (range(1), range(1, 4))
+
+
+@pytest.mark.parametrize(("num_examples", "instead"), [(3, 1), (8, 2), (0, 1)])
+def test_a_split_that_leaves_nothing_to_train_on_names_the_key_and_what_to_write(num_examples, instead):
+    with pytest.raises(TaskError, match=f"the task has {num_examples} examples.*eval.num-examples {instead}, or"):
+        split(num_examples, 8)
 
 
 def test_an_order_needs_examples():
-    with pytest.raises(TaskError, match="all of them are held out"):
-        ExampleOrder(split(3, 10)[0])
+    with pytest.raises(TaskError, match="no examples to train on"):
+        ExampleOrder(range(0))
 
 
 def make(position=None, size=12, max_tokens=99, **keys):

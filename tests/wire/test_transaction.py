@@ -348,6 +348,26 @@ def test_joiners_do_not_hold_up_training(late: type):
     play(story)
 
 
+def test_once_a_change_is_taken_back_it_judges_no_death():
+    """Joiners may take long to give everything back, while the trainer trains and is needed as ever."""
+
+    async def story():
+        stage = Stage([0, 1])
+        stage.beat(3)
+        stage.slots.work_s = lambda number, command: 4.0 if (number, type(command)) == (3, Rollback) else 0.01
+        stage.carrier.fail(2, "death", on=Prepare)
+        after = Formation((0, 1, 2, 3))
+        transaction = Transaction(stage.mailbox, stage.trainer, after, stage.terms, stage.kill, clock)
+        assert [transaction.judges(slot) for slot in range(5)] == [True, True, True, True, False]
+        running = asyncio.create_task(transaction.run())
+        await asyncio.sleep(1)
+        assert not running.done()
+        assert not any(transaction.judges(slot) for slot in range(5))
+        assert (await running).outcome == "rolled_back"
+
+    play(story)
+
+
 def test_a_joiner_that_dies_after_it_was_ready_is_not_waited_for():
     async def story():
         stage = Stage([0, 1])

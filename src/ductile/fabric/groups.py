@@ -126,9 +126,15 @@ class Groups:
         self._meshes.clear()
         # What torch remembers of operations on tensors is kept by mesh, and for ever.
         _clear_sharding_prop_cache()
+        errors: list[Exception] = []
         for members in list(self._groups):
-            close(self._groups.pop(members))
+            try:
+                close(self._groups.pop(members))
+            except Exception as error:  # the other groups are closed all the same
+                errors.append(error)
         gc.collect()  # sharded modules refer to each other in circles; only without them sockets and threads go
+        if errors:
+            raise errors[0]
 
     def _create(self, members: tuple[int, ...]) -> dist.ProcessGroup:
         name = f"{names_of(self._epoch)}{self._purpose}{'.'.join(map(str, members))}"

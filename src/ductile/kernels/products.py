@@ -4,9 +4,14 @@ torch multiplies fp32 matrices with MKL, which uses half the width of an AMD pro
 brings too, uses all of it and is 2.3 times as fast there. On other processors, on GPUs and in other formats torch's own
 choice stays.
 
+oneDNN compiles a kernel for every shape, in half a millisecond, and keeps up to 1,024 of them, 0.7 MiB each; packed
+batches have another number of rows each time. So rows are multiplied in blocks of a few sizes, and what is left over by
+MKL.
+
 N rows, K what is summed over, M outputs.
 """
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -18,11 +23,13 @@ from torch.nn import functional as F
 from ductile.host import is_amd_with_avx512
 
 SMALLEST = 1 << 21
-"""N x K x M from which oneDNN is faster. A call of it takes 10 us longer to begin, and the first of a shape 200."""
+"""N x K x M from which oneDNN is faster: a call of it takes 10 us longer to begin."""
+BLOCKS = (1024, 512, 256, 128, 64, 32, 16)
+"""Numbers of rows for which there are kernels."""
 
 
 class Linear(nn.Linear):
-    """torch's linear layer, by `linear`."""
+    """torch's linear layer for rows of a packed batch, by `linear`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
@@ -32,48 +39,88 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [N, K], weight [M, K], bias [M] -> x weight^T + bias, [N, M], with gradients."""
     if not _is_for_onednn(x, weight):
         return F.linear(x, weight, bias)
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+    if torch.is_grad_enabled() and any(each.requires_grad for each in (x, weight, bias) if each is not None):
         return _Linear.apply(x, weight, bias)  # pyright: ignore
-    return _by_onednn(x, weight, bias)
+    return _by_rows(x, weight, bias)
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """x [N, K], weight [M, K] -> x weight^T [N, M], where no gradient is wanted."""
-    return _by_onednn(x, weight, None) if _is_for_onednn(x, weight) else x @ weight.t()
+    return _by_rows(x, weight) if _is_for_onednn(x, weight) else x @ weight.t()
 
 
 def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:
     return (
         x.numel() * weight.shape[0] >= SMALLEST
+        and x.dim() == 2
+        and len(x) >= BLOCKS[-1]
         and x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
         and onednn_is_faster()
+        and not torch.is_autocast_enabled("cpu")
     )
 
 
 @cache
 def onednn_is_faster() -> bool:
+    """Whether this processor is one on which MKL is the slower library."""
     return is_amd_with_avx512() and torch.backends.mkldnn.is_available()
 
 
-def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _blocks_of(num_rows: int) -> Iterator[slice]:
+    """Blocks of rows from the first one on; fewer rows than the smallest block has are left over."""
+    start = 0
+    for size in BLOCKS:
+        while num_rows - start >= size:
+            yield slice(start, start + size)
+            start += size
+
+
+def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def _by_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x weight^T + bias, a block of rows at a time."""
+    if len(x) in BLOCKS:
+        return _by_onednn(x, weight, bias)
+    out = x.new_empty(len(x), len(weight))
+    done = 0
+    for rows in _blocks_of(len(x)):
+        out[rows] = _by_onednn(x[rows], weight, bias)
+        done = rows.stop
+    if done < len(x):
+        out[done:] = F.linear(x[done:], weight, bias)
+    return out
+
+
+def _over_rows(grad: Tensor, x: Tensor) -> Tensor:
+    """grad [N, M], x [N, K] -> grad^T x [M, K], added up over blocks of rows."""
+    out, done = None, 0
+    for rows in _blocks_of(len(x)):
+        part = _by_onednn(grad[rows].t(), x[rows].t())
+        out = part if out is None else out.add_(part)
+        done = rows.stop
+    if out is None:
+        return grad.t() @ x
+    return out if done == len(x) else out.addmm_(grad[done:].t(), x[done:])
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return _by_onednn(x, weight, bias)
+        of_x, of_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
+        return _by_rows(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()  # what comes from a sum has one number in memory, which oneDNN does not take
-        of_x, of_weight, of_bias = ctx.needs_input_grad
+        of_bias = ctx.needs_input_grad[2]
         return (
-            _by_onednn(grad, weight.t(), None) if of_x else None,
-            _by_onednn(grad.t(), x.t(), None) if of_weight else None,
+            None if weight is None else _by_rows(grad, weight.t()),
+            None if x is None else _over_rows(grad, x),
             grad.sum(0) if of_bias else None,
         )

@@ -61,6 +61,8 @@ class LiveActuator:
         """clock: 0 when the slots had their roles, as in the run's profiles."""
         self._options, self._cluster, self._resizer = options, cluster, resizer
         self._trainer, self._generators, self._scorer = trainer, generators, scorer
+        self._replicas = trainer.formation.replicas
+        """Copies of the state that the run began with, as its config says."""
         self._monitor, self._measured, self._activity, self._clock = monitor, measured, activity, clock
         self._moves: tuple[RoleChange, ...] = ()
         self._held = False
@@ -96,7 +98,11 @@ class LiveActuator:
             batch=self._monitor.batch(),
             # A resize waits for the boundary that it needs.
             trainer=TrainerState(
-                self._trainer.formation, not self._resizer.under_way, self._held, self._monitor.loop.plan.seq_len
+                self._trainer.formation,
+                not self._resizer.under_way,
+                self._held,
+                self._monitor.loop.plan.seq_len,
+                self._replicas,
             ),
             speeds=self._measured.speeds(),
             costs=self._measured.costs(),

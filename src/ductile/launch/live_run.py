@@ -3,7 +3,6 @@
 import os
 import time
 
-from ductile.error_text import capitalised
 from ductile.launch.activity import SlotActivity
 from ductile.launch.control import Resized, ResizeRequest, RunStatus, SlotStatus, Status, TrainerSlots, Unfit
 from ductile.launch.local import LocalCluster
@@ -72,6 +71,5 @@ class LiveRun:
         )
 
     def _on_event(self, slot: int, event: Event) -> None:
-        # A death that ends the run is told at its end.
-        if isinstance(event, Died) and not self._resizer.depends_on(slot):
-            self._session.record.event("slot_lost", f"{capitalised(event.reason)}.", slot=slot)
+        if isinstance(event, Died):
+            self._resizer.note_death(slot, event.reason)

@@ -110,6 +110,9 @@ def supervise(
             _add_sinks(record, config)
             view = stack.enter_context(show(f"ductile {command}: {folder}", max_steps(prepared)))
             record.listeners.append(view)
+            if is_aside(folder):
+                when = "as soon as this one has done its first step or evaluation (clean = true)"
+                record.event("replaces", f"The run that is in {folder} is deleted {when}.")
             session = Session(folder, record, view)
             end = asyncio.run(_run(session, run(config, prepared, session)))
             if benches and end.code != FAILED:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from ductile.core.cluster.membership import describe
 from ductile.core.cluster.placement import Placement, slots_of
 from ductile.core.transfer.order import stays_put
-from ductile.error_text import error_text
+from ductile.error_text import capitalised, error_text
 from ductile.launch.control import Resized, RunFailed, TrainerSlots, Unfit
 from ductile.launch.local import LocalCluster
 from ductile.launch.processes import StartFailed
@@ -43,6 +43,8 @@ class TrainerResizer:
         self._target: Formation | None = None
         """Formation that the change under way leads to; None when no change is under way."""
         self._transaction: Transaction | None = None
+        self._judged: dict[int, str] = {}
+        """How slots have died whose deaths the resize under way judges."""
         self._needed: dict[int, bool] = {}
         """What `depends_on` said of each slot."""
         self._paused_s = 0.0
@@ -72,6 +74,7 @@ class TrainerResizer:
             )
             result = await self._transaction.run()
         except SlotLost as error:
+            self._judged.clear()
             self._cluster.fail(str(error))
             raise RunFailed(str(error)) from error
         except (Unfit, RunFailed):
@@ -80,6 +83,8 @@ class TrainerResizer:
             raise RunFailed(self._note_failure(before, after, error)) from error
         finally:
             self._target = self._transaction = None
+            while self._judged:
+                self._note_lost(*self._judged.popitem())
         return self._note(result, time.monotonic() - began_s)
 
     async def resize_to(
@@ -105,9 +110,9 @@ class TrainerResizer:
         return f"{phase}, to {describe(self._target)}"
 
     def depends_on(self, slot: int) -> bool:
-        """Whether the run cannot go on without this slot; of one that is lost, whether it could not.
+        """Whether the run ends with this slot; of a lost one, whether it did when it was lost.
 
-        In a change, the change says so of the slots that train.
+        It says no of slots whose deaths a resize judges: the resize ends the run if it must.
         """
         if slot not in self._cluster.mailbox.lost:
             self._needed[slot] = self._is_needed(slot)
@@ -116,9 +121,11 @@ class TrainerResizer:
     def _is_needed(self, slot: int) -> bool:
         if slot in self.others() or slot in self._trainer.publishers:
             return True
-        if self._transaction is not None and self._transaction.phase != "settle":
-            return False
-        return slot in self._trainer.formation.members
+        return slot in self._trainer.formation.members and not self.judges(slot)
+
+    def judges(self, slot: int) -> bool:
+        """Whether a resize under way rules on what the slot's death means for the run."""
+        return self._transaction is not None and self._transaction.judges(slot)
 
     def metrics(self) -> dict[str, float]:
         """Metrics for the row of a step; `seconds/resize` counts from the row before."""
@@ -138,6 +145,19 @@ class TrainerResizer:
             device, pid = self._cluster.devices[slot], self._cluster.processes[slot].pid
             sentence = f"Slot {slot} runs on {device}, pid {pid}: it will join the trainer."
             self._record.event("slot_started", sentence, slot=slot, roles=[], device=device, pid=pid)
+
+    def note_death(self, slot: int, reason: str) -> None:
+        """Write down that a slot has died with which the run does not end. Where a resize judges that, it is written
+        once the resize has ruled that the run goes on; a death that ends the run is told at its end."""
+        if self.depends_on(slot):
+            return
+        if self.judges(slot):
+            self._judged[slot] = reason
+        else:
+            self._note_lost(slot, reason)
+
+    def _note_lost(self, slot: int, reason: str) -> None:
+        self._record.event("slot_lost", f"{capitalised(reason)}.", slot=slot)
 
     def _note_failure(self, before: Formation, after: Formation, error: Exception) -> str:
         """Write the failure down. Returns its sentence without the full stop."""

@@ -191,7 +191,7 @@ class Loop:
             self.skips.note(report)
         else:
             sentence = (
-                f"Step {self.step + 1} learns nothing from {len(groups)} groups: no completion beats its siblings."
+                f"Step {self.step + 1} learns nothing: in each of its {len(groups)} groups all rewards are equal."
             )
             self.record.event("nothing_to_learn", sentence)
             await self.trainer.optim_step(0.0)  # the learning rate follows the batches

@@ -23,7 +23,7 @@ class ExampleOrder:
 
     def __init__(self, examples: Sequence[int], seed: int = 0, shuffle: bool = True) -> None:
         if not examples:
-            raise TaskError("there are no examples to train on: all of them are held out for evaluation")
+            raise TaskError("there are no examples to train on")
         self._examples, self._seed, self._shuffle = examples, seed, shuffle
         self._epoch, self._order = -1, list[int]()
 
@@ -42,8 +42,13 @@ class ExampleOrder:
 
 
 def split(num_examples: int, num_held_out: int) -> tuple[range, range]:
-    """(to train on, held out): the last ones are never trained on."""
-    num_held_out = min(num_held_out, num_examples)
+    """(to train on, held out): the last ones are never trained on. Raises TaskError when training would have none."""
+    if num_examples <= num_held_out:
+        raise TaskError(
+            f"the task has {num_examples} examples, and evaluation holds out its last {num_held_out} "
+            f"(orchestrator.eval.num_examples): none are left to train on. Write --orchestrator.eval.num-examples "
+            f"{max(1, num_examples // 4)}, or give evaluation a task of its own (orchestrator.eval.task)"
+        )
     return range(num_examples - num_held_out), range(num_examples - num_held_out, num_examples)
 
 

@@ -12,7 +12,7 @@ lies over them, are left to the main thread, which makes them in the pause (`Pre
 import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
 
@@ -337,14 +337,15 @@ class Preparation:
 
 
 def _abort(planned: Planned | None, connected: Connected | None) -> None:
-    if connected is not None:
-        if connected.after is not None:
-            connected.after.abort()
-        connected.clear()
-    if planned is not None:
-        planned.groups.abort()
-        planned.transfer_groups.abort()
-        planned.barrier.leave()
+    with ExitStack() as last_first:  # each of them is called, whatever another raises
+        if planned is not None:
+            last_first.callback(planned.barrier.leave)
+            last_first.callback(planned.transfer_groups.abort)
+            last_first.callback(planned.groups.abort)
+        if connected is not None:
+            last_first.callback(connected.clear)
+            if connected.after is not None:
+                last_first.callback(connected.after.abort)
 
 
 def fingerprints(config: TrainerConfig) -> Verify:

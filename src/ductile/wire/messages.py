@@ -369,7 +369,7 @@ Event = Hello | Heartbeat | Finished | EngineStats | Died
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """What goes over the socket, with the run's token beside it (`ductile.wire.mailbox`)."""
+    """What goes over the socket, with the run's token beside it (`wire.router`, `wire.dealer`)."""
 
     epoch: int
     seq: int

@@ -151,8 +151,14 @@ class Transaction:
         self._seconds: dict[str, float] = {}
         self._pause_s = 0.0
         self._moved: dict[int, StateTransferred] = {}
+        self._judging = True
         self._holding = set(self.change.before.members)
         """Slots that are known to hold the role."""
+
+    def judges(self, slot: int) -> bool:
+        """Whether this transaction rules on what the slot's death means. It does not after the change is committed or
+        taken back: joiners and leavers may still give roles up, and whoever trains is needed as ever."""
+        return self._judging and slot in self.change.slots
 
     async def run(self) -> ResizeResult:
         """Raises SlotLost when there is no trainer any more; its sentence says what was lost.
@@ -171,6 +177,7 @@ class Transaction:
         except SlotLost:
             raise
         except BaseException as error:
+            self._judging = False
             await finish(self._dismiss_joiners())
             if not isinstance(error, _Unfinished):
                 raise
@@ -178,6 +185,7 @@ class Transaction:
         return await finish(self._finish())
 
     async def _finish(self) -> ResizeResult:
+        self._judging = False
         try:
             await self._step("settle", Finalize(self.change.epoch), Done)
         except _Unfinished as unfinished:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from ductile.core.cluster.migration import change, migrate, remaining_tokens
@@ -33,10 +35,10 @@ def test_a_decision_with_a_bug_is_refused_with_a_sentence(orders, sentence):
     assert any(said.startswith(sentence) for said in violations(state, Decision(tuple(orders))))
 
 
-def test_the_trainers_slots_do_not_change_inside_a_micro_step():
+def test_the_trainer_s_slots_do_not_change_while_they_change():
     state = scene(at_boundary=False)
     assert violations(state, Decision((RoleChange(2, GENERATE, TRAIN),))) == [
-        "the trainer is in a micro-step: its slots change between two"
+        "the trainer is being resized already: one resize at a time"
     ]
 
 
@@ -52,6 +54,17 @@ def test_who_stays_in_the_formation_keeps_its_place():
         (RoleChange(0, TRAIN, GENERATE), RoleChange(4, GENERATE, TRAIN), RoleChange(3, GENERATE, TRAIN))
     )
     assert formation_after(state, decision) == Formation((1, 3, 4))
+
+
+@pytest.mark.parametrize(
+    ("configured", "slots", "expected"), [(2, 3, 1), (2, 4, 2), (4, 6, 2), (4, 8, 4), (1, 4, 1), (3, 4, 1)]
+)
+def test_the_state_has_the_copies_that_the_config_asks_for_where_the_slots_allow_it(configured, slots, expected):
+    """However many there are now: a policy may have gone through a number of slots that does not allow them."""
+    state = scene(placement={"actor": "0", "rollout": "1-7"})
+    state = replace(state, trainer=replace(state.trainer, replicas=configured))
+    joining = tuple(RoleChange(slot, GENERATE, TRAIN) for slot in range(1, slots))
+    assert formation_after(state, Decision(joining)).replicas == expected
 
 
 def test_the_longest_rollouts_go_to_whoever_has_the_least_to_do():

@@ -8,6 +8,7 @@ asked before a decision is carried out, so that a policy with a bug is refused a
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import gcd
 from typing import Protocol, runtime_checkable
 
 from ductile.core.cluster.placement import SPELLED, Role, many, slots_of
@@ -92,17 +93,13 @@ def roles_after(state: ClusterState, decision: Decision) -> dict[int, tuple[Role
 
 
 def formation_after(state: ClusterState, decision: Decision) -> Formation:
-    """The trainer's slots after the decision: those that stay keep their order, those that join come last. Copies of
-    the state stay as many as they are where the number of slots allows it, else there is one."""
-    return reformed(state.trainer.formation, roles_after(state, decision))
-
-
-def reformed(formation: Formation, roles: dict[int, tuple[Role, ...]]) -> Formation:
-    staying = [slot for slot in formation.members if "train" in roles.get(slot, ())]
-    joining = sorted(slot for slot, held in roles.items() if "train" in held and slot not in formation.members)
+    """The trainer's slots after the decision: those that stay keep their order, those that join come last. There are
+    as many copies of the state as the config asks for, or the most of its divisors that the number of slots allows."""
+    before, roles = state.trainer.formation.members, roles_after(state, decision)
+    staying = [slot for slot in before if "train" in roles.get(slot, ())]
+    joining = sorted(slot for slot, held in roles.items() if "train" in held and slot not in before)
     members = (*staying, *joining)
-    replicas = formation.replicas if members and len(members) % formation.replicas == 0 else 1
-    return Formation(members, replicas)
+    return Formation(members, gcd(state.trainer.replicas, len(members) or 1))
 
 
 def violations(state: ClusterState, decision: Decision) -> list[str]:
@@ -190,7 +187,7 @@ def _broken_floors(state: ClusterState, limits: Limits, after: dict[int, tuple[R
 def _wrong_moment(state: ClusterState, after: dict[int, tuple[Role, ...]]) -> Iterator[str]:
     trains = {slot for slot, roles in after.items() if "train" in roles}
     if trains != {*state.trainer.formation.members} and not state.trainer.at_boundary:
-        yield "the trainer is in a micro-step: its slots change between two"
+        yield "the trainer is being resized already: one resize at a time"
 
 
 def sentence(orders: Iterable[Order], *further: str) -> str:

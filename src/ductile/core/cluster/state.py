@@ -1,7 +1,7 @@
 """What a policy sees: which slot has which roles, what is under way, what is left to do, and how fast things go.
 
-All are plain values of one instant; the time is among them. `loop` and `sim` fill them in, `policies/` decide on them,
-tests write them down by hand.
+All are plain values of one instant; the time is among them. `launch` and `sim` fill them in, `policies/` decide on
+them, tests write them down by hand.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ class SlotState:
     since_s: float = 0.0
     """Time at which the slot got these roles, on the clock of `ClusterState.now_s`."""
     ready: bool = True
-    """False while the slot changes roles, warms up or is suspect: no order may name it then."""
+    """False while the slot changes roles, or warms up: no order may name it then."""
 
 
 class Unfinished(NamedTuple):
@@ -115,11 +115,14 @@ class BatchProgress:
 class TrainerState:
     formation: Formation
     at_boundary: bool = True
-    """Whether the trainer is between two micro-steps: only then may its slots change."""
+    """Whether the trainer's slots may change now: no resize is under way. A resize waits for the end of the micro-step
+    itself."""
     held: bool = False
     """Whether a decision lets the trainer wait."""
     seq_len: int = 2048
     """Most tokens of one slot's micro-batch."""
+    replicas: int = 1
+    """Copies of the state that the config asks for (`trainer.model.dp_replicate`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Rules of thumb: generators that the rollouts no longer need are given to the trainer.
 
-At every micro-step boundary of a step that has begun to train:
+Whenever something has happened in a step that has begun to train, and no resize is under way:
 
 1. Nothing is left to generate: all generators train. Nothing left to score either: so do the scorers.
 2. The rollouts that are left fit on fewer generators: the others hand theirs over and train. Fit is by number alone: as
