@@ -195,7 +195,7 @@ def test_a_run_that_ends_meanwhile_or_does_not_reply(tmp_path: Path, monkeypatch
         waiting.append(connection)
 
     serve(tmp_path, story, never)
-    assert b"the run ended before it had a reply" in waiting[0].recv(1000)
+    assert b"the run ended before it had a response" in waiting[0].recv(1000)
     waiting[0].close()
 
 

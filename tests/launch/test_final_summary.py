@@ -30,7 +30,7 @@ def test_rl_says_where_the_model_is_what_it_gained_and_shows_completions():
         "Held-out reward: 0.210 before, 0.700 after (+0.490).",
         "The model is in runs/x/model (Hugging Face format).",
         "",
-        "  asked:    1 + 2 =",
+        "  prompt:     1 + 2 =",
         "  completion: [3]\\nend",
         "  reward:   1",
     ]
@@ -43,7 +43,7 @@ def test_what_was_measured_before_training_only_is_not_told_as_its_result():
         "Held-out reward: 0.210 before any training; it has not been measured since.",
         "Completions before any training:",
         "",
-        "  asked:    1 + 2 =",
+        "  prompt:     1 + 2 =",
         "  completion: [3]\\nend",
         "  reward:   1",
     ]

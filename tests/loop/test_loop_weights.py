@@ -87,7 +87,7 @@ def test_slots_settle_for_the_next_version_when_the_last_one_is_live(tmp_path):
             self.diary = diary
 
         def begin_step(self, version):
-            self.diary.note(f"settle {version}")
+            self.diary.note(f"begin {version}")
 
         async def joined(self):
             self.diary.note("joined")
@@ -101,9 +101,9 @@ def test_slots_settle_for_the_next_version_when_the_last_one_is_live(tmp_path):
     slow = partial(FakeGenerators, receive_s=5.0, capacity=64, delay=lambda request: 0.01)
     stage = Stage(tmp_path, max_steps=3, max_async_level=2, generators=slow, trainer=partial(FakeTrainer, chunk_s=1.0))
     run(stage.go(controlled))
-    assert stage.diary.what("optim_step", "settle 2", "live 1")[:4] == ["optim_step"] * 2 + ["live 1", "settle 2"]
-    told = stage.diary.what("begin_step", "go on")
-    assert told[1:] == [what for version in (1, 2, 3) for what in (f"settle {version}", "go on")]
+    assert stage.diary.what("optim_step", "begin 2", "live 1")[:4] == ["optim_step"] * 2 + ["live 1", "begin 2"]
+    told = stage.diary.what("begin", "go on")
+    assert told[1:] == [what for version in (1, 2, 3) for what in (f"begin {version}", "go on")]
     order = stage.diary.what("publish", "joined", "live")
     assert order[3:] == [what for version in (1, 2, 3) for what in (f"publish {version}", "joined", f"live {version}")]
 
