@@ -157,6 +157,24 @@ def test_what_the_disk_has_no_room_for_ends_nothing_and_is_told(tmp_path, capsys
     ]
 
 
+def test_what_was_written_is_known_when_the_folder_is_gone(tmp_path):
+    folder = tmp_path / "run"
+    for step in (1, 2):
+        record = Recorder(folder)
+        record.metrics(step, {"x": step})
+        if step == 1:
+            record.close()
+    assert not record.is_lost()
+    folder.rename(tmp_path / "moved")
+    folder.mkdir()
+    record.metrics(3, {"x": 3})
+    record.summary({"steps": 3})
+    assert record.is_lost()
+    assert [row["step"] for row in record.rows()] == [1, 2, 3]
+    assert list(folder.iterdir()) == []
+    record.close()
+
+
 def test_rewind_keeps_what_the_checkpoint_knows(tmp_path):
     record = Recorder(tmp_path)
     for step in range(1, 6):

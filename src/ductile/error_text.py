@@ -2,6 +2,7 @@
 
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 _LIBRARIES = tuple({Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")})
@@ -27,7 +28,12 @@ def place_of(error: BaseException, ours: bool = False) -> str:
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({Path(error.filename).name}:{error.lineno})"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename[:1] == "/"]
+    return place_in(traceback.extract_tb(error.__traceback__), ours)
+
+
+def place_in(stack: Iterable[traceback.FrameSummary], ours: bool = False) -> str:
+    """Place of a stack, as `place_of` says it of an exception. The innermost frame comes last."""
+    frames = [frame for frame in stack if frame.filename[:1] == "/"]
     theirs = [frame for frame in frames if not _is_library(frame.filename)]
     found = theirs or (frames if ours else [])
     return f" ({Path(found[-1].filename).name}:{found[-1].lineno})" if found else ""

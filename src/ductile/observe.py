@@ -90,8 +90,18 @@ class Recorder:
         self._samples.rewind(last_step)
         return self._metrics.rewind(last_step)
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Metrics of all steps, those of earlier lives too, whatever has become of the folder."""
+        return self._metrics.rows()
+
+    def is_lost(self) -> bool:
+        """Whether somebody has removed or moved the folder: its files are not those that are written."""
+        return not (self._events.has_its_name() or self._metrics.has_its_name())
+
     def summary(self, values: Mapping[str, Any]) -> None:
-        write_json(self.folder / "summary.json", dict(values))
+        """Write the summary, unless the folder is lost: what lies there now is no whole run, or another one's."""
+        if not self.is_lost():
+            write_json(self.folder / "summary.json", dict(values))
 
     def close(self) -> None:
         self._tell(lambda listener: listener.close())
@@ -132,7 +142,7 @@ class _Journal:
     def open(self) -> FileIO:
         """Raises OSError when the file cannot be opened."""
         if self._stream is None:
-            self._stream = self._file.open("ab", buffering=0)
+            self._stream = self._file.open("a+b", buffering=0)
             if not _ends_whole(self._file):  # the next line must not be glued to one that a kill cut
                 self._waiting = b"\n" + self._waiting
         return self._stream
@@ -140,6 +150,18 @@ class _Journal:
     def append(self, value: Mapping[str, Any]) -> None:
         self._waiting += _line(value).encode(errors=ESCAPED)
         self._write()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The lines' objects, with those that wait for room; also of a file that has been removed since."""
+        descriptor = self.open().fileno()
+        return _objects(os.pread(descriptor, os.fstat(descriptor).st_size, 0) + self._waiting)
+
+    def has_its_name(self) -> bool:
+        """Whether the file that is open lies where it was opened."""
+        try:
+            return self._stream is None or os.path.samestat(os.fstat(self._stream.fileno()), self._file.stat())
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def rewind(self, last_step: int) -> int:
         """Drop the lines of steps after `last_step`. Returns how many were dropped."""
@@ -220,9 +242,19 @@ class Stopwatch:
 
 def read_jsonl(file: Path) -> list[dict[str, Any]]:
     """The file's objects. Lines that a kill, a full disk or a power cut left half written are left out."""
+    return _objects(file.read_bytes()) if file.exists() else []
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write a value as JSON, whole or not at all (`ductile.disk.write_whole`), with null for a number that is not
+    finite."""
+    write_whole(file, json.dumps(_finite(value), indent=2, sort_keys=False) + "\n")
+
+
+def _objects(content: bytes) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     # Not splitlines(): a JSON string may hold U+2028 and its like, which are no line ends here.
-    for line in file.read_bytes().split(b"\n") if file.exists() else []:
+    for line in content.split(b"\n"):
         try:
             row = cast(object, json.loads(line))
         except ValueError:  # half a line, or half a character (UnicodeDecodeError is a ValueError)
@@ -230,12 +262,6 @@ def read_jsonl(file: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict):
             rows.append(cast(dict[str, Any], row))
     return rows
-
-
-def write_json(file: Path, value: Any) -> None:
-    """Write a value as JSON, whole or not at all (`ductile.disk.write_whole`), with null for a number that is not
-    finite."""
-    write_whole(file, json.dumps(_finite(value), indent=2, sort_keys=False) + "\n")
 
 
 def _ends_whole(file: Path) -> bool:

@@ -173,6 +173,7 @@ def test_keys_that_contradict_each_other_are_said(here, words, key, said) -> Non
     (problem,) = error.value.problems
     assert problem.key == f"--cluster.{key}"
     assert said in problem.what
+    assert repr(words[-1]) not in problem.what, "the key is told with its value"
 
 
 @pytest.mark.parametrize(

@@ -106,3 +106,12 @@ class OnceAStep:
             for order in change(state, dict(roles))
         )
         return Decision(orders, sentence(orders, f"{batch.trained} rollouts are trained")) if orders else Decision()
+
+
+class Endless:
+    """It never decides, and keeps the event loop busy for ever."""
+
+    def decide(self, state):
+        print("asked", flush=True)
+        while True:
+            pass

@@ -1,5 +1,7 @@
 """Runs whose slots change roles while they are at work."""
 
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,18 @@ def test_slots_go_everywhere_while_they_work_and_nothing_is_lost(tmp_path, model
     last = {span.slot: span.activity for span in spans}
     assert "switch" not in last.values()
     assert steps[-1].costs.resize_s < 0.5, "measured, and not the prior"
+
+
+@pytest.mark.slow
+def test_the_second_ctrl_c_ends_a_run_whose_policy_never_returns(tmp_path, model, start):
+    run = start(write_scheduled(tmp_path, model, "tests.end_to_end.moves.Endless"))
+    run.until(lambda: "asked" in run.said().splitlines())
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert run.process.poll() is None
+    run.process.send_signal(signal.SIGINT)
+    assert run.ends(within_s=30) == 130
+    assert "the policy (moves.py:" in run.said()
 
 
 @pytest.mark.parametrize(

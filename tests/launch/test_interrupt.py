@@ -1,6 +1,10 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -25,10 +29,12 @@ def test_the_first_asks_and_the_second_insists(signum: signal.Signals):
 def test_one_press_that_arrives_twice_is_one():
     clock = iter([10.0, 10.0 + 0.9 * ONE_PRESS_S, 10.0 + 1.1 * ONE_PRESS_S])
     interrupt = Interrupt(lambda: next(clock))
-    interrupt.press()
-    interrupt.press()
+    assert [interrupt.press() for _ in range(2)] == [False, False]
+    interrupt.tell()
+    assert interrupt.graceful.is_set()
     assert not interrupt.forced.is_set()
-    interrupt.press()
+    assert interrupt.press()
+    interrupt.tell()
     assert interrupt.forced.is_set()
 
 
@@ -93,3 +99,23 @@ def test_signals_are_given_back(terminal: None, signum: signal.Signals):
     before = signal.getsignal(signum)
     asyncio.run(story())
     assert signal.getsignal(signum) == before
+
+
+def test_the_second_press_ends_a_run_whose_event_loop_is_kept_busy(tmp_path: Path):
+    command = [sys.executable, "-m", "tests.launch.endless", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            while process.stdout.readline() != "asked\n":
+                assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+            time.sleep(2 * ONE_PRESS_S)
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            said = process.communicate(timeout=30)[1]
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert "ductile rl: Stopped at once, as asked: the policy (endless.py:" in said
+    assert ") has kept the event loop busy for 1 s, so nothing more was saved." in said
+    assert "Nothing was saved yet: steps 1-7 are lost." in said

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -107,6 +108,45 @@ def test_nothing_is_offered_where_there_is_nothing_to_go_on_from(tmp_path: Path,
     assert capsys.readouterr().err == f"ductile rl: Slot 1 is gone. Logs: {tmp_path / 'logs'}.\n"
 
 
+def test_a_run_whose_folder_was_removed_has_failed_and_says_so(tmp_path: Path, capsys):
+    async def run(config, prepared, session: Session):
+        session.record.metrics(1, {})
+        shutil.rmtree(session.folder)
+        session.record.metrics(2, {})
+        save(session.folder)
+        session.record.summary({"steps": 2})
+        return "Done: 2 steps."
+
+    folder = tmp_path / "run"
+    assert end(folder, run) == 1
+    out = capsys.readouterr()
+    assert out.out.splitlines()[-1] == "Done: 2 steps."
+    said = "was removed or moved while the run was at work: only what was saved after that is there."
+    assert out.err == f"ductile rl: The folder {folder} {said}\n"
+    assert [path.name for path in folder.iterdir()] == ["state"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "trained", "said"),
+    [
+        (False, 7, "Nothing was saved yet: steps 1-7 are lost."),
+        (False, 1, "Nothing was saved yet: step 1 is lost."),
+        (True, 7, "Steps 4-7 are lost. Go on with: ductile rl @"),
+        (True, 4, "Step 4 is lost. Go on with: ductile rl @"),
+        (True, 3, "logs. Go on with: ductile rl @"),
+    ],
+)
+def test_steps_that_are_lost_are_said(tmp_path: Path, capsys, saved: bool, trained: int, said: str):
+    async def run(config, prepared, session: Session):
+        session.record.metrics(trained, {})
+        raise SlotDied("slot 1 (train, pid 7) was killed by SIGKILL while idle")
+
+    if saved:
+        save(tmp_path)
+    assert end(tmp_path, run) == 1
+    assert said in capsys.readouterr().err
+
+
 def test_a_programming_error_is_not_dressed_up(tmp_path: Path):
     async def run(config, prepared, session: Session):
         session.record.metrics(1, {})
@@ -121,6 +161,15 @@ def test_a_programming_error_is_not_dressed_up(tmp_path: Path):
     assert event["kind"] == "failed"
     assert event["sentence"].startswith("ZeroDivisionError: float division by zero (test_supervise.py:")
     assert "Traceback" in event["traceback"]
+
+
+def test_logs_are_named_only_where_there_are_any(tmp_path: Path):
+    def prepare(config):
+        raise ZeroDivisionError("float division by zero")
+
+    with pytest.raises(ZeroDivisionError) as raised:
+        end(tmp_path / "run", raising(Stopped()), prepare=prepare)
+    assert raised.value.__notes__ == ["ductile rl failed."]
 
 
 def test_nothing_is_deleted_when_the_preparation_fails(tmp_path: Path, capsys):
@@ -192,6 +241,25 @@ def test_a_finished_run_that_is_resumed_stays_as_it_is(tmp_path: Path, capsys, m
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize("exported", [None, 2, 3])
+def test_a_finished_run_whose_model_is_missing_is_resumed(tmp_path: Path, exported: int | None):
+    """Or is that of an earlier step: the last export failed."""
+    finished(tmp_path)
+    (tmp_path / "summary.json").write_text("{}")
+    if exported is None:
+        shutil.rmtree(tmp_path / "model")
+    else:
+        (tmp_path / "events.jsonl").write_text(f'{{"kind": "exported", "step": {exported}}}\n')
+    config, started = RLConfig(output_dir=str(tmp_path), resume=True), []
+
+    async def run(config, prepared, session: Session):
+        started.append(session)
+        return ""
+
+    assert supervise("rl", config, lambda config: None, lambda prepared: 3, run, lambda prepared: 3) == 0
+    assert bool(started) == (exported != 3)
+
+
 @pytest.mark.parametrize("has_summary", [True, False])
 def test_what_is_left_of_a_resumed_run_is_done(tmp_path: Path, has_summary: bool):
     """More steps, or the end of a run that was killed after its last save."""
@@ -241,11 +309,13 @@ def test_done_prints_the_closing_and_keeps_the_config(tmp_path: Path, capsys):
 
 def test_the_first_ctrl_c_lets_the_step_end(tmp_path: Path, capsys):
     async def run(config, prepared, session: Session):
+        session.record.metrics(1, {})
         os.kill(os.getpid(), signal.SIGINT)
         await asyncio.wait_for(session.interrupt.graceful.wait(), 5)
         return "saved"
 
     assert end(tmp_path, run) == 130
     out = capsys.readouterr()
+    assert "Stopping after this step; press again to stop at once." in out.out.splitlines()
     assert "Stopped after a whole step, as asked." in out.err
     assert "saved" in out.out

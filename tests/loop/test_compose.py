@@ -3,6 +3,7 @@ graders, files."""
 
 import asyncio
 import json
+import shutil
 
 import pytest
 
@@ -14,6 +15,7 @@ from ductile.loop.progress import CheckpointError
 from ductile.loop.rollout_only import prepare_rollout_only, run_rollout_only, write_rollouts
 from ductile.loop.run_context import RunContext
 from ductile.loop.run_until import SlotDied
+from ductile.loop.saving import ExportFailed
 from ductile.observe import Recorder, read_jsonl
 from ductile.records import Generation, Manifest, Prompt, Rollout, RolloutGroup, Sampling, StepReport
 from ductile.tasks.task import TaskError
@@ -97,10 +99,10 @@ class Learns:
         return Generation(request.id, ids, (-0.1,) * len(ids), (self.version,) * len(ids), "stop")
 
 
-def rl(config, folder, stop=None):
+def rl(config, folder, stop=None, roles_of=Learns):
     async def go():
         prepared = prepare(config)
-        record, roles = Recorder(prepared.folder), Learns(folder)
+        record, roles = Recorder(prepared.folder), roles_of(folder)
         try:
             context = RunContext(record, stop or asyncio.Event(), lambda: roles.slots)
             return roles, await run_loop(prepared, roles, roles, None, context)
@@ -140,6 +142,21 @@ def test_a_whole_run(tmp_path, folder):
     assert rows[3]["reward_mean"] > rows[1]["reward_mean"]
 
 
+def test_a_run_whose_folder_is_removed_counts_what_it_did(tmp_path, folder):
+    run = tmp_path / "run"
+
+    class Removed(Learns):
+        async def optim_step(self, loss_denominator):
+            if self.step == 1:
+                shutil.rmtree(run)
+            return await super().optim_step(loss_denominator)
+
+    _, result = rl(config(tmp_path, folder), folder, roles_of=Removed)
+    assert result.summary["steps"] == 3
+    assert result.summary["eval_step_first"] == 0
+    assert not (run / "summary.json").exists()
+
+
 def test_held_out_examples_are_never_trained_on(tmp_path, folder):
     prepared = prepare(config(tmp_path, folder))
     assert [prompt.example for prompt in prepared.eval_prompts] == [36, 37, 38, 39]
@@ -175,6 +192,19 @@ def test_resume_goes_on_where_the_run_was(tmp_path, folder):
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
     assert result.summary["eval_reward_first"] == rows[0]["eval_reward"]
     assert "Resumed after step 2" in (tmp_path / "run" / "events.jsonl").read_text()
+
+
+def test_a_resume_with_no_step_to_do_writes_the_model_that_failed(tmp_path, folder):
+    class NoRoom(Learns):
+        async def export(self, path, dtype):
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(ExportFailed, match="The model of step 3 cannot be written"):
+        rl(config(tmp_path, folder), folder, roles_of=NoRoom)
+    _, result = rl(config(tmp_path, folder, ckpt__resume_step=-1), folder)
+    assert result.step == 3
+    assert result.model_folder == tmp_path / "run" / "model"
+    assert read(str(result.model_folder)) == "model"
 
 
 def test_a_run_goes_on_with_the_reference_that_it_began_with(tmp_path, folder):

@@ -177,7 +177,7 @@ def test_a_trainer_that_cannot_be_saved_is_an_event_and_the_cause_is_raised(tmp_
     with pytest.raises(SlotLost, match="was killed by SIGKILL"):
         run(Stage(tmp_path, max_steps=5, trainer=Dies).go(no_save))
     told = [row["sentence"] for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == "not_saved"]
-    assert told == ["What was trained since the last checkpoint cannot be saved: slot 0 (train) is gone."]
+    assert told == ["Nothing of this run is saved: slot 0 (train) is gone."]
 
 
 def test_an_error_of_the_trainer_is_not_hidden_by_slow_generators(tmp_path):

@@ -92,5 +92,6 @@ def test_the_run_goes_on_with_the_slots_where_they_were_configured(tmp_path, pol
     assert errors == []
     (refused,) = [event for event in events if event["kind"] == "refused"]
     assert refused["sentence"].startswith("The policy is not asked any more, and the slots go back to")
+    assert refused["sentence"].endswith("lack its `return`?" if policy is BAD[0][0] else ".")
     assert "Traceback" in refused["traceback"]
     assert stage.formation.members == (0, 1)

@@ -13,7 +13,7 @@ import pytest
 from ductile.config.trainer import CheckpointConfig
 from ductile.disk import DiskError
 from ductile.loop.progress import CheckpointError, Checkpoints, Progress
-from ductile.loop.saving import Saver, is_time, where_to_begin
+from ductile.loop.saving import ExportFailed, Saver, is_time, lacks_model, where_to_begin
 from ductile.observe import Recorder, read_jsonl
 from ductile.roles import Refused
 from ductile.tasks.prompts import PromptPosition
@@ -216,7 +216,10 @@ def test_saver_and_resume(tmp_path):
     assert Checkpoints(tmp_path / "state").steps() == [2]
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
     sentences = [row["sentence"] for row in read_jsonl(tmp_path / "events.jsonl")]
-    assert sentences[-1] == "Resumed after step 2; the metrics of 3 later steps are written anew."
+    assert sentences[-2:] == [
+        "Resumed after step 2; the metrics of 3 later steps are written anew.",
+        f"The model of step 2 is in {tmp_path / 'model'}.",
+    ]
 
 
 def test_what_cannot_be_loaded_costs_nothing(tmp_path):
@@ -265,6 +268,40 @@ def test_room_is_asked_for_before_anything_is_written(tmp_path, monkeypatch):
     trainer.calls.clear()
     asyncio.run(saver.save(Progress(1)))  # saved already: it is exported only
     assert trainer.calls == [str(tmp_path / "model")]
+    record.close()
+
+
+def test_a_model_that_could_not_be_written_is_written_by_a_resume(tmp_path):
+    class NoRoom(Keeper):
+        room = False
+
+        async def export(self, path, dtype):
+            if not self.room:
+                raise Refused("slot 0: ExportModel failed: No space left on device")
+            await super().export(path, dtype)
+            write(path, self.weights)
+
+    record, trainer, checkpoints = Recorder(tmp_path), NoRoom(), Checkpoints(tmp_path / "state")
+    saver = Saver(trainer, checkpoints, record, tmp_path / "model")
+    said = r"The model of step 2 cannot be written: .*: No space left on device\. The checkpoint of step 2 has all"
+    with pytest.raises(ExportFailed, match=said):
+        asyncio.run(saver.save(Progress(2)))
+    assert checkpoints.steps() == [2]
+    trainer.room = True
+    for _ in range(2):  # the second time it is there
+        asyncio.run(saver.resume(Progress(2), asked=True))
+    record.close()
+    assert trainer.calls == [str(tmp_path / "model")]
+
+
+def test_a_model_is_missing_when_it_is_of_another_step(tmp_path):
+    model, record = tmp_path / "model", Recorder(tmp_path)
+    assert lacks_model(model, 4)
+    model.mkdir()
+    assert not lacks_model(model, 4), "nobody knows of which step it is"
+    for step in (2, 4):
+        record.event("exported", "", step=step)
+        assert lacks_model(model, 4) == (step != 4)
     record.close()
 
 

@@ -3,6 +3,7 @@ import asyncio
 import pytest
 
 from ductile.loop.save_once import SaveOncePerStep
+from ductile.loop.saving import ExportFailed
 from ductile.observe import Recorder, read_jsonl
 
 
@@ -51,3 +52,23 @@ def test_weights_do_not_change_while_they_are_saved_and_who_asks_does_not_wait_f
 
     asyncio.run(asyncio.wait_for(story(), 10))
     assert order == ["saving 1", "saved 1", "update"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "error", "kind", "sentence"),
+    [
+        (0, OSError("full"), "not_saved", "Nothing of this run is saved: full."),
+        (2, OSError("full"), "not_saved", "What was trained since the last checkpoint cannot be saved: full."),
+        (2, ExportFailed("The model is missing"), "not_exported", "The model is missing."),
+    ],
+)
+def test_what_is_not_saved_is_said(tmp_path, saved, error, kind, sentence):
+    async def save(step):
+        raise error
+
+    record = Recorder(tmp_path)
+    with pytest.raises(type(error)):
+        asyncio.run(SaveOncePerStep(save, saved, record)(3))
+    record.close()
+    [event] = read_jsonl(tmp_path / "events.jsonl")
+    assert (event["kind"], event["sentence"]) == (kind, sentence)

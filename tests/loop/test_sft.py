@@ -8,6 +8,7 @@ import pytest
 from ductile.config.run import SFTConfig, TrainerRunConfig
 from ductile.loop.progress import CheckpointError
 from ductile.loop.run_context import RunContext
+from ductile.loop.saving import ExportFailed
 from ductile.loop.sft import prepare_fake, prepare_sft, run_batches
 from ductile.loop.sft_data import fake_samples, read_conversations, tokenise
 from ductile.loop.skipped_steps import Diverged
@@ -248,3 +249,27 @@ def test_steps_that_are_thrown_away_end_the_run_saved(tmp_path, folder):
         asyncio.run(run_batches(prepared, Diverging(), RunContext(record, asyncio.Event())))
     assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
     assert (tmp_path / "run" / "state" / "step_4").is_dir()
+
+
+def test_a_resume_with_no_step_to_do_writes_the_model_that_failed(tmp_path, folder):
+    class NoRoom(Memory):
+        async def export(self, path, dtype):
+            raise OSError(28, "No space left on device")
+
+    class Exporting(Memory):
+        async def export(self, path, dtype):
+            write(path, str(self.step))
+
+    def go(trainer, **keys):
+        record = Recorder(tmp_path / "run")
+        prepared = prepare_sft(config(tmp_path, folder, max_steps=2, **keys))
+        summary = asyncio.run(run_batches(prepared, trainer, RunContext(record, asyncio.Event())))
+        record.close()
+        return summary
+
+    with pytest.raises(ExportFailed):
+        go(NoRoom())
+    kinds = [row["kind"] for row in read_jsonl(tmp_path / "run" / "events.jsonl")]
+    assert kinds[-2:] == ["saved", "not_exported"]
+    assert go(Exporting(), ckpt={"resume_step": -1})["steps"] == 2
+    assert read(str(tmp_path / "run" / "model")) == "2"

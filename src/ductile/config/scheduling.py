@@ -67,7 +67,7 @@ def scheduling_findings(cluster: ClusterConfig) -> Iterator[Finding]:
         try:
             policy_of(cluster)
         except ImportPathError as error:
-            yield Finding(("cluster.policy",), f"cannot be used: {error}")
+            yield Finding(("cluster.policy",), str(error).removeprefix(repr(name)).lstrip(": "))
 
 
 def _is_import_path(name: str) -> bool:

@@ -189,8 +189,8 @@ class Run:
         except FileNotFoundError:
             if (self.folder / "summary.json").exists():
                 raise Unfit(
-                    f"no run is at work in {self.folder}: the last one is over, and one that resumes it has no slots "
-                    f"yet. What it did: ductile report {self.folder}"
+                    f"no run is at work in {self.folder}: the last one has ended (or one has just been started, and "
+                    f"has no slots yet). What the last one did: ductile report {self.folder}"
                 ) from None
             raise Unfit(
                 f"no run is at work in {self.folder}, or it is still starting: its slots have no roles yet"

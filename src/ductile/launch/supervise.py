@@ -10,11 +10,13 @@ import asyncio
 import os
 import shutil
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,15 +30,17 @@ from ductile.config.written import of_a_run
 from ductile.dashboard.printable import printable
 from ductile.dashboard.run_display import RunDisplay, show
 from ductile.disk import FULL, named
-from ductile.error_text import capitalised, error_with_place
+from ductile.error_text import capitalised, error_with_place, place_in
 from ductile.launch.cpu_cap import CapNotPermitted
 from ductile.launch.folder import FolderInUse, bench_folder, run_folder
 from ductile.launch.interrupt import Interrupt, interrupts
 from ductile.launch.old_run import FAILED_START, ForgetOldRun, is_aside
 from ductile.launch.processes import StartFailed
+from ductile.loop import policy_decision
 from ductile.loop.evaluate import RewardsFailed
 from ductile.loop.progress import CheckpointError, Checkpoints
 from ductile.loop.run_until import SlotDied, Stopped
+from ductile.loop.saving import ExportFailed, lacks_model
 from ductile.loop.sinks import SinkMissing, TensorboardSink, WandbSink
 from ductile.loop.skipped_steps import Diverged
 from ductile.observe import Recorder
@@ -114,7 +118,8 @@ def supervise(
                 when = "as soon as this one has done its first step or evaluation (clean = true)"
                 record.event("replaces", f"The run that is in {folder} is deleted {when}.")
             session = Session(folder, record, view)
-            end = asyncio.run(_run(session, run(config, prepared, session)))
+            abandon = partial(_abandon, command, config, session)
+            end = asyncio.run(_run(session, run(config, prepared, session), abandon))
             if benches and end.code != FAILED:
                 shutil.rmtree(folder, ignore_errors=True)
     except UNFIT as error:
@@ -128,24 +133,52 @@ def supervise(
     return end.code
 
 
-async def _run(session: Session, running: Awaitable[RenderableType]) -> _End:
-    with interrupts(session.interrupt):
+async def _run(session: Session, running: Awaitable[RenderableType], abandon: Callable[[float], None]) -> _End:
+    def on_asked() -> None:
+        after = " after this step" if session.record.last_step is not None else ""
+        session.record.event("stopping", f"Stopping{after}; press again to stop at once.")
+
+    with interrupts(session.interrupt, on_asked, abandon):
         try:
             summary = await running
         except Stopped:
             return _record_end(session, "stopped", _End(INTERRUPTED, "stopped at once, as asked"))
         except SlotDied as error:
             return _record_end(session, "died", _End(FAILED, str(error)))
-        except (SlotLost, Late, Refused, RewardsFailed, CustomCodeFailed, Diverged) as error:
+        except (SlotLost, Late, Refused, RewardsFailed, CustomCodeFailed, Diverged, ExportFailed) as error:
             return _record_end(session, "failed", _End(FAILED, str(error)))
         except Exception as error:
             if session.record.last_step is not None:
                 sentence = str(error) if isinstance(error, UNFIT) else error_with_place(error, ours=True)
                 session.record.event("failed", as_sentence(capitalised(sentence)), traceback=traceback.format_exc())
             raise
+        if session.record.is_lost():
+            said = "was removed or moved while the run was at work: only what was saved after that is there"
+            return _record_end(session, "failed", _End(FAILED, f"the folder {session.folder} {said}", summary))
         if session.interrupt.graceful.is_set():
             return _record_end(session, "stopped", _End(INTERRUPTED, "stopped after a whole step, as asked", summary))
         return _End(DONE, summary=summary)
+
+
+def _abandon(command: str, config: Config, session: Session, waited_s: float) -> None:
+    """End the process from a thread beside the event loop, which never gets its turn. All other processes follow."""
+    try:
+        busy = f"{_busy()} has kept the event loop busy for {waited_s:g} s, so nothing more was saved"
+        said = printable(f"ductile {command}: Stopped at once, as asked: {busy}.{_after(command, config, session)}")
+        shows_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # the live view has hidden it
+        os.write(sys.stderr.fileno(), f"{shows_cursor}\n{said}\n".encode(errors="replace"))
+    finally:
+        os._exit(INTERRUPTED)
+
+
+def _busy() -> str:
+    """What the main thread is at: the policy, or a line of the program."""
+    frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
+    asking = (policy_decision.__file__, "decide")
+    asks = [number for number, frame in enumerate(frames) if (frame.filename, frame.name) == asking]
+    if asks:
+        return f"the policy{place_in(frames[asks[-1] + 1 :])}"
+    return f"something{place_in(frames[-1:], ours=True)}"
 
 
 def _record_end(session: Session, kind: str, end: _End) -> _End:
@@ -171,9 +204,11 @@ def _say(end: _End, command: str, config: Config, session: Session | None) -> No
 
 
 def _nothing_to_do(config: Config, done: int, max_steps: int) -> str:
-    """Why a resume starts nothing, in sentences; "" when there are steps to do, or the end of the run is missing."""
+    """Why a resume starts nothing, in sentences; "" when there are steps to do, or its end or its model is missing."""
     folder = Path(config.output_dir)
     if not done or done < max_steps or not (folder / "summary.json").exists():
+        return ""
+    if isinstance(config, RLConfig | SFTConfig) and config.ckpt.export_model and lacks_model(folder / "model", done):
         return ""
     steps, more = "step" if done == 1 else "steps", f"--max-steps above {done}"
     return (
@@ -193,16 +228,28 @@ def _put_back(config: Config, session: Session | None) -> str:
 
 
 def _after(command: str, config: Config, session: Session | None) -> str:
-    """Says where to look, and how to go on if there is a checkpoint to go on from."""
+    """Says where to look, which steps are lost, and how to go on if there is a checkpoint to go on from."""
     folder = session.folder if session else Path(config.output_dir)
-    logs = f" Logs: {folder / 'logs'}."
+    logs = f" Logs: {folder / 'logs'}." if (folder / "logs").is_dir() else ""
     if config.bench is not None or not isinstance(config, RLConfig | SFTConfig):
         return logs
     try:
         saved = Checkpoints(folder / "state").steps()
     except OSError:  # of the disk that the run died of, perhaps
-        saved = []
-    return logs if not saved else f"{logs} Go on with: ductile {command} @ {folder / 'config.toml'} --resume"
+        return logs
+    lost = _lost(saved[-1] if saved else 0, (session.record.last_step if session else None) or 0)
+    resolved = folder / "config.toml"  # a run whose folder was removed may have a checkpoint without it
+    goes_on = f" Go on with: ductile {command} @ {resolved} --resume" if saved and resolved.exists() else ""
+    return f"{logs}{lost}{goes_on}"
+
+
+def _lost(saved: int, trained: int) -> str:
+    """What of `trained` steps is not in the checkpoint of step `saved`; 0 when there is no checkpoint."""
+    if trained <= saved:
+        return ""
+    first = saved + 1
+    steps = f"step {first} is" if first == trained else f"steps {first}-{trained} are"
+    return f" {capitalised(steps)} lost." if saved else f" Nothing was saved yet: {steps} lost."
 
 
 def _add_sinks(record: Recorder, config: Config) -> None:

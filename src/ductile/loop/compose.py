@@ -33,7 +33,7 @@ from ductile.loop.run_until import run_until
 from ductile.loop.sample_builder import SampleBuilder
 from ductile.loop.samples import sample_rows
 from ductile.loop.saving import Saver, where_to_begin
-from ductile.observe import Recorder, read_jsonl
+from ductile.observe import Recorder
 from ductile.records import Prompt, RolloutGroup
 from ductile.roles import Generators, Scorer, Task, TrainerClient
 from ductile.tasks.build import build_task
@@ -152,7 +152,7 @@ async def run_loop(
     saver = Saver(trainer, prepared.checkpoints, record, model_folder, config.ckpt)
     if saves:
         await run_until(saver.resume(progress, asked=config.ckpt.resume_step is not None), death=context.death_watch())
-    earlier_s = sum(row.get("step_s") or 0.0 for row in read_jsonl(record.folder / "metrics.jsonl"))
+    earlier_s = sum(row.get("step_s") or 0.0 for row in record.rows())
     eval_task = orchestrator.eval.task if "eval" in prepared.tasks else None
     tasks = {"train": orchestrator.task, "eval": eval_task}
     async with graders_of(tasks, orchestrator.graders, record) as graders:
@@ -190,7 +190,7 @@ async def run_loop(
         async with loop.controller.at_work(buffer.fail) if loop.controller else nullcontext():
             step = await loop.run(context.death_watch())
     life_s = context.wall_s()
-    summary = summarise_rl(read_jsonl(record.folder / "metrics.jsonl"), context.slots(), earlier_s + life_s)
+    summary = summarise_rl(record.rows(), context.slots(), earlier_s + life_s)
     summary |= {**this_life(prepared.plan.max_steps, progress.step, life_s), **spent()}
     record.summary(summary)
     return RunResult(

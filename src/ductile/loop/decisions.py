@@ -9,6 +9,7 @@ refused     the policy is not asked any more
 import traceback
 from dataclasses import dataclass
 
+from ductile.config.command_line import as_sentence
 from ductile.core.cluster.orders import Decision, sentence
 from ductile.error_text import capitalised
 from ductile.observe import Recorder
@@ -37,11 +38,11 @@ class DecisionLog:
         topic = decision.topic or decision.reason
         if decision.orders:
             self._record.event(
-                "decided", f"{capitalised(decision.reason)}.", at_s=round(at_s, 3), **_expected(decision)
+                "decided", as_sentence(capitalised(decision.reason)), at_s=round(at_s, 3), **_expected(decision)
             )
         elif began or (decision.reason and topic != self._topic):
             said = decision.reason or ("training waits" if holds else "training goes on")
-            self._record.event("held", f"{capitalised(said)}.", at_s=round(at_s, 3), holds=holds)
+            self._record.event("held", as_sentence(capitalised(said)), at_s=round(at_s, 3), holds=holds)
         self._training_held = holds
         if decision.orders or decision.reason or began:
             self._topic = topic
@@ -64,7 +65,8 @@ class DecisionLog:
 
     def refused(self, error: Exception) -> str:
         """Write down that the policy is not asked any more; call it while `error` is handled. Returns the sentence."""
-        said = f"The policy is not asked any more, and the slots go back to what the configuration gave them: {error}."
+        why = as_sentence(str(error))
+        said = f"The policy is not asked any more, and the slots go back to what the configuration gave them: {why}"
         self._record.event("refused", said, traceback=traceback.format_exc())
         return said
 

@@ -21,7 +21,7 @@ from ductile.loop.evaluate import RewardsFailed
 from ductile.loop.graders import graders_of
 from ductile.loop.run_summary import per_second, this_life
 from ductile.loop.step_metrics import StepMetrics
-from ductile.observe import Recorder, Stopwatch, read_jsonl
+from ductile.observe import Recorder, Stopwatch
 from ductile.records import Prompt, RolloutGroup
 from ductile.roles import Generators, Task
 from ductile.surrogates import ESCAPED
@@ -88,7 +88,7 @@ async def run_rollout_only(
                 raise RewardsFailed(f"in batch {step}, {why}")
             if stop.is_set():
                 break
-    rows = read_jsonl(record.folder / "metrics.jsonl")
+    rows = record.rows()
     rewards = [row["reward_mean"] for row in rows if row["reward_mean"] is not None]
     life_s = time.perf_counter() - began_s
     summary = {

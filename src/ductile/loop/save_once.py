@@ -5,8 +5,10 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
+from ductile.config.command_line import as_sentence
 from ductile.loop.concurrency import undisturbed
 from ductile.loop.run_until import run_until
+from ductile.loop.saving import ExportFailed
 from ductile.observe import Recorder
 
 UNDISTURBED_S = 3600.0
@@ -17,12 +19,13 @@ Each command of theirs has a shorter deadline of its own."""
 class SaveOncePerStep:
     """Saves no step twice, also when the first attempt has failed, and leaves no save half done.
 
-    A failure is an event `not_saved`, and raised.
+    A failure is an event `not_saved`, or `not_exported` where only the model is missing, and raised.
     """
 
     def __init__(self, save: Callable[[int], Awaitable[None]], step: int, record: Recorder) -> None:
-        """step: what is saved already."""
-        self._save, self._tried, self._record = save, step, record
+        """step: what is saved already; 0 when nothing is."""
+        self._save, self._record = save, record
+        self._tried = self._saved = step
         self._whole: int | None = step
         """The step whose weights the trainer has; None when an update of the next one has changed them."""
         self._saving = asyncio.Lock()
@@ -36,10 +39,16 @@ class SaveOncePerStep:
     async def _save_or_report(self, step: int) -> None:
         try:
             await self._save(step)
-        except Exception as error:
-            sentence = f"What was trained since the last checkpoint cannot be saved: {error}."
-            self._record.event("not_saved", sentence)
+        except ExportFailed as error:
+            self._saved = step
+            self._record.event("not_exported", as_sentence(str(error)))
             raise
+        except Exception as error:
+            since = "What was trained since the last checkpoint cannot be saved"
+            what = since if self._saved else "Nothing of this run is saved"
+            self._record.event("not_saved", as_sentence(f"{what}: {error}"))
+            raise
+        self._saved = step
 
     async def update_begins(self) -> None:
         """The weights are about to change, and belong to no step until `step_ends`. Waits for a save to end."""

@@ -5,16 +5,21 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ductile.config.command_line import as_sentence
 from ductile.config.trainer import CheckpointConfig
 from ductile.disk import folder_bytes, require_room
 from ductile.loop.progress import TRAINER, CheckpointError, Checkpoints, Progress
-from ductile.observe import Recorder
+from ductile.observe import Recorder, read_jsonl
 from ductile.roles import TrainerClient
 
 AUTO_S = 600.0
 """Seconds at least between two saves with `ckpt.interval = "auto"`."""
 MAX_SHARE = 0.05
 """Largest share of the time that saving takes with `ckpt.interval = "auto"`: where it takes long, it comes seldom."""
+
+
+class ExportFailed(Exception):
+    """A step is saved, and its model folder cannot be written. The text says so, and how to have the model."""
 
 
 class Saver:
@@ -42,19 +47,14 @@ class Saver:
     async def save(self, progress: Progress) -> None:
         """All or nothing: until the last file is on disk, the checkpoint before this one is the latest.
 
-        Raises what the trainer raises, or DiskError; then nothing is left of it. A step that is saved already is only
-        exported.
+        Raises what the trainer raises, or DiskError; then nothing is left of it. Raises ExportFailed when only the
+        model is missing. A step that is saved already is only exported.
         """
         began_s = self._clock()
         if progress.step not in self._checkpoints.steps():
             path = await self._write(progress)
             self._record.event("saved", f"Saved step {progress.step} to {path}.", step=progress.step, path=str(path))
-        if self._model_folder is not None:
-            require_room(
-                self._model_folder.parent, folder_bytes(self._model_folder), f"the model in {self._model_folder}"
-            )
-            await self._trainer.export(str(self._model_folder), self._config.export_dtype)
-            self._record.event("exported", f"The model of step {progress.step} is in {self._model_folder}.")
+        await self._export(progress.step)
         self._since_s = self._clock()
         self._took_s = self._since_s - began_s
 
@@ -68,8 +68,23 @@ class Saver:
             await asyncio.to_thread(self._checkpoints.discard, partial)
             raise
 
+    async def _export(self, step: int) -> None:
+        """Write the model folder of `step`, if one is wanted. Raises ExportFailed."""
+        folder = self._model_folder
+        if folder is None:
+            return
+        try:
+            require_room(folder.parent, folder_bytes(folder), f"the model in {folder}")
+            await self._trainer.export(str(folder), self._config.export_dtype)
+        except Exception as error:
+            raise ExportFailed(
+                f"The model of step {step} cannot be written: {as_sentence(str(error))} The checkpoint of step {step} "
+                "has all that was trained, and --resume writes the model from it"
+            ) from error
+        self._record.event("exported", f"The model of step {step} is in {folder}.", step=step)
+
     async def resume(self, progress: Progress, asked: bool) -> None:
-        """Load what `progress` belongs to, and set aside what was written after it.
+        """Load what `progress` belongs to, set aside what was written after it, and write the model that is missing.
 
         asked: the user wants to go on. When there is nothing to go on from (step 0), an event says so.
         """
@@ -81,10 +96,21 @@ class Saver:
         if progress.step:
             again = f"; the metrics of {num_dropped} later steps are written anew" if num_dropped else ""
             self._record.event("resumed", f"Resumed after step {progress.step}{again}.", step=progress.step)
+            if self._model_folder and await asyncio.to_thread(lacks_model, self._model_folder, progress.step):
+                await self._export(progress.step)
         elif asked:
             where = self._checkpoints.folder
             self._record.event("started_anew", f"There is no checkpoint in {where} yet: started from the beginning.")
         self._since_s = self._clock()
+
+
+def lacks_model(folder: Path, step: int) -> bool:
+    """Whether there is no model in `folder`, a run's `model/`, or one of another step than `step`.
+
+    The run's events tell of which step it is. Where they do not, as older ones do not, it counts as the right one.
+    """
+    exported = [row for row in read_jsonl(folder.parent / "events.jsonl") if row.get("kind") == "exported"]
+    return not folder.exists() or (bool(exported) and exported[-1].get("step", step) != step)
 
 
 def is_time(since_s: float, took_s: float) -> bool:

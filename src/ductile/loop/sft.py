@@ -23,7 +23,7 @@ from ductile.loop.saving import Saver, where_to_begin
 from ductile.loop.sft_data import fake_samples, read_conversations
 from ductile.loop.skipped_steps import SkippedSteps
 from ductile.loop.step_metrics import utilisation
-from ductile.observe import Stopwatch, read_jsonl
+from ductile.observe import Stopwatch
 from ductile.records import Sample, StepReport
 from ductile.roles import TrainerClient
 from ductile.tasks.prompts import ExampleOrder
@@ -147,10 +147,10 @@ async def run_batches(
         saver = Saver(trainer, prepared.checkpoints, record, prepared.model_folder, prepared.ckpt)
         await run_until(saver.resume(prepared.progress, prepared.resume_asked), death=context.death_watch())
     record.event("data", prepared.sentence, **prepared.facts)
-    earlier_s = sum(row.get("step_s") or 0.0 for row in read_jsonl(record.folder / "metrics.jsonl"))
+    earlier_s = sum(row.get("step_s") or 0.0 for row in record.rows())
     training = _Training(prepared, trainer, saver, context)
     await saved_in_the_end(training.run(), training.save, training.save_when_asked(), context.death_watch())
-    rows = read_jsonl(record.folder / "metrics.jsonl")
+    rows = record.rows()
     life_s = context.wall_s()
     summary = {
         "steps": training.step,

@@ -1,0 +1,29 @@
+"""A run whose policy never returns, for tests to interrupt: `python -m tests.launch.endless FOLDER`.
+
+It has trained 7 steps and saved none. It has no slots: what is at stake is the event loop of this process.
+"""
+
+import sys
+
+from ductile.config.run import RLConfig
+from ductile.launch import interrupt
+from ductile.launch.supervise import supervise
+from ductile.loop.policy_decision import decide
+from tests.core.cluster.scenes import scene
+
+
+class Endless:
+    def decide(self, state):
+        print("asked", flush=True)
+        while True:
+            pass
+
+
+async def run(config, prepared, session):
+    session.record.metrics(7, {})
+    decide(Endless(), scene())
+
+
+if __name__ == "__main__":
+    interrupt.REACTS_S = 1.0
+    sys.exit(supervise("rl", RLConfig(output_dir=sys.argv[1]), lambda config: None, lambda prepared: 9, run))
