@@ -1,8 +1,8 @@
-"""What deciding costs: seconds that a policy takes to answer, in simulated runs on few slots and on many.
+"""What deciding costs: seconds that a policy takes to decide, in simulated runs on few slots and on many.
 
     python benchmarks/decisions.py --json benchmarks/results/decisions.json
 
-A hundred rollouts a slot in two on-policy steps, in groups of 16 with long-tailed answers; a quarter of the slots
+A hundred rollouts a slot in two on-policy steps, in groups of 16 with long-tailed completions; a quarter of the slots
 trains at first. Slots, time and rollouts are simulated; deciding is the policies' real work on this machine's core.
 `simulating_s` is what the whole simulation took.
 """

@@ -1,4 +1,4 @@
-"""Wall time of a GRPO run with long-tailed answers: slots that stay what they are, against slots that change roles.
+"""Wall time of a GRPO run with long-tailed completions: slots that stay what they are, against slots that change roles.
 
 Six slots, each a process capped to a fixed share of a core, so that every one is a device of fixed speed: together
 they have to leave some of the machine over. Where they do not (six times 0.3 of two cores, of which a host takes a
@@ -98,7 +98,7 @@ def split(num_train: int, num_slots: int) -> Arm:
     return Arm(f"static, {num_train} train", {"component_placement": {"actor": train, "rollout": generate}})
 
 
-def together(num_slots: int) -> Arm:
+def collocated(num_slots: int) -> Arm:
     return Arm("collocated", {"component_placement": {"actor,rollout": _range(0, num_slots)}, **IN_TURNS})
 
 
@@ -213,7 +213,7 @@ def alternate(args: argparse.Namespace, work: Path) -> tuple[int, dict[int, list
         if number == 0:
             home = min(splits, key=lambda count: splits[count][0].wall_s)
         for name, found in others.items():
-            arm = together(args.slots) if name == "collocated" else elastic(name, home, args.slots)
+            arm = collocated(args.slots) if name == "collocated" else elastic(name, home, args.slots)
             found.append(_told(arm, number, args, work))
     return home, splits, others
 

@@ -4,8 +4,8 @@ Both run the same model (Qwen3 shape, 4 layers of 256, fp32), the same prompts a
 threads, greedily, in one process and alternating; the figure is the median of the rounds.
 
 `transformers` gets static batches, left-padded, sdpa attention, dynamic cache: in order of arrival, in each of the
-batch sizes of `--batches`; a batch runs until its longest answer is done. The ratio is against the size that does best.
-`sorted` shows what it would do if it knew all output lengths beforehand and sorted by them, which RL cannot.
+batch sizes of `--batches`; a batch runs until its longest completion is done. The ratio is against the size that does
+best. `sorted` shows what it would do if it knew all output lengths beforehand and sorted by them, which RL cannot.
 
     python benchmarks/generate.py --json benchmarks/results/generate.json
 """
@@ -33,7 +33,7 @@ from ductile.records import GenerateRequest, Sampling
 from provenance import provenance, write
 
 PAD = 0
-Answers = list[list[int]]
+Completions = list[list[int]]
 
 
 def make_model(folder: Path) -> Any:
@@ -68,8 +68,10 @@ def make_requests(num: int, median: int, longest: int) -> tuple[list[list[int]],
 
 
 @torch.inference_mode()
-def run_transformers(model: Any, prompts: list[list[int]], lengths: list[int], batch: int, order: list[int]) -> Answers:
-    answers: Answers = [[] for _ in prompts]
+def run_transformers(
+    model: Any, prompts: list[list[int]], lengths: list[int], batch: int, order: list[int]
+) -> Completions:
+    completions: Completions = [[] for _ in prompts]
     for first in range(0, len(order), batch):
         members = order[first : first + batch]
         width = max(len(prompts[i]) for i in members)
@@ -87,19 +89,19 @@ def run_transformers(model: Any, prompts: list[list[int]], lengths: list[int], b
             pad_token_id=PAD,
         )
         for i, row in zip(members, out[:, width:].tolist(), strict=True):
-            answers[i] = row[: lengths[i]]
-    return answers
+            completions[i] = row[: lengths[i]]
+    return completions
 
 
-def run_ductile(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> Answers:
-    answers: Answers = [[] for _ in prompts]
+def run_ductile(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> Completions:
+    completions: Completions = [[] for _ in prompts]
     for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
         sampling = Sampling(temperature=0.0, max_tokens=length, ignore_eos=True)
         engine.add(GenerateRequest(str(i), tuple(prompt), sampling))
     while engine.has_work():
         for generation in engine.step():
-            answers[int(generation.id)] = list(generation.token_ids)
-    return answers
+            completions[int(generation.id)] = list(generation.token_ids)
+    return completions
 
 
 @dataclass(frozen=True)
@@ -108,16 +110,16 @@ class Timings:
 
     wall_s: dict[str, list[float]]
     cpu_s: dict[str, list[float]]
-    answers: dict[str, Answers]
+    completions: dict[str, Completions]
 
 
-def measure(contestants: dict[str, Callable[[], Answers]], rounds: int) -> Timings:
+def measure(contestants: dict[str, Callable[[], Completions]], rounds: int) -> Timings:
     """One round warms up and is not counted."""
     timings = Timings({name: [] for name in contestants}, {name: [] for name in contestants}, {})
     for round_ in range(rounds + 1):
         for name, run in contestants.items():
             wall, cpu = time.perf_counter(), time.process_time()
-            timings.answers[name] = run()
+            timings.completions[name] = run()
             if round_:
                 timings.wall_s[name].append(time.perf_counter() - wall)
                 timings.cpu_s[name].append(time.process_time() - cpu)
@@ -147,7 +149,7 @@ def main() -> None:
         config = InferenceConfig(model=InferenceModelConfig(max_model_len=512), max_num_seqs=max(args.batches))
         engine = Engine(load_model(folder), config, eos_token_ids=(), decode=lambda tokens, skip_special_tokens: "")
 
-    def peer_run(batch: int, order: list[int]) -> Callable[[], Answers]:
+    def peer_run(batch: int, order: list[int]) -> Callable[[], Completions]:
         return lambda: run_transformers(peer, prompts, lengths, batch, order)
 
     contestants = {"ductile": lambda: run_ductile(engine, prompts, lengths)}
@@ -166,7 +168,9 @@ def main() -> None:
         "ratio_vs_transformers": round(speed["ductile"] / speed[best], 3),
         "ratio_vs_transformers_sorted": round(speed["ductile"] / speed[best_sorted], 3),
         "ratio_of_cpu_time": round(min(cpu_s[name] for name in unsorted) / cpu_s["ductile"], 3),
-        "tokens_identical": all(answer == timings.answers["ductile"] for answer in timings.answers.values()),
+        "tokens_identical": all(
+            completion == timings.completions["ductile"] for completion in timings.completions.values()
+        ),
         "tokens_per_s_ductile": round(speed["ductile"], 1),
         "tokens_per_s_transformers": round(speed[best], 1),
         "transformers_best": best,

@@ -1,7 +1,7 @@
 """Seconds of one whole GRPO step, ductile against TRL's `GRPOTrainer`, on the same cores.
 
 Both train the same model (Qwen3 shape, 4 layers of 256, fp32) with the same prompts, group size, output length (every
-answer is exactly `--tokens` long), learning rate and number of completions a step. A step is everything: generate,
+completion is exactly `--tokens` long), learning rate and number of completions a step. A step is everything: generate,
 reward, advantage, loss, backward, AdamW, and the new weights back in the generator.
 
 TRL runs as one process with a thread a core, and as a process a core; ductile as a slot a core with one thread
@@ -34,7 +34,7 @@ HERE = Path(__file__).parent
 ON_POLICY = "ductile, roles together, on-policy"
 Spent = dict[str, list[dict[str, float]]]
 """Seconds by what they went to, of each step: of a slot, and of the loop."""
-REWARD = "def reward(row, answer):\n    return float(len(set(answer)) % 7)\n"
+REWARD = "def reward(row, completion):\n    return float(len(set(completion)) % 7)\n"
 
 
 def make_model(folder: Path) -> None:

@@ -20,9 +20,8 @@ from ductile.core.batch.packing import pack
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.launch.local import LocalCluster
 from ductile.loop.sft_data import fake_samples
-from ductile.wire.fanout import ask_each
+from ductile.wire.fanout import ask_each, assign_role
 from ductile.wire.messages import ForwardBackward, ForwardBackwardDone
-from ductile.wire.remote import assign_role
 from ductile.wire.trainer import RemoteTrainer
 from provenance import provenance, write
 

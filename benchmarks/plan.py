@@ -17,12 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from bounds import least_egress
 from ductile.core.layout.layout import Layout
 from ductile.core.layout.mesh import Mesh
 from ductile.core.layout.spec import ModelSpec
 from ductile.core.layout.strategy import model_layout, zero_layout
 from ductile.core.transfer.arrange import arrange
-from ductile.core.transfer.bounds import least_egress
 from ductile.core.transfer.reshard import Planner
 from ductile.core.transfer.topology import MIB, Topology
 from provenance import provenance, write

@@ -1,11 +1,11 @@
-"""The published set-up of dynamic scheduling, simulated: 64 and 128 GPUs, 512 x 16 answers of up to 28,672 tokens.
+"""The published set-up of dynamic scheduling, simulated: 64 and 128 GPUs, 512 x 16 completions of up to 28,672 tokens.
 
     python benchmarks/published.py --json benchmarks/results/published.json
 
 All inputs are in `published.toml`, each with its source. Every row has the seconds of a step of three ways that stay as
 they are (the placement that RLinf ships, the best split into train and generate slots, collocated) and of three that
 move slots (`rules`, with both optional policies, `model`), and the gains of these over those, beside the published one.
-`floor` is the longest answer decoded alone: no schedule of an on-policy step is faster. What differs is said below.
+`floor` is the longest completion decoded alone: no schedule of an on-policy step is faster. What differs is said below.
 
 Slots are GPUs, and do what a run on GPUs may do (`core.cluster.state.may_share`): one that trains has no memory for a
 generator besides. To change roles it gives one up and takes the other on, at the cost of the resize, or of weights from
@@ -23,7 +23,7 @@ from ductile.core.cluster.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpe
 from ductile.core.cluster.placement import Placement
 from ductile.core.cluster.policies.static import InTurns, Static
 from ductile.core.cluster.state import Limits
-from ductile.sim.arms import run_arms, together
+from ductile.sim.arms import collocate, run_arms
 from ductile.sim.run import simulate
 from ductile.sim.scenario import Scenario, WorkLoad, lognormal
 from provenance import provenance, write
@@ -37,8 +37,8 @@ What differs from the published comparison:
   and kernels differ too. A gain over another system is not a gain of scheduling alone.
 - There the static baseline is one placement; here it is the one that RLinf ships, and besides the best of all splits,
   found by trying them. Over the best split there is less to gain.
-- The published decoding times leave little room: a step is hardly longer than its longest answer, which no scheduling
-  shortens. Whatever gains more over a collocated run with these lengths has gained it elsewhere.
+- The published decoding times leave little room: a step is hardly longer than its longest completion, which no
+  scheduling shortens. Whatever gains more over a collocated run with these lengths has gained it elsewhere.
 - A slot has room for one role. There the trainer keeps a process and its communicators on every GPU, and engines leave
   them room; with `use_pre_process_policy` the trainer's state is offloaded while its GPUs generate. ductile offloads
   nothing: train slots generate only after they have left the trainer, and that option lends none.
@@ -114,13 +114,13 @@ def shipped(split: Scenario, speeds: dict[str, Any]) -> Scenario:
 def collocated(split: Scenario, model: dict[str, Any]) -> Scenario:
     """All slots in both roles. In each step each makes room for its generator, and then for the trainer's state again:
     with the weights that it publishes and receives, as nobody else works meanwhile."""
-    there, speeds = split.at(together(split.placement)), split.speeds
+    there, speeds = split.at(collocate(split.placement)), split.speeds
     publish_s, receive_s = speeds.publish_s + model["offload_s"], speeds.receive_s + model["onload_s"]
     return replace(there, speeds=replace(speeds, publish_s=publish_s, receive_s=receive_s))
 
 
 def floor_s(split: Scenario) -> float:
-    """The longest answer alone, and the weights that it waits for."""
+    """The longest completion alone, and the weights that it waits for."""
     work, speeds = split.work, split.speeds
     context = work.prompt_tokens + work.max_tokens / 2
     return work.max_tokens * speeds.decode.seconds(1, context) + speeds.publish_s + speeds.receive_s

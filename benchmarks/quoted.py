@@ -33,14 +33,14 @@ def readme() -> str:
             f"({generate['ratio_vs_transformers_sorted']:.2f} times against batches sorted by lengths one cannot know)",
         ),
         (
-            "`benchmarks/grpo_step.py`: seconds of a whole GRPO step, 32 answers of 64 tokens, 2 cores",
+            "`benchmarks/grpo_step.py`: seconds of a whole GRPO step, 32 completions of 64 tokens, 2 cores",
             "TRL `GRPOTrainer`, best of two set-ups",
             f"{grpo['ratio_vs_trl']:.2f} times as fast (best of three set-ups: {best.removeprefix('ductile, ')}); "
             f"strictly on-policy with the roles together {grpo['ratio_vs_trl_on_policy']:.2f} times",
         ),
         (
-            "`benchmarks/elastic.py`: seconds of ten strictly on-policy GRPO steps with long-tailed answers, six slots "
-            "of a quarter of a core",
+            "`benchmarks/elastic.py`: seconds of ten strictly on-policy GRPO steps with long-tailed completions, six "
+            "slots of a quarter of a core",
             f"the best of {len(elastic['splits'])} fixed splits; collocated; both rules; the example's file",
             '`policy = "model"` takes '
             + listed([f"{less(share)} time than {arms[arm]}" for arm, share in elastic["model_against"].items()])
@@ -88,7 +88,7 @@ def generate() -> str:
         return what, f"{speed[name]:.0f}", f"{faster:.2f} times as fast", f"{cheaper:.2f} times less"
 
     said = prose(
-        f"{found['tokens_a_round']} tokens, the longest answer {found['output_lengths']['max']}.",
+        f"{found['tokens_a_round']} tokens, the longest completion {found['output_lengths']['max']}.",
         f"On {where('generate')}.",
         "All tokens were identical." if found["tokens_identical"] else "Not all tokens were identical.",
     )
@@ -104,11 +104,11 @@ def grpo_step() -> str:
         return f"{1000 * seconds:.0f}"
 
     rows = (
-        ("generate", ms(slot["generate"]), "prompts, then token after token of half the answers"),
+        ("generate", ms(slot["generate"]), "prompts, then token after token of half the completions"),
         (
             "train",
             ms(slot["train"]),
-            f"forward and backward pass of half the answers {ms(loop['forward_backward'])}, "
+            f"forward and backward pass of half the completions {ms(loop['forward_backward'])}, "
             f"optimizer {ms(loop['optim_step'])}",
         ),
         (
@@ -279,7 +279,7 @@ def elastic() -> str:
     others = [f"{of['wall_s']:.0f} s ({count} train)" for count, of in splits.items() if count != str(train)]
     said = prose(
         f"On {where('elastic')}.",
-        f"The longest answer has {arms['model']['longest_by_median']:.0f} times the tokens of the median one.",
+        f"The longest completion has {arms['model']['longest_by_median']:.0f} times the tokens of the median one.",
         f"In single rounds `model` stood at {rounds('static')} against the best split, and at",
         f"{rounds('collocated')} against collocated. The other splits took {listed(others)}.",
         f"Deciding took the orchestrator {100 * arms['model']['deciding_share']:.1f} % of the time.",

@@ -280,7 +280,7 @@ def rank_main(connection: Connection, rank: int, address: str, options: argparse
             contenders = [peer for peer in PEERS_OF[table] if peer not in missing()]
             found[table][name] = measure_pair(PAIRS[name], KINDS[table], contenders, options.repeats, folder)
             gc.collect()
-            heap.give_back()  # what contenders have allocated and freed by themselves: the moments need the room
+            heap.trim()  # what contenders have allocated and freed by themselves: the moments need the room
             dist.barrier()
             if rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -33,9 +33,9 @@ from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.launch.local import LocalCluster
 from ductile.records import Sample
-from ductile.wire.remote import assign_role
-from ductile.wire.resize import ResizeOptions, Transaction
+from ductile.wire.fanout import assign_role
 from ductile.wire.trainer import RemoteTrainer
+from ductile.wire.transaction import ResizeOptions, Transaction
 from provenance import provenance, write
 
 LAYOUTS = [(0, 1), (0, 1, 2), (0, 1, 2, 3), (0,), (0, 1), (2, 3)]

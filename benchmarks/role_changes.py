@@ -15,7 +15,7 @@ each kind of change in turn while all slots are at work. From the run's recordin
     waits_for                which of these it was
 
 A change of migrations alone counts with all its seconds, as the recording does not tell a receiver's part from its
-other work. `micro_step_s` is what a slot works on a micro-batch: the median of the steps. Nearly all answers are
+other work. `micro_step_s` is what a slot works on a micro-batch: the median of the steps. Nearly all completions are
 equally long, and a micro-batch has two of them.
 
     python benchmarks/role_changes.py --json benchmarks/results/role_changes.json
@@ -50,7 +50,7 @@ AFTERWARDS_S = 1.0
 AT_ONCE_S = 0.01
 """Stretches with a shorter gap between them are one."""
 PROMPT_TOKENS = len("question 000:")
-REWARD = "import zlib\n\n\ndef reward(row, answer):\n    return float(zlib.crc32(answer.encode()) % 2)\n"
+REWARD = "import zlib\n\n\ndef reward(row, completion):\n    return float(zlib.crc32(completion.encode()) % 2)\n"
 
 
 Stretch = tuple[float, float]

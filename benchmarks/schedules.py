@@ -4,9 +4,9 @@
     python benchmarks/schedules.py --scenarios held_out --only async --arms model --gantt
 
 Work, speeds and costs are like those of six slots on a few cores. `bound` is what no schedule can beat: all slots busy
-all the time at the best batch size, and the longest answer alone from first token to gradient. None comes near it: a
-group is trained when its longest answer is there, and the last answers decode in small batches. `tuned` is what
-policies are tuned on; `held_out` is kept for checking them.
+all the time at the best batch size, and the longest completion alone from first token to gradient. None comes near it:
+a group is trained when its longest completion is there, and the last completions decode in small batches. `tuned` is
+what policies are tuned on; `held_out` is kept for checking them.
 """
 
 import argparse
@@ -154,7 +154,7 @@ def _all_busy_s(generate_s: float, tokens: float, speeds: Speeds, num_slots: int
 
 
 def _lengths(scenario: Scenario) -> Iterator[int]:
-    """Of as many answers as the run has; drawn alike, if not the very same."""
+    """Of as many completions as the run has; drawn alike, if not the very same."""
     work = scenario.work
     for group in range(work.num_steps * work.groups_per_step):
         for member in range(work.group_size):

@@ -49,7 +49,9 @@ def published_steps() -> str:
         seconds = (*(of["step_s"][arm] for arm in PUBLISHED), of["floor_s"])
         return f"{of['model']}, {of['gpus']}", *(f"{each_s:,.0f}" for each_s in seconds)
 
-    return markdown(("model, GPUs", *PUBLISHED.values(), "longest answer alone"), map(row, result("published")["rows"]))
+    return markdown(
+        ("model, GPUs", *PUBLISHED.values(), "longest completion alone"), map(row, result("published")["rows"])
+    )
 
 
 def published_gains() -> str:
@@ -90,7 +92,7 @@ SCHEDULES = (
     ("at most 32 sequences a generator", "32 sequences a slot", ""),
     ("changes cost ten times as much", "costs x 10", ""),
     ("generation may run one step ahead", "async 1", ""),
-    ("8 x 8: the step is one long answer", "8 x 8$", ""),
+    ("8 x 8: the step is one long completion", "8 x 8$", ""),
     ("12 steps instead of 4: the first one counts less", "12 steps", ""),
 )
 """Of the cases in `schedules.py`: what they are, how their names begin, and whether training is long in them."""

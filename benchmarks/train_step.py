@@ -56,7 +56,7 @@ def make_samples(num_samples: int) -> list[Sample]:
         n = 60 + index * 7 % 41
         tokens = tuple(generator.randrange(MODEL["vocab_size"]) for _ in range(n))
         mask = (False,) * (n // 4) + (True,) * (n - n // 4)
-        samples.append(Sample(tokens, mask, logprobs=(-6.0,) * n, advantages=(generator.uniform(-1, 1),) * n))
+        samples.append(Sample(tokens, mask, rollout_logprobs=(-6.0,) * n, advantages=(generator.uniform(-1, 1),) * n))
     return samples
 
 

@@ -2,6 +2,7 @@
 how fast they are: no example of hypothesis has a deadline."""
 
 import os
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -10,6 +11,9 @@ import torch
 
 # Processes of a run import nothing from the current folder; roles of the tests' own are found like this.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+
+# Benchmarks are scripts beside each other, and import each other by their names.
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("ductile", deadline=None)

@@ -84,7 +84,7 @@ def stop(*processes: BaseProcess) -> None:
 
 def result_of(connection: Connection, who: str) -> Any:
     if not wait([connection], DEADLINE_S):
-        raise RankFailed(f"{who} did not answer within {DEADLINE_S} s")
+        raise RankFailed(f"{who} did not reply within {DEADLINE_S} s")
     try:
         ok, result = pickle.loads(connection.recv_bytes())  # noqa: S301 (our own child)
     except EOFError:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ductile
-from ductile.cli import COMMANDS, QUESTIONS, main
+from ductile.cli import COMMANDS, TOOLS, main
 from ductile.loop.progress import Checkpoints, Progress
 from tests.config.stories import MODEL, furnish
 
@@ -31,15 +31,15 @@ def ductile_command(*words: str) -> subprocess.CompletedProcess[str]:
     [
         ["--help"],
         ["--version"],
-        *([name, "--help"] for name in [*COMMANDS, *QUESTIONS]),
+        *([name, "--help"] for name in [*COMMANDS, *TOOLS]),
         ["status", "--run", "nowhere"],
         ["rl", "@", "good.toml", "--dry-run"],
         ["rl", "--no-such-key"],
     ],
     ids=" ".join,
 )
-def test_answers_without_torch(words: list[str]) -> None:
-    """Also without what else is slow to import and that an answer does not need."""
+def test_help_and_checks_need_no_torch(words: list[str]) -> None:
+    """Also without what else is slow to import and that they do not need."""
     imported = imported_by(*words)
     assert "ductile.cli" in imported
     assert imported & {*HEAVY, "numpy", "rich.console", "asyncio", "tokenizers"} == set()
@@ -65,10 +65,10 @@ def imported_by(*words: str) -> set[str]:
 def test_overview_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     said = capsys.readouterr().out
-    assert all(f"\n  {name} " in said for name in [*COMMANDS, *QUESTIONS, "check"])
+    assert all(f"\n  {name} " in said for name in [*COMMANDS, *TOOLS, "check"])
 
 
-def test_nothing_said_is_answered_with_the_overview(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_said_gets_the_overview(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "ductile <command>" in capsys.readouterr().out
 
@@ -123,7 +123,7 @@ def test_help_into_a_closed_pipe() -> None:
 
 
 @pytest.mark.parametrize("words", [["plan", "runs/x"], ["simulate"], ["report", "runs/x"], ["check", "@", "good.toml"]])
-def test_ctrl_c_in_a_question_ends_it_in_a_word(
+def test_ctrl_c_in_a_tool_ends_it_in_a_word(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: object) -> None:
@@ -193,11 +193,11 @@ ductile rl: the config is good.
   output    runs/rl
   steps     4
   task      addition of builtin, 10000 examples
-  batch     128 rollouts: 16 prompts, 8 answers each; 2 optimizer steps
-  ahead     generation is at most 1 version ahead; answers more than 8 versions old are thrown away and asked again
-  lengths   prompt and answer at most 512 tokens, of which the answer 128; micro-batches of 512
+  batch     128 rollouts: 16 prompts, 8 completions each; 2 optimizer steps
+  ahead     generation is at most 1 version ahead; completions more than 8 versions old are thrown away and asked again
+  lengths   prompt and completion at most 512 tokens, of which the completion 128; micro-batches of 512
   loss      default, adamw with lr 1e-06
-  eval      before step 1 and at the end: 1 answer to each of 64 prompts, greedy, at most 128 tokens
+  eval      before step 1 and at the end: 1 completion for each of 64 prompts, greedy, at most 128 tokens
             held out: the task's last 64 (orchestrator.eval.num_examples), never trained on; 9936 examples to train on
   slots     4, as component_placement says
               0  train
@@ -306,7 +306,7 @@ def test_the_example_of_sft_is_good(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             "",
-            "before step 1 and at the end: 1 answer to each of 64 prompts, greedy, at most 128",
+            "before step 1 and at the end: 1 completion for each of 64 prompts, greedy, at most 128",
         ),
         (
             "--orchestrator.eval.interval 2 --orchestrator.eval.sampling.temperature 0.5",
@@ -314,7 +314,7 @@ def test_the_example_of_sft_is_good(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             "--orchestrator.eval.samples-per-example 3 --orchestrator.eval.num-examples 9",
-            "3 answers to each of 9 prompts",
+            "3 completions for each of 9 prompts",
         ),
         ("--no-orchestrator.eval.enabled", "none, and nothing is held out: orchestrator.eval.enabled is false"),
         ("--bench", "none, and nothing is held out: --bench"),
@@ -348,7 +348,7 @@ class Mine:
     name = "mine"
     def messages(self, example): {}
     def __len__(self): return 100
-    def reward(self, example, answer): return 1.0
+    def reward(self, example, completion): return 1.0
 """
 REFUSED_AT_THE_START: list[tuple[Callable[[], object], list[str], str]] = [
     (lambda: Path("model/tokenizer.json").write_text("{}"), ["rl", "@", "good.toml"], "tokenizer.json cannot be read"),
@@ -394,14 +394,14 @@ REFUSED_AT_THE_START: list[tuple[Callable[[], object], list[str], str]] = [
         "names 'f', which mine.py does not define",
     ),
     (
-        lambda: Path("mine.py").write_text("def right(row, answer): ..."),
+        lambda: Path("mine.py").write_text("def right(row, completion): ..."),
         ["rl", "@", "good.toml", JSONL.format("mine.py")],
         "names a file and nothing in it: write mine.py:name",
     ),
     (
-        lambda: Path("mine.py").write_text("\nclass Right:\n    def __init__(self, row, answer): ..."),
+        lambda: Path("mine.py").write_text("\nclass Right:\n    def __init__(self, row, completion): ..."),
         ["rl", "@", "good.toml", JSONL.format("mine.py:Right")],
-        "mine.py:Right is a class; a reward is a function, called with (row, answer) (mine.py:2)",
+        "mine.py:Right is a class; a reward is a function, called with (row, completion) (mine.py:2)",
     ),
     *(
         (

@@ -1,5 +1,5 @@
-"""One public class name is one class, and docstrings of fields, constants and type aliases stand alone: a reader sees
-one without its neighbours."""
+"""One public class name is one class, no class, function, field or parameter has a retired name, and docstrings stand
+alone: a reader sees one without its neighbours."""
 
 import ast
 import re
@@ -11,8 +11,63 @@ from pathlib import Path
 import ductile
 
 SOURCE = Path(ductile.__file__).parent
-FRAGMENT = re.compile(r"\s*(That|Of|By|In|For|As|With|From|And|Before|During|Until|While|Once)\b")
-"""How a text begins that goes on with another one, such as "Of one slot alone." after a name."""
+RETIRED = {
+    "answer": "completion, or reply of a process, or response of a server",
+    "question": "prompt, or request",
+    "lesson": "sample, or sample builder",
+    "divisor": "loss denominator",
+    "tally": "step metrics",
+    "hand": "samples in flight",
+    "handing_over": "samples in flight",
+    "hopeless": "stale",
+    "give_up": "drop",
+    "give_back": "requeue, or trim of memory",
+    "teaches": "has an advantage",
+    "learned": "trained",
+    "standing": "trainer instance",
+    "hold": "assign a role, drain a worker, touch a block, pause training",
+    "settle": "finalize a resize, begin a step, catch up",
+    "conductor": "elastic controller",
+    "complain": "print an error",
+    "complaints": "violations",
+    "remarks": "warnings",
+    "way": "role delta",
+    "flight": "request in flight",
+    "take_off": "dispatch",
+    "landing": "migration of a request, or a slab that has been read",
+    "traveller": "migrating request",
+    "handover": "migration",
+    "hand_off": "migrate out",
+    "shelf": "KV transfer buffer",
+    "roster": "worker pool",
+    "lender": "weight leases",
+    "lend": "lease",
+    "take_back": "end a lease",
+    "pace": "step profiler",
+    "story": "run report",
+    "told": "error text, or report",
+    "happening": "report event",
+    "news": "change signal",
+    "together": "gather, merge, collocate",
+    "unless": "cancel on",
+    "gathering": "barrier",
+    "cargo": "prepared transfer",
+    "trip": "prepared transfer",
+    "insisted": "forced stop",
+    "picture": "status table",
+    "closing": "final summary",
+    "circle": "loop",
+    "life": "run context",
+    "formation": "parallel layout",
+    "ranks": "parallel context",
+    "replicas": "dp_replicate",
+}
+"""Names of ours that are retired, and what the field says. None of them is a word of the field in the place that it
+had."""
+FRAGMENT = re.compile(
+    r"\s*(That|Of|By|In|For|As|With|From|And|Before|During|Until|While|Once|(Where|When|After)\b(?![^.]*\?))\b"
+)
+"""How a text begins that goes on with another one, such as "Of one slot alone." after a name; questions stand alone."""
 
 
 def test_no_attribute_docstring_is_a_fragment() -> None:
@@ -58,8 +113,17 @@ class Box:
         """And depth."""
         self.inside = 2
         """Inside the box. Of no use here."""
+        self.corner = 3
+        """Where it begins."""
+        self.end = 4
+        """Where does it end?"""
 '''
-    assert list(fragments(source)) == [(3, "Of one slot."), (12, "From above, in pixels."), (19, "And depth.")]
+    assert list(fragments(source)) == [
+        (3, "Of one slot."),
+        (12, "From above, in pixels."),
+        (19, "And depth."),
+        (23, "Where it begins."),
+    ]
 
 
 def test_one_public_class_name_is_one_class() -> None:
@@ -71,6 +135,35 @@ def test_one_public_class_name_is_one_class() -> None:
     found = [f"{name}: {', '.join(files)}" for name, files in sorted(homes.items()) if len(files) > 1]
     advice = "keep the name for the class that it fits best, and call the others what they are"
     assert not found, "\n".join([f"{len(found)} names are defined more than once; {advice}", *found])
+
+
+def test_no_name_is_retired() -> None:
+    found = [
+        f"{file.relative_to(SOURCE.parents[1])}:{line}: {name}: say {RETIRED[word]}"
+        for file in sorted(SOURCE.rglob("*.py"))
+        for line, name in names(file.read_text(encoding="utf-8"))
+        for word in (words_of(name), words_of(name).removesuffix("s"))
+        if word in RETIRED
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_names_of_classes_functions_parameters_and_fields_are_found() -> None:
+    source = """
+LIMIT: int = 3
+
+class Lessons(Base):
+    divisor: int
+    def handOff(self, tally, *rest, hand=None, **more):
+        self._story = 1
+        local = other.roster = self.left[0] = 2
+        for each in rest: pass
+"""
+    found = {name for _, name in names(source)}
+    parameters = {"self", "tally", "rest", "hand", "more"}
+    assert found == {"LIMIT", "Lessons", "divisor", "handOff", "_story", "roster"} | parameters
+    words = {"Lessons": "lessons", "_hand_off": "hand_off", "handOff": "hand_off", "KVShelf": "kv_shelf"}
+    assert {name: words_of(name) for name in words} == words
 
 
 def test_public_classes_are_found_at_any_depth() -> None:
@@ -92,6 +185,25 @@ if True:
         pass
 """
     assert sorted(public_classes(source)) == ["Deep", "Inner", "Local", "Outer", "Outer"]
+
+
+def names(source: str) -> Iterator[tuple[int, str]]:
+    """(line, name) of each class, function and parameter, and of each field: annotated, or set on an object."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield node.lineno, name
+            case ast.arg(arg=name):
+                yield node.lineno, name
+            case ast.AnnAssign(target=ast.Name(id=name)) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield node.lineno, name
+            case _:
+                pass
+
+
+def words_of(name: str) -> str:
+    """`_HandOff` and `_hand_off` as "hand_off"."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name.strip("_")).lower()
 
 
 def public_classes(source: str) -> Iterator[str]:

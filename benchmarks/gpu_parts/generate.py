@@ -2,7 +2,7 @@
 
 Both run random models of one shape in one dtype on the same prompts, greedily, with the same output lengths, as uneven
 as RL's. Which tokens come does not matter: every sequence has a length that is given. `transformers` gets static
-batches in order of arrival, left-padded, each until its longest answer is done.
+batches in order of arrival, left-padded, each until its longest completion is done.
 """
 
 import math

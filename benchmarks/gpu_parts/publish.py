@@ -35,7 +35,7 @@ async def story(setting: Setting) -> dict[str, Any]:
             receive_s.append(time.perf_counter() - between)
             num_bytes, carrier = manifest.num_bytes, manifest.carrier
             await trainer.withdraw(version)
-        await slots.answers(generators, VERSIONS)
+        await slots.completions(generators, VERSIONS)
     both_s = statistics.median(map(sum, zip(publish_s[1:], receive_s[1:], strict=True)))
     return {
         "publish_s": statistics.median(publish_s[1:]),

@@ -59,7 +59,7 @@ def of_all_ranks(context: Any, setting: Setting) -> list[dict[str, dict[str, Any
     found, deadline_s = [], time.monotonic() + DEADLINE_S
     for rank, (_, connection) in enumerate(started):
         if not connection.poll(max(0.0, deadline_s - time.monotonic())):
-            raise TimeoutError(f"rank {rank} did not answer within {DEADLINE_S:g} s")
+            raise TimeoutError(f"rank {rank} did not reply within {DEADLINE_S:g} s")
         try:
             found.append(connection.recv())
         except EOFError:

@@ -26,7 +26,7 @@ async def story(setting: Setting) -> dict[str, Any]:
         await slots.step(trainer)
         await generators.receive(await trainer.publish(1))
         await trainer.withdraw(1)
-        await slots.answers(generators, 1)
+        await slots.completions(generators, 1)
 
         async def to_generate() -> None:
             pauses_s.append((await slots.resize(trainer, (0,))).pause_s)
@@ -46,7 +46,7 @@ async def story(setting: Setting) -> dict[str, Any]:
             start, pauses_s = time.perf_counter(), [0.0]
             await change()
             rows.append({"change": name, "seconds": time.perf_counter() - start, "trainer_pause_s": pauses_s[-1]})
-            await slots.answers(generators, 1)
+            await slots.completions(generators, 1)
             await slots.step(trainer)
     told = "; ".join(f"{row['change']} {row['seconds']:.2f} s" for row in rows)
     return {"changes": rows, "sentence": told}

@@ -14,12 +14,12 @@ from ductile.core.cluster.instances import Instance, instance_on
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.launch.local import LocalCluster
 from ductile.records import GenerateRequest, Sample, Sampling
+from ductile.wire.fanout import assign_role
 from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.leases import WeightLeases
 from ductile.wire.messages import AssignRole
-from ductile.wire.remote import assign_role
-from ductile.wire.resize import ResizeOptions, ResizeResult, Transaction
 from ductile.wire.trainer import RemoteTrainer
+from ductile.wire.transaction import ResizeOptions, ResizeResult, Transaction
 from gpu_parts.models import make_folder, shape_of
 from gpu_parts.part import Setting
 
@@ -87,7 +87,7 @@ class Slots:
         if not await generators.admit(generator_on(slot), self.generate_settings):
             raise RuntimeError(f"slot {slot} got no weights")
 
-    async def answers(self, generators: RemoteGenerators, version: int) -> None:
+    async def completions(self, generators: RemoteGenerators, version: int) -> None:
         """Two from each generator; all of their tokens must be of this version."""
         sampling = Sampling(max_tokens=4, ignore_eos=True, seed=1)
         num = 2 * len(generators.slots)

@@ -1,8 +1,8 @@
 """A training step of one slot: MFU and memory.
 
 The trainer works on a micro-batch of 16k tokens, forward, backward and optimizer step, with bf16 compute, fp32 masters
-and AdamW: once on documents of 2,048 tokens, once on prompts with eight answers each, which share their prompt. When
-the memory does not hold that, on half as many tokens, and when it does not hold those, on a quarter, in shorter
+and AdamW: once on documents of 2,048 tokens, once on prompts with eight completions each, which share their prompt.
+When the memory does not hold that, on half as many tokens, and when it does not hold those, on a quarter, in shorter
 documents. The operations are those of the model's spec (`ductile.core.layout.flops`), the time is that of the whole
 step.
 """
@@ -105,7 +105,7 @@ def measured(groups: Groups, model: str, device: str, num_tokens: int) -> TrainF
     trainer = Trainer(config, ParallelContext(groups, ParallelLayout.of((0,))), device, random_state(config, device))
     work = {
         "documents": documents(num_tokens, spec.vocab_size),
-        "answers": answers(num_tokens, spec.vocab_size),
+        "answers": completions(num_tokens, spec.vocab_size),
     }
     attention: set[str] = set()
     trainer.model.register_forward_hook(lambda model, inputs, outputs: attention.add(inputs[2].choice))
@@ -133,23 +133,25 @@ def documents(num_tokens: int, vocab_size: int) -> list[Sample]:
     return [sample(0, length, vocab_size, seed) for seed in range(8)]
 
 
-def answers(num_tokens: int, vocab_size: int) -> list[Sample]:
+def completions(num_tokens: int, vocab_size: int) -> list[Sample]:
     """Eight to each of two prompts of a sixteenth of the tokens; `num_tokens` are run."""
     prompt = num_tokens // 16
-    answer = (num_tokens // 2 - prompt) // GROUP_SIZE
-    return [sample(prompt, answer, vocab_size, seed, prompt_seed=seed // GROUP_SIZE) for seed in range(2 * GROUP_SIZE)]
+    completion = (num_tokens // 2 - prompt) // GROUP_SIZE
+    return [
+        sample(prompt, completion, vocab_size, seed, prompt_seed=seed // GROUP_SIZE) for seed in range(2 * GROUP_SIZE)
+    ]
 
 
-def sample(num_prompt: int, num_answer: int, vocab_size: int, seed: int, prompt_seed: int = 0) -> Sample:
+def sample(num_prompt: int, num_completion: int, vocab_size: int, seed: int, prompt_seed: int = 0) -> Sample:
     ours, theirs = random.Random(seed), random.Random(f"prompt {prompt_seed}")
     tokens = [theirs.randrange(vocab_size) for _ in range(num_prompt)]
-    tokens += [ours.randrange(vocab_size) for _ in range(num_answer)]
+    tokens += [ours.randrange(vocab_size) for _ in range(num_completion)]
     mask = tuple(at >= max(1, num_prompt) for at in range(len(tokens)))
     advantage = 1.0 if seed % 2 else -1.0
     return Sample(
         tuple(tokens),
         mask,
-        logprobs=tuple(-12.0 if trained else 0.0 for trained in mask),
+        rollout_logprobs=tuple(-12.0 if trained else 0.0 for trained in mask),
         advantages=tuple(advantage if trained else 0.0 for trained in mask),
     )
 

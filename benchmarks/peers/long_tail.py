@@ -1,8 +1,8 @@
-"""A small model whose answers have a long tail: most are short, some are ten times as long.
+"""A small model whose completions have a long tail: most are short, some are ten times as long.
 
-An answer is a topic (x or y), a pace (one of `PACES`), and then the pace's letter again and again until it ends; a slow
-pace ends seldom. That is a Markov chain, which a tiny model learns from samples within a minute; it then draws lengths
-like those of reasoning models, and reinforcement learning can shift its topics without changing its lengths.
+A completion is a topic (x or y), a pace (one of `PACES`), and then the pace's letter again and again until it ends; a
+slow pace ends seldom. That is a Markov chain, which a tiny model learns from samples within a minute; it then draws
+lengths like those of reasoning models, and reinforcement learning can shift its topics without changing its lengths.
 """
 
 import json
@@ -17,7 +17,7 @@ from letters import make_tokenizer
 
 PACES = {"a": (0.8, 45), "b": (0.2, 90)}
 """By letter: how often, and how long on average (geometric)."""
-REWARD = "def reward(row, answer):\n    return float(answer.startswith('x'))\n"
+REWARD = "def reward(row, completion):\n    return float(completion.startswith('x'))\n"
 
 
 def make(folder: Path, *, hidden: int, num_layers: int, max_tokens: int, steps: int = 150) -> None:
@@ -25,7 +25,7 @@ def make(folder: Path, *, hidden: int, num_layers: int, max_tokens: int, steps: 
     blank = folder / "blank"
     _blank(blank, hidden, num_layers, max_tokens + 64)
     draw = random.Random(0)
-    rows = [{"prompt": question(draw.randrange(1000)), "completion": _answer(draw, max_tokens)} for _ in range(4000)]
+    rows = [{"prompt": prompt(draw.randrange(1000)), "completion": _completion(draw, max_tokens)} for _ in range(4000)]
     (folder / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = {
         "output_dir": str(folder / "sft"),
@@ -44,16 +44,16 @@ def make(folder: Path, *, hidden: int, num_layers: int, max_tokens: int, steps: 
         raise SystemExit(f"ductile sft ended with {done.returncode}:\n{done.stderr[-3000:]}")
     (folder / "sft" / "model").rename(folder / "model")
     (folder / "prompts.jsonl").write_text(
-        "".join(json.dumps({"prompt": question(number)}) + "\n" for number in range(1000))
+        "".join(json.dumps({"prompt": prompt(number)}) + "\n" for number in range(1000))
     )
     (folder / "reward.py").write_text(REWARD)
 
 
-def question(number: int) -> str:
+def prompt(number: int) -> str:
     return f"question {number:03d}:"
 
 
-def _answer(draw: random.Random, max_tokens: int) -> str:
+def _completion(draw: random.Random, max_tokens: int) -> str:
     (letter,) = draw.choices(list(PACES), [share for share, _ in PACES.values()])
     length = 1
     while draw.random() > 1 / PACES[letter][1] and length < max_tokens:

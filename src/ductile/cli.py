@@ -1,6 +1,6 @@
 """The command line: `ductile rl @ run.toml --max-steps 100`.
 
-Nothing heavy is imported before the config is known to be good: `--help` and every refusal of a config answer at once;
+Nothing heavy is imported before the config is known to be good: `--help` and every refusal of a config come at once;
 `check` prepares the run, too. None of them loads torch.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ductile import __version__
-from ductile.config.asked import as_sentence
+from ductile.config.command_line import as_sentence
 from ductile.config.errors import ConfigError, did_you_mean
 from ductile.config.parse import Parsed, parse
 from ductile.config.run import (
@@ -81,13 +81,13 @@ COMMANDS = {
 
 
 def _resize(words: Sequence[str]) -> int:
-    from ductile.launch.ask import resize
+    from ductile.launch.run_commands import resize
 
     return resize(words)
 
 
 def _status(words: Sequence[str]) -> int:
-    from ductile.launch.ask import status
+    from ductile.launch.run_commands import status
 
     return status(words)
 
@@ -110,7 +110,7 @@ def _report(words: Sequence[str]) -> int:
     return main(words)
 
 
-QUESTIONS: dict[str, Callable[[Sequence[str]], int]] = {
+TOOLS: dict[str, Callable[[Sequence[str]], int]] = {
     "resize": _resize,
     "status": _status,
     "simulate": _simulate,
@@ -158,15 +158,15 @@ def _main(argv: Sequence[str] | None) -> int:
         print(f"ductile {__version__}")
         return 0
     name, *rest = words
-    if rest[:1] == ["--version"] and name in {*COMMANDS, *QUESTIONS, "check"}:
+    if rest[:1] == ["--version"] and name in {*COMMANDS, *TOOLS, "check"}:
         return _main(rest)
     if name == "check":
         return _check(rest)
-    if name in QUESTIONS:
-        return QUESTIONS[name](rest)
+    if name in TOOLS:
+        return TOOLS[name](rest)
     command = COMMANDS.get(name)
     if command is None:
-        near = did_you_mean(name, [*COMMANDS, *QUESTIONS, "check"])
+        near = did_you_mean(name, [*COMMANDS, *TOOLS, "check"])
         print(f"ductile: there is no command {name}.{near}\n\n{OVERVIEW}", end="", file=sys.stderr)
         return BAD_CONFIG
     if _wants_help(command, rest):
@@ -200,7 +200,7 @@ def _check(words: list[str]) -> int:
 
     what = violation(parsed.config)
     if what:
-        _complain(f"ductile check: {as_sentence(what)}")
+        _print_error(f"ductile check: {as_sentence(what)}")
         return BAD_CONFIG
     print(summary(parsed, command.name, resumes(parsed.config)))
     return 0
@@ -221,7 +221,7 @@ def _parse(command: Command, words: list[str], who: str) -> Parsed[RunConfig] | 
     try:
         parsed = parse(command.root, words)
     except ConfigError as error:
-        _complain(f"{who}: {error}")
+        _print_error(f"{who}: {error}")
         if other := _meant_for(command, words, error):
             line = shlex.join(["ductile", "check", other, *words])
             print(f"\nThis looks like a config of `ductile {other}`. To check it: {line}", file=sys.stderr)
@@ -231,7 +231,7 @@ def _parse(command: Command, words: list[str], who: str) -> Parsed[RunConfig] | 
     return parsed
 
 
-def _complain(text: str) -> None:
+def _print_error(text: str) -> None:
     """Names and values come from files of others: what steers a terminal is spelled out."""
     from ductile.dashboard.printable import printable
 

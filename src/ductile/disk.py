@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from ductile.half_characters import ESCAPED
+from ductile.surrogates import ESCAPED
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})

@@ -25,9 +25,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
-from ductile.blame import told
 from ductile.disk import named, write_whole
-from ductile.half_characters import ESCAPED, escaped
+from ductile.error_text import error_text
+from ductile.surrogates import ESCAPED, escaped
 
 K = TypeVar("K", bound=str)
 
@@ -117,7 +117,7 @@ class Recorder:
             except Exception as error:
                 if listener in self.listeners:  # a listener may raise again while its failure is recorded
                     self.listeners.remove(listener)
-                why = told(error)
+                why = error_text(error)
                 sentence = f"{type(listener).__name__} is not told of the run any more: {why}."
                 self.event("listener_failed", sentence, traceback=traceback.format_exc())
 
@@ -137,7 +137,7 @@ class _Journal:
         self._file, self._on_error = file, on_error
         self._stream: FileIO | None = None
         self._waiting = b""
-        self._is_told = False
+        self._is_reported = False
 
     def open(self) -> FileIO:
         """Raises OSError when the file cannot be opened."""
@@ -180,7 +180,7 @@ class _Journal:
         if self._stream is not None:
             self._stream.close()
         self._stream = None
-        if not self._is_told:
+        if not self._is_reported:
             return ""
         num_lost = self._waiting.strip().count(b"\n") + 1
         lines = "line is" if num_lost == 1 else f"{num_lost} lines are"
@@ -190,11 +190,11 @@ class _Journal:
         try:
             self._write_to(self.open())
         except OSError as error:
-            if not self._is_told:
+            if not self._is_reported:
                 self._on_error(f"{named(error, self._file)}. Its lines wait in memory until it can be.")
-            self._is_told = True
+            self._is_reported = True
         else:
-            self._waiting, self._is_told = b"", False
+            self._waiting, self._is_reported = b"", False
 
     def _write_to(self, stream: FileIO) -> None:
         end, written = stream.seek(0, os.SEEK_END), 0

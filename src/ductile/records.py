@@ -33,7 +33,7 @@ class Sampling:
     them."""
     seed: int | None = None
     """Requests with one seed get the same tokens for the same prompt, whatever else runs in the batch and across a
-    hand-over. None: the engine derives a seed from its own and the request's id."""
+    migration. None: the engine derives a seed from its own and the request's id."""
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     """Whether the text that is shown leaves out special tokens."""
@@ -47,7 +47,7 @@ class Prompt:
     """Unique in a run, and the same after a resume: `"train/0/17"` is epoch 0, example 17."""
     task: str
     example: int
-    """Index into the task's data set; with it the task can score an answer."""
+    """Index into the task's data set; with it the task can score a completion."""
     token_ids: tuple[int, ...]
 
 
@@ -79,7 +79,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What a generator answers: all tokens after the prompt, those of `GenerateRequest.generated` included."""
+    """What a generator returns: all tokens after the prompt, those of `GenerateRequest.generated` included."""
 
     id: str
     token_ids: tuple[int, ...]
@@ -157,38 +157,39 @@ class Sample:
     """One trainable token sequence.
 
     Position `i` of every list speaks about `token_ids[i]`: its log-prob is that of predicting it from what precedes
-    it. `mask[0]` is always False, as nothing precedes the first token.
+    it. `loss_mask[0]` is always False, as nothing precedes the first token.
 
-    Example, prompt [5, 6], answer [7, 2], advantage 0.5:
-        token_ids   5     6     7     2
-        mask        F     F     T     T
-        logprobs    0     0    -.7   -.1
-        advantages  0     0    .5    .5
-        weights     0     0     1     1
+    Example, prompt [5, 6], completion [7, 2], advantage 0.5:
+        token_ids         5     6     7     2
+        loss_mask         F     F     T     T
+        rollout_logprobs  0     0    -.7   -.1
+        advantages        0     0    .5    .5
+        weights           0     0     1     1
     """
 
     token_ids: tuple[int, ...]
-    mask: tuple[bool, ...]
-    logprobs: tuple[float, ...] = ()
+    loss_mask: tuple[bool, ...]
+    """True for the tokens that are trained on."""
+    rollout_logprobs: tuple[float, ...] = ()
     """Log-probs at which the generator sampled the tokens. Empty in SFT."""
     advantages: tuple[float, ...] = ()
-    """Advantage of each token, 0 where `mask` is false. Empty in SFT."""
+    """Advantage of each token, 0 where `loss_mask` is false. Empty in SFT."""
     weights: tuple[float, ...] = ()
     """Each token's share in the un-normalised loss: 1 for token-mean, 1/length for seq-mean. Empty means 1."""
     old_logprobs: tuple[float, ...] = ()
-    """Log-probs under the trainer's numerics, which a scorer computed. Empty: the trainer takes `logprobs` instead."""
+    """Log-probs under the trainer's numerics, which a scorer computed. Empty: the trainer takes `rollout_logprobs`."""
     ref_logprobs: tuple[float, ...] = ()
     """Log-probs of the reference model, which a scorer computed. Empty: the loss has no KL term."""
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
-        for name in ("mask", "logprobs", "advantages", "weights", "old_logprobs", "ref_logprobs"):
+        for name in ("loss_mask", "rollout_logprobs", "advantages", "weights", "old_logprobs", "ref_logprobs"):
             values = getattr(self, name)
             if values and len(values) != n:
                 raise ValueError(f"sample of {n} tokens has {len(values)} {name}")
-        if len(self.mask) != n:
-            raise ValueError(f"sample of {n} tokens has {len(self.mask)} mask entries")
+        if len(self.loss_mask) != n:
+            raise ValueError(f"sample of {n} tokens has {len(self.loss_mask)} loss_mask")
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -210,7 +211,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies in a published segment. `dtype` is torch's name without the prefix: "float32"."""
+    """Place of one tensor in a published segment. `dtype` is torch's name without the prefix: "float32"."""
 
     name: str
     dtype: str
@@ -235,7 +236,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class KVHandle:
-    """Where a generator keeps the keys and values of a request that it has handed off."""
+    """Place where a generator keeps the keys and values of a request that has migrated."""
 
     location: str
     """Path of the segment, which the receiving generator opens."""

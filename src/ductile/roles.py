@@ -1,7 +1,7 @@
-"""What the loop may ask of the others. Across processes `wire.trainer`, `wire.fleet` and `wire.remote` implement
+"""What the loop may ask of the others. Across processes `wire.trainer`, `wire.fleet` and `wire.scorer` implement
 these; tests do in memory.
 
-Every call either returns or raises within its deadline: `SlotLost` when a process died, `Late` when it did not answer.
+Every call either returns or raises within its deadline: `SlotLost` when a process died, `Late` when it did not reply.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class Late(Exception):
 
 
 class Refused(Exception):
-    """A slot answered with an error. The text is the slot's sentence; `__notes__` has its traceback."""
+    """A slot replied with an error. The text is the slot's sentence; `__notes__` has its traceback."""
 
 
 class CustomCodeFailed(Exception):
@@ -30,7 +30,7 @@ class CustomCodeFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RoleAssignment:
-    """Where a role runs, as the orchestrator decided it. The constructor argument of every `SlotRole`."""
+    """Place where a role runs, as the orchestrator decided it. The constructor argument of every `SlotRole`."""
 
     slot: int
     layout: ParallelLayout
@@ -114,10 +114,10 @@ class Task(Protocol):
         """The conversation that asks example `example`: `[{"role": "user", "content": "1 + 2 ="}]`."""
         ...
 
-    def reward(self, example: int, answer: str) -> "float | tuple[float, dict[str, float]]":
+    def reward(self, example: int, completion: str) -> "float | tuple[float, dict[str, float]]":
         """Score the policy's last words: a reward, or (reward, metrics); also as an `async def`.
 
-        It may ask for more by name: `def reward(self, example, answer, num_tokens, finish_reason)`
+        It may ask for more by name: `def reward(self, example, completion, num_tokens, finish_reason)`
         (`ductile.config.reward_signature.FACTS`).
         """
         ...

@@ -1,4 +1,4 @@
-"""Who can reach a server: one answer, for the check and for the server itself."""
+"""Who can reach a server: one decision, for the check and for the server itself."""
 
 import pytest
 

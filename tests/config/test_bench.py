@@ -32,8 +32,12 @@ def test_what_is_not_written_fits(bench, served, load):
 @pytest.mark.parametrize(
     ("bench", "key", "what"),
     [
-        ({"prompt_tokens": 60, "max_tokens": 50}, "bench.prompt_tokens", "must be at most 50: prompt and answer share"),
-        ({"max_tokens": 100}, "bench.max_tokens", "must be at most 99: prompt and answer share"),
+        (
+            {"prompt_tokens": 60, "max_tokens": 50},
+            "bench.prompt_tokens",
+            "must be at most 50: prompt and completion share",
+        ),
+        ({"max_tokens": 100}, "bench.max_tokens", "must be at most 99: prompt and completion share"),
         ({"prompt_tokens": 7, "max_tokens": 100}, "bench.prompt_tokens", "leaves no room"),
         ({"num_requests": 9}, "bench.num_requests", "must be at most server.max_connections (8): all are sent at once"),
     ],

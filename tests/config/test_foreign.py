@@ -49,7 +49,7 @@ SUGGESTED: list[tuple[type[Section], str, str]] = [
 
 
 @pytest.mark.parametrize(("root", "typed", "suggested"), SUGGESTED)
-def test_a_foreign_name_is_answered_with_ours(
+def test_a_foreign_name_is_refused_with_ours(
     root: type[Section], typed: str, suggested: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -69,7 +69,7 @@ def test_a_foreign_name_is_answered_with_ours(
         (RLConfig, "--use_vllm", "--inference.engine", "engines of other systems"),
     ],
 )
-def test_a_foreign_name_of_what_is_not_built_is_answered_so(
+def test_a_foreign_name_of_what_is_not_built_is_refused_so(
     root: type[Section], typed: str, suggested: str, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -36,7 +36,9 @@ def test_check_tells_of_the_task(
     monkeypatch.chdir(tmp_path)
     furnish(tmp_path)
     (tmp_path / "letters.jsonl").write_text('{"prompt": "a"}\n' * 50)
-    (tmp_path / "mine.py").write_text("def exact(row, answer): ...\n\n\ndef brief(row, answer, num_tokens): ...\n")
+    (tmp_path / "mine.py").write_text(
+        "def exact(row, completion): ...\n\n\ndef brief(row, completion, num_tokens): ...\n"
+    )
     (tmp_path / "run.toml").write_text(
         'max_steps = 1\n[model]\nname = "model"\n[orchestrator.task]\ntype = "jsonl"\npath = "letters.jsonl"\n'
         'reward = ["mine.py:exact", "mine.py:brief"]\nreward_weights = [1, 0.5]\n'

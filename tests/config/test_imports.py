@@ -11,11 +11,11 @@ from ductile.config.imports import ImportPathError, import_object, unfit
 
 
 def test_a_module_beside_the_command_is_found_as_the_cli_starts_it(tmp_path):
-    (tmp_path / "beside_me.py").write_text("ANSWER = 42\n")
+    (tmp_path / "beside_me.py").write_text("VALUE = 42\n")
     # The console script does not put the working directory on the path; neither does `python file.py`.
     (tmp_path / "sub").mkdir()
     script = tmp_path / "sub" / "script.py"
-    script.write_text("from ductile.config.imports import import_object; print(import_object('beside_me.ANSWER'))")
+    script.write_text("from ductile.config.imports import import_object; print(import_object('beside_me.VALUE'))")
     result = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert result.stdout.strip() == "42", result.stderr
 

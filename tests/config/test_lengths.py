@@ -27,7 +27,7 @@ def write_model(max_position: int) -> None:
 @pytest.mark.parametrize(
     ("max_position", "given", "max_model_len", "seq_len"),
     [
-        (256, "", 256, 2048),  # a micro-batch packs several answers
+        (256, "", 256, 2048),  # a micro-batch packs several completions
         (40960, "", 2048, 2048),  # as many tokens as that model allows would be no default for training
         (4096, "--inference.model.max-model-len 4096", 4096, 4096),
         (4096, "--trainer.model.seq-len 512", 512, 512),
@@ -51,7 +51,7 @@ def test_of_rl(max_position: int, given: str, max_model_len: int, seq_len: int) 
         ("--seq-len 128 --orchestrator.eval.sampling.max-tokens 30", 64, 30),
     ],
 )
-def test_answers_follow_what_a_sequence_may_have(given: str, max_tokens: int, evaluated: int) -> None:
+def test_completions_follow_what_a_sequence_may_have(given: str, max_tokens: int, evaluated: int) -> None:
     write_model(4096)
     table = re.sub(r"max_tokens = \d+", "", Path("good.toml").read_text())
     Path("good.toml").write_text(table)

@@ -155,7 +155,7 @@ def test_another_spelling_gives_a_notice(flags: str, notice: str) -> None:
 def test_the_orchestrator_alone_asks_nothing_of_what_only_training_needs() -> None:
     alone = "--model.name model --client.base-url http://127.0.0.1:8000/v1 --task.type builtin --task.name addition"
     greedy = "--rollouts-per-example 1 --sampling.temperature 0 --task.size 20 --n-minibatches 2"
-    why = "has no effect here: `ductile orchestrator` scores answers, and trains nothing"
+    why = "has no effect here: `ductile orchestrator` scores completions, and trains nothing"
     assert parse(OrchestratorRunConfig, [*alone.split(), *greedy.split()]).notices == (f"n_minibatches {why}",)
 
 

@@ -1,4 +1,4 @@
-"""Whatever is typed or written in a file, the answer is a config or a list of problems, never a traceback."""
+"""Whatever is typed or written in a file, what comes out is a config or a list of problems, never a traceback."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def _furnished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     furnish(tmp_path)
 
 
-def answer(root: type[Section], words: list[str]) -> None:
+def parse_or_refuse(root: type[Section], words: list[str]) -> None:
     """Parse, and check that problems are told in words."""
     problems = ()
     try:
@@ -60,7 +60,7 @@ def test_of_words(command: str, root: type[Section], data: st.DataObject) -> Non
     )
     equals = st.tuples(flags, value).map("=".join)
     odd = st.sampled_from(["--", "-x", "--=", "--no-", "--.", "--a..b", "@good.toml", "@", "--model@x"])
-    answer(root, data.draw(st.lists(flags | negated | value | equals | odd | st.text(max_size=3), max_size=6)))
+    parse_or_refuse(root, data.draw(st.lists(flags | negated | value | equals | odd | st.text(max_size=3), max_size=6)))
 
 
 @COMMANDS
@@ -77,7 +77,7 @@ def test_of_files(command: str, root: type[Section], data: st.DataObject) -> Non
         else:
             node[str(path[-1])] = data.draw(json_value)
     Path("fuzz.json").write_text(json.dumps(tree))
-    answer(root, ["@", "good.toml", "@", "fuzz.json"] if root.__name__ == "RLConfig" else ["@", "fuzz.json"])
+    parse_or_refuse(root, ["@", "good.toml", "@", "fuzz.json"] if root.__name__ == "RLConfig" else ["@", "fuzz.json"])
 
 
 @pytest.mark.parametrize(("name", "text"), [("loop.yaml", "a: &x [*x]\n"), ("deep.json", '{"a": ' + "[" * 20_000)])
@@ -91,7 +91,7 @@ def test_of_files_without_an_end(name: str, text: str) -> None:
 @given(text=st.text(max_size=30), suffix=st.sampled_from([".toml", ".yaml", ".json"]))
 def test_of_files_that_are_noise(text: str, suffix: str) -> None:
     Path(f"noise{suffix}").write_bytes(text.encode(errors="surrogatepass"))
-    answer(ROOTS[0][1], ["@", f"noise{suffix}"])
+    parse_or_refuse(ROOTS[0][1], ["@", f"noise{suffix}"])
 
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -111,7 +111,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_that_is_made_to_hurt_is_answered_in_a_sentence(name: str) -> None:
+def test_a_file_that_is_made_to_hurt_gets_a_sentence(name: str) -> None:
     text, message = FILES[name]
     Path(name).write_text(text)
     with pytest.raises(ConfigError, match=message):

@@ -163,7 +163,7 @@ SCHEDULED = ["--cluster.auto-scheduler"]
         ([*SCHEDULED, "--cluster.policy", "mine.py:Yours"], "policy", "mine.py has no 'Yours'"),
         ([*SCHEDULED, "--cluster.policy", "mine.py:Deaf"], "policy", "has no method decide(self, state)"),
         ([*SCHEDULED, "--cluster.policy", "mine.py:Curt"], "policy", "has decide(self), and is called with one state"),
-        ([*SCHEDULED, "--cluster.policy", "mine.py:Later"], "policy", "has an async decide, and nobody awaits it"),
+        ([*SCHEDULED, "--cluster.policy", "mine.py:Later"], "policy", "has an async decide, and is not awaited"),
         ([*SCHEDULED, "--cluster.policy", "json.dumps"], "policy", "cannot be called without arguments"),
     ],
 )

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ductile.config.preflight import remarks
+from ductile.config.preflight import warnings
 from ductile.config.run import OrchestratorRunConfig
 from ductile.generator.openai_api import CompletionRequest
 
@@ -35,7 +35,7 @@ def is_refused(sampling: dict[str, Any]) -> bool:
     ],
 )
 def test_check_tells_of_stops_that_our_server_refuses(sampling: dict[str, Any], said: list[str]) -> None:
-    found = remarks(OrchestratorRunConfig.model_validate({"sampling": sampling}))
+    found = warnings(OrchestratorRunConfig.model_validate({"sampling": sampling}))
     about_stops = [remark for remark in found if "ductile inference" in remark]
     assert [remark.partition(" and refuses")[0] for remark in about_stops] == said
     assert is_refused(sampling) == bool(said)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from ductile.core.cluster.ledger import Activity
-from ductile.dashboard.follow import NUM_EVENTS, Follower
-from ductile.dashboard.show import show, step_line
+from ductile.dashboard.follower import NUM_EVENTS, Follower
+from ductile.dashboard.run_display import show, step_line
 from ductile.dashboard.view import BARS, STYLES, SlotView, ViewEvent, ViewState, duration, render, sparkline
 from ductile.observe import Event
 
@@ -115,14 +115,14 @@ def test_without_a_terminal_there_is_one_line_a_step():
     out = io.StringIO()
     with show("t", 12, out) as view:
         view.on_metrics(0, {"eval_reward": 0.2})
-        view.on_event(Event(0, "evaluated", "Held-out reward after step 0: 0.200, over 64 answers."))
+        view.on_event(Event(0, "evaluated", "Held-out reward after step 0: 0.200, over 64 completions."))
         for step in (1, 2):
             view.on_metrics(step, {"reward_mean": 0.5, "loss": 0.01, "tokens_per_s_generate": 2310.2, "step_s": 1.26})
             view.on_event(Event(0, "reward_error", "Scored 0: the reward of train example 3 raised KeyError."))
         view.on_slot(0, ["train"], "train")
         view.close()
     assert out.getvalue().splitlines() == [
-        "Held-out reward after step 0: 0.200, over 64 answers.",
+        "Held-out reward after step 0: 0.200, over 64 completions.",
         "step  1/12  reward 0.500  loss 0.0100  2,310 tokens/s generated  1.3 s",
         "Scored 0: the reward of train example 3 raised KeyError. (Further ones like this are in events.jsonl.)",
         "step  2/12  reward 0.500  loss 0.0100  2,310 tokens/s generated  1.3 s",
@@ -153,7 +153,7 @@ def test_a_step_line_says_that_a_step_without_a_gradient_learned_nothing():
 
 def test_on_a_terminal_the_view_is_live_and_its_last_picture_stays():
     code = (
-        "from ductile.dashboard.show import show\n"
+        "from ductile.dashboard.run_display import show\n"
         "with show('a run', 3) as view:\n"
         "    view.on_metrics(1, {'reward_mean': 0.5}); view.on_metrics(3, {'reward_mean': 0.75})\n"
     )
@@ -177,5 +177,5 @@ def test_on_a_terminal_the_view_is_live_and_its_last_picture_stays():
 
 
 def test_the_view_needs_no_torch():
-    code = "import sys, ductile.dashboard.show; assert 'torch' not in sys.modules"
+    code = "import sys, ductile.dashboard.run_display; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""A task that a tiny random model can learn: the more of the answer is the letter asked for, the better."""
+"""A task that a tiny random model can learn: the more of the completion is the letter asked for, the better."""
 
 
 class Letters:
@@ -13,8 +13,8 @@ class Letters:
     def messages(self, example: int) -> list[dict[str, str]]:
         return [{"role": "user", "content": f"{example % 10}"}]
 
-    def reward(self, example: int, answer: str) -> float:
-        return sum(letter in "aeiou" for letter in answer) / max(8, len(answer))
+    def reward(self, example: int, completion: str) -> float:
+        return sum(letter in "aeiou" for letter in completion) / max(8, len(completion))
 
     def reply(self, example: int, messages: list[dict[str, str]]) -> None:
         return None
@@ -30,12 +30,12 @@ class Numbered(Letters):
 
 
 class Even(Numbered):
-    """Hardly any two answers are equally good, whatever they are drawn from."""
+    """Hardly any two completions are equally good, whatever they are drawn from."""
 
     name = "even"
 
     def __init__(self, size: int = 1000) -> None:
         super().__init__(size)
 
-    def reward(self, example: int, answer: str) -> float:
-        return sum(ord(letter) % 2 == 0 for letter in answer) / max(1, len(answer))
+    def reward(self, example: int, completion: str) -> float:
+        return sum(ord(letter) % 2 == 0 for letter in completion) / max(1, len(completion))

@@ -26,7 +26,7 @@ class EverywhereInTurn:
         if batch.steps_left < 2:
             return Decision()
         if batch.step % 2 == 0:
-            # The train slot is lent until answers end; then a generator comes to the trainer, while it works.
+            # The train slot is lent until completions end; then a generator comes to the trainer, while it works.
             ended = batch.trained + batch.ready + batch.to_score + batch.partial > 0
             busy = any(state.num_running[each.id] for each in state.instances_of("generate") if 2 in each.slots)
             roles = {0: T, 1: G, 2: T, 3: S} if ended and busy else {0: B, 1: G, 2: G, 3: S}

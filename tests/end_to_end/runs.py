@@ -130,7 +130,7 @@ class Run:
         return next(event["pid"] for event in self.events("slot_started") if role in event["roles"])
 
     def graders(self) -> list[int]:
-        """Those that answer, without the keepers that they live under."""
+        """Those that serve requests, without the keepers that they live under."""
         found = [pid for pid, command in processes_with(self.mark).items() if "ductile.tasks.keeper" in command]
         parents = {parent_of(pid) for pid in found}
         return [pid for pid in found if pid not in parents]

@@ -18,7 +18,7 @@ How = Literal["kill", "stop", "pause"]
 PAUSE_S = 1.0
 LONGEST_DELAY_S = 0.1
 MOMENTS = (
-    "HandOff",
+    "MigrateOut",
     "Forget",
     "AssignRole",
     "LeaseWeights",

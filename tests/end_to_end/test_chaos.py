@@ -38,7 +38,7 @@ IN_SUITE = [("restless", 0), ("restless", 3), ("both rules", 3)]
 """Stopped on the way into the trainer, and killed in a commit, twice."""
 
 NUM_TRIALS = os.environ.get("CHAOS_TRIALS")
-WHAT_HAPPENED = "was killed by SIGKILL while|was silent for|did not answer|gave no sign|made no progress"
+WHAT_HAPPENED = "was killed by SIGKILL while|was silent for|did not reply|gave no sign|made no progress"
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def assert_no_sample_is_trained_twice(folder: Path) -> None:
     trained = trained_in(folder)
     assert max(Counter(sample.prompt for sample in trained).values(), default=0) <= GROUP_SIZE
     # Two siblings may be equal by chance, if they are short.
-    long = Counter((sample.tokens, sample.logprobs) for sample in trained if sample.num_answer_tokens > 3)
+    long = Counter((sample.tokens, sample.logprobs) for sample in trained if sample.num_completion_tokens > 3)
     assert max(long.values(), default=0) <= 1
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ductile.launch.cap import CapNotPermitted, CpuCap
+from ductile.launch.cpu_cap import CapNotPermitted, CpuCap
 from ductile.observe import read_jsonl
 from tests.end_to_end.runs import summary, write_config
 
@@ -93,15 +93,17 @@ def test_orchestrator_asks_an_inference_server(tmp_path: Path, model: Path):
         words += ["--batch-size", 8, "--rollouts-per-example", 4, "--max-steps", 2, "--sampling.max-tokens", 8]
         done = ductile("orchestrator", *words)
         assert done.returncode == 0, done.stderr
-        answers = read_jsonl(tmp_path / "run" / "rollouts.jsonl")
-        assert len(answers) == 16
-        assert all(len(row["token_ids"]) == len(row["logprobs"]) > 0 for row in answers)
+        completions = read_jsonl(tmp_path / "run" / "rollouts.jsonl")
+        assert len(completions) == 16
+        assert all(len(row["token_ids"]) == len(row["logprobs"]) > 0 for row in completions)
         server.send_signal(signal.SIGINT)
         assert server.wait(10) == 0
         gone = ductile("orchestrator", *words, "--clean")
         assert gone.returncode == 1
         assert "cannot be reached" in gone.stderr
-        assert read_jsonl(tmp_path / "run" / "rollouts.jsonl") == answers  # it never began, so it has deleted nothing
+        assert (
+            read_jsonl(tmp_path / "run" / "rollouts.jsonl") == completions
+        )  # it never began, so it has deleted nothing
     finally:
         server.kill()
         server.wait(10)

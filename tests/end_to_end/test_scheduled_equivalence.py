@@ -20,7 +20,7 @@ FLAGS = (
     "--orchestrator.batch-size", str(NUM_ROLLOUTS),
     "--orchestrator.rollouts-per-example", str(GROUP_SIZE),
     "--orchestrator.sampling.seed", "5",
-    "--orchestrator.max-async-level", "0",  # so that all of a step's answers have the log-probs of the same weights
+    "--orchestrator.max-async-level", "0",  # so that all of a step's completions have the log-probs of the same weights
     "--orchestrator.advantage.type", "custom",
     "--orchestrator.advantage.import-path", "tests.end_to_end.watched.rewards_alone",
     "--trainer.loss.type", "custom",
@@ -31,7 +31,7 @@ FLAGS = (
 
 def begin(folder: Path, model: Path, start, policy: str, *flags: str, num_steps: int = NUM_STEPS) -> Run:
     config = write_scheduled(folder, model, policy, max_steps=num_steps, interval=100, generate="1-2", train=0)
-    # Two at a time: no generator is ever done with its share before the policy hears of the first answer.
+    # Two at a time: no generator is ever done with its share before the policy hears of the first completion.
     text = config.read_text().replace("letters.Letters", "letters.Even")
     config.write_text(f"inference.max_num_seqs = 2\n{text}")
     watched = {FOLDER: str(folder), STATES: "1", DRAWS: "1", "RESTLESS_SEED": "1"}

@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def write_scheduled(path, model, policy, **changes):
-    """Answers of up to 40 tokens, all of which are trained on."""
+    """Completions of up to 40 tokens, all of which are trained on."""
     config = write_config(path, model, **changes)
     text = config.read_text().replace(
         "sampling.max_tokens = 8", "sampling.max_tokens = 40\ndrop_zero_advantage = false"
@@ -29,7 +29,7 @@ def write_scheduled(path, model, policy, **changes):
 
 def test_slots_go_everywhere_while_they_work_and_nothing_is_lost(tmp_path, model, start):
     config = write_scheduled(tmp_path, model, "tests.end_to_end.moves.EverywhereInTurn", max_steps=9, interval=20)
-    # Two at a time: no generator is ever done with its share before the policy hears of the first answer.
+    # Two at a time: no generator is ever done with its share before the policy hears of the first completion.
     config.write_text(f"inference.max_num_seqs = 2\n{config.read_text()}")
     run = start(config)
     run.until_step(1)

@@ -58,7 +58,7 @@ class World:
 
 
 class Trainer(FakeTrainer):
-    """Its state is the number of its optimizer steps. Lost, it answers nothing."""
+    """Its state is the number of its optimizer steps. Lost, it replies to nothing."""
 
     def __init__(self, diary, world: World, steps: int, **how: Any) -> None:
         super().__init__(diary, **how)
@@ -119,7 +119,7 @@ class Generators(FakeGenerators):
     async def receive(self, manifest):
         if self.world.strikes("weights do not arrive"):
             await asyncio.sleep(PATIENCE_S)
-            raise Late("slot 1 did not answer Receive")
+            raise Late("slot 1 did not reply to Receive")
         await super().receive(manifest)
 
 
@@ -139,13 +139,13 @@ class Graders(InProcessGraders):
         super().__init__(tasks)
         self.world = world
 
-    async def reward(self, task, example, answer):
+    async def reward(self, task, example, completion):
         await asyncio.sleep(0.1)
         if self.world.strikes("graders cannot be started"):
             raise TaskError("a grader process ended its process (exit code 1) while it made its tasks")
         if self.world.strikes("reward raises"):
             return Verdict(error="raised ZeroDivisionError: float division by zero")  # such groups teach nothing
-        return await super().reward(task, example, answer)
+        return await super().reward(task, example, completion)
 
 
 def _advantage(world: World) -> Callable[..., list[float]]:

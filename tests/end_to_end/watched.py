@@ -2,7 +2,7 @@
 
 Train slots write down each sample that they have trained (`trained_in`), and a slot is struck with STRIKE_SEED set.
 With WATCHED_STATES set they also write down the state on both sides of each resize (`moved_in`); with WATCHED_DRAWS set
-generators draw tokens whatever the model says, so that answers are the same in runs that round differently.
+generators draw tokens whatever the model says, so that completions are the same in runs that round differently.
 """
 
 import json
@@ -48,7 +48,11 @@ class WritesDown(TrainRole):
             samples = [sample for micro_batch in command.micro_batches for sample in micro_batch.samples]
             with (Path(os.environ[FOLDER]) / f"trained_{os.getpid()}.jsonl").open("a") as file:
                 for sample in samples:
-                    row = {"tokens": sample.token_ids, "prompt": sample.mask.index(True), "logprobs": sample.logprobs}
+                    row = {
+                        "tokens": sample.token_ids,
+                        "prompt": sample.loss_mask.index(True),
+                        "logprobs": sample.rollout_logprobs,
+                    }
                     file.write(json.dumps(row) + "\n")
         return reply
 
@@ -75,7 +79,7 @@ class DrawsBlindly(GenerateRole):
 
 
 def token_of_number(logprobs: Tensor, numbers: np.ndarray) -> Tensor:
-    """One in sixteen ends the answer, so that answers differ in length; otherwise any character."""
+    """One in sixteen ends the completion, so that completions differ in length; otherwise any character."""
     others = (numbers * 16 - 1) / 15
     num_characters = logprobs.shape[1] - len(SPECIALS)
     tokens = np.where(others < 0, IM_END, len(SPECIALS) + np.floor(others * num_characters))
@@ -110,7 +114,7 @@ class Trained:
         return self.tokens[: self.num_prompt_tokens]
 
     @property
-    def num_answer_tokens(self) -> int:
+    def num_completion_tokens(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
 
 

@@ -24,7 +24,7 @@ from tests.ranks import run_ranks
 
 VICTIM = 2
 FOREVER_S = 300.0
-"""More than the harness waits: whoever answers did not wait for the timeout."""
+"""More than the harness waits: whoever replies did not wait for the timeout."""
 SOON_S = 1.0
 
 
@@ -125,7 +125,7 @@ def test_reads_end_with_the_peer_that_dies_before_it_says_where_its_memory_is() 
 
 def test_a_peer_that_stops_before_it_says_where_its_memory_is_is_named() -> None:
     for said, _, peer in outcomes(True, SOON_S, signal.SIGSTOP, "before"):
-        assert (said, peer) == (f"slots [{VICTIM}] did not answer within {SOON_S:g} s", VICTIM)
+        assert (said, peer) == (f"slots [{VICTIM}] did not reply within {SOON_S:g} s", VICTIM)
 
 
 def test_a_peer_that_stops_later_can_still_be_read() -> None:

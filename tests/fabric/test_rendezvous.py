@@ -30,7 +30,7 @@ def test_nobody_there_is_an_error_within_the_timeout() -> None:
         rendezvous.connect(f"127.0.0.1:{port}", timeout_s=1.0)
 
 
-def test_a_lasting_connection_is_kept_as_long_as_it_answers() -> None:
+def test_a_lasting_connection_is_kept_as_long_as_it_replies() -> None:
     store = rendezvous.host_store()
     address, listening = f"127.0.0.1:{store.port}", (rendezvous.LOOPBACK, store.port)
     one = rendezvous.lasting(address, timeout_s=10.0)

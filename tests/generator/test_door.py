@@ -17,23 +17,23 @@ def client(qwen3: Family) -> Iterator[Client]:
 
 
 def test_only_json_of_a_modest_size_is_read(client: Client) -> None:
-    answer = client.post("/v1/completions", content="{}", headers={"content-type": "text/plain"})
-    assert (answer.status_code, answer.json()["error"]["message"]) == (
+    response = client.post("/v1/completions", content="{}", headers={"content-type": "text/plain"})
+    assert (response.status_code, response.json()["error"]["message"]) == (
         415,
         "the body must be JSON: Content-Type: application/json",
     )
-    answer = client.post("/v1/completions", json={"prompt": "x" * 5 * 2**20})
-    assert answer.status_code == 413
-    assert "more than 4194304 bytes; raise server.max_body_bytes" in answer.json()["error"]["message"]
+    response = client.post("/v1/completions", json={"prompt": "x" * 5 * 2**20})
+    assert response.status_code == 413
+    assert "more than 4194304 bytes; raise server.max_body_bytes" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "[2001:db8::1]:80", ""]
 )
-def test_without_a_key_only_names_of_this_machine_are_answered(client: Client, host: str) -> None:
+def test_without_a_key_only_names_of_this_machine_are_served(client: Client, host: str) -> None:
     for route in ("/v1/models", "/health", "/metrics"):
-        answer = client.get(route, headers={"host": host})
-        assert (answer.status_code, answer.json()["error"]["type"]) == (403, "permission_error")
+        response = client.get(route, headers={"host": host})
+        assert (response.status_code, response.json()["error"]["type"]) == (403, "permission_error")
 
 
 @pytest.mark.parametrize("host", ["localhost:8000", "LOCALHOST", "127.0.0.1", "127.8.9.1:1", "[::1]:8000"])
@@ -50,14 +50,14 @@ def test_the_api_key_is_asked_for(qwen3: Family) -> None:
             {"Authorization": "s3cret-s3cret"},
             {"Authorization": b"Bearer \xe9"},
         ):
-            for answer in (
+            for response in (
                 client.get("/v1/models", headers=headers),
                 client.post("/v1/completions", json=body, headers=headers),
             ):
-                assert answer.status_code == 401
-                assert answer.headers["www-authenticate"] == "Bearer"
-                assert answer.json()["error"]["type"] == "authentication_error"
-                assert "s3cret" not in answer.text
+                assert response.status_code == 401
+                assert response.headers["www-authenticate"] == "Bearer"
+                assert response.json()["error"]["type"] == "authentication_error"
+                assert "s3cret" not in response.text
         right = {"Authorization": "Bearer s3cret-s3cret"}
         assert client.post("/v1/completions", json=body, headers=right).status_code == 200
         assert client.post("/v1/completions", json=body, headers={"authorization": "bearer s3cret-s3cret"}).is_success

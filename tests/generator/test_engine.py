@@ -54,7 +54,7 @@ def packed_logprobs(folder: Path, pairs: list[tuple[GenerateRequest, Generation]
 
 @pytest.fixture(scope="module")
 def greedy(qwen3: Family) -> dict[str, tuple[int, ...]]:
-    """The answers of an engine without any pressure; the tests below put pressure on and expect the same."""
+    """The completions of an engine without any pressure; the tests below put pressure on and expect the same."""
     return tokens(run(qwen3.engine(enable_prefix_caching=False), requests()))
 
 
@@ -133,7 +133,7 @@ def test_a_group_shares_its_prompt(qwen3: Family) -> None:
     prompt = "a prompt that is long enough to fill a few blocks of the cache"
     group = [request(str(i), prompt, 8, group="g", temperature=1.0, seed=i) for i in range(8)]
     peaks: dict[bool, int] = {}
-    answers: dict[bool, dict[str, tuple[int, ...]]] = {}
+    completions: dict[bool, dict[str, tuple[int, ...]]] = {}
     for sharing in (False, True):
         engine = qwen3.engine(enable_prefix_caching=sharing, block_size=8)
         used: list[int] = []
@@ -141,9 +141,9 @@ def test_a_group_shares_its_prompt(qwen3: Family) -> None:
         def count(step: int, engine: Engine = engine, used: list[int] = used) -> None:
             used.append(engine.pool.num_blocks - engine.pool.num_free)
 
-        answers[sharing] = tokens(run(engine, group, count))
+        completions[sharing] = tokens(run(engine, group, count))
         peaks[sharing] = max(used)
-    assert answers[True] == answers[False]
+    assert completions[True] == completions[False]
     num_shared = (len(prompt) - 1) // 8
     assert peaks[True] == peaks[False] - 7 * num_shared
 
@@ -185,7 +185,7 @@ def test_abort_and_resume_on_another_engine(qwen3: Family, sampling: dict[str, A
         assert generation.finish_reason == "length"
 
 
-def test_an_answer_that_was_complete_when_handed_over_ends_at_once(qwen3: Family) -> None:
+def test_a_completion_that_was_complete_when_handed_over_ends_at_once(qwen3: Family) -> None:
     engine = qwen3.engine()
     said = {"generated": (9, IM_END), "logprobs": (-1.0, -2.0), "versions": (4, 5)}
     one = request("done", "hi", 20, ignore_eos=False)
@@ -245,8 +245,8 @@ def test_who_decodes_on_at_once_under_new_weights_reads_no_old_keys(qwen3: Famil
 
     other = make_model_folder(tmp_path / "other", "qwen3", seed=1)
     second = request("second", "a prompt", 20)
-    answer = run(qwen3.engine(), [second])["second"].token_ids
-    first = request("first", [*second.prompt, *answer, *range(5, 35)], 20)
+    completion = run(qwen3.engine(), [second])["second"].token_ids
+    first = request("first", [*second.prompt, *completion, *range(5, 35)], 20)
     engine = qwen3.engine(block_size=1)
     news = dict(load_model(other).named_parameters())
     done = run(engine, [first, second], lambda step: engine.load_weights(news, version=1) if step == 8 else None)
@@ -362,7 +362,7 @@ def test_stop_string_ends_with_the_token_that_completes_it(
     assert done["3"].finish_reason == "stop"
 
 
-def test_answers_end_at_max_model_len(qwen3: Family) -> None:
+def test_completions_end_at_max_model_len(qwen3: Family) -> None:
     done = run(qwen3.engine(max_model_len=20), [request("0", "x" * 15, 100)])
     assert len(done["0"].token_ids) == 5
     assert done["0"].finish_reason == "length"

@@ -1,4 +1,4 @@
-"""Whatever comes over HTTP, the server answers in OpenAI's form or closes the connection by its own deadline, spends at
+"""Whatever comes over HTTP, the server replies in OpenAI's form or closes the connection by its own deadline, spends at
 most a CPU second on it, keeps its memory, and serves a good client beside it.
 
 The real process, with a deadline of a second and few files to open.
@@ -80,8 +80,8 @@ class Server:
             while not stop.wait(0.05):
                 self.most_memory_bytes = max(self.most_memory_bytes, self.memory_bytes())
                 try:
-                    answer = client.completions.create(model="letters", prompt="1+1=", max_tokens=2, temperature=0)
-                    assert answer.choices[0].finish_reason in ("length", "stop")
+                    response = client.completions.create(model="letters", prompt="1+1=", max_tokens=2, temperature=0)
+                    assert response.choices[0].finish_reason in ("length", "stop")
                     self.num_served += 1
                 except Exception as error:
                     self.failures.append(f"{type(error).__name__}: {error}")
@@ -130,13 +130,13 @@ def frugal(hostile: Server) -> Iterator[Server]:
     assert hostile.cpu_s() - before < MAX_CPU_S
 
 
-def has_openais_form(answer: httpx.Response) -> bool:
-    body = answer.json()
-    if answer.status_code == 200:
+def has_openais_form(response: httpx.Response) -> bool:
+    body = response.json()
+    if response.status_code == 200:
         return "error" not in body
     error = body["error"]
     well_formed = error.keys() == {"message", "type", "param", "code"} and len(error["message"]) < 1100
-    return well_formed and answer.headers["content-type"] == "application/json"
+    return well_formed and response.headers["content-type"] == "application/json"
 
 
 def post(server: Server, route: str, body: bytes, **headers: str) -> httpx.Response:
@@ -171,27 +171,27 @@ def test_any_json(hostile: Server, route: str, fields: dict[str, Any], within: b
     if route == TOKENS and within:
         body = GOOD[route] | {"sampling_params": GOOD[route]["sampling_params"] | fields}
     before = hostile.cpu_s()
-    answer = post(hostile, route, json.dumps(body).encode())
+    response = post(hostile, route, json.dumps(body).encode())
     hostile.num_hostile += 1
     assert hostile.cpu_s() - before < MAX_CPU_S
-    if answer.headers["content-type"].startswith("text/event-stream"):
-        assert answer.text.endswith("data: [DONE]\n\n")
+    if response.headers["content-type"].startswith("text/event-stream"):
+        assert response.text.endswith("data: [DONE]\n\n")
     else:
-        assert has_openais_form(answer)
-    assert answer.status_code in (200, 400, 404)
+        assert has_openais_form(response)
+    assert response.status_code in (200, 400, 404)
 
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_bombs(frugal: Server, name: str) -> None:
     route, body, status = BOMBS[name]
-    answer = post(frugal, route, body())
-    assert (answer.status_code, has_openais_form(answer)) == (status, True), answer.text[:500]
+    response = post(frugal, route, body())
+    assert (response.status_code, has_openais_form(response)) == (status, True), response.text[:500]
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
 def test_what_a_web_page_may_send_is_not_read(frugal: Server, kind: str) -> None:
-    answer = post(frugal, COMPLETIONS, b'{"prompt": "x"}', **{"content-type": kind})
-    assert (answer.status_code, has_openais_form(answer)) == (415, True)
+    response = post(frugal, COMPLETIONS, b'{"prompt": "x"}', **{"content-type": kind})
+    assert (response.status_code, has_openais_form(response)) == (415, True)
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "x" * 5000])
@@ -201,9 +201,9 @@ def test_what_a_web_page_may_send_is_not_read(frugal: Server, kind: str) -> None
 def test_wrong_methods_and_routes(frugal: Server, method: str, route: str) -> None:
     frugal.num_hostile += 1
     headers = {"host": "localhost"}
-    answer = httpx.request(method, frugal.url + route, headers=headers, timeout=PATIENCE_S, verify=False)
-    assert answer.status_code in (404, 405)
-    assert has_openais_form(answer)
+    response = httpx.request(method, frugal.url + route, headers=headers, timeout=PATIENCE_S, verify=False)
+    assert response.status_code in (404, 405)
+    assert has_openais_form(response)
 
 
 # -- Connections ----------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def statuses(said: bytes) -> list[int]:
 
 
 @pytest.mark.parametrize("name", WIRE)
-def test_what_is_no_request_is_answered_or_closed(frugal: Server, name: str) -> None:
+def test_what_is_no_request_is_refused_or_closed(frugal: Server, name: str) -> None:
     sent, allowed = WIRE[name]
     said = until_closed(frugal.connect(sent()))
     assert set(statuses(said)) <= allowed, said[:500]
@@ -246,7 +246,7 @@ def test_requests_in_drops_end_at_the_deadline(frugal: Server) -> None:
         _send_slowly(connection, HEAD * 100)
 
 
-def test_answers_that_nobody_takes_end_at_the_deadline(frugal: Server) -> None:
+def test_responses_that_nobody_takes_end_at_the_deadline(frugal: Server) -> None:
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.settimeout(PATIENCE_S)

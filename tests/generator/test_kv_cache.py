@@ -39,15 +39,15 @@ def test_pool_agrees_with_its_twin(num_blocks: int, actions: list[list[int] | in
                 pool.release(twin.holdings.pop(action))
         else:
             keys: list[bytes] = []
-            extend_keys(keys, action, 1, salt=0)
+            extend_keys(keys, action, 1, version=0)
             shared = pool.find(keys)
             for index, block in enumerate(shared):
                 assert written[block] == tuple(action[: index + 1]), "found a block of other content"
             num_new = len(action) - len(shared)
             fits = num_new <= len(twin.free - set(shared))
-            assert pool.can_hold(shared, num_new) is fits
+            assert pool.can_allocate(shared, num_new) is fits
             if fits:
-                pool.hold(shared)
+                pool.touch(shared)
                 new = pool.allocate(num_new)
                 assert twin.free >= set(new), "gave a block that somebody holds"
                 assert not set(new) & set(shared)
@@ -65,7 +65,7 @@ def test_pool_agrees_with_its_twin(num_blocks: int, actions: list[list[int] | in
 def test_released_blocks_are_found_until_they_are_needed() -> None:
     pool = BlockPool(4, 1)
     keys: list[bytes] = []
-    extend_keys(keys, [7, 8, 9], 1, salt=0)
+    extend_keys(keys, [7, 8, 9], 1, version=0)
     blocks = pool.allocate(3)
     for block, key in zip(blocks, keys, strict=True):
         pool.register(block, key)
@@ -76,9 +76,9 @@ def test_released_blocks_are_found_until_they_are_needed() -> None:
 
 
 def test_keys_depend_on_everything_before_and_on_the_weights() -> None:
-    def last(tokens: list[int], salt: int) -> bytes:
+    def last(tokens: list[int], version: int) -> bytes:
         keys: list[bytes] = []
-        extend_keys(keys, tokens, 2, salt)
+        extend_keys(keys, tokens, 2, version)
         return keys[-1]
 
     assert last([1, 2, 3, 4], 0) == last([1, 2, 3, 4, 5], 0)

@@ -22,7 +22,7 @@ from ductile.model.transformer import Transformer
 from ductile.records import GenerateRequest, Generation, KVHandle, Manifest
 from ductile.roles import RoleAssignment
 from ductile.weights.publisher import Publisher
-from ductile.wire.messages import Abort, Done, Finished, Forget, Generate, HandedOff, HandOff, Receive
+from ductile.wire.messages import Abort, Done, Finished, Forget, Generate, MigratedOut, MigrateOut, Receive
 from tests.generator.conftest import Family, request, run
 from tests.tiny import IM_END, make_model_folder
 
@@ -30,7 +30,7 @@ from tests.tiny import IM_END, make_model_folder
 def move(source: Engine, target: Engine, ids: Sequence[str], with_cache: bool) -> list[GenerateRequest]:
     """Between two engines, with a transfer buffer in between as between processes."""
     buffer = KVTransferBuffer()
-    requests, caches = source.hand_off(ids, ids if with_cache else ())
+    requests, caches = source.migrate_out(ids, ids if with_cache else ())
     for one in requests:
         cache = caches.get(one.id)
         target.add(one, target.fetch(buffer.put(one.id, cache), one) if cache else None)
@@ -83,7 +83,7 @@ def test_what_was_preempted_goes_on_elsewhere(qwen3: Family) -> None:
     done: dict[str, Generation] = {}
     while not (lost := [s.request.id for s in source.scheduler.waiting if s.num_generated]):
         done |= {generation.id: generation for generation in source.step()}
-    requests, caches = source.hand_off(lost, lost)
+    requests, caches = source.migrate_out(lost, lost)
     assert requests
     assert not caches  # they lost their blocks
     for one in requests:
@@ -100,7 +100,7 @@ def test_a_request_keeps_all_it_had(qwen3: Family) -> None:
         engine.step()
     said = engine.peek("a")
     assert said is not None
-    (handed,), _ = engine.hand_off(["a"])
+    (handed,), _ = engine.migrate_out(["a"])
     assert handed == replace(asked, generated=tuple(said[0]), logprobs=tuple(said[1]), versions=(9,) * 5)
 
 
@@ -110,7 +110,7 @@ def test_who_is_not_there_is_left_out(qwen3: Family) -> None:
     for one in (request("a", "hello"), request("aborted", "hello"), done):
         engine.add(one)
     engine.abort(["aborted"])
-    requests, _ = engine.hand_off(["nobody", "a", "a", "done", "aborted"])
+    requests, _ = engine.migrate_out(["nobody", "a", "a", "done", "aborted"])
     assert [one.id for one in requests] == ["a"]
     assert {generation.id for generation in engine.step()} == {"done", "aborted"}
     assert not engine.has_work()
@@ -178,7 +178,7 @@ def test_no_cache_mixes_versions(qwen3: Family, tmp_path: Path, when: str, keep_
     if when == "before it leaves":
         for engine in (source, target):
             engine.load_weights(news, 1)
-    (handed,), caches = source.hand_off(["a"], ["a"])
+    (handed,), caches = source.migrate_out(["a"], ["a"])
     assert ("a" in caches) is (when != "before it leaves")
     if when == "before it arrives":
         target.load_weights(news, 1)
@@ -202,7 +202,7 @@ def test_handles_that_cannot_be_used_say_why(qwen3: Family) -> None:
     source, target = qwen3.engine(), qwen3.engine()
     source.add(request("a", "hello", 20))
     source.step()
-    (handed,), caches = source.hand_off(["a"], ["a"])
+    (handed,), caches = source.migrate_out(["a"], ["a"])
     buffer = KVTransferBuffer()
     handle = buffer.put("a", caches["a"])
     for wrong, why in (
@@ -273,7 +273,7 @@ class Story:
     done: dict[str, Generation] = field(default_factory=dict)
     num_handed: int = 0
     num_half_finished: int = 0
-    """Handed over when another answer of the same group had ended."""
+    """Handed over when another completion of the same group had ended."""
     states: Counter[str] = field(default_factory=Counter)
     """Of what was handed over with its cache, if it had one."""
 
@@ -292,27 +292,27 @@ class Story:
                         assert self.at.pop(generation.id) is role, "told by somebody who does not have it"
                         self.done[generation.id] = generation
 
-    def hand_off(self) -> None:
+    def migrate_out(self) -> None:
         source, target = self.random.sample(self.roles, 2)
         there = [id for id, role in self.at.items() if role is source]
         ids = self.random.sample(there, self.random.randint(0, len(there)))
         with_cache = [id for id in ids if self.random.random() < 0.6]
         self.step(source)  # as a slot does
-        answer = source.handle(HandOff(tuple(ids), tuple(with_cache)))
-        assert isinstance(answer, HandedOff)
-        assert {one.id for one in answer.requests} == {id for id in ids if id in self.at}
-        assert answer.caches.keys() <= set(with_cache)
+        reply = source.handle(MigrateOut(tuple(ids), tuple(with_cache)))
+        assert isinstance(reply, MigratedOut)
+        assert {one.id for one in reply.requests} == {id for id in ids if id in self.at}
+        assert reply.caches.keys() <= set(with_cache)
         self.publish(self.random.choice([source, target, target]), chance=0.3)
         if self.random.random() < 0.1:  # too early, as if the source had died
             source.handle(Forget(tuple(ids)))
-        target.handle(Generate(answer.requests, answer.caches))
+        target.handle(Generate(reply.requests, reply.caches))
         self.publish(self.random.choice([source, target, target]), chance=0.3)
-        self.at |= {one.id: target for one in answer.requests}
+        self.at |= {one.id: target for one in reply.requests}
         source.handle(Forget(tuple(ids)))
-        self.num_handed += len(answer.requests)
-        self.states.update(state(one, answer.caches.get(one.id)) for one in answer.requests if one.id in with_cache)
+        self.num_handed += len(reply.requests)
+        self.states.update(state(one, reply.caches.get(one.id)) for one in reply.requests if one.id in with_cache)
         begun = {self.asked[id].group for id in self.done}
-        self.num_half_finished += sum(one.group in begun for one in answer.requests)
+        self.num_half_finished += sum(one.group in begun for one in reply.requests)
 
     def publish(self, role: GenerateRole, chance: float) -> None:
         if self.published and self.random.random() < chance:
@@ -326,7 +326,7 @@ def state(handed: GenerateRequest, handle: KVHandle | None) -> str:
     if handle.num_tokens < len(handed.prompt):
         return "in the prompt"
     if handle.num_tokens < len(handed.prompt) + len(handed.generated) - 1:
-        return "computes its answer again"
+        return "computes its completion again"
     return "one token to go" if len(handed.generated) == handed.sampling.max_tokens - 1 else "decodes"
 
 
@@ -347,7 +347,7 @@ def engines(family: Family, random: Random) -> list[GenerateRole]:
     return made
 
 
-def questions(random: Random, number: int) -> list[GenerateRequest]:
+def requests_of(random: Random, number: int) -> list[GenerateRequest]:
     prompt = [random.randrange(5, 100) for _ in range(random.choice([3, 20, 40, 60]))]
     max_tokens = random.choice([4, 12, 24])
     kinds: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": random.randrange(99)}, {"temperature": 1.3}]
@@ -384,7 +384,7 @@ def test_500_handoffs_at_any_moment_change_nothing(qwen3: Family, versions: Vers
         (20, "computed nothing here"),
         (20, "computed nothing here, begun"),
         (10, "in the prompt"),
-        (1, "computes its answer again"),
+        (1, "computes its completion again"),
         (50, "decodes"),
         (5, "one token to go"),
     ):
@@ -399,13 +399,13 @@ def tell(
     while story.num_handed < num_handoffs or story.at:
         goes_on = story.num_handed < num_handoffs
         if goes_on and len(story.at) < 6:
-            story.ask(questions(random, number))
+            story.ask(requests_of(random, number))
             number += 1
         for role in story.roles:
             if random.random() < 0.7:
                 story.step(role)
         if goes_on and random.random() < 0.6:
-            story.hand_off()
+            story.migrate_out()
     assert story.done.keys() == story.asked.keys()
     for role in story.roles:
         role.handle(Abort())

@@ -108,8 +108,8 @@ def test_too_many_prompts_are_refused_before_they_are_tokenised(qwen3: Family, m
     monkeypatch.setattr(Tokenizer, "encode_beside", lambda self, text, *_: given.append(text))
     with local(create_app(qwen3.engine(), qwen3.tokenizer, "tiny", ServerConfig(max_sequences=8))) as client:
         for body in ({"prompt": ["x"] * 9}, {"prompt": "x", "n": 9}):
-            answer = client.post("/v1/completions", json=body)
-            assert (answer.status_code, "server.max_sequences allows 8" in answer.text) == (400, True)
+            response = client.post("/v1/completions", json=body)
+            assert (response.status_code, "server.max_sequences allows 8" in response.text) == (400, True)
         chat = {"messages": [{"role": "user", "content": "x"}], "n": 9}
         assert client.post("/v1/chat/completions", json=chat).status_code == 400
     assert given == []

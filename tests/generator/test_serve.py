@@ -83,7 +83,7 @@ def test_the_client_lists_the_model(client: openai.OpenAI, qwen3: Family) -> Non
 
 def test_the_client_completes(client: openai.OpenAI, qwen3: Family) -> None:
     expected = run(qwen3.engine(), [request("r", "hello", 12)])["r"]
-    answer = client.completions.create(
+    response = client.completions.create(
         model=str(qwen3.folder),
         prompt="hello",
         temperature=0,
@@ -91,21 +91,21 @@ def test_the_client_completes(client: openai.OpenAI, qwen3: Family) -> None:
         logprobs=1,
         extra_body={"ignore_eos": True, "top_k": -1, "min_p": 0, "return_token_ids": True},
     )
-    (choice,) = answer.choices
+    (choice,) = response.choices
     assert choice.text == qwen3.tokenizer.decode(list(expected.token_ids))
     assert choice.logprobs is not None
     assert choice.logprobs.token_logprobs == pytest.approx(expected.logprobs, abs=1e-5)
     assert choice.model_extra is not None
     assert tuple(choice.model_extra["token_ids"]) == expected.token_ids
-    assert answer.usage is not None
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 12)
+    assert response.usage is not None
+    assert (response.usage.prompt_tokens, response.usage.completion_tokens) == (5, 12)
 
 
 def test_the_client_chats(client: openai.OpenAI, qwen3: Family) -> None:
     messages: Any = [{"role": "user", "content": "hello"}]
     prompt = qwen3.tokenizer.apply_chat_template(messages)
     expected = run(qwen3.engine(), [request("r", prompt, 10, temperature=0.9, seed=4)])["r"]
-    answer = client.chat.completions.create(
+    response = client.chat.completions.create(
         model=str(qwen3.folder),
         messages=messages,
         temperature=0.9,
@@ -114,9 +114,9 @@ def test_the_client_chats(client: openai.OpenAI, qwen3: Family) -> None:
         logprobs=True,
         extra_body={"ignore_eos": True, "return_token_ids": True},
     )
-    (choice,) = answer.choices
-    assert answer.model_extra is not None
-    assert answer.model_extra["prompt_token_ids"] == prompt
+    (choice,) = response.choices
+    assert response.model_extra is not None
+    assert response.model_extra["prompt_token_ids"] == prompt
     assert choice.model_extra is not None
     assert tuple(choice.model_extra["token_ids"]) == expected.token_ids
     assert choice.logprobs is not None
@@ -151,8 +151,8 @@ def test_a_client_that_goes_away_aborts_its_sequences(url: str, stream: bool) ->
     body = {"prompt": "hello", "max_tokens": 19_000, "ignore_eos": True, "stream": stream, "n": 2}
     with httpx.Client() as leaving:
         if stream:
-            with leaving.stream("POST", f"{url}/v1/completions", json=body) as answer:
-                lines = answer.iter_lines()  # to drop them is to hang up
+            with leaving.stream("POST", f"{url}/v1/completions", json=body) as response:
+                lines = response.iter_lines()  # to drop them is to hang up
                 next(lines)
                 assert metric(url, "sequences_running") == 2
         else:
@@ -162,11 +162,11 @@ def test_a_client_that_goes_away_aborts_its_sequences(url: str, stream: bool) ->
     assert metric(url, "cache_used") == 0
 
 
-def test_answers_under_way_are_finished_before_the_server_goes(qwen3: Family, tmp_path: Path) -> None:
+def test_responses_under_way_are_finished_before_the_server_goes(qwen3: Family, tmp_path: Path) -> None:
     with server(qwen3.folder, tmp_path) as (url, process):
         body = {"prompt": "hello", "max_tokens": 300, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as answer:
-            lines = answer.iter_lines()
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as response:
+            lines = response.iter_lines()
             next(lines)
             process.send_signal(signal.SIGINT)
             rest = [line for line in lines if line]

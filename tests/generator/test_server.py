@@ -1,4 +1,4 @@
-"""The server inside this process: what it answers, refuses and says of itself."""
+"""The server inside this process: what it serves, refuses and says of itself."""
 
 import json
 import threading
@@ -111,17 +111,17 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("route", "body", "message"), BAD, ids=lambda value: str(value)[:40])
 def test_bad_requests(client: Client, route: str, body: dict[str, Any], message: str) -> None:
-    answer = client.post(f"/v1/{route}", json=body)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
+    response = client.post(f"/v1/{route}", json=body)
+    assert response.status_code == 400
+    error = response.json()["error"]
     assert message in error["message"]
     assert len(error["message"]) < 300
     assert error["type"] == "invalid_request_error"
 
 
 def test_bad_token_request(client: Client) -> None:
-    answer = client.post("/inference/v1/generate", json={"token_ids": [], "sampling_params": {}})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "token_ids")
+    response = client.post("/inference/v1/generate", json={"token_ids": [], "sampling_params": {}})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "token_ids")
 
 
 @pytest.mark.parametrize(
@@ -143,22 +143,22 @@ def test_bad_token_request(client: Client) -> None:
     ids=lambda value: str(value)[:40],
 )
 def test_bodies_that_are_no_request(client: Client, body: bytes, message: str) -> None:
-    answer = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
-    assert answer.status_code == 400
-    assert message in answer.json()["error"]["message"]
+    response = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
 
 
 def test_brackets_in_a_text_are_no_lists(client: Client) -> None:
-    answer = client.post("/v1/completions", json={"prompt": '[\\"{' * 30_000})
-    assert "the prompt has 120000 characters" in answer.json()["error"]["message"]
+    response = client.post("/v1/completions", json={"prompt": '[\\"{' * 30_000})
+    assert "the prompt has 120000 characters" in response.json()["error"]["message"]
 
 
 def test_unknown_model_and_route(client: Client) -> None:
-    answer = client.post("/v1/completions", json={"model": "gpt-9", "prompt": "x"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
-    assert 'the model "gpt-9" is not served here; this is "tiny"' in answer.json()["error"]["message"]
-    answer = client.get("/v1/nothing")
-    assert (answer.status_code, answer.json()["error"]["message"]) == (404, "GET /v1/nothing: Not Found")
+    response = client.post("/v1/completions", json={"model": "gpt-9", "prompt": "x"})
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+    assert 'the model "gpt-9" is not served here; this is "tiny"' in response.json()["error"]["message"]
+    response = client.get("/v1/nothing")
+    assert (response.status_code, response.json()["error"]["message"]) == (404, "GET /v1/nothing: Not Found")
 
 
 def test_models(client: Client) -> None:
@@ -172,10 +172,10 @@ def test_the_model_has_the_name_that_it_is_given(qwen3: Family) -> None:
         (model,) = client.get("/v1/models").json()["data"]
         assert model["id"] == "org/letters"
         assert client.get("/v1/models/org/letters").json() == model
-        answers = [client.get("/v1/models/other"), client.post("/v1/completions", json={"model": "x", "prompt": "x"})]
-        for answer in answers:
-            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
-            assert "secret" not in answer.text
+        responses = [client.get("/v1/models/other"), client.post("/v1/completions", json={"model": "x", "prompt": "x"})]
+        for response in responses:
+            assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+            assert "secret" not in response.text
         body = {"model": "org/letters", "prompt": "x", "max_tokens": 1}
         assert client.post("/v1/completions", json=body).json()["model"] == "org/letters"
 
@@ -184,9 +184,9 @@ def test_tokens_in_tokens_out(client: Client, qwen3: Family) -> None:
     expected = run(qwen3.engine(), [request("r", [9, 8, 7], 6)])["r"]
     params = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "logprobs": 1, "skip_special_tokens": False}
     body = {"model": "tiny", "token_ids": [9, 8, 7], "sampling_params": params}
-    answer = client.post("/inference/v1/generate", json=body).json()
-    (choice,) = answer["choices"]
-    assert answer["request_id"]
+    response = client.post("/inference/v1/generate", json=body).json()
+    (choice,) = response["choices"]
+    assert response["request_id"]
     assert tuple(choice["token_ids"]) == expected.token_ids
     assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == pytest.approx(expected.logprobs, abs=1e-5)
     assert choice["finish_reason"] == "length"
@@ -217,13 +217,13 @@ def test_stop_strings_are_not_shown(client: Client) -> None:
     body = {"prompt": "hello", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
     text = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
     for stream in (False, True):
-        answer = client.post("/v1/completions", json=body | {"stop": [text[4:6]], "stream": stream})
-        choices = [event["choices"][0] for event in events(answer.text)] if stream else answer.json()["choices"]
+        response = client.post("/v1/completions", json=body | {"stop": [text[4:6]], "stream": stream})
+        choices = [event["choices"][0] for event in events(response.text)] if stream else response.json()["choices"]
         assert "".join(choice["text"] for choice in choices) == text[: text.index(text[4:6])]
         assert choices[-1]["finish_reason"] == "stop"
 
 
-def test_a_streamed_answer_says_the_same_as_a_whole_one(client: Client) -> None:
+def test_a_streamed_response_says_the_same_as_a_whole_one(client: Client) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}]
     body = {"messages": messages, "n": 2, "seed": 1, "max_completion_tokens": 8, "ignore_eos": True}
     body |= {"logprobs": True, "return_token_ids": True, "return_tokens_as_token_ids": True}
@@ -293,9 +293,9 @@ def over(kind: type[Engine], family: Family) -> Engine:
 
 def test_health_says_when_the_engine_is_stuck(qwen3: Family) -> None:
     with local(create_app(over(Stuck, qwen3), qwen3.tokenizer, "tiny", health_deadline_s=0.2)) as client:
-        answer = client.get("/health")
-        assert answer.status_code == 503
-        assert answer.json()["error"]["message"] == "the engine did not finish a step within 0.2 s"
+        response = client.get("/health")
+        assert response.status_code == 503
+        assert response.json()["error"]["message"] == "the engine did not finish a step within 0.2 s"
         assert client.get("/liveness").status_code == 200
         Stuck.release.set()
 
@@ -303,14 +303,14 @@ def test_health_says_when_the_engine_is_stuck(qwen3: Family) -> None:
 def test_a_failed_engine_tells_everybody(qwen3: Family) -> None:
     failures: list[EngineFailed] = []
     with local(create_app(over(Broken, qwen3), qwen3.tokenizer, "tiny", on_failure=failures.append)) as client:
-        for answer in (
+        for response in (
             client.post("/v1/completions", json={"prompt": "x"}),
             client.post("/v1/completions", json={"prompt": "x", "stream": True}),
             client.get("/health"),
             client.get("/liveness"),
         ):
-            assert answer.status_code == 503
-            assert answer.json()["error"]["message"] == "the engine failed: RuntimeError: out of memory"
+            assert response.status_code == 503
+            assert response.json()["error"]["message"] == "the engine failed: RuntimeError: out of memory"
         assert [str(failure) for failure in failures] == ["the engine failed: RuntimeError: out of memory"]
 
 
@@ -339,9 +339,9 @@ def test_a_request_that_fails_ends_alone(qwen3: Family, when: str) -> None:
     engine.when = when  # pyright: ignore[reportAttributeAccessIssue]
     with local(create_app(engine, qwen3.tokenizer, "tiny")) as client:
         body = {"prompt": [[5, 6], [5, 6, 7]], "max_tokens": 200, "ignore_eos": True}
-        answer = client.post("/v1/completions", json=body)
-        assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
-        assert answer.json()["error"]["message"] == "this request failed: OverflowError: three"
+        response = client.post("/v1/completions", json=body)
+        assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
+        assert response.json()["error"]["message"] == "this request failed: OverflowError: three"
         good = client.post("/v1/completions", json=body | {"prompt": [5, 6]}).json()
         assert good["usage"]["completion_tokens"] == 200
         assert client.get("/health").status_code == 200
@@ -373,15 +373,15 @@ def test_a_stop_string_of_special_tokens_ends_generation_where_it_ends_the_text(
         at = plain["text"].index("<|im_start|>")
         stop = plain["text"][at : at + len("<|im_start|>") + 1]
         for stream in (False, True):
-            answer = client.post("/v1/completions", json=fixed | {"stop": stop, "stream": stream})
-            parts = [event["choices"][0] for event in events(answer.text)] if stream else answer.json()["choices"]
+            response = client.post("/v1/completions", json=fixed | {"stop": stop, "stream": stream})
+            parts = [event["choices"][0] for event in events(response.text)] if stream else response.json()["choices"]
             assert "".join(part["text"] for part in parts) == plain["text"][:at]
             assert parts[-1]["finish_reason"] == "stop"
             said = [token for part in parts for token in part["token_ids"]]
             assert qwen3.tokenizer.decode(said, skip_special_tokens=False) == plain["text"][: at + len(stop)]
 
 
-def test_an_answer_that_ends_with_the_end_token_does_not_show_it(qwen3: Family) -> None:
+def test_a_response_that_ends_with_the_end_token_does_not_show_it(qwen3: Family) -> None:
     plain = run(qwen3.engine(), [request("r", "hello", 8)])["r"].token_ids
     engine = Engine(qwen3.engine().model, qwen3.engine().config, (plain[3],), qwen3.tokenizer.decode)
     with local(create_app(engine, qwen3.tokenizer, "tiny")) as client:

@@ -23,9 +23,9 @@ from ductile.wire.messages import (
     Finished,
     Forget,
     Generate,
-    HandedOff,
-    HandOff,
     LeaseWeights,
+    MigratedOut,
+    MigrateOut,
     Published,
     Receive,
     ReleaseRole,
@@ -33,7 +33,7 @@ from ductile.wire.messages import (
 from tests.generator.conftest import request, run
 from tests.launch.processes import is_running
 from tests.tiny import make_model_folder
-from tests.wire.carriers import eventually
+from tests.wire.transports import eventually
 
 MIB = 1 << 20
 ASKED = tuple(request(str(i), "what is 1 + 2? " * 4, 30, temperature=1.0) for i in range(3))
@@ -62,12 +62,12 @@ class Generators:
                 self.done[generation.id] = (slot, generation)
 
     def ask(self, slot: int, *commands: Any) -> Any:
-        """Send them one behind the other; the answer to the last."""
+        """Send them one behind the other. Returns the reply to the last."""
 
-        async def all_answers() -> list[Any]:
+        async def all_replies() -> list[Any]:
             return await asyncio.gather(*(self.cluster.mailbox.ask(slot, command, 30) for command in commands))
 
-        return self.runner.run(all_answers())[-1]
+        return self.runner.run(all_replies())[-1]
 
     def assign(self, slot: int, joining: bool = False) -> None:
         self.ask(
@@ -126,13 +126,13 @@ def test_requests_move_to_a_slot_that_joined_and_back(
     generators.ask(1, Receive("generate", leased.manifest))
     generators.ask(0, EndLease("generate"))
 
-    first = generators.ask(0, Generate(ASKED), HandOff(("0", "1", "2"), ("0", "1")))
-    assert isinstance(first, HandedOff)
+    first = generators.ask(0, Generate(ASKED), MigrateOut(("0", "1", "2"), ("0", "1")))
+    assert isinstance(first, MigratedOut)
     assert {one.id for one in first.requests} == {"0", "1", "2"}
     assert all(one.generated for one in first.requests)
     assert first.caches.keys() == {"0", "1"}
-    back = generators.ask(1, Generate(first.requests, first.caches), HandOff(("0", "2"), ("0", "2")))
-    assert isinstance(back, HandedOff)
+    back = generators.ask(1, Generate(first.requests, first.caches), MigrateOut(("0", "2"), ("0", "2")))
+    assert isinstance(back, MigratedOut)
     assert generators.ask(0, Forget(("0", "1")), Generate(back.requests, back.caches)) == Done()
     assert generators.ask(1, Forget(("0", "2"))) == Done()
     slots = {"0": 0, "1": 1, "2": 0}
@@ -149,7 +149,7 @@ def test_when_the_source_is_killed_the_receiver_computes_again(
 ) -> None:
     for slot in (0, 1):
         generators.assign(slot)
-    left = generators.ask(0, Generate(ASKED), HandOff(("0", "1", "2"), ("0", "1", "2")))
+    left = generators.ask(0, Generate(ASKED), MigrateOut(("0", "1", "2"), ("0", "1", "2")))
     assert left.caches.keys() == {"0", "1", "2"}
     pid = generators.cluster.processes[0].pid
     os.kill(pid, signal.SIGKILL)

@@ -27,9 +27,9 @@ from ductile.wire.messages import (
     Finished,
     Forget,
     Generate,
-    HandedOff,
-    HandOff,
     LeaseWeights,
+    MigratedOut,
+    MigrateOut,
     Published,
     Receive,
     Withdraw,
@@ -159,11 +159,11 @@ def test_a_handed_off_request_ends_elsewhere_as_if_it_had_stayed(qwen3: Family) 
     source.handle(Generate(asked))
     for _ in range(5):
         source.step()
-    answer = source.handle(HandOff(("0", "2", "nobody"), with_cache=("0",)))
-    assert isinstance(answer, HandedOff)
-    assert [(one.id, len(one.generated)) for one in answer.requests] == [("0", 5), ("2", 5)]
-    assert answer.caches.keys() == {"0"}
-    assert target.handle(Generate(answer.requests, answer.caches)) == Done()
+    reply = source.handle(MigrateOut(("0", "2", "nobody"), with_cache=("0",)))
+    assert isinstance(reply, MigratedOut)
+    assert [(one.id, len(one.generated)) for one in reply.requests] == [("0", 5), ("2", 5)]
+    assert reply.caches.keys() == {"0"}
+    assert target.handle(Generate(reply.requests, reply.caches)) == Done()
     assert source.handle(Forget(("0",))) == Done()
     done = finish(target)[0] | finish(source)[0]
     assert {id: one.token_ids for id, one in done.items()} == {id: one.token_ids for id, one in expected.items()}
@@ -173,9 +173,9 @@ def test_a_cache_that_is_gone_is_said_and_computed_again(qwen3: Family, capsys: 
     source, target = role(qwen3), role(qwen3)
     source.handle(Generate((request("a", "hello", 20),)))
     source.step()
-    answer = source.handle(HandOff(("a",), ("a",)))
+    reply = source.handle(MigrateOut(("a",), ("a",)))
     source.close()
-    target.handle(Generate(answer.requests, answer.caches))
+    target.handle(Generate(reply.requests, reply.caches))
     done, _ = finish(target)
     assert done["a"].token_ids == run(qwen3.engine(), [request("a", "hello", 20)])["a"].token_ids
     assert "the context of request a is computed again: the cache is gone: /proc/" in capsys.readouterr().err
@@ -190,14 +190,14 @@ def test_without_room_for_caches_requests_go_alone(qwen3: Family, capsys: pytest
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))
     free = [os.open("/dev/null", os.O_RDONLY) for _ in range(free_descriptors() - 2)]  # two are left
     try:
-        answer = source.handle(HandOff(("0", "1", "2", "3"), ("0", "1", "2", "3")))
-        target.handle(Generate(answer.requests, answer.caches))
+        reply = source.handle(MigrateOut(("0", "1", "2", "3"), ("0", "1", "2", "3")))
+        target.handle(Generate(reply.requests, reply.caches))
     finally:
         for fd in free:
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert len(answer.requests) == 4
-    assert answer.caches.keys() == {"0", "1"}
+    assert len(reply.requests) == 4
+    assert reply.caches.keys() == {"0", "1"}
     assert {id: one.token_ids for id, one in finish(target)[0].items()} == {
         id: one.token_ids for id, one in run(qwen3.engine(), list(asked)).items()
     }
@@ -211,7 +211,7 @@ def test_a_generator_that_gave_everything_away_says_so(qwen3: Family) -> None:
     held = role(qwen3)
     held.handle(Generate((request("a", "hello", 20),)))
     held.step()
-    held.handle(HandOff(("a",)))
+    held.handle(MigrateOut(("a",)))
     done, stats = finish(held)
     assert not done
     assert (stats.num_running, stats.num_tokens, stats.generated) == (0, 1, {})
@@ -241,7 +241,7 @@ def test_a_joiner_reads_no_weights_and_does_nothing_without_them(qwen3: Family, 
         ):
             joining.handle(command)
     assert not joining.has_work()
-    assert joining.handle(HandOff(("a",))) == HandedOff(())
+    assert joining.handle(MigrateOut(("a",))) == MigratedOut(())
     joining.close()
 
 
@@ -279,7 +279,7 @@ def test_closing_frees_what_was_leased_out_and_kept_for_others(qwen3: Family) ->
     before = open_files()
     held.handle(Generate(tuple(request(str(i), "hello", 20) for i in range(3))))
     held.step()
-    held.handle(HandOff(("0", "1", "2"), ("0", "1", "2")))
+    held.handle(MigrateOut(("0", "1", "2"), ("0", "1", "2")))
     held.handle(LeaseWeights("generate"))
     assert open_files() == before + 4
     held.close()

@@ -8,7 +8,7 @@ import sys
 from ductile.config.run import RLConfig
 from ductile.launch import interrupt
 from ductile.launch.supervise import supervise
-from ductile.loop.asking import ask
+from ductile.loop.policy_decision import decide
 from tests.core.cluster.scenes import scene
 
 
@@ -21,7 +21,7 @@ class Endless:
 
 async def run(config, prepared, session):
     session.record.metrics(7, {})
-    ask(Endless(), scene())
+    decide(Endless(), scene())
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from ductile.launch.activity import ACTIVITIES, Situation, SlotActivity
 from ductile.records import GenerateRequest, Sampling
 from ductile.slot.worker import HANDLED_BY
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory import MemoryTransport
+from ductile.wire.memory_transport import MemoryTransport
 from ductile.wire.messages import AssignRole, Done, EngineStats, Generate, OptimStep, ReleaseRole
 
 
@@ -26,12 +26,12 @@ def test_commands_and_engines_make_activities():
     async def story():
         now_s = 0.0
 
-        def answer(slot, command):
+        def respond(slot, command):
             nonlocal now_s
             now_s += 2.0
             return Done()
 
-        carrier = MemoryTransport({0: answer, 1: answer})
+        carrier = MemoryTransport({0: respond, 1: respond})
         mailbox, view = Mailbox(carrier), Seen()
         activity = SlotActivity(mailbox, view, lambda: now_s)
         await mailbox.ask(0, AssignRole("train", {}, ParallelLayout.of((0,))), 1)
@@ -62,7 +62,7 @@ def test_statistics_from_before_a_request_do_not_make_its_generator_idle():
         now_s = 0.0
         mailbox = Mailbox(carrier := MemoryTransport({}))
 
-        async def answer(slot, command):
+        async def respond(slot, command):
             nonlocal now_s
             if isinstance(command, Generate):
                 carrier.emit(0, stats(0))
@@ -70,7 +70,7 @@ def test_statistics_from_before_a_request_do_not_make_its_generator_idle():
             now_s += 1.0
             return Done()
 
-        carrier._slots[0] = answer
+        carrier._slots[0] = respond
         activity = SlotActivity(mailbox, Seen(), lambda: now_s)
         await mailbox.ask(0, AssignRole("generate", {}, ParallelLayout.of((0,))), 1)
         await mailbox.ask(0, Generate((GenerateRequest("a", (1,), Sampling()),)), 1)

@@ -29,7 +29,7 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_graders_and_what_they_import_for_a_task(trap: Path):
-    (trap.parent / "mine.py").write_text("import beside\n\ndef reward(example, answer):\n    return beside.WORTH\n")
+    (trap.parent / "mine.py").write_text("import beside\n\ndef reward(example, completion):\n    return beside.WORTH\n")
     (trap.parent / "beside.py").write_text("WORTH = 0.25\n")
     (trap.parent / "rows.jsonl").write_text('{"prompt": "1 + 1 ="}\n')
 

@@ -15,14 +15,12 @@ import pytest
 from rich.console import Console
 
 from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.launch import ask as asking
-from ductile.launch import control
-from ductile.launch.ask import slot_list, times
+from ductile.launch import control, run_commands
 from ductile.launch.control import (
     RESIZE_S,
-    Answer,
     Resized,
     ResizeRequest,
+    Response,
     Run,
     RunFailed,
     RunStatus,
@@ -30,7 +28,8 @@ from ductile.launch.control import (
     Unfit,
 )
 from ductile.launch.endpoint import Endpoint
-from ductile.launch.picture import picture
+from ductile.launch.run_commands import slot_list, times
+from ductile.launch.status_table import status_table
 
 STATUS = RunStatus(
     command="sft",
@@ -75,13 +74,13 @@ def serve(folder: Path, story: Callable[[dict[str, Any]], Any], respond: Callabl
     return asyncio.run(asyncio.wait_for(both(), 30))
 
 
-def say(known: dict[str, Any], line: bytes) -> Answer:
+def say(known: dict[str, Any], line: bytes) -> Response:
     with socket.create_connection((known["host"], known["port"]), timeout=10) as connection:
         connection.sendall(line)
-        return msgspec.json.decode(connection.makefile("rb").readline(), type=Answer)
+        return msgspec.json.decode(connection.makefile("rb").readline(), type=Response)
 
 
-def test_a_run_is_asked_and_answers(tmp_path: Path):
+def test_a_run_is_asked_and_replies(tmp_path: Path):
     def story(known: dict[str, Any]) -> None:
         run = Run(tmp_path)
         assert run.status() == STATUS
@@ -113,10 +112,10 @@ def test_a_run_is_asked_and_answers(tmp_path: Path):
 def test_what_is_not_understood_is_refused(tmp_path: Path, change: dict[str, Any], sentence: str):
     def story(known: dict[str, Any]) -> None:
         request = {"version": 2, "token": known["token"], "ask": {"type": "status"}} | change
-        answer = say(known, json.dumps(request).encode() + b"\n")
-        assert answer.unfit
-        assert sentence in answer.error
-        assert Run(tmp_path).status() == STATUS, "it answers others as before"
+        reply = say(known, json.dumps(request).encode() + b"\n")
+        assert reply.unfit
+        assert sentence in reply.error
+        assert Run(tmp_path).status() == STATUS, "it serves others as before"
 
     serve(tmp_path, story)
 
@@ -134,7 +133,7 @@ def test_a_wait_has_an_end_or_nothing_is_asked(tmp_path: Path, timeout_s: float)
 
 
 @pytest.mark.parametrize("line", [b"\n", b"{}\n", b"GET / HTTP/1.1\r\n", b"[" * 100_000 + b"\n", b"\xff\xfe\n"])
-def test_noise_is_answered_with_a_sentence(tmp_path: Path, line: bytes):
+def test_noise_is_refused_with_a_sentence(tmp_path: Path, line: bytes):
     serve(tmp_path, lambda known: say(known, line).error.index("the request is none"))
 
 
@@ -180,7 +179,7 @@ def test_what_a_large_run_says_of_itself_is_read(tmp_path: Path):
     serve(tmp_path, story, much)
 
 
-def test_a_run_that_ends_meanwhile_or_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_that_ends_meanwhile_or_does_not_reply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("ductile.launch.endpoint.CLOSE_S", 0.1)
     waiting: list[Any] = []
     asked = threading.Event()
@@ -191,7 +190,7 @@ def test_a_run_that_ends_meanwhile_or_does_not_answer(tmp_path: Path, monkeypatc
         await asyncio.sleep(60)
 
     def story(known: dict[str, Any]) -> None:
-        with pytest.raises(RunFailed, match=r"did not answer within 0\.2 s"):
+        with pytest.raises(RunFailed, match=r"did not reply within 0\.2 s"):
             Run(tmp_path).resize([0], timeout_s=0.2)
         # This one is still waiting when the run ends.
         connection = socket.create_connection((known["host"], known["port"]), timeout=10)
@@ -201,7 +200,7 @@ def test_a_run_that_ends_meanwhile_or_does_not_answer(tmp_path: Path, monkeypatc
         waiting.append(connection)
 
     serve(tmp_path, story, never)
-    assert b"the run ended before it had an answer" in waiting[0].recv(1000)
+    assert b"the run ended before it had a response" in waiting[0].recv(1000)
     waiting[0].close()
 
 
@@ -260,7 +259,7 @@ def test_the_command_line_asks_for_copies(flag: str, tmp_path: Path, monkeypatch
         return Resized("unchanged", "Said.", 2, layout, layout)
 
     monkeypatch.setattr(Run, "resize", resize)
-    assert asking.resize([str(tmp_path), "--train", "0-1", flag, "2"]) == asking.DONE
+    assert run_commands.resize([str(tmp_path), "--train", "0-1", flag, "2"]) == run_commands.DONE
     assert asked == [((0, 1), 2, RESIZE_S)]
 
 
@@ -276,7 +275,7 @@ def test_a_resize_is_told_as_its_user_sees_it(outcome: Any, what: str):
 
 def test_the_picture_shows_who_does_what():
     console = Console(width=120, file=io.StringIO(), record=True)
-    console.print(picture(STATUS))
+    console.print(status_table(STATUS))
     text = console.export_text()
     for part in (
         "sft: step 3/9, epoch 2, pid 7",
@@ -292,7 +291,7 @@ def test_the_picture_cuts_nothing_on_a_terminal_of_80_columns():
     seconds = {"train": 2645.5, "generate": 123.2, "score": 0.0, "publish": 33.0, "switch": 0.3, "idle": 1345.0}
     slots = (SlotStatus(0, 28305, "cpu", ("train", "generate"), "generate", seconds),)
     console = Console(width=80, file=io.StringIO(), record=True)
-    console.print(picture(msgspec.structs.replace(STATUS, slots=slots)))
+    console.print(status_table(msgspec.structs.replace(STATUS, slots=slots)))
     text = console.export_text()
     assert "…" not in text
     for word in (*seconds, "train,", "28305", "2646 s", "123 s", "0.0 s", "33.0 s", "0.3 s", "1345 s"):

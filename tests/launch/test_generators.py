@@ -16,14 +16,15 @@ from ductile.core.cluster.orders import Migration
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.launch.local import ROLES, LocalCluster
 from ductile.records import GenerateRequest, Generation, Sample, Sampling
+from ductile.wire.fanout import assign_role
 from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.leases import WeightLeases
 from ductile.wire.messages import LeaseWeights
-from ductile.wire.remote import RemoteScorer, assign_role
+from ductile.wire.scorer import RemoteScorer
 from ductile.wire.trainer import RemoteTrainer
 from tests.core.cluster.scenes import id_on
 from tests.tiny import make_model_folder
-from tests.wire.carriers import eventually
+from tests.wire.transports import eventually
 
 TRAINER = 9
 TIMEOUT_S = 30.0
@@ -113,13 +114,13 @@ def test_requests_that_change_hands_again_and_again_say_what_they_would_have_sai
     async def story():
         generators, names = harness.generators, [f"{kind}{n}" for kind in "gs" for n in range(4)]
 
-        async def answers() -> dict[str, Generation]:
+        async def generated() -> dict[str, Generation]:
             asked = [harness.ask(name, temperature=float(name.startswith("s"))) for name in names]
             return {generation.id: generation for generation in await asyncio.gather(*asked)}
 
-        undisturbed = await answers()
+        undisturbed = await generated()
         assert await harness.admit(2)
-        disturbed = asyncio.create_task(answers())
+        disturbed = asyncio.create_task(generated())
         num_moved = num_with_cache = 0
         for turn in range(12):
             await asyncio.sleep(0.05)
@@ -193,7 +194,7 @@ def test_a_kill_in_the_middle_of_a_migration_loses_no_request(harness: Harness, 
         await harness.in_the_middle()
         leaving = [name for name, slot in harness.where().items() if slot == 0]
         migrations = [Migration(name, id_on(0), id_on(1), with_cache=True) for name in leaving]
-        # Stopped, it cannot answer; what is asked of it then ends with its life, and not before.
+        # Stopped, it cannot reply; what is asked of it then ends with its life, and not before.
         harness.cluster.processes[victim].signal(signal.SIGSTOP)
         handing = asyncio.create_task(harness.generators.migrate(migrations))
         await eventually(lambda: harness.mailbox.doing(victim).startswith("running"))

@@ -17,11 +17,11 @@ def test_the_first_asks_and_the_second_insists(signum: signal.Signals):
         interrupt = Interrupt()
         with interrupts(interrupt):
             os.kill(os.getpid(), signum)
-            await asyncio.wait_for(interrupt.asked.wait(), 5)
-            assert not interrupt.insisted.is_set()
+            await asyncio.wait_for(interrupt.graceful.wait(), 5)
+            assert not interrupt.forced.is_set()
             await asyncio.sleep(1.1 * ONE_PRESS_S)
             os.kill(os.getpid(), signum)
-            await asyncio.wait_for(interrupt.insisted.wait(), 5)
+            await asyncio.wait_for(interrupt.forced.wait(), 5)
 
     asyncio.run(story())
 
@@ -31,11 +31,11 @@ def test_one_press_that_arrives_twice_is_one():
     interrupt = Interrupt(lambda: next(clock))
     assert [interrupt.press() for _ in range(2)] == [False, False]
     interrupt.tell()
-    assert interrupt.asked.is_set()
-    assert not interrupt.insisted.is_set()
+    assert interrupt.graceful.is_set()
+    assert not interrupt.forced.is_set()
     assert interrupt.press()
     interrupt.tell()
-    assert interrupt.insisted.is_set()
+    assert interrupt.forced.is_set()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGUSR2])
@@ -44,8 +44,8 @@ def test_a_batch_system_that_gives_notice_asks(signum: signal.Signals):
         interrupt = Interrupt()
         with interrupts(interrupt):
             os.kill(os.getpid(), signum)
-            await asyncio.wait_for(interrupt.asked.wait(), 5)
-            assert not interrupt.insisted.is_set()
+            await asyncio.wait_for(interrupt.graceful.wait(), 5)
+            assert not interrupt.forced.is_set()
 
     asyncio.run(story())
 
@@ -65,11 +65,11 @@ def test_a_lost_terminal_asks_however_often_it_says_so(terminal: None):
             for signum in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):
                 os.kill(os.getpid(), signum)
                 await asyncio.sleep(0.01)
-            await asyncio.wait_for(interrupt.asked.wait(), 5)
-            assert not interrupt.insisted.is_set()
+            await asyncio.wait_for(interrupt.graceful.wait(), 5)
+            assert not interrupt.forced.is_set()
             await asyncio.sleep(1.1 * ONE_PRESS_S)
             os.kill(os.getpid(), signal.SIGTERM)
-            await asyncio.wait_for(interrupt.insisted.wait(), 5)
+            await asyncio.wait_for(interrupt.forced.wait(), 5)
 
     asyncio.run(story())
 
@@ -81,7 +81,7 @@ def test_under_nohup_a_lost_terminal_is_nothing(terminal: None):
             os.kill(os.getpid(), signal.SIGHUP)
             os.kill(os.getpid(), signal.SIGWINCH)
             await asyncio.wait_for(seen.wait(), 5)
-            assert not interrupt.asked.is_set()
+            assert not interrupt.graceful.is_set()
 
     seen = asyncio.Event()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -18,7 +18,7 @@ from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.messages import AssignRole, Generate, OptimStep, Ping, Survey
 from tests.launch.processes import is_running
 from tests.slot.echo import ECHO
-from tests.wire.carriers import eventually
+from tests.wire.transports import eventually
 
 CPU = ClusterConfig(device="cpu")
 
@@ -87,7 +87,7 @@ def test_a_slot_that_fails_at_its_own_work(tmp_path: Path, step: str, sentence: 
     async def story():
         async with LocalCluster([0], CPU, tmp_path, ECHO) as cluster:
             await cluster.mailbox.ask(0, AssignRole("generate", {"step": step}, ParallelLayout.of((0,))), 10)
-            with contextlib.suppress(SlotLost):  # it may fail before its answer to this is out
+            with contextlib.suppress(SlotLost):  # it may fail before its reply to this is out
                 await cluster.mailbox.ask(0, Generate((GenerateRequest("a", (1,), Sampling()),)), 10)
             assert re.match(sentence, await asyncio.wait_for(cluster.death(), 5))
 
@@ -265,12 +265,12 @@ def test_a_slot_that_cannot_be_measured_does_not_start(tmp_path: Path):
 
             async def late(slot, command, timeout_s):
                 if isinstance(command, Survey):
-                    raise Late(f"slot {slot} did not answer Survey")
+                    raise Late(f"slot {slot} did not reply to Survey")
                 return await ask(slot, command, timeout_s)
 
             cluster.mailbox.ask = late
             cluster.depends_on = lambda slot: slot == 0
-            with pytest.raises(StartFailed, match="slot 1 did not answer Survey"):
+            with pytest.raises(StartFailed, match="slot 1 did not reply to Survey"):
                 await cluster.add([1])
             assert 1 in cluster.mailbox.lost
             await cluster.mailbox.ask(0, Ping(), 10)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ductile.launch.cap import CapNotPermitted, CpuCap
+from ductile.launch.cpu_cap import CapNotPermitted, CpuCap
 from ductile.wire.sockets import SocketFolder
 from tests.launch.processes import processes_with
 

@@ -62,7 +62,7 @@ def test_the_spans_of_all_steps_cover_slots_times_time(tmp_path):
     assert [each.num_switches for each in steps] == [2, 0, 1]
 
 
-def test_it_measures_what_the_loop_timed_and_counts_training_s_answers(tmp_path):
+def test_it_measures_what_the_loop_timed_and_counts_training_s_completions(tmp_path):
     async def during(run, record, profiler):
         profiler.on_finished(Generation("train/0/1/0/0", (1,) * 9, (0.0,) * 9, (0,) * 9, "stop"))
         profiler.on_finished(Generation("eval/0/1/0/0", (1,) * 3, (0.0,) * 3, (0,) * 3, "stop"))

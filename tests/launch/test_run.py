@@ -46,7 +46,7 @@ def test_devices_are_measured_before_models_are_loaded(command, monkeypatch: pyt
     monkeypatch.setattr(run, "assign_role", take_roles)
     config = SimpleNamespace(cluster=SimpleNamespace(auto_scheduler=False, command_timeout_s=1.0), bench=object())
     prepared = SimpleNamespace(trainer=SimpleNamespace(model_dump=lambda mode: {}, model=TrainerModelConfig()))
-    session = SimpleNamespace(logs=None, interrupt=SimpleNamespace(asked=asyncio.Event()))
+    session = SimpleNamespace(logs=None, interrupt=SimpleNamespace(graceful=asyncio.Event()))
     with pytest.raises(Reached):
         asyncio.run(command(config, prepared, session))
     assert did == ["measure", "take roles"]
@@ -63,12 +63,12 @@ def test_nobody_waits_for_a_slot_that_does_not_say_its_memory(sooner: str):
 
         bench = Bench(ask)
         bench.on_metrics(2, {"tokens": 10.0, "step_s": 1.0})
-        interrupt = SimpleNamespace(asked=asyncio.Event())
+        interrupt = SimpleNamespace(graceful=asyncio.Event())
         if sooner == "a user":
-            interrupt.asked.set()
+            interrupt.graceful.set()
         cluster = SimpleNamespace(death=dead if sooner == "a death" else never)
         async with asyncio.timeout(30.0):
-            await run._settle(bench, cluster, SimpleNamespace(interrupt=interrupt))
+            await run._measure_memory(bench, cluster, SimpleNamespace(interrupt=interrupt))
         assert bench.figures()["steps"] == 1
         assert bench.figures()["peak_memory"] == {"gib": None, "reason": "no slot has said it"}
 

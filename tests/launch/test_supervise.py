@@ -65,7 +65,7 @@ def raising(error: Exception):
         (CustomCodeFailed("orchestrator.advantage failed"), 1, "orchestrator.advantage failed."),
         (SlotDied("slot 1 (train, pid 7) was killed by SIGKILL while idle"), 1, "Slot 1 (train, pid 7) was killed"),
         (SlotLost("slot 1 is gone"), 1, "Slot 1 is gone."),
-        (Late("slot 1 did not answer Score within 5 s"), 1, "Slot 1 did not answer"),
+        (Late("slot 1 did not reply to Score within 5 s"), 1, "Slot 1 did not reply"),
         (Refused("slot 1: OptimStep failed: ValueError: nan"), 1, "OptimStep failed: ValueError: nan."),
         (Stopped(), 130, "Stopped at once, as asked."),
         (StartFailed("slot 9 has no device"), 2, "Slot 9 has no device."),
@@ -311,7 +311,7 @@ def test_the_first_ctrl_c_lets_the_step_end(tmp_path: Path, capsys):
     async def run(config, prepared, session: Session):
         session.record.metrics(1, {})
         os.kill(os.getpid(), signal.SIGINT)
-        await asyncio.wait_for(session.interrupt.asked.wait(), 5)
+        await asyncio.wait_for(session.interrupt.graceful.wait(), 5)
         return "saved"
 
     assert end(tmp_path, run) == 130

@@ -18,15 +18,15 @@ from ductile.launch.local import LocalCluster
 from ductile.launch.trainer_resizer import TrainerResizer
 from ductile.observe import Recorder, read_jsonl
 from ductile.roles import SlotLost
+from ductile.wire.fanout import assign_role
 from ductile.wire.messages import Died, Done, Ping, ReleaseRole
-from ductile.wire.remote import assign_role
-from ductile.wire.resize import ResizeOptions
 from ductile.wire.trainer import RemoteTrainer
+from ductile.wire.transaction import ResizeOptions
 from tests.launch.processes import is_running
 from tests.slot.held import HELD_ECHO, HELD_TRAINER, POINTS, arm, reached
 from tests.tiny import make_model_folder
-from tests.wire.carriers import eventually
 from tests.wire.train_slots import sample
+from tests.wire.transports import eventually
 
 LAYOUT = ParallelLayout.of((0, 1))
 LEAVER, STAYER, JOINER = 0, 1, 2
@@ -140,8 +140,8 @@ def trainer(tmp_path_factory: pytest.TempPathFactory):
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is late is looked at for a fifth of the time: `tests.slot.held` has its signs of life come ten times as
     often as a run's."""
-    monkeypatch.setattr("ductile.wire.resize.GRACE_S", 0.2)
-    monkeypatch.setattr("ductile.wire.resize.NUM_LOOKS", 5)
+    monkeypatch.setattr("ductile.wire.transaction.GRACE_S", 0.2)
+    monkeypatch.setattr("ductile.wire.transaction.NUM_LOOKS", 5)
 
 
 def expected(victim: int, command: str, moment: str) -> str:
@@ -311,7 +311,7 @@ def test_a_failure_that_nobody_thought_of_is_told_and_taken_back(echo: Harness, 
         def broken(keys: object) -> str:
             raise KeyError("a bug")
 
-        monkeypatch.setattr("ductile.wire.resize.violation_in_plans", broken)
+        monkeypatch.setattr("ductile.wire.transaction.violation_in_plans", broken)
         sentence = "Trainer is on slots 0-1; its resize to slots 1-2 failed: KeyError: 'a bug'"
         with pytest.raises(RunFailed, match=sentence):
             await echo.resizer.resize([1, 2])

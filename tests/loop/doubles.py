@@ -1,4 +1,4 @@
-"""The loop's roles in memory, in virtual time: seconds pass only while everybody waits."""
+"""The loop's roles in memory, in virtual time: seconds pass only while all tasks wait."""
 
 import asyncio
 import itertools
@@ -72,7 +72,7 @@ class Letters:
 
 
 class Count(Task):
-    """Example `i` asks "i"; the answer's last digit is its reward."""
+    """Example `i` asks "i"; the completion's last digit is its reward."""
 
     name = "count"
 
@@ -85,8 +85,8 @@ class Count(Task):
     def messages(self, example):
         return [{"role": "user", "content": str(example)}]
 
-    def reward(self, example, answer):
-        return float(answer[-1]) if answer else 0.0
+    def reward(self, example, completion):
+        return float(completion[-1]) if completion else 0.0
 
 
 class InProcessGraders:

@@ -24,16 +24,16 @@ def measured_on(ask, steps, arithmetic="bfloat16") -> Bench:
         await bench.begin(arithmetic)
         for step, step_s, mfu in steps:
             bench.on_metrics(step, {"tokens": 1000.0, "step_s": step_s} | ({} if mfu is None else {"mfu": mfu}))
-            await asyncio.sleep(0)  # the slots answer before the next step
+            await asyncio.sleep(0)  # the slots reply before the next step
             await asyncio.sleep(0)
-        await bench.settle()
+        await bench.wait_for_replies()
         return bench
 
     return asyncio.run(run())
 
 
 def gpus(*memory_gib: tuple[float, float]):
-    """Slots on GPUs: used and reserved after each question."""
+    """Slots on GPUs: used and reserved after each request."""
     left = iter(memory_gib)
 
     async def ask(measure):
@@ -140,16 +140,16 @@ def test_a_device_of_unknown_speed_is_no_slow_one():
     assert "against cpu at 0.04 TFLOP/s (measured)." in text_of(bench)
 
 
-def test_a_slot_that_does_not_answer_costs_its_figures_alone(capsys):
+def test_a_slot_that_does_not_reply_costs_its_figures_alone(capsys):
     async def ask(measure):
         if measure:
             return await cpus(measure)
-        raise Late("slot 1 did not answer")
+        raise Late("slot 1 did not reply")
 
     bench = measured_on(ask, [(1, 1.0, 0.5), (2, 1.0, 0.5)])
     assert bench.figures()["peak_memory"] == {"gib": None, "reason": "no slot has said it"}
     assert bench.figures()["mfu"]["mean"] == 0.5
-    assert "slot 1 did not answer" in capsys.readouterr().err
+    assert "slot 1 did not reply" in capsys.readouterr().err
 
 
 def test_a_run_that_was_too_short_has_an_empty_table():

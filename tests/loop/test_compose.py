@@ -10,10 +10,10 @@ import pytest
 from ductile.config.imports import ImportPathError
 from ductile.config.orchestrator import SamplingConfig, to_sampling
 from ductile.config.run import OrchestratorRunConfig, RLConfig
-from ductile.loop.alone import prepare_alone, run_alone, write_rollouts
 from ductile.loop.compose import prepare, run_loop
-from ductile.loop.life import Life
 from ductile.loop.progress import CheckpointError
+from ductile.loop.rollout_only import prepare_rollout_only, run_rollout_only, write_rollouts
+from ductile.loop.run_context import RunContext
 from ductile.loop.run_until import SlotDied
 from ductile.loop.saving import ExportFailed
 from ductile.observe import Recorder, read_jsonl
@@ -104,8 +104,8 @@ def rl(config, folder, stop=None, roles_of=Learns):
         prepared = prepare(config)
         record, roles = Recorder(prepared.folder), roles_of(folder)
         try:
-            life = Life(record, stop or asyncio.Event(), lambda: roles.slots)
-            return roles, await run_loop(prepared, roles, roles, None, life)
+            context = RunContext(record, stop or asyncio.Event(), lambda: roles.slots)
+            return roles, await run_loop(prepared, roles, roles, None, context)
         finally:
             record.close()
 
@@ -234,8 +234,8 @@ def test_a_death_while_the_checkpoint_is_read_ends_the_run(tmp_path, folder):
     async def story():
         prepared, roles = prepare(config(tmp_path, folder, ckpt__resume_step=3)), Stuck(folder)
         record = Recorder(tmp_path / "run")
-        life = Life(record, asyncio.Event(), lambda: roles.slots, death=death)
-        await run_loop(prepared, roles, roles, None, life)
+        context = RunContext(record, asyncio.Event(), lambda: roles.slots, death=death)
+        await run_loop(prepared, roles, roles, None, context)
 
     rl(config(tmp_path, folder), folder)
     with pytest.raises(SlotDied, match="slot 1"):
@@ -313,10 +313,10 @@ def test_variables_of_the_chat_template_reach_every_prompt(tmp_path, folder, var
     may_think(folder)
     rl = prepare(config(tmp_path, folder, orchestrator__chat_template_kwargs=variables))
     tree = BASE["orchestrator"] | {"model": {"name": str(folder)}, "chat_template_kwargs": variables}
-    alone = prepare_alone(OrchestratorRunConfig.model_validate(tree | {"output_dir": str(tmp_path / "alone")}))
-    question = [{"role": "user", "content": "1+1="}]
+    alone = prepare_rollout_only(OrchestratorRunConfig.model_validate(tree | {"output_dir": str(tmp_path / "alone")}))
+    prompt = [{"role": "user", "content": "1+1="}]
     prompts = [prompt.token_ids for prompt in rl.eval_prompts]
-    prompts += [tokenizer.apply_chat_template(question) for tokenizer in (rl.tokenizer, alone.tokenizer)]
+    prompts += [tokenizer.apply_chat_template(prompt) for tokenizer in (rl.tokenizer, alone.tokenizer)]
     assert [rl.tokenizer.decode(prompt).endswith("assistant\n") for prompt in prompts] == [thinks] * 6
 
 
@@ -324,17 +324,17 @@ def test_the_orchestrator_alone(tmp_path, folder):
     tree = BASE["orchestrator"] | {"model": {"name": str(folder)}, "max_steps": 2, "output_dir": str(tmp_path / "run")}
 
     async def go():
-        prepared = prepare_alone(OrchestratorRunConfig.model_validate(tree))
+        prepared = prepare_rollout_only(OrchestratorRunConfig.model_validate(tree))
         record = Recorder(tmp_path / "run")
         server = Learns(folder)
-        summary = await run_alone(prepared, server, record, asyncio.Event())
+        summary = await run_rollout_only(prepared, server, record, asyncio.Event())
         assert server.stop_token_ids == (IM_END,), "the server may know of no end of turn"
         record.close()
         return summary
 
     summary = asyncio.run(go())
     assert summary["steps"] == 2
-    assert summary["reward_mean"] == 0.25  # of four answers to a prompt the first is right
+    assert summary["reward_mean"] == 0.25  # of four completions of a prompt the first is right
     rows = read_jsonl(tmp_path / "run" / "rollouts.jsonl")
     assert len(rows) == 16
     assert {"question", "answer", "reward", "token_ids", "logprobs", "prompt_token_ids", "step"} <= rows[0].keys()
@@ -343,7 +343,7 @@ def test_the_orchestrator_alone(tmp_path, folder):
 
 def test_half_a_character_in_a_failed_reward_is_written_down(tmp_path, folder):
     tree = BASE["orchestrator"] | {"model": {"name": str(folder)}}
-    prepared = prepare_alone(OrchestratorRunConfig.model_validate(tree))
+    prepared = prepare_rollout_only(OrchestratorRunConfig.model_validate(tree))
     rollout = Rollout((7,), (True,), (0.0,), (0,), "stop", None, error="raised KeyError: '\ud83d'")
     group = RolloutGroup(Prompt("train/0/0", "train", 0, (3,)), (rollout,))
     write_rollouts(tmp_path / "rollouts.jsonl", 1, [group], prepared)

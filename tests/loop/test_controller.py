@@ -13,8 +13,8 @@ from ductile.core.cluster.placement import compact
 from ductile.core.cluster.policies.rules import Home
 from ductile.core.cluster.state import SlotState
 from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.loop.asking import BadDecision
 from ductile.loop.controller import ElasticController, NotDone
+from ductile.loop.policy_decision import BadDecision
 from ductile.observe import Recorder, read_jsonl
 from tests.core.cluster.scenes import id_on, scene
 from tests.loop.doubles import clock, run
@@ -104,17 +104,17 @@ class ScriptedStage:
 
 
 class Scripted:
-    """Answers in turn; then nothing more."""
+    """Decides in turn; then nothing more."""
 
-    def __init__(self, *answers):
-        self.answers, self.asked = list(answers), []
+    def __init__(self, *decisions):
+        self.decisions, self.asked = list(decisions), []
 
     def decide(self, state):
         self.asked.append(state)
-        answer = self.answers.pop(0) if self.answers else Decision(hold_training=state.trainer.held)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        decision = self.decisions.pop(0) if self.decisions else Decision(hold_training=state.trainer.held)
+        if isinstance(decision, Exception):
+            raise decision
+        return decision
 
 
 def run_controller(tmp_path, state, policy, during, otherwise=None, broken=(), kind=ScriptedStage):
@@ -261,7 +261,7 @@ def test_nothing_is_asked_when_nothing_happens(tmp_path):
 
 async def publish(controller, stage, live_s):
     """Version 7, as the loop does it; `live_s` after it is published, or once the joiners are there."""
-    controller.settle(7)
+    controller.begin_step(7)
     await asyncio.sleep(0.25)
     stage.note("published")
     await controller.joined()
@@ -358,7 +358,7 @@ def test_a_change_that_is_under_way_goes_on_beside_publishing(tmp_path, live_s, 
         (asked_s, "admit 0"),
     ]
     assert [(round(state.now_s, 2), state.asked) for state in policy.asked[:2]] == [(0.0, True), (asked_s, False)]
-    assert all(state.asked for state in policy.asked[2:]), "only the first question of a step is"
+    assert all(state.asked for state in policy.asked[2:]), "only the first request of a step is"
 
 
 def test_what_nobody_thought_of_in_settling_ends_the_run_and_nobody_waits_for_it(tmp_path):
@@ -368,14 +368,14 @@ def test_what_nobody_thought_of_in_settling_ends_the_run_and_nobody_waits_for_it
             raise ZeroDivisionError
 
     async def settling(controller, stage):
-        controller.settle(1)
+        controller.begin_step(1)
         await controller.joined()
         assert clock() == PART_S
         controller.go_on()
         await asyncio.sleep(5)
         assert not stage.held, "training is not to wait for its deadline while the run ends"
         with pytest.raises(ZeroDivisionError):
-            controller.settle(2)
+            controller.begin_step(2)
 
     policy = Scripted(*[moved(RoleChange(0, T, B), hold_training=True) for _ in range(9)])
     _, errors, _ = run_controller(tmp_path, patient(scene(), 60.0), policy, settling, kind=Breaks)
@@ -387,7 +387,7 @@ def test_a_change_that_was_begun_in_settling_is_given_up_with_the_run(tmp_path):
     policy = Scripted(moved(RoleChange(2, G, T), hold_training=True))
 
     async def ends(controller, stage):
-        controller.settle(7)
+        controller.begin_step(7)
         await asyncio.sleep(0.5)
 
     stage, errors, _ = run_controller(tmp_path, scene(), policy, ends)

@@ -15,16 +15,16 @@ from tests.tiny import IM_END, make_model_folder, make_tokenizer_files
 
 
 class Says:
-    """A generator that has its answers ready: (text, ends with end-of-turn or not)."""
+    """A generator that has its completions ready: (text, ends with end-of-turn or not)."""
 
     capacity = 8
 
-    def __init__(self, tokenizer, *answers, end=IM_END):
-        self.tokenizer, self.answers, self.end, self.requests = tokenizer, list(answers), end, []
+    def __init__(self, tokenizer, *completions, end=IM_END):
+        self.tokenizer, self.completions, self.end, self.requests = tokenizer, list(completions), end, []
 
     async def generate(self, request):
         self.requests.append(request)
-        text, finish = self.answers.pop(0)
+        text, finish = self.completions.pop(0)
         ids = tuple(self.tokenizer.encode(text, add_special_tokens=False)) + ((self.end,) if finish == "stop" else ())
         version = len(self.requests)
         return Generation(request.id, ids, (-0.5,) * len(ids), (version,) * len(ids), finish)
@@ -46,8 +46,8 @@ class Riddle(Task):
         said = [message["content"] for message in messages if message["role"] == "assistant"]
         return None if said[-1] == "42" else [{"role": "user", "content": f"not {said[-1]}"}]
 
-    def reward(self, example, answer):
-        return float(answer == "42"), {"said": float(len(answer))}
+    def reward(self, example, completion):
+        return float(completion == "42"), {"said": float(len(completion))}
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_several_turns_train_on_the_policys_words_only(tokenizer):
     assert first.group == second.group == prompt.id
 
 
-def test_an_answer_cut_by_its_limit_ends_the_rollout(tokenizer):
+def test_a_completion_cut_by_its_limit_ends_the_rollout(tokenizer):
     _, rollout = play(tokenizer, Says(tokenizer, ("7", "length")))
     assert (rollout.finish_reason, rollout.num_turns, rollout.reward) == ("length", 1, 0.0)
 
@@ -99,7 +99,7 @@ def test_the_whole_never_exceeds_the_limit(tokenizer):
     prompt, rollout = play(tokenizer, Says(tokenizer, ("7", "stop"), ("8", "stop"), ("9", "stop")), max_len_tokens=60)
     assert len(prompt.token_ids) + len(rollout.token_ids) <= 60
     assert rollout.finish_reason == "length"
-    assert rollout.mask[-1], "the environment's last words are left out when nobody can answer them"
+    assert rollout.mask[-1], "the environment's last words are left out when nobody can reply to them"
 
 
 def test_a_turn_may_use_what_is_left(tokenizer):
@@ -144,8 +144,8 @@ class Notes(Riddle):
     def reply(self, example, messages):
         return None
 
-    def reward(self, example, answer, num_tokens, finish_reason, num_turns):
-        self.given = answer, num_tokens, finish_reason, num_turns
+    def reward(self, example, completion, num_tokens, finish_reason, num_turns):
+        self.given = completion, num_tokens, finish_reason, num_turns
         return 1.0
 
 
@@ -185,7 +185,7 @@ class EngineGenerators:
             for generation in self.engine.step():
                 self.order.append(generation.id)
                 self.waiting.pop(generation.id).set_result(generation)
-            for _ in range(20):  # whoever has an answer asks for the next turn
+            for _ in range(20):  # whoever has a completion asks for the next turn
                 await asyncio.sleep(0)
 
 

@@ -22,7 +22,7 @@ def test_pass_at_k_equals_counting_all_choices():
 
 def test_evaluation_reports_average_pass_at_k_and_samples(tmp_path):
     async def evaluate():
-        # Of each prompt's four answers the first scores 1, the others 0.
+        # Of each prompt's four completions the first scores 1, the others 0.
         generators = FakeGenerators(Diary(), digit=lambda request: int("/0/" in request.id.removeprefix("eval/0/")[1:]))
         generators.version = 0
         tasks = {"train": Count()}
@@ -38,7 +38,7 @@ def test_evaluation_reports_average_pass_at_k_and_samples(tmp_path):
     report, evaluation, generators = run(evaluate())
     assert report.reward_mean == 0.25
     assert report.pass_at == {1: 0.25, 2: 0.5, 4: 1.0}
-    assert report.num_answers == 20
+    assert report.num_completions == 20
     assert report.metrics() == {
         "eval_reward": 0.25,
         "eval_length_mean": 2.0,
@@ -47,16 +47,16 @@ def test_evaluation_reports_average_pass_at_k_and_samples(tmp_path):
         "eval_pass_at_2": 0.5,
         "eval_pass_at_4": 1.0,
     }
-    assert [sample.question for sample in report.samples] == ["0", "1", "2"]
-    assert report.samples[0].answer == "x1"
+    assert [sample.prompt for sample in report.samples] == ["0", "1", "2"]
+    assert report.samples[0].completion == "x1"
     assert evaluation.first is evaluation.last is report
     assert len({request.id for request in generators.requests}) == 20
     event = read_jsonl(tmp_path / "events.jsonl")[0]
-    assert event["sentence"] == "Held-out reward after step 7: 0.250, over 20 answers."
+    assert event["sentence"] == "Held-out reward after step 7: 0.250, over 20 completions."
 
 
 class FailsOn(InProcessGraders):
-    """Rewards that fail for the answers that `fails` names."""
+    """Rewards that fail for the completions that `fails` names."""
 
     def __init__(self, tasks, fails):
         super().__init__(tasks)
@@ -80,12 +80,12 @@ def evaluate_with(tmp_path, fails, **keys):
     return run(evaluate())
 
 
-def test_answers_that_could_not_be_scored_are_left_out_of_the_means(tmp_path):
+def test_completions_that_could_not_be_scored_are_left_out_of_the_means(tmp_path):
     report = evaluate_with(tmp_path, lambda example: example == 2, max_reward_error_share=0.25)
     assert (report.reward_mean, report.pass_at, report.reward_error_share) == (1.0, {1: 1.0}, 0.25)
 
 
-def test_a_pass_at_k_without_enough_scored_answers_is_left_out_and_not_zero(tmp_path):
+def test_a_pass_at_k_without_enough_scored_completions_is_left_out_and_not_zero(tmp_path):
     failed = iter([False, True, False, False] * 4)
     report = evaluate_with(tmp_path, lambda example: next(failed), samples_per_example=4)
     assert report.pass_at == {1: 1.0, 2: 1.0}

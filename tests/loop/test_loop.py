@@ -50,7 +50,7 @@ class OneByOne(InProcessGraders):
         return await super().reward(task, example, completion)
 
 
-def test_answers_that_end_together_are_one_chunk_where_rewards_are_quick(tmp_path):
+def test_completions_that_end_together_are_one_chunk_where_rewards_are_quick(tmp_path):
     for seconds, chunks in ((0.005, ["forward_backward 8"]), (1.0, ["forward_backward 2"] * 4)):
         graders = partial(OneByOne, seconds=seconds)
         stage = Stage(tmp_path / str(seconds), max_steps=1, seq_len=100, graders=graders)
@@ -143,7 +143,7 @@ def test_minibatches_are_optimizer_steps_over_shares_of_the_groups(tmp_path):
     run(stage.go())
     assert stage.fake_trainer.steps == 4
     assert stage.diary.what("publish") == ["publish 0", "publish 1", "publish 2"]
-    # token_mean: the loss denominator is the number of sampled tokens, 2 an answer, 2 answers a group
+    # token_mean: the loss denominator is the number of sampled tokens, 2 a completion, 2 completions a group
     assert stage.fake_trainer.loss_denominators == [3 * 4, 2 * 4, 3 * 4, 2 * 4]
 
 
@@ -224,7 +224,7 @@ def test_a_prompt_that_is_dropped_twice_is_told_once_with_what_to_change(tmp_pat
     assert "orchestrator.max_off_policy_steps (1)" in told["sentence"]
 
 
-def test_the_lengths_of_answers_that_are_dropped_when_finished_are_counted(tmp_path):
+def test_the_lengths_of_completions_that_are_dropped_when_finished_are_counted(tmp_path):
     stage = Stage(tmp_path, max_steps=2)
     run(stage.go())
     buffer = stage.buffer
@@ -234,4 +234,4 @@ def test_the_lengths_of_answers_that_are_dropped_when_finished_are_counted(tmp_p
     short, long = (Rollout((7,) * n, (True,) * n, (0.0,) * n, (-50,) * n, "stop", 1.0) for n in (2, 8))
     buffer.put(RolloutGroup(prompt, (short, long)))
     buffer._drop_stale()
-    assert (buffer.num_dropped_answers, buffer.num_dropped_tokens) == (2, 10)
+    assert (buffer.num_dropped_completions, buffer.num_dropped_tokens) == (2, 10)

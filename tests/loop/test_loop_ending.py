@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 
 from ductile.core.batch.advantage import mean_baseline
-from ductile.loop.ending import OncePerStep
 from ductile.loop.evaluate import RewardsFailed
 from ductile.loop.run_until import SlotDied
-from ductile.loop.skips import Diverged
+from ductile.loop.save_once import SaveOncePerStep
+from ductile.loop.skipped_steps import Diverged
 from ductile.observe import read_jsonl
 from ductile.roles import CustomCodeFailed, Late, SlotLost
 from ductile.tasks.grader import Verdict
@@ -36,7 +36,7 @@ def test_weights_that_do_not_arrive_end_the_run(tmp_path):
 
 
 class FailAfter(InProcessGraders):
-    """The rewards of the first 20 answers work, and no other."""
+    """The rewards of the first 20 completions work, and no other."""
 
     num_asked = 0
 
@@ -172,7 +172,7 @@ def test_a_trainer_that_cannot_be_saved_is_an_event_and_the_cause_is_raised(tmp_
         raise SlotLost("slot 0 (train) is gone")
 
     async def no_save(stage):
-        stage.loop.save = OncePerStep(save, 0, stage.record)
+        stage.loop.save = SaveOncePerStep(save, 0, stage.record)
 
     with pytest.raises(SlotLost, match="was killed by SIGKILL"):
         run(Stage(tmp_path, max_steps=5, trainer=Dies).go(no_save))

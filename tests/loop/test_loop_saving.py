@@ -96,7 +96,7 @@ def test_ctrl_c_does_not_wait_for_generators_to_take_weights(tmp_path):
         async def receive(self, manifest):
             if manifest.version == 1:
                 await asyncio.sleep(100)
-                raise Late("slot 1 did not answer Receive within 100 s")
+                raise Late("slot 1 did not reply to Receive within 100 s")
             await super().receive(manifest)
 
     async def stop(stage):

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from ductile.loop.overlap import Pause
+from ductile.loop.concurrency import Pause
 from tests.loop.doubles import (
     FakeGenerators,
     FakeScorer,
@@ -18,13 +18,13 @@ class UntilAllIsScored:
     """In place of a controller: training waits until all that the step trains on is scored."""
 
     def __init__(self, loop):
-        self.hold, self.loop = Pause(), loop
+        self.training_pause, self.loop = Pause(), loop
         self.notify()
 
     def notify(self):
-        self.hold.set(self.loop.buffer.num_taken < 8 or self.loop.scoring.rollouts > 0)
+        self.training_pause.set(self.loop.buffer.num_taken < 8 or self.loop.scoring.rollouts > 0)
 
-    def settle(self, version):
+    def begin_step(self, version):
         pass
 
     async def joined(self):
@@ -39,7 +39,7 @@ class HeldTrainer(FakeTrainer):
 
     async def forward_backward(self, samples, seq_len):
         self.diary.note(f"given {len(samples)}")
-        await self.hold.over.wait()
+        await self.training_pause.over.wait()
         await super().forward_backward(samples, seq_len)
 
 
@@ -49,7 +49,7 @@ def test_a_trainer_that_is_held_until_all_is_scored_goes_on(tmp_path, capacity):
 
     async def hold(stage):
         stage.loop.controller = UntilAllIsScored(stage.loop)
-        stage.fake_trainer.hold = stage.loop.controller.hold
+        stage.fake_trainer.training_pause = stage.loop.controller.training_pause
 
     stage = Stage(
         tmp_path,
@@ -86,8 +86,8 @@ def test_slots_settle_for_the_next_version_when_the_last_one_is_live(tmp_path):
         def __init__(self, diary):
             self.diary = diary
 
-        def settle(self, version):
-            self.diary.note(f"settle {version}")
+        def begin_step(self, version):
+            self.diary.note(f"begin {version}")
 
         async def joined(self):
             self.diary.note("joined")
@@ -101,9 +101,9 @@ def test_slots_settle_for_the_next_version_when_the_last_one_is_live(tmp_path):
     slow = partial(FakeGenerators, receive_s=5.0, capacity=64, delay=lambda request: 0.01)
     stage = Stage(tmp_path, max_steps=3, max_async_level=2, generators=slow, trainer=partial(FakeTrainer, chunk_s=1.0))
     run(stage.go(controlled))
-    assert stage.diary.what("optim_step", "settle 2", "live 1")[:4] == ["optim_step"] * 2 + ["live 1", "settle 2"]
-    told = stage.diary.what("settle", "go on")
-    assert told[1:] == [what for version in (1, 2, 3) for what in (f"settle {version}", "go on")]
+    assert stage.diary.what("optim_step", "begin 2", "live 1")[:4] == ["optim_step"] * 2 + ["live 1", "begin 2"]
+    told = stage.diary.what("begin", "go on")
+    assert told[1:] == [what for version in (1, 2, 3) for what in (f"begin {version}", "go on")]
     order = stage.diary.what("publish", "joined", "live")
     assert order[3:] == [what for version in (1, 2, 3) for what in (f"publish {version}", "joined", f"live {version}")]
 

@@ -117,7 +117,7 @@ def test_a_model_whose_checkpoints_are_gone_is_not_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
-def test_a_disk_that_does_not_answer_is_no_missing_file(tmp_path, monkeypatch, number):
+def test_a_disk_that_does_not_respond_is_no_missing_file(tmp_path, monkeypatch, number):
     checkpoints = Checkpoints(tmp_path)
     save(checkpoints, 2)
 

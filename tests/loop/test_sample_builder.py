@@ -29,7 +29,7 @@ def group(*rewards: float) -> RolloutGroup:
     [
         (True, False, 2),
         (False, False, 4),
-        (True, True, 4),  # the KL term has something to say of equal answers too
+        (True, True, 4),  # the KL term has something to say of equal completions too
     ],
 )
 def test_which_groups_become_samples(drop_zero_advantage: bool, needs_reference: bool, num_samples: int) -> None:

@@ -9,14 +9,14 @@ from rich.console import Console
 
 from ductile.config.bench import Load
 from ductile.loop.bench import GIB
-from ductile.loop.serving_bench import BenchRound, RequestTimes, ServingBench, ask_rounds
+from ductile.loop.serving_bench import BenchRound, RequestTimes, ServingBench, run_rounds
 from ductile.roles import Late, Refused, SlotLost
 
 LOAD = Load(num_requests=3, prompt_tokens=5, max_tokens=4)
 
 
 class Server:
-    """Answers as ours does; `spoil` makes something else of an answer."""
+    """Responds as ours does; `spoil` makes something else of a response."""
 
     def __init__(self, spoil=lambda response: response):
         self.spoil, self.bodies = spoil, []
@@ -38,7 +38,7 @@ def sse(*events):
 def asked(server, num_rounds=3):
     async def ask():
         transport = httpx.MockTransport(server)
-        return [found async for found in ask_rounds("http://127.0.0.1:1", LOAD, 50, num_rounds, transport)]
+        return [found async for found in run_rounds("http://127.0.0.1:1", LOAD, 50, num_rounds, transport)]
 
     return asyncio.run(ask())
 
@@ -47,9 +47,11 @@ def test_every_round_is_the_same_work_and_no_two_prompts_are_alike():
     server = Server()
     rounds = asked(server)
     assert [found.number for found in rounds] == [1, 2, 3]
-    assert [len(found.answers) for found in rounds] == [3, 3, 3]
+    assert [len(found.responses) for found in rounds] == [3, 3, 3]
     assert all(
-        0 < answer.first_token_s <= answer.latency_s <= found.seconds for found in rounds for answer in found.answers
+        0 < response.first_token_s <= response.latency_s <= found.seconds
+        for found in rounds
+        for response in found.responses
     )
     assert all(found.peak_bytes == 2 * GIB for found in rounds)
     prompts = [tuple(body["prompt"]) for body in server.bodies]
@@ -70,7 +72,7 @@ def _silent(response):
 @pytest.mark.parametrize(
     ("spoil", "error", "said"),
     [
-        (lambda response: httpx.Response(503, text="no room"), Refused, "the server answered 503: no room"),
+        (lambda response: httpx.Response(503, text="no room"), Refused, "the server responded with 503: no room"),
         (
             lambda response: httpx.Response(200, text=sse({"error": {"message": "device lost"}})),
             Refused,
@@ -79,7 +81,7 @@ def _silent(response):
         (
             lambda response: httpx.Response(200, text=sse({"usage": {"completion_tokens": 3}})),
             Refused,
-            "answered with 3 tokens, and was asked for 4",
+            "responded with 3 tokens, and was asked for 4",
         ),
         (_unreachable, SlotLost, "the server cannot be reached: connection refused"),
         (_silent, Late, "the server was silent for 600 s"),
@@ -93,8 +95,8 @@ def test_what_goes_wrong_is_told_once(spoil, error, said):
 def test_the_first_round_is_not_counted(tmp_path):
     bench = ServingBench(LOAD)
     for number, seconds in ((1, 100.0), (2, 2.0), (3, 4.0)):
-        answers = tuple(RequestTimes(0.1 * k * number, 0.5 * k * number) for k in (1, 2, 3))
-        bench.add(BenchRound(number, seconds, LOAD, answers, peak_bytes=number * GIB))
+        responses = tuple(RequestTimes(0.1 * k * number, 0.5 * k * number) for k in (1, 2, 3))
+        bench.add(BenchRound(number, seconds, LOAD, responses, peak_bytes=number * GIB))
     figures = bench.figures()
     assert (figures["steps"], figures["warm_up_steps"]) == (2, 1)
     assert figures["throughput"] == {"mean": 4.5, "std": 1.5, "min": 3.0, "max": 6.0}

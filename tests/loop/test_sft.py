@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from ductile.config.run import SFTConfig, TrainerRunConfig
-from ductile.loop.life import Life
 from ductile.loop.progress import CheckpointError
+from ductile.loop.run_context import RunContext
 from ductile.loop.saving import ExportFailed
 from ductile.loop.sft import prepare_fake, prepare_sft, run_batches
 from ductile.loop.sft_data import fake_samples, read_conversations, tokenise
-from ductile.loop.skips import Diverged
+from ductile.loop.skipped_steps import Diverged
 from ductile.observe import Recorder, read_jsonl
 from ductile.records import StepReport
 from ductile.tasks.task import TaskError
@@ -46,7 +46,7 @@ CHAT = [
 ]
 
 
-def test_answers_are_trained_and_nothing_else(tokenizer):
+def test_completions_are_trained_and_nothing_else(tokenizer):
     token_ids, mask = tokenise(tokenizer, CHAT)
     assert token_ids == tokenizer.apply_chat_template(CHAT, add_generation_prompt=False)[:-1]  # without the last "\n"
     assert trained_text(tokenizer, token_ids, mask) == "yo<|im_end|>me<|im_end|>"
@@ -83,7 +83,7 @@ def test_everything_is_trained_when_asked_for(tokenizer):
     assert mask == [False] + [True] * (len(token_ids) - 1)
 
 
-def test_what_follows_the_last_answer_is_left_out(tokenizer):
+def test_what_follows_the_last_completion_is_left_out(tokenizer):
     assert tokenise(tokenizer, [*CHAT, {"role": "user", "content": "bye"}]) == tokenise(tokenizer, CHAT)
 
 
@@ -107,9 +107,9 @@ def test_cut_and_skipped_samples_are_counted(tmp_path, tokenizer):
     assert read.samples[0].token_ids == read.samples[2].token_ids, "prompt/completion is a chat of two messages"
 
 
-def test_no_answer_within_seq_len_is_an_error(tmp_path, tokenizer):
+def test_no_completion_within_seq_len_is_an_error(tmp_path, tokenizer):
     file = rows(tmp_path, {"prompt": "h" * 100, "completion": "yo"})
-    with pytest.raises(TaskError, match=r"no answer begins within seq_len = 40 tokens; raise data.seq_len"):
+    with pytest.raises(TaskError, match=r"no completion begins within seq_len = 40 tokens; raise data.seq_len"):
         read_conversations(str(file), tokenizer, 40, "assistant")
 
 
@@ -119,7 +119,7 @@ def test_fake_samples():
     variable = fake_samples(50, 8, 5, step=0, variable=True, random_ids=True, for_rl=True)
     assert {len(sample) for sample in variable} == set(range(2, 9))
     assert all(token < 5 for sample in variable for token in sample.token_ids)
-    assert all(sample.advantages and sample.logprobs and not sample.mask[0] for sample in variable)
+    assert all(sample.advantages and sample.rollout_logprobs and not sample.loss_mask[0] for sample in variable)
     assert variable == fake_samples(50, 8, 5, step=0, variable=True, random_ids=True, for_rl=True)
     assert variable != fake_samples(50, 8, 5, step=1, variable=True, random_ids=True, for_rl=True)
 
@@ -172,7 +172,7 @@ def train(prepared, tmp_path, stop_after=None):
                 return await optim_step(loss_denominator)
 
             trainer.optim_step = then_stop
-        summary = await run_batches(prepared, trainer, Life(record, stop, lambda: {"train": trainer.slots}))
+        summary = await run_batches(prepared, trainer, RunContext(record, stop, lambda: {"train": trainer.slots}))
         record.close()
         return trainer, summary
 
@@ -246,7 +246,7 @@ def test_steps_that_are_thrown_away_end_the_run_saved(tmp_path, folder):
     with pytest.raises(
         Diverged, match=r"the last 2 optimizer steps were not finite \(optim\.max_skipped_steps\).* lower optim\.lr"
     ):
-        asyncio.run(run_batches(prepared, Diverging(), Life(record, asyncio.Event())))
+        asyncio.run(run_batches(prepared, Diverging(), RunContext(record, asyncio.Event())))
     assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
     assert (tmp_path / "run" / "state" / "step_4").is_dir()
 
@@ -263,7 +263,7 @@ def test_a_resume_with_no_step_to_do_writes_the_model_that_failed(tmp_path, fold
     def go(trainer, **keys):
         record = Recorder(tmp_path / "run")
         prepared = prepare_sft(config(tmp_path, folder, max_steps=2, **keys))
-        summary = asyncio.run(run_batches(prepared, trainer, Life(record, asyncio.Event())))
+        summary = asyncio.run(run_batches(prepared, trainer, RunContext(record, asyncio.Event())))
         record.close()
         return summary
 

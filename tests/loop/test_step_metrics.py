@@ -3,7 +3,7 @@ from math import isnan
 
 import pytest
 
-from ductile.loop.report import per_second, summarise_rl
+from ductile.loop.run_summary import per_second, summarise_rl
 from ductile.loop.step_metrics import StepMetrics
 from ductile.records import Prompt, Rollout, RolloutGroup, StepReport
 
@@ -72,13 +72,13 @@ def test_a_failed_reward_is_no_reward():
 
 
 def test_a_metric_that_is_no_number_is_left_out_of_its_mean_and_counted():
-    answers = [
+    completions = [
         rollout(1.0, [0], f1=None, length=2.0),
         rollout(0.0, [0], f1=0.5, length=4.0),
         rollout(0.0, [0], recall=None),
     ]
     step_metrics = StepMetrics(version=0)
-    step_metrics.add([group(*answers)], None)
+    step_metrics.add([group(*completions)], None)
     metrics = step_metrics.row(1.0, {})
     assert {name: value for name, value in metrics.items() if name.startswith("reward/")} == {
         "reward/f1": 0.5,
@@ -89,9 +89,9 @@ def test_a_metric_that_is_no_number_is_left_out_of_its_mean_and_counted():
 
 def test_failed_rewards_are_counted_by_how_they_failed():
     hows = ["timeout", "timeout", "raised", None, None, None, None, None]
-    answers = [replace(rollout(None if how else 1.0, [0]), failure=how) for how in hows]
+    completions = [replace(rollout(None if how else 1.0, [0]), failure=how) for how in hows]
     step_metrics = StepMetrics(version=0)
-    step_metrics.add([group(*answers)], None)
+    step_metrics.add([group(*completions)], None)
     metrics = step_metrics.row(1.0, {})
     assert {name: value for name, value in metrics.items() if name.startswith("reward_error_share")} == {
         "reward_error_share": 0.375,

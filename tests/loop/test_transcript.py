@@ -18,5 +18,5 @@ def test_turns_do_not_run_together():
 
 
 def test_one_turn_is_as_it_was_said():
-    assert transcript(Letters(), rollout("an answer\n")) == "an answer\n"
+    assert transcript(Letters(), rollout("a completion\n")) == "a completion\n"
     assert transcript(Letters(), rollout()) == ""

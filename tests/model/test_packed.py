@@ -20,7 +20,7 @@ SAMPLES = [
     Sample((*A, 30, 34, 35, 36), (False,) * 3 + (True, False, True, False)),  # another's words, and a tail
     Sample((*B, 41, 42), (False, True, True)),
     Sample((50, 51, 52), (False, False, False)),
-    Sample((*A, 30, 31, 32), (False,) * 3 + (True,) * 3),  # the same answer again
+    Sample((*A, 30, 31, 32), (False,) * 3 + (True,) * 3),  # the same completion again
     Sample((*A, 37, 38), (False,) * 4 + (True,)),  # begins like the others, but its first word is not ours
 ]
 
@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
 
 def dumb(model: Transformer, sample: Sample) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of one sample's scored tokens, from all its logits."""
-    tokens, mask = torch.tensor(sample.token_ids), torch.tensor(sample.mask)[1:]
+    tokens, mask = torch.tensor(sample.token_ids), torch.tensor(sample.loss_mask)[1:]
     logits = model(tokens, torch.arange(len(tokens)), PackedAttention([len(tokens)])) / sample.temperature
     logprobs = logits[:-1].log_softmax(-1)
     entropies = -(logprobs.exp() * logprobs).sum(-1)
@@ -66,11 +66,11 @@ def test_a_shared_prompt_is_run_once_and_nothing_after_the_last_scored_token() -
     assert packed.branches == ((2, 2, 2), (1,), ())
     assert len(tokens) == sum(packed.stems) + sum(map(sum, packed.branches))
     assert packed.targets.tolist() == [
-        t for s in SAMPLES for t, scored in zip(s.token_ids, s.mask, strict=True) if scored
+        t for s in SAMPLES for t, scored in zip(s.token_ids, s.loss_mask, strict=True) if scored
     ]
 
 
-def test_a_single_answer_is_one_document() -> None:
+def test_a_single_completion_is_one_document() -> None:
     packed = PackedSamples.of(SAMPLES[:1])
     assert (packed.stems, packed.branches) == ((5,), ((),))
     assert packed.rows.tolist() == [2, 3, 4]

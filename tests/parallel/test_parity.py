@@ -91,7 +91,7 @@ def test_parity_with_one_device(
     for result in run_ranks(num_ranks, gradients, settings, samples, mode, 34, replicas):
         assert result[0] == pytest.approx(loss, rel=TOLERANCE)
         assert result[1] == pytest.approx(grad_norm, rel=TOLERANCE)
-        assert result[2] == sum(sum(sample.mask) for sample in samples)
+        assert result[2] == sum(sum(sample.loss_mask) for sample in samples)
         errors = {n: relative(torch.tensor(result[3][n]), p.grad) for n, p in naive.model.named_parameters()}
         assert max(errors.values()) < TOLERANCE, errors
 

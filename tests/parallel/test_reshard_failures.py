@@ -56,7 +56,7 @@ CASES = [
 def test_the_others_are_told(point: str, number: signal.Signals, carrier: str) -> None:
     results = run_world(3, lose_one, point, int(number), carrier, mourned=(VICTIM,))
     for error in (results[0], results[2]):
-        assert "did not answer within 1 s" in error or "slot 1" in error
+        assert "did not reply within 1 s" in error or "slot 1" in error
         assert error.endswith(
             "The source is untouched; the target may be half written, and the group is of no more use."
         )

@@ -46,7 +46,7 @@ def naive_scores(model: Transformer, sample: Sample) -> list[float]:
     tokens = torch.tensor(sample.token_ids)
     logits = model(tokens, torch.arange(len(tokens)), PackedAttention([len(tokens)])) / sample.temperature
     chosen = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0].tolist()
-    return [value if trained else 0.0 for value, trained in zip([0.0, *chosen], sample.mask, strict=True)]
+    return [value if trained else 0.0 for value, trained in zip([0.0, *chosen], sample.loss_mask, strict=True)]
 
 
 def assert_scores(got: tuple[tuple[float, ...], ...], model: Transformer) -> None:
@@ -101,7 +101,7 @@ def test_it_says_what_the_trainers_forward_pass_says(folder: Path, compute_dtype
         got = [
             score
             for scored, sample in zip(scores, micro_batch.samples, strict=True)
-            for score, trained in zip(scored, sample.mask, strict=True)
+            for score, trained in zip(scored, sample.loss_mask, strict=True)
             if trained
         ]
         assert got == pytest.approx(expected.tolist(), abs=1e-6)

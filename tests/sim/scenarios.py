@@ -7,7 +7,7 @@ from ductile.sim.scenario import Scenario, WorkLoad, lognormal
 def scenario(
     placement=None, *, score=False, decode=None, costs=None, limits=None, coalesce_s=0.2, on_gpu=False, **work
 ):
-    """Six slots, long-tailed answers, seconds as on small CPU slots."""
+    """Six slots, long-tailed completions, seconds as on small CPU slots."""
     placement = place(placement or {"actor": "0-2", "rollout": "3-5"})
     given = {
         "num_steps": 2,

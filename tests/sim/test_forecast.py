@@ -48,7 +48,7 @@ def finish_s(state, generators, trainers, delay_generate_s=0.0):
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_step_takes_about_as_long_as_was_expected_at_its_start(seed):
-    """Of 192 answers; with a quarter of them, whether one hits the limit is luck, and half of the step's time."""
+    """Of 192 completions; with a quarter of them, whether one hits the limit is luck, and half of the step's time."""
     policy = Asks()
     result = simulate(scenario({"actor,rollout": "0-5"}, groups_per_step=48, num_steps=3, seed=seed), policy)
     took_s = result.wall_s - policy.asked_at_s

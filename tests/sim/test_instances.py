@@ -10,7 +10,7 @@ from ductile.core.cluster.policies.model import Model
 from ductile.core.cluster.policies.rules import Rules
 from ductile.core.cluster.policies.static import InTurns, Static
 from ductile.core.cluster.state import Limits
-from ductile.loop.asking import BadDecision
+from ductile.loop.policy_decision import BadDecision
 from ductile.observe import read_jsonl
 from ductile.sim.run import simulate
 from tests.sim.scenarios import scenario

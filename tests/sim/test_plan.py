@@ -19,7 +19,7 @@ from ductile.core.cluster.policies.rules import Rules
 from ductile.core.cluster.policies.static import InTurns, Static
 from ductile.observe import Recorder
 from ductile.sim import command, plan_command
-from ductile.sim.arms import together
+from ductile.sim.arms import collocate
 from ductile.sim.configured import configured
 from ductile.sim.plan import CONFIGURED, Case, case_of, own_case, verdict
 from ductile.sim.recording import NoRecording, read_recording, recorded_scenario
@@ -79,7 +79,7 @@ def test_everything_comes_from_the_recording(run):
     assert (recorded.work.num_steps, recorded.work.rollouts_per_step) == (3, 32)
 
 
-def test_the_recorded_answers_are_simulated_step_by_step(run):
+def test_the_recorded_completions_are_simulated_step_by_step(run):
     recording = read_recording(run)
     recorded, seen = recorded_scenario(recording), sorted(n for step in recording.steps for n in step.lengths)
     names = [(group, f"{group}/{member}/0") for group in recorded.work.given for member in range(4)]
@@ -360,4 +360,4 @@ def test_the_devices_of_a_simulated_run_say_what_shares(run, words, may_share):
     for recording in (None, read_recording(run)):
         made = configured(parse(SimulateConfig, [*words]).config, recording)
         assert made.limits.may_share == may_share
-        assert made.at(together(made.placement)).limits.may_share
+        assert made.at(collocate(made.placement)).limits.may_share

@@ -28,7 +28,7 @@ PROCESSORS = {
 
 
 class Asked:
-    """`Model`, with every state that it was asked about and what it answered."""
+    """`Model`, with every state that it was asked about and what it decided."""
 
     def __init__(self):
         self.states, self.decisions = [], []

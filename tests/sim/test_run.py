@@ -10,7 +10,7 @@ from ductile.core.cluster.orders import Decision, RoleChange
 from ductile.core.cluster.policies.model import Model
 from ductile.core.cluster.policies.rules import Rules
 from ductile.core.cluster.policies.static import InTurns, Static
-from ductile.loop.asking import BadDecision
+from ductile.loop.policy_decision import BadDecision
 from ductile.observe import read_jsonl
 from ductile.sim.arms import run_arms
 from ductile.sim.command import main
@@ -156,12 +156,12 @@ def test_what_cannot_be_simulated_is_refused_before_anything_is(capsys, words, s
     assert told.out == ""
 
 
-def test_a_policy_of_one_s_own_that_answers_with_nothing_is_a_sentence_that_names_its_arm(tmp_path, capsys):
+def test_a_policy_of_one_s_own_that_returns_nothing_is_a_sentence_that_names_its_arm(tmp_path, capsys):
     (tmp_path / "mine.py").write_text("class Mine:\n    def decide(self, state):\n        pass\n")
     words = ["--arms", json.dumps(["static", f"{tmp_path}/mine.py:Mine"]), "--output-dir", str(tmp_path / "out")]
     assert main([*words, "--work.steps", "1"]) == 2
     said = capsys.readouterr().err
-    assert "mine.py:Mine: the policy cannot be used: it answered with None, and not with a Decision" in said
+    assert "mine.py:Mine: the policy cannot be used: it returned None, and not with a Decision" in said
     assert "Traceback" not in said
 
 

@@ -1,4 +1,4 @@
-"""A role for tests: it answers anything, and fails, sleeps or dies as its settings ask."""
+"""A role for tests: it replies to anything, and fails, sleeps or dies as its settings ask."""
 
 import os
 import signal

@@ -3,7 +3,7 @@
     arm(folder, slot, "TransferState", "before")       the slot will stop there, once, for as long as it lives
     reached(folder, slot, "TransferState", "before")   it has
 
-"before" is when the command has arrived, "after" is when it is done and not yet answered. The folder is in the
+"before" is when the command has arrived, "after" is when it is done and has no reply yet. The folder is in the
 environment (`POINTS`), which slots inherit. To have a stopped slot found soon, they send heartbeats more often.
 """
 
@@ -59,7 +59,7 @@ def _wait_if_armed(slot: int, command: str, moment: str) -> None:
 
 
 class TrainEcho:
-    """Answers as a train slot would, and has no state but a step."""
+    """Replies as a train slot would, and has no state but a step."""
 
     def __init__(self, settings: dict[str, Any], place: RoleAssignment) -> None:
         self._has_state, self._step, self._change = not place.joining, 0, ResizeOrder

@@ -25,7 +25,7 @@ from ductile.wire.messages import (
     Survey,
 )
 from tests.slot.echo import ECHO
-from tests.wire.carriers import eventually
+from tests.wire.transports import eventually
 
 
 class Harness:
@@ -115,7 +115,7 @@ def test_a_role_that_cannot_be_closed_can_be_held_again(slot: Harness, assign):
 
 def test_commands_run_in_order_and_late_ones_still_run(slot: Harness, assign):
     assign("train", sleep_s=0.3)
-    with pytest.raises(Late, match=r"did not answer OptimStep within 0.05 s"):
+    with pytest.raises(Late, match=r"did not reply to OptimStep within 0.05 s"):
         slot.ask(OptimStep(1.0), deadline_s=0.05)
     assert slot.ask(Ping()) == Done()
     assert slot.mailbox.unused == {"Done": 1}

@@ -17,16 +17,16 @@ from pathlib import Path
 SPINNING = []
 
 
-def exact(row, answer):
-    return float(answer == row["solution"])
+def exact(row, completion):
+    return float(completion == row["solution"])
 
 
-def with_metrics(row, answer):
-    return 0.5, {"length": len(answer)}
+def with_metrics(row, completion):
+    return 0.5, {"length": len(completion)}
 
 
-def misbehaves(row, answer):
-    match answer:
+def misbehaves(row, completion):
+    match completion:
         case "hang":
             while True:
                 pass
@@ -89,7 +89,7 @@ def misbehaves(row, answer):
             process.terminate()
             process.join()
             return float(process.exitcode == -signal.SIGTERM)
-    match answer.split(" ", 1):
+    match completion.split(" ", 1):
         case ["print", text]:
             print(text)
             print("to stderr", file=sys.stderr)
@@ -140,8 +140,8 @@ class Echo:
     def messages(self, example):
         return [{"role": "user", "content": self.word}]
 
-    def reward(self, example, answer):
-        return float(answer == self.word)
+    def reward(self, example, completion):
+        return float(completion == self.word)
 
 
 class Hopeless:

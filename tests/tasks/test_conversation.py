@@ -31,21 +31,21 @@ def test_first_turn_is_the_template(tokenizer):
 
 
 def test_next_turn_continues_what_was_sampled(tokenizer):
-    answer = [*tokenizer.encode("yo"), IM_END]
-    between = next_turn(tokenizer, [USER], answer, REPLY)
+    completion = [*tokenizer.encode("yo"), IM_END]
+    between = next_turn(tokenizer, [USER], completion, REPLY)
     assert show(tokenizer, between) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
-    together = first_turn(tokenizer, [USER]) + answer + between
+    together = first_turn(tokenizer, [USER]) + completion + between
     conversation = [USER, {"role": "assistant", "content": "yo"}, *REPLY]
     assert together == tokenizer.apply_chat_template(conversation)
 
 
-def test_next_turn_ends_an_answer_that_did_not_end_itself(tokenizer):
+def test_next_turn_ends_a_completion_that_did_not_end_itself(tokenizer):
     between = next_turn(tokenizer, [USER], tokenizer.encode("yo"), REPLY)
     assert show(tokenizer, between).startswith("<|im_end|>\n<|im_start|>user\nmore")
 
 
-def test_a_template_that_rewrites_earlier_answers_does_not_disturb(tokenizer, tmp_path):
-    """Qwen3's: an answer loses its thoughts as soon as somebody else speaks."""
+def test_a_template_that_rewrites_earlier_completions_does_not_disturb(tokenizer, tmp_path):
+    """Qwen3's: a completion loses its thoughts as soon as somebody else speaks."""
     (tmp_path / "think.jinja").write_text(
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
         "{% if m['role'] == 'assistant' and loop.last %}<think></think>{% endif %}{{ m['content'] }}<|im_end|>\n"
@@ -53,8 +53,8 @@ def test_a_template_that_rewrites_earlier_answers_does_not_disturb(tokenizer, tm
     )
     folder = make_tokenizer_files(tmp_path / "m")
     thinker = Tokenizer.from_folder(folder, chat_template=tmp_path / "think.jinja")
-    answer = [*thinker.encode("<think>hm</think>yo"), IM_END]
-    assert show(thinker, next_turn(thinker, [USER], answer, REPLY)) == (
+    completion = [*thinker.encode("<think>hm</think>yo"), IM_END]
+    assert show(thinker, next_turn(thinker, [USER], completion, REPLY)) == (
         "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
     )
 
@@ -76,8 +76,8 @@ def test_a_base_model_s_turn_ends_as_its_template_ends_it(tmp_path):
     base = base_model(tmp_path)
     assert base.eos_token_ids == (PAD, IM_END)
     assert end_of_turn(base, [USER]) == [IM_END]
-    answer = [*base.encode("yo"), IM_END]
-    together = first_turn(base, [USER]) + answer + next_turn(base, [USER], answer, REPLY)
+    completion = [*base.encode("yo"), IM_END]
+    together = first_turn(base, [USER]) + completion + next_turn(base, [USER], completion, REPLY)
     assert together == base.apply_chat_template([USER, {"role": "assistant", "content": "yo"}, *REPLY])
 
 
@@ -108,7 +108,7 @@ def test_an_eos_in_the_environment_s_words_does_not_disturb(tmp_path):
 @pytest.mark.parametrize(
     ("written", "expected"), [("m['content'] | trim", "yo\n\nthere"), ("m['content']", "\n yo\n\nthere ")]
 )
-def test_an_answer_is_written_as_the_template_writes_it(tmp_path, written, expected):
+def test_a_completion_is_written_as_the_template_writes_it(tmp_path, written, expected):
     template = tmp_path / "trim.jinja"
     template.write_text("{% for m in messages %}<|im_start|>{{ " + written + " }}<|im_end|>{% endfor %}")
     tokenizer = Tokenizer.from_folder(make_tokenizer_files(tmp_path / "m"), chat_template=template)

@@ -34,12 +34,14 @@ def config(tmp_path):
 ONE = GradersConfig(num_workers=1)
 
 
-def grade(config, answers, num_workers=1, **limits):
+def grade(config, completions, num_workers=1, **limits):
     async def run():
         errors = []
         limits_ = GradersConfig(num_workers=num_workers, **limits)
         async with Graders({"train": config}, limits_, lambda *told: errors.append(told[0])) as graders:
-            verdicts = await asyncio.gather(*(graders.reward("train", 0, Completion(answer)) for answer in answers))
+            verdicts = await asyncio.gather(
+                *(graders.reward("train", 0, Completion(completion)) for completion in completions)
+            )
             pids = [worker.pid for worker in graders._workers]
         return verdicts, errors, pids, graders.num_errors
 
@@ -47,7 +49,7 @@ def grade(config, answers, num_workers=1, **limits):
 
 
 @pytest.mark.parametrize(
-    ("answer", "sentence"),
+    ("completion", "sentence"),
     [
         ("exit", "the reward of example 0 ended its process (exit code 7)"),
         ("segfault", "the reward of example 0 ended its process (SIGSEGV)"),
@@ -57,8 +59,8 @@ def grade(config, answers, num_workers=1, **limits):
         ("nan", "the reward of example 0 returned nan; it must return a finite number"),
     ],
 )
-def test_a_failing_reward_is_an_error_and_the_others_are_not_disturbed(config, answer, sentence):
-    verdicts, errors, _, num_errors = grade(config, ["fine", answer, "fine"])
+def test_a_failing_reward_is_an_error_and_the_others_are_not_disturbed(config, completion, sentence):
+    verdicts, errors, _, num_errors = grade(config, ["fine", completion, "fine"])
     assert [verdict.reward for verdict in verdicts] == [1, None, 1]
     assert verdicts[1].error is not None
     assert sentence in verdicts[1].error
@@ -67,16 +69,16 @@ def test_a_failing_reward_is_an_error_and_the_others_are_not_disturbed(config, a
 
 
 def test_a_failed_reward_tells_how_it_failed(config):
-    answers = ["fine", "sleep", "exit", "raise", "text"]
-    verdicts, *_ = grade(config, answers, timeout_s=1)
+    completions = ["fine", "sleep", "exit", "raise", "text"]
+    verdicts, *_ = grade(config, completions, timeout_s=1)
     assert [verdict.failure for verdict in verdicts] == [None, "timeout", "lost", "raised", "wrong"]
 
 
-def test_a_forged_answer_of_another_kind_costs_the_reward_and_its_writer(config):
+def test_a_forged_reply_of_another_kind_costs_the_reward_and_its_writer(config):
     line = 'pipe {"type": "TasksMade", "number": 2, "notes": [], "want_token_ids": []}'
     verdicts, errors, _, _ = grade(config, [line, "fine"])
     assert [(verdict.reward, verdict.failure) for verdict in verdicts] == [(None, "lost"), (1, None)]
-    assert errors == ["the reward of example 0 wrote something else than its answer into the grader's pipe"]
+    assert errors == ["the reward of example 0 wrote something else than its reply into the grader's pipe"]
 
 
 def no_process(*_, **__):
@@ -88,7 +90,7 @@ def test_a_process_that_cannot_be_started_costs_a_reward_and_not_the_run(config,
         async with Graders({"train": config}, GradersConfig(num_workers=2)) as graders:
             with monkeypatch.context() as patch:
                 patch.setattr(asyncio, "create_subprocess_exec", no_process)
-                asked = [graders.reward("train", 0, Completion(answer)) for answer in ("half a second", "fine")]
+                asked = [graders.reward("train", 0, Completion(completion)) for completion in ("half a second", "fine")]
                 meanwhile = await asyncio.gather(*asked)
             return meanwhile, await asyncio.gather(*(graders.reward("train", 0, Completion("fine")) for _ in range(2)))
 
@@ -139,15 +141,15 @@ def test_metrics_that_are_no_finite_numbers_cost_neither_the_reward_nor_the_proc
     assert verdict.metrics == {"precision": None, "ratio": None, "gap": None, "huge": None, "length": 3}
 
 
-@pytest.mark.parametrize("answer", ["hang", "sleep"])
-def test_a_hanging_reward_is_killed(config, answer):
-    verdicts, errors, pids, _ = grade(config, [answer, "fine"], timeout_s=1)
+@pytest.mark.parametrize("completion", ["hang", "sleep"])
+def test_a_hanging_reward_is_killed(config, completion):
+    verdicts, errors, pids, _ = grade(config, [completion, "fine"], timeout_s=1)
     assert [verdict.reward for verdict in verdicts] == [None, 1]
     assert errors == ["the reward of example 0 took longer than 1 s and was stopped"]
     assert all(not alive(pid) for pid in pids)
 
 
-def test_what_a_reward_prints_is_not_taken_for_its_answer(config):
+def test_what_a_reward_prints_is_not_taken_for_its_reply(config):
     verdicts, errors, _, _ = grade(config, ["print", "fine", "print"])
     assert [verdict.reward for verdict in verdicts] == [0.25, 1, 0.25]
     assert errors == []
@@ -158,7 +160,10 @@ def test_what_rewards_print_goes_to_the_log_and_never_to_the_terminal(config, tm
 
     async def run():
         async with Graders({"train": config}, ONE, log=log) as graders:
-            return [await graders.reward("train", 0, Completion(answer)) for answer in (steers, "last words", "fine")]
+            return [
+                await graders.reward("train", 0, Completion(completion))
+                for completion in (steers, "last words", "fine")
+            ]
 
     assert [verdict.reward for verdict in asyncio.run(run())] == [1, None, 1]
     assert log.read_text() == "\x1b]52;c;cm0=\x07\nto stderr\nthese are my last words\n"
@@ -193,9 +198,9 @@ def test_graders_do_not_load_torch(config):
     assert grade(config, ["torch"])[0][0].reward == 0
 
 
-def test_several_workers_answer_each_request_once(config):
-    answers = [answer for _ in range(10) for answer in ("fine", "raise", "print", "exit")]
-    verdicts, errors, _, num_errors = grade(config, answers, num_workers=3)
+def test_several_workers_serve_each_request_once(config):
+    completions = [completion for _ in range(10) for completion in ("fine", "raise", "print", "exit")]
+    verdicts, errors, _, num_errors = grade(config, completions, num_workers=3)
     assert [verdict.reward for verdict in verdicts] == [1, None, 0.25, None] * 10
     assert num_errors == len(errors) == 20
 
@@ -206,7 +211,7 @@ def test_nothing_is_left_running(config):
     assert not any(alive(pid) for pid in pids)
 
 
-def test_a_cancelled_call_does_not_give_its_answer_to_the_next(config):
+def test_a_cancelled_call_does_not_give_its_reply_to_the_next(config):
     async def run():
         async with Graders({"train": config}, ONE) as graders:
             with contextlib.suppress(TimeoutError):
@@ -281,8 +286,8 @@ def test_a_task_that_cannot_be_made_stops_the_start():
         grade({"type": "import", "import_path": "tests.tasks.rewards.Hopeless"}, [])
 
 
-@pytest.mark.parametrize("answer", ["hang", "sleep"])
-def test_graders_die_with_a_killed_orchestrator(config, answer, tmp_path):
+@pytest.mark.parametrize("completion", ["hang", "sleep"])
+def test_graders_die_with_a_killed_orchestrator(config, completion, tmp_path):
     code = textwrap.dedent(f"""
         import asyncio
         from ductile.records import Completion
@@ -290,7 +295,7 @@ def test_graders_die_with_a_killed_orchestrator(config, answer, tmp_path):
         async def main():
             async with Graders({{"train": {config!r}}}) as graders:
                 print(*(worker.pid for worker in graders._workers), flush=True)
-                await graders.reward("train", 0, Completion({answer!r}))
+                await graders.reward("train", 0, Completion({completion!r}))
         asyncio.run(main())
     """)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as orchestrator:
@@ -308,7 +313,7 @@ def test_graders_die_with_a_killed_orchestrator(config, answer, tmp_path):
 
 def test_the_sentence_and_the_traceback_name_the_line(config, tmp_path):
     (tmp_path / "mine.py").write_text(
-        'def reward(row, answer):\n    return {}["\\ud83d" * 5000 if answer == "long" else answer]\n'
+        'def reward(row, completion):\n    return {}["\\ud83d" * 5000 if completion == "long" else completion]\n'
     )
 
     async def run():
@@ -336,35 +341,35 @@ def test_the_sentence_and_the_traceback_name_the_line(config, tmp_path):
         b"\xff",
     ],
 )
-def test_a_line_in_the_pipe_that_is_no_answer_costs_its_writer_and_shifts_nothing(config, line):
+def test_a_line_in_the_pipe_that_is_no_reply_costs_its_writer_and_shifts_nothing(config, line):
     verdicts, errors, _, _ = grade(config, ["fine", "pipe " + line.decode("latin-1"), "raise", "fine"])
     assert [verdict.reward for verdict in verdicts] == [1, None, None, 1]
-    assert errors[0] == "the reward of example 0 wrote something else than its answer into the grader's pipe"
+    assert errors[0] == "the reward of example 0 wrote something else than its reply into the grader's pipe"
 
 
-def test_an_answer_too_long_to_read_is_an_error(config, monkeypatch):
+def test_a_reply_too_long_to_read_is_an_error(config, monkeypatch):
     monkeypatch.setattr("ductile.tasks.grader_worker.MAX_LINE_BYTES", 1 << 20)
     verdicts, errors, _, _ = grade(config, ["many metrics", "fine"])
     assert [verdict.reward for verdict in verdicts] == [None, 1]
-    assert errors == ["the reward of example 0 answered with more than 1 MiB"]
+    assert errors == ["the reward of example 0 replied with more than 1 MiB"]
 
 
 def test_rewards_see_no_secrets_but_what_is_passed_on(config, monkeypatch):
     secrets = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "HTTPS_PROXY")
     for name in secrets:
         monkeypatch.setenv(name, "sk-secret")
-    answers = [f"env {name}" for name in (*secrets, "PATH", "HOME")]
-    seen = [verdict.reward for verdict in grade(config, answers)[0]]
+    completions = [f"env {name}" for name in (*secrets, "PATH", "HOME")]
+    seen = [verdict.reward for verdict in grade(config, completions)[0]]
     assert seen == [0, 0, 0, 0, 0, 1, 1]
-    passed = grade(config, answers, env=["OPENAI_API_KEY"])[0]
+    passed = grade(config, completions, env=["OPENAI_API_KEY"])[0]
     assert [verdict.reward for verdict in passed] == [0, 0, 0, 1, 0, 1, 1]
 
 
-def notes_and_verdicts(config, answers, **limits):
+def notes_and_verdicts(config, completions, **limits):
     async def run():
         notes = []
         async with Graders({"train": config}, GradersConfig(num_workers=1, **limits), on_note=notes.append) as graders:
-            return notes, [await graders.reward("train", 0, Completion(answer)) for answer in answers]
+            return notes, [await graders.reward("train", 0, Completion(completion)) for completion in completions]
 
     return asyncio.run(run())
 
@@ -381,9 +386,9 @@ def test_rewards_have_no_network_but_their_own_loopback(config):
 
 def test_the_network_is_there_when_it_is_asked_for(config):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        answer = f"port {server.getsockname()[1]}"
-        notes, (closed,) = notes_and_verdicts(config, [answer])
-        _, (opened,) = notes_and_verdicts(config, [answer], network=True)
+        completion = f"port {server.getsockname()[1]}"
+        notes, (closed,) = notes_and_verdicts(config, [completion])
+        _, (opened,) = notes_and_verdicts(config, [completion], network=True)
     assert opened.reward == 1
     assert bool(closed.error) == (not notes)
 
@@ -400,8 +405,8 @@ def test_what_cannot_be_fenced_is_said(config, monkeypatch):
 
 
 def test_limits_of_a_reward(config):
-    answers = ["memory", "long file", "core", "privileges", "fine"]
-    _, verdicts = notes_and_verdicts(config, answers, max_memory_gib=2, max_file_gib=0.001)
+    completions = ["memory", "long file", "core", "privileges", "fine"]
+    _, verdicts = notes_and_verdicts(config, completions, max_memory_gib=2, max_file_gib=0.001)
     memory, long_file, core, privileges, fine = verdicts
     assert memory.error is not None
     assert "raised MemoryError" in memory.error

@@ -42,18 +42,18 @@ def make(position=None, size=12, max_tokens=99, **keys):
 
 def test_an_id_names_epoch_and_example():
     prompts = make(size=1)
-    assert [prompts.ask().id for _ in range(2)] == ["train/0/0", "train/1/0"]
+    assert [prompts.next_prompt().id for _ in range(2)] == ["train/0/0", "train/1/0"]
 
 
 def test_what_was_under_way_is_asked_first():
     prompts = make()
-    asked = [prompts.ask() for _ in range(5)]
+    asked = [prompts.next_prompt() for _ in range(5)]
     for done in (asked[0], asked[3]):
         prompts.mark_trained(done)
     prompts.requeue(asked[4])
     assert prompts.position() == PromptPosition(5, (1, 2, 4))
     again = make(prompts.position())
-    assert [again.ask().id for _ in range(3)] == [asked[i].id for i in (1, 2, 4)]
+    assert [again.next_prompt().id for _ in range(3)] == [asked[i].id for i in (1, 2, 4)]
     assert again.position() == prompts.position()
 
 
@@ -62,7 +62,7 @@ def test_each_prompt_is_learned_once_an_epoch(moves, draw):
     prompts, under_way, trained = make(), [], []
     for move in moves:
         if move == "ask":
-            under_way.append(prompts.ask())
+            under_way.append(prompts.next_prompt())
         elif move == "restart":
             prompts, under_way = make(prompts.position()), []
         elif under_way:
@@ -74,7 +74,7 @@ def test_each_prompt_is_learned_once_an_epoch(moves, draw):
                 prompts.requeue(prompt)
     assert len(set(trained)) == len(trained)
     while len(trained) < 24:  # two epochs
-        under_way.append(prompts.ask())
+        under_way.append(prompts.next_prompt())
         prompts.mark_trained(under_way[-1])
         trained.append(under_way.pop().id)
         if not draw.randrange(5):
@@ -85,12 +85,12 @@ def test_each_prompt_is_learned_once_an_epoch(moves, draw):
 def test_long_prompts_are_skipped_and_told():
     told = []
     prompts = make(size=12, max_tokens=1, on_too_long=told.append)
-    asked = {prompts.ask().example for _ in range(10)}
+    asked = {prompts.next_prompt().example for _ in range(10)}
     assert asked == set(range(10))
-    prompts.ask()
+    prompts.next_prompt()
     assert told[0] in {f"Skipped train/0/{i}: 2 tokens, at most 1 fit." for i in (10, 11)}
 
 
 def test_nothing_but_long_prompts_is_an_error():
     with pytest.raises(TaskError, match="every prompt of count has more than 0 tokens; raise seq_len"):
-        make(max_tokens=0).ask()
+        make(max_tokens=0).next_prompt()

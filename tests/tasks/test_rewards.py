@@ -19,15 +19,15 @@ ROWS = [
 CODE = """
 import asyncio
 
-def exact(row, answer):
-    return float(answer == row["solution"])
+def exact(row, completion):
+    return float(completion == row["solution"])
 
-def brief(row, answer, num_tokens, finish_reason, *, num_turns=0):
+def brief(row, completion, num_tokens, finish_reason, *, num_turns=0):
     return -0.5 if finish_reason == "length" else 1 / (num_tokens * num_turns)
 
-async def thinks(row, answer):
+async def thinks(row, completion):
     await asyncio.sleep(0)
-    return exact(row, answer), {"waited": 1.0}
+    return exact(row, completion), {"waited": 1.0}
 
 def trl(prompts, completions, solution, **kwargs):
     assert len(prompts) == len(completions) == len(solution) == 1
@@ -43,7 +43,7 @@ def not_for_me(completions, **kwargs):
 def two(completions, **kwargs):
     return [1.0, 2.0]
 
-def nothing(row, answer):
+def nothing(row, completion):
     pass
 """
 
@@ -110,9 +110,9 @@ def test_tokens_travel_only_to_who_asks_for_them(task):
 @pytest.mark.parametrize(
     ("function", "style", "by_name"),
     [
-        (lambda row, answer: 0, "row", set()),
+        (lambda row, completion: 0, "row", set()),
         (lambda line, text, finish_reason: 0, "row", {"finish_reason"}),
-        (lambda row, answer, strict=True: 0, "row", set()),
+        (lambda row, completion, strict=True: 0, "row", set()),
         (lambda *both: 0, "row", set()),
         (lambda completions, **kwargs: 0, "lists", {"completions"}),
         (lambda completion_ids: 0, "lists", {"completion_ids"}),
@@ -127,9 +127,15 @@ def test_signatures(function, style, by_name):
 @pytest.mark.parametrize(
     ("function", "sentence"),
     [
-        (lambda answer: 0, "takes (answer); it is called with (row, answer), or with lists by name when it asks for"),
-        (lambda: 0, "takes (); it is called with (row, answer)"),
-        (lambda row, answer, solution: 0, "asks for `solution`; besides (row, answer) there are `num_tokens`, "),
+        (
+            lambda completion: 0,
+            "takes (completion); it is called with (row, completion), or with lists by name when it asks for",
+        ),
+        (lambda: 0, "takes (); it is called with (row, completion)"),
+        (
+            lambda row, completion, solution: 0,
+            "asks for `solution`; besides (row, completion) there are `num_tokens`, ",
+        ),
     ],
 )
 def test_a_function_that_nobody_could_call(function, sentence):
@@ -144,14 +150,14 @@ def test_a_class_of_ones_own_may_be_async_and_ask_for_more(tmp_path):
         "    name = 'own'\n"
         "    def __len__(self):\n        return 1\n"
         "    def messages(self, example):\n        return [{'role': 'user', 'content': '?'}]\n"
-        "    async def reward(self, example, answer, num_turns):\n        return num_turns\n"
+        "    async def reward(self, example, completion, num_turns):\n        return num_turns\n"
     )
     task = build_task(ImportTask(import_path=f"{tmp_path}/own.py:Own"))
     assert score(task, 0, FOUR) == (2.0, {})
 
 
 @pytest.mark.parametrize(
-    ("answer", "num_tokens", "reward"),
+    ("completion", "num_tokens", "reward"),
     [
         ("2+5=7 7-5=2 <answer>2</answer>", 20, 1.0),
         ("2+5=7 7-5=3 <answer>3</answer>", 20, 0.1),
@@ -159,11 +165,11 @@ def test_a_class_of_ones_own_may_be_async_and_ask_for_more(tmp_path):
         ("<answer>two</answer>", 42, -0.02),
     ],
 )
-def test_the_example_s_rewards_score_as_they_say(answer: str, num_tokens: int, reward: float) -> None:
+def test_the_example_s_rewards_score_as_they_say(completion: str, num_tokens: int, reward: float) -> None:
     folder = Path(__file__).parents[2] / "examples/own_task"
     functions = [f"{folder}/reward.py:{name}" for name in ("correct", "brief")]
     task = JsonlDataset(str(folder / "questions.jsonl"), functions, weights=[1.0, 0.2])
-    assert score(task, 0, Completion(answer, num_tokens))[0] == pytest.approx(reward)
+    assert score(task, 0, Completion(completion, num_tokens))[0] == pytest.approx(reward)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +187,6 @@ def test_functions_of_the_same_name_are_metrics_of_their_own(paths, names):
 def test_two_functions_of_one_name_overwrite_no_metric(tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
     for name, value in (("right", 1.0), ("brief", 0.5)):
-        (tmp_path / f"{name}.py").write_text(f"def reward(row, answer):\n    return {value}\n")
+        (tmp_path / f"{name}.py").write_text(f"def reward(row, completion):\n    return {value}\n")
     config = JsonlTask(path=f"{tmp_path}/rows.jsonl", reward=[f"{tmp_path}/{n}.py:reward" for n in ("right", "brief")])
     assert score(build_task(config), 0, FOUR) == (1.5, {"right.reward": 1.0, "brief.reward": 0.5})

@@ -63,7 +63,7 @@ def test_every_scorer_that_runs_text_is_disarmed():
 
 
 @pytest.mark.parametrize("name", sorted(DATASETS_OF))
-def test_an_answer_starts_nothing_and_right_ones_still_score(name, tmp_path):
+def test_a_completion_starts_nothing_and_right_ones_still_score(name, tmp_path):
     task = build_task(ReasoningGymTask(name=name, size=20))
     trap = tmp_path / "pwned"
     for attack in (
@@ -126,7 +126,7 @@ def test_what_would_keep_the_scorer_busy_is_refused_at_once(text):
 
 
 @pytest.mark.parametrize("name", ["countdown", "puzzle24", "simple_integration", "polynomial_multiplication"])
-def test_an_endless_answer_scores_as_a_wrong_one(name):
+def test_an_endless_completion_scores_as_a_wrong_one(name):
     task = build_task(ReasoningGymTask(name=name, size=1))
     wrong = task.reward(0, "<answer>no idea</answer>")
     assert [task.reward(0, f"<answer>{text}</answer>") for text in ENDLESS] == [wrong] * len(ENDLESS)

@@ -42,7 +42,7 @@ def test_jsonl_with_a_system_prompt_and_metrics(tmp_path):
 
 
 def test_a_reward_in_a_file_beside_the_data(tmp_path):
-    (tmp_path / "mine.py").write_text("def reward(row, answer):\n    return len(answer)\n")
+    (tmp_path / "mine.py").write_text("def reward(row, completion):\n    return len(completion)\n")
     task = build_task(jsonl(tmp_path, {"prompt": "1+1="}, reward=f"{tmp_path}/mine.py:reward"))
     assert score(task, 0, Completion("two")) == (3.0, {})
 
@@ -94,7 +94,7 @@ def test_bad_rows_for_sft(tmp_path, row, message):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(row) + "\n")
     with pytest.raises(TaskError) as error:
-        conversation(*read_rows(file)[0], ends_with="answer")
+        conversation(*read_rows(file)[0], ends_with="completion")
     assert message in str(error.value)
 
 
@@ -120,7 +120,7 @@ BAD_TASKS = [
         "reasoning-gym's chain_sum refuses its config {'min_terms': -1}: min_terms must be",
     ),
     (gym(config={"seed": 3}), "write `seed` beside `name`, not inside `config`"),
-    (gym(question_template="Solve it."), "it must contain {question}, where the question goes"),
+    (gym(question_template="Solve it."), "it must contain {question}, for the example"),
     (BuiltinTask(name="additon"), 'there is no built-in task "additon"; did you mean "addition"?'),
     (BuiltinTask(name="addition", config={"max": 3}), 'addition has no "max"; there is max_value'),
     (BuiltinTask(name="addition", config={"max_value": "9"}), "max_value is '9'; it must be a whole number above 0"),
@@ -160,7 +160,7 @@ def test_bad_rewards_are_found_where_they_are_called(tmp_path, reward, message):
     assert "orchestrator.task.reward" in str(error.value)
 
 
-def test_reasoning_gym_scores_its_own_answers():
+def test_reasoning_gym_scores_its_own_completions():
     task = build_task(gym(question_template="{question}\nAnswer:", system_prompt="Add up."))
     assert len(task) == 20
     system, user = task.messages(3)

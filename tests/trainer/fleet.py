@@ -5,7 +5,7 @@
         fleet.train([0.5, ...])
         fleet.resize(ParallelLayout.of((3, 0, 2)))
 
-It is the dumb twin of `ductile.wire.resize`: every step goes to everybody, and everybody must do it.
+It is the dumb twin of `ductile.wire.transaction`: every step goes to everybody, and everybody must do it.
 """
 
 import pickle

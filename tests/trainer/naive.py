@@ -30,8 +30,8 @@ def make_samples(lengths: Sequence[int], seed: int = 0, temperatures: Sequence[f
         samples.append(
             Sample(
                 token_ids=tuple(torch.randint(5, VOCAB, (n,), generator=random).tolist()),
-                mask=tuple(mask),
-                logprobs=uniform(n, -6.0, -3.0),
+                loss_mask=tuple(mask),
+                rollout_logprobs=uniform(n, -6.0, -3.0),
                 advantages=tuple(a if m else 0.0 for a, m in zip(uniform(n, -1.0, 1.0), mask, strict=True)),
                 old_logprobs=uniform(n, -6.0, -3.0),
                 ref_logprobs=uniform(n, -6.0, -3.0),
@@ -72,7 +72,7 @@ def summed_loss(model: Transformer, sample: Sample, loss) -> Tensor:
     logprobs = logits[:-1].log_softmax(-1)
     entropies = -(logprobs.exp() * logprobs).sum(-1).detach()
     chosen = logprobs.gather(1, tokens[1:, None])[:, 0]
-    mask = torch.tensor(sample.mask)[1:]
+    mask = torch.tensor(sample.loss_mask)[1:]
 
     def column(values: Sequence[float]) -> Tensor:
         return torch.tensor(values)[1:][mask]
@@ -80,7 +80,7 @@ def summed_loss(model: Transformer, sample: Sample, loss) -> Tensor:
     inputs = LossInputs(
         logprobs=chosen[mask],
         entropies=entropies[mask],
-        sampled_logprobs=column(sample.logprobs),
+        sampled_logprobs=column(sample.rollout_logprobs),
         old_logprobs=column(sample.old_logprobs),
         reference=column(sample.ref_logprobs),
         advantages=column(sample.advantages),

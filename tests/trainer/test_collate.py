@@ -6,7 +6,7 @@ from ductile.trainer.collate import collate
 
 
 def test_trained_tokens_of_all_samples_in_order() -> None:
-    one = Sample((5, 6, 7), (False, True, False), logprobs=(0.0, -1.0, -2.0), advantages=(0.0, 0.5, 0.0))
+    one = Sample((5, 6, 7), (False, True, False), rollout_logprobs=(0.0, -1.0, -2.0), advantages=(0.0, 0.5, 0.0))
     nothing = Sample((9, 9), (False, False))
     other = Sample((8, 4), (False, True), weights=(0.25, 0.25), old_logprobs=(0.0, -3.0), temperature=0.5)
     batch = collate(MicroBatch((one, nothing, other)))
@@ -25,7 +25,7 @@ def test_trained_tokens_of_all_samples_in_order() -> None:
 
 @pytest.mark.parametrize("micro_batch", [MicroBatch(()), MicroBatch((Sample((1, 2), (False, False)),))])
 def test_an_empty_turn_has_one_made_up_token(micro_batch: MicroBatch) -> None:
-    batch = collate(micro_batch, required=("logprobs",))
+    batch = collate(micro_batch, required=("rollout_logprobs",))
     assert batch.num_trained == 0
     assert len(batch.packed.targets) == len(batch.weights) == len(batch.sequences) == 1
 
@@ -38,19 +38,28 @@ def test_temperatures_are_left_out_where_they_do_nothing() -> None:
     ("sample", "message"),
     [
         (Sample((1, 2), (True, True)), "sample 0 trains on its first token"),
-        (Sample((1, 2), (False, True), advantages=(0.0, 1.0)), "sample 0 has no logprobs, which the configured loss"),
-        (Sample((1, 2), (False, True), logprobs=(0.0, float("-inf"))), "sample 0 has logprobs that are not finite"),
-        (Sample((1, 2), (False, True), logprobs=(0.0, 1e39)), "sample 0 has logprobs that are not finite"),
         (
-            Sample((1, 2), (False, True), logprobs=(0.0, 0.0), weights=(0.0, float("nan"))),
+            Sample((1, 2), (False, True), advantages=(0.0, 1.0)),
+            "sample 0 has no rollout_logprobs, which the configured loss",
+        ),
+        (
+            Sample((1, 2), (False, True), rollout_logprobs=(0.0, float("-inf"))),
+            "sample 0 has rollout_logprobs that are not finite",
+        ),
+        (
+            Sample((1, 2), (False, True), rollout_logprobs=(0.0, 1e39)),
+            "sample 0 has rollout_logprobs that are not finite",
+        ),
+        (
+            Sample((1, 2), (False, True), rollout_logprobs=(0.0, 0.0), weights=(0.0, float("nan"))),
             "weights that are not finite",
         ),
-        (Sample((1, 2), (False, True), logprobs=(0.0, 0.0), temperature=0.0), "sample 0 has temperature 0.0"),
+        (Sample((1, 2), (False, True), rollout_logprobs=(0.0, 0.0), temperature=0.0), "sample 0 has temperature 0.0"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused(sample: Sample, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        collate(MicroBatch((sample,)), required=("logprobs",))
+        collate(MicroBatch((sample,)), required=("rollout_logprobs",))
 
 
 def test_int64_even_for_one_token() -> None:

@@ -20,10 +20,10 @@ from ductile.parallel import parallelize
 from ductile.trainer.state import StatePlans
 from ductile.wire.codec import decode, encode
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory import MemoryTransport
+from ductile.wire.memory_transport import MemoryTransport
 from ductile.wire.messages import AssignRole, Envelope, ForwardBackward, Prepare
-from ductile.wire.resize import ResizeOptions, Transaction
 from ductile.wire.trainer import RemoteTrainer
+from ductile.wire.transaction import ResizeOptions, Transaction
 from tests.core.transfer.test_reshard import run
 from tests.loop.doubles import clock
 from tests.wire.train_slots import TrainSlots, play, sample

@@ -106,7 +106,7 @@ def test_what_a_step_reports(folder: Path, alone: ParallelContext) -> None:
     num_tokens = trainer.forward_backward([MicroBatch(tuple(samples)), MicroBatch(())])
     report = trainer.optim_step(float(num_tokens))
     assert report.step == trainer.step == 1
-    assert report.num_tokens == num_tokens == sum(sum(sample.mask) for sample in samples)
+    assert report.num_tokens == num_tokens == sum(sum(sample.loss_mask) for sample in samples)
     assert report.lr == 0.5
     assert set(report.metrics) == {"masked_fraction", "mismatch_kl", "entropy", "skipped"}
     assert 4.0 < report.metrics["entropy"] < 5.0  # a random model's: close to log(102)
@@ -170,7 +170,10 @@ def test_a_gradient_that_is_not_finite_changes_nothing(folder: Path, alone: Para
     before = {name: tensor.clone() for name, tensor in trainer.gathered_tensors()}
     (sample,) = make_samples((6,))
     poisoned = Sample(
-        sample.token_ids, sample.mask, sample.logprobs, advantages=tuple(3e38 * (a != 0) for a in sample.advantages)
+        sample.token_ids,
+        sample.loss_mask,
+        sample.rollout_logprobs,
+        advantages=tuple(3e38 * (a != 0) for a in sample.advantages),
     )
     trainer.forward_backward([MicroBatch((poisoned,))])
     report = trainer.optim_step(1.0)

@@ -106,7 +106,7 @@ def live(place: RoleAssignment, settings: dict[str, Any], folder: str) -> dict[s
 
 def test_a_whole_life_on_two_slots(settings: dict[str, Any], tmp_path: Path) -> None:
     first, second = on_slots((5, 2), live, settings, str(tmp_path))
-    num_trained = sum(sum(sample.mask) for sample in SAMPLES)
+    num_trained = sum(sum(sample.loss_mask) for sample in SAMPLES)
     assert (first["num_tokens"], second["num_tokens"]) == (num_trained, 0)
     assert first["report"] == second["report"]
     assert first["report"].num_tokens == num_trained

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ductile.core.cluster.instances import Instance, instance_on
 from ductile.records import GenerateRequest, Generation, KVHandle, Manifest, StepReport
-from ductile.wire.memory import MemoryTransport
+from ductile.wire.memory_transport import MemoryTransport
 from ductile.wire.messages import (
     Abort,
     AssignRole,
@@ -24,9 +24,9 @@ from ductile.wire.messages import (
     Finished,
     Forget,
     Generate,
-    HandedOff,
-    HandOff,
     LeaseWeights,
+    MigratedOut,
+    MigrateOut,
     OptimStep,
     Publish,
     Published,
@@ -55,7 +55,7 @@ def token(name: str, position: int) -> int:
     return zlib.crc32(f"{base(name)}/{position}".encode())
 
 
-def answer(name: str, length: int) -> tuple[int, ...]:
+def completion_of(name: str, length: int) -> tuple[int, ...]:
     return tuple(token(name, position) for position in range(length))
 
 
@@ -80,7 +80,7 @@ class GenerateSlots:
         self.slots = {number: Slot(number) for number in range(num_slots)}
         for number in generating:
             self.slots[number].holds, self.slots[number].version = True, 0
-        self.carrier = MemoryTransport(dict.fromkeys(self.slots, self.answer))
+        self.carrier = MemoryTransport(dict.fromkeys(self.slots, self.respond))
         self.length = length
         self.wrong: list[str] = []
         """What should not have been asked."""
@@ -90,17 +90,17 @@ class GenerateSlots:
         """Manifests that are good, with their versions, by location."""
         self.published: dict[int, Manifest] = {}
         self.dead: set[int] = set()
-        self.answer_s: Callable[[int, Command], float] = lambda number, command: 0.0
+        self.reply_s: Callable[[int, Command], float] = lambda number, command: 0.0
         self._delays: list[tuple[int, type, float]] = []
         self._turns = {number: asyncio.Lock() for number in self.slots}
         self._count = 0
 
-    async def answer(self, number: int, command: Command) -> Reply:
+    async def respond(self, number: int, command: Command) -> Reply:
         slot = self.slots[number]
         async with self._turns[number]:  # a slot executes its commands in order
-            await asyncio.sleep(self.answer_s(number, command) + self._delay_s(number, command))
+            await asyncio.sleep(self.reply_s(number, command) + self._delay_s(number, command))
             try:
-                return self._answer(slot, command)
+                return self._respond(slot, command)
             except AssertionError as error:
                 self.wrong.append(f"slot {slot.number}: {type(command).__name__}: {error}")
                 return Failed(str(error))
@@ -169,7 +169,7 @@ class GenerateSlots:
         request = slot.live.pop(name)
         return Generation(name, request.generated, request.logprobs, request.versions, reason)
 
-    def _answer(self, slot: Slot, command: Command) -> Reply:
+    def _respond(self, slot: Slot, command: Command) -> Reply:
         if isinstance(command, Publish | Withdraw):
             return self._publish(slot, command)
         if isinstance(command, OptimStep):
@@ -183,7 +183,7 @@ class GenerateSlots:
                 assert not slot.holds, "holds the role already"
                 slot.holds, slot.version = True, None
             case ReleaseRole():
-                slot.live.clear()  # only aborted ones may be left, as the answers show
+                slot.live.clear()  # only aborted ones may be left, as the replies show
                 slot.holds, slot.version = False, None
                 slot.caches.clear()
                 self.offers.pop(slot.leased, None)
@@ -192,7 +192,9 @@ class GenerateSlots:
                 assert slot.version is not None, "has no weights"
                 for request in requests:
                     assert request.id not in slot.live, f"has {request.id} already"
-                    assert request.generated == answer(request.id, len(request.generated)), "somebody else's tokens"
+                    assert request.generated == completion_of(request.id, len(request.generated)), (
+                        "somebody else's tokens"
+                    )
                     slot.live[request.id] = request
                 for name, handle in caches.items():
                     kept = self.slots[int(handle.location)].caches
@@ -203,8 +205,8 @@ class GenerateSlots:
                 ended = [self._end(slot, name, "abort") for name in ids or () if name in slot.live]
                 if ended:
                     self.carrier.emit(slot.number, Finished(tuple(ended)))
-            case HandOff(ids, with_cache):
-                return self._hand_off(slot, ids, with_cache)
+            case MigrateOut(ids, with_cache):
+                return self._migrate_out(slot, ids, with_cache)
             case Forget(ids):
                 for name in ids:
                     slot.caches.pop(name, None)
@@ -223,7 +225,7 @@ class GenerateSlots:
                 slot.version = manifest.version
         return Done()
 
-    def _hand_off(self, slot: Slot, ids: tuple[str, ...], with_cache: tuple[str, ...]) -> HandedOff:
+    def _migrate_out(self, slot: Slot, ids: tuple[str, ...], with_cache: tuple[str, ...]) -> MigratedOut:
         assert set(with_cache) <= set(ids)
         given = [slot.live.pop(name) for name in ids if name in slot.live]
         handles: dict[str, KVHandle] = {}
@@ -232,7 +234,7 @@ class GenerateSlots:
                 num_tokens = len(request.prompt) + len(request.generated)
                 slot.caches[request.id] = num_tokens
                 handles[request.id] = KVHandle(str(slot.number), num_tokens, 0, slot.version or 0, 0)
-        return HandedOff(tuple(given), handles)
+        return MigratedOut(tuple(given), handles)
 
     def _publish(self, slot: Slot, command: Publish | Withdraw) -> Reply:
         """As a trainer of one slot."""

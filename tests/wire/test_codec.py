@@ -11,7 +11,7 @@ from ductile.wire import codec
 from ductile.wire.codec import BadFrame, decode, encode
 from ductile.wire.messages import AssignRole, Done, Envelope, Finished, ForwardBackward, Ping
 
-SAMPLE = Sample((5, 6, 7), (False, True, True), logprobs=(0.0, -0.7, float("-inf")), advantages=(0.0, 0.5, 0.5))
+SAMPLE = Sample((5, 6, 7), (False, True, True), rollout_logprobs=(0.0, -0.7, float("-inf")), advantages=(0.0, 0.5, 0.5))
 MESSAGES = [
     Ping(),
     AssignRole("train", {"model": {"name": "m", "tp": 1}, "x": None}, ParallelLayout.of((0, 2)), "127.0.0.1:1"),
@@ -41,7 +41,7 @@ def test_round_trip(message):
             {
                 "epoch": 0,
                 "seq": 1,
-                "body": {"type": "Score", "model": "policy", "samples": [{"token_ids": [1], "mask": []}]},
+                "body": {"type": "Score", "model": "policy", "samples": [{"token_ids": [1], "loss_mask": []}]},
             }
         ),
         b"\x91" * 100_000,

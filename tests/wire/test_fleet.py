@@ -1,4 +1,4 @@
-"""Generators over the memory carrier: where sequences go, what cancelling, silence and death do."""
+"""Generators over the memory transport: where sequences go, what cancelling, silence and death do."""
 
 import asyncio
 import time
@@ -11,7 +11,7 @@ from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.in_flight import RequestsInFlight
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory import MemoryTransport
+from ductile.wire.memory_transport import MemoryTransport
 from ductile.wire.messages import Abort, Command, Done, EngineStats, Finished, Generate, Reply
 from tests.wire.generate_slots import generator
 
@@ -29,14 +29,14 @@ def stats(num_tokens: int) -> EngineStats:
 
 
 class Fleet:
-    """Two generators that answer nothing by themselves."""
+    """Two generators that complete nothing by themselves."""
 
     def __init__(self, timeout_s: float = 5.0, clock=time.monotonic, block_tokens: int = 16) -> None:
-        self.carrier = MemoryTransport({0: self._answer, 1: self._answer})
+        self.carrier = MemoryTransport({0: self._respond, 1: self._respond})
         self.mailbox = Mailbox(self.carrier)
         self.generators = RemoteGenerators(self.mailbox, map(generator, (0, 1)), 8, block_tokens, timeout_s, clock)
 
-    def _answer(self, slot: int, command: Command) -> Reply:
+    def _respond(self, slot: int, command: Command) -> Reply:
         return Done()
 
     def ask(self, *args, **kwargs) -> "asyncio.Task[Generation]":
@@ -55,7 +55,7 @@ def run(story) -> None:
     asyncio.run(asyncio.wait_for(story, 20))
 
 
-def test_an_answer_goes_to_who_asked():
+def test_a_completion_goes_to_who_asked():
     async def story():
         fleet = Fleet()
         first, second = fleet.ask("a"), fleet.ask("b")
@@ -129,7 +129,7 @@ def test_cancelling_aborts():
     run(story())
 
 
-def test_the_answer_of_an_aborted_attempt_is_not_that_of_the_second():
+def test_the_completion_of_an_aborted_attempt_is_not_that_of_the_second():
     async def story():
         fleet = Fleet()
         first = fleet.ask("a")

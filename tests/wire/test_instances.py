@@ -18,8 +18,8 @@ from ductile.wire.messages import (
     Event,
     Failed,
     Generate,
-    HandOff,
     LeaseWeights,
+    MigrateOut,
     Receive,
     ReleaseRole,
     Reply,
@@ -118,7 +118,7 @@ def test_requests_migrate_between_them_and_nobody_notices():
         ]
         results = await cluster.generators.migrate(orders)
         assert [(result.instance, result.why) for result in results] == [(order.target, "") for order in orders]
-        assert [slot for slot, _ in cluster.sent(HandOff)] == [0, 2]
+        assert [slot for slot, _ in cluster.sent(MigrateOut)] == [0, 2]
         assert cluster.where() == {order.id: order.target for order in orders}
         for name, task in asked.items():
             assert is_whole(await task, name)

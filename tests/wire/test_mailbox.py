@@ -10,7 +10,7 @@ from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.records import Manifest
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory import MemoryTransport
+from ductile.wire.memory_transport import MemoryTransport
 from ductile.wire.messages import (
     AssignRole,
     Command,
@@ -26,7 +26,7 @@ from ductile.wire.messages import (
     Reply,
 )
 from tests.loop.doubles import run as on_virtual_time
-from tests.wire.carriers import eventually, memory_slots, socket_slots
+from tests.wire.transports import eventually, memory_slots, socket_slots
 
 MANIFEST = Manifest(3, "shared_memory", "/proc/1/fd/3", 0, 0, ())
 STATS = EngineStats(num_running=1, num_waiting=0, num_tokens=5, num_preempted=0, cache_used=0.5, version=2)
@@ -37,7 +37,7 @@ def slots(request: pytest.FixtureRequest):
     return request.param
 
 
-def answer(slot: int, command: Command) -> Reply | None:
+def respond(slot: int, command: Command) -> Reply | None:
     match command:
         case Ping():
             return Done()
@@ -51,9 +51,9 @@ def run(story) -> None:
     asyncio.run(asyncio.wait_for(story, 20))
 
 
-def test_each_question_gets_its_answer(slots):
+def test_each_command_gets_its_reply(slots):
     async def story():
-        async with slots({0: answer, 1: answer}) as (mailbox, _):
+        async with slots({0: respond, 1: respond}) as (mailbox, _):
             replies = await asyncio.gather(*(mailbox.ask(n % 2, Publish(3), 5) for n in range(50)))
             assert replies == [Published(MANIFEST if n % 2 == 0 else None) for n in range(50)]
 
@@ -62,7 +62,7 @@ def test_each_question_gets_its_answer(slots):
 
 def test_a_failure_is_refused_with_the_slots_words(slots):
     async def story():
-        async with slots({0: answer}) as (mailbox, _):
+        async with slots({0: respond}) as (mailbox, _):
             with pytest.raises(Refused, match=r"slot 0.*: no such version") as raised:
                 await mailbox.ask(0, Publish(1), 5)
             assert raised.value.__notes__ == ["line 7"]
@@ -72,11 +72,11 @@ def test_a_failure_is_refused_with_the_slots_words(slots):
 
 def test_silence_is_late_and_says_what_the_slot_was_doing(slots):
     async def story():
-        async with slots({0: answer}) as (mailbox, emit):
+        async with slots({0: respond}) as (mailbox, emit):
             emit[0](Heartbeat("AssignRole", 12.0))
             await eventually(lambda: mailbox.heartbeats)
             with pytest.raises(
-                Late, match=r"slot 0.* did not answer OptimStep within 0.05 s; .*busy with AssignRole for 12 s"
+                Late, match=r"slot 0.* did not reply to OptimStep within 0.05 s; .*busy with AssignRole for 12 s"
             ):
                 await mailbox.ask(0, OptimStep(1.0), 0.05)
             assert await mailbox.ask(0, Ping(), 5) == Done()
@@ -84,7 +84,7 @@ def test_silence_is_late_and_says_what_the_slot_was_doing(slots):
     run(story())
 
 
-def test_an_answer_after_the_deadline_is_counted_and_harms_nobody(slots):
+def test_a_reply_after_the_deadline_is_counted_and_harms_nobody(slots):
     def slow(slot: int, command: Command) -> Reply:
         if isinstance(command, OptimStep):
             time.sleep(0.2)
@@ -93,7 +93,9 @@ def test_an_answer_after_the_deadline_is_counted_and_harms_nobody(slots):
     async def story():
         async with slots({0: slow}) as (mailbox, _):
             if slots is memory_slots:
-                pytest.skip("a handler that blocks blocks the memory carrier's loop; test_memory delays instead")
+                pytest.skip(
+                    "a handler that blocks blocks the memory transport's loop; test_memory_transport delays instead"
+                )
             with pytest.raises(Late):
                 await mailbox.ask(0, OptimStep(1.0), 0.05)
             assert await mailbox.ask(0, Ping(), 5) == Done()
@@ -104,7 +106,7 @@ def test_an_answer_after_the_deadline_is_counted_and_harms_nobody(slots):
 
 def test_a_lost_slot_fails_everything_asked_of_it_at_once(slots):
     async def story():
-        async with slots({0: answer, 1: answer}) as (mailbox, _):
+        async with slots({0: respond, 1: respond}) as (mailbox, _):
             events = []
             mailbox.subscribe(lambda slot, event: events.append((slot, event)))
             asking = [asyncio.create_task(mailbox.ask(1, OptimStep(1.0), 60)) for _ in range(3)]
@@ -126,7 +128,7 @@ def test_a_lost_slot_fails_everything_asked_of_it_at_once(slots):
 
 def test_asking_all_gives_one_outcome_a_target(slots):
     async def story():
-        async with slots({0: answer, 1: answer, 2: answer, 3: answer}) as (mailbox, _):
+        async with slots({0: respond, 1: respond, 2: respond, 3: respond}) as (mailbox, _):
             mailbox.lose(2, "slot 2 is gone")
             outcomes = await mailbox.ask_all({0: Ping(), 1: Publish(1), 2: Ping(), 3: OptimStep(1.0)}, 0.2)
             assert list(outcomes) == [0, 1, 2, 3]
@@ -138,46 +140,46 @@ def test_asking_all_gives_one_outcome_a_target(slots):
 
 def test_after_a_failure_the_others_are_not_waited_for(slots):
     async def story():
-        async with slots({0: answer, 1: answer}) as (mailbox, _):
+        async with slots({0: respond, 1: respond}) as (mailbox, _):
             outcomes = await mailbox.ask_all({0: OptimStep(1.0), 1: Publish(1)}, 600, after_failure_s=0.05)
             assert isinstance(outcomes[1], Refused)
             assert isinstance(outcomes[0], Late)
-            assert "had not answered OptimStep when another slot failed" in str(outcomes[0])
+            assert "had not replied to OptimStep when another slot failed" in str(outcomes[0])
 
     run(story())
 
 
-def test_answers_after_a_failure_do_not_make_the_wait_longer():
+def test_replies_after_a_failure_do_not_make_the_wait_longer():
     async def story():
-        carrier = MemoryTransport(dict.fromkeys(range(4), answer))
+        carrier = MemoryTransport(dict.fromkeys(range(4), respond))
         carrier.fail(1, "delay", delay_s=1.5)
         carrier.fail(2, "delay", delay_s=3.0)
         outcomes = await Mailbox(carrier).ask_all(
             {0: Publish(1), 1: Ping(), 2: Ping(), 3: OptimStep(1.0)}, 600, after_failure_s=2.0
         )
         assert [type(outcome) for outcome in outcomes.values()] == [Refused, Done, Late, Late]
-        await asyncio.sleep(2)  # the delayed answer, which nobody waits for
+        await asyncio.sleep(2)  # the delayed reply, which nobody waits for
 
     on_virtual_time(story())
 
 
-def test_a_cancelled_question_is_forgotten(slots):
+def test_a_cancelled_request_is_forgotten(slots):
     async def story():
-        async with slots({0: answer}) as (mailbox, _):
+        async with slots({0: respond}) as (mailbox, _):
             task = asyncio.create_task(mailbox.ask(0, OptimStep(1.0), 60))
             await asyncio.sleep(0.02)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
             mailbox.lose(0, "gone")
-            assert not mailbox._questions
+            assert not mailbox._pending
 
     run(story())
 
 
 def test_events_reach_every_listener_until_it_leaves(slots):
     async def story():
-        async with slots({0: answer, 1: answer}) as (mailbox, emit):
+        async with slots({0: respond, 1: respond}) as (mailbox, emit):
             heard: list = []
             leave = mailbox.subscribe(lambda slot, event: heard.append((slot, event)))
             mailbox.subscribe(lambda slot, event: heard.append("second"))
@@ -194,7 +196,7 @@ def test_events_reach_every_listener_until_it_leaves(slots):
 
 def test_a_listener_that_raises_is_told_of_and_stops_nobody(slots):
     async def story():
-        async with slots({0: answer}) as (mailbox, emit):
+        async with slots({0: respond}) as (mailbox, emit):
             told, heard = [], []
             asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
             mailbox._on_error = lambda sentence, error: told.append((sentence, error))
@@ -222,7 +224,7 @@ def test_sentences_name_the_roles_of_a_slot(slots):
 
 def test_time_since_a_slot_spoke(slots):
     async def story():
-        async with slots({0: answer}) as (mailbox, _):
+        async with slots({0: respond}) as (mailbox, _):
             await mailbox.ask(0, Ping(), 5)
             heard = mailbox.heard_at_s[0]
             mailbox._clock = lambda: heard + 7.5

@@ -1,4 +1,4 @@
-"""Sequences that change generators while everything may go wrong, in virtual time over the memory carrier."""
+"""Sequences that change generators while everything may go wrong, in virtual time over the memory transport."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -17,11 +17,11 @@ from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.leases import WeightLeases
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.messages import Abort, AssignRole, Forget, Generate, HandOff, LeaseWeights, Receive
+from ductile.wire.messages import Abort, AssignRole, Forget, Generate, LeaseWeights, MigrateOut, Receive
 from ductile.wire.trainer import RemoteTrainer
 from tests.core.cluster.scenes import id_on
 from tests.loop.doubles import clock, run
-from tests.wire.generate_slots import TOKEN_S, GenerateSlots, answer, generator
+from tests.wire.generate_slots import TOKEN_S, GenerateSlots, completion_of, generator
 
 TRAINER = 9
 TIMEOUT_S = 60.0
@@ -100,7 +100,7 @@ async def steps(num_tokens: int) -> None:
 
 
 def is_whole(generation: Generation, name: str, length: int = 20) -> bool:
-    return generation.id == name and generation.token_ids == answer(name, length)
+    return generation.id == name and generation.token_ids == completion_of(name, length)
 
 
 def test_sequences_go_on_where_they_are_handed_to_and_nobody_notices():
@@ -130,7 +130,7 @@ def test_one_message_a_source_and_one_a_target():
         cluster.carrier.sent.clear()
         leaving = {name: source for name, source in cluster.where().items() if source != id_on(2)}
         await cluster.generators.migrate([Migration(name, left, id_on(2), True) for name, left in leaving.items()])
-        assert sorted(slot for slot, _ in cluster.sent(HandOff)) == [0, 1]
+        assert sorted(slot for slot, _ in cluster.sent(MigrateOut)) == [0, 1]
         ((target, command),) = cluster.sent(Generate)
         assert target == 2
         assert len(command.requests) == len(command.caches) == len(leaving)
@@ -143,7 +143,7 @@ def test_what_ends_meanwhile_is_finished():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await steps(18)
-        cluster.slots.delay(0, HandOff, 1.0)
+        cluster.slots.delay(0, MigrateOut, 1.0)
         (result,) = await cluster.generators.migrate([order("a", 0, 1)])
         assert (result.instance, result.why) == (None, "it had ended")
         assert is_whole(await asked, "a")
@@ -175,12 +175,12 @@ def test_orders_that_are_out_of_date_change_nothing():
     with_cluster(story)
 
 
-@pytest.mark.parametrize("on", [HandOff, Generate])
+@pytest.mark.parametrize("on", [MigrateOut, Generate])
 def test_aborted_on_the_way(on: type):
     async def story(cluster: Cluster):
         asked, other = cluster.ask("a"), cluster.ask("b")
         await steps(3)
-        cluster.slots.delay(0 if on is HandOff else 2, on, 0.5)
+        cluster.slots.delay(0 if on is MigrateOut else 2, on, 0.5)
         handing = asyncio.create_task(cluster.generators.migrate([order("a", 0, 2, with_cache=True)]))
         await asyncio.sleep(0.2)
         asked.cancel()
@@ -213,13 +213,13 @@ def test_a_target_that_does_not_take_them_is_replaced(kind):
     with_cluster(story)
 
 
-def test_a_target_that_dies_as_soon_as_it_has_answered_is_replaced():
+def test_a_target_that_dies_as_soon_as_it_has_replied_is_replaced():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await steps(5)
 
         async def die(number, command):
-            reply = await cluster.slots.answer(number, command)
+            reply = await cluster.slots.respond(number, command)
             if isinstance(command, Generate):
                 asyncio.get_running_loop().call_soon(cluster.slots.kill, number, cluster.mailbox)
             return reply
@@ -251,7 +251,7 @@ def test_with_no_other_generator_it_goes_back_to_where_it_came_from():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await steps(5)
-        cluster.generators.hold(0)
+        cluster.generators.drain(0)
         cluster.carrier.fail(1, "error", on=Generate)
         (result,) = await cluster.generators.migrate([order("a", 0, 1)])
         assert result.instance == id_on(0)
@@ -278,9 +278,9 @@ def test_a_source_that_refuses_keeps_them():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await steps(5)
-        cluster.carrier.fail(0, "error", on=HandOff)
+        cluster.carrier.fail(0, "error", on=MigrateOut)
         (result,) = await cluster.generators.migrate([order("a", 0, 1)])
-        assert (result.instance, result.why) == (id_on(0), "slot 0: HandOff failed, as asked")
+        assert (result.instance, result.why) == (id_on(0), "slot 0: MigrateOut failed, as asked")
         assert is_whole(await asked, "a")
 
     with_cluster(story)
@@ -290,7 +290,7 @@ def test_a_source_that_dies_takes_its_tokens_along_and_they_are_sampled_anew():
     async def story(cluster: Cluster):
         first, second = cluster.ask("a"), cluster.ask("b")
         await steps(5)
-        cluster.carrier.fail(0, "death", on=HandOff)
+        cluster.carrier.fail(0, "death", on=MigrateOut)
         cluster.slots.dead.add(0)
         (result,) = await cluster.generators.migrate([order("a", 0, 1)])
         assert result.instance is None
@@ -328,11 +328,11 @@ def test_a_sequence_that_loses_two_slots_fails():
     with_cluster(story)
 
 
-def test_answers_that_come_twice_are_taken_once():
+def test_replies_that_come_twice_are_taken_once():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await steps(5)
-        for slot, command in ((0, HandOff), (1, Generate), (0, Forget)):
+        for slot, command in ((0, MigrateOut), (1, Generate), (0, Forget)):
             cluster.carrier.fail(slot, "duplicate", on=command)
         await cluster.generators.migrate([order("a", 0, 1, with_cache=True)])
         assert is_whole(await asked, "a")
@@ -345,7 +345,7 @@ def test_a_cancelled_caller_does_not_leave_sequences_behind():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await steps(5)
-        cluster.slots.delay(0, HandOff, 0.5)
+        cluster.slots.delay(0, MigrateOut, 0.5)
         handing = asyncio.create_task(cluster.generators.migrate([order("a", 0, 1, with_cache=True)]))
         await asyncio.sleep(0.1)
         handing.cancel()
@@ -359,7 +359,7 @@ def test_a_version_goes_live_before_a_migration_or_after_it():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await steps(5)
-        cluster.slots.delay(0, HandOff, 1.0)
+        cluster.slots.delay(0, MigrateOut, 1.0)
         handing = asyncio.create_task(cluster.generators.migrate([order("a", 0, 1)]))
         await asyncio.sleep(0.1)
         publishing = asyncio.create_task(cluster.publish(1))
@@ -379,11 +379,11 @@ def test_a_source_that_is_late_has_given_them_away_into_nowhere():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await steps(5)
-        cluster.slots.delay(0, HandOff, TIMEOUT_S + 1)
+        cluster.slots.delay(0, MigrateOut, TIMEOUT_S + 1)
         cluster.slots.length = lambda name: 10_000
         (result,) = await cluster.generators.migrate([order("a", 0, 1)])
         assert result.instance is None
-        with pytest.raises(Late, match="did not answer HandOff within 60 s"):
+        with pytest.raises(Late, match="did not reply to MigrateOut within 60 s"):
             await asked
         await asyncio.sleep(2)
 
@@ -404,7 +404,7 @@ moves = st.lists(
     max_size=40,
 )
 
-SPOILT = (HandOff, Generate, LeaseWeights, AssignRole)
+SPOILT = (MigrateOut, Generate, LeaseWeights, AssignRole)
 """Commands that are refused or lost. Were it one that frees something, what it frees would be left over."""
 
 
@@ -445,7 +445,7 @@ class Story:
                 cluster.slots.kill(first, cluster.mailbox)
             case "delay":
                 cluster.slots.delay(
-                    first, (HandOff, Generate, LeaseWeights, Receive, AssignRole, Abort)[second % 6], 0.7
+                    first, (MigrateOut, Generate, LeaseWeights, Receive, AssignRole, Abort)[second % 6], 0.7
                 )
             case "duplicate":
                 cluster.carrier.fail(first, "duplicate")
@@ -475,7 +475,7 @@ class Story:
 
     async def _leave(self, slot: int) -> None:
         generators = self.cluster.generators
-        generators.hold(slot)
+        generators.drain(slot)
         for each in [each for each in generators.all_instances if slot in each.slots]:
             there = tuple(other.id for other in generators.instances)
             await generators.migrate(self._migrations(lambda source, left=each.id: source == left, there))

@@ -12,7 +12,7 @@ from ductile.wire.dealer import Dealer
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Abort, Done, Envelope, Hello, Ping
 from ductile.wire.router import Router
-from tests.wire.carriers import ON_LOOPBACK, TOKEN, SocketSlot, eventually, socket_slots
+from tests.wire.transports import ON_LOOPBACK, TOKEN, SocketSlot, eventually, socket_slots
 
 HELLO = encode(Envelope(0, 0, Hello(pid=1, device="cpu")))
 

@@ -15,8 +15,8 @@ from ductile.wire.dealer import Dealer
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.router import Router
 from ductile.wire.sockets import MAX_PATH_BYTES, SocketFolder
-from tests.wire.carriers import TOKEN, eventually
 from tests.wire.test_router import HELLO
+from tests.wire.transports import TOKEN, eventually
 
 CONNECT = "import socket, sys; socket.socket(socket.AF_UNIX).connect(sys.argv[1])"
 NOBODY = 65534

@@ -1,4 +1,4 @@
-"""Micro-steps over the memory carrier, in virtual time."""
+"""Micro-steps over the memory transport, in virtual time."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from ductile.core.cluster.state import IN_FLIGHT
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory import MemoryTransport
+from ductile.wire.memory_transport import MemoryTransport
 from ductile.wire.messages import ForwardBackward, OptimStep, SaveState, Withdraw
 from ductile.wire.trainer import RemoteTrainer
 from tests.loop.doubles import clock
@@ -20,7 +20,7 @@ SEQ_LEN = 10
 
 def make(layout: ParallelLayout, num_slots: int = 8) -> tuple[TrainSlots, MemoryTransport, RemoteTrainer]:
     slots = TrainSlots(layout, num_slots)
-    carrier = MemoryTransport(dict.fromkeys(slots.slots, slots.answer))
+    carrier = MemoryTransport(dict.fromkeys(slots.slots, slots.respond))
     return slots, carrier, RemoteTrainer(Mailbox(carrier, clock), layout, timeout_s=100)
 
 
@@ -189,16 +189,16 @@ def test_training_is_not_held_for_ever():
     play(story)
 
 
-def test_a_trainer_that_did_not_answer_is_not_waited_for_again():
+def test_a_trainer_that_did_not_reply_is_not_waited_for_again():
     """A run that ends because of it tries to save, and would wait for as long once more."""
 
     async def story():
         _, carrier, trainer = make(ParallelLayout.of((0, 1)))
         carrier.fail(1, "drop", OptimStep)
-        with pytest.raises(Late, match=r"slot 1.* did not answer OptimStep within 100 s"):
+        with pytest.raises(Late, match=r"slot 1.* did not reply to OptimStep within 100 s"):
             await trainer.optim_step(1.0)
         assert clock() == pytest.approx(100)
-        with pytest.raises(SlotLost, match=r"slot 1.* did not answer OptimStep within 100 s"):
+        with pytest.raises(SlotLost, match=r"slot 1.* did not reply to OptimStep within 100 s"):
             await trainer.save("nowhere")
         assert clock() == pytest.approx(100)
 

@@ -19,7 +19,7 @@ from ductile.wire.messages import (
     Scores,
     Withdraw,
 )
-from ductile.wire.remote import RemoteScorer
+from ductile.wire.scorer import RemoteScorer
 from tests.core.cluster.scenes import id_on
 from tests.loop.doubles import clock
 from tests.wire.generate_slots import generator
@@ -54,12 +54,12 @@ def test_a_joiner_gets_the_live_version_from_a_generator():
 
 def test_joiners_of_the_same_moment_share_a_lease():
     async def story(cluster: Cluster):
-        cluster.slots.answer_s = lambda slot, command: 0.1
+        cluster.slots.reply_s = lambda slot, command: 0.1
         await asyncio.gather(*(cluster.generators.admit(generator(slot), {}) for slot in (3, 4, 5)))
         assert cluster.generators.slots == (0, 1, 3, 4, 5)
         await asyncio.sleep(1)
         assert (len(cluster.sent(LeaseWeights)), len(cluster.sent(EndLease))) == (1, 1)
-        cluster.slots.answer_s = lambda slot, command: 0.0
+        cluster.slots.reply_s = lambda slot, command: 0.0
 
     with_cluster(story, generating=(0, 1))
 
@@ -145,7 +145,7 @@ def test_when_a_source_fails_the_next_one_leases_its_weights(kind: str, on: type
         if kind == "error":
             cluster.carrier.fail(0 if on is LeaseWeights else 3, "error", on=on)
         else:
-            cluster.slots.answer_s = fail
+            cluster.slots.reply_s = fail
         assert await cluster.generators.admit(generator(3), {})
         assert [slot for slot, _ in cluster.sent(LeaseWeights)] == [0, 1]
         assert versions(cluster)[3] == 0
@@ -180,7 +180,7 @@ def test_a_joiner_that_dies_is_lost_and_nobody_else():
 def test_an_admission_that_is_cancelled_leaves_no_role_and_no_loan():
     async def story(cluster: Cluster):
         for on in (AssignRole, LeaseWeights, Receive):
-            cluster.slots.answer_s = lambda slot, command, on=on: 1.0 if isinstance(command, on) else 0.0
+            cluster.slots.reply_s = lambda slot, command, on=on: 1.0 if isinstance(command, on) else 0.0
             admitting = asyncio.create_task(cluster.generators.admit(generator(3), {}))
             await asyncio.sleep(0.5)
             admitting.cancel()
@@ -196,7 +196,7 @@ def test_a_slot_cannot_join_twice():
     async def story(cluster: Cluster):
         with pytest.raises(ValueError, match="slot 0 has the role 'generate' already"):
             await cluster.generators.admit(generator(0), {})
-        cluster.slots.answer_s = lambda slot, command: 0.1
+        cluster.slots.reply_s = lambda slot, command: 0.1
         first = asyncio.create_task(cluster.generators.admit(generator(3), {}))
         await asyncio.sleep(0.05)
         with pytest.raises(ValueError, match="slot 3 has the role 'generate' already"):
@@ -209,13 +209,13 @@ def test_a_slot_cannot_join_twice():
 @pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.15, 0.25, 0.35, 0.45])
 def test_nobody_joins_with_another_version_than_the_one_that_goes_live(delay_s: float):
     async def story(cluster: Cluster):
-        cluster.slots.answer_s = lambda slot, command: 0.1
+        cluster.slots.reply_s = lambda slot, command: 0.1
         admitting = asyncio.create_task(cluster.generators.admit(generator(3), {}))
         await asyncio.sleep(delay_s)
         await asyncio.gather(admitting, cluster.publish(1))
         assert versions(cluster) == {0: 1, 1: 1, 3: 1}
         await asyncio.sleep(1)
-        cluster.slots.answer_s = lambda slot, command: 0.0
+        cluster.slots.reply_s = lambda slot, command: 0.0
 
     with_cluster(story, generating=(0, 1))
 
@@ -259,7 +259,7 @@ def test_a_held_slot_samples_from_the_live_version_too():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await steps(2)
-        cluster.generators.hold(0)
+        cluster.generators.drain(0)
         await cluster.publish(1)
         assert versions(cluster) == {0: 1, 1: 1, 2: 1}
         await asked
@@ -292,7 +292,7 @@ def test_a_slot_that_dies_while_a_version_goes_live(needed: bool):
             return 0.0
 
         cluster.needed |= {1} if needed else set()
-        cluster.slots.answer_s = kill
+        cluster.slots.reply_s = kill
         if needed:
             with pytest.raises(SlotLost, match="slot 1 was killed"):
                 await cluster.publish(1)
@@ -305,7 +305,7 @@ def test_a_slot_that_dies_while_a_version_goes_live(needed: bool):
     with_cluster(story)
 
 
-def test_what_is_told_of_unfinished_and_finished_answers():
+def test_what_is_told_of_unfinished_and_finished_completions():
     async def story(cluster: Cluster):
         finished: list[str] = []
         cluster.generators.on_finished = lambda generation: finished.append(generation.id)
@@ -327,7 +327,7 @@ def scorer(slot: int) -> Instance:
 
 
 class Scoring:
-    """Scorers beside the generators of a `Cluster`: slots that answer `Score` with their number."""
+    """Scorers beside the generators of a `Cluster`: slots that reply to `Score` with their number."""
 
     def __init__(self, cluster: Cluster, slots: tuple[int, ...]) -> None:
         self.cluster = cluster
@@ -338,13 +338,13 @@ class Scoring:
         for slot in range(4, 8):
             cluster.slots.slots[slot].holds = slot in slots
             cluster.slots.slots[slot].version = 0 if slot in slots else None
-            cluster.carrier._slots[slot] = self.answer
+            cluster.carrier._slots[slot] = self.respond
 
-    async def answer(self, number, command):
+    async def respond(self, number, command):
         if isinstance(command, Score):
             await asyncio.sleep(self.score_s)
             return Scores(tuple((float(number),) * len(sample) for sample in command.samples))
-        return await self.cluster.slots.answer(number, command)
+        return await self.cluster.slots.respond(number, command)
 
     async def score(self, num_samples: int = 4) -> set[int]:
         """The slots that scored."""
@@ -421,7 +421,7 @@ def test_what_a_scorer_leaves_behind_that_dies_and_is_not_needed_is_scored_by_ot
 def test_a_scorer_that_dies_and_is_needed_ends_the_scoring():
     async def story(cluster: Cluster):
         scoring = Scoring(cluster, (4, TRAINER))
-        cluster.carrier._slots[TRAINER] = scoring.answer
+        cluster.carrier._slots[TRAINER] = scoring.respond
         scoring.score_s = 10.0
         under_way = asyncio.create_task(scoring.score())
         await asyncio.sleep(1)

@@ -41,7 +41,7 @@ from tests.loop.doubles import run
 
 
 def play(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """In virtual time, until nobody answers any more."""
+    """In virtual time, until nobody replies any more."""
 
     async def whole() -> None:
         await story()
@@ -80,7 +80,7 @@ class Slot:
 
 
 class TrainSlots:
-    """`MemoryTransport({slot: slots.answer for slot in ...})`"""
+    """`MemoryTransport({slot: slots.respond for slot in ...})`"""
 
     def __init__(self, layout: ParallelLayout, num_slots: int) -> None:
         self.slots = {number: Slot(number) for number in range(num_slots)}
@@ -105,18 +105,18 @@ class TrainSlots:
         """Samples of each optimizer step, sorted."""
         return [sorted(numbers) for _, numbers in sorted(self._steps.items())]
 
-    async def answer(self, number: int, command: Command) -> Reply:
+    async def respond(self, number: int, command: Command) -> Reply:
         slot = self.slots[number]
         async with slot.turn:  # a slot executes its commands in order
             await asyncio.sleep(self.work_s(number, command))
             self.asked.append((number, command))
             try:
-                return self._answer(slot, command)
+                return self._respond(slot, command)
             except AssertionError as error:
                 self.wrong.append(f"slot {number}: {type(command).__name__}: {error}")
                 return Failed(str(error))
 
-    def _answer(self, slot: Slot, command: Command) -> Reply:
+    def _respond(self, slot: Slot, command: Command) -> Reply:
         match command:
             case ForwardBackward(micro_batches=(micro_batch,)):
                 assert slot.live is not None, "has no state"

@@ -13,7 +13,7 @@ from ductile.config.section import Section
 
 PROMPT_TOKENS, MAX_TOKENS = 128, 64
 OWN: dict[str, object] = {"host": "127.0.0.1", "port": 0, "api_key": None, "api_key_var": None}
-"""Where the server of a benchmark is, and who may ask it."""
+"""Settings that say where the server of a benchmark is, and who may ask it."""
 
 
 class BenchConfig(Section):
@@ -51,9 +51,9 @@ def load_of(bench: InferenceBenchConfig, config: InferenceConfig) -> Load:
     together: `load_findings` tells."""
     most, server = config.model.max_model_len, config.server
     prompt = bench.prompt_tokens or max(1, min(PROMPT_TOKENS, most // 2, most - (bench.max_tokens or 0)))
-    answer = bench.max_tokens or max(1, min(MAX_TOKENS, most - prompt))
+    completion = bench.max_tokens or max(1, min(MAX_TOKENS, most - prompt))
     at_once = bench.num_requests or min(config.max_num_seqs, server.max_connections, server.max_sequences)
-    return Load(at_once, prompt, answer)
+    return Load(at_once, prompt, completion)
 
 
 def load_findings(bench: InferenceBenchConfig | None, config: InferenceConfig) -> Iterator[Finding]:
@@ -64,9 +64,9 @@ def load_findings(bench: InferenceBenchConfig | None, config: InferenceConfig) -
     if load.prompt_tokens + load.max_tokens > most:
         written = "prompt_tokens" if bench.prompt_tokens else "max_tokens"
         left = load.max_tokens if bench.prompt_tokens else load.prompt_tokens
-        what = f"must be at most {most - left}: prompt and answer share model.max_model_len ({most})"
+        what = f"must be at most {most - left}: prompt and completion share model.max_model_len ({most})"
         if left >= most:
-            what = f"leaves no room: prompt and answer share model.max_model_len ({most}). Write less for both"
+            what = f"leaves no room: prompt and completion share model.max_model_len ({most}). Write less for both"
         yield Finding((f"bench.{written}", "bench.max_tokens", "model.max_model_len"), what)
     for key, places in (("max_connections", server.max_connections), ("max_sequences", server.max_sequences)):
         if load.num_requests > places:

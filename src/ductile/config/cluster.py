@@ -23,8 +23,8 @@ class ClusterConfig(Section):
     where it pays (false forbids it), `rules` always do (only if true)."""
     policy: str | None = None
     """Who decides: "model" (the default with `auto_scheduler`: moves what pays, as measured), "rules" (rules of
-    thumb), "static" (nobody moves), "in_turns" (all generate, then all train: for `actor,rollout: all`), or your own
-    class as `package.module.Class` or `file.py:Class`."""
+    thumb), "static" (no slot changes roles), "in_turns" (all generate, then all train: for `actor,rollout: all`), or
+    your own class as `package.module.Class` or `file.py:Class`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     slots_per_device: int = Field(default=1, ge=1)
     """Slots on each GPU: with 2, slots 0 and 1 are on the first one. They share its memory and its time, so it is for

@@ -37,7 +37,7 @@ def without_derived(config: Section, table: dict[str, Any]) -> dict[str, Any]:
     """The config, dumped as `table`, without what `derive` would fill in again.
 
     So a resolved config can be run on other slots, or with the scheduler switched on: what is given beside the file
-    meets no value that nobody wrote.
+    meets no value that the user did not write.
     """
     draft = Draft(table).copy()
     for derived in _derived(config):
@@ -52,7 +52,7 @@ def _derived(config: Section) -> Iterator[Derived]:
         dp = len(placement.generate) // config.inference.parallel.tp
         yield Derived(("inference", "parallel", "dp"), dp, "the generate slots, one copy on each")
         sized = config.inference.num_blocks is not None or config.inference.cache_memory_gib is not None
-        written = sized or not _nobody_wrote(config.inference, "gpu_memory_utilization")
+        written = sized or not _is_unset(config.inference, "gpu_memory_utilization")
         if not written and config.cluster.device != "cpu":
             others = {*placement.train, *placement.score}
             shared = config.cluster.auto_scheduler or bool(others & set(placement.generate))
@@ -73,12 +73,12 @@ def _derived(config: Section) -> Iterator[Derived]:
             yield Derived(("deployment", name), number, placement.reason)
 
 
-def _nobody_wrote(section: Section, name: str) -> bool:
+def _is_unset(section: Section, name: str) -> bool:
     return name not in section.model_fields_set or getattr(section, name) is None
 
 
 def _filled(section: S, path: tuple[str, ...], value: int | float) -> S:
-    """The section with the value at `path`, as a default has it: not among the fields that somebody set."""
+    """The section with the value at `path`, as a default has it: not among the fields that the user set."""
     name, *rest = path
     if rest:
         return section.model_copy(update={name: _filled(cast(Section, getattr(section, name)), tuple(rest), value)})

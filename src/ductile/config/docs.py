@@ -111,7 +111,7 @@ _PATHS = {path for path, _ in walk(RLConfig)}
 
 
 def _home(path: tuple[str, ...], branch: str) -> tuple[str, ...]:
-    """Where `rl` has the key: as it is, in the command's branch, or, for the trainer's keys of `sft`, in `trainer`."""
+    """Path of the key in `rl`: as it is, in the command's branch, or, for the trainer's keys of `sft`, in `trainer`."""
     return next((home for home in ((branch, *path), ("trainer", *path), path) if home in _PATHS), path)
 
 

@@ -79,7 +79,7 @@ def about(path: Path, value: object, origin: Origin, what: str) -> Problem:
 
 
 def did_you_mean(word: str, known: Iterable[str], ask: str = " Did you mean {}?") -> str:
-    """A question that names the most similar of `known`, or nothing."""
+    """A suggestion that names the most similar of `known`, or nothing."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return ask.format(close[0]) if close else ""
 

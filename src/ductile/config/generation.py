@@ -36,15 +36,15 @@ def sampling_findings(key: str, sampling: SamplingConfig, spec: ModelSpec | None
         yield Finding((f"{key}.stop_token_ids",), f"must be {rule}: {foreign[0]} is none")
 
 
-def sampling_remarks(key: str, sampling: SamplingConfig) -> list[str]:
+def sampling_warnings(key: str, sampling: SamplingConfig) -> list[str]:
     """A remark where completions are drawn from a part of the vocabulary."""
     filters = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
     names = " and ".join(f"{key}.{name}" for name, cuts in filters.items() if cuts)
-    why = "answers are drawn from the likeliest tokens only, while the loss takes them for draws from all tokens"
+    why = "completions are drawn from the likeliest tokens only, while the loss takes them for draws from all tokens"
     return [f"{names}: {why} (docs/trainer.md)"] if names else []
 
 
-def server_remarks(key: str, sampling: SamplingConfig) -> Iterator[str]:
+def server_warnings(key: str, sampling: SamplingConfig) -> Iterator[str]:
     """What our own server refuses, and others may take."""
     longest = max(map(len, sampling.stop), default=0)
     for name, number, what, most in (

@@ -16,8 +16,8 @@ class ServerConfig(Section):
     port: int = Field(default=8000, ge=0, le=65535)
     """0 takes a free port and prints it."""
     api_key: str | None = None
-    """When set, requests need `Authorization: Bearer <api_key>`. Required for a host that is not loopback; at least 8
-    characters."""
+    """Key of the server, at least 8 characters: requests need `Authorization: Bearer <api_key>`. Required for a host
+    that is not loopback."""
     api_key_var: str | None = None
     """The environment variable that holds the key: what is typed as `api_key` others on the machine can see."""
     served_model_name: str | None = Field(default=None, min_length=1)
@@ -45,8 +45,8 @@ class InferenceModelConfig(ModelConfig):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto`: bfloat16 on a GPU, float32 on a CPU."""
     max_model_len: int = Field(default=2048, ge=2)
-    """Longest prompt plus answer, in tokens. Left out: the model's max_position_embeddings, in `rl` this at most, in
-    `inference` as far as the KV cache holds them."""
+    """Longest prompt plus completion, in tokens. Left out: the model's max_position_embeddings, in `rl` this at most,
+    in `inference` as far as the KV cache holds them."""
     chat_template: str | None = None
     """A Jinja file; default: the model folder's own."""
 
@@ -78,11 +78,11 @@ class InferenceConfig(Section):
     `cache_memory_gib`."""
     enable_prefix_caching: bool = True
     keep_cache_on_update: bool = False
-    """When new weights arrive, sequences in flight keep the keys and values of the old ones instead of computing them
+    """Sequences in flight keep the keys and values of the old weights when new ones arrive, instead of computing them
     again. Faster; the rest of such a sequence is then sampled from a mixture that no single version is."""
     seed: int = 0
     enable_health_monitor: Annotated[bool, _HEALTH] = False
-    """Probe every generator in the background and take out those that do not answer."""
+    """Probe every generator in the background and take out those that do not reply."""
     health_check_interval_seconds: Annotated[float, _HEALTH] = Field(default=10.0, gt=0)
     health_check_failure_threshold: Annotated[int, _HEALTH] = Field(default=3, ge=1)
     """Consecutive failures after which a generator is taken out."""

@@ -117,7 +117,7 @@ def _from_finding(config: Section, finding: Finding, path: Path, draft: Draft) -
 
 
 def _written_in(value: object, path: Path, draft: Draft) -> Origin:
-    """Where the value stands. Several files and flags may each have brought a part of a table: all are named."""
+    """Names where the value stands. Several files and flags may each have brought a part of a table: all are named."""
     origin = draft.origin(path)
     if as_table(value) is None:
         return origin

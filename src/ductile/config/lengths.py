@@ -16,7 +16,7 @@ S = TypeVar("S", bound=Section)
 
 
 def follow(config: S) -> tuple[S, tuple[str, ...]]:
-    """The config with lengths that nobody wrote as the model has them, and a sentence for each that changed."""
+    """The config, its lengths as the model has them where the user wrote none, and a sentence for each that changed."""
     if isinstance(config, RLConfig):
         return cast("tuple[S, tuple[str, ...]]", _rl(config))
     if isinstance(config, InferenceRunConfig):
@@ -38,7 +38,7 @@ def _rl(config: RLConfig) -> tuple[RLConfig, tuple[str, ...]]:
             reasons.append(f"inference.model.max_model_len = {length}: {said}")
     if "seq_len" not in trainer.model_fields_set and inference.max_model_len > trainer.seq_len:
         trainer = trainer.model_copy(update={"seq_len": inference.max_model_len})
-        reasons.append(f"trainer.model.seq_len = {trainer.seq_len}: inference.model.max_model_len, a whole answer")
+        reasons.append(f"trainer.model.seq_len = {trainer.seq_len}: inference.model.max_model_len, a whole completion")
     orchestrator = _short_enough(config.orchestrator, inference.max_model_len, reasons)
     parts = {
         "orchestrator": orchestrator,

@@ -1,4 +1,4 @@
-"""[orchestrator]: which questions, how many answers, how far generation may run ahead of training."""
+"""[orchestrator]: which prompts, how many completions of each, how far generation may run ahead of training."""
 
 from typing import Annotated, Literal
 
@@ -17,9 +17,9 @@ class SamplingConfig(Section):
     max_tokens: int = Field(default=128, ge=1)
     seed: int | None = None
     stop: list[str] = []
-    """Texts that end an answer; they stay part of it. Special tokens may be written: "<|im_end|>"."""
+    """Texts that end a completion; they stay part of it. Special tokens may be written: "<|im_end|>"."""
     stop_token_ids: list[int] = []
-    """Tokens that end an answer, besides the model's own and the chat template's end of turn."""
+    """Tokens that end a completion, besides the model's own and the chat template's end of turn."""
     ignore_eos: bool = False
     """Always generate `max_tokens`; for benchmarks."""
 
@@ -35,7 +35,7 @@ class ReasoningGymTask(Section):
     seed: int = 0
     system_prompt: str | None = None
     question_template: str = "{question}"
-    """How the question is put to the policy; `{question}` stands for reasoning-gym's text."""
+    """The prompt that is made of an example; `{question}` stands for reasoning-gym's text."""
 
 
 class JsonlTask(Section):
@@ -43,8 +43,8 @@ class JsonlTask(Section):
     path: str
     """The path of a file with one JSON object a line: `prompt` (text) or `messages`, and whatever the reward needs."""
     reward: str | list[str]
-    """`package.module.function` or `file.py:function`, called as `reward(row, answer) -> float | (float, metrics)`, or
-    with lists, as TRL does, when it asks for `completions`. Of several functions the rewards are added up."""
+    """`package.module.function` or `file.py:function`, called as `reward(row, completion) -> float | (float, metrics)`,
+    or with lists, as TRL does, when it asks for `completions`. Of several functions the rewards are added up."""
     reward_weights: list[float] | None = None
     """What each of several functions' rewards is multiplied by; default: 1."""
     system_prompt: str | None = None
@@ -141,7 +141,7 @@ class OrchestratorConfig(Section):
     batch_size: int = Field(default=128, ge=1)
     """Rollouts a training step uses. Must be a multiple of `rollouts_per_example`."""
     rollouts_per_example: int = Field(default=8, ge=1)
-    """Answers to one prompt (the group). Also written `group_size`."""
+    """Completions of one prompt (the group). Also written `group_size`."""
     n_minibatches: int = Field(default=1, ge=1)
     """Optimizer steps a batch is split into."""
     max_async_level: int = Field(default=1, ge=0)

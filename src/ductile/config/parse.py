@@ -14,7 +14,7 @@ from ductile.config.errors import ConfigError, Problem, dotted, flag, show
 from ductile.config.fit import fit
 from ductile.config.flags import read
 from ductile.config.judge import judge
-from ductile.config.preflight import remarks
+from ductile.config.preflight import warnings
 from ductile.config.provenance import DEFAULT, Draft
 from ductile.config.schema import find, value_at
 from ductile.config.section import Section
@@ -31,7 +31,7 @@ class Parsed(Generic[S]):
     notices: tuple[str, ...]
     files: tuple[str, ...]
     derived: tuple[str, ...]
-    """A sentence for each value that nobody wrote and that is not a default."""
+    """A sentence for each value that the user did not write and that is not a default."""
 
 
 def parse(root: type[S], argv: Sequence[str]) -> Parsed[S]:
@@ -50,7 +50,7 @@ def parse(root: type[S], argv: Sequence[str]) -> Parsed[S]:
     if problems or config is None:
         raise ConfigError(problems)
     config, derived = derive(cast(S, config))
-    notices = (*given.notices, *fitted.notices, *remarks(config))
+    notices = (*given.notices, *fitted.notices, *warnings(config))
     followed = (*_shared(config, sharing), *followed, *derived)
     return Parsed(config, sharing.draft, notices, tuple(given.files), followed)
 

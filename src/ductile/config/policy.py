@@ -28,12 +28,12 @@ def named_policy(name: str, *, pre_process: bool | None = None, wait_before_last
 
 
 def _check_signature(name: str, policy: Policy) -> None:
-    """Raises ImportPathError when `policy.decide(state)` cannot be called, or would not be an answer."""
+    """Raises ImportPathError when `policy.decide(state)` cannot be called, or would return no decision."""
     decide = policy.decide
     try:
         signature = inspect.signature(decide)
     except ValueError:
-        return  # written in C: nobody knows
+        return  # written in C: it tells nothing of itself
     try:
         signature.bind(None)
     except TypeError:
@@ -42,4 +42,4 @@ def _check_signature(name: str, policy: Policy) -> None:
             f"{name!r} has {found}, and is called with one state: write decide(self, state)"
         ) from None
     if inspect.iscoroutinefunction(decide):
-        raise ImportPathError(f"{name!r} has an async decide, and nobody awaits it: write def decide(self, state)")
+        raise ImportPathError(f"{name!r} has an async decide, and is not awaited: write def decide(self, state)")

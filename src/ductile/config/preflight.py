@@ -16,8 +16,8 @@ from ductile.config.generation import (
     generator_findings,
     length_findings,
     sampling_findings,
-    sampling_remarks,
-    server_remarks,
+    sampling_warnings,
+    server_warnings,
     template_findings,
 )
 from ductile.config.on_disk import (
@@ -66,11 +66,11 @@ def _of_command(config: Section) -> Iterator[Finding]:
         yield from _inference_alone(config)
 
 
-def remarks(config: Section) -> list[str]:
+def warnings(config: Section) -> list[str]:
     """What is accepted, because configs of other systems or for other commands have it, and does nothing."""
     said = [*unread_notes(config), *_bench_notes(config)]
     if isinstance(config, OrchestratorRunConfig):
-        said += server_remarks("sampling", config.sampling)
+        said += server_warnings("sampling", config.sampling)
     if not isinstance(config, RLConfig):
         return said
     loss = config.trainer.loss
@@ -79,7 +79,7 @@ def remarks(config: Section) -> list[str]:
             f'the score slots have no effect here: loss "{loss.type}" compares with what the generators say. They are '
             'for "grpo", "custom" and kl_coef'
         )
-    return [*said, *sampling_remarks("orchestrator.sampling", config.orchestrator.sampling)]
+    return [*said, *sampling_warnings("orchestrator.sampling", config.orchestrator.sampling)]
 
 
 def _rl(config: RLConfig) -> Iterator[Finding]:
@@ -103,7 +103,7 @@ def _rl(config: RLConfig) -> Iterator[Finding]:
         yield Finding(
             ("trainer.model.seq_len", "inference.model.max_model_len"),
             f"must be at least inference.model.max_model_len ({inference.model.max_model_len}): the trainer takes "
-            "whole answers. seq_len sets both",
+            "whole completions. seq_len sets both",
         )
     if trainer.loss.type == "sft":
         yield Finding(("trainer.loss.type",), 'is for `ductile sft`. Write "default", "ipo", "grpo" or "custom"')
@@ -115,7 +115,7 @@ def _rl(config: RLConfig) -> Iterator[Finding]:
         )
     yield from _loss(trainer.loss, "trainer.")
     yield from client_findings(orchestrator.client, "orchestrator.client")
-    yield from _questions(orchestrator, "orchestrator.")
+    yield from _task_findings(orchestrator, "orchestrator.")
     yield from _batch(orchestrator, "orchestrator.")
     if config.bench is None:  # which evaluates nothing, and holds nothing out
         yield from _evaluation(orchestrator, "orchestrator.")
@@ -190,7 +190,7 @@ def _orchestrator_alone(config: OrchestratorRunConfig) -> Iterator[Finding]:
         what = 'must be the address of a server, with http:// or https://, such as "http://127.0.0.1:8000/v1"'
         yield Finding(("client.base_url",), what)
     yield from client_findings(config.client, "client")
-    yield from _questions(config, "")
+    yield from _task_findings(config, "")
     yield from sampling_findings("sampling", config.sampling, read_spec(config.model.name))
     yield from template_findings("chat_template_kwargs", config.chat_template_kwargs)
     yield from output_findings(config)
@@ -213,10 +213,10 @@ def _loss(config: LossConfig, at: str) -> Iterator[Finding]:
         yield from import_findings(f"{at}loss.import_path", config.import_path)
 
 
-def _questions(config: OrchestratorConfig, at: str) -> Iterator[Finding]:
+def _task_findings(config: OrchestratorConfig, at: str) -> Iterator[Finding]:
     """What a batch is made of."""
     if config.task is None:
-        yield Finding((f"{at}task",), "is missing: write which questions to ask, such as task.type and task.name")
+        yield Finding((f"{at}task",), "is missing: write which prompts to take, such as task.type and task.name")
     else:
         yield from task_findings(config.task, f"{at}task")
     size, members = config.batch_size, config.rollouts_per_example
@@ -240,11 +240,11 @@ def _batch(config: OrchestratorConfig, at: str) -> Iterator[Finding]:
     if members == 1 and config.advantage.type != "custom":
         yield Finding(
             (f"{at}rollouts_per_example", f"{at}advantage.type"),
-            f'must be at least 2: advantage "{config.advantage.type}" compares the answers to one prompt',
+            f'must be at least 2: advantage "{config.advantage.type}" compares the completions of one prompt',
         )
     if config.sampling.temperature == 0:
         yield Finding(
-            (f"{at}sampling.temperature",), "must be more than 0: greedy answers to one prompt are all the same"
+            (f"{at}sampling.temperature",), "must be more than 0: greedy completions of one prompt are all the same"
         )
     if config.max_off_policy_steps < config.max_async_level:
         yield Finding(

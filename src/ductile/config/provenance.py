@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 Path = tuple[str | int, ...]
-"""Where a value lies: `("trainer", "optim", "lr")`; a number is an index into a list."""
+"""Path of a value: `("trainer", "optim", "lr")`; a number is an index into a list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Draft:
     origins: dict[Path, Origin] = field(default_factory=dict[Path, Origin])
 
     def origin(self, path: Path) -> Origin:
-        """Where the value at `path` came from: the nearest origin on the way up, else the first one below it."""
+        """Origin of the value at `path`: the nearest one on the way up, else the first one below it."""
         below = [known for known in self.origins if known[: len(path)] == path]
         if below and path not in self.origins:
             return self.origins[

@@ -1,7 +1,7 @@
 """Other spellings of keys: older ones, and those of other systems. Each is read as ductile's own, with a notice.
 
-`inference.vllm.tensor_parallel_size` is the same key as `inference.parallel.tp`; whoever gives both with different
-values hears of it.
+`inference.vllm.tensor_parallel_size` is the same key as `inference.parallel.tp`; a config that gives both with
+different values hears of it.
 """
 
 from collections.abc import Mapping

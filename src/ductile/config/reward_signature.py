@@ -1,7 +1,7 @@
 """How a reward function wants to be called, read off its parameters.
 
-    def reward(row, answer)                                  the line of the file, the policy's last words
-    def reward(row, answer, num_tokens, finish_reason)       and any of FACTS, by name
+    def reward(row, completion)                              the line of the file, the policy's last words
+    def reward(row, completion, num_tokens, finish_reason)   and any of FACTS, by name
     def reward(completions, solution, **kwargs)              TRL's: lists, and the line's values by name
 
 A task's method is called with the example's number in the row's place. All of them may be `async`.
@@ -20,7 +20,7 @@ FACTS = ("num_tokens", "finish_reason", "num_turns", "token_ids")
 """What a reward may ask for besides the text (`ductile.records.Completion`)."""
 OF_TRL = ("completions", "completion_ids")
 """A function with one of these parameters is called as TRL calls it."""
-IS_A_CLASS = "is a class; a reward is a function, called with (row, answer)"
+IS_A_CLASS = "is a class; a reward is a function, called with (row, completion)"
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -65,15 +65,15 @@ def _signature(parameters: Mapping[str, inspect.Parameter], first: str) -> Rewar
     ]
     if len(positional) < 2 and inspect.Parameter.VAR_POSITIONAL not in kinds:
         raise WrongSignature(
-            f"takes ({', '.join(map(str, parameters.values()))}); it is called with ({first}, answer), or with lists "
-            "by name when it asks for `completions`"
+            f"takes ({', '.join(map(str, parameters.values()))}); it is called with ({first}, completion), or with "
+            "lists by name when it asks for `completions`"
         )
     others = frozenset(names) - set(positional[:2])
     for name in sorted(others - set(FACTS)):
         if parameters[name].default is inspect.Parameter.empty:
             facts = listed([f"`{fact}`" for fact in FACTS])
             raise WrongSignature(
-                f"asks for `{name}`; besides ({first}, answer) there are {facts}, or give it a default"
+                f"asks for `{name}`; besides ({first}, completion) there are {facts}, or give it a default"
             )
     return RewardSignature("row", others & set(FACTS), takes_all)
 

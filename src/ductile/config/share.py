@@ -60,7 +60,7 @@ SHARED: dict[type[Section], tuple[Shared, ...]] = {
             "seq_len",
             ("trainer.model.seq_len", "inference.model.max_model_len"),
             must_agree=False,
-            why="a trainer may pack more tokens into a micro-batch than one answer has",
+            why="a trainer may pack more tokens into a micro-batch than one completion has",
         ),
         Shared(
             "seed",

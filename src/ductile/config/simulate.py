@@ -46,9 +46,9 @@ class SimulatedWork(Section):
     """Most tokens of one completion."""
     lengths: LengthsConfig = LognormalLengths()
     alike: float = Field(default=0.3, ge=0, le=1)
-    """Share of a group's answers that are about equally long."""
+    """Share of a group's completions that are about equally long."""
     seq_len: int | None = Field(default=None, ge=1)
-    """Tokens of a slot's micro-batch. Default: one prompt and the longest answer."""
+    """Tokens of a slot's micro-batch. Default: one prompt and the longest completion."""
     n_minibatches: int = Field(default=1, ge=1)
     max_async_level: int = Field(default=0, ge=0)
     max_off_policy_steps: int = Field(default=8, ge=0)
@@ -80,10 +80,10 @@ class SimulatedCosts(Section):
     grant_s: float = Field(default=0.5, ge=0)
     release_s: float = Field(default=0.1, ge=0)
     handoff_s: float = Field(default=0.01, ge=0)
-    """Seconds that rollouts wait while they are handed off, however many are handed off at once."""
+    """Seconds that rollouts wait while they migrate, however many migrate at once."""
     cache_bytes_per_token: float = Field(default=0.0, ge=0)
     cache_bytes_per_s: float = Field(default=0.0, ge=0)
-    """Bytes of KV cache that go from slot to slot in a second. 0: the cache stays, and what is handed off is prefilled
+    """Bytes of KV cache that go from slot to slot in a second. 0: the cache stays, and what migrates is prefilled
     again."""
 
 

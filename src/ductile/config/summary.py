@@ -74,17 +74,17 @@ def _work(config: RunConfig) -> Iterator[Row]:
     if isinstance(config, RLConfig):
         given = config.max_steps or config.trainer.max_steps or config.orchestrator.max_steps
         yield "steps", _steps(given, config.bench, "one pass over the task's examples")
-        yield from _questions(config.orchestrator)
+        yield from _prompts(config.orchestrator)
         yield (
             "lengths",
-            f"prompt and answer at most {config.inference.model.max_model_len} tokens, of which the answer "
+            f"prompt and completion at most {config.inference.model.max_model_len} tokens, of which the completion "
             f"{config.orchestrator.sampling.max_tokens}; micro-batches of {config.trainer.model.seq_len}",
         )
         yield "loss", f"{config.trainer.loss.type}, {config.trainer.optim.type} with lr {config.trainer.optim.lr:g}"
         yield from _column("eval", _evaluation(config.orchestrator, config.bench))
     elif isinstance(config, OrchestratorRunConfig):
         yield "server", str(config.client.base_url)
-        yield from _questions(config)
+        yield from _prompts(config)
     elif isinstance(config, SFTConfig):
         yield "steps", _steps(config.max_steps, config.bench, "one pass over the data")
         yield "batch", f"{config.data.batch_size} samples, packed to {config.data.seq_len} tokens"
@@ -93,7 +93,7 @@ def _work(config: RunConfig) -> Iterator[Row]:
     elif config.bench is not None:
         load = load_of(config.bench, config)
         yield "rounds", _steps(None, config.bench, "")
-        sizes = f"{load.prompt_tokens} tokens, answered with {load.max_tokens}"
+        sizes = f"{load.prompt_tokens} tokens, completed with {load.max_tokens}"
         yield "load", f"{many(load.num_requests, 'request')} at once: {sizes}"
     else:
         host = f"[{config.server.host}]" if ":" in config.server.host else config.server.host
@@ -113,8 +113,8 @@ def _evaluation(orchestrator: OrchestratorConfig, bench: BenchConfig | None) -> 
     often = f", every {many(config.interval, 'step')}" if config.interval else ""
     temperature = config.sampling.temperature
     how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
-    answers = many(config.samples_per_example, "answer")
-    asked = f"{answers} to each of {many(config.num_examples, 'prompt')}"
+    completions = many(config.samples_per_example, "completion")
+    asked = f"{completions} for each of {many(config.num_examples, 'prompt')}"
     when = f"before step 1{often} and at the end"
     return [f"{when}: {asked}, {how}, at most {config.sampling.max_tokens} tokens", _held_out(orchestrator)]
 
@@ -129,7 +129,7 @@ def _held_out(config: OrchestratorConfig) -> str:
 
 
 def _task(config: OrchestratorConfig) -> Iterator[Row]:
-    """What is asked, and how answers are scored."""
+    """What is asked, and how completions are scored."""
     if config.task is None:
         return
     size = num_examples(config.task)
@@ -151,17 +151,17 @@ def _named(task: TaskConfig) -> str:
             return f"{task.name} of {task.type}"
 
 
-def _questions(config: OrchestratorConfig) -> Iterator[Row]:
+def _prompts(config: OrchestratorConfig) -> Iterator[Row]:
     yield from _task(config)
     prompts = config.batch_size // config.rollouts_per_example
     yield (
         "batch",
-        f"{config.batch_size} rollouts: {prompts} prompts, {config.rollouts_per_example} answers each; "
+        f"{config.batch_size} rollouts: {prompts} prompts, {config.rollouts_per_example} completions each; "
         f"{many(config.n_minibatches, 'optimizer step')}",
     )
     yield (
         "ahead",
-        f"generation is at most {many(config.max_async_level, 'version')} ahead; answers more than "
+        f"generation is at most {many(config.max_async_level, 'version')} ahead; completions more than "
         f"{many(config.max_off_policy_steps, 'version')} old are thrown away and asked again",
     )
 

@@ -54,7 +54,7 @@ UNREAD: dict[type[Section], tuple[Unread, ...]] = {
     OrchestratorRunConfig: (
         Unread(
             ("n_minibatches", "max_async_level", "max_off_policy_steps", "eval", "advantage", "drop_zero_advantage"),
-            "`ductile orchestrator` scores answers, and trains nothing",
+            "`ductile orchestrator` scores completions, and trains nothing",
             noted=True,
         ),
         Unread(("num_samples_kept",), "`ductile orchestrator` keeps every rollout, in rollouts.jsonl", noted=True),

@@ -1,7 +1,7 @@
-"""Where a model folder's weights are, and whether they are what its config.json calls for.
+"""Finds a model folder's weights, and says whether they are what its config.json calls for.
 
 Told from names, indices and the headers of safetensors files, without torch and without any data. So the check of a
-config and the slot that loads the weights ask the same questions, and a login node answers for a large model at once.
+config and the slot that loads the weights check the same things, and a login node checks a large model at once.
 """
 
 import json
@@ -54,7 +54,7 @@ def find_weights(folder: Path, spec: ModelSpec) -> dict[str, Path]:
 
 
 def stranger(file: Path, folder: Path) -> Path | None:
-    """Where `file`, of somebody's model folder, leads when it is a link to something that is no file of the folder.
+    """Target of `file`, of a model folder, when it is a link to something that is no file of the folder.
 
     A link to a file of the same name is fine: people share a tokenizer so. So are the blobs of a Hugging Face cache.
     """

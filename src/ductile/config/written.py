@@ -11,12 +11,12 @@ from ductile.config.run import OrchestratorRunConfig, RLConfig, SFTConfig, Train
 from ductile.config.section import Section
 
 DRY_RUN = "config.dry_run.toml"
-"""Where `--dry-run` writes in a folder with a run, whose `config.toml` stays."""
+"""File that `--dry-run` writes in a folder with a run, whose `config.toml` stays."""
 WRITTEN = (
     "config.toml", DRY_RUN, "control.json", "events.jsonl", "logs", "metrics.jsonl", "model", "rollouts.jsonl",
     "samples.jsonl", "state", "summary.json", "tensorboard", "wandb", ".model.old", ".model.partial",
 )  # fmt: skip
-"""All that runs write, with what a killed one leaves. Whatever else lies in the folder belongs to somebody else."""
+"""All that runs write, with what a killed one leaves. Whatever else lies in the folder belongs to the user."""
 MARKS = (".lock", "config.toml")
 """Each run makes them first of all: a folder without any is no run's."""
 RESOLVED = "# Resolved by ductile."

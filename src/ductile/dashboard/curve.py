@@ -21,7 +21,7 @@ FIELD = Field()
 CURVES = (
     ("reward", "reward_mean", "{:.3f}"),
     ("held-out reward", "eval_reward", "{:.3f}"),
-    ("answer length, tokens", "length_mean", "{:.1f}"),
+    ("completion length, tokens", "length_mean", "{:.1f}"),
     ("seconds a step", "step_s", "{:.2f}"),
     ("tokens/s generated", "tokens_per_s_generate", "{:,.0f}"),
     ("tokens/s trained", "tokens_per_s_train", "{:,.0f}"),

@@ -1,4 +1,4 @@
-"""Text of others, such as a policy's answer, as a terminal may see it: what would steer the terminal is spelled out."""
+"""Text of others, such as a completion, as a terminal may see it: what would steer the terminal is spelled out."""
 
 import unicodedata
 
@@ -21,7 +21,7 @@ def _steers(char: str) -> bool:
 
 
 def _is_tag(char: str) -> bool:
-    """Letters that nobody sees, and that a copied line carries along."""
+    """Letters that are not seen, and that a copied line carries along."""
     return "\U000e0000" <= char <= "\U000e007f"
 
 

@@ -71,7 +71,7 @@ def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
         yield "slots at the start", ", ".join(f"{role} {compact(slots)}" for role, slots in roles if slots)
         options = setting.use_pre_process_policy, setting.use_wait_before_last_iter_policy
         yield "policy", described(setting.policy, *options)
-        yield "a step", f"{setting.groups_per_step} prompts with {setting.group_size} answers each"
+        yield "a step", f"{setting.groups_per_step} prompts with {setting.group_size} completions each"
     if report.profiles:
         yield "idle", f"{report.idle_share:.1%} of all slots' time"
         yield "changes of roles completed", str(sum(profile.num_switches for profile in report.profiles))

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from ductile.config.asked import complain, parse_with_folder, require_folder
+from ductile.config.command_line import parse_with_folder, print_error, require_folder
 
 DONE, NO_REPORT = 0, 2
 
@@ -16,7 +16,7 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("--output", type=Path, metavar="F", help="the file to write (default: FOLDER/report.html)")
     asked = parse_with_folder(parser, words)
-    # Help answers at once: what reads and draws is loaded when there is something to draw.
+    # Help comes at once: what reads and draws is loaded when there is something to draw.
     from ductile.dashboard.report import render
     from ductile.dashboard.run_report import NoReport, read_run_report
     from ductile.disk import write_whole
@@ -28,7 +28,7 @@ def main(words: Sequence[str]) -> int:
         require_folder("--output", file)
         write_whole(file, render(report))
     except (NoReport, OSError, ValueError) as error:
-        complain("report", error)
+        print_error("report", error)
         return NO_REPORT
     for sentence in report.missing:
         print(f"Missing: {sentence}")

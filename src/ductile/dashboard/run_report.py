@@ -45,7 +45,7 @@ class InstanceLife:
     instance: Instance
     began_s: float
     ended_s: float | None = None
-    """When it was there no more; None when it still was at the end."""
+    """Moment from which it was gone; None when it was there at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +102,9 @@ def read_run_report(folder: Path) -> RunReport:
     if not rows and not metrics:
         raise NoReport(f"{folder} holds no run that has begun: events.jsonl and metrics.jsonl are missing or empty")
     starts = [place for place, row in enumerate(rows) if row["kind"] == "setting"]
-    life = rows[starts[-1] :] if starts else rows
-    began_s = float(life[0]["time"]) if life else 0.0
-    setting, profiles, instances, missing = _last_life(life, began_s)
+    latest = rows[starts[-1] :] if starts else rows
+    began_s = float(latest[0]["time"]) if latest else 0.0
+    setting, profiles, instances, missing = _latest_run(latest, began_s)
     events = [
         ReportEvent(float(row["time"]) - began_s, str(row["sentence"]), str(row["kind"]))
         for row in rows
@@ -132,15 +132,15 @@ def read_run_report(folder: Path) -> RunReport:
     )
 
 
-def _last_life(
-    life: Sequence[Row], began_s: float
+def _latest_run(
+    latest: Sequence[Row], began_s: float
 ) -> tuple[Setting | None, tuple[StepProfile, ...], tuple[InstanceLife, ...], list[str]]:
-    settings = [row for row in life if row["kind"] == "setting"]
-    rows = [row for row in life if row["kind"] == "profile"]
+    settings = [row for row in latest if row["kind"] == "setting"]
+    rows = [row for row in latest if row["kind"] == "profile"]
     try:
         setting = Setting.from_fields(settings[-1]) if settings else None
         profiles = tuple(StepProfile.from_fields(row) for row in rows)
-        instances = tuple(_instances(setting, life, began_s)) if setting else ()
+        instances = tuple(_instances(setting, latest, began_s)) if setting else ()
     except (KeyError, TypeError, ValueError) as error:
         what = f"Who did what when: events.jsonl is of another version of ductile ({error!r} in a profile)."
         return None, (), (), [what]
@@ -150,11 +150,11 @@ def _last_life(
     return setting, profiles, instances, missing
 
 
-def _instances(setting: Setting, life: Sequence[Row], began_s: float) -> Iterator[InstanceLife]:
-    if any("began" not in row for row in life if row["kind"] == "switched"):
+def _instances(setting: Setting, latest: Sequence[Row], began_s: float) -> Iterator[InstanceLife]:
+    if any("began" not in row for row in latest if row["kind"] == "switched"):
         return  # it was written before events had instances, and its slots changed roles
     lives = {each.id: InstanceLife(each, 0.0) for each in setting.instances}
-    for row in life:
+    for row in latest:
         if row["kind"] not in ("switched", "slot_lost"):
             continue
         at_s = float(row["time"]) - began_s

@@ -36,7 +36,7 @@ SETTINGS: dict[str, dict[str, str]] = {
 
 Without its own, gloo listens wherever the host's name points. By default torch's watchdog over NCCL ends the process
 when a collective of any group fails or is late, also the slot of an old trainer when only a joiner was late; and it
-does so for what an abort has ended. With 0 it leaves errors alone: whoever waits has a deadline. Nor does it write a
+does so for what an abort has ended. With 0 it leaves errors alone: every wait has a deadline. Nor does it write a
 report before, or keep an abort waiting for one."""
 
 

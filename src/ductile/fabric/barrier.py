@@ -2,15 +2,15 @@
 
     barrier = AbortableBarrier(store, prefix, slot, members, timeout_s)
     barrier.enter()
-    barrier.all_or_none(go_on)      raises unless everybody is here and goes on
+    barrier.all_or_none(go_on)      raises unless all are here and go on
     ...                               what cannot be interrupted: make groups
     barrier.leave()                 always, at the end
 
 Who makes a group reads the others' addresses from the store and waits for them to connect. If one of them leaves then,
 the others wait until their timeout; and an address that is taken down while it is read is read as nothing, which ends
 the process (gloo takes what it gets for an address). So all of them begin, or none does; and the last one out takes the
-notes down, when nobody is left who could read them. A slot that dies inside never leaves: its change's notes stay, some
-hundred bytes a slot.
+notes down, when no slot is left that could read them. A slot that dies inside never leaves: its change's notes stay,
+some hundred bytes a slot.
 """
 
 import time

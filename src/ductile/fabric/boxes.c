@@ -164,7 +164,7 @@ static PyObject *copy(PyObject *module, PyObject *arguments)
         box.stream = most_store_bytes >= 64 && __builtin_cpu_supports("avx512f") ? stream_64 : stream_16;
         Py_BEGIN_ALLOW_THREADS
         copy_box(&box, box.num_dims, target.buf, source.buf);
-        _mm_sfence(); /* streaming stores are weakly ordered: whoever hears that we are done must see them */
+        _mm_sfence(); /* streaming stores are weakly ordered: a process that hears that we are done must see them */
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&source);

@@ -15,7 +15,7 @@ from ductile.fabric.memory import Memory
 
 
 class TransferFailed(RuntimeError):
-    """Bytes did not arrive: a peer died, stopped, or did not answer in time. The text says which slot and what.
+    """Bytes did not arrive: a peer died, stopped, or did not reply in time. The text says which slot and what.
 
     The new buffers are worth nothing then. Between two memory modes the old ones differ: in shadow mode they are whole.
     """

@@ -1,4 +1,4 @@
-"""Which carrier for these slots? All of them ask together, and all get the same answer and the same reason.
+"""Which carrier for these slots? All of them ask together, and all get the same carrier and the same reason.
 
 carrier, reason = choose(exchange, "cpu", lambda: groups.group(members))
 # peer_memory: all 4 slots are processes of this host, and a trial read worked
@@ -47,7 +47,7 @@ def choose(
     """The fastest carrier that works among all members of `exchange`, and why: a sentence. Collective.
 
     `group` makes the process group of all members, in case that messages are needed. Without `one_sided` only messages
-    are considered: to stream, or to compare. Raises `TransferFailed` when a slot does not answer, or what `missing`
+    are considered: to stream, or to compare. Raises `TransferFailed` when a slot does not reply, or what `missing`
     raises.
     """
     reader, reason = choose_reader(exchange, device, one_sided, missing)

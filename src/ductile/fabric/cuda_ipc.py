@@ -26,7 +26,7 @@ class CudaIpcHandle(msgspec.Struct, frozen=True, array_like=True):
     handle: bytes
     size_bytes: int
     offset_bytes: int
-    """Where the storage begins in the allocation."""
+    """Offset at which the storage begins in the allocation."""
     counter_handle: bytes
     counter_offset: int
     event_handle: bytes
@@ -46,7 +46,7 @@ class Window(msgspec.Struct, frozen=True, array_like=True):
 
     share: CudaIpcHandle
     first: int
-    """Where the buffer begins in the storage, in items of the buffer."""
+    """Offset at which the buffer begins in the storage, in items of the buffer."""
     num_items: int
 
 

@@ -44,7 +44,7 @@ class Exchange(Protocol):
         """Leave a note and read those of all members. Collective; a topic is used once. `meanwhile()` is done while the
         notes travel.
 
-        Where everybody knows how long the `longest` note is, saying so can save a round. Raises `TransferFailed` when a
+        Where all know how long the `longest` note is, saying so can save a round. Raises `TransferFailed` when a
         note has not come within the timeout, and what `meanwhile` raises; the others get the note all the same.
         """
         ...
@@ -88,7 +88,7 @@ class StoreExchange:
                 if missing is not None:
                     missing(awaited)
                 if awaited and late:
-                    raise TransferFailed(f"slots {awaited} did not answer within {self.timeout_s:g} s", awaited[0])
+                    raise TransferFailed(f"slots {awaited} did not reply within {self.timeout_s:g} s", awaited[0])
 
 
 class GroupExchange:
@@ -136,7 +136,7 @@ class GroupExchange:
         except RuntimeError as error:
             cause = str(error).partition("\n")[0].partition(" This is typically")[0]  # gloo goes on with advice
             raise TransferFailed(
-                f"a slot died, or did not answer within {self.timeout_s:g} s ({topic!r}: {cause})"
+                f"a slot died, or did not reply within {self.timeout_s:g} s ({topic!r}: {cause})"
             ) from None
 
     def _post(self, value: torch.Tensor) -> tuple[dist.Work, list[torch.Tensor]]:

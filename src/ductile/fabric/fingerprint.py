@@ -5,7 +5,7 @@
 
 Everything is modulo 2^64, and the factors and weights are odd random numbers, so a changed element, swapped rows, a row
 that came twice or a tensor in another's place show. Each slot adds up the elements that it is the first to hold; the
-sum over all slots is the state's. It guards against accidents, not against somebody who wants two states to collide.
+sum over all slots is the state's. It guards against accidents, not against an attacker who wants two states to collide.
 
 An item of eight bytes counts as two of four: no difference of two items is then a multiple of 2^32, and an odd weight
 cannot make it vanish.

@@ -29,9 +29,9 @@ from ductile.roles import RoleAssignment
 class Groups:
     """Makes groups for one slot in one epoch. All members ask for the same groups in the same order.
 
-    After a member's death, its neighbours get an error from the collective they are in; the others wait. Whoever gets
-    the error calls `abandon`. With gloo its sockets close, and so the error reaches everybody within milliseconds. NCCL
-    tells nobody: each member waits until its own deadline.
+    After a member's death, its neighbours get an error from the collective they are in; the others wait. Who gets
+    the error calls `abandon`. With gloo its sockets close, and so the error reaches all within milliseconds. NCCL
+    tells no member: each waits until its own deadline.
     """
 
     def __init__(self, slot: int, epoch: int, device: str, store: Store, timeout_s: float, purpose: str = "") -> None:
@@ -108,7 +108,7 @@ class Groups:
 
     def _close(self, close: Callable[[dist.ProcessGroup], None]) -> None:
         for mesh in self._meshes:
-            # Whoever keeps a mesh would keep its group, and with it its sockets.
+            # A mesh that is kept would keep its group, and with it its sockets.
             mesh._pg_registry.clear()
         self._meshes.clear()
         # What torch remembers of operations on tensors is kept by mesh, and for ever.
@@ -140,7 +140,7 @@ class Groups:
         )
         assert isinstance(group, dist.ProcessGroup)
         c10d._world.pg_group_ranks[group] = {slot: rank for rank, slot in enumerate(members)}
-        # Who cannot connect shows here and not in the middle of a step. Once all have, nobody reads the addresses any
+        # Who cannot connect shows here and not in the middle of a step. Once all have, the addresses are read no
         # more: without them a run that resizes a thousand times leaves nothing behind, and a name can be used again.
         try:
             self._meet(group)

@@ -19,7 +19,7 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Place(NamedTuple):
-    """Where a box lies, whether or not its buffer is there yet."""
+    """Place of a box in memory, whether or not its buffer is there yet."""
 
     buffer: str
     view: View

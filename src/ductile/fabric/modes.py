@@ -110,7 +110,7 @@ class Streaming:
             del self._source[name]
         if self._freed_bytes > self._old_bytes // TRIMS:
             # The C library keeps freed pieces for later, and same-sized aligned ones do not fit into the holes.
-            heap.give_back()
+            heap.trim()
             self._freed_bytes = 0
 
     def finish(self) -> None:

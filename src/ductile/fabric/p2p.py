@@ -5,8 +5,8 @@
 2. A segment that is one contiguous box leaves from where it lies, and arrives where it will stay. The others go through
    staging memory, one piece a direction for each of the two rounds in flight. gloo sends what lies on the CPU alone:
    from GPU to GPU all segments go through staging memory of the host.
-3. All operations of a round are posted together, so nobody waits in a circle. The next round is posted before this one
-   is waited for, unless it passes on what this one brings.
+3. All operations of a round are posted together, so no ring of slots waits for each other. The next round is posted
+   before this one is waited for, unless it passes on what this one brings.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""Memory of zeros that goes back to the system as soon as nobody refers to it: it is no part of the C library's heap.
+"""Memory of zeros that goes back to the system once no tensor refers to it: it is no part of the C library's heap.
 
 Buffers that live long and are read by others are in huge pages where the kernel has them, which the heap has not for
 threads other than the main one. Fingerprints are taken a third faster from huge pages, and reads are a tenth faster.
@@ -13,7 +13,7 @@ HUGE_BYTES = 2 << 20
 
 
 def zeros(size: int, dtype: torch.dtype, device: str | torch.device) -> torch.Tensor:
-    """A flat tensor whose pages are all there, so that nobody waits for them later."""
+    """A flat tensor whose pages are all there, so that no transfer waits for them later."""
     num_bytes = size * dtype.itemsize
     if torch.device(device).type != "cpu" or num_bytes < HUGE_BYTES:
         return torch.zeros(size, dtype=dtype, device=device)

@@ -1,6 +1,6 @@
 """Read the state straight out of a peer's process, on the CPU of one host.
 
-The kernel copies from one address space into the other (`process_vm_readv`): ordinary memory, and nobody has to lend
+The kernel copies from one address space into the other (`process_vm_readv`): ordinary memory, and no slot has to lend
 it. A slab after the other is read, hashed while it is in the core's cache, and put where it belongs: what is contiguous
 here arrives in its place, the rest goes through staging memory that never leaves the cache. Nothing can be left behind.
 A peer that has stopped can still be read; one that has died is noticed at once. What is read must be frozen.
@@ -66,7 +66,7 @@ def _read(process: Process, local: int, num_local: int, remote: int, num_remote:
 
 
 @dataclass(frozen=True, slots=True)
-class _Landing:
+class _ReadSlab:
     """What becomes of a slab once it has been read."""
 
     gathered: tuple[NDArray[Any], NDArray[Any]] | None
@@ -90,7 +90,7 @@ class _Step:
         """Pieces of each slab: [pieces, (offset in the peer's buffer, bytes)]."""
         self.buffers: list[int] = []
         """The peer's buffer that each piece lies in, by its number in the peer's layout."""
-        self.landings: list[_Landing] = []
+        self.read_slabs: list[_ReadSlab] = []
 
     def has_room(self, slab: Slab) -> bool:
         return (
@@ -107,8 +107,8 @@ class _Step:
             loose = slab.lying_there(self._staging, self._staged_bytes)
         if _is_staged(slab):
             packed = slab.packed(self._staging, self._staged_bytes + _across_bytes(slab))
-        self.landings.append(
-            _Landing(
+        self.read_slabs.append(
+            _ReadSlab(
                 None if loose is None else (packed, loose),
                 packed.data,
                 None if packed is target else (target, packed),
@@ -154,7 +154,7 @@ class _Pull:
             if not steps[-1].has_room(slab):
                 steps.append(_Step(staging))
             steps[-1].add(buffer, slab, memory, ends_part)
-        self._landings = [step.landings for step in steps]
+        self._read_slabs = [step.read_slabs for step in steps]
         self._local = np.array([piece for step in steps for piece in step.local], dtype=np.int64)
         self._offsets = np.concatenate([pieces for step in steps for pieces in step.remote])
         self._buffers = np.concatenate([np.array(step.buffers, dtype=np.int64) for step in steps])
@@ -172,18 +172,18 @@ class _Pull:
         """Read all slabs; `addresses` are those of the peer's buffers. Raises `OSError`."""
         self._remote[:, 0] = self._offsets[:, 0] + addresses[self._buffers]
         digest = xxhash.xxh3_64()
-        for landings, call in zip(self._landings, self._calls, strict=True):
+        for read_slabs, call in zip(self._read_slabs, self._calls, strict=True):
             _read(process, *call)
-            for landing in landings:
-                if landing.gathered is not None:
-                    np.copyto(*landing.gathered)
+            for read_slab in read_slabs:
+                if read_slab.gathered is not None:
+                    np.copyto(*read_slab.gathered)
                 if received.on:
-                    digest.update(landing.content)
-                    if landing.ends_part:
+                    digest.update(read_slab.content)
+                    if read_slab.ends_part:
                         received.update(self.peer, digest.digest())
                         digest.reset()
-                if landing.scattered is not None:
-                    boxes.copy(*landing.scattered, least_bytes=0)
+                if read_slab.scattered is not None:
+                    boxes.copy(*read_slab.scattered, least_bytes=0)
 
 
 class PeerMemory:

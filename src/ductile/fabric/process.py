@@ -9,7 +9,7 @@ from pathlib import Path
 class Process:
     pid: int
     started: int
-    """When the process started, in clock ticks after boot."""
+    """Start of the process, in clock ticks after boot."""
 
     @classmethod
     def own(cls) -> "Process":
@@ -27,7 +27,7 @@ def host() -> str:
 
 
 def start_time(pid: int, zombies: bool = True) -> int | None:
-    """When the process started, in clock ticks after boot; None when there is none.
+    """Start of the process, in clock ticks after boot; None when there is none.
 
     zombies: whether one that has ended, and whose parent has not asked how, counts as well.
     """

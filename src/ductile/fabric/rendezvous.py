@@ -1,4 +1,4 @@
-"""Where ranks find each other: the run's key-value store. One process hosts it, the slots connect.
+"""The place where ranks find each other: the run's key-value store. One process hosts it, the slots connect.
 
 It binds to loopback unless told otherwise.
 """
@@ -39,16 +39,16 @@ _lasting: dict[str, Store] = {}
 def lasting(address: str, timeout_s: float) -> Store:
     """The connection that this process keeps for what it does again and again, by one thread at a time.
 
-    torch asks for the name of every address that it connects to, and where DNS does not answer that takes seconds.
+    torch asks for the name of every address that it connects to, and where DNS does not reply that takes seconds.
     """
     store = _lasting.get(address)
-    if store is None or not _answers(store):
+    if store is None or not _is_reachable(store):
         store = _lasting[address] = connect(address, timeout_s)
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
 
 
-def _answers(store: Store) -> bool:
+def _is_reachable(store: Store) -> bool:
     try:
         store.check(["anything"])
     except RuntimeError:

@@ -42,7 +42,7 @@ class Segment:
 
     @property
     def fingerprint(self) -> int:
-        """64-bit, over all bytes in order (xxh3). It guards against accidents, not against somebody who wants two
+        """64-bit, over all bytes in order (xxh3). It guards against accidents, not against an attacker who wants two
         contents to collide."""
         return self._digest.intdigest()
 
@@ -85,7 +85,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_
 def map_segment(location: str, num_bytes: int, fingerprint: int) -> Tensor:
     """All bytes of a segment, which are not copied. Raises `SegmentUnavailable`.
 
-    The mapping is private: it may be written to, which changes nobody else's. It lives as long as any view of it
+    The mapping is private: it may be written to, which changes no other reader's. It lives as long as any view of it
     does, also after the segment is closed or its owner dies.
     """
     content = torch.frombuffer(_map(location, num_bytes), dtype=torch.uint8) if num_bytes else torch.empty(0).byte()

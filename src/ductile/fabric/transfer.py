@@ -3,9 +3,9 @@
     plan = planner.plan(source, target)            on every slot for itself; all compare plan.key
     transfer = Transfer(plan, slot, old, new, carrier)
     moved = transfer.run()                         on every slot at once
-    # all compare what they sent with what their peers received, then everybody commits or nobody does
+    # all compare what they sent with what their peers received, then all commit or none does
 
-Whoever calls makes sure that nobody writes to old buffers from before the first slot runs until the last one is done.
+The caller makes sure that nothing writes to old buffers from before the first slot runs until the last one is done.
 """
 
 import time
@@ -60,7 +60,7 @@ class Transfer:
         carrier: Carrier,
         verify: Verify = "moved",
     ) -> None:
-        """Where `old` is None, `bind` brings it: everything else can be done before it is known.
+        """Prepare the transfer. `bind` brings `old` where it is None: everything else can be done before it is known.
 
         Raises `ValueError` for buffers that are not what the layouts say.
         """
@@ -110,7 +110,7 @@ def stream(
 ) -> tuple[dict[str, torch.Tensor], Moved]:
     """Move a state in streaming mode: the new buffers, and what was done.
 
-    `state` are the old buffers. They are taken out of the mapping one by one; nobody else may refer to them, or they
+    `state` are the old buffers. They are taken out of the mapping one by one; nothing else may refer to them, or they
     are not freed. There is no way back: after `TransferFailed` the state is lost.
     """
     _check(plan, carrier)

@@ -1,8 +1,8 @@
-"""The null universe: a default process group that everybody is in and nobody can talk through.
+"""The null universe: a default process group that every slot is in and none can talk through.
 
 torch numbers ranks by the default group: `DeviceMesh`, FSDP2 and DTensor take their coordinates from it. Here a
-process's rank is its slot id and the world is as large as a run can ever get, so both stay valid whoever comes and
-goes. Nothing connects: entering takes about a millisecond, and no other process needs to exist. Every collective on
+process's rank is its slot id and the world is as large as a run can ever get, so both stay valid whichever slot comes
+and goes. Nothing connects: entering takes about a millisecond, and no other process needs to exist. Every collective on
 it raises, because a forgotten `group=` must fail at once instead of waiting for slots that are not there.
 
 Real groups come from `ductile.fabric.groups`.
@@ -55,7 +55,7 @@ def enter(slot: int) -> None:
         return
     if _BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(_BACKEND, _create, devices=["cpu", "cuda"])
-    # Nobody else reads the store, and nothing waits for the timeout.
+    # No other process reads the store, and nothing waits for the timeout.
     dist.init_process_group(_BACKEND, store=HashStore(), rank=slot, world_size=MAX_SLOTS, timeout=timedelta(seconds=60))
 
 

@@ -6,8 +6,9 @@ it takes over from that of the step before what still fits.
 2. Sequences with one new token (decode) are grouped by length; a group gathers its blocks into one padded tensor and
    runs one fused attention. The query heads that share a key head stand in for query positions, so keys and values
    are read once and never repeated.
-3. A group that decodes again, with nobody gone or new, keeps what it gathered side by side (a window), and from then on
-   only adds the new token: nothing is copied any more. Windows together take at most half as much memory as the cache.
+3. A group that decodes again, with no sequence gone or new, keeps what it gathered side by side (a window), and from
+   then on only adds the new token: nothing is copied any more. Windows together take at most half as much memory as
+   the cache.
 4. Longer chunks (prefill) of the same shape run together: straight from the step's own keys and values when they
    begin a sequence, over gathered blocks otherwise.
 
@@ -87,7 +88,7 @@ class KVCache:
             cached.flatten(1, 2).index_copy_(1, slots, part[:, start:end].to(cached.device))
 
     def _slots(self, blocks: Sequence[int], start: int, end: int) -> Tensor:
-        """Where these tokens of a sequence lie in its blocks."""
+        """Rows of the cache in which these tokens of a sequence lie."""
         positions = torch.arange(start, end)
         slots = torch.tensor(blocks)[positions // self.block_size] * self.block_size + positions % self.block_size
         return slots.to(self.keys.device)

@@ -1,6 +1,6 @@
 """Connections of the HTTP server, below HTTP: how many there may be, and how long each may keep it waiting.
 
-uvicorn reads HTTP but has no deadline for a request that comes slowly, none for an answer that is taken slowly, and
+uvicorn reads HTTP but has no deadline for a request that comes slowly, none for a response that is taken slowly, and
 when there are too many connections it turns away those that have something to say.
 """
 
@@ -12,7 +12,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 LINGER_S = 2.0
-"""An answer that came before the end of the body ("too slow") has this long to be read before the connection ends."""
+"""A response that came before the end of the body ("too slow") has this long to be read before the connection ends."""
 
 BYTES_A_PIECE = 256
 """A body must come in pieces of at least this size on average: each costs the parser as much as a small request."""
@@ -35,7 +35,7 @@ class Crowd:
     waiting: dict["Connection", None] = field(default_factory=dict["Connection", None])
 
     def admit(self, new: "Connection") -> bool:
-        """Make room for one more. False when everybody is being answered."""
+        """Make room for one more. False when every connection is being served."""
         if len(self.connections) >= self.max_connections:
             if not self.waiting:
                 return False
@@ -52,7 +52,7 @@ class Crowd:
 
 
 class BoundedHTTP(h11.Connection):
-    """Refuses a body in crumbs, and one that goes on long after it was answered."""
+    """Refuses a body in crumbs, and one that goes on long after its response."""
 
     def __init__(self, max_incomplete_event_size: int, max_body_bytes: int) -> None:
         super().__init__(h11.SERVER, max_incomplete_event_size)
@@ -99,7 +99,7 @@ class Connection(H11Protocol):
             return
         try:
             super().data_received(data)
-        except h11.LocalProtocolError:  # a request that went wrong after its answer: nothing more can be said
+        except h11.LocalProtocolError:  # a request that went wrong after its response: nothing more can be said
             self.transport.abort()
         self._look()
 
@@ -128,8 +128,8 @@ class Connection(H11Protocol):
         if self not in self.crowd.connections:
             return
         receives = self.conn.their_state if self.conn.their_state in (h11.IDLE, h11.SEND_BODY) else None
-        answered = self.cycle is None or self.cycle.response_complete
-        if receives or answered:
+        responded = self.cycle is None or self.cycle.response_complete
+        if receives or responded:
             self.crowd.waiting.setdefault(self)
         else:
             self.crowd.waiting.pop(self, None)

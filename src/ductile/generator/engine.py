@@ -1,7 +1,7 @@
 """Continuous batching on one device. A step: schedule, run the model once, sample, report what ended.
 
-`add`, `abort` and `hand_off` may come between any two steps; so may `load_weights`: every token remembers the version
-it was sampled from. Nothing here blocks, sleeps or knows of processes.
+`add`, `abort` and `migrate_out` may come between any two steps; so may `load_weights`: every token remembers the
+version it was sampled from. Nothing here blocks, sleeps or knows of processes.
 """
 
 import math
@@ -25,7 +25,7 @@ from ductile.generator.sampler import sample, stream_key
 from ductile.generator.scheduler import Chunk, Scheduler
 from ductile.generator.sequence import Sequence
 from ductile.generator.step_profiler import StepLoad
-from ductile.generator.text import TextStream
+from ductile.generator.text_stream import TextStream
 from ductile.kernels.products import linear
 from ductile.model.transformer import Transformer
 from ductile.records import FinishReason, GenerateRequest, Generation, KVHandle, Sampling
@@ -52,7 +52,7 @@ class Engine:
         self.model = model.requires_grad_(False).eval()
         if not device.startswith("cuda"):
             lay_by_columns(self.model)
-            heap.give_back()  # the rows
+            heap.trim()  # the rows
         self.version = version
         self.limits = SequenceLimits(model.spec.vocab_size, config.model.max_model_len, num_blocks * config.block_size)
         self.pool = BlockPool(num_blocks, config.block_size)
@@ -111,7 +111,7 @@ class Engine:
             imported=cache,
         )
         self._num_arrived += 1
-        reason = sequence.finish_reason()  # one that was handed over may have said its last word already
+        reason = sequence.finish_reason()  # one that has migrated may have said its last word already
         if reason:
             self._ended.append(sequence.generation(reason))
         else:
@@ -124,7 +124,7 @@ class Engine:
             if id in self._live:
                 self._ended.append(self._end(self._live[id], "abort"))
 
-    def hand_off(
+    def migrate_out(
         self, ids: Collection[str], with_cache: Collection[str] = ()
     ) -> tuple[list[GenerateRequest], dict[str, RequestKV]]:
         """Forget these and return them as requests that go on where they are; ids that have ended are left out.
@@ -151,7 +151,7 @@ class Engine:
         return [sequence.request.id for sequence in self.scheduler.running]
 
     def peek(self, id: str, start: int = 0) -> tuple[list[int], list[float]] | None:
-        """What a live request has generated from answer token `start` on: tokens, log-probs. None: not live."""
+        """What a live request has generated from completion token `start` on: tokens, log-probs. None: not live."""
         sequence = self._live.get(id)
         if sequence is None:
             return None

@@ -1,10 +1,10 @@
 """Who holds which block of the KV cache: reference counts, sharing by content, eviction. There are no tensors here.
 
 1. A block is the keys and values of `block_size` consecutive tokens in every layer; sequences hold lists of blocks.
-2. A full block may be registered under its content key: a digest of all tokens from the first to its last, salted with
-   the weights they were computed under. Whoever starts with the same tokens under the same weights takes it as it is.
-3. A block nobody holds is free. It keeps its key, and can be found again, until `allocate` needs it: least recently
-   released first, the end of a sequence before its beginning.
+2. A full block may be registered under its content key: a digest of all tokens from the first to its last, and of the
+   weights' version. A sequence that starts with the same tokens under the same weights takes it as it is.
+3. A block that no sequence holds is free. It keeps its key, and can be found again, until `allocate` needs it: least
+   recently released first, the end of a sequence before its beginning.
 
 At any time each block is either free or held, never both; counts equal the number of holders; a key names one block.
 """
@@ -32,7 +32,7 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest registered beginning of `keys`. They are not held yet: `can_hold`, then `hold`."""
+        """The blocks of the longest registered beginning of `keys`. They have no new holder yet: see `touch`."""
         found: list[int] = []
         for key in keys:
             block = self._block_of.get(key)
@@ -41,18 +41,18 @@ class BlockPool:
             found.append(block)
         return found
 
-    def can_hold(self, shared: Sequence[int], num_new: int) -> bool:
-        """Whether `hold(shared)` and then `allocate(num_new)` would succeed."""
+    def can_allocate(self, shared: Sequence[int], num_new: int) -> bool:
+        """Whether `touch(shared)` and then `allocate(num_new)` would succeed."""
         return num_new + sum(block in self._free for block in shared) <= self.num_free
 
-    def hold(self, blocks: Iterable[int]) -> None:
+    def touch(self, blocks: Iterable[int]) -> None:
         """Become one more holder of blocks that `find` returned."""
         for block in blocks:
             self._free.pop(block, None)
             self._holders[block] += 1
 
     def allocate(self, num: int) -> list[int]:
-        """Take free blocks; what they contained is lost. Ask `can_hold` first."""
+        """Take free blocks; what they contained is lost. Ask `can_allocate` first."""
         if num > self.num_free:
             raise RuntimeError(f"asked for {num} of {self.num_free} free blocks")
         taken: list[int] = []
@@ -73,7 +73,7 @@ class BlockPool:
             self._holders[block] -= 1
             if self._holders[block] == 0:
                 self._free[block] = None
-                if block not in self._key_of:  # nobody can find it again, so it goes before those that can be
+                if block not in self._key_of:  # no sequence can find it again, so it goes before those that can be
                     self._free.move_to_end(block, last=False)
 
     def register(self, block: int, key: bytes) -> None:
@@ -83,9 +83,9 @@ class BlockPool:
             self._key_of[block] = key
 
 
-def extend_keys(keys: list[bytes], tokens: Sequence[int], block_size: int, salt: int) -> None:
+def extend_keys(keys: list[bytes], tokens: Sequence[int], block_size: int, version: int) -> None:
     """Append to `keys` until there is one for every full block of `tokens`."""
     while (end := (len(keys) + 1) * block_size) <= len(tokens):
-        parent = keys[-1] if keys else salt.to_bytes(8, "little")
+        parent = keys[-1] if keys else version.to_bytes(8, "little")
         content = array("q", tokens[end - block_size : end]).tobytes()
         keys.append(hashlib.blake2b(parent + content, digest_size=16).digest())

@@ -1,7 +1,7 @@
 """What the engine that a request leaves has computed of its context, on the way to the engine that goes on with it.
 
-1. The source copies the keys and values out of its blocks (`Engine.hand_off`) and keeps them in a `KVTransferBuffer`, a
-   sealed memory segment for each request; a `KVHandle` says where.
+1. The source copies the keys and values out of its blocks (`Engine.migrate_out`) and keeps them in a
+   `KVTransferBuffer`, a sealed memory segment for each request; a `KVHandle` says where.
 2. The receiver maps the segment and checks it (`fetch`). It holds on to the mapping until the request gets blocks, so
    that the source may forget it, or die, as soon as the receiver has taken the request.
 3. What cannot be fetched is computed again. The handle is an offer, never a need.

@@ -1,4 +1,4 @@
-"""What an engine can serve: a pure answer to "why not?", given before a request takes any place."""
+"""What an engine can serve: a pure function from a request to why not, asked before the request takes any place."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ class SequenceLimits:
     """Tokens that the whole KV cache holds."""
 
     def max_len(self, prompt_len: int, max_tokens: int) -> int:
-        """Prompt plus answer, in tokens, at which generation ends."""
+        """Prompt plus completion, in tokens, at which generation ends."""
         return min(prompt_len + max_tokens, self.max_model_len)
 
     def room(self, prompt_len: int) -> int:
@@ -37,7 +37,7 @@ class SequenceLimits:
         """Why a prompt is refused for its length. `num_prompt`: the prompt's tokens, or what is known of them."""
         return (
             f"the prompt has {num_prompt} tokens; model.max_model_len {self.max_model_len} leaves room for "
-            f"{self.max_model_len - 1} and one of the answer"
+            f"{self.max_model_len - 1} and one of the completion"
         )
 
     def why_not(self, request: GenerateRequest) -> str:
@@ -56,7 +56,7 @@ class SequenceLimits:
         max_len = self.max_len(num_prompt, request.sampling.max_tokens)
         if max_len > self.cache_tokens:
             return (
-                f"prompt and answer may reach {max_len} tokens and the whole cache holds {self.cache_tokens}; "
+                f"prompt and completion may reach {max_len} tokens and the whole cache holds {self.cache_tokens}; "
                 "raise num_blocks or cache_memory_gib, or lower max_tokens"
             )
         return wrong_sampling(request.sampling)

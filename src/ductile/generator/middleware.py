@@ -8,7 +8,7 @@
 | its body, within `server.max_body_bytes` and `server.timeout_s` | 413, 408 |
 
 Bodies that are on their way share `BODIES_AT_ONCE` times the largest; when that is full, the one that holds most of it
-goes (503), so that whoever asks little is always heard.
+goes (503), so that a client who asks little is always served.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ class RequestGuard:
                 if body is None:
                     return  # the client went away
                 scope.setdefault("state", {})["body"] = body
-                del body  # whoever takes it out of the state can forget it
+                del body  # the handler that takes it out of the state can forget it
         except Refusal as refusal:
             await refusal.response(scope, receive, send)
             return
@@ -79,8 +79,8 @@ def check(path: str, method: str, headers: Headers, config: ServerConfig) -> Non
         if host is not None and not is_loopback(host_name(host)):
             raise Refusal(
                 403,
-                f"the Host header is {host[:80]!r}; without server.api_key this server answers only to names of its "
-                f"own machine: ask for {config.host}, or set server.api_key",
+                f"the Host header is {host[:80]!r}; without server.api_key this server serves only requests to its "
+                f"own machine's names: ask for {config.host}, or set server.api_key",
                 "permission_error",
             )
     elif not is_probe and not _has_key(headers.get("authorization", ""), config.api_key):

@@ -1,7 +1,7 @@
 """What the HTTP server understands: OpenAI's completions and chat, with vLLM's extensions, and vLLM's token endpoint.
 
 A field that we do not offer is accepted at the value that changes nothing and refused at any other; an unknown field
-is refused. Nothing that would change an answer is ignored.
+is refused. Nothing that would change a response is ignored.
 """
 
 from typing import Annotated, Any, Literal
@@ -59,7 +59,7 @@ IGNORED = frozenset(
         "request_id",
     }
 )
-"""Fields that say nothing about the answer."""
+"""Fields that say nothing about the response."""
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -152,7 +152,7 @@ class TextRequest(SamplingFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    """Put `prompt_token_ids` into the answer and `token_ids` into its choices."""
+    """Put `prompt_token_ids` into the response and `token_ids` into its choices."""
     return_tokens_as_token_ids: bool | None = None
     """Spell the tokens of `logprobs` "token_id:123"."""
     priority: Int | None = None

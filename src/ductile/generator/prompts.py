@@ -27,7 +27,7 @@ class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer, limits: SequenceLimits, max_waiting_chars: int) -> None:
         self._tokenizer, self._limits = tokenizer, limits
         self._longest_token = tokenizer.longest_token
-        self._turns = ThreadPoolExecutor(1, "large-prompts")
+        self._large_prompts = ThreadPoolExecutor(1, "large-prompts")
         self._max_waiting_chars, self._waiting_chars = max_waiting_chars, 0
 
     async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
@@ -42,7 +42,7 @@ class PromptEncoder:
         self._waiting_chars += num_chars
         try:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._turns, self._encode, texts, add_special_tokens)
+            return await loop.run_in_executor(self._large_prompts, self._encode, texts, add_special_tokens)
         finally:
             self._waiting_chars -= num_chars
 

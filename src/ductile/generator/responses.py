@@ -1,4 +1,4 @@
-"""What the HTTP server says: whole answers and streamed chunks, for completions and for chat.
+"""What the HTTP server says: whole responses and streamed chunks, for completions and for chat.
 
 A `Choice` collects one sequence; a format (`Chat`, `TextCompletion`) knows how the API spells it.
 """
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from ductile.generator.openai_api import ChatRequest, CompletionRequest, TextRequest
 from ductile.generator.runner import Delta
-from ductile.generator.text import TextStream
+from ductile.generator.text_stream import TextStream
 from ductile.records import FinishReason, GenerateRequest
 from ductile.tasks.tokenizer import Tokenizer
 
@@ -43,7 +43,7 @@ class Format(Protocol):
     chunk_object: str
 
     def whole(self, choice: Choice) -> Json:
-        """The entry of a whole answer."""
+        """The entry of a whole response."""
         ...
 
     def piece(self, choice: Choice, text: str, delta: Delta) -> Json:

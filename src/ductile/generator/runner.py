@@ -3,8 +3,9 @@
 The thread waits for work and steps; the loop never waits for a step. What is asked travels as calls in a queue, which
 the thread makes between two steps; what was generated travels back once a step, in one wake-up of the loop for all.
 
-Whoever waits here waits for the thread. When it fails or is silent for longer than `STALLED_AFTER_S`, every waiter
-gets `EngineFailed`. A request that the engine cannot take, or cannot go on with, gets `RequestFailed`, and it alone.
+A caller that waits here waits for the thread. When it fails or is silent for longer than `STALLED_AFTER_S`, every
+waiter gets `EngineFailed`. A request that the engine cannot take, or cannot go on with, gets `RequestFailed`, and it
+alone.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from ductile.blame import told
+from ductile.error_text import error_text
 from ductile.generator.engine import Engine
 from ductile.generator.limits import RequestRefused
 from ductile.records import FinishReason, GenerateRequest, Generation, Sampling
@@ -50,7 +51,7 @@ class Delta:
 
 @dataclass(slots=True)
 class _Listener:
-    """Where a request's deltas go."""
+    """Receiver of a request's deltas."""
 
     index: int
     mailbox: "asyncio.Queue[Delta | Exception]"
@@ -149,7 +150,7 @@ class EngineRunner:
             self._engine.abort()
             self._step()
         except BaseException as error:
-            failure = self._failure = EngineFailed(f"the engine failed: {told(error)}")
+            failure = self._failure = EngineFailed(f"the engine failed: {error_text(error)}")
             self._post([(listener.mailbox, failure) for listener in self._listeners.values()])
             self._tell(lambda: self._on_failure(failure))
 
@@ -164,16 +165,16 @@ class EngineRunner:
 
     def _step(self) -> None:
         ended = {generation.id: generation for generation in self._engine.step()}
-        failed = {id: RequestFailed(told(error)) for id, error in self._engine.failed.items()}
+        failed = {id: RequestFailed(error_text(error)) for id, error in self._engine.failed.items()}
         post: list[tuple[asyncio.Queue[Any], Delta | Exception]] = []
         for id in (*ended, *failed):
             if listener := self._listeners.pop(id, None):
                 post.append((listener.mailbox, failed.get(id) or _ending(ended[id], listener)))
-        for id in self._engine.running():  # whoever waits, and there may be thousands, has no news
+        for id in self._engine.running():  # a request that waits, and there may be thousands, has no news
             listener = self._listeners.get(id)
-            if listener and listener.each_step and (news := self._engine.peek(id, listener.num_sent)) and news[0]:
-                listener.num_sent += len(news[0])
-                post.append((listener.mailbox, Delta(listener.index, *news, None)))
+            if listener and listener.each_step and (new := self._engine.peek(id, listener.num_sent)) and new[0]:
+                listener.num_sent += len(new[0])
+                post.append((listener.mailbox, Delta(listener.index, *new, None)))
         post += [(mailbox, failed.get(PROBE) or Delta(0, [], [], None)) for mailbox in self._probes]
         self._probes.clear()
         self._post(post)
@@ -186,9 +187,9 @@ class EngineRunner:
         if items:
             self._tell(put_all)
 
-    def _tell(self, news: Callable[[], None]) -> None:
+    def _tell(self, callback: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # a loop that is closed waits for nothing
-            self._loop.call_soon_threadsafe(news)
+            self._loop.call_soon_threadsafe(callback)
 
     def _add(
         self, requests: Sequence[GenerateRequest], mailbox: "asyncio.Queue[Delta | Exception]", each_step: bool
@@ -201,7 +202,7 @@ class EngineRunner:
         except RequestRefused as refusal:
             self._post([(mailbox, refusal)])
         except Exception as error:  # the caller then aborts those that were added
-            self._post([(mailbox, RequestFailed(told(error)))])
+            self._post([(mailbox, RequestFailed(error_text(error)))])
 
     def _forget(self, ids: Sequence[str]) -> None:
         for id in ids:

@@ -7,8 +7,8 @@ The reported log-prob is `log_softmax(logits / temperature)`, over the whole voc
 left tokens out: the number that the trainer recomputes, so that the same weights give the same one, and a loss sees how
 far the policy has moved since, not how much was cut off. Greedy tokens report temperature 1.
 
-Randomness has no state: the number for a token is a function of its sequence's stream and its position in the answer.
-So it depends neither on what else runs in the batch nor on where the sequence ran before.
+Randomness has no state: the number for a token is a function of its sequence's stream and its position in the
+completion. So it depends neither on what else runs in the batch nor on where the sequence ran before.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ def uniforms(streams: Sequence[int], positions: Sequence[int]) -> np.ndarray:
 def sample(
     logits: Tensor, samplings: Sequence[Sampling], streams: Sequence[int], positions: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """`logits` [N, V] -> tokens [N] int64 and log-probs [N] fp32. `positions` count each answer's tokens from 0."""
+    """`logits` [N, V] -> tokens [N] int64 and log-probs [N] fp32. `positions` count each completion's tokens from 0."""
     logits = logits.float()
     if any(s.temperature not in (0.0, 1.0) for s in samplings):
         logits = logits / logits.new_tensor([s.temperature or 1.0 for s in samplings])[:, None]

@@ -143,9 +143,9 @@ class Scheduler:
             shared = self.pool.find(sequence.keys[:num_useful])
         num_needed = self.pool.blocks_for(len(sequence.tokens))
         with_next = self.pool.blocks_for(len(sequence.tokens) + 1)
-        if not self.pool.can_hold(shared, with_next - len(shared)):
+        if not self.pool.can_allocate(shared, with_next - len(shared)):
             return False
-        self.pool.hold(shared)
+        self.pool.touch(shared)
         sequence.blocks = shared + self.pool.allocate(num_needed - len(shared))
         sequence.num_computed = len(shared) * self.pool.block_size
         sequence.num_registered = len(shared)

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from ductile.generator.kv_transfer import RequestKV
-from ductile.generator.text import TextStream
+from ductile.generator.text_stream import TextStream
 from ductile.records import FinishReason, GenerateRequest, Generation
 
 
@@ -72,9 +72,9 @@ class Sequence:
 
     def so_far(self) -> GenerateRequest:
         """The request with which another engine can go on with the sequence."""
-        answer = tuple(self.tokens[len(self.request.prompt) :])
-        return replace(self.request, generated=answer, logprobs=tuple(self.logprobs), versions=tuple(self.versions))
+        completion = tuple(self.tokens[len(self.request.prompt) :])
+        return replace(self.request, generated=completion, logprobs=tuple(self.logprobs), versions=tuple(self.versions))
 
     def generation(self, reason: FinishReason) -> Generation:
-        answer = self.tokens[len(self.request.prompt) :]
-        return Generation(self.request.id, tuple(answer), tuple(self.logprobs), tuple(self.versions), reason)
+        completion = self.tokens[len(self.request.prompt) :]
+        return Generation(self.request.id, tuple(completion), tuple(self.logprobs), tuple(self.versions), reason)

@@ -49,13 +49,13 @@ def serve(config: InferenceRunConfig) -> int:
     try:
         name, listener = _model_name(config), _listen(config.server)
     except ServeError as error:
-        return _complain(error)
+        return _print_error(error)
     with listener:
         try:
             tokenizer = Tokenizer.from_folder(name, config.model.chat_template)
             engine = load_engine(config, _device(config), tokenizer)
         except (ModelFolderError, TokenizerError, ValueError) as error:
-            return _complain(error)
+            return _print_error(error)
         failures: list[EngineFailed] = []
 
         def end(failure: EngineFailed) -> None:
@@ -73,7 +73,7 @@ def serve(config: InferenceRunConfig) -> int:
         signal.signal(signal.SIGTERM, leave)
         print(f"serving {name} on {_url(listener)}", flush=True)
         server.run(sockets=[listener])
-    return _complain(failures[0]) if failures else 0
+    return _print_error(failures[0]) if failures else 0
 
 
 def _server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
@@ -148,7 +148,7 @@ def _device(config: InferenceRunConfig) -> str:
     return "cuda:0" if wanted == "cuda" else "cpu"
 
 
-def _complain(error: Exception) -> int:
+def _print_error(error: Exception) -> int:
     print(f"ductile inference: {error}", file=sys.stderr)
     return 1
 

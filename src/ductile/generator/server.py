@@ -43,8 +43,8 @@ def create_app(
     on_failure: Callable[[EngineFailed], None] = lambda failure: None,
     health_deadline_s: float = 10.0,
 ) -> FastAPI:
-    """The engine belongs to the app from its start to its end: nobody else may touch it. `on_failure` is called when it
-    is dead: by then every client has been told, and nothing but a new process can help."""
+    """The engine belongs to the app from its start to its end: no other code may touch it. `on_failure` is called when
+    it is dead: by then every client has been told, and nothing but a new process can help."""
     config = config or ServerConfig()
 
     @asynccontextmanager
@@ -121,10 +121,10 @@ async def completions(service: Shared, http: Request) -> Response:
     texts = [one for one in body.prompt if isinstance(one, str)]
     encoded = iter(await service.encode(texts, body.add_special_tokens is not False, http))
     prompts = [next(encoded) if isinstance(one, str) else one for one in body.prompt]
-    # An answer may take minutes: what is not needed any more goes.
+    # A response may take minutes: what is not needed any more goes.
     body, texts = body.model_copy(update={"prompt": []}), []
     form = TextCompletion(body, service.tokenizer)
-    return await service.answer_text(body, form, prompts, TOKEN_MAX_TOKENS, http)
+    return await service.complete_text(body, form, prompts, TOKEN_MAX_TOKENS, http)
 
 
 @_routes.post("/v1/chat/completions")
@@ -139,19 +139,19 @@ async def chat(service: Shared, http: Request) -> Response:
     )
     # The template writes the special tokens, so none are added.
     prompts = await service.encode([text], add_special_tokens=False, http=http)
-    # An answer may take minutes: what is not needed any more goes.
+    # A response may take minutes: what is not needed any more goes.
     body, text = body.model_copy(update={"messages": [], "chat_template_kwargs": None}), ""
     form = Chat(body, service.tokenizer)
-    return await service.answer_text(body, form, prompts, None, http)
+    return await service.complete_text(body, form, prompts, None, http)
 
 
 @_routes.post("/inference/v1/generate")
 async def generate(service: Shared, http: Request) -> Response:
-    return await service.answer_tokens(read_body(TokenRequest, _take_body(http)), http)
+    return await service.complete_tokens(read_body(TokenRequest, _take_body(http)), http)
 
 
 def _take_body(http: Request) -> bytes:
-    """The body that the middleware has read; nobody else keeps it."""
+    """The body that the middleware has read; no other code keeps it."""
     return http.scope["state"].pop("body")
 
 

@@ -1,4 +1,4 @@
-"""Between HTTP and the engine: request bodies become sequences, sequences become answers, whole or streamed."""
+"""Between HTTP and the engine: request bodies become sequences, sequences become responses, whole or streamed."""
 
 import asyncio
 import json
@@ -76,7 +76,7 @@ class Service:
     async def encode(self, texts: Sequence[str], add_special_tokens: bool, http: Request) -> list[list[int]]:
         return await unless_gone(http, self._prompts.encode(texts, add_special_tokens))
 
-    async def answer_text(
+    async def complete_text(
         self, body: TextRequest, form: Format, prompts: Sequence[Sequence[int]], max_tokens: int | None, http: Request
     ) -> Response:
         """`max_tokens` is for a request that says none; None: as many as there is room for."""
@@ -90,13 +90,13 @@ class Service:
             first = await unless_gone(http, anext(deltas))
             chunks = _chunks(head | {"object": form.chunk_object}, ids, form, choices, first, deltas)
             with_usage = body.stream_options is not None and body.stream_options.include_usage
-            closing = head | {"object": form.chunk_object, "choices": []} if with_usage else None
-            return StreamingResponse(_events(chunks, closing, prompts, choices), media_type="text/event-stream")
+            last_chunk = head | {"object": form.chunk_object, "choices": []} if with_usage else None
+            return StreamingResponse(_events(chunks, last_chunk, prompts, choices), media_type="text/event-stream")
         await unless_gone(http, self._collect(requests, choices))
         around = head | {"object": form.whole_object} | ids | {"usage": usage(prompts, choices)}
         return await asyncio.to_thread(_whole, around, form.whole, choices)
 
-    async def answer_tokens(self, body: TokenRequest, http: Request) -> Response:
+    async def complete_tokens(self, body: TokenRequest, http: Request) -> Response:
         head = self.head(body.model, "gen")
         sampling = body.sampling_params
         self.admit(1, sampling.n)
@@ -132,7 +132,7 @@ class Service:
         max_tokens: int | None,
         priority: int | None,
     ) -> list[GenerateRequest]:
-        """One for each prompt and choice, in the order of the answer's choices. `priority` is vLLM's: the lower goes
+        """One for each prompt and choice, in the order of the response's choices. `priority` is vLLM's: the lower goes
         first."""
         num_choices = body.n or 1
         requests: list[GenerateRequest] = []
@@ -194,7 +194,7 @@ class Service:
 
 
 def _whole(around: Json, entry: Callable[[Choice], Json], choices: Sequence[Choice]) -> Response:
-    """An answer's JSON, for a thread: with many choices it takes a while. One piece a choice, as none of them may hold
+    """A response's JSON, for a thread: with many choices it takes a while. One piece a choice, as none of them may hold
     the interpreter for long."""
     entries = ", ".join(json.dumps(entry(choice)) for choice in choices)
     return Response(f'{json.dumps(around)[:-1]}, "choices": [{entries}]}}', media_type="application/json")
@@ -239,15 +239,15 @@ async def _chunks(
 
 
 async def _events(
-    chunks: AsyncGenerator[Json], closing: Json | None, prompts: Sequence[Sequence[int]], choices: Sequence[Choice]
+    chunks: AsyncGenerator[Json], last_chunk: Json | None, prompts: Sequence[Sequence[int]], choices: Sequence[Choice]
 ) -> AsyncGenerator[str]:
     """Server-sent events. The status is sent by now, so a failure becomes an event."""
     async with aclosing(chunks):
         try:
             async for chunk in chunks:
                 yield _event(chunk)
-            if closing is not None:
-                yield _event(closing | {"usage": usage(prompts, choices)})
+            if last_chunk is not None:
+                yield _event(last_chunk | {"usage": usage(prompts, choices)})
         except (EngineFailed, RequestFailed) as failure:
             yield _event(error(str(failure), "server_error"))
     yield "data: [DONE]\n\n"

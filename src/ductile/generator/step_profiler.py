@@ -20,7 +20,7 @@ class StepLoad:
     num_kv_imports: int
     """Handed-over caches that were copied into the KV cache before the step."""
     num_decoding: int = 0
-    """Sequences that the step gave one token; of the others it computed prompts, or contexts that were handed over."""
+    """Sequences that the step gave one token; of the others it computed prompts, or contexts that came by migration."""
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], num_kv_imports: int) -> "StepLoad":
@@ -89,10 +89,10 @@ def _points(sizes: Sequence[_Steps]) -> tuple[tuple[float, float, float], ...]:
     """One point for each size of batch, or for some neighbouring ones together when there are too many."""
     num = min(len(sizes), MOST_POINTS)
     cuts = [len(sizes) * point // num for point in range(num + 1)] if num else []
-    return tuple(_together(sizes[start:end]).point() for start, end in pairwise(cuts))
+    return tuple(_merged(sizes[start:end]).point() for start, end in pairwise(cuts))
 
 
-def _together(parts: Sequence[_Steps]) -> _Steps:
+def _merged(parts: Sequence[_Steps]) -> _Steps:
     return _Steps(
         sum(part.num_steps for part in parts),
         sum(part.sequences for part in parts),

@@ -27,9 +27,9 @@ from ductile.wire.messages import (
     Finished,
     Forget,
     Generate,
-    HandedOff,
-    HandOff,
     LeaseWeights,
+    MigratedOut,
+    MigrateOut,
     Published,
     Receive,
 )
@@ -62,8 +62,8 @@ class GenerateRole:
                 self._generate(requests, caches)
             case Abort(ids=ids):
                 self._engine.abort(ids)
-            case HandOff(ids=ids, with_cache=with_cache):
-                return self._hand_off(ids, with_cache)
+            case MigrateOut(ids=ids, with_cache=with_cache):
+                return self._migrate_out(ids, with_cache)
             case Forget(ids=ids):
                 self._transfer_buffer.forget(ids)
             case Receive(manifest=manifest):
@@ -102,7 +102,7 @@ class GenerateRole:
         self._transfer_buffer.close()
         self._leased.close()
         del self._engine
-        heap.give_all_back()
+        heap.trim_all()
 
     def _needs_weights(self, command: Generate | LeaseWeights) -> None:
         if not self._has_weights:
@@ -125,8 +125,8 @@ class GenerateRole:
             print(f"the context of request {request.id} is computed again: the cache {why}", file=sys.stderr)
             return None
 
-    def _hand_off(self, ids: tuple[str, ...], with_cache: tuple[str, ...]) -> HandedOff:
-        requests, caches = self._engine.hand_off(ids, frozenset(with_cache))
+    def _migrate_out(self, ids: tuple[str, ...], with_cache: tuple[str, ...]) -> MigratedOut:
+        requests, caches = self._engine.migrate_out(ids, frozenset(with_cache))
         self._stats_owed = True
         handles: dict[str, KVHandle] = {}
         for id, cache in caches.items():
@@ -134,7 +134,7 @@ class GenerateRole:
                 handles[id] = self._transfer_buffer.put(id, cache)
             except OSError as why:  # the requests have left the engine: nothing may stop them now
                 print(f"request {id} goes without its cache: {why}", file=sys.stderr)
-        return HandedOff(tuple(requests), handles)
+        return MigratedOut(tuple(requests), handles)
 
     def _lease(self) -> Manifest:
         return self._leased.lease(self._engine.version, self._engine.model.named_parameters())

@@ -1,4 +1,4 @@
-"""Where documents that begin alike lie among the tokens of a batch."""
+"""Places among the tokens of a batch of documents that begin alike."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -6,7 +6,7 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Where documents that begin alike lie: rows `start` to `stem`, then up to each of `ends` a branch."""
+    """Place of documents that begin alike: rows `start` to `stem`, then up to each of `ends` a branch."""
 
     start: int
     stem: int

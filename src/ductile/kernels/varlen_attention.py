@@ -88,7 +88,7 @@ def _options(parameters: Collection[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Where the kernel finds the queries and keys of each of N sequences. None of them is empty."""
+    """Offsets at which the kernel finds the queries and keys of each of N sequences. None of them is empty."""
 
     query_offsets: np.ndarray
     """[N + 1] int32: where the queries of each sequence begin and those of the last end, in the T tokens."""

@@ -7,7 +7,7 @@ from typing import cast
 
 from ductile.core.cluster.ledger import Activity, IdleCause, Ledger, SlotLedger, Span, idle_cause
 from ductile.core.cluster.placement import Role
-from ductile.dashboard.show import RunDisplay
+from ductile.dashboard.run_display import RunDisplay
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import EngineStats, Event
 
@@ -16,7 +16,7 @@ ACTIVITIES: dict[str, Activity] = {
     **dict.fromkeys(("Generate", "Abort"), "generate"),
     "Score": "score",
     **dict.fromkeys(("Publish", "Receive", "Withdraw", "SaveState", "LoadState", "ExportModel"), "publish"),
-    **dict.fromkeys(("AssignRole", "ReleaseRole", "HandOff", "Forget", "LeaseWeights", "EndLease"), "switch"),
+    **dict.fromkeys(("AssignRole", "ReleaseRole", "MigrateOut", "Forget", "LeaseWeights", "EndLease"), "switch"),
     **dict.fromkeys(("Prepare", "Ready", "Freeze", "TransferState", "Commit", "Rollback", "Finalize"), "switch"),
 }
 

@@ -25,7 +25,7 @@ from ductile.fabric.process import start_time
 VERSION = 2
 FILE = "control.json"
 MAX_REQUEST_BYTES = 1 << 20
-MAX_ANSWER_BYTES = 64 << 20
+MAX_RESPONSE_BYTES = 64 << 20
 STATUS_S = 10.0
 RESIZE_S = 600.0
 
@@ -107,7 +107,7 @@ class RunStatus(Words, tag="status"):
     """Slots that died, with the sentence that says how."""
 
 
-class Answer(Words):
+class Response(Words):
     version: int
     result: Resized | RunStatus | None = None
     error: str = ""
@@ -138,7 +138,7 @@ class Run:
 
         Without `dp_replicate` the state keeps as many copies as it has.
 
-        Raises Unfit, or RunFailed when the run ended meanwhile, is in another resize, or does not answer in time.
+        Raises Unfit, or RunFailed when the run ended meanwhile, is in another resize, or does not reply in time.
         """
         try:
             ask = msgspec.convert({"type": "resize", "train": list(train), "dp_replicate": dp_replicate}, ResizeRequest)
@@ -160,18 +160,18 @@ class Run:
         try:
             with socket.create_connection((host, port), timeout=STATUS_S) as connection:
                 connection.sendall(line)
-                answer = msgspec.json.decode(_line(connection, timeout_s), type=Answer)
+                response = msgspec.json.decode(_line(connection, timeout_s), type=Response)
         except TimeoutError as error:
             raise RunFailed(
-                f"the run in {self.folder} did not answer within {timeout_s:g} s; it may do it yet (ductile status)"
+                f"the run in {self.folder} did not reply within {timeout_s:g} s; it may do it yet (ductile status)"
             ) from error
         except (OSError, EOFError) as error:
-            raise RunFailed(f"the run in {self.folder} did not answer: {error or 'it ended'}") from error
+            raise RunFailed(f"the run in {self.folder} did not reply: {error or 'it ended'}") from error
         except msgspec.DecodeError as error:
-            raise RunFailed(f"the run in {self.folder} gave an answer that cannot be read: {error}") from error
-        if isinstance(answer.result, expected):
-            return answer.result
-        raise (Unfit if answer.unfit else RunFailed)(answer.error or "the run answered something else")
+            raise RunFailed(f"the run in {self.folder} gave a response that cannot be read: {error}") from error
+        if isinstance(response.result, expected):
+            return response.result
+        raise (Unfit if response.unfit else RunFailed)(response.error or "the run responded with something else")
 
     def _where(self) -> tuple[str, int, str]:
         if not self.folder.is_dir():
@@ -213,6 +213,6 @@ def _line(connection: socket.socket, timeout_s: float) -> bytes:
         if not chunk:
             raise EOFError("it closed the connection")
         received += chunk
-        if len(received) > MAX_ANSWER_BYTES:
-            raise OSError(f"its answer is longer than {MAX_ANSWER_BYTES} bytes")
+        if len(received) > MAX_RESPONSE_BYTES:
+            raise OSError(f"its response is longer than {MAX_RESPONSE_BYTES} bytes")
     return received

@@ -23,10 +23,10 @@ from ductile.launch.control import (
     FILE,
     MAX_REQUEST_BYTES,
     VERSION,
-    Answer,
     Request,
     Resized,
     ResizeRequest,
+    Response,
     RunFailed,
     RunStatus,
     Status,
@@ -34,9 +34,9 @@ from ductile.launch.control import (
 )
 
 READ_S = 5.0
-"""Seconds that a client has to send its request, and to take the answer."""
+"""Seconds that a client has to send its request, and to take the response."""
 CLOSE_S = 1.0
-"""Seconds that requests have which are being answered when the run ends."""
+"""Seconds that requests have that are being served when the run ends."""
 MAX_SILENT = 16
 """Connections at most whose request has not come yet. For one more, the one that has been silent for longest is hung up
 on: a client that connects and says nothing keeps no other out."""
@@ -82,10 +82,10 @@ class Endpoint:
         task.add_done_callback(self._talking.discard)
         try:
             with suppress(OSError, TimeoutError):
-                await _say(writer, await self._answer(reader, writer))
+                await _say(writer, await self._serve(reader, writer))
         except asyncio.CancelledError:  # only we cancel this task, when we close
             with suppress(OSError, TimeoutError):
-                await _say(writer, Answer(VERSION, error="the run ended before it had an answer"))
+                await _say(writer, Response(VERSION, error="the run ended before it had a response"))
         finally:
             writer.close()
 
@@ -100,7 +100,7 @@ class Endpoint:
             with suppress(ValueError):  # we have hung up
                 self._silent.remove(writer)
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Answer:
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Response:
         try:
             line = await self._read(reader, writer)
             request = msgspec.json.decode(line, type=Request)
@@ -111,18 +111,18 @@ class Endpoint:
         if request.version != VERSION:
             return _refusal(f"this run speaks version {VERSION} of the control words, the request is of another")
         try:
-            return Answer(VERSION, await self._respond(request.ask))
+            return Response(VERSION, await self._respond(request.ask))
         except Unfit as error:
             return _refusal(str(error))
         except RunFailed as error:
-            return Answer(VERSION, error=str(error))
+            return Response(VERSION, error=str(error))
 
 
-async def _say(writer: asyncio.StreamWriter, answer: Answer) -> None:
-    writer.write(msgspec.json.encode(answer) + b"\n")
+async def _say(writer: asyncio.StreamWriter, response: Response) -> None:
+    writer.write(msgspec.json.encode(response) + b"\n")
     async with asyncio.timeout(READ_S):
         await writer.drain()
 
 
-def _refusal(sentence: str) -> Answer:
-    return Answer(VERSION, error=sentence, unfit=True)
+def _refusal(sentence: str) -> Response:
+    return Response(VERSION, error=sentence, unfit=True)

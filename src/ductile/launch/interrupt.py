@@ -28,9 +28,9 @@ class Interrupt:
     """Set by signals, read by the run."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
-        self.asked = asyncio.Event()
+        self.graceful = asyncio.Event()
         """Set by the first signal: finish the step, save, leave."""
-        self.insisted = asyncio.Event()
+        self.forced = asyncio.Event()
         """Set by the second press: stop at once."""
         self._now_s = now_s
         self._pressed_s: float | None = None
@@ -47,24 +47,24 @@ class Interrupt:
 
     def tell(self) -> None:
         """Set the events after a signal. In the event loop."""
-        self.asked.set()
+        self.graceful.set()
         if self._insists:
-            self.insisted.set()
+            self.forced.set()
 
 
 @contextmanager
 def interrupts(
-    interrupt: Interrupt, on_asked: Callable[[], None] = lambda: None, give_up: Callable[[float], None] = lambda s: None
+    interrupt: Interrupt, on_asked: Callable[[], None] = lambda: None, abandon: Callable[[float], None] = lambda s: None
 ) -> Iterator[None]:
     """Have signals press `interrupt` while the block runs. In the main thread, inside the event loop.
 
-    on_asked: called in the event loop at the first signal. give_up(seconds): called in another thread when the event
+    on_asked: called in the event loop at the first signal. abandon(seconds): called in another thread when the event
     loop has not heard of a press that insists for so long; it ends the process.
     """
     loop, at_work = asyncio.get_running_loop(), True
 
     def tell() -> None:
-        is_first = not interrupt.asked.is_set()
+        is_first = not interrupt.graceful.is_set()
         interrupt.tell()
         if is_first:
             on_asked()
@@ -78,7 +78,7 @@ def interrupts(
         with suppress(RuntimeError):  # the loop has been closed
             loop.call_soon_threadsafe(heard.set)
         if not heard.wait(REACTS_S) and at_work:
-            give_up(REACTS_S)
+            abandon(REACTS_S)
 
     # Under nohup a lost terminal is ignored, and the run goes on.
     hints = [signum for signum in HINTS if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN]

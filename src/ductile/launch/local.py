@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from ductile.blame import raised
 from ductile.config.cluster import ClusterConfig
 from ductile.core.layout.peak import Arithmetic
-from ductile.launch.cap import CpuCap
+from ductile.error_text import error_with_place
+from ductile.launch.cpu_cap import CpuCap
 from ductile.launch.processes import ForkedProcess, ProcessServer, StartFailed
 from ductile.roles import Late, Refused, SlotLost
-from ductile.wire.heard import heard
+from ductile.wire.background import report_failure
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Done, Event, Hello, RoleName, Stop, Surveyed
 from ductile.wire.router import Router
@@ -165,7 +165,7 @@ class LocalCluster:
 
     def _deaf(self, sentence: str, error: Exception) -> None:
         """The orchestrator itself has failed to take something in: a run must not go on from wrong books."""
-        self.fail(f"{sentence}: {raised(error, ours=True)}")
+        self.fail(f"{sentence}: {error_with_place(error, ours=True)}")
 
     async def survey(self, measure: Arithmetic | None = None) -> dict[int, Surveyed]:
         """`ductile.wire.survey` of all slots. What it measures is also measured of slots that `add` starts later."""
@@ -204,21 +204,21 @@ class LocalCluster:
         self._num_devices = await self._count_devices()
         self.devices = {slot: self._device_of(slot) for slot in sorted(self.slots, reverse=True)}
         self._store = await self._fork("store", "ductile.slot.store:host")
-        self.rendezvous = f"127.0.0.1:{await self._answer_of(self._store)}"
+        self.rendezvous = f"127.0.0.1:{await self._output_of(self._store)}"
         with self._greetings(self.slots) as greeted:
             for slot in self.slots:
                 self.processes[slot] = await self._fork_slot(slot)
             await self._or_death(greeted)
         self._watching = asyncio.create_task(self._watch())
         self._watching.add_done_callback(
-            lambda task: heard(task, "nobody sees any more which slots are silent", self._deaf)
+            lambda task: report_failure(task, "it is not seen any more which slots are silent", self._deaf)
         )
 
     async def _count_devices(self) -> int | None:
         if self._config.device == "cpu":
             return None
         counting = await self._fork("devices", "ductile.slot.store:count_devices")
-        num_devices = int(await self._answer_of(counting))
+        num_devices = int(await self._output_of(counting))
         return None if num_devices == 0 and self._config.device == "auto" else num_devices
 
     def _device_of(self, slot: int) -> str:
@@ -252,7 +252,7 @@ class LocalCluster:
     async def _fork(self, name: str, entry: str) -> ForkedProcess:
         return await self._server.fork(name, entry, {}, self._logs / "processes.log")
 
-    async def _answer_of(self, process: ForkedProcess) -> str:
+    async def _output_of(self, process: ForkedProcess) -> str:
         await process.heard.wait()
         if process.code:
             raise StartFailed(f"the process {process.name!r} {process.ending}; see {self._logs / 'processes.log'}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ductile.wire.heard import heard
+from ductile.wire.background import report_failure
 
 
 class StartFailed(Exception):
@@ -36,7 +36,7 @@ class ForkedProcess:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def signal(self, signum: signal.Signals) -> None:
-        """Send a signal; none if the process has ended (its number may be somebody else's by now)."""
+        """Send a signal; none if the process has ended (its number may be another process's by now)."""
         if self.code is None and self.pidfd is not None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, signum)
@@ -86,7 +86,7 @@ class ProcessServer:
         self._spawn(modules)
         self._hearing = asyncio.create_task(self._hear())
         self._hearing.add_done_callback(
-            lambda task: heard(task, "the process server cannot be heard any more", self._on_error)
+            lambda task: report_failure(task, "the process server cannot be heard any more", self._on_error)
         )
         try:
             await asyncio.wait_for(asyncio.shield(self._ready), deadline_s)
@@ -109,10 +109,10 @@ class ProcessServer:
                 await asyncio.get_running_loop().sock_sendall(self._control, json.dumps(request).encode() + b"\n")
                 return await asyncio.shield(started)
         except asyncio.CancelledError:
-            await _take_back(started, deadline_s)
+            await _end_process(started, deadline_s)
             raise
         except (TimeoutError, OSError) as error:
-            raise StartFailed(f"the process server did not start {name} ({error or 'no answer'})") from error
+            raise StartFailed(f"the process server did not start {name} ({error or 'no reply'})") from error
         finally:
             del self._starting[name]
 
@@ -220,7 +220,7 @@ class ProcessServer:
         self._on_exit(process)
 
 
-async def _take_back(started: "asyncio.Future[ForkedProcess]", deadline_s: float) -> None:
+async def _end_process(started: "asyncio.Future[ForkedProcess]", deadline_s: float) -> None:
     """End a process that the server has been asked for, and may not have started yet."""
     with suppress(TimeoutError):
         async with asyncio.timeout(deadline_s):

@@ -22,7 +22,7 @@ class Profiler:
         self,
         record: Recorder,
         activity: SlotActivity,
-        measured: CostModel,
+        cost_model: CostModel,
         prompt_tokens: Callable[[], float],
         num_switches: Callable[[], int],
         num_scorers: Callable[[], int],
@@ -31,12 +31,12 @@ class Profiler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """num_updates: optimizer steps of a step. began_s: on `clock`, when the slots had their roles."""
-        self._record, self._activity, self._measured = record, activity, measured
+        self._record, self._activity, self._cost_model = record, activity, cost_model
         self._prompt_tokens, self._num_switches = prompt_tokens, num_switches
         self._num_scorers, self._num_updates = num_scorers, num_updates
         self._began_s, self._clock = began_s, clock
         self._step_began_s = 0.0
-        self._told_until_s: dict[int, float] = {}
+        self._reported_until_s: dict[int, float] = {}
         self._spans: dict[int, list[Span]] = {}
         self._lengths: list[int] = []
         self._switched = 0
@@ -46,7 +46,7 @@ class Profiler:
         self._record.event("setting", "", **setting.as_fields())
 
     def on_finished(self, generation: Generation) -> None:
-        if not generation.id.startswith("eval/"):  # an evaluation's answers are no part of a step
+        if not generation.id.startswith("eval/"):  # an evaluation's completions are no part of a step
             self._lengths.append(len(generation.token_ids))
 
     def on_event(self, event: Event) -> None:
@@ -64,13 +64,13 @@ class Profiler:
     def _note_phases(self, metrics: Mapping[str, float]) -> None:
         """Note the seconds that the loop's stopwatch has seen."""
         if "seconds/optim_step" in metrics:
-            self._measured.took("optim", metrics["seconds/optim_step"] / self._num_updates)
+            self._cost_model.took("optim", metrics["seconds/optim_step"] / self._num_updates)
         if "seconds/publish" in metrics:
-            self._measured.took("publish", metrics["seconds/publish"])
+            self._cost_model.took("publish", metrics["seconds/publish"])
         if "seconds/receive" in metrics:
-            self._measured.took("receive", metrics["seconds/receive"])
+            self._cost_model.took("receive", metrics["seconds/receive"])
         if num_scorers := self._num_scorers():
-            self._measured.scored(metrics["tokens"], metrics["seconds/score"] * num_scorers)
+            self._cost_model.scored(metrics["tokens"], metrics["seconds/score"] * num_scorers)
 
     def _tell(self, step: int, now_s: float) -> None:
         for slot in self._activity.slots:
@@ -85,8 +85,8 @@ class Profiler:
             spans=spans,
             lengths=tuple(self._lengths),
             prompt_tokens=self._prompt_tokens(),
-            speeds=self._measured.speeds(),
-            costs=self._measured.costs(),
+            speeds=self._cost_model.speeds(),
+            costs=self._cost_model.costs(),
             num_switches=num_switches - self._switched,
         )
         self._step_began_s, self._switched = end_s, num_switches
@@ -95,10 +95,10 @@ class Profiler:
 
     def _on_span(self, span: Span) -> None:
         """Spans that are still open at a step's end are cut there: what was told of them is not told again."""
-        start_s = max(span.start_s, self._told_until_s.get(span.slot, self._began_s))
+        start_s = max(span.start_s, self._reported_until_s.get(span.slot, self._began_s))
         if span.end_s <= start_s:
             return
-        self._told_until_s[span.slot] = span.end_s
+        self._reported_until_s[span.slot] = span.end_s
         span = replace(span, start_s=start_s - self._began_s, end_s=span.end_s - self._began_s)
         spans = self._spans.setdefault(span.slot, [])
         if spans and (_alike(spans[-1], span) or span.seconds < SHORT_S):

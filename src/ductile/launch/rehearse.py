@@ -9,9 +9,9 @@ from pathlib import Path
 
 from ductile.config.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, RunConfig, SFTConfig
 from ductile.launch.supervise import UNFIT
-from ductile.loop.alone import prepare_alone
 from ductile.loop.compose import prepare
 from ductile.loop.progress import Checkpoints
+from ductile.loop.rollout_only import prepare_rollout_only
 from ductile.loop.sft import prepare_fake, prepare_sft
 from ductile.loop.sinks import need
 from ductile.tasks.tokenizer import Tokenizer
@@ -37,7 +37,7 @@ def resumes(config: RunConfig) -> str:
 
 def _rehearse(config: RunConfig) -> None:
     if isinstance(config, OrchestratorRunConfig):
-        prepare_alone(config)
+        prepare_rollout_only(config)
         return
     if isinstance(config, RLConfig):
         prepare(config)

@@ -24,27 +24,28 @@ from ductile.core.cluster.placement import SPELLED, Placement
 from ductile.core.cluster.state import Limits, first_instances
 from ductile.core.layout.peak import arithmetic_of, compute_dtype
 from ductile.launch.activity import SlotActivity
-from ductile.launch.closing import closing_alone, closing_batches, closing_rl
 from ductile.launch.endpoint import Endpoint
-from ductile.launch.live import LiveRun
+from ductile.launch.final_summary import batches_summary, rl_summary, rollout_only_summary
+from ductile.launch.live_run import LiveRun
 from ductile.launch.local import ROLES, LocalCluster
 from ductile.launch.scheduling import Crew, Scheduling
 from ductile.launch.serving import become_server, bench_server
 from ductile.launch.supervise import Session, supervise
 from ductile.launch.trainer_resizer import TrainerResizer
-from ductile.loop.alone import PreparedAlone, prepare_alone, run_alone
 from ductile.loop.bench import Bench
-from ductile.loop.client import HttpGenerators
 from ductile.loop.compose import Prepared, prepare, run_loop
-from ductile.loop.life import Life
+from ductile.loop.http_generators import HttpGenerators
+from ductile.loop.rollout_only import PreparedRolloutOnly, prepare_rollout_only, run_rollout_only
+from ductile.loop.run_context import RunContext
 from ductile.loop.run_until import SlotDied, Stopped, run_until
 from ductile.loop.sft import PreparedBatches, prepare_fake, prepare_sft, run_batches
+from ductile.wire.fanout import assign_role, each_alone
 from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.leases import WeightLeases
 from ductile.wire.messages import RoleName
-from ductile.wire.remote import RemoteScorer, assign_role, each_alone
-from ductile.wire.resize import ResizeOptions
+from ductile.wire.scorer import RemoteScorer
 from ductile.wire.trainer import RemoteTrainer
+from ductile.wire.transaction import ResizeOptions
 
 START_CANCEL_S = 8.0
 """A start that is interrupted has processes to stop before it returns."""
@@ -63,7 +64,7 @@ def run_trainer(config: TrainerRunConfig) -> int:
 
 
 def run_orchestrator(config: OrchestratorRunConfig) -> int:
-    return supervise("orchestrator", config, prepare_alone, lambda prepared: prepared.max_steps, _alone)
+    return supervise("orchestrator", config, prepare_rollout_only, lambda prepared: prepared.max_steps, _rollout_only)
 
 
 def run_inference(config: InferenceRunConfig) -> int:
@@ -88,20 +89,20 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
         if bench:
             await _begin(bench, prepared.trainer, cluster, session)
         trainer, generators, scorer = await run_until(
-            _take_roles(config, prepared, placement, cluster), session.interrupt.asked, cluster.death()
+            _take_roles(config, prepared, placement, cluster), session.interrupt.graceful, cluster.death()
         )
-        slots = Slots(cluster, placement, trainer, activity)
-        async with _live("rl", prepared.plan.max_steps, prepared.trainer, config, slots, session) as resizer:
+        handles = TrainerHandles(cluster, placement, trainer, activity)
+        async with _live("rl", prepared.plan.max_steps, prepared.trainer, config, handles, session) as resizer:
             crew = Crew(cluster, placement, trainer, generators, scorer, activity, resizer)
             scheduling = Scheduling(config, prepared, crew, session.record)
-            life = _life(session, lambda: crew.slots_by_role, resizer, cluster)
-            rl_loop = run_loop(prepared, trainer, generators, scorer, life, scheduling.watch, scheduling.spent)
-            result = await run_until(rl_loop, session.interrupt.insisted)
+            context = _context(session, lambda: crew.slots_by_role, resizer, cluster)
+            rl_loop = run_loop(prepared, trainer, generators, scorer, context, scheduling.watch, scheduling.spent)
+            result = await run_until(rl_loop, session.interrupt.forced)
         if bench:
-            await _settle(bench, cluster, session)
+            await _measure_memory(bench, cluster, session)
     finally:
         await cluster.stop()
-    return _finish(bench, config.bench) if bench else closing_rl(result)
+    return _finish(bench, config.bench) if bench else rl_summary(result)
 
 
 async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatches, session: Session) -> RenderableType:
@@ -116,36 +117,40 @@ async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatch
             await _begin(bench, prepared.trainer, cluster, session)
         settings, layout = prepared.trainer.model_dump(mode="json"), prepared.trainer.model.layout(placement.train)
         taking = assign_role(cluster.mailbox, "train", settings, [layout], timeout_s, cluster.rendezvous)
-        await run_until(taking, session.interrupt.asked, cluster.death())
+        await run_until(taking, session.interrupt.graceful, cluster.death())
         trainer = RemoteTrainer(cluster.mailbox, layout, timeout_s)
-        slots = Slots(cluster, placement, trainer, activity)
+        handles = TrainerHandles(cluster, placement, trainer, activity)
         command = "sft" if isinstance(config, SFTConfig) else "trainer"
-        async with _live(command, prepared.max_steps, prepared.trainer, config, slots, session) as resizer:
-            life = _life(session, lambda: {"train": trainer.layout.slots}, resizer, cluster)
-            summary = await run_until(run_batches(prepared, trainer, life), session.interrupt.insisted)
+        async with _live(command, prepared.max_steps, prepared.trainer, config, handles, session) as resizer:
+            context = _context(session, lambda: {"train": trainer.layout.slots}, resizer, cluster)
+            summary = await run_until(run_batches(prepared, trainer, context), session.interrupt.forced)
         if bench:
-            await _settle(bench, cluster, session)
+            await _measure_memory(bench, cluster, session)
     finally:
         await cluster.stop()
-    return _finish(bench, config.bench) if bench else closing_batches(summary, prepared.model_folder)
+    return _finish(bench, config.bench) if bench else batches_summary(summary, prepared.model_folder)
 
 
-async def _alone(config: OrchestratorRunConfig, prepared: PreparedAlone, session: Session) -> RenderableType:
-    """Rollouts from somebody else's server."""
+async def _rollout_only(
+    config: OrchestratorRunConfig, prepared: PreparedRolloutOnly, session: Session
+) -> RenderableType:
+    """Rollouts from a server that is not the run's own."""
     client = config.client
     api_key = secret_of(client.api_key, client.api_key_var)
     generators = HttpGenerators(str(client.base_url), api_key, client.timeout_s)
     bench = _bench(config.bench, session)
     async with generators:
-        running = run_alone(prepared, generators, session.record, session.interrupt.asked)
-        summary = await run_until(running, session.interrupt.insisted)
-    return _finish(bench, config.bench) if bench else closing_alone(summary, session.folder)
+        running = run_rollout_only(prepared, generators, session.record, session.interrupt.graceful)
+        summary = await run_until(running, session.interrupt.forced)
+    return _finish(bench, config.bench) if bench else rollout_only_summary(summary, session.folder)
 
 
-def _life(
+def _context(
     session: Session, slots: Callable[[], Mapping[str, Sequence[int]]], resizer: TrainerResizer, cluster: LocalCluster
-) -> Life:
-    return Life(session.record, session.interrupt.asked, slots, resizer.metrics, cluster.death, session.began_s)
+) -> RunContext:
+    return RunContext(
+        session.record, session.interrupt.graceful, slots, resizer.metrics, cluster.death, session.began_s
+    )
 
 
 def _roles(placement: Placement) -> dict[RoleName, str]:
@@ -158,7 +163,7 @@ def _all_roles(placement: Placement) -> dict[RoleName, str]:
 
 
 async def _start(cluster: LocalCluster, placement: Placement, session: Session) -> SlotActivity:
-    await run_until(cluster.start(), session.interrupt.asked, cancel_s=START_CANCEL_S)
+    await run_until(cluster.start(), session.interrupt.graceful, cancel_s=START_CANCEL_S)
     activity = SlotActivity(cluster.mailbox, session.view)
     for slot in placement.slots:
         roles, device, pid = placement.roles(slot), cluster.devices[slot], cluster.processes[slot].pid
@@ -168,8 +173,8 @@ async def _start(cluster: LocalCluster, placement: Placement, session: Session) 
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
-    """What a run has, once its slots have their roles."""
+class TrainerHandles:
+    """A run's trainer and its slots, once they have their roles."""
 
     cluster: LocalCluster
     placement: Placement
@@ -183,22 +188,22 @@ async def _live(
     max_steps: int,
     trainer: TrainerConfig,
     config: RLConfig | SFTConfig | TrainerRunConfig,
-    slots: Slots,
+    handles: TrainerHandles,
     session: Session,
 ) -> AsyncIterator[TrainerResizer]:
-    """Meanwhile the run answers `ductile status` and `ductile resize`. `trainer`: as the slots have it."""
+    """Meanwhile the run serves `ductile status` and `ductile resize`. `trainer`: as the slots have it."""
     options = ResizeOptions(
         settings=trainer.model_dump(mode="json"),
-        rendezvous=slots.cluster.rendezvous,
+        rendezvous=handles.cluster.rendezvous,
         timeout_s=trainer.resize.timeout_s,
         leave_s=config.cluster.command_timeout_s,
         keeps_old=trainer.resize.memory == "shadow",
         patience_s=config.cluster.command_timeout_s,
     )
     num_slots = config.deployment.gpus_per_node * config.cluster.slots_per_device
-    resizer = TrainerResizer(slots.cluster, slots.trainer, options, slots.placement, session.record, num_slots)
+    resizer = TrainerResizer(handles.cluster, handles.trainer, options, handles.placement, session.record, num_slots)
     policy = policy_name(config.cluster) if config.cluster.auto_scheduler else ""
-    live = LiveRun(command, max_steps, session, slots.cluster, slots.trainer, slots.activity, resizer, policy)
+    live = LiveRun(command, max_steps, session, handles.cluster, handles.trainer, handles.activity, resizer, policy)
     async with Endpoint(session.folder, live.respond):
         yield resizer
 
@@ -245,14 +250,14 @@ async def _begin(bench: Bench, trainer: TrainerConfig, cluster: LocalCluster, se
     measure in, and what measuring takes is none of the run's memory."""
     device = next(iter(cluster.devices.values()))
     arithmetic = arithmetic_of(compute_dtype(trainer.model.compute_dtype, device), trainer.matmul_precision, device)
-    await run_until(bench.begin(arithmetic), session.interrupt.asked, cluster.death())
+    await run_until(bench.begin(arithmetic), session.interrupt.graceful, cluster.death())
 
 
-async def _settle(bench: Bench, cluster: LocalCluster, session: Session) -> None:
+async def _measure_memory(bench: Bench, cluster: LocalCluster, session: Session) -> None:
     """Ask the slots how much memory the steps have taken. It is not known where the user stops the run, or a slot dies,
-    before they have answered."""
+    before they have replied."""
     with suppress(Stopped, SlotDied):
-        await run_until(bench.settle(), session.interrupt.asked, cluster.death())
+        await run_until(bench.wait_for_replies(), session.interrupt.graceful, cluster.death())
 
 
 def _finish(bench: Bench, config: BenchConfig | None) -> RenderableType:

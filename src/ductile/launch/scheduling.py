@@ -18,9 +18,9 @@ from ductile.core.cluster.profile import Setting
 from ductile.core.cluster.staleness import StalenessBound
 from ductile.core.cluster.state import ClusterState, Limits, may_share
 from ductile.launch.activity import SlotActivity
+from ductile.launch.actuator import ActuatorOptions, LiveActuator
 from ductile.launch.local import LocalCluster
 from ductile.launch.profiling import Profiler
-from ductile.launch.stage import ActuatorOptions, LiveActuator
 from ductile.launch.trainer_resizer import TrainerResizer
 from ductile.loop.compose import Prepared
 from ductile.loop.controller import ElasticController
@@ -28,7 +28,7 @@ from ductile.loop.loop import Loop
 from ductile.loop.monitor import Monitor
 from ductile.observe import Recorder
 from ductile.wire.fleet import RemoteGenerators
-from ductile.wire.remote import RemoteScorer
+from ductile.wire.scorer import RemoteScorer
 from ductile.wire.trainer import RemoteTrainer
 
 

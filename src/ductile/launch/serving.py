@@ -14,7 +14,7 @@ from rich.console import Console
 from ductile.config.bench import InferenceBenchConfig, load_of, own_server
 from ductile.config.on_disk import read_spec
 from ductile.config.run import InferenceRunConfig
-from ductile.loop.serving_bench import ServingBench, ask_rounds
+from ductile.loop.serving_bench import ServingBench, run_rounds
 from ductile.roles import Late, Refused, SlotLost
 
 START_S = 1800.0
@@ -52,7 +52,7 @@ async def _bench(config: InferenceRunConfig, bench: InferenceBenchConfig, url: s
     if spec is None:
         raise Refused(f"the config.json of {config.model.name} cannot be read any more")
     found = ServingBench(load)
-    async for each in ask_rounds(url, load, spec.vocab_size, bench.steps):
+    async for each in run_rounds(url, load, spec.vocab_size, bench.steps):
         print(f"Round {each.number} of {bench.steps}: {each.tokens_per_s:,.0f} tokens/s generated.", flush=True)
         found.add(each)
     return found

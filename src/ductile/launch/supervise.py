@@ -22,27 +22,27 @@ from typing import TypeVar
 
 from rich.console import Console, RenderableType
 
-from ductile.blame import placed, raised
-from ductile.config.asked import as_sentence
+from ductile.config.command_line import as_sentence
 from ductile.config.dump import to_table, write_resolved
 from ductile.config.imports import ImportPathError
 from ductile.config.run import OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.written import of_a_run
 from ductile.dashboard.printable import printable
-from ductile.dashboard.show import RunDisplay, show
+from ductile.dashboard.run_display import RunDisplay, show
 from ductile.disk import FULL, named
-from ductile.launch.cap import CapNotPermitted
+from ductile.error_text import capitalised, error_with_place, place_in
+from ductile.launch.cpu_cap import CapNotPermitted
 from ductile.launch.folder import FolderInUse, bench_folder, run_folder
 from ductile.launch.interrupt import Interrupt, interrupts
 from ductile.launch.old_run import FAILED_START, ForgetOldRun, is_aside
 from ductile.launch.processes import StartFailed
-from ductile.loop import asking
+from ductile.loop import policy_decision
 from ductile.loop.evaluate import RewardsFailed
 from ductile.loop.progress import CheckpointError, Checkpoints
 from ductile.loop.run_until import SlotDied, Stopped
 from ductile.loop.saving import ExportFailed, lacks_model
 from ductile.loop.sinks import SinkMissing, TensorboardSink, WandbSink
-from ductile.loop.skips import Diverged
+from ductile.loop.skipped_steps import Diverged
 from ductile.observe import Recorder
 from ductile.roles import CustomCodeFailed, Late, Refused, SlotLost
 from ductile.tasks.task import TaskError
@@ -80,7 +80,7 @@ class Session:
 class _End:
     code: int
     sentence: str = ""
-    closing: RenderableType = ""
+    summary: RenderableType = ""
 
 
 def supervise(
@@ -118,8 +118,8 @@ def supervise(
                 when = "as soon as this one has done its first step or evaluation (clean = true)"
                 record.event("replaces", f"The run that is in {folder} is deleted {when}.")
             session = Session(folder, record, view)
-            give_up = partial(_give_up, command, config, session)
-            end = asyncio.run(_run(session, run(config, prepared, session), give_up))
+            abandon = partial(_abandon, command, config, session)
+            end = asyncio.run(_run(session, run(config, prepared, session), abandon))
             if benches and end.code != FAILED:
                 shutil.rmtree(folder, ignore_errors=True)
     except UNFIT as error:
@@ -133,34 +133,34 @@ def supervise(
     return end.code
 
 
-async def _run(session: Session, running: Awaitable[RenderableType], give_up: Callable[[float], None]) -> _End:
+async def _run(session: Session, running: Awaitable[RenderableType], abandon: Callable[[float], None]) -> _End:
     def on_asked() -> None:
         after = " after this step" if session.record.last_step is not None else ""
         session.record.event("stopping", f"Stopping{after}; press again to stop at once.")
 
-    with interrupts(session.interrupt, on_asked, give_up):
+    with interrupts(session.interrupt, on_asked, abandon):
         try:
-            closing = await running
+            summary = await running
         except Stopped:
-            return _told(session, "stopped", _End(INTERRUPTED, "stopped at once, as asked"))
+            return _record_end(session, "stopped", _End(INTERRUPTED, "stopped at once, as asked"))
         except SlotDied as error:
-            return _told(session, "died", _End(FAILED, str(error)))
+            return _record_end(session, "died", _End(FAILED, str(error)))
         except (SlotLost, Late, Refused, RewardsFailed, CustomCodeFailed, Diverged, ExportFailed) as error:
-            return _told(session, "failed", _End(FAILED, str(error)))
+            return _record_end(session, "failed", _End(FAILED, str(error)))
         except Exception as error:
             if session.record.last_step is not None:
-                sentence = str(error) if isinstance(error, UNFIT) else raised(error, ours=True)
-                session.record.event("failed", as_sentence(_capital(sentence)), traceback=traceback.format_exc())
+                sentence = str(error) if isinstance(error, UNFIT) else error_with_place(error, ours=True)
+                session.record.event("failed", as_sentence(capitalised(sentence)), traceback=traceback.format_exc())
             raise
         if session.record.is_lost():
             said = "was removed or moved while the run was at work: only what was saved after that is there"
-            return _told(session, "failed", _End(FAILED, f"the folder {session.folder} {said}", closing))
-        if session.interrupt.asked.is_set():
-            return _told(session, "stopped", _End(INTERRUPTED, "stopped after a whole step, as asked", closing))
-        return _End(DONE, closing=closing)
+            return _record_end(session, "failed", _End(FAILED, f"the folder {session.folder} {said}", summary))
+        if session.interrupt.graceful.is_set():
+            return _record_end(session, "stopped", _End(INTERRUPTED, "stopped after a whole step, as asked", summary))
+        return _End(DONE, summary=summary)
 
 
-def _give_up(command: str, config: Config, session: Session, waited_s: float) -> None:
+def _abandon(command: str, config: Config, session: Session, waited_s: float) -> None:
     """End the process from a thread beside the event loop, which never gets its turn. All other processes follow."""
     try:
         busy = f"{_busy()} has kept the event loop busy for {waited_s:g} s, so nothing more was saved"
@@ -174,27 +174,28 @@ def _give_up(command: str, config: Config, session: Session, waited_s: float) ->
 def _busy() -> str:
     """What the main thread is at: the policy, or a line of the program."""
     frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
-    asks = [number for number, frame in enumerate(frames) if frame.filename == asking.__file__ and frame.name == "ask"]
+    asking = (policy_decision.__file__, "decide")
+    asks = [number for number, frame in enumerate(frames) if (frame.filename, frame.name) == asking]
     if asks:
-        return f"the policy{placed(frames[asks[-1] + 1 :])}"
-    return f"something{placed(frames[-1:], ours=True)}"
+        return f"the policy{place_in(frames[asks[-1] + 1 :])}"
+    return f"something{place_in(frames[-1:], ours=True)}"
 
 
-def _told(session: Session, kind: str, end: _End) -> _End:
-    session.record.event(kind, as_sentence(_capital(end.sentence)))
+def _record_end(session: Session, kind: str, end: _End) -> _End:
+    session.record.event(kind, as_sentence(capitalised(end.sentence)))
     return end
 
 
 def _say(end: _End, command: str, config: Config, session: Session | None) -> None:
     try:
-        if end.closing:
-            Console(soft_wrap=True, highlight=False, markup=False).print(end.closing)
+        if end.summary:
+            Console(soft_wrap=True, highlight=False, markup=False).print(end.summary)
             sys.stdout.flush()
         if end.sentence:
             after = _put_back(config, session)
             if not after and end.code != NOT_STARTED:
                 after = _after(command, config, session)
-            sentence = printable(as_sentence(_capital(end.sentence)), keep="\n")
+            sentence = printable(as_sentence(capitalised(end.sentence)), keep="\n")
             print(f"ductile {command}: {sentence}{after}", file=sys.stderr)
     except OSError:  # the terminal is gone
         # What is still in the buffer must not fail once more at the interpreter's end.
@@ -227,7 +228,7 @@ def _put_back(config: Config, session: Session | None) -> str:
 
 
 def _after(command: str, config: Config, session: Session | None) -> str:
-    """Where to look, which steps are lost, and how to go on if there is a checkpoint to go on from."""
+    """Says where to look, which steps are lost, and how to go on if there is a checkpoint to go on from."""
     folder = session.folder if session else Path(config.output_dir)
     logs = f" Logs: {folder / 'logs'}." if (folder / "logs").is_dir() else ""
     if config.bench is not None or not isinstance(config, RLConfig | SFTConfig):
@@ -248,7 +249,7 @@ def _lost(saved: int, trained: int) -> str:
         return ""
     first = saved + 1
     steps = f"step {first} is" if first == trained else f"steps {first}-{trained} are"
-    return f" {_capital(steps)} lost." if saved else f" Nothing was saved yet: {steps} lost."
+    return f" {capitalised(steps)} lost." if saved else f" Nothing was saved yet: {steps} lost."
 
 
 def _add_sinks(record: Recorder, config: Config) -> None:
@@ -267,9 +268,3 @@ def _words(error: Exception, folder: Path) -> str:
     if isinstance(error, OSError) and error.errno in FULL:
         return str(named(error, Path(str(error.filename or folder))))
     return str(error)
-
-
-def _capital(sentence: str) -> str:
-    sentence = sentence.rstrip(".")
-    is_word = sentence.partition(" ")[0].isalpha()  # and no path or address
-    return sentence[:1].upper() + sentence[1:] if is_word else sentence

@@ -6,18 +6,18 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import asdict
 
-from ductile.blame import told
 from ductile.core.cluster.membership import describe
 from ductile.core.cluster.placement import Placement, slots_of
 from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
 from ductile.core.transfer.order import stays_put
+from ductile.error_text import capitalised, error_text
 from ductile.launch.control import Resized, RunFailed, Unfit
 from ductile.launch.local import LocalCluster
 from ductile.launch.processes import StartFailed
 from ductile.observe import Recorder
 from ductile.roles import SlotLost
-from ductile.wire.resize import ResizeOptions, ResizeResult, Transaction, nobody_leaves
 from ductile.wire.trainer import RemoteTrainer
+from ductile.wire.transaction import ResizeOptions, ResizeResult, Transaction, nothing_to_release
 
 NUM_KEPT = 20
 
@@ -55,7 +55,7 @@ class TrainerResizer:
         self,
         slots: Sequence[int],
         dp_replicate: int | None = None,
-        leave: Callable[[], Awaitable[None]] = nobody_leaves,
+        leave: Callable[[], Awaitable[None]] = nothing_to_release,
     ) -> Resized:
         """Have the trainer go on with these slots, in this order, and wait for what comes of it.
 
@@ -96,7 +96,7 @@ class TrainerResizer:
         self,
         slots: Sequence[int],
         dp_replicate: int | None = None,
-        leave: Callable[[], Awaitable[None]] = nobody_leaves,
+        leave: Callable[[], Awaitable[None]] = nothing_to_release,
     ) -> Resized:
         """`resize`, in the order of slots that moves least of the state."""
         before, after = self._trainer.layout, self._fitting(slots, dp_replicate)
@@ -174,12 +174,12 @@ class TrainerResizer:
             self._note_lost(slot, reason)
 
     def _note_lost(self, slot: int, reason: str) -> None:
-        self._record.event("slot_lost", f"{reason[:1].upper()}{reason[1:]}.", slot=slot)
+        self._record.event("slot_lost", f"{capitalised(reason)}.", slot=slot)
 
     def _note_failure(self, before: ParallelLayout, after: ParallelLayout, error: Exception) -> str:
         """Write the failure down. Returns its sentence without the full stop."""
         now = self._trainer.layout
-        sentence = f"Trainer is on {describe(now)}; its resize to {describe(after)} failed: {told(error)}"
+        sentence = f"Trainer is on {describe(now)}; its resize to {describe(after)} failed: {error_text(error)}"
         self._record.event(
             "resize_rolled_back" if now == before else "resized",
             f"{sentence}.",

@@ -39,11 +39,11 @@ class MeasuredStep:
     step_s: float
     mfu: float | None
     slots: Mapping[int, Surveyed] = field(default_factory=dict[int, Surveyed])
-    """What each slot said of its peak memory after this step; empty where the slots have not answered."""
+    """What each slot said of its peak memory after this step; empty where the slots have not replied."""
 
     @property
     def used_bytes(self) -> float | None:
-        """Peak memory of all slots together; None where they have not answered."""
+        """Peak memory of all slots together; None where they have not replied."""
         return sum(slot.used_bytes for slot in self.slots.values()) if self.slots else None
 
 
@@ -76,8 +76,8 @@ class Bench:
     def close(self) -> None:
         pass
 
-    async def settle(self) -> None:
-        """Wait until all slots have answered what they were asked; each question has its deadline."""
+    async def wait_for_replies(self) -> None:
+        """Wait until all slots have replied to what they were asked; each request has its deadline."""
         await asyncio.gather(*self._asking)
 
     def figures(self) -> dict[str, Any]:
@@ -175,7 +175,7 @@ class Bench:
 
 
 def origin() -> dict[str, Any]:
-    """Where figures come from."""
+    """Machine and command that the figures come from."""
     machine = {"system": platform.platform(), "processor": platform.machine(), "python": sys.version.split()[0]}
     return {"machine": machine, "command": sys.argv}
 

@@ -17,6 +17,7 @@ from ductile.observe import Recorder
 from ductile.records import Prompt, Rollout, RolloutGroup
 from ductile.roles import Late
 from ductile.tasks.prompts import PromptPosition, Prompts
+from ductile.wire.change_signal import ChangeSignal
 
 MOMENT_S = 0.05
 """Seconds that `take` waits for groups that lack only rewards: a few dozen quick rewards take no longer."""
@@ -65,35 +66,35 @@ class Buffer:
         """Called on every change for which `changed` returns."""
         self.num_dropped = 0
         """Groups that were too old to train on; their prompts are asked again."""
-        self.num_dropped_answers = 0
+        self.num_dropped_completions = 0
         """Rollouts of the dropped groups that were finished."""
         self.num_dropped_tokens = 0
-        """Sampled tokens of the rollouts that `num_dropped_answers` counts."""
+        """Sampled tokens of the rollouts that `num_dropped_completions` counts."""
         self._drops: Counter[str] = Counter()
         self._prompts, self._bound, self._record = prompts, bound, record
         self._max_steps, self._timeout_s, self._stop = max_steps, timeout_s, stop
         self._running: dict[str, int] = {}  # prompt id -> version when it was started
         self._waiting: list[_Finished] = []
         self._error: BaseException | None = None
-        self._changed = asyncio.Event()
+        self._changed = ChangeSignal()
 
     def counts(self) -> dict[str, float]:
         """Metrics of the run so far."""
         return {
             "groups_dropped": float(self.num_dropped),
             "dropped_tokens": float(self.num_dropped_tokens),
-            "dropped_length_mean": self.num_dropped_tokens / max(1, self.num_dropped_answers),
+            "dropped_length_mean": self.num_dropped_tokens / max(1, self.num_dropped_completions),
         }
 
     # -- the generators' side
 
-    def ask(self) -> Prompt | None:
+    def admit(self) -> Prompt | None:
         """The next prompt to work on; None while nothing more may be started."""
         if self.live_version < self.version:
             return None  # its first tokens would be older than they need to be
         if not self.room:
             return None
-        prompt = self._prompts.ask()
+        prompt = self._prompts.next_prompt()
         self._running[prompt.id] = self.version
         return prompt
 
@@ -225,7 +226,7 @@ class Buffer:
 
     def _drop_rollouts(self, prompt: Prompt, rollouts: Sequence[Rollout], verdict: Freshness) -> None:
         self.num_dropped += 1
-        self.num_dropped_answers += len(rollouts)
+        self.num_dropped_completions += len(rollouts)
         self.num_dropped_tokens += sum(sum(rollout.mask) for rollout in rollouts)
         self._drops[prompt.id] += 1
         self._prompts.requeue(prompt)
@@ -235,8 +236,8 @@ class Buffer:
         if self._drops[prompt.id] == 2:
             self._record.event(
                 "prompt_dropped_twice",
-                f"{prompt.id} was dropped twice: its answers take longer than orchestrator.max_off_policy_steps "
-                f"({self._bound.max_off_policy_steps}) steps. Nothing is learned from answers as long as these; raise "
+                f"{prompt.id} was dropped twice: its completions take longer than orchestrator.max_off_policy_steps "
+                f"({self._bound.max_off_policy_steps}) steps. Completions as long as these are not trained on; raise "
                 "it, or lower orchestrator.sampling.max_tokens.",
                 prompt=prompt.id,
             )
@@ -244,6 +245,5 @@ class Buffer:
 
     def wake(self) -> None:
         """Have every waiting `take` and `changed` look again."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._changed.notify_all()
         self.on_change()

@@ -2,7 +2,7 @@
 
 prepared = prepare(config)                         tokenizer, tasks, where to resume; raises what is wrong
 ... start the slots with `prepared.trainer`, which knows how many optimizer steps there will be ...
-result = await run_loop(prepared, trainer, generators, scorer, Life(record, stop, ...))
+result = await run_loop(prepared, trainer, generators, scorer, RunContext(record, stop, ...))
 """
 
 import asyncio
@@ -23,12 +23,12 @@ from ductile.loop.controller import ElasticController
 from ductile.loop.episode import Episodes
 from ductile.loop.evaluate import EvalReport, Evaluation
 from ductile.loop.graders import graders_of
-from ductile.loop.life import Life
 from ductile.loop.loop import Loop, RunSchedule
 from ductile.loop.progress import Checkpoints, Progress
 from ductile.loop.reference import pinned
-from ductile.loop.report import summarise_rl, this_life
 from ductile.loop.rollouts import Rollouts
+from ductile.loop.run_context import RunContext
+from ductile.loop.run_summary import summarise_rl, this_life
 from ductile.loop.run_until import run_until
 from ductile.loop.sample_builder import SampleBuilder
 from ductile.loop.samples import sample_rows
@@ -57,7 +57,7 @@ class Prepared:
     advantage: Advantage
     checkpoints: Checkpoints
     progress: Progress
-    """Where the run goes on; step 0 for a new run."""
+    """Place where the run goes on; step 0 for a new run."""
 
     @property
     def folder(self) -> Path:
@@ -135,30 +135,30 @@ async def run_loop(
     trainer: TrainerClient,
     generators: Generators,
     scorer: Scorer | None,
-    life: Life,
+    context: RunContext,
     watch: Callable[[Loop], ElasticController | None] = lambda loop: None,
     spent: Callable[[], Mapping[str, object]] = dict,
 ) -> RunResult:
-    """Run until `max_steps` or `life.stop`; writes metrics, checkpoints, `model/` and `summary.json`.
+    """Run until `max_steps` or `context.stop`; writes metrics, checkpoints, `model/` and `summary.json`.
 
     watch: told of the loop before it begins; returns the controller that moves slots between roles meanwhile, or None.
     spent: what the slots did with their time, for the summary.
     Raises what a role raises (SlotLost, Late, Refused), SlotDied, CustomCodeFailed, and TaskError when a task cannot be
     made in a grader; what was trained is saved by then.
     """
-    config, progress, record = prepared.config, prepared.progress, life.record
+    config, progress, record = prepared.config, prepared.progress, context.record
     orchestrator, saves = config.orchestrator, config.bench is None
     model_folder = prepared.folder / "model" if config.ckpt.export_model and saves else None
     saver = Saver(trainer, prepared.checkpoints, record, model_folder, config.ckpt)
     if saves:
-        await run_until(saver.resume(progress, asked=config.ckpt.resume_step is not None), death=life.deadly())
+        await run_until(saver.resume(progress, asked=config.ckpt.resume_step is not None), death=context.death_watch())
     earlier_s = sum(row.get("step_s") or 0.0 for row in record.rows())
     eval_task = orchestrator.eval.task if "eval" in prepared.tasks else None
     tasks = {"train": orchestrator.task, "eval": eval_task}
     async with graders_of(tasks, orchestrator.graders, record) as graders:
         max_len_tokens = config.inference.model.max_model_len
         episodes = Episodes(prepared.tasks, prepared.tokenizer, generators, graders, max_len_tokens)
-        buffer = _buffer(prepared, record, life.stop)
+        buffer = _buffer(prepared, record, context.stop)
         sampling, group_size = to_sampling(orchestrator.sampling), orchestrator.rollouts_per_example
         evaluation = _evaluation(prepared, episodes, record)
 
@@ -180,17 +180,17 @@ async def run_loop(
             evaluation=evaluation if prepared.eval_prompts else None,
             save=save,
             save_due=saver.is_due,
-            counts=lambda: {**buffer.counts(), "reward_errors": float(graders.num_errors), **life.counts()},
+            counts=lambda: {**buffer.counts(), "reward_errors": float(graders.num_errors), **context.counts()},
             record=record,
-            stop=life.stop,
+            stop=context.stop,
             step=progress.step,
             show=show,
         )
         loop.controller = watch(loop)
         async with loop.controller.at_work(buffer.fail) if loop.controller else nullcontext():
-            step = await loop.run(life.deadly())
-    life_s = life.wall_s()
-    summary = summarise_rl(record.rows(), life.slots(), earlier_s + life_s)
+            step = await loop.run(context.death_watch())
+    life_s = context.wall_s()
+    summary = summarise_rl(record.rows(), context.slots(), earlier_s + life_s)
     summary |= {**this_life(prepared.plan.max_steps, progress.step, life_s), **spent()}
     record.summary(summary)
     return RunResult(

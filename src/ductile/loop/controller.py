@@ -1,6 +1,6 @@
 """Asks the policy after events, and has its decisions carried out. Real runs and simulated ones go through this code.
 
-    events  ->  ask(policy, actuator.state())  ->  the actuator's parts, in this order:
+    events  ->  decide(policy, actuator.state())  ->  the actuator's parts, in this order:
 
     1. rollouts leave with what they have, for generators that are there; then instances end
     2. the trainer resizes               beside it, instances begin on slots that are not about to leave the trainer
@@ -31,9 +31,9 @@ from ductile.core.cluster.instances import Instance, InstanceId, in_order
 from ductile.core.cluster.orders import Decision, Migration, Policy, RoleChange, instances_after, layout_after
 from ductile.core.cluster.state import ClusterState
 from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.loop.asking import BadDecision, ask
+from ductile.loop.concurrency import Pause, gather_all
 from ductile.loop.decisions import DecisionLog, ExecutedDecision
-from ductile.loop.overlap import Pause, gather_all
+from ductile.loop.policy_decision import BadDecision, decide
 from ductile.observe import Recorder
 
 LEAST_REST_S = 0.05
@@ -111,7 +111,7 @@ class ElasticController:
         """Real seconds that each decision took the policy."""
         self.deciding_s = 0.0
         """CPU seconds of this thread that all decisions took: the state, the policy and the check of its orders."""
-        self.hold = Pause()
+        self.training_pause = Pause()
         """The pause of training that the policy ordered."""
         self.refused = ""
         """Why the policy is not asked any more, as a sentence; empty while it is asked."""
@@ -139,7 +139,8 @@ class ElasticController:
 
     @asynccontextmanager
     async def at_work(self, on_error: Callable[[BaseException], None]) -> AsyncIterator[None]:
-        """Meanwhile events are answered. A change that is under way at the end is given up, and training is released.
+        """Meanwhile the policy is asked after events. A change that is under way at the end is given up, and training
+        is released.
 
         on_error: told at once of what ends the run. When the block ends well all the same, that is raised.
         """
@@ -156,10 +157,10 @@ class ElasticController:
         if self._failed is not None:
             raise self._failed
 
-    def settle(self, version: int) -> None:
+    def begin_step(self, version: int) -> None:
         """The slots begin to do what the step that begins wants of them; unless they are about to change already, and
         then the next decision is the step's first one. Nothing is decided from then until `go_on`, which comes before
-        the next `settle`. Raises what has ended the run."""
+        the next `begin_step`. Raises what has ended the run."""
         if self._failed is not None:
             raise self._failed
         self._publishing, self._asked = True, False
@@ -194,7 +195,7 @@ class ElasticController:
 
     def _hold_training(self, held: bool) -> None:
         self._actuator.hold_training(held)
-        self.hold.set(held)
+        self.training_pause.set(held)
 
     def _fail(self, error: Exception) -> None:
         self._failed = error
@@ -246,17 +247,17 @@ class ElasticController:
 
     def _ask(self, state: ClusterState) -> Decision:
         try:
-            return self._answer(state)
+            return self._decision(state)
         except BadDecision as error:
             if self._otherwise is None:
                 raise
             self.refused = self._log.refused(error)
             self._policy, self._otherwise = self._otherwise, None
-        return self._answer(state)
+        return self._decision(state)
 
-    def _answer(self, state: ClusterState) -> Decision:
+    def _decision(self, state: ClusterState) -> Decision:
         """Raises BadDecision."""
-        decision, took_s = ask(self._policy, state)
+        decision, took_s = decide(self._policy, state)
         self.decide_s.append(took_s)
         return decision
 

@@ -10,9 +10,10 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from ductile.config.asked import as_sentence
+from ductile.config.command_line import as_sentence
 from ductile.core.cluster.instances import Instance, in_order
 from ductile.core.cluster.orders import Decision, sentence
+from ductile.error_text import capitalised
 from ductile.observe import Recorder
 
 
@@ -29,20 +30,22 @@ class ExecutedDecision:
 class DecisionLog:
     def __init__(self, record: Recorder) -> None:
         self._record = record
-        self._holds = False
+        self._training_held = False
         self._topic = ""
         """Topic of the last decision that had something to tell."""
 
     def decided(self, decision: Decision, at_s: float) -> None:
         """A decision without orders is told of when training begins or ceases to wait, or about another topic."""
-        holds, began = decision.hold_training, decision.hold_training != self._holds
+        holds, began = decision.hold_training, decision.hold_training != self._training_held
         topic = decision.topic or decision.reason
         if decision.orders:
-            self._record.event("decided", _told(decision.reason), at_s=round(at_s, 3), **_expected(decision))
+            self._record.event(
+                "decided", as_sentence(capitalised(decision.reason)), at_s=round(at_s, 3), **_expected(decision)
+            )
         elif began or (decision.reason and topic != self._topic):
             said = decision.reason or ("training waits" if holds else "training goes on")
-            self._record.event("held", _told(said), at_s=round(at_s, 3), holds=holds)
-        self._holds = holds
+            self._record.event("held", as_sentence(capitalised(said)), at_s=round(at_s, 3), holds=holds)
+        self._training_held = holds
         if decision.orders or decision.reason or began:
             self._topic = topic
 
@@ -70,10 +73,6 @@ class DecisionLog:
         said = f"The policy is not asked any more, and the slots go back to what the configuration gave them: {why}"
         self._record.event("refused", said, traceback=traceback.format_exc())
         return said
-
-
-def _told(reason: str) -> str:
-    return as_sentence(f"{reason[:1].upper()}{reason[1:]}")
 
 
 def _expected(decision: Decision) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""One prompt, one answer: turn by turn with the task's environment, to a scored Rollout."""
+"""One prompt, one completion: turn by turn with the task's environment, to a scored Rollout."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -53,7 +53,7 @@ class Tokens:
 
 
 class Episodes:
-    """Plays prompts. Task rewards and replies run in the graders; the tasks here only ask the first question."""
+    """Plays prompts. Task rewards and replies run in the graders; the tasks here only give the first prompt."""
 
     def __init__(
         self,
@@ -108,12 +108,10 @@ class Episodes:
             tokens.sampled(generation)
             num_turns += 1
             finish = generation.finish_reason
-            answer = before_stop(
-                self._tokenizer.decode(generation.token_ids), sampling.stop if finish == "stop" else ()
-            )
+            text = before_stop(self._tokenizer.decode(generation.token_ids), sampling.stop if finish == "stop" else ())
             if finish != "stop" or not takes_turns(task):
                 break
-            messages.append({"role": "assistant", "content": answer})
+            messages.append({"role": "assistant", "content": text})
             reply = await self._graders.reply(prompt.task, prompt.example, messages)
             if reply.error:
                 verdict = Verdict(error=reply.error, failure=reply.failure)
@@ -126,7 +124,7 @@ class Episodes:
             tokens.given(between)
             messages += reply.messages
         if verdict is None:
-            completion = Completion(answer, sum(tokens.mask), finish, num_turns, generation.token_ids)
+            completion = Completion(text, sum(tokens.mask), finish, num_turns, generation.token_ids)
             siblings.num_grading += 1
             try:
                 verdict = await self._graders.reward(prompt.task, prompt.example, completion)

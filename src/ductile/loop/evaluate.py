@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from math import comb, nan
 
 from ductile.core.batch.rewards import scored, too_many_failed
+from ductile.loop.concurrency import gather_all
 from ductile.loop.episode import Episodes
-from ductile.loop.overlap import gather_all
 from ductile.loop.transcript import transcript
 from ductile.observe import Recorder
 from ductile.records import Prompt, Rollout, Sampling
@@ -27,8 +27,8 @@ class RewardsFailed(Exception):
 class Sampled:
     """One rollout for people to read."""
 
-    question: str
-    answer: str
+    prompt: str
+    completion: str
     reward: float | None
 
 
@@ -41,7 +41,7 @@ class EvalReport:
     enough is left out."""
     length_mean: float
     """Mean sampled tokens of a rollout."""
-    num_answers: int
+    num_completions: int
     reward_error_share: float
     """Share of the rollouts that could not be scored, 0 to 1."""
     samples: tuple[Sampled, ...]
@@ -79,7 +79,7 @@ class Evaluation:
         self.last: EvalReport | None = None
 
     @property
-    def num_answers(self) -> int:
+    def num_completions(self) -> int:
         """Rollouts that one `run` asks for."""
         return len(self._prompts) * self._samples_per_example
 
@@ -98,7 +98,7 @@ class Evaluation:
         self.first = self.first or self.last
         self._record.event(
             "evaluated",
-            f"Held-out reward after step {step}: {self.last.reward_mean:.3f}, over {len(rollouts)} answers.",
+            f"Held-out reward after step {step}: {self.last.reward_mean:.3f}, over {len(rollouts)} completions.",
             step=step,
             reward=self.last.reward_mean,
         )
@@ -117,13 +117,13 @@ class Evaluation:
                 if (shares := [pass_at_k(num, num_solved, k) for num, num_solved in solved if num >= k])
             },
             length_mean=_mean([float(sum(rollout.mask)) for rollout in rollouts]),
-            num_answers=len(rollouts),
+            num_completions=len(rollouts),
             reward_error_share=1 - len(rewards) / max(1, len(rollouts)),
             step=step,
             samples=tuple(
                 Sampled(
-                    question=self._tasks[prompt.task].messages(prompt.example)[-1]["content"],
-                    answer=transcript(self._tokenizer, group[0]),
+                    prompt=self._tasks[prompt.task].messages(prompt.example)[-1]["content"],
+                    completion=transcript(self._tokenizer, group[0]),
                     reward=group[0].reward,
                 )
                 for prompt, group in zip(self._prompts[: self._num_shown], by_prompt, strict=False)

@@ -21,13 +21,13 @@ from typing import Any
 from ductile.core.batch.chunking import shares
 from ductile.core.batch.rewards import too_many_failed
 from ductile.loop.buffer import Buffer, num_tokens
+from ductile.loop.concurrency import PipelinedTask, cancel_on, gather_all, undisturbed
 from ductile.loop.controller import ElasticController
-from ductile.loop.ending import OncePerStep, saved_in_the_end
 from ductile.loop.evaluate import Evaluation, RewardsFailed
-from ductile.loop.overlap import PipelinedTask, cancel_on, gather_all, undisturbed
 from ductile.loop.rollouts import Rollouts
 from ductile.loop.sample_builder import SampleBuilder
-from ductile.loop.skips import Skips
+from ductile.loop.save_once import SaveOncePerStep, saved_in_the_end
+from ductile.loop.skipped_steps import SkippedSteps
 from ductile.loop.step_metrics import StepMetrics
 from ductile.observe import Recorder, Stopwatch
 from ductile.records import Manifest, RolloutGroup, Sample
@@ -94,10 +94,10 @@ class Loop:
         show(step, groups): told of each step's rollouts; must not raise."""
         self.plan, self.trainer, self.generators, self.scorer = plan, trainer, generators, scorer
         self.rollouts, self.buffer, self.sample_builder, self.evaluation = rollouts, buffer, sample_builder, evaluation
-        self.save, self.save_due, self.counts, self.show = OncePerStep(save, step, record), save_due, counts, show
+        self.save, self.save_due, self.counts, self.show = SaveOncePerStep(save, step, record), save_due, counts, show
         self.record, self.stop, self.step = record, stop, step
         self.watch = Stopwatch()
-        self.skips = Skips(plan.max_skipped_steps, record, table="trainer.")
+        self.skips = SkippedSteps(plan.max_skipped_steps, record, table="trainer.")
         self.controller: ElasticController | None = None
         """Moves slots between roles; None: slots keep the roles that they have."""
         self.scoring = SamplesInFlight()
@@ -216,9 +216,9 @@ class Loop:
         would ask for that. Empty once the trainer has done what it has, or nothing is wanted."""
         if self.scorer is None or self.controller is None or not wanted:
             return []
-        hold = self.controller.hold
-        while not training.idle.is_set() and await cancel_on(training.idle, hold.begun.wait()):
-            if chunk := await cancel_on(hold.over, self.take(wanted, groups_per_update)):
+        pause = self.controller.training_pause
+        while not training.idle.is_set() and await cancel_on(training.idle, pause.begun.wait()):
+            if chunk := await cancel_on(pause.over, self.take(wanted, groups_per_update)):
                 return chunk
         return []
 
@@ -243,11 +243,11 @@ class Loop:
         Slots begin to change roles before that; nothing is decided about them until it is done.
         """
         self.evaluates = evaluates and self.evaluation is not None
-        self.to_evaluate = self.evaluation.num_answers if self.evaluation and evaluates else 0
+        self.to_evaluate = self.evaluation.num_completions if self.evaluation and evaluates else 0
         self.buffer.next_version(version)
         if self.controller:
             await receiving.finish()  # slots settle for one version at a time
-            self.controller.settle(version)
+            self.controller.begin_step(version)
         with self.watch("publish"):
             manifest = await self.trainer.publish(version)
         await receiving.start(self.receive(manifest))
@@ -256,7 +256,7 @@ class Loop:
 
     async def receive(self, manifest: Manifest) -> None:
         if self.controller:
-            with self.watch("settle"):
+            with self.watch("begin_step"):
                 await self.controller.joined()
         with self.watch("receive"):
             receivers = [self.generators, self.scorer] if self.scorer else [self.generators]

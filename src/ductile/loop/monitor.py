@@ -1,4 +1,4 @@
-"""Where the step stands, in the words of `core.cluster.state`: read off the loop's books on each call."""
+"""Says where the step stands, in the words of `core.cluster.state`: read off the loop's books on each call."""
 
 from typing import Protocol
 

@@ -155,7 +155,7 @@ class Checkpoints:
 
     def _wrong(self, step: int) -> str:
         """What is wrong with a checkpoint; "" when it is complete. A file is missing only when it is surely not there:
-        a disk that does not answer raises its OSError."""
+        a disk that does not respond raises its OSError."""
         folder = self.path(step)
         try:
             files = json.loads((folder / COMPLETE).read_bytes())["files"].items()

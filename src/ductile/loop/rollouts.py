@@ -3,8 +3,8 @@
 import asyncio
 
 from ductile.loop.buffer import Buffer
+from ductile.loop.concurrency import gather_all
 from ductile.loop.episode import Episodes
-from ductile.loop.overlap import gather_all
 from ductile.records import Prompt, Rollout, RolloutGroup, Sampling
 from ductile.roles import Generators
 
@@ -12,7 +12,7 @@ from ductile.roles import Generators
 class Rollouts:
     """`async with rollouts:` generates until the block is left; then what is under way is aborted.
 
-    Waits for the buffer to admit a group (the trainer took one, or a version went live) and for answers to end (the
+    Waits for the buffer to admit a group (the trainer took one, or a version went live) and for completions to end (the
     generators). An error in any group goes to `buffer.fail`, and so to the trainer's side of the loop.
     """
 
@@ -22,8 +22,8 @@ class Rollouts:
         self._buffer, self._episodes, self._generators = buffer, episodes, generators
         self._sampling, self._group_size = sampling, group_size
         self._groups: dict[str, asyncio.Task[None]] = {}
-        self._num_playing = 0  # answers that are being generated or scored
-        self._finished: dict[str, tuple[int, int]] = {}  # by prompt with unfinished siblings: (answers, tokens)
+        self._num_playing = 0  # completions that are being generated or scored
+        self._finished: dict[str, tuple[int, int]] = {}  # by prompt with unfinished siblings: (completions, tokens)
         self._filling: asyncio.Task[None] | None = None
         self._leaving = False
 
@@ -47,12 +47,12 @@ class Rollouts:
 
     @property
     def partial(self) -> tuple[int, int]:
-        """Finished answers to prompts that have unfinished ones: how many, and their tokens with the prompts."""
+        """Finished completions of prompts that have unfinished ones: how many, and their tokens with the prompts."""
         finished = self._finished.values()
-        return sum(answers for answers, _ in finished), sum(tokens for _, tokens in finished)
+        return sum(completions for completions, _ in finished), sum(tokens for _, tokens in finished)
 
     def num_soon(self) -> int:
-        """Groups whose answers are all generated, and of which the buffer will hear when they are graded."""
+        """Groups whose completions are all generated, and of which the buffer will hear when they are graded."""
         return sum(
             self._finished.get(prompt, (0, 0))[0] + self._episodes.num_grading(prompt) == self._group_size
             for prompt in self._groups
@@ -63,14 +63,14 @@ class Rollouts:
             while True:
                 # Started only when there is room, so that tokens are as fresh as can be. The last group may not fit
                 # entirely: its members take the places of those that end first.
-                while self._num_playing < self._generators.capacity and (prompt := self._buffer.ask()):
+                while self._num_playing < self._generators.capacity and (prompt := self._buffer.admit()):
                     self._num_playing += self._group_size
-                    self._groups[prompt.id] = asyncio.create_task(self._answer(prompt))
+                    self._groups[prompt.id] = asyncio.create_task(self._run(prompt))
                 await self._buffer.changed()
         except Exception as error:
             self._buffer.fail(error)
 
-    async def _answer(self, prompt: Prompt) -> None:
+    async def _run(self, prompt: Prompt) -> None:
         members = range(self._group_size)
         try:
             rollouts = await gather_all(*(self._play(prompt, member) for member in members))
@@ -87,8 +87,8 @@ class Rollouts:
     async def _play(self, prompt: Prompt, member: int) -> Rollout:
         try:
             rollout = await self._episodes.play(prompt, self._sampling, member)
-            answers, tokens = self._finished.get(prompt.id, (0, 0))
-            self._finished[prompt.id] = answers + 1, tokens + len(prompt.token_ids) + len(rollout.token_ids)
+            completions, tokens = self._finished.get(prompt.id, (0, 0))
+            self._finished[prompt.id] = completions + 1, tokens + len(prompt.token_ids) + len(rollout.token_ids)
             return rollout
         finally:
             self._num_playing -= 1

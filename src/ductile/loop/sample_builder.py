@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ductile.blame import raised
 from ductile.core.batch.advantage import Advantage, has_advantage, mean_baseline, to_samples
 from ductile.core.batch.loss_aggregation import LossAggregation, loss_denominator, weigh
+from ductile.error_text import error_with_place
 from ductile.records import RolloutGroup, Sample
 from ductile.roles import CustomCodeFailed, Scorer
 
@@ -50,7 +50,7 @@ class SampleBuilder:
             return to_samples(group, self._advantage, self._temperature)
         except Exception as error:  # the function may be anybody's
             raise CustomCodeFailed(
-                f"orchestrator.advantage failed on prompt {group.prompt.id}: {raised(error)}"
+                f"orchestrator.advantage failed on prompt {group.prompt.id}: {error_with_place(error)}"
             ) from error
 
     def loss_denominator(self, samples: Sequence[Sample]) -> float:

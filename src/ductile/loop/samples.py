@@ -8,7 +8,7 @@ from ductile.tasks.conversation import ChatTokenizer
 
 
 def sample_rows(groups: Sequence[RolloutGroup], tokenizer: ChatTokenizer, num: int) -> Iterator[dict[str, object]]:
-    """Rows of at most `num` rollouts. The question is what the policy has read, without special tokens."""
+    """Rows of at most `num` rollouts. `question` is the prompt as the policy has read it, without special tokens."""
     for prompt, rollout in choose(groups, num):
         yield {
             "prompt": prompt.id,

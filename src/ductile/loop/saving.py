@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ductile.config.asked import as_sentence
+from ductile.config.command_line import as_sentence
 from ductile.config.trainer import CheckpointConfig
 from ductile.disk import folder_bytes, require_room
 from ductile.loop.progress import TRAINER, CheckpointError, Checkpoints, Progress

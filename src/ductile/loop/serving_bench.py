@@ -1,6 +1,6 @@
 """`ductile inference --bench`: rounds of requests to a server, the first one to warm up, and a table of the others.
 
-All requests of a round are sent at once, as token ids, and each answer is streamed and has exactly the tokens that it
+All requests of a round are sent at once, as token ids, and each response is streamed and has exactly the tokens that it
 may have. So every token has gone through HTTP, the engine and back, and every round is the same work.
 """
 
@@ -22,7 +22,7 @@ from ductile.loop.bench import GIB, NUM_WARM_UP, origin, shown, spread
 from ductile.observe import write_json
 from ductile.roles import Late, Refused, SlotLost
 
-ANSWER_S = 600.0
+RESPONSE_S = 600.0
 """The server may be silent for so long."""
 DATA, DONE = "data: ", "[DONE]"
 PEAK = "ductile_peak_memory_bytes"
@@ -41,7 +41,7 @@ class BenchRound:
     number: int
     seconds: float
     load: Load
-    answers: tuple[RequestTimes, ...]
+    responses: tuple[RequestTimes, ...]
     peak_bytes: float
     """The server's peak memory so far: on a GPU what its tensors took, else what its process had resident."""
 
@@ -55,13 +55,13 @@ class BenchRound:
         return self.load.num_requests * self.load.prompt_tokens / self.seconds
 
 
-async def ask_rounds(
+async def run_rounds(
     url: str, load: Load, vocab_size: int, num_rounds: int, transport: httpx.AsyncBaseTransport | None = None
 ) -> AsyncIterator[BenchRound]:
     """Each round as soon as it is over. Raises Refused, Late or SlotLost."""
     client = httpx.AsyncClient(
         base_url=url,
-        timeout=httpx.Timeout(ANSWER_S, connect=10.0),
+        timeout=httpx.Timeout(RESPONSE_S, connect=10.0),
         limits=httpx.Limits(max_connections=None),
         transport=transport,
         trust_env=False,  # a proxy between a benchmark and its own server is never meant
@@ -71,20 +71,20 @@ async def ask_rounds(
             draw = random.Random(number)
             prompts = [draw.choices(range(vocab_size), k=load.prompt_tokens) for _ in range(load.num_requests)]
             began_s = time.perf_counter()
-            answers = await _all(client, prompts, load.max_tokens)
-            yield BenchRound(number, time.perf_counter() - began_s, load, answers, await _peak_bytes(client))
+            responses = await _all(client, prompts, load.max_tokens)
+            yield BenchRound(number, time.perf_counter() - began_s, load, responses, await _peak_bytes(client))
 
 
 async def _all(client: httpx.AsyncClient, prompts: Sequence[list[int]], max_tokens: int) -> tuple[RequestTimes, ...]:
     try:
         async with asyncio.TaskGroup() as group:
-            asked = [group.create_task(_ask(client, prompt, max_tokens)) for prompt in prompts]
+            asked = [group.create_task(_request(client, prompt, max_tokens)) for prompt in prompts]
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return tuple(each.result() for each in asked)
 
 
-async def _ask(client: httpx.AsyncClient, prompt: list[int], max_tokens: int) -> RequestTimes:
+async def _request(client: httpx.AsyncClient, prompt: list[int], max_tokens: int) -> RequestTimes:
     body = {
         "prompt": prompt,
         "max_tokens": max_tokens,
@@ -96,22 +96,24 @@ async def _ask(client: httpx.AsyncClient, prompt: list[int], max_tokens: int) ->
     try:
         async with client.stream("POST", "/v1/completions", json=body) as response:
             if response.status_code != 200:
-                raise Refused(f"the server answered {response.status_code}: {(await response.aread())[:500].decode()}")
+                raise Refused(
+                    f"the server responded with {response.status_code}: {(await response.aread())[:500].decode()}"
+                )
             async for line in response.aiter_lines():
                 if line.startswith(DATA) and line != DATA + DONE:
                     first_token_s = first_token_s or time.perf_counter() - began_s
                     num_tokens = _usage(json.loads(line.removeprefix(DATA))) or num_tokens
     except httpx.TimeoutException:
-        raise Late(f"the server was silent for {ANSWER_S:g} s") from None
+        raise Late(f"the server was silent for {RESPONSE_S:g} s") from None
     except httpx.TransportError as error:
         raise SlotLost(f"the server cannot be reached: {error or type(error).__name__}") from error
     if num_tokens != max_tokens:
-        raise Refused(f"the server answered with {num_tokens} tokens, and was asked for {max_tokens}")
+        raise Refused(f"the server responded with {num_tokens} tokens, and was asked for {max_tokens}")
     return RequestTimes(first_token_s, time.perf_counter() - began_s)
 
 
 def _usage(event: dict[str, Any]) -> int:
-    """The tokens of the whole answer, which only the last event has; else 0."""
+    """The tokens of the whole response, which only the last event has; else 0."""
     if "error" in event:
         raise Refused(f"the server failed: {event['error']['message']}")
     return int((event.get("usage") or {}).get("completion_tokens", 0))
@@ -143,8 +145,10 @@ class ServingBench:
             "mfu_reason": "a server trains nothing",
             "throughput": spread([each.tokens_per_s for each in self._rounds]),
             "prompt_throughput": spread([each.prompt_tokens_per_s for each in self._rounds]),
-            "time_to_first_token": _times([answer.first_token_s for each in self._rounds for answer in each.answers]),
-            "latency": _times([answer.latency_s for each in self._rounds for answer in each.answers]),
+            "time_to_first_token": _times(
+                [response.first_token_s for each in self._rounds for response in each.responses]
+            ),
+            "latency": _times([response.latency_s for each in self._rounds for response in each.responses]),
             "step_time": spread([each.seconds for each in self._rounds]),
             "peak_memory": {"gib": max((each.peak_bytes for each in self._rounds), default=0.0) / GIB},
             "steps": len(self._rounds),
@@ -165,8 +169,8 @@ class ServingBench:
                 str(each.number),
                 f"{each.tokens_per_s:,.0f}",
                 f"{each.prompt_tokens_per_s:,.0f}",
-                f"{fmean(answer.first_token_s for answer in each.answers):.3f} s",
-                f"{fmean(answer.latency_s for answer in each.answers):.3f} s",
+                f"{fmean(response.first_token_s for response in each.responses):.3f} s",
+                f"{fmean(response.latency_s for response in each.responses):.3f} s",
                 f"{each.seconds:.2f}",
                 f"{each.peak_bytes / GIB:.2f} GiB",
             )

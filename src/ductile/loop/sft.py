@@ -1,7 +1,7 @@
 """Training without generators: `ductile sft`, and `ductile trainer` on fake data. The same Trainer, the same metrics.
 
 prepared = prepare_sft(config)  or  prepare_fake(config)
-summary = await run_batches(prepared, trainer, Life(record, stop, slots))
+summary = await run_batches(prepared, trainer, RunContext(record, stop, slots))
 """
 
 import json
@@ -13,15 +13,15 @@ from typing import Any
 from ductile.config.run import FakeData, SFTConfig, TrainerRunConfig
 from ductile.config.trainer import CheckpointConfig, SFTLoss, TrainerConfig, loss_aggregation
 from ductile.core.batch.loss_aggregation import loss_denominator, weigh
-from ductile.loop.ending import OncePerStep, saved_in_the_end
-from ductile.loop.life import Life
-from ductile.loop.overlap import undisturbed
+from ductile.loop.concurrency import undisturbed
 from ductile.loop.progress import Checkpoints, Progress
-from ductile.loop.report import per_second, this_life
+from ductile.loop.run_context import RunContext
+from ductile.loop.run_summary import per_second, this_life
 from ductile.loop.run_until import run_until
+from ductile.loop.save_once import SaveOncePerStep, saved_in_the_end
 from ductile.loop.saving import Saver, where_to_begin
 from ductile.loop.sft_data import fake_samples, read_conversations
-from ductile.loop.skips import Skips
+from ductile.loop.skipped_steps import SkippedSteps
 from ductile.loop.step_metrics import utilisation
 from ductile.observe import Stopwatch
 from ductile.records import Sample, StepReport
@@ -67,7 +67,7 @@ def prepare_sft(config: SFTConfig) -> PreparedBatches:
         facts = {"samples": len(read.samples), "samples_cut": read.num_cut, "samples_skipped": read.num_skipped}
         sentence = (
             f"{len(read.samples)} samples from {data.path}; {read.num_cut} were cut to {data.seq_len} tokens, "
-            f"{read.num_skipped} had no answer within them and are skipped."
+            f"{read.num_skipped} had no completion within them and are skipped."
         )
     max_steps = config.bench.steps if config.bench else config.max_steps or one_epoch
     checkpoints = None if bench else Checkpoints(Path(config.output_dir) / "state", config.ckpt.keep_last)
@@ -136,22 +136,22 @@ def prepare_fake(config: TrainerRunConfig) -> PreparedBatches:
 async def run_batches(
     prepared: PreparedBatches,
     trainer: TrainerClient,
-    life: Life,
+    context: RunContext,
 ) -> dict[str, Any]:
-    """Train until `max_steps` or `life.stop`, save where that is wanted, and write and return the summary.
+    """Train until `max_steps` or `context.stop`, save where that is wanted, and write and return the summary.
 
     Raises what the trainer raises, and SlotDied; what was trained is saved by then, if it can be.
     """
-    record, saver = life.record, None
+    record, saver = context.record, None
     if prepared.checkpoints is not None:
         saver = Saver(trainer, prepared.checkpoints, record, prepared.model_folder, prepared.ckpt)
-        await run_until(saver.resume(prepared.progress, prepared.resume_asked), death=life.deadly())
+        await run_until(saver.resume(prepared.progress, prepared.resume_asked), death=context.death_watch())
     record.event("data", prepared.sentence, **prepared.facts)
     earlier_s = sum(row.get("step_s") or 0.0 for row in record.rows())
-    training = _Training(prepared, trainer, saver, life)
-    await saved_in_the_end(training.run(), training.save, training.save_when_asked(), life.deadly())
+    training = _Training(prepared, trainer, saver, context)
+    await saved_in_the_end(training.run(), training.save, training.save_when_asked(), context.death_watch())
     rows = record.rows()
-    life_s = life.wall_s()
+    life_s = context.wall_s()
     summary = {
         "steps": training.step,
         "loss_first": rows[0]["loss"] if rows else None,
@@ -160,7 +160,7 @@ async def run_batches(
         **this_life(prepared.max_steps, prepared.progress.step, life_s),
         "tokens_per_s_train": per_second(rows, "tokens", ["seconds/forward_backward", "seconds/optim_step"]),
         **prepared.facts,
-        "slots": {role: list(held) for role, held in life.slots().items()},
+        "slots": {role: list(held) for role, held in context.slots().items()},
     }
     record.summary(summary)
     return summary
@@ -169,17 +169,19 @@ async def run_batches(
 class _Training:
     """Step after step."""
 
-    def __init__(self, prepared: PreparedBatches, trainer: TrainerClient, saver: Saver | None, life: Life) -> None:
+    def __init__(
+        self, prepared: PreparedBatches, trainer: TrainerClient, saver: Saver | None, context: RunContext
+    ) -> None:
         self.step = prepared.progress.step
         """Steps that are done."""
-        self._prepared, self._trainer, self._saver, self._life = prepared, trainer, saver, life
-        self._save, self._watch = OncePerStep(self._write, self.step, life.record), Stopwatch()
-        self._skips = Skips(prepared.trainer.optim.max_skipped_steps, life.record)
+        self._prepared, self._trainer, self._saver, self._context = prepared, trainer, saver, context
+        self._save, self._watch = SaveOncePerStep(self._write, self.step, context.record), Stopwatch()
+        self._skips = SkippedSteps(prepared.trainer.optim.max_skipped_steps, context.record)
 
     async def run(self) -> None:
         prepared = self._prepared
         self._watch.lap()
-        while self.step < prepared.max_steps and not self._life.stop.is_set():
+        while self.step < prepared.max_steps and not self._context.stop.is_set():
             samples = prepared.batch(self.step)
             with self._watch("forward_backward"):
                 await self._trainer.forward_backward(samples, prepared.trainer.model.seq_len)
@@ -194,7 +196,7 @@ class _Training:
 
     async def save_when_asked(self) -> None:
         """Save as soon as the run is asked to stop."""
-        await self._save.when(self._life.stop)
+        await self._save.when(self._context.stop)
 
     async def _write(self, step: int) -> None:
         if self._saver:
@@ -209,7 +211,9 @@ class _Training:
         self.step += 1
         self._save.step_ends(self.step)
         self._skips.note(report)
-        self._life.record.metrics(self.step, {**_metrics(samples, report, *self._watch.lap()), **self._life.counts()})
+        self._context.record.metrics(
+            self.step, {**_metrics(samples, report, *self._watch.lap()), **self._context.counts()}
+        )
         self._skips.check()
 
 

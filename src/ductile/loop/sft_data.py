@@ -30,24 +30,24 @@ def read_conversations(
     """Raises TaskError with file and line, also when nothing is left to train on."""
     samples, num_cut, num_skipped = list[Sample](), 0, 0
     for where, row in read_rows(path):
-        token_ids, mask = tokenise(tokenizer, conversation(where, row, ends_with="answer"), loss_on)
+        token_ids, mask = tokenise(tokenizer, conversation(where, row, ends_with="completion"), loss_on)
         num_cut += len(token_ids) > seq_len
         if any(mask[:seq_len]):
             samples.append(Sample(tuple(token_ids[:seq_len]), tuple(mask[:seq_len])))
         else:
             num_skipped += 1
     if not samples:
-        raise TaskError(f"{path}: no answer begins within seq_len = {seq_len} tokens; raise data.seq_len")
+        raise TaskError(f"{path}: no completion begins within seq_len = {seq_len} tokens; raise data.seq_len")
     return Conversations(tuple(samples), num_cut, num_skipped)
 
 
 def tokenise(
     tokenizer: ChatTokenizer, messages: Sequence[Message], loss_on: Literal["assistant", "all"] = "assistant"
 ) -> tuple[list[int], list[bool]]:
-    """(token ids, trained or not). The same tokens that a generator sees and samples, turn by turn; each answer ends
-    as the chat template ends it. What follows the last answer is left out.
+    """(token ids, trained or not). The same tokens that a generator sees and samples, turn by turn; each completion
+    ends as the chat template ends it. What follows the last completion is left out.
 
-    Example, answers in capitals:   user: hi   assistant: YO   user: and   assistant: ME
+    Example, completions in capitals:   user: hi   assistant: YO   user: and   assistant: ME
         <user>hi<end><assistant>    F F F F
         YO<end>                     T T
         <user>and<end><assistant>   F F F F
@@ -60,11 +60,11 @@ def tokenise(
     mask = [False] * len(token_ids)
     for turn, following in zip(turns, [*turns[1:], None], strict=True):
         content = as_written(tokenizer, first, messages[turn]["content"])
-        answer = tokenizer.encode(content, add_special_tokens=False) + end
-        token_ids += answer
-        mask += [True] * len(answer)
+        completion = tokenizer.encode(content, add_special_tokens=False) + end
+        token_ids += completion
+        mask += [True] * len(completion)
         if following is not None:
-            between = next_turn(tokenizer, first, answer, messages[turn + 1 : following])
+            between = next_turn(tokenizer, first, completion, messages[turn + 1 : following])
             token_ids += between
             mask += [False] * len(between)
     if loss_on == "all":
@@ -93,8 +93,8 @@ def fake_samples(
         samples.append(
             Sample(
                 token_ids=tuple(ids),
-                mask=mask,
-                logprobs=tuple(-1.0 if trained else 0.0 for trained in mask) if for_rl else (),
+                loss_mask=mask,
+                rollout_logprobs=tuple(-1.0 if trained else 0.0 for trained in mask) if for_rl else (),
                 advantages=tuple(advantage if trained else 0.0 for trained in mask) if for_rl else (),
             )
         )

@@ -1,7 +1,7 @@
 """What a training step is told of in `metrics.jsonl`: the groups it used and what the trainer made of them.
 
-reward_mean, reward_std          over the batch's answers that could be scored
-length_mean                      sampled tokens an answer; truncated: the share that hit its limit
+reward_mean, reward_std          over the batch's completions that could be scored
+length_mean                      sampled tokens a completion; truncated: the share that hit its limit
 off_policy_mean, off_policy_max  versions between a sampled token and the weights it trains
 loss, grad_norm, lr              of the trainer, mean over the step's optimizer steps; more as train/<name>
 tokens_per_s_generate            sampled tokens of the batch by the step's wall time
@@ -12,13 +12,13 @@ mfu, mfu_train                   train_flops by what the train slots' devices do
                                  device's best is not known
 seconds/<phase>                  wall time by phase; phases overlap
 reward/<name>                    what the task's reward reports besides; mean of what was a finite number
-reward_metrics_not_finite        how many of these metrics were not, over the batch's answers
+reward_metrics_not_finite        how many of these metrics were not, over the batch's completions
 groups_equal, groups_dropped     groups whose rewards are all equal; groups that were too old (since the start)
-dropped_tokens                   sampled in vain, in the finished answers of groups that were too old (since the start)
-dropped_length_mean              of these answers; above length_mean, long answers are not learned from
+dropped_tokens                   sampled in vain, in finished completions of groups that were too old (since the start)
+dropped_length_mean              of these completions; above length_mean, long completions are not learned from
 train_slots, resizes             of the trainer, at the step's end; resizes since the start
 seconds/resize                   in which the trainer stood still for resizes; part of the other phases' time
-reward_error_share               of the batch's answers that could not be scored, and so are not trained on
+reward_error_share               of the batch's completions that could not be scored, and so are not trained on
 reward_error_share/<how>         its parts: timeout, lost (its process ended), raised, wrong (returned something else)
 reward_errors                    rewards and replies that failed (since the start)
 """
@@ -63,7 +63,7 @@ class StepMetrics:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and answer, of every answer."""
+        """Prompt and completion, of every completion."""
         return sum(
             len(group.prompt.token_ids) + len(rollout.token_ids) for group in self._groups for rollout in group.rollouts
         )

@@ -101,7 +101,7 @@ class _ChosenLogprobs(torch.autograd.Function):
             grad_logits = grad_logits.to(weight.dtype)
             grad_hidden[rows] = product(grad_logits, weight.t())
             grad_weight += grad_logits.t() @ hidden[rows]
-        # A row may speak about several tokens: the first ones of all answers to a prompt.
+        # A row may speak about several tokens: the first ones of all completions of a prompt.
         grad_all = hidden.new_zeros((ctx.num_hidden, hidden.shape[1])).index_add_(0, chosen, grad_hidden)
         return grad_all, grad_weight.to(weight.dtype), None, None, None, None
 

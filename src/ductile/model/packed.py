@@ -1,7 +1,7 @@
 """Samples laid out for one forward pass: documents one after the other, and which tokens are scored.
 
 Only what a scored token can see is run: nothing after the last one, and not that one itself. Samples that begin alike,
-such as the answers to one prompt, share their beginning: it is run once, and what differs branches off.
+such as the completions of one prompt, share their beginning: it is run once, and what differs branches off.
 
     samples   a b C D     a b E F G     h I          (scored tokens are capitals)
     tokens    a b | C | E F | h                      stem `a b` with branches `C` and `E F`; stem `h`
@@ -62,18 +62,18 @@ class PackedSamples:
                 # Where token 0 of the sample would be, if its branch did not begin later.
                 branch_at = len(token_ids) - stem
                 lay(samples[index], stem, end)
-                before = (token - 1 for token, scored in enumerate(samples[index].mask) if scored)
+                before = (token - 1 for token, scored in enumerate(samples[index].loss_mask) if scored)
                 rows[index] = [(stem_at if token < stem else branch_at) + token for token in before]
             stems.append(stem)
             branches.append(tuple(end - stem for end in ends if end > stem))
         temperatures = None
         if any(sample.temperature != 1.0 for sample in samples):
-            each = [torch.full((sum(sample.mask),), sample.temperature) for sample in samples]
+            each = [torch.full((sum(sample.loss_mask),), sample.temperature) for sample in samples]
             temperatures = torch.cat(each).to(device)
         scored = (
             token
             for sample in samples
-            for token, is_scored in zip(sample.token_ids, sample.mask, strict=True)
+            for token, is_scored in zip(sample.token_ids, sample.loss_mask, strict=True)
             if is_scored
         )
         as_tensor = [
@@ -100,11 +100,11 @@ def _by_prompt(samples: Sequence[Sample]) -> dict[tuple[int, ...], list[int]]:
     """The tokens before the first scored one, and the indices of the samples that begin with them."""
     found: dict[tuple[int, ...], list[int]] = {}
     for index, sample in enumerate(samples):
-        if any(sample.mask):
-            found.setdefault(sample.token_ids[: sample.mask.index(True)], []).append(index)
+        if any(sample.loss_mask):
+            found.setdefault(sample.token_ids[: sample.loss_mask.index(True)], []).append(index)
     return found
 
 
 def _num_seen(sample: Sample) -> int:
     """Tokens before the last scored one."""
-    return len(sample) - 1 - sample.mask[::-1].index(True)
+    return len(sample) - 1 - sample.loss_mask[::-1].index(True)

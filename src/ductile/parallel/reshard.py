@@ -20,7 +20,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from ductile.blame import told
 from ductile.core.layout.described import Disagreement, Held, assemble, trim
 from ductile.core.layout.holdings import Shape
 from ductile.core.layout.layout import Layout
@@ -28,6 +27,7 @@ from ductile.core.transfer.cells import NotReshardable
 from ductile.core.transfer.plan import Plan
 from ductile.core.transfer.reshard import Planner
 from ductile.core.transfer.topology import Topology
+from ductile.error_text import error_text
 from ductile.fabric.carrier import Carrier, TransferFailed
 from ductile.fabric.choice import choose
 from ductile.fabric.exchange import GroupExchange
@@ -196,9 +196,9 @@ class Resharder:
         except Exception as error:  # whatever it is, the others are waiting for this rank
             failure = error
         digest = blake2b(held, digest_size=16).digest()
-        note = _Note(_told(failure), digest, socket.gethostname(), on_gpu, torch.cuda.is_available())
+        note = _Note(_text_of(failure), digest, socket.gethostname(), on_gpu, torch.cuda.is_available())
         notes = self._exchange(side, msgspec.msgpack.encode(note), _Note)
-        _raise_together({rank: note.problem for rank, note in notes.items()}, failure)
+        _raise_on_all({rank: note.problem for rank, note in notes.items()}, failure)
         assert inventory is not None, "its failure would have been told"
         self._topology = _topology({rank: note.host for rank, note in notes.items()})
         key = (side.encode(), *(note.digest for note in notes.values()))
@@ -243,8 +243,8 @@ class Resharder:
                 move = Move(plan, source, target, carrier, self._group_exchange.slot, device)
         except Exception as error:
             failure = error
-        notes = self._exchange("plan", msgspec.msgpack.encode((_told(failure), plan.key)), tuple[str, bytes])
-        _raise_together({rank: problem for rank, (problem, _) in notes.items()}, failure)
+        notes = self._exchange("plan", msgspec.msgpack.encode((_text_of(failure), plan.key)), tuple[str, bytes])
+        _raise_on_all({rank: problem for rank, (problem, _) in notes.items()}, failure)
         others = [rank for rank, (_, key) in notes.items() if key != plan.key]
         if others:
             raise NotReshardable(f"ranks {others} made another plan than this one; do all run the same ductile?")
@@ -264,7 +264,7 @@ class Resharder:
         return self._conclude(moved, failure)
 
     def _conclude(self, moved: Moved | None, failure: Exception | None) -> Moved:
-        verdict = _Verdict(_told(failure), moved.sent if moved else {}, moved.received if moved else {})
+        verdict = _Verdict(_text_of(failure), moved.sent if moved else {}, moved.received if moved else {})
         try:
             verdicts = self._exchange("verdict", msgspec.msgpack.encode(verdict), _Verdict)
         except TransferFailed as error:
@@ -296,23 +296,23 @@ def _data(before: _Side, after: _Side) -> tuple[Layout, Layout]:
     return (trim(before.layout, shapes), trim(after.layout, shapes)) if shapes else (before.layout, after.layout)
 
 
-def _raise_together(problems: Mapping[int, str], failure: Exception | None) -> None:
+def _raise_on_all(problems: Mapping[int, str], failure: Exception | None) -> None:
     """Every rank raises when one has a problem: the same text everywhere."""
-    ranks: dict[str, list[int]] = {}
+    found: dict[str, list[int]] = {}
     for rank, problem in problems.items():
         if problem:
-            ranks.setdefault(problem, []).append(rank)
-    if ranks:
-        told = (
-            f"{text} (on {'rank' if len(on) == 1 else 'ranks'} {', '.join(map(str, on))})" for text, on in ranks.items()
+            found.setdefault(problem, []).append(rank)
+    if found:
+        sentences = (
+            f"{text} (on {'rank' if len(on) == 1 else 'ranks'} {', '.join(map(str, on))})" for text, on in found.items()
         )
-        raise NotReshardable("; ".join(told)) from failure
+        raise NotReshardable("; ".join(sentences)) from failure
 
 
-def _told(failure: Exception | None) -> str:
+def _text_of(failure: Exception | None) -> str:
     if failure is None or isinstance(failure, NotReshardable | TransferFailed):
         return str(failure or "")
-    return told(failure)
+    return error_text(failure)
 
 
 def _topology(hosts: Mapping[int, str]) -> Topology:

@@ -60,11 +60,11 @@ class ScoreRole:
     def score(self, samples: tuple[Sample, ...], model: Literal["policy", "reference"]) -> list[tuple[float, ...]]:
         """Log-probs, one list a sample, as long as its tokens; 0 where the mask is false."""
         scoring = self._policy if model == "policy" else self._load_reference()
-        scores: dict[Sample, tuple[float, ...]] = {}
+        scores: dict[int, tuple[float, ...]] = {}
         (micro_batches,) = pack(samples, num_ranks=1, seq_len=self._config.model.seq_len)
         for micro_batch in micro_batches:
             scores |= self._score(micro_batch, scoring)
-        return [scores[sample] for sample in samples]
+        return [scores[id(sample)] for sample in samples]
 
     def receive(self, manifest: Manifest) -> None:
         """Make a published version the policy. A version that does not fit leaves the policy as it was."""
@@ -89,7 +89,7 @@ class ScoreRole:
         self._leased.close()
         self._reference = None
         del self._policy
-        heap.give_all_back()
+        heap.trim_all()
 
     def _needs_weights(self, command: Score | LeaseWeights) -> None:
         if not self._has_weights:
@@ -99,12 +99,13 @@ class ScoreRole:
             )
 
     @torch.no_grad()
-    def _score(self, micro_batch: MicroBatch, model: Transformer) -> dict[Sample, tuple[float, ...]]:
+    def _score(self, micro_batch: MicroBatch, model: Transformer) -> dict[int, tuple[float, ...]]:
+        """Log-probs by the `id` of the sample: its value, all tokens, would be hashed."""
         packed = PackedSamples.of(micro_batch.samples, self._device)
         logprobs, _ = packed.score(model, self._config.model.head_chunk_tokens)
         in_order = iter(logprobs.tolist())
         return {
-            sample: tuple(next(in_order) if is_scored else 0.0 for is_scored in sample.mask)
+            id(sample): tuple(next(in_order) if is_scored else 0.0 for is_scored in sample.loss_mask)
             for sample in micro_batch.samples
         }
 

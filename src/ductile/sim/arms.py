@@ -11,7 +11,7 @@ from ductile.core.cluster.orders import Policy
 from ductile.core.cluster.placement import Placement, compact
 from ductile.core.cluster.policies.names import NAMES
 from ductile.core.cluster.policies.static import InTurns, Static
-from ductile.loop.asking import BadDecision
+from ductile.loop.policy_decision import BadDecision
 from ductile.sim.run import Simulated, simulate
 from ductile.sim.scenario import Scenario
 
@@ -62,7 +62,7 @@ def _run_arms(scenario: Scenario, arms: Sequence[tuple[str, Policy | None]], sta
         if policy is not None:
             yield _run(name, scenario, policy)
         elif name == COLLOCATED:
-            yield _run(name, scenario.at(together(scenario.placement)), InTurns())
+            yield _run(name, scenario.at(collocate(scenario.placement)), InTurns())
         else:
             outcomes = [_run(name, scenario.at(split), Static()) for split in splits(scenario)]
             best = min(outcomes, key=lambda outcome: outcome.result.wall_s)
@@ -98,7 +98,7 @@ def splits(scenario: Scenario) -> list[Placement]:
     ]
 
 
-def together(placement: Placement) -> Placement:
+def collocate(placement: Placement) -> Placement:
     """A placement in which all slots train and generate, but for the scorers."""
     slots = tuple(slot for slot in placement.slots if slot not in placement.score)
     return Placement(slots, slots, placement.score, "all slots hold both roles")

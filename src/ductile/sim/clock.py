@@ -1,4 +1,4 @@
-"""An asyncio event loop whose seconds cost nothing: they pass only while everybody waits."""
+"""An asyncio event loop whose seconds cost nothing: they pass only while all tasks wait."""
 
 import asyncio
 import gc
@@ -15,7 +15,7 @@ a fifth of the time of a big one."""
 
 
 class Deadlock(RuntimeError):
-    """Everybody waits, and no timer will wake anyone."""
+    """All tasks wait, and no timer will wake any."""
 
 
 class _NoFiles(selectors.BaseSelector):
@@ -35,7 +35,7 @@ class _NoFiles(selectors.BaseSelector):
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:
-            raise Deadlock("everybody waits, and no timer will wake anyone")
+            raise Deadlock("all tasks wait, and no timer will wake any")
         self.slept_s += timeout
         return []
 

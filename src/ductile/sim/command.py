@@ -23,14 +23,14 @@ def main(words: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"ductile simulate: {error}", file=sys.stderr)
         return BAD_CONFIG
-    # Help and refusals answer at once: what simulates is loaded when there is something to simulate.
+    # Help and refusals come at once: what simulates is loaded when there is something to simulate.
     from ductile.config.imports import ImportPathError
-    from ductile.loop.asking import BadDecision
+    from ductile.loop.policy_decision import BadDecision
     from ductile.sim.compare import compare
 
     try:
         compare(config)
-    except BrokenPipeError:  # of `| head`: told by nobody
+    except BrokenPipeError:  # of `| head`: no reader is left
         raise
     except (ImportPathError, BadDecision, OSError, ValueError) as error:
         print(f"ductile simulate: {error}", file=sys.stderr)

@@ -99,13 +99,13 @@ def _changed_work(work: WorkLoad, said: dict[str, Any], lengths: LengthsConfig) 
         said["draw"] = _draw(lengths)
     renamed = {"steps": "num_steps", "prompts_per_step": "groups_per_step"}
     said = {renamed.get(name, name): value for name, value in said.items() if name != "lengths"}
-    # Other groups than the recorded ones: each answer's length is then any of those recorded.
+    # Other groups than the recorded ones: each completion's length is then any of those recorded.
     given = {} if {"num_steps", "groups_per_step", "group_size", "draw"} & said.keys() else work.given
     return replace(work, given=given, **said)
 
 
 def _said(section: Section) -> dict[str, Any]:
-    """The keys that somebody wrote."""
+    """The keys that the user wrote."""
     return {name: getattr(section, name) for name in section.model_fields_set}
 
 

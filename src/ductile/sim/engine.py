@@ -66,7 +66,7 @@ class SimulatedEngine:
 
     def add(self, simulated: SimulatedRequest) -> None:
         self.requests[simulated.request.id] = simulated
-        self._settle()
+        self.catch_up()
         if len(self._ends) < self._max_num_seqs:
             self._join(simulated)
         else:
@@ -76,7 +76,7 @@ class SimulatedEngine:
     def remove(self, name: str) -> SimulatedRequest:
         """Take a request away, with the tokens that it has so far."""
         simulated = self.requests.pop(name)
-        self._settle()
+        self.catch_up()
         if simulated.joined_at is None:
             self._waiting.remove(simulated)
         else:
@@ -90,25 +90,21 @@ class SimulatedEngine:
 
     def stall(self, seconds: float) -> None:
         """No request decodes for so long: new weights come, or the slot trains."""
-        self._settle()
+        self.catch_up()
         self._paused_until_s = max(self._loop.time(), self._paused_until_s) + seconds
         self._touch()
 
     def generated(self, simulated: SimulatedRequest) -> float:
-        """Tokens so far, as of `settle`."""
+        """Tokens so far, as of `catch_up`."""
         return simulated.generated if simulated.joined_at is None else self._progress - simulated.joined_at
 
     def tokens(self, simulated: SimulatedRequest) -> int:
         """Whole tokens so far; one that rounding has left a hair before its end is there."""
         return int(self.generated(simulated) + HAIR)
 
-    def settle(self) -> None:
-        """Bring the books up to now."""
-        self._settle()
-
     def flip(self, version: int) -> None:
         """Sample tokens from this weight version from now on."""
-        self._settle()
+        self.catch_up()
         for _, _, simulated in self._ends:
             simulated.flips.append((round(self.generated(simulated)), version))
 
@@ -123,7 +119,8 @@ class SimulatedEngine:
         while self._waiting and len(self._ends) < self._max_num_seqs:
             self._join(self._waiting.popleft())
 
-    def _settle(self) -> None:
+    def catch_up(self) -> None:
+        """Bring the books up to now."""
         now_s = self._loop.time()
         elapsed_s = now_s - max(self._at_s, min(self._paused_until_s, now_s))
         self._at_s = now_s
@@ -156,7 +153,7 @@ class SimulatedEngine:
             self._timer.cancel()
             self._timer = None
         if self._ends:
-            self._settle()
+            self.catch_up()
             tokens = self._ends[0][0] - self._progress
             step_s, growth_s = self._step_s()
             begins_s = max(self._loop.time(), self._paused_until_s)

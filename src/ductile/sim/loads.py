@@ -40,7 +40,7 @@ class SimulatedLoads:
 
     def route(self, group: str, prompt_tokens: int) -> Route:
         """Choose the generator of a request, by `core.cluster.routing.route`: asked about the least loaded one and
-        those of siblings alone, it answers as if it were asked about all. Raises ValueError when there is none."""
+        those of siblings alone, the choice is the same as among all. Raises ValueError when there is none."""
         while self._least and self._tokens.get(self._least[0][1][-1]) != self._least[0][0]:
             heapq.heappop(self._least)
         siblings = {name for name, count in self._groups.get(group, {}).items() if count and name in self._tokens}

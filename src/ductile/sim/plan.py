@@ -13,7 +13,7 @@ from ductile.core.cluster.placement import Placement, compact, many
 from ductile.core.cluster.policies.names import described
 from ductile.core.cluster.policies.static import InTurns
 from ductile.core.cluster.profile import Setting
-from ductile.sim.arms import COLLOCATED, RULES_POLICIES, named, splits, together
+from ductile.sim.arms import COLLOCATED, RULES_POLICIES, collocate, named, splits
 from ductile.sim.recording import Recording, recorded_scenario
 from ductile.sim.run import Simulated, simulate
 from ductile.sim.scenario import Scenario
@@ -60,7 +60,7 @@ class Case:
         )
 
     @property
-    def way(self) -> str:
+    def label(self) -> str:
         """ "policy model", "collocated"."""
         return COLLOCATED if self.policy == COLLOCATED else f"policy {self.policy}"
 
@@ -119,12 +119,12 @@ def other_cases(recording: Recording) -> Iterator[Case]:
     """Every split of the slots with every policy, and all slots together where they may share: each as soon as it is
     there."""
     scenario = recorded_scenario(recording)
-    ways: list[tuple[Placement, str, Policy]] = [
+    cases: list[tuple[Placement, str, Policy]] = [
         (placement, name, named(name)) for placement in splits(scenario) for name in POLICIES
     ]
     if scenario.limits.may_share:
-        ways.append((together(scenario.placement), COLLOCATED, InTurns()))
-    for placement, name, policy in ways:
+        cases.append((collocate(scenario.placement), COLLOCATED, InTurns()))
+    for placement, name, policy in cases:
         there = scenario.at(placement)
         yield Case.of(name, there, recording, simulate(there, policy))
 
@@ -165,10 +165,10 @@ def verdict(own: Case, others: Sequence[Case]) -> str:
     """What the table comes to, in a sentence or two."""
     best = better(own, others)
     if best is None:
-        said = f"nothing here is faster than this run's own way, {own.way} begun with {own.slots}"
+        said = f"nothing here is faster than this run's own way, {own.label} begun with {own.slots}"
     else:
         where = "the same placement" if _alike(best, own) else best.slots
-        said = f"{best.way} on {where} saves {1 - best.step_s / own.step_s:.0%} against this run's own way"
+        said = f"{best.label} on {where} saves {1 - best.step_s / own.step_s:.0%} against this run's own way"
     beside: list[str] = []
     fixed = min((case for case in others if case.policy == "static"), key=lambda case: case.step_s, default=None)
     if fixed is not None and (best is None or best.policy != "static") and own.policy not in ("static", "in_turns"):

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ductile.config.asked import complain, parse_with_folder, require_folder
+from ductile.config.command_line import parse_with_folder, print_error, require_folder
+from ductile.error_text import capitalised
 
 if TYPE_CHECKING:
     from ductile.sim.plan import Case
@@ -22,17 +23,17 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("--json", type=Path, metavar="F", help="write the table to this file too")
     asked = parse_with_folder(parser, words)
-    # Help answers at once: what simulates is loaded when there is something to simulate.
+    # Help comes at once: what simulates is loaded when there is something to simulate.
     from ductile.config.imports import ImportPathError
-    from ductile.loop.asking import BadDecision
+    from ductile.loop.policy_decision import BadDecision
     from ductile.sim.recording import read_recording
 
     try:
         _plan(read_recording(asked.run), asked.json)
-    except BrokenPipeError:  # of `| head`: told by nobody
+    except BrokenPipeError:  # of `| head`: no reader is left
         raise
     except (ImportPathError, BadDecision, OSError, ValueError) as error:
-        complain("plan", error)
+        print_error("plan", error)
         return NO_PLAN
     return DONE
 
@@ -47,7 +48,7 @@ def _plan(recording: "Recording", file: Path | None) -> None:
     own, measured_s = own_case(recording), recording.step_s
     error = own.step_s / measured_s - 1
     print(
-        f"This run: {own.way}, begun with {own.slots}. A step took {measured_s:.2f} s; predicted {own.step_s:.2f} s "
+        f"This run: {own.label}, begun with {own.slots}. A step took {measured_s:.2f} s; predicted {own.step_s:.2f} s "
         f"({error:+.1%}), {own.idle_share:.0%} idle."
     )
     doubted = doubts(recording, own)
@@ -64,7 +65,7 @@ def _plan(recording: "Recording", file: Path | None) -> None:
             flush=True,
         )
     said, best = verdict(own, others), better(own, others)
-    print("", *notes(recording), "", f"{said[:1].upper()}{said[1:]}", sep="\n")
+    print("", *notes(recording), "", capitalised(said), sep="\n")
     if best is not None:
         print("", "As TOML, to lay over the run's config (`@ this.toml`):", "", best.toml(), sep="\n")
     if file is not None:

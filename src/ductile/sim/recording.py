@@ -3,8 +3,8 @@
 1. Of the run's last life, the latest profiles are taken. The first of them warms up: it is simulated and not compared.
 2. Speeds are the mean of those that the compared steps knew: a machine is not always equally fast. Costs are those of
    the last profile, which has seen the most changes.
-3. The simulated answers have the recorded lengths, step by step; who of a group had which is not recorded, so they are
-   dealt at random. Steps beyond the recorded ones begin again with the first.
+3. The simulated completions have the recorded lengths, step by step; who of a group had which is not recorded, so they
+   are dealt at random. Steps beyond the recorded ones begin again with the first.
 4. Groups that teach nothing are not trained on, and the simulator trains on all: its trainer is faster by their share.
 """
 
@@ -59,10 +59,10 @@ class Recording:
         """A sentence about what was taken from the run."""
         first, last = self.steps[self.counted[0]].step, self.steps[self.counted[-1]].step
         compared = f"step {first}" if first == last else f"steps {first}-{last}"
-        num_answers = sum(len(step.lengths) for step in self.steps)
+        num_completions = sum(len(step.lengths) for step in self.steps)
         return (
             f"From {self.run}: {compared} of {self.setting.num_steps} ({len(self.counted)} compared, step "
-            f"{self.steps[0].step} warms up), {many(num_answers, 'answer')}, speeds and "
+            f"{self.steps[0].step} warms up), {many(num_completions, 'completion')}, speeds and "
             f"costs as measured up to step {self.steps[-1].step}."
         )
 
@@ -106,7 +106,7 @@ def recorded_scenario(recording: Recording, seed: int = 0) -> Scenario:
     num_steps = len(recording.steps) + (last.step < setting.num_steps)
     seen = tuple(length for step in recording.steps for length in step.lengths)
     if not seen:
-        raise NoRecording(f"{recording.run} has no answers in its profiles: nothing was generated")
+        raise NoRecording(f"{recording.run} has no completions in its profiles: nothing was generated")
     speeds = mean_speeds([recording.steps[place].speeds for place in recording.counted])
     return Scenario(
         placement=setting.home,

@@ -12,8 +12,8 @@ from ductile.core.cluster.instances import slots_on
 from ductile.core.cluster.routing import predicted_tokens
 from ductile.loop.controller import ElasticController
 from ductile.records import GenerateRequest, Generation, Manifest, Sample, StepReport
+from ductile.sim.actuator import SimulatedActuator
 from ductile.sim.engine import SimulatedRequest
-from ductile.sim.stage import SimulatedActuator
 
 
 class SimGenerators:

@@ -18,11 +18,11 @@ from ductile.loop.rollouts import Rollouts
 from ductile.loop.sample_builder import SampleBuilder
 from ductile.observe import Recorder, Stopwatch
 from ductile.records import Sampling
+from ductile.sim.actuator import SimulatedActuator
 from ductile.sim.clock import now_s, run
 from ductile.sim.roles import SimGenerators, SimScorer, SimTrainer
 from ductile.sim.scenario import Scenario
-from ductile.sim.stage import SimulatedActuator
-from ductile.sim.words import Blocks, NoGraders, Questions
+from ductile.sim.simulated_task import Blocks, NoGraders, SimulatedTask
 from ductile.tasks.prompts import ExampleOrder, Prompts
 
 PATIENCE_S = 1e7
@@ -58,7 +58,7 @@ class Simulated:
 def simulate(scenario: Scenario, policy: Policy, folder: Path | None = None) -> Simulated:
     """Run the scenario to its end. folder: where `events.jsonl` and `metrics.jsonl` go; None keeps nothing.
 
-    Raises BadDecision when the policy orders what cannot be, and Deadlock when everybody waits for ever.
+    Raises BadDecision when the policy orders what cannot be, and Deadlock when all tasks wait for ever.
     """
     if folder is not None:
         return run(_simulate(scenario, policy, folder))
@@ -99,7 +99,7 @@ def _loop(scenario: Scenario, actuator: SimulatedActuator, controller: ElasticCo
     generators, trainer = SimGenerators(actuator, controller), SimTrainer(actuator, controller)
     scorer = SimScorer(actuator, controller) if scenario.score else None
     num_prompts = work.num_steps * work.groups_per_step
-    task, tokenizer = Questions(num_prompts, scenario.blocks(work.prompt_tokens)), Blocks()
+    task, tokenizer = SimulatedTask(num_prompts, scenario.blocks(work.prompt_tokens)), Blocks()
     max_blocks = scenario.blocks(work.prompt_tokens) + scenario.blocks(work.max_tokens)
     buffer = Buffer(
         Prompts(task, tokenizer, ExampleOrder(range(num_prompts), work.seed), max_blocks),

@@ -1,9 +1,9 @@
 """The process server: imports the heavy modules once, forks a process on request, and buries it when it ends.
 
 Runs as `python -P -m ductile.slot.forkserver CONTROL_FD PARENT_PID SOCKETS MODULE...` (-P: nothing is imported from
-the current folder). Forked processes are ready in milliseconds
-and share the imported pages. The server itself never touches CUDA and never starts a thread: a fork would inherit half
-of either. On the control socket it speaks JSON, a line each:
+the current folder). Forked processes are ready in milliseconds and share the imported pages. The server itself never
+touches CUDA and never starts a thread: a fork would inherit half of either. The forkserver of `multiprocessing` leaves
+its children behind when it ends, and knows no cgroups. On the control socket this one speaks JSON, a line each:
 
     in    {"start": "slot-0", "entry": "package.module:function", "arguments": {...}, "log": path, "cgroup": path | ""}
     out   {"ready": true}                          once, after the imports; or {"failed": sentence}
@@ -11,7 +11,7 @@ of either. On the control socket it speaks JSON, a line each:
           {"said": "slot-0", "text": ...}          what `function(arguments, say)` passed to `say`
           {"exited": "slot-0", "code": -9}         as in subprocess: negative is a signal's number
 
-Nobody is left behind, whoever dies:
+No process is left behind, whichever dies:
 
 - The parent ends: the server wakes (SIGCONT, should it be stopped), kills its children, removes their cgroups and the
   folder of the run's sockets, leaves.
@@ -33,9 +33,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ductile.blame import told
-from ductile.half_characters import ESCAPED
+from ductile.error_text import error_text
 from ductile.lifeline import fork_tied, leave_signals_to_the_orchestrator, signal_on_parent_death
+from ductile.surrogates import ESCAPED
 from ductile.wire.sockets import remove_folder
 
 Say = Callable[[str], None]
@@ -156,7 +156,7 @@ def _live(request: dict[str, Any], say_fd: int) -> None:
     try:
         if request["cgroup"]:
             with open(os.path.join(request["cgroup"], "cgroup.procs"), "w") as procs:
-                procs.write("0")  # "0" is whoever writes
+                procs.write("0")  # "0" is the writer itself
         if request["log"]:
             log_fd = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.dup2(log_fd, 1)
@@ -167,7 +167,7 @@ def _live(request: dict[str, Any], say_fd: int) -> None:
         entry(request["arguments"], lambda text: _say(say_fd, text))
         code = 0
     except BaseException as error:
-        _say(say_fd, told(error))
+        _say(say_fd, error_text(error))
         with suppress(OSError):  # the log may be on a disk that is full
             traceback.print_exc()
     finally:
@@ -184,13 +184,13 @@ def _say(say_fd: int, text: str) -> None:
 
 def _remove_cgroup(path: str) -> None:
     if path:
-        with suppress(OSError):  # whoever starts next sweeps what is still busy (`ductile.launch.cap`)
+        with suppress(OSError):  # the next run sweeps what is still busy (`ductile.launch.cpu_cap`)
             os.rmdir(path)
 
 
 def main(arguments: list[str]) -> None:
     control_fd, parent, sockets, *modules = arguments
-    # At the parent's end; were the server to be killed instead, nobody could remove the cgroups.
+    # At the parent's end; were the server to be killed instead, no process could remove the cgroups.
     signal_on_parent_death(int(parent), signal.SIGCONT)
     leave_signals_to_the_orchestrator()  # so do all that it forks
     sys.stdout.reconfigure(line_buffering=True, errors=ESCAPED)  # pyright: ignore[reportAttributeAccessIssue]
@@ -201,7 +201,7 @@ def main(arguments: list[str]) -> None:
             importlib.import_module(module)
     except Exception as error:
         traceback.print_exc()
-        control.sendall(json.dumps({"failed": f"importing {module} failed: {told(error)}"}).encode() + b"\n")
+        control.sendall(json.dumps({"failed": f"importing {module} failed: {error_text(error)}"}).encode() + b"\n")
         os._exit(1)
     gc.collect()
     gc.freeze()  # collections in the children do not touch, and so do not copy, the shared pages

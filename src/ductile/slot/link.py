@@ -65,7 +65,7 @@ class Link:
             self._serve(dealer)
             dealer.close()
         except BaseException:
-            # Without this thread the slot is deaf and mute: better gone, which somebody notices at once.
+            # Without this thread the slot is deaf and mute: better gone, which the orchestrator notices at once.
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(1)

@@ -15,13 +15,13 @@ from typing import Any
 import msgspec
 import torch
 
-from ductile.blame import told
 from ductile.core.layout.peak import Arithmetic
+from ductile.error_text import error_text
 from ductile.fabric.device import name_of, peak_memory, peak_of
-from ductile.half_characters import ESCAPED
 from ductile.roles import RoleAssignment, SlotRole
 from ductile.slot.forkserver import Say
 from ductile.slot.link import Link
+from ductile.surrogates import ESCAPED
 from ductile.wire.codec import BadFrame
 from ductile.wire.messages import (
     Abort,
@@ -38,9 +38,9 @@ from ductile.wire.messages import (
     ForwardBackward,
     Freeze,
     Generate,
-    HandOff,
     LeaseWeights,
     LoadState,
+    MigrateOut,
     OptimStep,
     Ping,
     Prepare,
@@ -63,7 +63,7 @@ from ductile.wire.messages import (
 HANDLED_BY: dict[type[Any], RoleName] = {
     **dict.fromkeys((ForwardBackward, OptimStep, Publish, Withdraw, SaveState, LoadState, ExportModel), "train"),
     **dict.fromkeys((Prepare, Ready, Freeze, TransferState, Commit, Rollback, Finalize), "train"),
-    **dict.fromkeys((Generate, Abort, HandOff, Forget), "generate"),
+    **dict.fromkeys((Generate, Abort, MigrateOut, Forget), "generate"),
     Score: "score",
 }
 """Role that carries out a command. `Receive`, `LeaseWeights` and `EndLease` say themselves which role they are for."""
@@ -96,7 +96,7 @@ class Worker:
         while not self._leaving:
             envelope = self._next(wait=not any(role.has_work() for role in self._roles.values()))
             if envelope:
-                self._answer(envelope)
+                self._serve(envelope)
             else:
                 self._work()
         for role in self._roles.values():
@@ -109,7 +109,7 @@ class Worker:
         except queue.Empty:
             return None
 
-    def _answer(self, envelope: Envelope) -> None:
+    def _serve(self, envelope: Envelope) -> None:
         command = envelope.body
         assert isinstance(command, Command)
         name = type(command).__name__
@@ -119,19 +119,19 @@ class Worker:
             except Exception as error:
                 with suppress(OSError):  # the log may be on the disk that is full
                     traceback.print_exc()
-                reply = Failed(f"{name} failed: {told(error)}", traceback.format_exc())
+                reply = Failed(f"{name} failed: {error_text(error)}", traceback.format_exc())
         try:
             self._link.send(envelope.seq, reply)
         except BadFrame as error:
-            self._link.send(envelope.seq, Failed(f"{name} is done, but its answer cannot be sent: {error}"))
+            self._link.send(envelope.seq, Failed(f"{name} is done, but its reply cannot be sent: {error}"))
 
     def _work(self) -> None:
         for name, role in self._roles.items():
             if role.has_work():
                 with self._link.busy(f"a step of {name}"):
-                    self._give_turn(role)
+                    self._step(role)
 
-    def _give_turn(self, role: SlotRole) -> None:
+    def _step(self, role: SlotRole) -> None:
         for event in role.step():
             self._link.send(0, event)
 
@@ -158,10 +158,10 @@ class Worker:
                 return Done()
             case Receive() | LeaseWeights() | EndLease():
                 return self._role(command.role).handle(command)
-            case HandOff():
+            case MigrateOut():
                 role = self._role("generate")
-                if role.has_work():  # what has ended is told first, as the answer lists only what goes on
-                    self._give_turn(role)
+                if role.has_work():  # what has ended is told first, as the reply lists only what goes on
+                    self._step(role)
                 return role.handle(command)
             case _:
                 return self._role(HANDLED_BY[type(command)]).handle(command)
@@ -217,7 +217,7 @@ def main(arguments: dict[str, Any], say: Say) -> None:
     try:
         Worker(settings, link).run()
     except Exception as error:
-        say(told(error))
+        say(error_text(error))
         raise
     finally:
         link.close()

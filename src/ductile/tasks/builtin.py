@@ -21,15 +21,15 @@ class Addition(Task):
         return self._size
 
     def messages(self, example: int) -> list[dict[str, str]]:
-        a, b = self._terms(example)
+        a, b = self._addends(example)
         return [{"role": "user", "content": f"{a}+{b}="}]
 
-    def reward(self, example: int, answer: str) -> tuple[float, dict[str, float]]:
-        is_number = re.fullmatch(r"\d+", answer.strip(), flags=re.ASCII) is not None
-        right = is_number and answer.strip() == str(sum(self._terms(example)))
+    def reward(self, example: int, completion: str) -> tuple[float, dict[str, float]]:
+        is_number = re.fullmatch(r"\d+", completion.strip(), flags=re.ASCII) is not None
+        right = is_number and completion.strip() == str(sum(self._addends(example)))
         return float(right), {"is_number": float(is_number)}
 
-    def _terms(self, example: int) -> tuple[int, int]:
+    def _addends(self, example: int) -> tuple[int, int]:
         draw = random.Random(f"addition/{self._seed}/{example}")
         return draw.randint(0, self._max_value), draw.randint(0, self._max_value)
 
@@ -50,10 +50,10 @@ class Reverse(Task):
     def messages(self, example: int) -> list[dict[str, str]]:
         return [{"role": "user", "content": f"Reverse: {self._word(example)}"}]
 
-    def reward(self, example: int, answer: str) -> float:
-        wanted, answer = self._word(example)[::-1], answer.strip()
-        right = sum(a == b for a, b in zip(wanted, answer, strict=False))
-        return right / max(len(wanted), len(answer))
+    def reward(self, example: int, completion: str) -> float:
+        wanted, completion = self._word(example)[::-1], completion.strip()
+        right = sum(a == b for a, b in zip(wanted, completion, strict=False))
+        return right / max(len(wanted), len(completion))
 
     def _word(self, example: int) -> str:
         draw = random.Random(f"reverse/{self._seed}/{example}")
@@ -82,8 +82,8 @@ class GuessNumber(Task):
         hint = "Say a number." if guess is None else "Higher." if guess < secret else "Lower."
         return [{"role": "user", "content": hint}]
 
-    def reward(self, example: int, answer: str) -> float:
-        return float(_number(answer) == self._secret(example))
+    def reward(self, example: int, completion: str) -> float:
+        return float(_number(completion) == self._secret(example))
 
     def _secret(self, example: int) -> int:
         return random.Random(f"guess_number/{self._seed}/{example}").randint(1, self._max_value)

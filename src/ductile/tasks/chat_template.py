@@ -9,7 +9,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ductile.blame import told
+from ductile.error_text import error_text
 
 
 class ChatTemplateError(Exception):
@@ -45,7 +45,7 @@ class ChatTemplate:
         except ChatTemplateError:
             raise
         except Exception as error:  # a template is a program: messages of the wrong shape make it fail in any way
-            raise ChatTemplateError(told(error)) from error
+            raise ChatTemplateError(error_text(error)) from error
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -3,8 +3,8 @@
 The policy's own words are never tokenised again: decoding and encoding sampled ids need not give them back, and
 log-probs belong to ids. So a later turn extends the ids that were sampled, and only the environment's words go through
 the tokenizer. What a chat template writes between two turns comes out of a difference: the conversation is rendered
-twice, with two different answers in the assistant's place; what both have in common behind it is what follows an
-answer, end-of-turn token included.
+twice, with two different completions in the assistant's place; what both have in common behind it is what follows a
+completion, end-of-turn token included.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,8 +39,8 @@ def first_turn(tokenizer: ChatTokenizer, messages: Messages) -> list[int]:
     return tokenizer.encode("\n".join(message["content"] for message in messages))
 
 
-def next_turn(tokenizer: ChatTokenizer, first: Messages, answer: Sequence[int], reply: Messages) -> list[int]:
-    """What comes between the sampled `answer` and the policy's next word: its end of turn, where it did not sample
+def next_turn(tokenizer: ChatTokenizer, first: Messages, completion: Sequence[int], reply: Messages) -> list[int]:
+    """What comes between the sampled `completion` and the policy's next word: its end of turn, where it did not sample
     one, the environment's words, and the start of the policy's turn.
 
     first: the conversation's first messages, of which some templates make a preamble.
@@ -48,10 +48,10 @@ def next_turn(tokenizer: ChatTokenizer, first: Messages, answer: Sequence[int], 
     if tokenizer.chat_template is None:
         text = "".join(f"\n{message['content']}" for message in reply) + "\n"
         return tokenizer.encode(text, add_special_tokens=False)
-    between = after_answer(tokenizer.chat_template, first, reply, add_generation_prompt=True)
-    if answer and answer[-1] in tokenizer.eos_token_ids:
+    between = after_completion(tokenizer.chat_template, first, reply, add_generation_prompt=True)
+    if completion and completion[-1] in tokenizer.eos_token_ids:
         for end in (end_of_turn(tokenizer, first), between[:1]):
-            if end[-1:] == [answer[-1]] and between[: len(end)] == end:
+            if end[-1:] == [completion[-1]] and between[: len(end)] == end:
                 return between[len(end) :]
     return between
 
@@ -59,7 +59,7 @@ def next_turn(tokenizer: ChatTokenizer, first: Messages, answer: Sequence[int], 
 def end_of_turn(tokenizer: ChatTokenizer, first: Messages) -> list[int]:
     """What the assistant's turn ends with, a token that ends generation last: what SFT teaches to say at its end."""
     if tokenizer.chat_template is not None:
-        after = after_answer(tokenizer.chat_template, first, [], add_generation_prompt=False)
+        after = after_completion(tokenizer.chat_template, first, [], add_generation_prompt=False)
         for index, token in enumerate(after):
             if token in tokenizer.eos_token_ids:
                 return after[: index + 1]
@@ -76,11 +76,13 @@ def as_written(tokenizer: ChatTokenizer, first: Messages, content: str) -> str:
     return content.strip() if spaced == bare else content
 
 
-def after_answer(template: ApplyTemplate, first: Messages, reply: Messages, add_generation_prompt: bool) -> list[int]:
-    """The tokens behind an assistant's answer that stands between `first` and `reply`."""
+def after_completion(
+    template: ApplyTemplate, first: Messages, reply: Messages, add_generation_prompt: bool
+) -> list[int]:
+    """The tokens behind an assistant's completion that stands between `first` and `reply`."""
     a, b = (
-        template([*first, {"role": "assistant", "content": answer}, *reply], add_generation_prompt)
-        for answer in ("0", "1")
+        template([*first, {"role": "assistant", "content": completion}, *reply], add_generation_prompt)
+        for completion in ("0", "1")
     )
     num_common = 0
     for token_a, token_b in zip(reversed(a), reversed(b), strict=False):

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ductile.config.orchestrator import GradersConfig
-from ductile.half_characters import mended
 from ductile.records import Completion, RewardFailure
+from ductile.surrogates import mended
 from ductile.tasks.grader_log import appender
 from ductile.tasks.grader_protocol import (
     AskReply,
@@ -30,7 +30,7 @@ from ductile.tasks.grader_protocol import (
     Scored,
     TasksMade,
 )
-from ductile.tasks.grader_worker import GraderWorker, WorkerLost, no_answer
+from ductile.tasks.grader_worker import GraderWorker, WorkerLost, no_reply
 from ductile.tasks.task import TaskError
 
 START_TIMEOUT_S = 120.0  # importing a reward's libraries on a busy machine
@@ -137,19 +137,19 @@ class Graders:
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
         try:
-            answer = await asyncio.shield(call)
+            reply = await asyncio.shield(call)
         except asyncio.CancelledError:
             asyncio.get_running_loop().call_later(ABANDONED_TIMEOUT_S, call.cancel)
             raise
-        if not isinstance(answer, GradingFailed):
-            return answer
+        if not isinstance(reply, GradingFailed):
+            return reply
         asked = request(0)
         what = "reward" if isinstance(asked, AskReward) else "reply"
         of = f"{asked.task} example" if len(self._tasks) > 1 else "example"
-        sentence = f"the {what} of {of} {asked.example} {answer.error}"
+        sentence = f"the {what} of {of} {asked.example} {reply.error}"
         self.num_errors += 1
-        self._on_error(sentence, answer.traceback)
-        return _Failed(sentence, answer.failure)
+        self._on_error(sentence, reply.traceback)
+        return _Failed(sentence, reply.failure)
 
     async def _call(
         self, worker: GraderWorker | None, wanted: type[A], request: Callable[[int], Request]
@@ -157,10 +157,10 @@ class Graders:
         """Ends by itself when its caller is cancelled, too: the worker is free again, or lost."""
         try:
             worker = worker or await self._replacement()
-            answer = await worker.ask(request(worker.number()), self._config.timeout_s)
-            if isinstance(answer, wanted | GradingFailed):
-                return answer
-            raise no_answer()
+            reply = await worker.ask(request(worker.number()), self._config.timeout_s)
+            if isinstance(reply, wanted | GradingFailed):
+                return reply
+            raise no_reply()
         except BaseException as error:
             if worker is not None:
                 self._workers.discard(worker)
@@ -173,7 +173,7 @@ class Graders:
             self._free.put_nowait(worker)
 
     async def _replacement(self) -> GraderWorker:
-        """Start a worker for one that was lost, or was not needed before. A failure costs this call its answer only.
+        """Start a worker for one that was lost, or was not needed before. A failure costs this call its reply only.
 
         Raises TaskError when no worker is left and none can be started, time after time.
         """
@@ -192,10 +192,10 @@ class Graders:
         worker = await GraderWorker.start(self._config, self._on_print)
         self._workers.add(worker)
         try:
-            answer = await worker.ask(MakeTasks(worker.number(), self._tasks, self._config.timeout_s), START_TIMEOUT_S)
-            if not isinstance(answer, TasksMade):
+            reply = await worker.ask(MakeTasks(worker.number(), self._tasks, self._config.timeout_s), START_TIMEOUT_S)
+            if not isinstance(reply, TasksMade):
                 raise TaskError(
-                    answer.error if isinstance(answer, GradingFailed) else f"a grader process answered {answer}"
+                    reply.error if isinstance(reply, GradingFailed) else f"a grader process replied {reply}"
                 )
         except BaseException as error:  # cancelled, too: nothing else knows of this worker
             self._workers.discard(worker)
@@ -204,8 +204,8 @@ class Graders:
                 see = f"; see {self._log}" if self._log else ""
                 raise TaskError(f"a grader process {error} while it made its tasks{see}") from None
             raise
-        self._want_token_ids = frozenset(answer.want_token_ids)
-        for note in () if self._noted else answer.notes:
+        self._want_token_ids = frozenset(reply.want_token_ids)
+        for note in () if self._noted else reply.notes:
             self._on_note(note)
         self._noted = True
         return worker

@@ -1,4 +1,4 @@
-"""A grader's process, inside its keepers: answers one request a line (`ductile.tasks.grader_protocol`).
+"""A grader's process, inside its keepers: one request and its reply a line (`ductile.tasks.grader_protocol`).
 
 Requests travel on descriptors that user code does not know: what a reward prints goes to the run's log of graders, as
 its standard error does, and it has nothing to read.
@@ -19,16 +19,16 @@ from typing import Any, BinaryIO
 
 from pydantic import TypeAdapter
 
-from ductile.blame import raised
 from ductile.config.orchestrator import TaskConfig
-from ductile.half_characters import mended
+from ductile.error_text import error_with_place
 from ductile.lifeline import SENT_TO_GROUPS
 from ductile.roles import Task
+from ductile.surrogates import mended
 from ductile.tasks.build import build_task
 from ductile.tasks.grader_protocol import (
-    Answer,
     AskReply,
     AskReward,
+    GraderReply,
     GradingFailed,
     MakeTasks,
     Replied,
@@ -46,16 +46,16 @@ UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN)
 
 
 def serve(notes: Sequence[str], has_network: bool) -> None:
-    """Answer requests until standard input ends. notes: what could not be taken from rewards. has_network: whether
+    """Serve requests until standard input ends. notes: what could not be taken from rewards. has_network: whether
     rewards have one."""
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     _outlast_signals_to_groups()
     grader = Grader(notes, has_network)
     for request in _requests(requests):
-        answers.write(encode(grader.answer(request)) + b"\n")
-        answers.flush()
+        replies.write(encode(grader.reply(request)) + b"\n")
+        replies.flush()
 
 
 class Grader:
@@ -65,7 +65,7 @@ class Grader:
         self._timeout_s = 0.0
         self._runner: asyncio.Runner | None = None
 
-    def answer(self, request: Request) -> Answer:
+    def reply(self, request: Request) -> GraderReply:
         try:
             return self._execute(request)
         except TaskError as error:
@@ -76,10 +76,10 @@ class Grader:
             )  # fmt: skip
             told = "".join(traceback.format_exception(error))
             return GradingFailed(
-                request.number, sayable(f"raised {raised(error)}{hint}"), "raised", sayable(told, 8000)
+                request.number, sayable(f"raised {error_with_place(error)}{hint}"), "raised", sayable(told, 8000)
             )
 
-    def _execute(self, request: Request) -> Answer:
+    def _execute(self, request: Request) -> GraderReply:
         match request:
             case MakeTasks():
                 return self._make(request)

@@ -1,15 +1,15 @@
 """What the orchestrator and a grader process say to each other: one JSON object a line, numbered on both sides.
 
-A worker answers one request at a time, with the request's number. Whatever else comes through the pipe (a line that
-user code wrote there, an answer to no request) is no message, and its writer is not trusted any more.
+A worker serves one request at a time, and its reply has the request's number. Whatever else comes through the pipe
+(a line that user code wrote there, a reply to no request) is no message, and its writer is not trusted any more.
 """
 
 from typing import Any
 
 import msgspec
 
-from ductile.half_characters import mended
 from ductile.records import Completion, RewardFailure
+from ductile.surrogates import mended
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
 MAX_ERROR_CHARS = 2000
@@ -73,11 +73,11 @@ class GradingFailed(msgspec.Struct, tag=True, frozen=True):
     traceback: str = ""
 
 
-Answer = TasksMade | Scored | Replied | GradingFailed
+GraderReply = TasksMade | Scored | Replied | GradingFailed
 
 encode = msgspec.json.Encoder().encode
 decode_request = msgspec.json.Decoder(Request).decode
-decode_answer = msgspec.json.Decoder(Answer).decode
+decode_reply = msgspec.json.Decoder(GraderReply).decode
 
 
 def sayable(text: str, max_chars: int = MAX_ERROR_CHARS) -> str:

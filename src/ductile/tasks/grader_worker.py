@@ -11,7 +11,7 @@ import msgspec
 
 from ductile.config.orchestrator import GradersConfig
 from ductile.records import RewardFailure
-from ductile.tasks.grader_protocol import MAX_LINE_BYTES, Answer, Request, decode_answer, encode
+from ductile.tasks.grader_protocol import MAX_LINE_BYTES, GraderReply, Request, decode_reply, encode
 from ductile.tasks.keeper import LEAVE
 
 LEAVE_TIMEOUT_S = 5.0
@@ -57,8 +57,8 @@ class WorkerLost(Exception):
         self.failure: RewardFailure = failure
 
 
-def no_answer() -> WorkerLost:
-    return WorkerLost("wrote something else than its answer into the grader's pipe")
+def no_reply() -> WorkerLost:
+    return WorkerLost("wrote something else than its reply into the grader's pipe")
 
 
 def clean_environment(environment: Mapping[str, str], passed: Sequence[str]) -> dict[str, str]:
@@ -71,7 +71,7 @@ def clean_environment(environment: Mapping[str, str], passed: Sequence[str]) -> 
 
 
 class GraderWorker:
-    """Answers one request at a time. After WorkerLost it is of no more use: `kill` it."""
+    """Serves one request at a time. After WorkerLost it is of no more use: `kill` it."""
 
     def __init__(self, process: asyncio.subprocess.Process, on_print: Callable[[bytes], None]) -> None:
         assert process.stdin is not None
@@ -107,8 +107,8 @@ class GraderWorker:
         self._next += 1
         return self._next
 
-    async def ask(self, request: Request, timeout_s: float) -> Answer:
-        """Raises WorkerLost when there is no answer in time, or never will be."""
+    async def ask(self, request: Request, timeout_s: float) -> GraderReply:
+        """Raises WorkerLost when there is no reply in time, or never will be."""
         line = encode(request) + b"\n"
         try:
             async with asyncio.timeout(timeout_s):
@@ -120,14 +120,14 @@ class GraderWorker:
         except ConnectionError:
             line = b""
         except ValueError:
-            raise WorkerLost(f"answered with more than {MAX_LINE_BYTES >> 20} MiB") from None
+            raise WorkerLost(f"replied with more than {MAX_LINE_BYTES >> 20} MiB") from None
         if not line:
             raise WorkerLost(f"ended its process ({await self._ending()})")
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-            answer = decode_answer(line)
-            if answer.number == request.number:
-                return answer
-        raise no_answer()
+            reply = decode_reply(line)
+            if reply.number == request.number:
+                return reply
+        raise no_reply()
 
     async def kill(self) -> None:
         """Kill the process, with all that a reward has started."""

@@ -43,7 +43,7 @@ class JsonlDataset(Task):
         rows = read_rows(path)
         self._rows = [row for _, row in rows]
         system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        self._messages = [system + conversation(where, row, ends_with="question") for where, row in rows]
+        self._messages = [system + conversation(where, row, ends_with="prompt") for where, row in rows]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -62,22 +62,22 @@ class JsonlDataset(Task):
     def wants_token_ids(self) -> bool:
         return any(reward.signature.wants_token_ids for reward in self.rewards)
 
-    def reward(self, example: int, answer: str, **facts: Any) -> Any:
+    def reward(self, example: int, completion: str, **facts: Any) -> Any:
         """The reward of one function as it is; for several the weighted sum, with each one among the metrics."""
-        calls = [(reward, _call(reward, self._rows[example], answer, facts)) for reward in self.rewards]
+        calls = [(reward, _call(reward, self._rows[example], completion, facts)) for reward in self.rewards]
         if any(isinstance(value, Awaitable) for _, value in calls):
             return _summed_later(calls)
         return _summed(calls)
 
 
-def _call(reward: _Reward, row: Row, answer: str, facts: dict[str, Any]) -> Any:
+def _call(reward: _Reward, row: Row, completion: str, facts: dict[str, Any]) -> Any:
     signature = reward.signature
     if signature.style == "row":
-        return reward.function(row, answer, **{name: facts[name] for name in facts if signature.wants(name)})
+        return reward.function(row, completion, **{name: facts[name] for name in facts if signature.wants(name)})
     as_messages = "messages" in row
     there = {name: value for name, value in row.items() if name not in ("prompt", "messages", "completion")} | {
         "prompts": row["messages"] if as_messages else row["prompt"],
-        "completions": [{"role": "assistant", "content": answer}] if as_messages else answer,
+        "completions": [{"role": "assistant", "content": completion}] if as_messages else completion,
         "completion_ids": list(facts.get("token_ids", ())),
         **{name: value for name, value in facts.items() if name != "token_ids"},
     }

@@ -1,6 +1,6 @@
-"""Which question is asked next, and which were asked and not yet trained on.
+"""Which prompt comes next, and which were taken and not yet trained on.
 
-Position `p` in the endless list of questions is epoch `p // n`, place `p % n` of that epoch's order. The state of a
+Position `p` in the endless list of prompts is epoch `p // n`, place `p % n` of that epoch's order. The state of a
 run is therefore one number and a short list: the next position, and the positions that are under way.
 """
 
@@ -61,9 +61,9 @@ class PromptPosition:
 
 
 class Prompts:
-    """Asks every example once an epoch: `ask`, then `mark_trained`, or `requeue` when its rollouts were dropped.
+    """Gives every example once an epoch: `next_prompt`, then `mark_trained`, or `requeue` if its rollouts were dropped.
 
-    After a resume, what was under way at the save is asked first, in the same order.
+    After a resume, what was under way at the save comes first, in the same order.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Prompts:
         self._again = deque(position.under_way)
         self._under_way: dict[str, int] = {}
 
-    def ask(self) -> Prompt:
+    def next_prompt(self) -> Prompt:
         """Raises TaskError when an epoch long nothing fits into `max_tokens`."""
         for _ in range(len(self._order) + len(self._again) + 1):
             position = self._again.popleft() if self._again else self._advance()

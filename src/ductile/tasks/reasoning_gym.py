@@ -27,7 +27,7 @@ class ReasoningGym(Task):
     ) -> None:
         if "{question}" not in question_template:
             raise TaskError(
-                f'question_template is "{question_template}": it must contain {{question}}, where the question goes'
+                f'question_template is "{question_template}": it must contain {{question}}, for the example'
             )
         self.name = name
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
@@ -38,13 +38,15 @@ class ReasoningGym(Task):
         return len(self._dataset)
 
     def messages(self, example: int) -> list[dict[str, str]]:
-        question = self._template.replace("{question}", self._dataset[example]["question"])
-        return [*self._system, {"role": "user", "content": question}]
+        prompt = self._template.replace("{question}", self._dataset[example]["question"])
+        return [*self._system, {"role": "user", "content": prompt}]
 
-    def reward(self, example: int, answer: str) -> float:
+    def reward(self, example: int, completion: str) -> float:
         from reasoning_gym.utils import extract_answer
 
-        return float(self._dataset.score_answer(extract_answer(answer) or answer.strip(), self._dataset[example]))
+        return float(
+            self._dataset.score_answer(extract_answer(completion) or completion.strip(), self._dataset[example])
+        )
 
 
 def _create(name: str, config: dict[str, Any], size: int, seed: int) -> Any:

@@ -28,28 +28,28 @@ def read_rows(path: str | Path) -> list[tuple[str, Row]]:
     return [(where, _parse(where, line)) for where, line in rows]
 
 
-def conversation(where: str, row: Row, *, ends_with: Literal["question", "answer"]) -> list[dict[str, str]]:
-    """The row's messages: `messages`, or `prompt` (and `completion`, when an answer is asked for).
+def conversation(where: str, row: Row, *, ends_with: Literal["prompt", "completion"]) -> list[dict[str, str]]:
+    """The row's messages: `messages`, or `prompt` (and `completion`, when a completion is asked for).
 
     Raises TaskError when it has neither or both, when a message is malformed, or when the last one is the wrong
     side's.
     """
-    wants_answer = ends_with == "answer"
-    short = "prompt and completion" if wants_answer else "prompt"
+    wants_completion = ends_with == "completion"
+    short = "prompt and completion" if wants_completion else "prompt"
     if "messages" in row and "prompt" in row:
         raise TaskError(f"{where}: has both messages and prompt; keep one of them")
     if "messages" in row:
         messages = _messages(where, row["messages"])
     elif "prompt" in row:
         messages = [{"role": "user", "content": _text(where, row, "prompt")}]
-        if wants_answer:
+        if wants_completion:
             messages.append({"role": "assistant", "content": _text(where, row, "completion")})
     else:
         raise TaskError(f"{where}: has neither messages nor {short}; its keys are {', '.join(row) or 'none'}")
-    answered = messages[-1]["role"] == "assistant"
-    if answered and not wants_answer:
+    completed = messages[-1]["role"] == "assistant"
+    if completed and not wants_completion:
         raise TaskError(f"{where}: the last message is the assistant's; a prompt ends with another role's")
-    if wants_answer and not any(message["role"] == "assistant" for message in messages):
+    if wants_completion and not any(message["role"] == "assistant" for message in messages):
         raise TaskError(f"{where}: no message is the assistant's, so there is nothing to train on")
     return messages
 

@@ -1,7 +1,8 @@
 """What a policy wrote, read as data: literals and formulas, by walking a syntax tree, without running any of it.
 
-reasoning-gym's scorers hand a policy's answer to Python's `eval`, or to sympy's `parse_expr`, which is `eval` with more
-names in it: an answer could start a program. `disarm` puts these readers in their place, in the modules that do so.
+reasoning-gym's scorers hand a policy's completion to Python's `eval`, or to sympy's `parse_expr`, which is `eval` with
+more names in it: a completion could start a program. `disarm` puts these readers in their place, in the modules that do
+so.
 """
 
 import ast
@@ -81,7 +82,7 @@ def read_formula(text: str, local_dict: Mapping[str, Any] | None = None, **_: An
     """`2*x + sin(x)` as a sympy expression: in the place of `parse_expr`, with its first two arguments.
 
     Numbers, names, arithmetic and the functions of FUNCTIONS. Raises ValueError or SyntaxError for all else, and for
-    numbers that are too long to compute with: an answer must not be able to keep its scorer from ending.
+    numbers that are too long to compute with: a completion must not be able to keep its scorer from ending.
     """
     return _value(ast.parse(_bounded(text, MAX_FORMULA_CHARS).strip(), mode="eval").body, local_dict or {})
 

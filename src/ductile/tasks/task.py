@@ -1,4 +1,4 @@
-"""What is common to all tasks: their error, and how their answers are read.
+"""What is common to all tasks: their error, and how their completions are read.
 
 The protocol itself is `ductile.roles.Task`.
 """
@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any, TypeVar, cast
 
-from ductile.blame import raised
 from ductile.config import errors
 from ductile.config.reward_signature import FACTS, RewardSignature, WrongSignature, reward_signature
+from ductile.error_text import error_with_place
 from ductile.records import Completion
 from ductile.roles import Task
 
@@ -87,7 +87,7 @@ def messages_of(task: Task, example: int) -> list[dict[str, str]]:
     except TaskError:
         raise
     except Exception as error:
-        raise TaskError(f"{where} raised {raised(error)}") from error
+        raise TaskError(f"{where} raised {error_with_place(error)}") from error
     if not (isinstance(said, list) and said and all(map(_is_message, cast(list[object], said)))):
         raise TaskError(f'{where} returned {said!r:.80}; it must return a list of {{"role": ..., "content": ...}}')
     return cast(list[dict[str, str]], said)
@@ -108,6 +108,6 @@ def _is_message(message: object) -> bool:
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`; did you mean "chain_sum"?`, or what there is, or nothing."""
     known = sorted(known)
-    if question := errors.did_you_mean(word, known, '; did you mean "{}"?'):
-        return question
+    if suggestion := errors.did_you_mean(word, known, '; did you mean "{}"?'):
+        return suggestion
     return f"; there {'are' if len(known) > 1 else 'is'} {', '.join(known)}" if 0 < len(known) <= 20 else ""

@@ -11,9 +11,9 @@ from typing import Any
 
 import tokenizers
 
-from ductile.half_characters import mended
+from ductile.surrogates import mended
 from ductile.tasks.chat_template import ChatTemplate, ChatTemplateError
-from ductile.tasks.conversation import ApplyTemplate, after_answer
+from ductile.tasks.conversation import ApplyTemplate, after_completion
 
 Message = Mapping[str, Any]
 
@@ -107,12 +107,12 @@ class Tokenizer:
         return None if self._chat_template is None else self.apply_chat_template
 
     def _end_of_turn(self) -> list[int]:
-        """The special token that the chat template writes behind an answer, if there is one."""
+        """The special token that the chat template writes behind a completion, if there is one."""
         if self._chat_template is None:
             return []
-        question = [{"role": "user", "content": "0"}]
+        prompt = [{"role": "user", "content": "0"}]
         try:
-            after = after_answer(self.apply_chat_template, question, [], add_generation_prompt=False)
+            after = after_completion(self.apply_chat_template, prompt, [], add_generation_prompt=False)
         except TokenizerError:  # a template that wants other messages
             return []
         added = self._backend.get_added_tokens_decoder()

@@ -11,7 +11,7 @@ from ductile.records import MicroBatch, Sample
 from ductile.trainer.loss import LossInputs
 
 LARGEST = torch.finfo(torch.float32).max
-NOTHING = Sample(token_ids=(0, 0), mask=(False, True))
+NOTHING = Sample(token_ids=(0, 0), loss_mask=(False, True))
 """Sample that runs in place of an empty micro-batch, so that the rank takes its part in every gather and reduction."""
 
 
@@ -45,8 +45,8 @@ def collate(micro_batch: MicroBatch, required: Sequence[str] = (), device: str |
     """A micro-batch as tensors. Raises ValueError when a sample lacks one of the `required` lists, or has a value that
     fp32 cannot hold."""
     # Samples without a trained token have nothing to say in the loss, and other tokens cannot see them.
-    samples = [sample for sample in micro_batch.samples if any(sample.mask)]
-    num_trained = sum(sum(sample.mask) for sample in samples)
+    samples = [sample for sample in micro_batch.samples if any(sample.loss_mask)]
+    num_trained = sum(sum(sample.loss_mask) for sample in samples)
     for index, sample in enumerate(samples):
         _check(sample, index, required)
     samples = samples or [NOTHING]
@@ -55,11 +55,11 @@ def collate(micro_batch: MicroBatch, required: Sequence[str] = (), device: str |
         packed=PackedSamples.of(samples, device),
         weights=of_tokens([sample.weights or (1.0,) * len(sample) for sample in samples]),
         num_trained=num_trained,
-        sampled_logprobs=of_tokens([sample.logprobs for sample in samples]),
-        old_logprobs=of_tokens([sample.old_logprobs or sample.logprobs for sample in samples]),
+        sampled_logprobs=of_tokens([sample.rollout_logprobs for sample in samples]),
+        old_logprobs=of_tokens([sample.old_logprobs or sample.rollout_logprobs for sample in samples]),
         reference=of_tokens([sample.ref_logprobs for sample in samples]) if "ref_logprobs" in required else None,
         advantages=of_tokens([sample.advantages for sample in samples]),
-        sequences=torch.tensor([i for i, s in enumerate(samples) for t in s.mask if t], device=device),
+        sequences=torch.tensor([i for i, s in enumerate(samples) for t in s.loss_mask if t], device=device),
     )
 
 
@@ -74,7 +74,7 @@ class _Columns:
         trained = [
             value
             for sample, of_sample in zip(self._samples, values, strict=True)
-            for value, is_trained in zip(of_sample or (0.0,) * len(sample), sample.mask, strict=True)
+            for value, is_trained in zip(of_sample or (0.0,) * len(sample), sample.loss_mask, strict=True)
             if is_trained
         ]
         return torch.tensor(trained, dtype=torch.float32, device=self._device)
@@ -82,13 +82,13 @@ class _Columns:
 
 def _check(sample: Sample, index: int, required: Sequence[str]) -> None:
     lists = {
-        "logprobs": sample.logprobs,
+        "rollout_logprobs": sample.rollout_logprobs,
         "advantages": sample.advantages,
         "weights": sample.weights,
         "old_logprobs": sample.old_logprobs,
         "ref_logprobs": sample.ref_logprobs,
     }
-    if sample.mask[0]:
+    if sample.loss_mask[0]:
         raise ValueError(f"sample {index} trains on its first token, which nothing precedes")
     if not sample.temperature > 0:
         raise ValueError(f"sample {index} has temperature {sample.temperature}; it must be above 0")

@@ -142,7 +142,7 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 
 def _dual_clipped(limit: float | None, log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    """Where a token that should become rarer has become more than `limit` times likelier: its gradient grows with r."""
+    """True for a token that should become rarer and is more than `limit` times likelier: its gradient grows with r."""
     if limit is None:
         return torch.zeros_like(advantages, dtype=torch.bool)
     return (advantages < 0) & (log_ratio.detach() > log(limit))
@@ -162,4 +162,4 @@ def required_fields(config: LossConfig) -> tuple[str, ...]:
     """Which lists of a `Sample` this loss cannot do without: zeros in their place would be taken for log-probs."""
     if isinstance(config, SFTLoss):
         return ()
-    return ("logprobs", "advantages", *(("ref_logprobs",) if needs_reference(config) else ()))
+    return ("rollout_logprobs", "advantages", *(("ref_logprobs",) if needs_reference(config) else ()))

@@ -160,7 +160,7 @@ class Resize:
         self._plan = None
         self._is_moved = False
         self._preparation.discard()
-        heap.give_all_back()
+        heap.trim_all()
         return self._before
 
     def finalize(self) -> TrainerInstance | None:
@@ -170,7 +170,7 @@ class Resize:
             # Its groups have had no collective since all were frozen, and a slot that leaves may have died since.
             self._before.abort()
         self._before = None
-        heap.give_all_back()
+        heap.trim_all()
         return after
 
     def _old_gradient(self) -> dict[str, Tensor]:

@@ -68,7 +68,7 @@ class StatePlans:
         self._layouts: dict[tuple[ParallelLayout, bool], Layout] = {}
 
     def layout(self, parallel: ParallelLayout, with_gradient: bool) -> Layout:
-        """Where the state lies. Every copy is sharded as FSDP2 does it: rows in chunks, rounded up, the last ones short
+        """Layouts of the state. Every copy is sharded as FSDP2 does it: rows in chunks, rounded up, the last ones short
         or empty."""
         key = (parallel, with_gradient)
         layout = self._layouts.pop(key, None) or self._make(parallel, with_gradient)

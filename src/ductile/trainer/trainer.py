@@ -11,12 +11,12 @@ from math import isfinite, nan, sqrt
 import torch
 from torch import Tensor
 
-from ductile.blame import raised
 from ductile.config.trainer import TrainerConfig
 from ductile.config.weight_headers import ModelFolderError
 from ductile.core.layout.flops import ForwardWork, training_flops
 from ductile.core.layout.peak import Arithmetic, arithmetic_of, compute_dtype
 from ductile.core.layout.spec import ModelSpec
+from ductile.error_text import error_with_place
 from ductile.fabric.device import peak_of
 from ductile.model.checkpoint import random_tensors, read_spec, read_tensors, truncate
 from ductile.model.transformer import Transformer
@@ -200,7 +200,7 @@ class Trainer:
         except Exception as error:  # it may be anybody's
             traceback.print_exc()
             (0.0 * logprobs).sum().backward()  # the other ranks wait for this one's part
-            return raised(error)
+            return error_with_place(error)
         loss.backward()
         sums = {"loss": loss.detach(), "num_tokens": torch.tensor(batch.num_trained)}
         work = batch.packed.work if batch.num_trained else ForwardWork()

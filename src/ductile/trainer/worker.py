@@ -72,7 +72,7 @@ class TrainRole:
         self._instance: TrainerInstance | None = None
         if not assignment.joining:
             self._instance = TrainerInstance(Groups.at(assignment, self._config.dist_timeout_seconds), None)
-            with self._together() as instance:
+            with self._in_step() as instance:
                 instance.trainer = Trainer(
                     self._config, ParallelContext(instance.groups, assignment.layout), assignment.device
                 )
@@ -81,7 +81,7 @@ class TrainRole:
         match command:
             case ForwardBackward(micro_batches=micro_batches):
                 start = perf_counter()
-                with self._together():
+                with self._in_step():
                     num_tokens = self._live.forward_backward(micro_batches)
                 return ForwardBackwardDone(num_tokens, perf_counter() - start)
             case OptimStep(loss_denominator=loss_denominator):
@@ -96,7 +96,7 @@ class TrainRole:
             case SaveState(path=path):
                 self._save(path)
             case LoadState(path=path):
-                with self._together():
+                with self._in_step():
                     checkpoint.load_state(self._live, path)
             case ExportModel(path=path, dtype=dtype):
                 self._export(path, dtype)
@@ -158,13 +158,13 @@ class TrainRole:
         return self._resize
 
     def _optim_step(self, loss_denominator: float) -> StepReport:
-        with self._together():
+        with self._in_step():
             return self._live.optim_step(loss_denominator)
 
     def _save(self, path: str) -> None:
         """A disk that is full ends no group: all slots hear of it in the same place, and none has lost anything."""
         full: StateError | None = None
-        with self._together():
+        with self._in_step():
             try:
                 checkpoint.save_state(self._live, path)
             except StateError as error:
@@ -196,7 +196,7 @@ class TrainRole:
                 pass
 
     def _gathered(self, gather: Callable[[Trainer], Tensors]) -> Tensors:
-        with self._together():
+        with self._in_step():
             yield from gather(self._live)
 
     @property
@@ -208,7 +208,7 @@ class TrainRole:
         return self._instance.trainer
 
     @contextmanager
-    def _together(self) -> Iterator[TrainerInstance]:
+    def _in_step(self) -> Iterator[TrainerInstance]:
         """Guards what slots do in step: a failure inside ends the groups."""
         instance = self._instance
         if instance is None:

@@ -12,7 +12,7 @@ class WeightsUnavailable(Exception):
 
 def receive(manifest: Manifest) -> dict[str, torch.Tensor]:
     """The version's tensors, by name, on the CPU. They are views of the publisher's memory, which is not copied; they
-    may be written to, which changes nobody else's, and live on after the version is withdrawn."""
+    may be written to, which changes no other reader's, and live on after the version is withdrawn."""
     if manifest.carrier != "shared_memory":
         raise WeightsUnavailable(
             f"version {manifest.version} is offered by {manifest.carrier}; only shared_memory is read"

@@ -13,9 +13,13 @@ class ChangeSignal:
         self._next.set()
         self._next = asyncio.Event()
 
-    async def wait_for(self, holds: Callable[[], bool], timeout_s: float) -> None:
-        """Returns once it holds, at once if it does already. Raises TimeoutError."""
-        if not holds():
+    async def wait(self) -> None:
+        """Returns after the next `notify_all`."""
+        await self._next.wait()
+
+    async def wait_for(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        """Returns once `condition()` is true, at once if it is already. Raises TimeoutError."""
+        if not condition():
             async with asyncio.timeout(timeout_s):
-                while not holds():
-                    await self._next.wait()
+                while not condition():
+                    await self.wait()

@@ -4,12 +4,13 @@ If any outcome is bad, the worst is raised: a lost slot before a refusal before 
 follow from it; they are in its notes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.mailbox import Mailbox, Outcome
-from ductile.wire.messages import Command, Reply
+from ductile.wire.messages import AssignRole, Command, Done, Reply, RoleName
 
 AFTER_FAILURE_S = 2.0
 """Seconds that slots have to say why they fail when another of their collective has failed: none can succeed."""
@@ -21,15 +22,35 @@ K = TypeVar("K")
 async def ask_each(
     mailbox: Mailbox, commands: Mapping[int, Command], timeout_s: float, expected: type[R]
 ) -> dict[int, R]:
-    """All slots' answers, which are of the class `expected`. Raises SlotLost, Refused or Late: the worst outcome."""
+    """All slots' replies, which are of the class `expected`. Raises SlotLost, Refused or Late: the worst outcome."""
     outcomes = await mailbox.ask_all(commands, timeout_s, AFTER_FAILURE_S)
     return replies_of(mailbox.describe, commands, outcomes, expected)
+
+
+async def assign_role(
+    mailbox: Mailbox,
+    role: RoleName,
+    settings: Mapping[str, object],
+    layouts: Iterable[ParallelLayout],
+    timeout_s: float,
+    rendezvous: str = "",
+) -> None:
+    """Give the slots their role; those of one layout hold it together, and find each other at `rendezvous`."""
+    commands = {
+        slot: AssignRole(role, dict(settings), layout, rendezvous) for layout in layouts for slot in layout.slots
+    }
+    await ask_each(mailbox, commands, timeout_s, Done)
+
+
+def each_alone(slots: Iterable[int]) -> list[ParallelLayout]:
+    """Layouts of slots that hold a role each by itself."""
+    return [ParallelLayout.of((slot,)) for slot in slots]
 
 
 def replies_of(
     describe: Callable[[K], str], commands: Mapping[K, Command], outcomes: Mapping[K, Outcome], expected: type[R]
 ) -> dict[K, R]:
-    """The answers, which are of the class `expected`. Raises SlotLost, Refused or Late: the worst one.
+    """The replies, which are of the class `expected`. Raises SlotLost, Refused or Late: the worst one.
 
     describe: who was asked, in words.
     """
@@ -38,7 +59,7 @@ def replies_of(
     for asked, outcome in outcomes.items():
         if not isinstance(outcome, expected):
             command = type(commands[asked]).__name__
-            raise Refused(f"{describe(asked)} answered {command} with {type(outcome).__name__}")
+            raise Refused(f"{describe(asked)} replied to {command} with {type(outcome).__name__}")
         replies[asked] = outcome
     return replies
 

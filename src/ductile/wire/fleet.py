@@ -16,14 +16,14 @@ from ductile.core.cluster.routing import GeneratorLoad, route
 from ductile.core.cluster.state import Lengths, Unfinished
 from ductile.records import GenerateRequest, Generation, Manifest
 from ductile.roles import Late, SlotLost
+from ductile.wire.background import finish
 from ductile.wire.dispatch import Dispatch
-from ductile.wire.finish import finish
 from ductile.wire.in_flight import InFlight, RequestsInFlight
 from ductile.wire.leases import WeightLeases
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Died, EngineStats, Event, Finished
 from ductile.wire.migration import MigrationResult, Migrator
-from ductile.wire.worker_pool import Server, WorkerPool, whatever_slot
+from ductile.wire.worker_pool import Server, WorkerPool, any_slot
 
 
 class RemoteGenerators:
@@ -38,7 +38,7 @@ class RemoteGenerators:
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
         leases: WeightLeases | None = None,
-        depends_on: Callable[[int], bool] = whatever_slot,
+        depends_on: Callable[[int], bool] = any_slot,
         servers: Mapping[InstanceId, Server] | None = None,
     ) -> None:
         """max_num_seqs: of one generator. block_tokens: as `core.cluster.routing.route` has it.
@@ -109,26 +109,26 @@ class RemoteGenerators:
         """`WorkerPool.admit`: True when it takes requests now, False when it does so from the next version on."""
         return await self._pool.admit(instance, settings)
 
-    def hold(self, slot: int) -> None:
+    def drain(self, slot: int) -> None:
         """Send the generator on this slot no new requests: it is about to leave."""
         if instance := self._pool.on(slot):
-            self._pool.hold(instance)
+            self._pool.drain(instance)
 
     def resume(self, slot: int) -> None:
-        """If the generator on this slot is held, it stays, and gets requests again."""
+        """If the generator on this slot is draining, it stays, and gets requests again."""
         if instance := self._pool.on(slot):
             self._pool.resume(instance)
 
     async def dismiss(self, instance: Instance) -> None:
         """Have the instance generate no more, once what it has has left or ended. Raises Late, Refused or SlotLost."""
-        self._pool.hold(instance)
+        self._pool.drain(instance)
         try:
             await self._in_flight.gone_from(instance, self._timeout_s)
         except TimeoutError:
             left = len(self._in_flight.at(instance))
             described = self._pool.describe(instance)
             raise Late(f"{described} still had {left} requests after {self._timeout_s:g} s, and cannot leave") from None
-        await self._pool.drop(instance)
+        await self._pool.release(instance)
         self._in_flight.forget(instance)
 
     async def migrate(self, migrations: Sequence[Migration]) -> tuple[MigrationResult, ...]:
@@ -144,7 +144,7 @@ class RemoteGenerators:
 
     def lengths(self) -> Lengths:
         """Lengths of the latest completions."""
-        return self._in_flight.answers.lengths()
+        return self._in_flight.completion_lengths.lengths()
 
     def loads(self) -> list[GeneratorLoad]:
         """Predicted work that each generator still has."""
@@ -183,7 +183,7 @@ class RemoteGenerators:
     def _on_event(self, instance: Instance, event: Event) -> None:
         match event:
             case Finished(generations):
-                for generation in self._in_flight.note_answers(instance, generations):
+                for generation in self._in_flight.note_completions(instance, generations):
                     self.on_finished(generation)
             case EngineStats():
                 self._in_flight.note_stats(instance, event)

@@ -9,8 +9,8 @@ from ductile.core.cluster.instances import Instance, InstanceId
 from ductile.core.cluster.routing import GeneratorLoad, predicted_tokens
 from ductile.core.cluster.state import Unfinished
 from ductile.records import GenerateRequest, Generation
-from ductile.wire.answers import Answers
 from ductile.wire.change_signal import ChangeSignal
+from ductile.wire.completion_lengths import CompletionLengths
 from ductile.wire.messages import EngineStats
 
 
@@ -59,7 +59,7 @@ class InFlight:
 
 class RequestsInFlight:
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.answers = Answers()
+        self.completion_lengths = CompletionLengths()
         self._clock = clock
         self._by_name: dict[str, InFlight] = {}
         self._num_aborted: Counter[str] = Counter()
@@ -71,7 +71,7 @@ class RequestsInFlight:
 
     def open(self, request: GenerateRequest) -> InFlight:
         # A first attempt keeps its name: a generator's random stream may follow from it. A second one after an abort
-        # has another, so that the first one's late answer is never taken for its.
+        # has another, so that the first one's late completion is never taken for its.
         aborted = self._num_aborted[request.id]
         name = f"{request.id}~{aborted}" if aborted else request.id
         entry = InFlight(name, request, asyncio.get_running_loop().create_future(), generated=len(request.generated))
@@ -119,14 +119,14 @@ class RequestsInFlight:
         progress_at_s = self._progress_at_s.get(entry.instance.id, entry.since_s)
         return max(entry.since_s, progress_at_s) + timeout_s - self._clock()
 
-    def note_answers(self, instance: Instance, generations: Iterable[Generation]) -> list[Generation]:
+    def note_completions(self, instance: Instance, generations: Iterable[Generation]) -> list[Generation]:
         """Returns the completions that were waited for, under the ids of their requests."""
         self._progress_at_s[instance.id] = self._clock()
         completed: list[Generation] = []
         for generation in generations:
             entry = self._by_name.get(generation.id)
             if entry and entry.instance == instance and not entry.completion.done():
-                self.answers.note(entry.request, generation)
+                self.completion_lengths.note(entry.request, generation)
                 generation = replace(generation, id=entry.request.id)
                 entry.completion.set_result(generation)
                 completed.append(generation)
@@ -176,4 +176,4 @@ class RequestsInFlight:
 
     def _predict(self, entry: InFlight) -> None:
         limit = entry.request.sampling.max_tokens
-        entry.predicted_tokens = predicted_tokens(limit, entry.generated, self.answers.mean)
+        entry.predicted_tokens = predicted_tokens(limit, entry.generated, self.completion_lengths.mean)

@@ -26,7 +26,7 @@ FAILURES = (SlotLost, Late, Refused)
 
 
 class WeightSource(Protocol):
-    """Where weights come from in the first place: `ductile.wire.trainer`."""
+    """First source of all weights: the trainer of `ductile.wire.trainer`."""
 
     def can_lease(self, version: int) -> bool: ...
 
@@ -36,7 +36,7 @@ class WeightSource(Protocol):
 
 
 _Source = Instance | None
-"""Where weights are fetched from: an instance that has them, or the trainer (None)."""
+"""Source of a lease: an instance that has the weights, or the trainer (None)."""
 
 
 @dataclass(slots=True, eq=False)

@@ -1,7 +1,8 @@
 """The orchestrator's side of every conversation: ask one slot or many, hear their events, and give the lost ones up.
 
-A mailbox knows no sockets: a `Transport` takes envelopes away and brings others in (`router` across processes, `memory`
-in tests). It counts what it could not use instead of failing on it: a late or doubled reply is no error.
+A mailbox knows no sockets: a `Transport` takes envelopes away and brings others in (`router` across processes,
+`memory_transport` in tests). It counts what it could not use instead of failing on it: a late or doubled reply is no
+error.
 """
 
 import asyncio
@@ -44,14 +45,14 @@ class Transport(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Question:
+class _PendingReply:
     slot: int
     command: str
-    answer: "asyncio.Future[Reply]"
+    future: "asyncio.Future[Reply]"
 
 
 class Mailbox:
-    """Questions and answers by sequence number. All of it runs in one event loop."""
+    """Commands and replies by sequence number. All of it runs in one event loop."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class Mailbox:
         self.lost: dict[int, str] = {}
         """Slots that were given up, with the sentence that says why."""
         self.heard_at_s: dict[int, float] = {}
-        """When each slot last said anything, on `clock`."""
+        """Time at which each slot last said anything, on `clock`."""
         self.heartbeats: dict[int, Heartbeat] = {}
         self.unused: Counter[str] = Counter()
         """Number of messages that came too late to be used, by class."""
@@ -74,28 +75,28 @@ class Mailbox:
         self._transport = transport
         self._clock, self._on_error = clock, on_error
         self._sequence = itertools.count(1)
-        self._questions: dict[int, _Question] = {}
+        self._pending: dict[int, _PendingReply] = {}
         self._listeners: list[Listener] = []
         self._watchers: list[Watcher] = []
         transport.listen(self._deliver)
 
     async def ask(self, slot: int, command: Command, deadline_s: float) -> Reply:
-        """Send a command and wait for its answer. Raises `SlotLost`, `Late`, or `Refused` when it was `Failed`."""
+        """Send a command and wait for its reply. Raises `SlotLost`, `Late`, or `Refused` when it was `Failed`."""
         if slot in self.lost:
             raise SlotLost(self.lost[slot])
         sequence = next(self._sequence)
-        question = _Question(slot, type(command).__name__, asyncio.get_running_loop().create_future())
-        self._questions[sequence] = question
+        pending = _PendingReply(slot, type(command).__name__, asyncio.get_running_loop().create_future())
+        self._pending[sequence] = pending
         self._note_role(slot, command)
         self._show_running(slot)
         try:
             async with asyncio.timeout(deadline_s):
                 await self._transport.post(slot, Envelope(self.epoch, sequence, command))
-                reply = await question.answer
+                reply = await pending.future
         except TimeoutError:
             raise Late(self._late_sentence(slot, command, deadline_s)) from None
         finally:
-            del self._questions[sequence]
+            del self._pending[sequence]
             self._show_running(slot)
         if isinstance(reply, Failed):
             refused = Refused(f"{self.describe(slot)}: {reply.error}")
@@ -129,7 +130,7 @@ class Mailbox:
                 task.cancel()
         return {
             slot: Late(
-                f"{self.describe(slot)} had not answered {type(commands[slot]).__name__} when another slot failed"
+                f"{self.describe(slot)} had not replied to {type(commands[slot]).__name__} when another slot failed"
             )
             if task in waiting
             else task.result()
@@ -150,9 +151,9 @@ class Mailbox:
         if slot in self.lost:
             return
         self.lost[slot] = reason
-        for question in self._questions.values():
-            if question.slot == slot and not question.answer.done():
-                question.answer.set_exception(SlotLost(reason))
+        for pending in self._pending.values():
+            if pending.slot == slot and not pending.future.done():
+                pending.future.set_exception(SlotLost(reason))
         self._tell(slot, Died(reason))
 
     def welcome(self, slot: int) -> None:
@@ -200,9 +201,9 @@ class Mailbox:
         elif isinstance(body, Event):
             self._tell(slot, body)
         else:
-            question = self._questions.get(envelope.seq)
-            if question and question.slot == slot and isinstance(body, Reply) and not question.answer.done():
-                question.answer.set_result(body)
+            pending = self._pending.get(envelope.seq)
+            if pending and pending.slot == slot and isinstance(body, Reply) and not pending.future.done():
+                pending.future.set_result(body)
             else:
                 self.unused[type(body).__name__] += 1
 
@@ -226,8 +227,8 @@ class Mailbox:
             return error
 
     def _running(self, slot: int) -> str:
-        """The oldest unanswered command: slots execute them in order."""
-        return next((question.command for question in self._questions.values() if question.slot == slot), "")
+        """The oldest command without a reply: slots execute them in order."""
+        return next((pending.command for pending in self._pending.values() if pending.slot == slot), "")
 
     def _show_running(self, slot: int) -> None:
         for watcher in self._watchers:
@@ -241,7 +242,7 @@ class Mailbox:
             roles.remove(command.role)
 
     def _late_sentence(self, slot: int, command: Command, deadline_s: float) -> str:
-        sentence = f"{self.describe(slot)} did not answer {type(command).__name__} within {deadline_s:g} s"
+        sentence = f"{self.describe(slot)} did not reply to {type(command).__name__} within {deadline_s:g} s"
         beat = self.heartbeats.get(slot)
         if beat and beat.busy_with:
             sentence += f"; it has been busy with {beat.busy_with} for {beat.busy_for_s:.0f} s"

@@ -1,6 +1,6 @@
 """Everything the orchestrator and a slot say to each other. One class a verb; the class name is the tag on the wire.
 
-Commands go to one slot and are answered by exactly one reply (its own class, or `Failed`). Events are unsolicited.
+Commands go to one slot and have exactly one reply (its own class, or `Failed`). Events are unsolicited.
 `Envelope` carries epoch and sequence number; a slot refuses an older epoch than the newest it has seen.
 """
 
@@ -32,7 +32,7 @@ class Message(msgspec.Struct, tag=True):
 
 
 class AssignRole(Message):
-    """Take a role. Answered by `Done` when the role is ready to work (model built, weights loaded, groups joined)."""
+    """Take a role. Reply: `Done` when the role is ready to work (model built, weights loaded, groups joined)."""
 
     role: RoleName
     settings: dict[str, object]
@@ -47,21 +47,21 @@ class AssignRole(Message):
 
 
 class ReleaseRole(Message):
-    """Give the role up and free what it held. Answered by `Done`."""
+    """Give the role up and free what it held. Reply: `Done`."""
 
     role: RoleName
 
 
 class Ping(Message):
-    """Answered by `Done` from the main thread: it proves that the slot executes commands, not only that it lives."""
+    """Reply: `Done` from the main thread: it proves that the slot executes commands, not only that it lives."""
 
 
 class Stop(Message):
-    """Leave. Answered by `Done`, then the process exits 0."""
+    """Leave. Reply: `Done`, then the process exits 0."""
 
 
 class Survey(Message):
-    """Say what the device is, can do and has used. Answered by `Surveyed`."""
+    """Say what the device is, can do and has used. Reply: `Surveyed`."""
 
     measure: Arithmetic | None = None
     """Arithmetic of which the slot also says how fast it multiplies matrices; None: of none. Where no table knows, the
@@ -78,26 +78,26 @@ class ForwardBackward(Message):
 
 
 class OptimStep(Message):
-    """Divide the gradient by `loss_denominator`, clip it, step, advance the schedule. Answered by `Stepped`."""
+    """Divide the gradient by `loss_denominator`, clip it, step, advance the schedule. Reply: `Stepped`."""
 
     loss_denominator: float
     """0: there is no gradient, and only the schedule advances."""
 
 
 class Publish(Message):
-    """Make a version available. Answered by `Published`; only that of the layout's first slot carries the manifest."""
+    """Make a version available. Reply: `Published`; only that of the layout's first slot carries the manifest."""
 
     version: int
 
 
 class Withdraw(Message):
-    """Free what `Publish` of this version and older ones holds. Answered by `Done`."""
+    """Free what `Publish` of this version and older ones holds. Reply: `Done`."""
 
     version: int
 
 
 class SaveState(Message):
-    """Write the trainer's state under `path` (DCP). Answered by `Done`."""
+    """Write the trainer's state under `path` (DCP). Reply: `Done`."""
 
     path: str
 
@@ -107,7 +107,7 @@ class LoadState(Message):
 
 
 class ExportModel(Message):
-    """Write an HF folder. Answered by `Done`."""
+    """Write an HF folder. Reply: `Done`."""
 
     path: str
     dtype: str
@@ -118,33 +118,33 @@ class ExportModel(Message):
 #
 #     Prepare  ->  Freeze  ->  TransferState  ->  Commit  ->  Finalize      or, after any but the last, Rollback
 #
-# Each goes to all slots of both layouts, and the next one only when all have answered the one before; `Freeze` only
-# when all are `Ready`, or it would wait for them. Until `Finalize` every slot still has what it had, so that a
+# Each goes to all slots of both layouts, and the next one only when all have replied to the one before; `Freeze`
+# only when all are `Ready`, or it would wait for them. Until `Finalize` every slot still has what it had, so that a
 # change can be taken back.
 
 
 class Prepare(Message):
-    """Get ready for a change while training goes on: groups, skeleton, buffers, plan. Answered by `Done` at once: the
+    """Get ready for a change while training goes on: groups, skeleton, buffers, plan. Reply: `Done` at once: the
     slot prepares in the background, and says when it is asked whether it is `Ready`."""
 
     change: ResizeOrder
 
 
 class Ready(Message):
-    """Has this slot prepared? May be asked as often as one likes. Answered by `Readiness`, or `Failed` if it cannot."""
+    """Has this slot prepared? May be asked as often as one likes. Reply: `Readiness`, or `Failed` if it cannot."""
 
     epoch: int
 
 
 class Freeze(Message):
-    """Nothing runs between this and `Commit` or `Rollback`. Answered by `Frozen`."""
+    """Nothing runs between this and `Commit` or `Rollback`. Reply: `Frozen`."""
 
     epoch: int
     with_gradient: bool
 
 
 class TransferState(Message):
-    """Carry the plan out. Answered by `StateTransferred`, which is this slot's vote for the change; `Failed` is one
+    """Carry the plan out. Reply: `StateTransferred`, which is this slot's vote for the change; `Failed` is one
     against it."""
 
     epoch: int
@@ -153,19 +153,19 @@ class TransferState(Message):
 
 
 class Commit(Message):
-    """The new state is the state. Answered by `Done`."""
+    """The new state is the state. Reply: `Done`."""
 
     epoch: int
 
 
 class Rollback(Message):
-    """The old state stays the state, whatever has been done. Answered by `Done`; a joining slot then has no state."""
+    """The old state stays the state, whatever has been done. Reply: `Done`; a joining slot then has no state."""
 
     epoch: int
 
 
 class Finalize(Message):
-    """Free what only `Rollback` would need. Answered by `Done`."""
+    """Free what only `Rollback` would need. Reply: `Done`."""
 
     epoch: int
 
@@ -174,7 +174,7 @@ class Finalize(Message):
 
 
 class Generate(Message):
-    """Take these requests. Answered by `Done` at once; results come later in `Finished` events, each request in one."""
+    """Take these requests. Reply: `Done` at once; results come later in `Finished` events, each request in one."""
 
     requests: tuple[GenerateRequest, ...]
     caches: dict[str, KVHandle] = {}
@@ -183,13 +183,13 @@ class Generate(Message):
 
 
 class Abort(Message):
-    """Finish these requests now with what they have (`finish_reason="abort"`). None means all. Answered by `Done`."""
+    """Finish these requests now with what they have (`finish_reason="abort"`). None means all. Reply: `Done`."""
 
     ids: tuple[str, ...] | None = None
 
 
-class HandOff(Message):
-    """Give these requests away: this generator forgets them. Answered by `HandedOff`."""
+class MigrateOut(Message):
+    """Give these requests away: this generator forgets them. Reply: `MigratedOut`."""
 
     ids: tuple[str, ...]
     with_cache: tuple[str, ...] = ()
@@ -197,33 +197,33 @@ class HandOff(Message):
 
 
 class Forget(Message):
-    """Free the caches that `HandOff` kept for others. Answered by `Done`."""
+    """Free the caches that `MigrateOut` kept for others. Reply: `Done`."""
 
     ids: tuple[str, ...]
 
 
 class LeaseWeights(Message):
-    """Offer the live weights to an instance that joins the role, or another one. Answered by `Published`, whose
+    """Offer the live weights to an instance that joins the role, or another one. Reply: `Published`, whose
     manifest is good until `EndLease`."""
 
     role: RoleName
 
 
 class EndLease(Message):
-    """Free what `LeaseWeights` offers. Answered by `Done`."""
+    """Free what `LeaseWeights` offers. Reply: `Done`."""
 
     role: RoleName
 
 
 class Receive(Message):
-    """Make the version live. Requests in flight go on under the new weights. Answered by `Done`."""
+    """Make the version live. Requests in flight go on under the new weights. Reply: `Done`."""
 
     role: RoleName
     manifest: Manifest
 
 
 class Score(Message):
-    """Log-probs of each sample's tokens. Answered by `Scores`."""
+    """Log-probs of each sample's tokens. Reply: `Scores`."""
 
     samples: tuple[Sample, ...]
     model: Literal["policy", "reference"]
@@ -301,7 +301,7 @@ class Scores(Message):
     """One list a sample, as long as its tokens; entry 0 is 0."""
 
 
-class HandedOff(Message):
+class MigratedOut(Message):
     requests: tuple[GenerateRequest, ...]
     """The requests with the tokens that they have so far, ready to be sent to another generator under the same ids.
     Requests that ended before are missing: their `Finished` was sent before this."""
@@ -359,11 +359,11 @@ Command = (
     AssignRole | ReleaseRole | Ping | Stop | Survey
     | ForwardBackward | OptimStep | Publish | Withdraw | SaveState | LoadState | ExportModel
     | Prepare | Ready | Freeze | TransferState | Commit | Rollback | Finalize
-    | Generate | Abort | HandOff | Forget | LeaseWeights | EndLease | Receive | Score
+    | Generate | Abort | MigrateOut | Forget | LeaseWeights | EndLease | Receive | Score
 )  # fmt: skip
 Reply = (
     Done | Failed | Surveyed
-    | ForwardBackwardDone | Stepped | Readiness | Frozen | StateTransferred | Published | Scores | HandedOff
+    | ForwardBackwardDone | Stepped | Readiness | Frozen | StateTransferred | Published | Scores | MigratedOut
 )  # fmt: skip
 Event = Hello | Heartbeat | Finished | EngineStats | Died
 

@@ -1,8 +1,8 @@
 """Unfinished requests leave their generators with the tokens that they have, and go on at others.
 
-    HandOff   to each source            it forgets them and answers with their tokens; caches that go along stay there
-    Generate  to each target            with the notes where the caches lie
-    Forget    to each source            once the targets have taken them
+    MigrateOut  to each source          it forgets them and replies with their tokens; caches that go along stay there
+    Generate    to each target          with the handles that say where the caches lie
+    Forget      to each source          once the targets have taken them
 
 Requests keep their names, and the caller of `generate` notices nothing. One that ends in the meantime is simply
 finished; one that is aborted on the way goes to no generator. When a target does not take what it was to take, another
@@ -23,7 +23,7 @@ from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.dispatch import Dispatch
 from ductile.wire.in_flight import InFlight, RequestsInFlight
 from ductile.wire.leases import FAILURES
-from ductile.wire.messages import Forget, Generate, HandedOff, HandOff
+from ductile.wire.messages import Forget, Generate, MigratedOut, MigrateOut
 from ductile.wire.worker_pool import WorkerPool
 
 
@@ -77,9 +77,9 @@ class Migrator:
         names = tuple(entry.name for _, entry in leaving)
         with_cache = tuple(order.id for order, _ in leaving if order.with_cache)
         try:
-            reply = await self._pool.ask(source, HandOff(names, with_cache))
-            if not isinstance(reply, HandedOff):
-                raise Refused(f"{self._pool.describe(source)} answered HandOff with {type(reply).__name__}")
+            reply = await self._pool.ask(source, MigrateOut(names, with_cache))
+            if not isinstance(reply, MigratedOut):
+                raise Refused(f"{self._pool.describe(source)} replied to MigrateOut with {type(reply).__name__}")
         except FAILURES as error:
             for order, entry in leaving:
                 self._note_not_left(order, entry, error)

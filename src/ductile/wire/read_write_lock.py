@@ -1,4 +1,5 @@
-"""Slots join and requests migrate side by side; a version goes live alone. asyncio has no lock of this kind."""
+"""Slots join and requests migrate side by side; a version goes live alone. asyncio has no lock of this kind, and
+other libraries' locks wait without a deadline."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager

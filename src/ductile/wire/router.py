@@ -17,8 +17,8 @@ import zmq
 import zmq.asyncio
 
 from ductile.roles import SlotLost
+from ductile.wire.background import report_failure
 from ductile.wire.codec import MAX_FRAME_BYTES, BadFrame, decode, encode
-from ductile.wire.heard import heard
 from ductile.wire.messages import Envelope, Hello
 
 
@@ -53,7 +53,7 @@ class Router:
     def listen(self, deliver: Callable[[int, Envelope], None]) -> None:
         self._receiving = asyncio.create_task(self._receive(deliver))
         self._receiving.add_done_callback(
-            lambda task: heard(task, "the slots cannot be heard any more", self._on_error)
+            lambda task: report_failure(task, "the slots cannot be heard any more", self._on_error)
         )
 
     async def post(self, slot: int, envelope: Envelope) -> None:

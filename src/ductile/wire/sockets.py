@@ -1,4 +1,4 @@
-"""The folder of a run's sockets on this machine. Only its owner can enter it, so nobody else can reach them.
+"""The folder of a run's sockets on this machine. Only its owner can enter it, so no other user can reach them.
 
 A TCP port on loopback is open to every user of the machine, and ZeroMQ reads whole messages before anybody can look
 whether they carry the run's token. Slots on other machines will need TCP with CURVE instead: an address says which.
@@ -35,7 +35,7 @@ class SocketFolder:
 
     @property
     def address(self) -> str:
-        """Where slots find the orchestrator."""
+        """Address at which slots find the orchestrator."""
         return f"ipc://{self.path / _SOCKET}"
 
     def remove(self) -> None:
@@ -65,7 +65,7 @@ def _sweep(parent: Path) -> None:
         try:
             found = folder.stat(follow_symlinks=False)
             if found.st_uid != os.getuid() or found.st_mode & 0o777 != 0o700 or {*os.listdir(folder)} - _OURS:
-                continue  # somebody's folder that is only called like ours
+                continue  # another program's folder that is only called like ours
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             continue

@@ -1,8 +1,9 @@
 """The trainer behind its Protocol: every command goes to all slots of its layout, one command at a time.
 
 Samples go out in micro-steps: one micro-batch a data-parallel rank, the next one already waiting in the slot, so that
-no slot waits for the orchestrator. Between two of them the trainer may change its layout (`ductile.wire.resize`): what
-has not gone out by then is packed anew, for the ranks that there are then. All other commands come between two, too.
+no slot waits for the orchestrator. Between two of them the trainer may change its layout
+(`ductile.wire.transaction`): what has not gone out by then is packed anew, for the ranks that there are then. All other
+commands come between two, too.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """The instances of a role (generate, score): who takes work, who comes, who goes, and how one is told of something.
 
     instances  have the live version and take work
-    held       take no more work, and finish what they have
-    waiting    have no weights: nobody has the live version any more, so the next one is their first
+    draining   take no more work, and finish what they have
+    waiting    have no weights: no slot has the live version any more, so the next one is their first
 
 A version goes live on all of them while none joins, so none ends up on another version.
 
@@ -19,9 +19,9 @@ from ductile.core.cluster.instances import Instance, InstanceId, Serving, in_ord
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.records import Manifest
 from ductile.roles import Late, SlotLost
+from ductile.wire.background import finish
 from ductile.wire.change_signal import ChangeSignal
 from ductile.wire.fanout import raise_worst
-from ductile.wire.finish import finish
 from ductile.wire.leases import FAILURES, WeightLeases
 from ductile.wire.mailbox import Mailbox, Outcome
 from ductile.wire.messages import AssignRole, Command, Died, Event, Receive, ReleaseRole, Reply
@@ -66,7 +66,7 @@ class WorkerPool:
         self._depends_on, self._servers = depends_on, dict(servers or {})
         self._mailbox, self._timeout_s, self._leases = mailbox, timeout_s, leases
         self._role: Serving = role
-        self._held: dict[InstanceId, Instance] = {}
+        self._draining: dict[InstanceId, Instance] = {}
         self._waiting: dict[InstanceId, Instance] = {}
         self._on = {slot: instance for instance in self.instances for slot in instance.slots}
         """The member on each slot."""
@@ -83,12 +83,12 @@ class WorkerPool:
     @property
     def all_instances(self) -> tuple[Instance, ...]:
         """All instances of the role, in the order of their slots."""
-        return in_order((*self.instances, *self._held.values(), *self._waiting.values()))
+        return in_order((*self.instances, *self._draining.values(), *self._waiting.values()))
 
     @property
     def serving(self) -> tuple[Instance, ...]:
-        """Instances that have weights: they can work, though the held ones get nothing new."""
-        return in_order((*self.instances, *self._held.values()))
+        """Instances that have weights: they can work, though the draining ones get nothing new."""
+        return in_order((*self.instances, *self._draining.values()))
 
     def subscribe(self, listener: InstanceListener) -> None:
         """Have `listener(instance, event)` called with what the members say, `Died` included: then the instance is none
@@ -163,27 +163,27 @@ class WorkerPool:
                     self._waiting[instance.id] = instance
                 return takes_work
         except BaseException:
-            await finish(self._drop_half_joined(instance))
+            await finish(self._release_half_joined(instance))
             raise
         finally:
             self._joining.difference_update(slots)
 
-    def hold(self, instance: Instance) -> None:
+    def drain(self, instance: Instance) -> None:
         """The instance takes no more work. Nothing happens when it does not take any."""
         if instance in self.instances:
-            self._held[instance.id] = instance
+            self._draining[instance.id] = instance
             self._set(each for each in self.instances if each != instance)
 
     def resume(self, instance: Instance) -> None:
-        """A held instance takes work again."""
-        if self._held.pop(instance.id, None):
+        """A draining instance takes work again."""
+        if self._draining.pop(instance.id, None):
             self._set((*self.instances, instance))
 
-    async def drop(self, instance: Instance) -> None:
-        """Have the instance's slots give the role up. Nothing happens when it is no member, or is lost."""
+    async def release(self, instance: Instance) -> None:
+        """Have the instance's slots release the role. Nothing happens when it is no member, or is lost."""
         if instance not in self.all_instances:
             return
-        self.hold(instance)
+        self.drain(instance)
         async with self.lock.shared(f"{instance.id} leaves"):
             if instance in self.all_instances:
                 self._forget(instance)
@@ -226,7 +226,7 @@ class WorkerPool:
             listener(instance, event)
 
     def _forget(self, instance: Instance) -> None:
-        self._held.pop(instance.id, None)
+        self._draining.pop(instance.id, None)
         self._waiting.pop(instance.id, None)
         for slot in instance.slots:
             self._on.pop(slot, None)
@@ -246,7 +246,7 @@ class WorkerPool:
         except FAILURES as error:
             return error
 
-    async def _drop_half_joined(self, instance: Instance) -> None:
+    async def _release_half_joined(self, instance: Instance) -> None:
         if self._leases is not None:
             self._leases.forget(instance)
         await asyncio.gather(*map(self._release, instance.slots))
@@ -257,6 +257,6 @@ class WorkerPool:
             await self._mailbox.ask(slot, ReleaseRole(self._role), self._timeout_s)
 
 
-def whatever_slot(slot: int) -> bool:
+def any_slot(slot: int) -> bool:
     """`depends_on` of a run that ends with any of its slots."""
     return True

@@ -33,8 +33,8 @@ def test_grpo_divides_by_the_unbiased_deviation_as_torch_std_does() -> None:
 def test_a_sample_is_the_example_of_its_docstring() -> None:
     sample = to_samples(group_of([1.0, 0.0]), temperature=0.7)[0]
     assert sample.token_ids == (5, 6, 7, 2)
-    assert sample.mask == (False, False, True, True)
-    assert sample.logprobs == (0.0, 0.0, -0.7, -0.1)
+    assert sample.loss_mask == (False, False, True, True)
+    assert sample.rollout_logprobs == (0.0, 0.0, -0.7, -0.1)
     assert sample.advantages == (0.0, 0.0, 0.5, 0.5)
     assert sample.temperature == 0.7
 
@@ -51,16 +51,16 @@ def test_only_the_policys_own_turns_are_trained() -> None:
     )
     other = Rollout((9,), (True,), (-1.0,), (0,), "length", 0.0)
     sample, _ = to_samples(RolloutGroup(Prompt("p", "t", 0, (8,)), (rollout, other)))
-    assert sample.mask == (False, True, True, False, False, True)
+    assert sample.loss_mask == (False, True, True, False, False, True)
     assert sample.advantages == (0.0, 0.5, 0.5, 0.0, 0.0, 0.5)
 
 
 def test_nothing_predicts_the_first_token_of_an_empty_prompt() -> None:
     sample = to_samples(group_of([1.0, 0.0], prompt=()))[0]
-    assert sample.mask == (False, True)
+    assert sample.loss_mask == (False, True)
 
 
-def test_greedy_answers_are_trained_at_temperature_one() -> None:
+def test_greedy_completions_are_trained_at_temperature_one() -> None:
     assert to_samples(group_of([1.0]), temperature=0.0)[0].temperature == 1.0
 
 
@@ -90,7 +90,7 @@ def test_equal_rewards_teach_nothing(name: str, reward: float, size: int) -> Non
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_a_rollout_that_could_not_be_scored_changes_nothing_for_its_siblings(name: str) -> None:
-    """With penalties as rewards a 0 for a failed one would be the best answer of all."""
+    """With penalties as rewards a 0 for a failed one would be the best completion of all."""
     group = group_of([-1.0, None, -1.0, -3.0])
     assert to_samples(group, ADVANTAGES[name]) == to_samples(group_of([-1.0, -1.0, -3.0]), ADVANTAGES[name])
     assert not has_advantage(to_samples(group_of([-1.0, -1.0, -1.0, None]), ADVANTAGES[name]))

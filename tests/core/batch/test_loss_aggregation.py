@@ -31,7 +31,7 @@ def test_weighted_sum_over_loss_denominator(mode: LossAggregation, masks: list[l
         loss * (sample.weights[i] if sample.weights else 1.0)
         for sample, losses in zip(samples, token_losses, strict=True)
         for i, loss in enumerate(losses)
-        if sample.mask[i]
+        if sample.loss_mask[i]
     )
     trained = [losses[np.array(mask)] for mask, losses in zip(masks, token_losses, strict=True)]
     assert total / max(1, loss_denominator(samples, mode)) == pytest.approx(mean_by_definition(trained, mode), abs=1e-9)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ductile.core.batch.packing import Cost, SampleTooLong, pack
+from ductile.core.batch.packing import Cost, SampleTooLong, pack, split_by_tokens
 from ductile.records import MicroBatch, Sample
 
 SEQ_LEN = 64
@@ -15,7 +15,7 @@ SEQ_LEN = 64
 
 def samples_of(lengths: list[int]) -> list[Sample]:
     """Distinguishable: the first token is the sample's index."""
-    return [Sample((index,) + (0,) * (n - 1), mask=(False,) * n) for index, n in enumerate(lengths)]
+    return [Sample((index,) + (0,) * (n - 1), loss_mask=(False,) * n) for index, n in enumerate(lengths)]
 
 
 def cost_of(micro_batch: MicroBatch, cost: Cost) -> float:
@@ -104,7 +104,7 @@ def test_a_sample_that_never_fits_is_named() -> None:
         pack(samples_of([3, 65]), 2, 64)
 
 
-def answers(prompt: int, lengths: list[int]) -> list[Sample]:
+def completions(prompt: int, lengths: list[int]) -> list[Sample]:
     """Samples of a prompt of 4 tokens, and that many in all."""
     return [
         Sample((prompt,) * 4 + (index,) * (n - 4), (False,) * 4 + (True,) * (n - 4)) for index, n in enumerate(lengths)
@@ -115,8 +115,8 @@ def prompts_in(micro_batch: MicroBatch) -> set[int]:
     return {sample.token_ids[0] for sample in micro_batch.samples}
 
 
-def test_answers_to_one_prompt_stay_together_where_that_costs_no_balance() -> None:
-    samples = [sample for prompt in range(4) for sample in answers(prompt, [8, 8, 8, 8])]
+def test_completions_of_one_prompt_stay_together_where_that_costs_no_balance() -> None:
+    samples = [sample for prompt in range(4) for sample in completions(prompt, [8, 8, 8, 8])]
     for num_ranks in (1, 2, 4):
         ranks = pack(samples[::2] + samples[1::2], num_ranks, 32)
         in_each = [prompts_in(micro_batch) for rank in ranks for micro_batch in rank]
@@ -124,12 +124,12 @@ def test_answers_to_one_prompt_stay_together_where_that_costs_no_balance() -> No
 
 
 def test_balance_goes_before_keeping_together() -> None:
-    ranks = pack(answers(0, [8] * 6), 3, 64)
+    ranks = pack(completions(0, [8] * 6), 3, 64)
     assert [micro_batch.num_tokens for rank in ranks for micro_batch in rank] == [16, 16, 16]
 
 
 def test_a_family_larger_than_a_micro_batch_is_cut() -> None:
-    (rank,) = pack(answers(0, [20, 20, 20, 4 + 1]), 1, 41)
+    (rank,) = pack(completions(0, [20, 20, 20, 4 + 1]), 1, 41)
     assert sorted(micro_batch.num_tokens for micro_batch in rank) == [25, 40]
 
 
@@ -140,10 +140,18 @@ def test_a_family_larger_than_a_micro_batch_is_cut() -> None:
 @example([[19, 19, 19, 27, 27]], 1)  # one micro-batch fewer together than apart
 @settings(deadline=None)
 def test_families_keep_to_the_budget_and_to_the_balance(families: list[list[int]], num_ranks: int) -> None:
-    samples = [sample for prompt, lengths in enumerate(families) for sample in answers(prompt, lengths)]
+    samples = [sample for prompt, lengths in enumerate(families) for sample in completions(prompt, lengths)]
     ranks = pack(samples, num_ranks, SEQ_LEN)
     bins = [micro_batch for rank in ranks for micro_batch in rank]
     assert Counter(sample for micro_batch in bins for sample in micro_batch.samples) == Counter(samples)
     assert all(micro_batch.num_tokens <= SEQ_LEN for micro_batch in bins)
-    apart = [Sample((index, *sample.token_ids[1:]), sample.mask) for index, sample in enumerate(samples)]
+    apart = [Sample((index, *sample.token_ids[1:]), sample.loss_mask) for index, sample in enumerate(samples)]
     assert len(bins) <= sum(map(len, pack(apart, num_ranks, SEQ_LEN)))  # no micro-batch more for keeping together
+
+
+def test_parts_for_scorers_have_about_equally_many_tokens() -> None:
+    lengths = [5, 100, 7, 90, 8, 1, 10, 3]
+    parts = split_by_tokens(samples_of(lengths), 2)
+    assert sorted(index for part in parts for index in part) == list(range(8))
+    assert [sum(lengths[index] for index in part) for part in parts] == [112, 112]
+    assert split_by_tokens(samples_of([4]), 3) == [[0], [], []]

@@ -76,7 +76,7 @@ def test_who_stays_in_the_layout_keeps_its_place():
 def test_the_state_has_the_copies_that_the_config_asks_for_where_the_slots_allow_it(configured, slots, expected):
     """However many there are now: a policy may have gone through a number of slots that does not allow them."""
     state = scene(placement={"actor": "0", "rollout": "1-7"})
-    state = replace(state, trainer=replace(state.trainer, replicas=configured))
+    state = replace(state, trainer=replace(state.trainer, dp_replicate=configured))
     joining = tuple(RoleChange(slot, GENERATE, TRAIN) for slot in range(1, slots))
     assert layout_after(state, Decision(joining)).dims.dp_replicate == expected
 

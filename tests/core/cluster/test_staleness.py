@@ -85,9 +85,9 @@ def test_admission_table():
         (1, 0, 1, 3, "1 group outstanding, 1 step to fill"),
         (2, 2, 1, 0, "every step that is left"),
     ]:
-        answer = admission(bound, outstanding=outstanding, taken=taken, steps_left=steps_left)
-        assert answer.num_groups == num_groups
-        assert reason in answer.reason
+        verdict = admission(bound, outstanding=outstanding, taken=taken, steps_left=steps_left)
+        assert verdict.num_groups == num_groups
+        assert reason in verdict.reason
 
 
 def test_freshness_says_why():

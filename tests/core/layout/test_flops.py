@@ -45,7 +45,7 @@ def test_a_shared_prompt_is_run_once() -> None:
     shared, apart = ForwardWork.of([100], [[10] * 8], 80), ForwardWork.of([110] * 8, [()] * 8, 80)
     assert (shared.num_tokens, apart.num_tokens) == (180, 880)
     assert shared.num_scored == apart.num_scored
-    # Each answer's tokens see the same in both; the prompt's own pairs are there once and not eight times.
+    # Each completion's tokens see the same in both; the prompt's own pairs are there once and not eight times.
     assert apart.num_pairs - shared.num_pairs == 7 * 100 * 101 // 2
 
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bounds import least_egress
 from ductile.core.transfer.balance import Demand, level, pour
-from ductile.core.transfer.bounds import least_egress
 from ductile.core.transfer.cells import Entry, Line
 
 amounts = st.one_of(st.integers(1, 10**9), st.integers(10**6, 10**7))

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from ductile.core.transfer.bounds import least_egress
+from bounds import least_egress
 from ductile.core.transfer.reshard import Planner
 from ductile.core.transfer.topology import Topology
 from tests.core.transfer.random_layouts import EXAMPLES, MAX_SLOTS, pairs

@@ -1,6 +1,6 @@
 """The dumb twin: layouts as arrays that hold, at every element, the element's own global index.
 
-`Recipe` says how a state is laid out. `Recipe.layout` is the product's answer; `Recipe.local` cuts index arrays with
+`Recipe` says how a state is laid out. `Recipe.layout` is the product's layout; `Recipe.local` cuts index arrays with
 nothing but numpy indexing, one slot at a time. `execute` carries a plan out on such arrays, so that a wrong box, view,
 order or round shows up as a wrong number.
 """

@@ -1,4 +1,4 @@
-"""How much better than its siblings was each answer, and the samples that say so token by token.
+"""How much better than its siblings was each completion, and the samples that say so token by token.
 
 A rollout without a reward has no advantage either: it is left out, and its siblings are compared without it.
 """
@@ -43,7 +43,7 @@ path in the configuration."""
 
 
 def to_samples(group: RolloutGroup, advantage: Advantage = mean_baseline, temperature: float = 1.0) -> list[Sample]:
-    """One sample a scored rollout, in order. `temperature` is the one that the answers were sampled with.
+    """One sample a scored rollout, in order. `temperature` is the one that the completions were sampled with.
 
     Raises ValueError when `advantage` does not return one finite number a rollout.
     """
@@ -76,10 +76,10 @@ def _to_sample(prompt: Prompt, rollout: Rollout, advantage: float, temperature: 
         mask = (False, *mask[1:])  # nothing precedes the first token, so nothing predicted it
     return Sample(
         token_ids=prompt.token_ids + rollout.token_ids,
-        mask=mask,
-        logprobs=(0.0,) * num_before + rollout.logprobs,
+        loss_mask=mask,
+        rollout_logprobs=(0.0,) * num_before + rollout.logprobs,
         advantages=tuple(advantage if trained else 0.0 for trained in mask),
-        # Greedy answers are trained on as they are without a temperature: a division by 0 has no log-prob.
+        # Greedy completions are trained on as they are without a temperature: a division by 0 has no log-prob.
         temperature=temperature or 1.0,
     )
 

@@ -2,8 +2,8 @@
 
 It need not wait for a whole batch: gradients accumulate. But a chunk costs a round of messages and lets ranks wait for
 each other, so it should be worth it. The trainer takes what is there, up to `MOST` full micro-batches a rank, as soon
-as there is one full micro-batch for every rank, or a quarter of the optimizer step's groups, or all that the step
-still wants. A quarter waits for groups that come in a moment: answers that were generated together are scored one after
+as there is one full micro-batch for every rank, or a quarter of the optimizer step's groups, or all that the step still
+wants. A quarter waits for groups that come in a moment: completions that were generated together are scored one after
 the other, and would make a chunk each.
 """
 

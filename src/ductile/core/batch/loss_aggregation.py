@@ -25,11 +25,11 @@ def weigh(samples: Sequence[Sample], mode: LossAggregation = "token_mean") -> li
     """The samples with `weights` set. A sample's weights do not depend on the other samples."""
     if mode != "seq_mean_token_mean":
         return [replace(sample, weights=()) for sample in samples]  # empty means 1
-    return [replace(sample, weights=(1 / max(1, sum(sample.mask)),) * len(sample)) for sample in samples]
+    return [replace(sample, weights=(1 / max(1, sum(sample.loss_mask)),) * len(sample)) for sample in samples]
 
 
 def loss_denominator(samples: Sequence[Sample], mode: LossAggregation = "token_mean") -> float:
     """What the summed loss of all samples of one optimizer step is divided by; 0 when nothing is trained."""
     if mode == "token_mean":
-        return float(sum(sum(sample.mask) for sample in samples))
-    return float(sum(any(sample.mask) for sample in samples))
+        return float(sum(sum(sample.loss_mask) for sample in samples))
+    return float(sum(any(sample.loss_mask) for sample in samples))

@@ -4,9 +4,9 @@ Samples have very different lengths, and all ranks meet at every micro-batch, so
 
 1. A sample costs its tokens plus a quadratic term for attention (`Cost`).
 2. First-fit decreasing says how few micro-batches hold everything; rounded up to equally many a rank.
-3. Answers to one prompt stay together, as a micro-batch runs what its samples share once. Such families, dearest first,
-   go to the cheapest micro-batch that has room; then single samples move from the dearest to the cheapest as long as
-   that helps. Where families do not fit, samples go one by one.
+3. Completions of one prompt stay together, as a micro-batch runs what its samples share once. Such families, dearest
+   first, go to the cheapest micro-batch that has room; then single samples move from the dearest to the cheapest as
+   long as that helps. Where families do not fit, samples go one by one.
 4. Micro-batches, dearest first, are dealt out in rows of one a rank: those that run at the same time cost alike, and
    the largest come first, so that a job that runs out of memory does so at once.
 
@@ -77,6 +77,17 @@ def pack(samples: Sequence[Sample], num_ranks: int, seq_len: int, cost: Cost | N
         rows += 1  # the loop ends at the latest when each micro-batch holds one sample
 
 
+def split_by_tokens(samples: Sequence[Sample], num_parts: int) -> list[list[int]]:
+    """Indices of `samples` in parts of about equally many tokens: the longest first, each to the shortest part."""
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    num_tokens = [0] * num_parts
+    for index in sorted(range(len(samples)), key=lambda index: -len(samples[index])):
+        part = num_tokens.index(min(num_tokens))
+        parts[part].append(index)
+        num_tokens[part] += len(samples[index])
+    return parts
+
+
 def _num_bins_needed(dearest_first: Sequence[Sample], seq_len: int) -> int:
     """Micro-batches that first-fit decreasing needs: at most 11/9 of the fewest possible."""
     rooms: list[int] = []
@@ -95,7 +106,7 @@ def _families(dearest_first: Sequence[Sample], seq_len: int) -> list[list[Sample
     families: list[list[Sample]] = []
     open_by_prompt: dict[tuple[int, ...], list[Sample]] = {}
     for sample in dearest_first:
-        prompt = sample.token_ids[: sample.mask.index(True)] if True in sample.mask else None
+        prompt = sample.token_ids[: sample.loss_mask.index(True)] if True in sample.loss_mask else None
         family = open_by_prompt.get(prompt) if prompt is not None else None
         if family is None or sum(map(len, family)) + len(sample) > seq_len:
             family = list[Sample]()
@@ -135,9 +146,9 @@ def _even_out(bins: Sequence[_Bin], cost: Cost) -> None:
 def _deal(bins: list[_Bin], num_ranks: int) -> list[list[MicroBatch]]:
     """Rows of `num_ranks` bins that cost alike, every other row backwards so that no rank always gets the dearest."""
     bins = sorted(bins, key=lambda b: b.cost, reverse=True)
-    ranks: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
+    dealt: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
     for row, start in enumerate(range(0, len(bins), num_ranks)):
         in_row = bins[start : start + num_ranks]
         for rank, chosen in enumerate(reversed(in_row) if row % 2 else in_row):
-            ranks[rank].append(MicroBatch(tuple(chosen.samples)))
-    return ranks
+            dealt[rank].append(MicroBatch(tuple(chosen.samples)))
+    return dealt

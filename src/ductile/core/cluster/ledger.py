@@ -18,7 +18,7 @@ IdleCause = Literal[
 ]
 """start_up           the slot has not begun yet
 tail               a generator without sequences, while others still decode theirs and nothing more may start
-queue_full         a generator without sequences: all that may be started is answered, the trainer has to catch up
+queue_full         a generator without sequences: all that may be started is completed, the trainer has to catch up
 queue_empty        a generator or scorer that could work, and has been sent nothing
 waiting_for_batch  a train slot without finished samples
 held               a train slot that a policy lets wait, although there are samples

@@ -1,10 +1,10 @@
-"""How long will the unfinished answers be?
+"""How long will the unfinished completions be?
 
-What finished early says little about what has not finished: while the first answers of a run come in, all of them are
-short. So the estimate counts the unfinished ones as well: "longer than this, we do not know how much" (the
-product-limit estimate of Kaplan and Meier). Where nothing has been seen, at the start and beyond the longest answer, a
-prior speaks: a heavy tail, whose expected rest grows with what a rollout has outlived. It weighs as much as
-`PRIOR_WEIGHT` answers.
+What finished early says little about what has not finished: while the first completions of a run come in, all of them
+are short. So the estimate counts the unfinished ones as well: "longer than this, we do not know how much" (the
+product-limit estimate of Kaplan and Meier). Where nothing has been seen, at the start and beyond the longest
+completion, a prior speaks: a heavy tail, whose expected rest grows with what a rollout has outlived. It weighs as much
+as `PRIOR_WEIGHT` completions.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ NUM_CELLS = 96
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Survival:
-    """`alive[k]` is the chance that an answer has more than `edges[k]` tokens; it falls from 1 to 0 at the limit."""
+    """`alive[k]` is the chance that a completion has more than `edges[k]` tokens; it falls from 1 to 0 at the limit."""
 
     edges: Floats
     alive: Floats
@@ -76,6 +76,6 @@ def _from_here(values: Floats) -> Floats:
 
 
 def _prior(edges: Floats) -> Floats:
-    """P(length > edge) = a / (a + edge): half of the answers end within an eighth of the limit."""
+    """P(length > edge) = a / (a + edge): half of the completions end within an eighth of the limit."""
     typical = edges[-1] / 8
     return typical / (typical + edges)

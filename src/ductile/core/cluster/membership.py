@@ -7,7 +7,7 @@ go on with the state as it was frozen. Hence one rule:
 - afterwards the new layout goes on if its slots are well, else the old one;
 - a layout that lacks a slot lacks that slot's part of the state: when neither can go on, the trainer stops.
 
-A ruling comes with its reason, a sentence for a person. `ductile.wire.resize` waits, asks and kills.
+A ruling comes with its reason, a sentence for a person. `ductile.wire.transaction` waits, asks and kills.
 """
 
 from collections.abc import Collection, Mapping
@@ -19,7 +19,7 @@ from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
 from ductile.records import TrainProgress
 
 Phase = Literal["hold", "prepare", "freeze", "move", "commit", "settle", "rollback"]
-"""Step of a resize, whose answers are to be judged."""
+"""Step of a resize, whose outcomes are to be judged."""
 
 Verdict = Literal["proceed", "rollback", "stop"]
 
@@ -62,8 +62,8 @@ def judge(
     if lost:
         return _stop(change.before, lost, dead, failed)
     if not keeps_old and phase in ("move", "commit"):
-        return Ruling("stop", f"{_told(going_on, dead, failed)}; the old state was given up while it moved")
-    return Ruling("rollback", _told(going_on, dead, failed))
+        return Ruling("stop", f"{_reasons(going_on, dead, failed)}; the old state was given up while it moved")
+    return Ruling("rollback", _reasons(going_on, dead, failed))
 
 
 def violation_in_plans(keys: Mapping[int, bytes]) -> str:
@@ -124,14 +124,14 @@ def _stop(layout: ParallelLayout, slots: Collection[int], dead: Mapping[int, str
     parts = layout.num_shards
     held = "all of the trainer's state" if parts == 1 else f"1 of {parts} parts of the trainer's state"
     each = " each" if len(slots) > 1 else ""
-    return Ruling("stop", f"{_told(slots, dead, failed)}; {slots_of(slots)} held {held}{each}")
+    return Ruling("stop", f"{_reasons(slots, dead, failed)}; {slots_of(slots)} held {held}{each}")
 
 
-def _told(slots: Collection[int], dead: Mapping[int, str], failed: Mapping[int, str]) -> str:
+def _reasons(slots: Collection[int], dead: Mapping[int, str], failed: Mapping[int, str]) -> str:
     """The first of the slots' sentences, of a death if there is one: the others' failures usually follow from it."""
-    told = [dead[slot] for slot in sorted(slots) if slot in dead]
-    told += [failed[slot] for slot in sorted(slots) if slot not in dead]
-    sentences = list(dict.fromkeys(told))
+    reasons = [dead[slot] for slot in sorted(slots) if slot in dead]
+    reasons += [failed[slot] for slot in sorted(slots) if slot not in dead]
+    sentences = list(dict.fromkeys(reasons))
     more = f" (and {len(sentences) - 1} more)" if len(sentences) > 1 else ""
     return sentences[0].rstrip(".") + more
 

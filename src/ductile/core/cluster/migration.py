@@ -22,7 +22,7 @@ TOKEN_PARTS = 1024.0
 
 
 def length_model(state: ClusterState) -> Survival:
-    """What the state says about the lengths of answers."""
+    """What the state says about the lengths of completions."""
     return survival(
         state.max_tokens, state.lengths.ended, state.lengths.cut, [rollout.generated for rollout in state.unfinished]
     )

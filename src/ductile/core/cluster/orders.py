@@ -1,4 +1,4 @@
-"""What a policy answers: orders, and why.
+"""What a policy decides: orders, and why.
 
 A `Decision` is one change of the cluster, carried out as a whole: rollouts migrate, slots give roles up, the
 trainer resizes once to `layout_after`, slots take roles on. `violations` says what is wrong with one; it is
@@ -85,7 +85,7 @@ class Decision:
 @runtime_checkable
 class Policy(Protocol):
     def decide(self, state: ClusterState) -> Decision:
-        """What should change now. Asked after every event that may matter; the same state gives the same answer."""
+        """What should change now. Asked after every event that may matter; the same state gives the same decision."""
         ...
 
 
@@ -116,7 +116,7 @@ def _layout_after(trainer: TrainerState, roles: dict[int, tuple[Role, ...]]) -> 
     joining = sorted(slot for slot, held in roles.items() if "train" in held and slot not in before)
     slots = (*staying, *joining)
     most = max(1, len(slots) // (dims.pp * dims.cp * dims.tp))
-    return trainer.layout.on(slots, gcd(trainer.replicas, most))
+    return trainer.layout.on(slots, gcd(trainer.dp_replicate, most))
 
 
 def violations(state: ClusterState, decision: Decision) -> list[str]:
@@ -133,20 +133,20 @@ def violations(state: ClusterState, decision: Decision) -> list[str]:
     ]
 
 
-def malformed(answer: object) -> str:
-    """What a policy answered with, when it is not a `Decision` made of what it should be made of; else empty."""
-    match answer:
+def malformed(decision: object) -> str:
+    """What a policy returned, when it is not a `Decision` made of what it should be made of; else empty."""
+    match decision:
         case Decision(orders=tuple(), reason=str(), prediction=None | Prediction(), topic=str()):
-            for order in answer.orders:
+            for order in decision.orders:
                 if not _is_order(order):
                     return f"the order {order!r}: write {ORDERS}"
             return ""
         case Decision():
-            return f"{answer!r}: orders must be a tuple, reason and topic texts, prediction a Prediction or None"
+            return f"{decision!r}: orders must be a tuple, reason and topic texts, prediction a Prediction or None"
         case None:
             return "None, and not with a Decision: does a branch of `decide` lack its `return`?"
         case _:
-            return f"a {type(answer).__name__}, and not with a Decision: write `return Decision(orders, reason)`"
+            return f"a {type(decision).__name__}, and not with a Decision: write `return Decision(orders, reason)`"
 
 
 def _is_order(order: object) -> bool:

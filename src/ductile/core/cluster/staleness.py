@@ -1,6 +1,6 @@
-"""How far generation may run ahead of training, and when an answer is too old to learn from.
+"""How far generation may run ahead of training, and when a rollout is too old to learn from.
 
-Step `s` trains on `groups_per_step` groups, starting from weight version `s`. Two questions, two answers with a reason:
+Step `s` trains on `groups_per_step` groups, starting from weight version `s`. Two decisions, each with a reason:
 
 - `admission`: how many more groups may be started now? Groups that are started and not yet trained on never exceed
   `1 + ahead` steps' worth, where `ahead` is `max_async_level`, or `max_off_policy_steps` when that is smaller: what

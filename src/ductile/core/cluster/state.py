@@ -25,7 +25,7 @@ class SlotState:
     """Roles that the slot holds, in the order train, generate, score. A slot that both trains and generates decodes
     between micro-steps."""
     since_s: float = 0.0
-    """When the slot got these roles, on the clock of `ClusterState.now_s`."""
+    """Time at which the slot got these roles, on the clock of `ClusterState.now_s`."""
     ready: bool = True
     """False while the slot changes roles, or warms up: no order may name it then."""
 
@@ -55,7 +55,7 @@ class Unfinished(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchProgress:
-    """Where the step that is being trained stands. Everything is counted in rollouts, unless it says tokens."""
+    """Progress of the step that is being trained. Everything is counted in rollouts, unless it says tokens."""
 
     step: int
     num_rollouts: int
@@ -123,7 +123,7 @@ class TrainerState:
     """Whether a decision lets the trainer wait."""
     seq_len: int = 2048
     """Most tokens of one slot's micro-batch."""
-    replicas: int = 1
+    dp_replicate: int = 1
     """Copies of the state that the config asks for (`trainer.model.dp_replicate`)."""
 
 

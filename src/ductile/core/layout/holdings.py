@@ -26,7 +26,7 @@ Box = tuple[Shape, Shape]
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Where a box lies in a slot's memory: `as_strided(buffer, shape, strides, offset)`."""
+    """Place of a box in a slot's memory: `as_strided(buffer, shape, strides, offset)`."""
 
     buffer: int
     """Index into `Tensor.buffers` of the buffer in which the box lies."""
@@ -76,7 +76,7 @@ class Holdings:
         return range(int(low), int(high))
 
     def view(self, slot: int, box: Box) -> View:
-        """Where `slot` has this box. Raises `LookupError` when no single row of the slot covers it."""
+        """View of the box in `slot`'s memory. Raises `LookupError` when no single row of the slot covers it."""
         for start, stop, offset, strides, buffer in self.rows_of(slot):
             if all(a <= x and y <= b for a, x, y, b in zip(start, *box, stop, strict=True)):
                 at = offset + sum((x - a) * stride for a, x, stride in zip(start, box[0], strides, strict=True))

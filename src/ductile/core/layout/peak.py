@@ -17,7 +17,7 @@ class Peak:
 
     flops_per_s: float
     source: Literal["known", "measured"]
-    """Where the figure is from: "known" from the table below, "measured" by timing a product on the device itself."""
+    """Source of the figure: "known" from the table below, "measured" by timing a product on the device itself."""
 
 
 @dataclass(frozen=True, slots=True)

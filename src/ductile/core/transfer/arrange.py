@@ -44,7 +44,8 @@ def kept_bytes(source: Layout, target: Layout, slots: Sequence[int], refiner: Re
 def best_assignment(value: Ints) -> Ints:
     """A different column for every row, chosen for the highest sum of values; exact, by shortest augmenting paths.
 
-    `value` is [rows, columns] with no more rows than columns.
+    `value` is [rows, columns] with no more rows than columns. `scipy.optimize.linear_sum_assignment` does it in
+    floating point; byte counts stay integers here, and scipy would be needed for nothing else.
     """
     num_rows, num_columns = value.shape
     cost = value.max(initial=0) - value

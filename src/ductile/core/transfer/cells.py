@@ -55,7 +55,7 @@ class Entry:
     box: Box
     item_bytes: int
     offset: int
-    """Where the entry begins on its line, in bytes."""
+    """Offset at which the entry begins on its line, in bytes."""
 
     @property
     def num_bytes(self) -> int:

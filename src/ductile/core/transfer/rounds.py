@@ -21,7 +21,7 @@ MANY = 32
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """When a flow's messages travel."""
+    """Rounds in which a flow's messages travel."""
 
     count: int
     """Messages of the flow, about equally long."""
@@ -30,7 +30,7 @@ class Timing:
 
 
 def border(flow: Flow, count: int, message: int) -> int:
-    """Where message `message` of `count` begins on the line."""
+    """Offset at which message `message` of `count` begins on the line."""
     if message in (0, count):
         return flow.high if message else flow.low
     return (flow.low + flow.num_bytes * message // count) // ALIGN * ALIGN

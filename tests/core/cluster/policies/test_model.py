@@ -53,7 +53,7 @@ def test_without_the_permission_no_train_slot_generates_at_the_start_of_a_step()
 
 @pytest.mark.parametrize(("trained", "permission"), [(0, "pre_process"), (48, "wait_before_last_iter")])
 def test_training_waits_for_what_its_slots_generate_where_that_is_permitted(trained, permission):
-    """Four slots that all train and generate, as configured: four long answers are left."""
+    """Four slots that all train and generate, as configured: four long completions are left."""
     running = {slot: [300] for slot in range(4)}
     state = scene({"actor,rollout": "0-3"}, running=running, trained=trained, ready=60 - trained, ready_tokens=4000)
     other = {"pre_process": "wait_before_last_iter", "wait_before_last_iter": "pre_process"}[permission]
@@ -94,7 +94,7 @@ def test_a_split_stays_when_changing_it_costs_more_than_it_gains():
 
 @pytest.mark.parametrize("may_share", [True, False])
 def test_generation_grows_in_the_middle_of_a_step_when_it_is_what_is_late(may_share):
-    """The trainer has eaten what was there; forty answers are not begun, and two of six slots generate."""
+    """The trainer has eaten what was there; forty completions are not begun, and two of six slots generate."""
     state = scene(
         {"actor": "0-3", "rollout": "4-5"},
         running={4: [100] * 8, 5: [100] * 8},
@@ -129,12 +129,12 @@ def test_handing_off_costs_less_where_caches_travel():
     assert decide(late(costs=carried)).prediction.cost_s < decide(late()).prediction.cost_s / 10
 
 
-@pytest.mark.parametrize(("answers", "moves"), [([50] * 12, 0), ([50] * 64, 2)])
-def test_a_slot_leaves_a_busy_trainer_for_what_outlasts_the_wait_and_not_for_less(answers, moves):
+@pytest.mark.parametrize(("completions", "moves"), [([50] * 12, 0), ([50] * 64, 2)])
+def test_a_slot_leaves_a_busy_trainer_for_what_outlasts_the_wait_and_not_for_less(completions, moves):
     """Each of five slots has 4 s of work in micro-steps of 1 s: whoever is to leave waits 2.5 s for those before it."""
     state = scene(
         roles={0: BOTH, 1: BOTH, 2: BOTH, 3: BOTH, 4: ("generate",), 5: BOTH},
-        running={4: answers},
+        running={4: completions},
         ready=40,
         ready_tokens=20_000,
         seq_len=1024,

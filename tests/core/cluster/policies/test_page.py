@@ -55,7 +55,7 @@ def test_a_whole_run_with_it():
         Prediction,
     ],
 )
-def test_the_tables_have_all_that_a_policy_is_told_and_may_answer(kind):
+def test_the_tables_have_all_that_a_policy_is_told_and_may_order(kind):
     section = PAGE.read_text().partition("## Your own policy")[2].partition("## When it helps")[0]
     names = {name for name in vars(kind) if not name.startswith("_")} | {*kind.__annotations__}
     methods = {"count", "index", "moves", "migrations"}  # of tuples, and of those who carry decisions out

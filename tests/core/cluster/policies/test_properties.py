@@ -96,7 +96,7 @@ def test_every_decision_can_be_carried_out(policy, state):
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 @settings(max_examples=60, deadline=None)
 @given(state=states())
-def test_the_same_state_gives_the_same_answer(policy, state):
+def test_the_same_state_gives_the_same_decision(policy, state):
     assert policy.decide(state) == policy.decide(state)
 
 

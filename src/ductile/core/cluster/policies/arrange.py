@@ -129,7 +129,7 @@ class Arrangements:
         return not self.generators_now.isdisjoint(group)
 
     def _migrating_s(self, context: float, num_targets: int) -> float:
-        """Seconds that handing off costs generation, on average over all sequences: messages stop only those that they
+        """Seconds that migrations cost generation, on average over all sequences: messages stop only those that they
         are about."""
         if not context:
             return 0.0

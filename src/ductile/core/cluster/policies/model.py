@@ -16,7 +16,7 @@ Two permissions say whether training may wait for what train slots generate: `pr
 `wait_before_last_iter` in it.
 
 It is asked after events (a micro-step, a rollout that ended, new weights) and never polls. It keeps no state: the same
-`ClusterState` gives the same answer.
+`ClusterState` gives the same decision.
 """
 
 from collections.abc import Sequence

@@ -1,0 +1,36 @@
+"""Work of asyncio that nothing awaits to its end: it is not left half done, and its failure is reported."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def finish(work: Awaitable[T]) -> T:
+    """The result of `work`, which goes on to its end when the caller is cancelled.
+
+    What `work` raises after that is dropped: the caller has ended for a reason of its own, and asyncio is not to print
+    a traceback about it.
+    """
+    working = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        working.add_done_callback(_retrieve_exception)
+        raise
+
+
+def report_failure(task: "asyncio.Task[Any]", sentence: str, on_error: Callable[[str, Exception], None]) -> None:
+    """Report the failure of a task that is done to `on_error(sentence, error)` and to asyncio's log."""
+    if task.cancelled():
+        return
+    error = task.exception()
+    if isinstance(error, Exception):
+        on_error(sentence, error)
+        task.get_loop().call_exception_handler({"message": sentence, "exception": error})
+
+
+def _retrieve_exception(working: "asyncio.Future[Any]") -> None:
+    if not working.cancelled():
+        working.exception()
