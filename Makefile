@@ -35,11 +35,15 @@ format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# Most tests wait for processes of their own; `make test JOBS=4` runs more of them at a time where there are the cores.
+JOBS ?= 2
+PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+
 test: setup
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-fast: setup
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 # The tests that need a GPU, and a short benchmark of each part; without one it says what it would do (docs/gpu.md). Where no
 # .venv can be made, `make gpu GPU_PYTHON=python3` takes a Python that has torch and finds what ductile imports.

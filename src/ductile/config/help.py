@@ -83,6 +83,12 @@ def _shown(default: object) -> str:
     return "required" if default is REQUIRED else show(default)
 
 
+def _wrap(text: str, width: int, first: str = "", later: str = "") -> list[str]:
+    """Lines of at most `width` columns, but for words that are longer: a flag stays in one piece."""
+    whole = {"break_on_hyphens": False, "break_long_words": False}
+    return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=later, **whole)
+
+
 def help_text(command: str, summary: str, root: type[Section], only: str = "", *, unbuilt: bool = False) -> str:
     """The keys of a command, or those with `only` in their name or their variant's. Fits the terminal.
 
@@ -99,7 +105,7 @@ def help_text(command: str, summary: str, root: type[Section], only: str = "", *
         return f"ductile {command} has no key with {only} in its name.{near}"
     out = [f"ductile {command}: {summary}", "", f"  ductile {command} [@ file ...] [--key value ...]", ""]
     if not only:
-        out += [*textwrap.wrap(HOW, width), ""]
+        out += [*_wrap(HOW, width), ""]
     num_left_out = 0
     if not unbuilt and any(line.built for line in chosen):
         num_left_out = sum(not line.built for line in chosen)
@@ -115,7 +121,7 @@ def help_text(command: str, summary: str, root: type[Section], only: str = "", *
         keys_left = "1 key whose feature is" if num_left_out == 1 else f"{num_left_out} keys whose features are"
         left_out = f"{keys_left} not built yet {'is' if num_left_out == 1 else 'are'} left out."
         shown_by = f"ductile {command} --help-all {only}".rstrip()
-        out += ["", *textwrap.wrap(f"{left_out} {shown_by} shows them.", width)]
+        out += ["", *_wrap(f"{left_out} {shown_by} shows them.", width)]
     return "\n".join(out)
 
 
@@ -124,8 +130,8 @@ def _entry(line: KeyHelp, width: int) -> list[str]:
     head = f"  {flag(line.path)}  {line.wants}; {_said(line.default)}{variant}"
     body = " ".join(part for part in (line.help, line.not_built) if part)
     return [
-        *textwrap.wrap(head, width, subsequent_indent=" " * 6),
-        *textwrap.wrap(body, width, initial_indent=" " * 6, subsequent_indent=" " * 6),
+        *_wrap(head, width, later=" " * 6),
+        *_wrap(body, width, first=" " * 6, later=" " * 6),
     ]
 
 
