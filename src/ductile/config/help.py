@@ -85,8 +85,9 @@ def _shown(default: object) -> str:
 
 def _wrap(text: str, width: int, first: str = "", later: str = "") -> list[str]:
     """Lines of at most `width` columns, but for words that are longer: a flag stays in one piece."""
-    whole = {"break_on_hyphens": False, "break_long_words": False}
-    return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=later, **whole)
+    wrapper = textwrap.TextWrapper(width, initial_indent=first, subsequent_indent=later)
+    wrapper.break_on_hyphens = wrapper.break_long_words = False
+    return wrapper.wrap(text)
 
 
 def help_text(command: str, summary: str, root: type[Section], only: str = "", *, unbuilt: bool = False) -> str:
