@@ -149,6 +149,12 @@ def _strange(folder):
     events.write_text(events.read_text().replace('"decode":', '"decoding":'))
 
 
+def _newer(folder):
+    record_run(folder, scenario(groups_per_step=4, num_steps=2))
+    events = folder / "events.jsonl"
+    events.write_text(events.read_text().replace('"version": 2', '"version": 3'))
+
+
 @pytest.mark.parametrize(
     ("furnish", "said"),
     [
@@ -157,6 +163,7 @@ def _strange(folder):
         (_no_profiles, "was recorded without its setting"),
         (_one_profile, "has profiles of 1 step, and needs two"),
         (_strange, "was recorded by another version of ductile"),
+        (_newer, "format 3, and this ductile reads formats 1 to 2"),
     ],
 )
 def test_a_folder_that_cannot_be_planned_from_is_told_in_a_sentence(tmp_path, capsys, furnish, said):

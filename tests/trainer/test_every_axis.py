@@ -90,21 +90,21 @@ def test_an_order_says_who_joins_who_leaves_and_what_a_death_costs() -> None:
 
 def fleet() -> tuple[TrainSlots, MemoryTransport, Mailbox, RemoteTrainer]:
     slots = TrainSlots(BEFORE, 40)
-    carrier = MemoryTransport(dict.fromkeys(slots.slots, slots.answer))
-    mailbox = Mailbox(carrier, clock)
-    return slots, carrier, mailbox, RemoteTrainer(mailbox, BEFORE, timeout_s=100)
+    transport = MemoryTransport(dict.fromkeys(slots.slots, slots.respond))
+    mailbox = Mailbox(transport, clock)
+    return slots, transport, mailbox, RemoteTrainer(mailbox, BEFORE, timeout_s=100)
 
 
 def test_samples_go_to_data_parallel_ranks() -> None:
     told: list[int] = []
 
     async def story() -> None:
-        _, carrier, _, trainer = fleet()
+        _, transport, _, trainer = fleet()
         trainer.on_micro_step(lambda longest, num_slots, busy_s, total: told.append(num_slots))
         assert trainer.num_ranks == 4
         await trainer.forward_backward([sample(n, 4 + n % 5) for n in range(13)], 10)
         sent: dict[int, list[object]] = {slot: [] for slot in BEFORE.slots}
-        for slot, command in carrier.sent:
+        for slot, command in transport.sent:
             sent[slot].append(command)
         ranks = {BEFORE.data_parallel_rank(slot): sent[slot] for slot in BEFORE.slots}
         assert all(sent[slot] == ranks[BEFORE.data_parallel_rank(slot)] for slot in BEFORE.slots)

@@ -142,7 +142,7 @@ def _latest_run(
         profiles = tuple(StepProfile.from_fields(row) for row in rows)
         instances = tuple(_instances(setting, latest, began_s)) if setting else ()
     except (KeyError, TypeError, ValueError) as error:
-        what = f"Who did what when: events.jsonl is of another version of ductile ({error!r} in a profile)."
+        what = f"Who did what when: events.jsonl is of another version of ductile ({error!r})."
         return None, (), (), [what]
     missing: list[str] = []
     if not profiles:
@@ -151,8 +151,8 @@ def _latest_run(
 
 
 def _instances(setting: Setting, latest: Sequence[Row], began_s: float) -> Iterator[InstanceLife]:
-    if any("began" not in row for row in latest if row["kind"] == "switched"):
-        return  # it was written before events had instances, and its slots changed roles
+    if setting.version == 1 and any(row["kind"] == "switched" for row in latest):
+        return  # its slots changed roles, and its events name no instances
     lives = {each.id: InstanceLife(each, 0.0) for each in setting.instances}
     for row in latest:
         if row["kind"] not in ("switched", "slot_lost"):

@@ -21,7 +21,12 @@ def test_a_setting_comes_back_from_json():
 def test_a_setting_from_before_instances_had_ids_has_one_on_each_slot():
     setting = Setting(Placement((0,), (1, 2), (3,), "as said"), Limits(max_num_seqs=8), "model", 10, 4, 8, 256, 512)
     fields = json.loads(json.dumps(setting.as_fields()))
-    del fields["instances"], fields["limits"]["slots_per_generator"], fields["limits"]["slots_per_scorer"]
+    del (
+        fields["version"],
+        fields["instances"],
+        fields["limits"]["slots_per_generator"],
+        fields["limits"]["slots_per_scorer"],
+    )
     there = Setting.from_fields(fields).instances
     assert [(each.id, each.slots) for each in there] == [
         ("generator-1", (1,)),

@@ -14,6 +14,9 @@ from ductile.core.cluster.ledger import Span
 from ductile.core.cluster.placement import Placement
 from ductile.core.cluster.state import Limits, first_instances
 
+FORMAT = 2
+"""Number of the events' format: 1 had slots where 2 has instances, and did not say its number."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -42,20 +45,25 @@ class Setting:
     """Whether the slots are GPUs: which roles may share one then follows from the placement (`state.may_share`)."""
     instances: tuple[Instance, ...] = ()
     """Generators and scorers that the run begins with."""
+    version: int = FORMAT
+    """Format of the events that follow this one in events.jsonl."""
 
     def as_fields(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
     def from_fields(fields: Mapping[str, Any]) -> "Setting":
-        """Raises KeyError or TypeError when something is missing."""
-        own = _only(Setting, fields)
+        """Raises KeyError or TypeError when something is missing, and ValueError for a format that is newer."""
+        own = _only(Setting, {"version": 1, **fields})
+        if own["version"] > FORMAT:
+            raise ValueError(f"format {own['version']}, and this ductile reads formats 1 to {FORMAT}")
         home: dict[str, Any] = dict(own["home"])
         home |= {role: tuple(home[role]) for role in ("train", "generate", "score")}
         own |= {"home": Placement(**home), "limits": Limits(**own["limits"])}
-        # Older runs have no instances in their events: each slot of a role was one.
-        given = instances_from(own["instances"]) if "instances" in own else first_instances(own["home"], own["limits"])
-        own["instances"] = given
+        if own["version"] == 1:
+            own["instances"] = first_instances(own["home"], own["limits"])  # each slot of a role was one
+        else:
+            own["instances"] = instances_from(own["instances"])
         return Setting(**own)
 
 
