@@ -137,8 +137,8 @@ def test_there_and_back_is_two_resizes_though_the_slots_are_the_same(told_on):
 def test_a_resize_that_nobody_decided_is_one_too(told_on):
     async def story(rig: Rig) -> None:
         await rig.train(2)
-        await rig.resizer.resize((0, 1, 2))
-        await rig.resizer.resize((0, 1))
+        await rig.resizer.resize(ParallelLayout.of((0, 1, 2)))
+        await rig.resizer.resize(ParallelLayout.of((0, 1)))
         assert await rig.train(2) == "F2 o2"
 
     told_on(story, 0, 1)
@@ -176,7 +176,7 @@ def test_what_first_ones_take_longer_is_a_cost_of_resizing_and_no_speed(told_on)
         rig.told.took("resize", 0.0)
         before_s = rig.told.costs().resize_s
         rig.slots.work_s = lambda number, command: 3.0 if isinstance(command, ForwardBackward) else 0.01
-        await rig.resizer.resize((1, 2))
+        await rig.resizer.resize(ParallelLayout.of((1, 2)))
         await rig.train(1)
         assert rig.told.speeds().train.seconds(SEQ_LEN, 2) == pytest.approx(usual_s)
         assert rig.told.costs().resize_s == pytest.approx(before_s + 3.0 - usual_s)

@@ -60,7 +60,7 @@ async def respond(ask):
         raise Unfit("three is too many")
     if len(ask.train) == 4:
         raise RunFailed("it died")
-    layout = ParallelLayout.of(ask.train, dp_replicate=ask.dp_replicate or 1)
+    layout = ParallelLayout.of(ask.train, **ask.sizes)
     return Resized("resized", "Done.", 1, layout, layout)
 
 
@@ -102,7 +102,7 @@ def test_a_run_is_asked_and_replies(tmp_path: Path):
     ("change", "sentence"),
     [
         ({"token": "0" * 64}, "does not have the run's token"),
-        ({"version": 1}, "speaks version 2 of the control words"),
+        ({"version": 1}, "speaks version 3 of the control words"),
         ({"ask": {"type": "explode"}}, "the request is none: Invalid value 'explode'"),
         ({"ask": {"type": "resize", "train": ["0"]}}, "the request is none: Expected `int`"),
         ({"ask": {"type": "status", "also": 1}}, "the request is none: Object contains unknown field `also`"),
@@ -111,7 +111,7 @@ def test_a_run_is_asked_and_replies(tmp_path: Path):
 )
 def test_what_is_not_understood_is_refused(tmp_path: Path, change: dict[str, Any], sentence: str):
     def story(known: dict[str, Any]) -> None:
-        request = {"version": 2, "token": known["token"], "ask": {"type": "status"}} | change
+        request = {"version": 3, "token": known["token"], "ask": {"type": "status"}} | change
         reply = say(known, json.dumps(request).encode() + b"\n")
         assert reply.unfit
         assert sentence in reply.error
@@ -120,10 +120,10 @@ def test_what_is_not_understood_is_refused(tmp_path: Path, change: dict[str, Any
     serve(tmp_path, story)
 
 
-@pytest.mark.parametrize(("train", "copies"), [("0-1", None), (None, None), (3, None), ([0.5], None), ([0], "1")])
-def test_what_is_no_layout_is_not_asked_for(tmp_path: Path, train: Any, copies: Any):
+@pytest.mark.parametrize(("train", "sizes"), [("0-1", {}), (None, {}), (3, {}), ([0.5], {}), ([0], {"tp": "1"})])
+def test_what_is_no_layout_is_not_asked_for(tmp_path: Path, train: Any, sizes: Any):
     with pytest.raises(Unfit, match=r"write slots as numbers, such as range\(4\) or \[0, 2, 5\]"):
-        Run(tmp_path).resize(train, copies)
+        Run(tmp_path).resize(train, **sizes)
 
 
 @pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), 0.0, -1.0])
@@ -194,7 +194,7 @@ def test_a_run_that_ends_meanwhile_or_does_not_reply(tmp_path: Path, monkeypatch
             Run(tmp_path).resize([0], timeout_s=0.2)
         # This one is still waiting when the run ends.
         connection = socket.create_connection((known["host"], known["port"]), timeout=10)
-        request = {"version": 2, "token": known["token"], "ask": {"type": "status"}}
+        request = {"version": 3, "token": known["token"], "ask": {"type": "status"}}
         connection.sendall(json.dumps(request).encode() + b"\n")
         assert asked.wait(10)
         waiting.append(connection)
@@ -254,13 +254,13 @@ def test_the_command_line_asks_for_copies(flag: str, tmp_path: Path, monkeypatch
     asked: list[Any] = []
     layout = ParallelLayout.of((0, 1), dp_replicate=2)
 
-    def resize(run: Run, *words: Any) -> Resized:
-        asked.append(words)
+    def resize(run: Run, *words: Any, **sizes: int) -> Resized:
+        asked.append((*words, sizes))
         return Resized("unchanged", "Said.", 2, layout, layout)
 
     monkeypatch.setattr(Run, "resize", resize)
     assert run_commands.resize([str(tmp_path), "--train", "0-1", flag, "2"]) == run_commands.DONE
-    assert asked == [((0, 1), 2, RESIZE_S)]
+    assert asked == [((0, 1), RESIZE_S, {"dp_replicate": 2})]
 
 
 @pytest.mark.parametrize(("outcome", "what"), [("resized", "resize"), ("rolled_back", "attempt")])

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from ductile.config.cluster import ClusterConfig
 from ductile.config.trainer import TrainerConfig
 from ductile.core.cluster.placement import Placement
 from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.launch.control import Resized, RunFailed, Unfit
+from ductile.launch.control import Resized, ResizeRequest, RunFailed, Unfit
 from ductile.launch.local import LocalCluster
 from ductile.launch.trainer_resizer import TrainerResizer
 from ductile.observe import Recorder, read_jsonl
@@ -93,12 +93,17 @@ class Harness:
         done = self.num_steps
         await eventually(lambda: self.num_steps >= done + 2)
 
+    def on(self, slots: Iterable[int], dp_replicate: int | None = None) -> ParallelLayout:
+        """The trainer's layout on these slots, as `ductile resize` asks for it."""
+        sizes = {} if dp_replicate is None else {"dp_replicate": dp_replicate}
+        return self.resizer.layout_of(ResizeRequest(tuple(slots), sizes))
+
     async def resize_and_hit(self, victim: int, command: str, moment: str, signum: signal.Signals) -> Resized:
         """1 and 2 instead of 0 and 1, with `victim` getting the signal at that point."""
         if victim != JOINER or command != "AssignRole":
             await self.cluster.add([JOINER])
         arm(self.points, victim, command, moment)
-        resizing = asyncio.create_task(self.resizer.resize([STAYER, JOINER]))
+        resizing = asyncio.create_task(self.resizer.resize(self.on([STAYER, JOINER])))
         await eventually(lambda: reached(self.points, victim, command, moment))
         process = self.cluster.processes[victim]
         process.signal(signum)
@@ -229,7 +234,7 @@ def test_a_real_trainer_goes_everywhere_and_slots_stay_warm(trainer: Harness):
     async def story():
         pids = {}
         for members, replicas in [((0, 1, 2), 1), ((3,), 1), ((2, 0), 2), ((0, 1, 2, 3), 2), ((1, 0), 1)]:
-            result = await trainer.resizer.resize(members, replicas)
+            result = await trainer.resizer.resize(trainer.on(members, replicas))
             assert result.outcome == "resized", result.sentence
             assert trainer.trainer.layout == ParallelLayout.of(members, dp_replicate=replicas)
             await trainer.trains_on()
@@ -254,8 +259,8 @@ def test_what_cannot_be_is_refused_and_nothing_is_tried(echo: Harness):
             (range(12), 1, "slots 8-11 do not exist"),
         ]:
             with pytest.raises(Unfit, match=sentence):
-                await echo.resizer.resize(members, replicas)
-        same = await echo.resizer.resize((0, 1))
+                await echo.resizer.resize(echo.on(members, replicas))
+        same = await echo.resizer.resize(echo.on((0, 1)))
         assert (same.outcome, same.sentence) == ("unchanged", "Trainer is on slots 0-1 already.")
         assert echo.mailbox.epoch == epoch
 
@@ -264,25 +269,25 @@ def test_what_cannot_be_is_refused_and_nothing_is_tried(echo: Harness):
 
 def test_slots_from_outside_are_a_set(echo: Harness):
     async def story():
-        await echo.resizer.resize((1, 0))
-        assert (await echo.resizer.resize_to((0, 1))).outcome == "unchanged"
-        grown = await echo.resizer.resize_to((0, 1, 2))
+        await echo.resizer.resize(echo.on((1, 0)))
+        assert (await echo.resizer.resize_to(echo.on((0, 1)))).outcome == "unchanged"
+        grown = await echo.resizer.resize_to(echo.on((0, 1, 2)))
         assert grown.after.slots == (1, 2, 0), "what moves least"
         assert "from slots 0-1 to slots 0-2 in" in grown.sentence
         with pytest.raises(Unfit, match="the number of slots, 3, must be a multiple of dp_replicate 2"):
-            await echo.resizer.resize_to((0, 1, 2), 2)
+            await echo.resizer.resize_to(echo.on((0, 1, 2), 2))
 
     echo.run(story())
 
 
 def test_the_state_keeps_as_many_copies_as_it_has(echo: Harness):
     async def story():
-        await echo.resizer.resize((0, 1), 2)
-        assert (await echo.resizer.resize_to((0, 1))).outcome == "unchanged"
-        assert (await echo.resizer.resize_to((0, 1, 2, 3))).after.dims.dp_replicate == 2
+        await echo.resizer.resize(echo.on((0, 1), 2))
+        assert (await echo.resizer.resize_to(echo.on((0, 1)))).outcome == "unchanged"
+        assert (await echo.resizer.resize_to(echo.on((0, 1, 2, 3)))).after.dims.dp_replicate == 2
         with pytest.raises(Unfit, match="the number of slots, 3, must be a multiple of dp_replicate 2"):
-            await echo.resizer.resize_to((0, 1, 2))
-        assert (await echo.resizer.resize_to((0, 1, 2), 1)).after.dims.dp_replicate == 1
+            await echo.resizer.resize_to(echo.on((0, 1, 2)))
+        assert (await echo.resizer.resize_to(echo.on((0, 1, 2), 1))).after.dims.dp_replicate == 1
         event = echo.events("resized")[-1]
         assert (event["before_dims"]["dp_replicate"], event["after_dims"]["dp_replicate"]) == (2, 1)
         assert (event["before_dims"]["dp_shard"], event["after_dims"]["dp_shard"]) == (2, 3)
@@ -293,11 +298,11 @@ def test_the_state_keeps_as_many_copies_as_it_has(echo: Harness):
 def test_one_change_at_a_time(echo: Harness):
     async def story():
         arm(echo.points, STAYER, "Freeze", "before")
-        first = asyncio.create_task(echo.resizer.resize([1, 2]))
+        first = asyncio.create_task(echo.resizer.resize(echo.on([1, 2])))
         await eventually(lambda: reached(echo.points, STAYER, "Freeze", "before"))
         assert echo.resizer.under_way == "freeze, to slots 1-2"
         with pytest.raises(RunFailed, match="the trainer is on its way to slots 1-2: one resize at a time"):
-            await echo.resizer.resize([0])
+            await echo.resizer.resize(echo.on([0]))
         echo.cluster.processes[STAYER].signal(signal.SIGKILL)
         with pytest.raises(RunFailed):
             await first
@@ -314,13 +319,13 @@ def test_a_failure_that_nobody_thought_of_is_told_and_taken_back(echo: Harness, 
         monkeypatch.setattr("ductile.wire.transaction.violation_in_plans", broken)
         sentence = "Trainer is on slots 0-1; its resize to slots 1-2 failed: KeyError: 'a bug'"
         with pytest.raises(RunFailed, match=sentence):
-            await echo.resizer.resize([1, 2])
+            await echo.resizer.resize(echo.on([1, 2]))
         monkeypatch.undo()
         event = echo.events("resize_rolled_back")[-1]
         assert event["sentence"] == f"{sentence}."
         assert "violation_in_plans" in event["traceback"]
         await echo.trains_on()
-        assert (await echo.resizer.resize([1, 2])).outcome == "resized"
+        assert (await echo.resizer.resize(echo.on([1, 2]))).outcome == "resized"
 
     echo.run(story())
 
@@ -337,7 +342,7 @@ def test_nobody_waits_for_a_joiner_that_dies_while_it_prepares(
     async def story():
         await trainer.cluster.add([JOINER, 3])
         arm(trainer.points, JOINER, "Prepare", "before")
-        resizing = asyncio.create_task(trainer.resizer.resize([0, JOINER, 3]))
+        resizing = asyncio.create_task(trainer.resizer.resize(trainer.on([0, JOINER, 3])))
         await eventually(lambda: reached(trainer.points, JOINER, "Prepare", "before"))
         await trainer.trains_on()
         trainer.cluster.processes[JOINER].signal(signum)
@@ -348,7 +353,7 @@ def test_nobody_waits_for_a_joiner_that_dies_while_it_prepares(
         assert result.pause_s < 2.0
         assert list(trainer.mailbox.lost) == [JOINER]
         await trainer.trains_on()
-        assert (await trainer.resizer.resize([0, 3])).outcome == "resized"
+        assert (await trainer.resizer.resize(trainer.on([0, 3]))).outcome == "resized"
 
     trainer.run(story())
 
@@ -360,10 +365,10 @@ def test_a_slot_that_does_not_start_changes_nothing(echo: Harness, monkeypatch: 
         hasty = echo.cluster._config.model_copy(update={"start_timeout_s": 0.0})
         monkeypatch.setattr(echo.cluster, "_config", hasty)
         with pytest.raises(Unfit, match=r"slots 7 did not start within 0 s"):
-            await echo.resizer.resize([0, 1, 7])
+            await echo.resizer.resize(echo.on([0, 1, 7]))
         monkeypatch.undo()
         await echo.trains_on()
-        resized = await echo.resizer.resize([0, 7])
+        resized = await echo.resizer.resize(echo.on([0, 7]))
         assert resized.outcome == "resized", resized.sentence
         assert echo.mailbox.roles(1) == ()
 
@@ -377,10 +382,10 @@ def test_a_slot_that_ends_at_once_is_told_of_and_nobody_goes_on_listening(
         listeners = len(echo.mailbox._listeners)
         monkeypatch.setattr(echo.cluster, "_device_of", lambda slot: "cuda:99")
         with pytest.raises(Unfit, match=r"slot 6.* ended with exit code 1 \("):
-            await echo.resizer.resize([0, 6])
+            await echo.resizer.resize(echo.on([0, 6]))
         monkeypatch.undo()
-        assert (await echo.resizer.resize([0, 6])).outcome == "resized"
-        assert (await echo.resizer.resize([0, 1])).outcome == "resized"
+        assert (await echo.resizer.resize(echo.on([0, 6]))).outcome == "resized"
+        assert (await echo.resizer.resize(echo.on([0, 1]))).outcome == "resized"
         assert len(echo.mailbox._listeners) == listeners
 
     echo.run(story())
@@ -388,7 +393,7 @@ def test_a_slot_that_ends_at_once_is_told_of_and_nobody_goes_on_listening(
 
 def test_a_death_that_nothing_depends_on_does_not_end_the_run(echo: Harness):
     async def story():
-        await echo.resizer.resize([1, 2])
+        await echo.resizer.resize(echo.on([1, 2]))
         for slot in (0, 1, 2):
             assert echo.resizer.depends_on(slot) == (slot != 0)
         process = echo.cluster.processes[0]
@@ -396,7 +401,7 @@ def test_a_death_that_nothing_depends_on_does_not_end_the_run(echo: Harness):
         await eventually(lambda: 0 in echo.mailbox.lost)
         await echo.trains_on()
         assert not echo.cluster._death.done()
-        assert (await echo.resizer.resize([0, 1, 2])).outcome == "resized"
+        assert (await echo.resizer.resize(echo.on([0, 1, 2]))).outcome == "resized"
         assert echo.cluster.processes[0].pid != process.pid
 
     echo.run(story())
@@ -413,7 +418,7 @@ def test_a_hundred_resizes_leave_nothing_behind(echo: Harness):
         for number in range(100):
             if number == 8:
                 before = held()
-            assert (await echo.resizer.resize(layouts[number % 4])).outcome == "resized"
+            assert (await echo.resizer.resize(echo.on(layouts[number % 4]))).outcome == "resized"
         assert held() == before
         assert len(asyncio.all_tasks()) < 20
         await echo.trains_on()

@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
@@ -18,9 +19,13 @@ def sums_and_places(groups: Groups, members: tuple[int, ...]) -> dict[str, objec
         value = torch.tensor([float(groups.slot)])
         dist.all_reduce(value, group=context.group(*axes))
         sums["+".join(axes)] = value.item()
-    # Each slot of tp has a half of the gradient [3, 4], and both copies have all of it.
-    gradient = torch.tensor([3.0 + context.layout.coordinates(groups.slot)["tp"]])
-    sums["norm"] = context.sum(context.share_of_square([gradient])).sqrt().item()
+    # Each slot of tp has a half of one gradient, [3, 4], and all of another one, [12]; both copies have all of both.
+    mesh = groups.mesh(context.layout.mesh.around(groups.slot, ("dp_replicate",), ("tp",)))
+    half = torch.tensor([3.0 + context.layout.coordinates(groups.slot)["tp"]])
+    parts = [(half, [Replicate(), Shard(0)]), (torch.tensor([12.0]), [Replicate(), Replicate()])]
+    gradients = [DTensor.from_local(local, mesh, placements, run_check=False) for local, placements in parts]
+    sums["norm"] = context.sum(context.share_of_square(gradients)).sqrt().item()
+    sums["tokens"] = context.sum(torch.tensor(100.0 * context.reports)).item()
     sums["rank"] = context.data_parallel_rank
     sums["first"] = context.is_first
     sums["mesh"] = context.mesh.mesh.tolist()
@@ -34,7 +39,8 @@ def test_every_axis_and_every_product_of_axes_has_a_group() -> None:
     assert [found[slot]["dp_replicate"] for slot in SLOTS] == [9.0, 3.0, 9.0, 3.0]
     assert [found[slot]["tp+dp_replicate"] for slot in SLOTS] == [all_slots] * 4
     assert [found[slot]["cp"] for slot in SLOTS] == [float(slot) for slot in SLOTS]
-    assert [found[slot]["norm"] for slot in SLOTS] == [5.0] * 4
+    assert [found[slot]["norm"] for slot in SLOTS] == [13.0] * 4
+    assert [found[slot]["tokens"] for slot in SLOTS] == [200.0] * 4, "slots along tp run the same tokens"
     assert [found[slot]["rank"] for slot in SLOTS] == [0, 0, 1, 1]
     assert [found[slot]["first"] for slot in SLOTS] == [True, False, False, False]
     assert [found[slot]["mesh"] for slot in SLOTS] == [[[5], [4]], [[1], [2]], [[5], [4]], [[1], [2]]]

@@ -191,7 +191,7 @@ class LiveActuator:
 
     async def resize(self, layout: ParallelLayout, leave: Callable[[], Awaitable[None]]) -> None:
         try:
-            resized = await self._resizer.resize_to(layout.slots, layout.dims.dp_replicate, leave)
+            resized = await self._resizer.resize_to(layout, leave)
         except (Unfit, RunFailed) as error:
             raise NotDone(str(error)) from error
         if resized.outcome == "rolled_back":
@@ -212,10 +212,10 @@ class LiveActuator:
 
     # -- what happens
 
-    def _on_micro_step(self, tokens_busiest: int, num_slots: int, seconds: float, tokens_all: int) -> None:
+    def _on_micro_step(self, tokens_fullest: int, num_ranks: int, seconds: float, tokens_all: int) -> None:
         # By epoch: a resize there and back ends on the same slots, and micro-steps come before a resize is finalized.
         first, self._trained_in = self._trainer.epoch != self._trained_in, self._trainer.epoch
-        (self._measured.first_micro_step if first else self._measured.micro_step)(tokens_busiest, num_slots, seconds)
+        (self._measured.first_micro_step if first else self._measured.micro_step)(tokens_fullest, num_ranks, seconds)
         self._notify()
 
     def _on_event(self, slot: int, event: Event) -> None:

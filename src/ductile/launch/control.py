@@ -22,7 +22,7 @@ import msgspec
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.fabric.process import start_time
 
-VERSION = 2
+VERSION = 3
 FILE = "control.json"
 MAX_REQUEST_BYTES = 1 << 20
 MAX_RESPONSE_BYTES = 64 << 20
@@ -38,8 +38,9 @@ class ResizeRequest(Words, tag="resize"):
     """Have the trainer go on with these slots, in the order that moves least of its state."""
 
     train: tuple[int, ...]
-    dp_replicate: int | None = None
-    """Whole copies of the state, each sharded over its part of the slots. None: as many as there are."""
+    sizes: dict[str, int] = {}
+    """Sizes of axes as `ParallelDims` names them, such as {"dp_replicate": 2}; the other axes stay as they are, and
+    `dp_shard` is what the slots leave."""
 
 
 class Status(Words, tag="status"):
@@ -133,19 +134,19 @@ class Run:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
 
-    def resize(self, train: Iterable[int], dp_replicate: int | None = None, timeout_s: float = RESIZE_S) -> Resized:
+    def resize(self, train: Iterable[int], timeout_s: float = RESIZE_S, **sizes: int) -> Resized:
         """Change the trainer's slots and wait for what comes of it; a rollback is a result, too.
 
-        Without `dp_replicate` the state keeps as many copies as it has.
+        sizes: of axes that change, as `ParallelDims` names them: `resize(range(4), dp_replicate=2)`.
 
         Raises Unfit, or RunFailed when the run ended meanwhile, is in another resize, or does not reply in time.
         """
         try:
-            ask = msgspec.convert({"type": "resize", "train": list(train), "dp_replicate": dp_replicate}, ResizeRequest)
+            ask = msgspec.convert({"type": "resize", "train": list(train), "sizes": sizes}, ResizeRequest)
         except (TypeError, msgspec.ValidationError) as error:
             raise Unfit(
-                f"train is {train!r} and dp_replicate {dp_replicate!r}; write slots as numbers, such as range(4) or "
-                "[0, 2, 5], and dp_replicate as a number or None"
+                f"train is {train!r} and the sizes of axes are {sizes!r}; write slots as numbers, such as range(4) or "
+                "[0, 2, 5], and sizes as numbers, such as dp_replicate=2"
             ) from error
         return self._ask(ask, Resized, timeout_s)
 

@@ -37,7 +37,7 @@ class LiveRun:
                 "which would take the change back. Start the run with auto_scheduler = false to resize it by hand"
             )
         if isinstance(ask, ResizeRequest):
-            return await self._resizer.resize_to(ask.train, ask.dp_replicate)
+            return await self._resizer.resize_to(self._resizer.layout_of(ask))
         return self.status()
 
     def status(self) -> RunStatus:

@@ -30,8 +30,9 @@ def resize(words: Sequence[str]) -> int:
     parser.add_argument("--timeout", type=float, default=RESIZE_S, metavar="S", help="how long to wait for it")
     parser.add_argument("--json", action="store_true", help="print what happened as JSON")
     asked = parse_with_folder(parser, words)
+    sizes = {} if asked.dp_replicate is None else {"dp_replicate": asked.dp_replicate}
     try:
-        result = Run(asked.run).resize(slot_list(asked.train), asked.dp_replicate, asked.timeout)
+        result = Run(asked.run).resize(slot_list(asked.train), asked.timeout, **sizes)
     except (Unfit, RunFailed) as error:
         return _sorry("resize", error)
     except KeyboardInterrupt:

@@ -78,7 +78,7 @@ class Scheduling:
     def watch(self, loop: Loop) -> ElasticController | None:
         """Account for the slots' time from now on. Returns their controller; None without `cluster.auto_scheduler`."""
         config, crew = self._config, self._crew
-        setting = setting_of(config, self._prepared, crew.home, crew.instances, on_gpu=_on_gpu(crew))
+        setting = setting_of(config, self._prepared, crew, on_gpu=_on_gpu(crew))
         measured = CostModel(_cache_bytes_per_token(config, crew))
         began_s = self._began_s = crew.activity.begin(crew.cluster.slots)
         monitor = Monitor(
@@ -159,10 +159,8 @@ class Scheduling:
         return self._controller.num_changes if self._controller else 0
 
 
-def setting_of(
-    config: RLConfig, prepared: Prepared, home: Placement, instances: tuple[Instance, ...], *, on_gpu: bool
-) -> Setting:
-    orchestrator = config.orchestrator
+def setting_of(config: RLConfig, prepared: Prepared, crew: Crew, *, on_gpu: bool) -> Setting:
+    orchestrator, home = config.orchestrator, crew.home
     return Setting(
         home=home,
         limits=Limits(
@@ -184,7 +182,8 @@ def setting_of(
         use_pre_process_policy=config.cluster.use_pre_process_policy,
         use_wait_before_last_iter_policy=config.cluster.use_wait_before_last_iter_policy,
         on_gpu=on_gpu,
-        instances=instances,
+        instances=crew.instances,
+        layout=crew.trainer.layout,
     )
 
 

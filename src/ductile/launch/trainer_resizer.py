@@ -11,7 +11,7 @@ from ductile.core.cluster.placement import Placement, slots_of
 from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
 from ductile.core.transfer.order import stays_put
 from ductile.error_text import capitalised, error_text
-from ductile.launch.control import Resized, RunFailed, Unfit
+from ductile.launch.control import Resized, ResizeRequest, RunFailed, Unfit
 from ductile.launch.local import LocalCluster
 from ductile.launch.processes import StartFailed
 from ductile.observe import Recorder
@@ -53,19 +53,18 @@ class TrainerResizer:
 
     async def resize(
         self,
-        slots: Sequence[int],
-        dp_replicate: int | None = None,
+        after: ParallelLayout,
         leave: Callable[[], Awaitable[None]] = nothing_to_release,
     ) -> Resized:
-        """Have the trainer go on with these slots, in this order, and wait for what comes of it.
+        """Have the trainer go on in this layout, with its order of slots, and wait for what comes of it.
 
-        dp_replicate: whole copies of the state; None: as many as there are. leave: called once all is prepared and the
-        trainer stands still; joiners give up their other roles in it.
+        leave: called once all is prepared and the trainer stands still; joiners give up their other roles in it.
 
-        Raises Unfit for a layout that cannot be, and RunFailed when another change is under way, when a slot does
-        not start, when the trainer is lost, or when the change fails in an unexpected way.
+        Raises Unfit for slots that do not exist, and RunFailed when another change is under way, when a slot does not
+        start, when the trainer is lost, or when the change fails in an unexpected way.
         """
-        before, after = self._trainer.layout, self._fitting(slots, dp_replicate)
+        self._refuse_unknown(after.slots)
+        before = self._trainer.layout
         if self._target is not None:
             raise RunFailed(f"the trainer is on its way to {describe(self._target)}: one resize at a time")
         if before == after:
@@ -94,15 +93,21 @@ class TrainerResizer:
 
     async def resize_to(
         self,
-        slots: Sequence[int],
-        dp_replicate: int | None = None,
+        after: ParallelLayout,
         leave: Callable[[], Awaitable[None]] = nothing_to_release,
     ) -> Resized:
         """`resize`, in the order of slots that moves least of the state."""
-        before, after = self._trainer.layout, self._fitting(slots, dp_replicate)
-        same = set(before.slots) == set(slots) and before.dims == after.dims
-        after = before if same else stays_put(before, after)
-        return await self.resize(after.slots, after.dims.dp_replicate, leave)
+        self._refuse_unknown(after.slots)
+        before = self._trainer.layout
+        same = set(before.slots) == set(after.slots) and before.dims == after.dims
+        return await self.resize(before if same else stays_put(before, after), leave)
+
+    def layout_of(self, request: ResizeRequest) -> ParallelLayout:
+        """The layout that is asked for. Raises Unfit for one that cannot be."""
+        try:
+            return self._trainer.layout.on(request.train, **request.sizes)
+        except (TypeError, ValueError) as error:
+            raise Unfit(str(error)) from error
 
     @property
     def under_way(self) -> str:
@@ -139,8 +144,7 @@ class TrainerResizer:
             "seconds/resize": paused_s,
         }
 
-    def _fitting(self, slots: Sequence[int], dp_replicate: int | None) -> ParallelLayout:
-        """The trainer's layout on these slots. Raises Unfit for one that cannot be."""
+    def _refuse_unknown(self, slots: Collection[int]) -> None:
         beyond = [slot for slot in slots if not 0 <= slot < self._num_slots]
         if beyond:
             verb = "does" if len(beyond) == 1 else "do"
@@ -148,10 +152,6 @@ class TrainerResizer:
                 f"{slots_of(beyond)} {verb} not exist: this machine has slots 0 to {self._num_slots - 1}, as "
                 "deployment.gpus_per_node says; use these, or start the run with another number there"
             )
-        try:
-            return self._trainer.layout.on(slots, dp_replicate)
-        except ValueError as error:
-            raise Unfit(str(error)) from error
 
     async def _start(self, slots: Sequence[int]) -> None:
         try:

@@ -8,6 +8,7 @@ averaged: the loss is a sum as well, and is divided once, at the optimizer step.
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager, nullcontext
 from itertools import groupby
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -89,6 +90,14 @@ def local_shard(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
+def num_copies(tensor: Tensor) -> int:
+    """Slots that have the same part of the tensor as this one, itself among them."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    mesh = tensor.device_mesh
+    return prod(mesh.size(dim) for dim, placement in enumerate(tensor.placements) if placement.is_replicate())
+
+
 def full(tensor: Tensor) -> Tensor:
     """The whole of a tensor, without gradient; all ranks must ask for it.
 
@@ -120,9 +129,9 @@ def _chunk(parameter: DTensor) -> int:
     return -(-len(parameter) // mesh.size(mesh.ndim - 1))
 
 
-def local_gradients(model: nn.Module) -> list[Tensor]:
-    """This rank's part of every accumulated gradient, sharing memory. Empty before the first backward pass."""
-    return [local_shard(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+def gradients(model: nn.Module) -> list[Tensor]:
+    """Every accumulated gradient, sharded as its parameter is. Empty before the first backward pass."""
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
 def full_tensors(model: Transformer, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

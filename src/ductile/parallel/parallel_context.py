@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ductile.core.layout.parallel_layout import AXES, FULLY_SHARDED, ParallelLayout
 from ductile.fabric.groups import Groups
+from ductile.parallel.data import local_shard, num_copies
 
 
 class ParallelContext:
@@ -25,6 +26,8 @@ class ParallelContext:
         """Whether this slot speaks for all: it publishes and exports what all help to gather."""
         self.data_parallel_rank = layout.data_parallel_rank(groups.slot)
         """The part of a batch that this slot works on."""
+        self.reports = layout.reports(groups.slot)
+        """Whether this slot's sums over samples count, so that `sum` has each token once."""
         self.num_on_device = groups.num_on_device(layout.slots)
         """Slots that share this slot's GPU, itself among them."""
 
@@ -39,6 +42,8 @@ class ParallelContext:
 
     def share_of_square(self, gradients: Sequence[Tensor]) -> Tensor:
         """This slot's share of the squared norm of the whole gradient, of which these are its parts: `sum` adds the
-        shares up. Each copy of the state has the whole gradient, so that its squares count in part."""
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-        return torch.stack(norms).double().square().sum() / self.layout.dims.dp_replicate
+        shares up. What several slots have alike (copies of the state, a norm's weight along tp) counts in part on
+        each."""
+        norms = [torch.linalg.vector_norm(local_shard(gradient), dtype=torch.float32) for gradient in gradients]
+        squares = torch.stack(norms).double().square()
+        return (squares / squares.new_tensor([num_copies(gradient) for gradient in gradients])).sum()

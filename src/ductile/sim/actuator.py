@@ -50,7 +50,7 @@ class SimulatedActuator:
         self.roles: dict[int, tuple[Role, ...]] = {}
         self.since_s = dict.fromkeys(slots, 0.0)
         self._changing: frozenset[int] = frozenset()
-        self.layout = ParallelLayout.of(scenario.placement.train)
+        self.layout = scenario.layout.adapted(scenario.placement.train, scenario.layout.dims.dp_replicate)
         self.boundary = asyncio.Lock()
         """Held by the trainer in a micro-step, and by a change of its slots."""
         self.may_train = asyncio.Event()
@@ -68,7 +68,7 @@ class SimulatedActuator:
         self.on_capacity: Callable[[], None] = lambda: None
         """Called when slots begin or cease to take requests."""
         self._loads = SimulatedLoads(scenario.cache_block)
-        self._generates = asyncio.Event()
+        self._generates, self._scores = asyncio.Event(), asyncio.Event()
         self._doing: dict[Activity, Counter[int]] = {activity: Counter() for activity in DOING}
         self._groups: dict[str, _Group] = {}
         self._ready = self._ready_tokens = self._to_score = self._to_score_tokens = 0
@@ -131,7 +131,7 @@ class SimulatedActuator:
                 self._put(simulated, order.target)
 
     async def dismiss(self, instance: Instance) -> None:
-        self.instances = tuple(each for each in self.instances if each != instance)
+        self._set(tuple(each for each in self.instances if each != instance))
         if instance.role == "generate":
             self._loads.close(instance)
             del self.engines[instance.id]
@@ -169,9 +169,13 @@ class SimulatedActuator:
             self.stall(slots, seconds)
             await self.busy("switch", slots, seconds)
 
+    def _set(self, instances: tuple[Instance, ...]) -> None:
+        self.instances = instances
+        (self._scores.set if self.instances_of("score") else self._scores.clear)()
+
     def _begin(self, instance: Instance) -> None:
         """The instance is there, on slots that have its role."""
-        self.instances = in_order((*self.instances, instance))
+        self._set(in_order((*self.instances, instance)))
         if instance.role == "generate":
             paused_until_s = max((self._paused_until_s[slot] for slot in instance.slots), default=0.0)
             decode, max_num_seqs = self.scenario.speeds.decode, self.scenario.limits.max_num_seqs
@@ -184,6 +188,11 @@ class SimulatedActuator:
     def _look_for_generators(self) -> None:
         (self._generates.set if self._loads else self._generates.clear)()
         self.on_capacity()
+
+    async def scorers(self) -> tuple[Instance, ...]:
+        """The scorers; waits while there is none."""
+        await self._scores.wait()
+        return self.instances_of("score")
 
     # -- what slots do
 
@@ -353,7 +362,9 @@ class SimulatedActuator:
                 for slot, roles in self.roles.items()
             ),
             batch=self._batch(),
-            trainer=TrainerState(self.layout, True, not self.may_train.is_set(), work.seq_len),
+            trainer=TrainerState(
+                self.layout, True, not self.may_train.is_set(), work.seq_len, scenario.layout.dims.dp_replicate
+            ),
             speeds=scenario.speeds,
             costs=scenario.costs,
             home=scenario.placement,

@@ -90,8 +90,8 @@ class SimTrainer:
                 if not actuator.may_train.is_set():
                     continue
                 slots = actuator.layout.slots
-                done, left, longest = _row(left, len(slots), seq_len)
-                seconds = actuator.scenario.speeds.train.seconds(longest * block, len(slots))
+                done, left, longest = _row(left, self.num_ranks, seq_len)
+                seconds = actuator.scenario.speeds.train.seconds(longest * block, self.num_ranks)
                 actuator.stall(slots, seconds)
                 await actuator.busy("train", slots, seconds)
                 actuator.on_trained(len(done), sum(done) * block)
@@ -132,7 +132,7 @@ class SimScorer:
 
     async def score(self, samples: Sequence[Sample], model: Literal["policy", "reference"]) -> list[tuple[float, ...]]:
         actuator = self._actuator
-        scorers = actuator.instances_of("score")
+        scorers = await actuator.scorers()
         tokens = sum(map(len, samples)) * actuator.scenario.block_tokens
         seconds = tokens / (actuator.scenario.speeds.score_tokens_per_s * len(scorers))
         await actuator.busy("score", slots_on(scorers), seconds)
@@ -145,20 +145,20 @@ class SimScorer:
         await self._actuator.busy("publish", slots, self._actuator.scenario.speeds.receive_s)
 
 
-def _row(lengths: Sequence[int], num_slots: int, seq_len: int) -> tuple[list[int], list[int], int]:
-    """One micro-step: (samples in it, samples left, the fullest slot's). The longest goes first, to the emptiest slot.
+def _row(lengths: Sequence[int], num_ranks: int, seq_len: int) -> tuple[list[int], list[int], int]:
+    """One micro-step: (samples in it, samples left, the fullest rank's). The longest goes first, to the emptiest rank.
 
     lengths: descending, in the unit of `seq_len`.
     """
-    slots = [0] * num_slots
+    ranks = [0] * num_ranks
     done: list[int] = []
     for place, length in enumerate(lengths):
-        if slots[0] and slots[0] + length > seq_len:
+        if ranks[0] and ranks[0] + length > seq_len:
             # Shorter ones may still fit, but are as many as the next micro-step wants.
-            return done, [*lengths[place:]], max(slots)
-        heapq.heapreplace(slots, slots[0] + length)
+            return done, [*lengths[place:]], max(ranks)
+        heapq.heapreplace(ranks, ranks[0] + length)
         done.append(length)
-    return done, [], max(slots)
+    return done, [], max(ranks)
 
 
 def _versions(simulated: SimulatedRequest, num_blocks: int, block_tokens: int) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from ductile.core.cluster.cost import Speeds, SwitchCosts
 from ductile.core.cluster.instances import Instance
 from ductile.core.cluster.placement import Placement
 from ductile.core.cluster.state import Limits, may_share
+from ductile.core.layout.parallel_layout import ONE_SLOT, ParallelLayout
 
 DrawLength = Callable[[random.Random], float]
 """Draws the tokens of one completion, before the limit cuts it."""
@@ -66,6 +67,8 @@ class Scenario:
     """There is a scorer, and every sample passes through it."""
     servers: tuple[Instance, ...] = ()
     """Generators that are on no slot, and are there from the beginning to the end."""
+    layout: ParallelLayout = ONE_SLOT
+    """The sizes of the trainer's axes, which it keeps on whatever slots it has."""
     on_gpu: bool = False
     """The slots are GPUs, which have memory for two roles only where the placement says so."""
 

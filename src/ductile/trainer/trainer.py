@@ -104,7 +104,7 @@ class Trainer:
             raise ValueError(
                 f"the loss denominator of an optimizer step is {loss_denominator}; it must be a number of at least 0"
             )
-        gradients = data.local_gradients(self.model)
+        gradients = data.gradients(self.model)
         if loss_denominator == 0:
             if gradients:
                 raise ValueError("the loss denominator of an optimizer step is 0, and there is a gradient")
@@ -120,7 +120,7 @@ class Trainer:
             limit = self._optim.max_norm
             clip = 1.0 if limit is None else min(1.0, limit / (grad_norm + 1e-6))
             for gradient in gradients:
-                gradient.mul_(clip / loss_denominator)
+                data.local_shard(gradient).mul_(clip / loss_denominator)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
@@ -143,7 +143,7 @@ class Trainer:
     def progress(self) -> TrainProgress:
         """What there is besides tensors, with this rank's sums."""
         sums = {name: value.item() for name, value in self._sums.items()}
-        return TrainProgress(self.step, self.num_updates, bool(data.local_gradients(self.model)), sums)
+        return TrainProgress(self.step, self.num_updates, bool(data.gradients(self.model)), sums)
 
     def go_on_from(self, progress: TrainProgress) -> None:
         """Take over what there is besides tensors. `progress.sums` are of all ranks: the first one keeps them."""
@@ -208,7 +208,7 @@ class Trainer:
         for name, values in outputs.metrics.items():
             sums[METRIC + name] = values.detach().sum() if batch.num_trained else torch.zeros(())
         for name, value in sums.items():
-            value = value.to(self.device, torch.float64)
+            value = value.to(self.device, torch.float64) * float(self.context.reports)
             self._sums[name] = self._sums[name] + value if name in self._sums else value
         return ""
 
@@ -217,7 +217,7 @@ class Trainer:
         self._sums["grad_square"] = self.context.share_of_square(gradients)
         peak = peak_of(self.device, self._arithmetic)
         share = peak.flops_per_s / self.context.num_on_device if peak else nan
-        self._sums["peak_flops_per_s"] = gradients[0].new_tensor(share, dtype=torch.float64)
+        self._sums["peak_flops_per_s"] = torch.tensor(share, dtype=torch.float64, device=self.device)
         names = sorted(self._sums)
         totals = self.context.sum(torch.stack([self._sums[name] for name in names]))
         return dict(zip(names, totals.tolist(), strict=True))

@@ -39,8 +39,9 @@ Row = tuple[MicroBatch, ...]
 """A micro-step: the micro-batch of each data-parallel rank."""
 
 OnMicroStep = Callable[[int, int, float, int], None]
-"""Called after each micro-step with the tokens of its busiest slot, the number of slots, the seconds that the slowest
-slot worked (how long the command waited in the slot is not counted), and the tokens of all slots."""
+"""Called after each micro-step with the tokens of its fullest micro-batch, the number of micro-batches (one a
+data-parallel rank), the seconds that the slowest slot worked (how long the command waited in the slot is not counted),
+and the tokens of all micro-batches."""
 
 
 @dataclass(slots=True)
@@ -279,7 +280,7 @@ class RemoteTrainer:
         tokens = [part.num_tokens for part in row]
         busy_s = max(reply.busy_s for reply in done.values())
         for callback in self._on_micro_step:
-            callback(max(tokens), len(done), busy_s, sum(tokens))
+            callback(max(tokens), len(row), busy_s, sum(tokens))
 
     async def _micro_step(self, row: Row) -> Mapping[int, ForwardBackwardDone]:
         return await self._ask(

@@ -22,8 +22,8 @@ CASES = [
 @pytest.mark.parametrize(("members", "replicas", "slots", "new_replicas", "expected"), CASES)
 def test_who_stays_where(members, replicas, slots, new_replicas, expected) -> None:
     before = ParallelLayout.of(members, dp_replicate=replicas)
-    after = stays_put(before, before.on(slots, new_replicas))
-    assert kept(before, after) == kept(before, before.on(expected, new_replicas))
+    after = stays_put(before, before.on(slots, dp_replicate=new_replicas))
+    assert kept(before, after) == kept(before, before.on(expected, dp_replicate=new_replicas))
     if new_replicas == replicas:
         assert after.slots == expected
 
@@ -51,9 +51,9 @@ def test_no_other_order_keeps_more(slots, num_before, num_after, replicas) -> No
     before = ParallelLayout.of(first, dp_replicate=replicas[0])
     num_after = min(num_after, 5 // replicas[1])
     others = slots[-num_after * replicas[1] :]
-    ours = stays_put(before, before.on(others, replicas[1]))
+    ours = stays_put(before, before.on(others, dp_replicate=replicas[1]))
     assert sorted(ours.slots) == sorted(others)
-    best = max(kept(before, before.on(order, replicas[1])) for order in permutations(others))
+    best = max(kept(before, before.on(order, dp_replicate=replicas[1])) for order in permutations(others))
     assert kept(before, ours) == best
 
 

@@ -58,25 +58,25 @@ class DecodeSpeed:
 
 @dataclass(frozen=True, slots=True)
 class TrainSpeed:
-    """Speed of forward, backward and the gradients' reduction. `n` slots are `n / (1 + overhead * (n - 1))` times as
-    fast as one."""
+    """Speed of forward, backward and the gradients' reduction. `n` data-parallel ranks are
+    `n / (1 + overhead * (n - 1))` times as fast as one."""
 
     tokens_per_s: float
-    """Tokens that one slot alone trains on per second."""
+    """Tokens that one rank alone trains on per second."""
     overhead: float = 0.0
-    """Share of a token's time that each further slot adds for all slots; measured by training on two different numbers
-    of slots."""
+    """Share of a token's time that each further rank adds for all ranks; measured by training on two different numbers
+    of ranks."""
     micro_step_s: float = 0.0
     """Seconds that every micro-step takes, however small: messages, launches, the collective's start."""
 
-    def of(self, num_slots: Amount) -> Amount:
-        """Tokens that so many slots together train on per second, when micro-steps are full."""
-        # `abs` keeps the speed of no slots at 0, whatever the overhead.
-        return self.tokens_per_s * num_slots / (1 + self.overhead * abs(num_slots - 1))
+    def of(self, num_ranks: Amount) -> Amount:
+        """Tokens that so many ranks together train on per second, when micro-steps are full."""
+        # `abs` keeps the speed of no ranks at 0, whatever the overhead.
+        return self.tokens_per_s * num_ranks / (1 + self.overhead * abs(num_ranks - 1))
 
-    def seconds(self, tokens_of_a_slot: float, num_slots: int) -> float:
-        """Seconds of one micro-step in which the busiest slot has so many tokens."""
-        return self.micro_step_s + tokens_of_a_slot * (1 + self.overhead * (num_slots - 1)) / self.tokens_per_s
+    def seconds(self, tokens_fullest: float, num_ranks: int) -> float:
+        """Seconds of one micro-step in which the fullest rank has so many tokens."""
+        return self.micro_step_s + tokens_fullest * (1 + self.overhead * (num_ranks - 1)) / self.tokens_per_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,17 +86,17 @@ class CostModel:
         self._migrations.append((tokens * self._cache_bytes_per_token, seconds))
         self._migration_cost = migration_cost(self._migrations, PRIOR_MIGRATION)
 
-    def micro_step(self, tokens_busiest: float, num_slots: int, seconds: float) -> None:
-        self._keep(self._micro_steps, num_slots, (tokens_busiest, seconds))
+    def micro_step(self, tokens_fullest: float, num_ranks: int, seconds: float) -> None:
+        self._keep(self._micro_steps, num_ranks, (tokens_fullest, seconds))
 
-    def first_micro_step(self, tokens_busiest: float, num_slots: int, seconds: float) -> None:
+    def first_micro_step(self, tokens_fullest: float, num_ranks: int, seconds: float) -> None:
         """These slots have run their first micro-step together, in new memory and groups. It says nothing of their
         speed, as long as others do."""
         if self._micro_steps:
-            usual_s = self.speeds().train.seconds(tokens_busiest, num_slots)
+            usual_s = self.speeds().train.seconds(tokens_fullest, num_ranks)
             self.took("warm_up", max(0.0, seconds - usual_s))
         else:
-            self._keep(self._first_micro_steps, num_slots, (tokens_busiest, seconds))
+            self._keep(self._first_micro_steps, num_ranks, (tokens_fullest, seconds))
 
     def took(self, what: FixedCost, seconds: float) -> None:
         self._keep(self._fixed_costs, what, seconds)

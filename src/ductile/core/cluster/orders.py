@@ -8,7 +8,6 @@ asked before a decision is carried out, so that a policy with a bug is refused a
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import gcd
 from typing import Protocol, runtime_checkable
 
 from ductile.core.cluster.instances import NOUNS, Groups, Instance, InstanceId, named, regrouped
@@ -111,12 +110,10 @@ def layout_after(state: ClusterState, decision: Decision) -> ParallelLayout:
 
 
 def _layout_after(trainer: TrainerState, roles: dict[int, tuple[Role, ...]]) -> ParallelLayout:
-    before, dims = trainer.layout.slots, trainer.layout.dims
+    before = trainer.layout.slots
     staying = [slot for slot in before if "train" in roles.get(slot, ())]
     joining = sorted(slot for slot, held in roles.items() if "train" in held and slot not in before)
-    slots = (*staying, *joining)
-    most = max(1, len(slots) // (dims.pp * dims.cp * dims.tp))
-    return trainer.layout.on(slots, gcd(trainer.dp_replicate, most))
+    return trainer.layout.adapted((*staying, *joining), trainer.dp_replicate)
 
 
 def violations(state: ClusterState, decision: Decision) -> list[str]:
@@ -128,8 +125,7 @@ def violations(state: ClusterState, decision: Decision) -> list[str]:
     found += _wrong_migrations(state, decision, instances)
     return found or [
         *_broken_floors(state, after, instances),
-        *_wrong_moment(state, after),
-        *_no_layout(state, after),
+        *_wrong_layout(state, after),
     ]
 
 
@@ -225,19 +221,16 @@ def _broken_floors(
         yield f"{many(held['score'], 'scorer')} would be left, and {limits.min_score} is the least"
 
 
-def _wrong_moment(state: ClusterState, after: dict[int, tuple[Role, ...]]) -> Iterator[str]:
-    trains = {slot for slot, roles in after.items() if "train" in roles}
-    if trains != {*state.trainer.layout.slots} and not state.trainer.at_boundary:
-        yield "the trainer is being resized already: one resize at a time"
-
-
-def _no_layout(state: ClusterState, after: dict[int, tuple[Role, ...]]) -> Iterator[str]:
+def _wrong_layout(state: ClusterState, after: dict[int, tuple[Role, ...]]) -> Iterator[str]:
     if not any("train" in roles for roles in after.values()):
         return  # a floor is broken
     try:
-        _layout_after(state.trainer, after)
+        layout = _layout_after(state.trainer, after)
     except ValueError as error:
         yield f"the trainer cannot go on so: {error}"
+    else:
+        if layout != state.trainer.layout and not state.trainer.at_boundary:
+            yield "the trainer is being resized already: one resize at a time"
 
 
 def sentence(orders: Iterable[Order], *further: str) -> str:

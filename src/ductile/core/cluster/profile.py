@@ -13,6 +13,7 @@ from ductile.core.cluster.instances import Instance, instances_from
 from ductile.core.cluster.ledger import Span
 from ductile.core.cluster.placement import Placement
 from ductile.core.cluster.state import Limits, first_instances
+from ductile.core.layout.parallel_layout import ONE_SLOT, ParallelDims, ParallelLayout
 
 FORMAT = 2
 """Number of the events' format: 1 had slots where 2 has instances, and did not say its number."""
@@ -45,6 +46,8 @@ class Setting:
     """Whether the slots are GPUs: which roles may share one then follows from the placement (`state.may_share`)."""
     instances: tuple[Instance, ...] = ()
     """Generators and scorers that the run begins with."""
+    layout: ParallelLayout = ONE_SLOT
+    """The trainer's layout at the start."""
     version: int = FORMAT
     """Format of the events that follow this one in events.jsonl."""
 
@@ -62,8 +65,12 @@ class Setting:
         own |= {"home": Placement(**home), "limits": Limits(**own["limits"])}
         if own["version"] == 1:
             own["instances"] = first_instances(own["home"], own["limits"])  # each slot of a role was one
+            own["layout"] = ParallelLayout.of(own["home"].train)
         else:
             own["instances"] = instances_from(own["instances"])
+            layout = own["layout"]
+            dims = ParallelDims(**layout["dims"])
+            own["layout"] = ParallelLayout(tuple(layout["slots"]), dims, tuple(layout["stages"]))
         return Setting(**own)
 
 

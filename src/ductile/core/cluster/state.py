@@ -122,7 +122,7 @@ class TrainerState:
     held: bool = False
     """Whether a decision lets the trainer wait."""
     seq_len: int = 2048
-    """Most tokens of one slot's micro-batch."""
+    """Most tokens of one micro-batch, which is a data-parallel rank's."""
     dp_replicate: int = 1
     """Copies of the state that the config asks for (`trainer.model.dp_replicate`)."""
 

@@ -20,7 +20,7 @@ dealt out anew, to `expert_shard` and, inside, `ep`.
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from math import prod
+from math import gcd, prod
 from typing import TypeVar
 
 from ductile.core.layout.mesh import Mesh
@@ -72,10 +72,16 @@ class ParallelLayout:
         others = dims.pp * dims.dp_replicate * dims.cp * dims.tp
         return ParallelLayout(slots, replace(dims, dp_shard=max(1, len(slots) // max(1, others))), stages)
 
-    def on(self, slots: Iterable[int], dp_replicate: int | None = None) -> "ParallelLayout":
-        """The layout of these slots with the same sizes, or another `dp_replicate`; `dp_shard` is what they leave."""
-        sizes = asdict(self.dims) | ({} if dp_replicate is None else {"dp_replicate": dp_replicate})
-        return ParallelLayout.of(slots, self.stages, **sizes)
+    def on(self, slots: Iterable[int], **sizes: int) -> "ParallelLayout":
+        """The layout of these slots with the same sizes, but for those given; `dp_shard` is what they leave."""
+        return ParallelLayout.of(slots, self.stages, **(asdict(self.dims) | sizes))
+
+    def adapted(self, slots: Iterable[int], dp_replicate: int) -> "ParallelLayout":
+        """The layout of these slots with `dp_replicate` copies of the state, or with the most of its divisors that the
+        number of slots allows."""
+        slots = tuple(slots)
+        most = max(1, len(slots) // (self.dims.pp * self.dims.cp * self.dims.tp))
+        return self.on(slots, dp_replicate=gcd(dp_replicate, most))
 
     @property
     def mesh(self) -> Mesh:
@@ -117,6 +123,12 @@ class ParallelLayout:
     def data_parallel_rank(self, slot: int) -> int:
         """The part of a batch that the slot works on."""
         return self.mesh.coordinate(slot, DATA_PARALLEL)
+
+    def reports(self, slot: int) -> bool:
+        """Whether the slot's sums over samples count. Of slots that run the same tokens one's do: the first along tp,
+        in the last stage, which has the loss."""
+        at = self.coordinates(slot)
+        return at["tp"] == 0 and at["pp"] == self.dims.pp - 1
 
     def deal(self, parts: Sequence[T]) -> dict[int, T]:
         """Each slot's part of a batch that has one for each data-parallel rank."""
@@ -175,3 +187,7 @@ def _violations(slots: Sequence[int], dims: ParallelDims, stages: Sequence[int])
         yield f"ep is {dims.ep} and must divide dp_shard · cp · tp, which is {around}"
     if stages and {*stages} != {*range(dims.pp)}:
         yield f"the layers are on stages {sorted({*stages})} and must be on all of 0 to {dims.pp - 1}"
+
+
+ONE_SLOT = ParallelLayout.of((0,))
+"""The layout of a trainer on slot 0 alone."""
