@@ -15,6 +15,7 @@ from ductile.wire.messages import (
     AssignRole,
     Command,
     Died,
+    Done,
     Event,
     Failed,
     Generate,
@@ -40,11 +41,19 @@ class Elsewhere:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.deliver = cluster, lambda event: None
         self.asked: list[Command] = []
+        self.raises: Exception | None = None
+        self.dies_at: type[Command] | None = None
+        """Command that it takes, and dies."""
         cluster.slots.slots[BEHIND].holds, cluster.slots.slots[BEHIND].version = True, 0
         cluster.mailbox.subscribe(lambda slot, event: self.deliver(event) if slot == BEHIND else None)
 
     async def ask(self, command: Command, deadline_s: float) -> Reply:
         self.asked.append(command)
+        if self.raises:
+            raise self.raises
+        if self.dies_at is not None and isinstance(command, self.dies_at):
+            self.deliver(Died("http://elsewhere is gone"))
+            return Done()
         if BEHIND in self.cluster.mailbox.lost:
             raise SlotLost("http://elsewhere cannot be reached")
         reply = await self.cluster.slots.respond(BEHIND, command)
@@ -123,6 +132,32 @@ def test_requests_migrate_between_them_and_nobody_notices():
         for name, task in asked.items():
             assert is_whole(await task, name)
         assert sorted(cluster.slots.with_cache) == ["a", "c"]
+
+    with_mixed(story)
+
+
+def test_a_server_that_dies_with_a_request_that_has_just_come_is_not_waited_for():
+    async def story(cluster: Mixed):
+        task = cluster.ask("a")
+        await steps(5)
+        cluster.server.dies_at = Generate
+        began_s = clock()
+        await cluster.generators.migrate([Migration("a", PAIR.id, ELSEWHERE.id)])
+        assert ELSEWHERE not in cluster.generators.all_instances
+        assert is_whole(await task, "a")
+        assert clock() - began_s < TIMEOUT_S / 2
+
+    with_mixed(story)
+
+
+def test_whatever_a_server_s_client_raises_is_a_refusal_of_what_was_asked():
+    async def story(cluster: Mixed):
+        cluster.server.raises = ConnectionError("connection refused")
+        tasks = [cluster.ask(name) for name in "abc"]
+        endings = await asyncio.gather(*tasks, return_exceptions=True)
+        (error,) = [ending for ending in endings if isinstance(ending, Exception)]
+        assert isinstance(error, Refused)
+        assert "http://elsewhere: ConnectionError: connection refused" in str(error)
 
     with_mixed(story)
 

@@ -148,7 +148,10 @@ class LiveActuator:
     def changing(self, moves: Sequence[RoleChange]) -> None:
         for move in self._moves:
             self._since_s[move.slot] = self.now_s
-            self._generators.resume(move.slot)  # nothing happens unless it was to leave and is still there
+            # Nothing happens unless an instance was to leave and is still there.
+            self._generators.resume(move.slot)
+            if self._scorer:
+                self._scorer.resume(move.slot)
         self._moves = tuple(moves)
         for move in moves:
             if "generate" in move.before and "generate" not in move.after:

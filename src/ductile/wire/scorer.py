@@ -98,6 +98,11 @@ class RemoteScorer:
         """`WorkerPool.admit`: True when it scores now, False when it does so from the next version on."""
         return await self._pool.admit(instance, settings)
 
+    def resume(self, slot: int) -> None:
+        """If the scorer on this slot is draining, it stays, and gets samples again."""
+        if instance := self._pool.on(slot):
+            self._pool.resume(instance)
+
     async def dismiss(self, instance: Instance) -> None:
         """Have the instance score no more, once it has done what it is doing. Raises Late, Refused or SlotLost."""
         self._pool.drain(instance)

@@ -17,8 +17,9 @@ from typing import Protocol
 
 from ductile.core.cluster.instances import Instance, InstanceId, Serving, in_order
 from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.error_text import error_text
 from ductile.records import Manifest
-from ductile.roles import Late, SlotLost
+from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.background import finish
 from ductile.wire.change_signal import ChangeSignal
 from ductile.wire.fanout import raise_worst
@@ -72,6 +73,8 @@ class WorkerPool:
         """The member on each slot."""
         self._joining: set[int] = set()
         """Slots of the instances that are about to join."""
+        self._lost: dict[InstanceId, str] = {}
+        """How external servers have died."""
         self._changed = ChangeSignal()
         self._listeners: list[InstanceListener] = []
         self._releasing: set[asyncio.Task[None]] = set()
@@ -109,15 +112,21 @@ class WorkerPool:
 
     def why_lost(self, instance: Instance) -> str:
         """The sentence that says why the instance is lost; "" while it is not."""
-        return next((self._mailbox.lost[slot] for slot in instance.slots if slot in self._mailbox.lost), "")
+        lost = self._mailbox.lost
+        return next((lost[slot] for slot in instance.slots if slot in lost), self._lost.get(instance.id, ""))
 
     async def ask(self, instance: Instance, command: Command) -> Reply:
-        """Tell the instance, and wait for its answer. Raises SlotLost, Late or Refused."""
+        """Tell the instance, and wait for its reply. Raises SlotLost, Late or Refused."""
         if why := self.why_lost(instance):
             raise SlotLost(why)
         if instance.slots:
             return await self._mailbox.ask(instance.slots[0], command, self._timeout_s)
-        return await self._servers[instance.id].ask(command, self._timeout_s)
+        try:
+            return await self._servers[instance.id].ask(command, self._timeout_s)
+        except FAILURES:
+            raise
+        except Exception as error:  # whatever the server's client raises
+            raise Refused(f"{instance.id}: {error_text(error)}") from error
 
     async def ask_all(self, commands: Mapping[Instance, Command]) -> dict[Instance, Outcome]:
         """Tell several instances at once; one outcome each, never an exception."""
@@ -218,6 +227,8 @@ class WorkerPool:
     def _tell(self, instance: Instance, event: Event) -> None:
         if isinstance(event, Died):
             self._forget(instance)
+            if not instance.slots:
+                self._lost[instance.id] = event.reason
             for slot in instance.slots:  # at once: what is asked of the slot from now on comes after it
                 releasing = asyncio.create_task(self._release(slot))
                 self._releasing.add(releasing)

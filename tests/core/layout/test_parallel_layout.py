@@ -28,6 +28,9 @@ def test_coordinates_and_groups() -> None:
     assert groups == {("tp",): (4, 5), ("dp_shard",): (5, 7), ("dp_replicate",): (1, 5), ("cp",): (5,)}
     assert EIGHT.group(5, ("dp_replicate", "dp_shard")) == EIGHT.group(5, ("dp_shard", "dp_replicate")) == (1, 3, 5, 7)
     assert EIGHT.group(5, AXES) == EIGHT.slots
+    for axes, strange in ((("dp",), "dp"), (("dp_replicat", "tp"), "dp_replicat"), (("ep", "dp_shard"), "dp_shard")):
+        with pytest.raises(ValueError, match=f"{strange}: no axis of this mesh, which has pp, dp_replicate"):
+            EIGHT.group(5, axes)
 
 
 @pytest.mark.parametrize(

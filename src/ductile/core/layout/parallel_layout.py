@@ -100,9 +100,13 @@ class ParallelLayout:
         return {axis: self.mesh.coordinate(slot, (axis,)) for axis in AXES}
 
     def group(self, slot: int, axes: Collection[str]) -> tuple[int, ...]:
-        """The slots that differ from `slot` along these axes alone, itself among them, in rank order."""
+        """The slots that differ from `slot` along these axes alone, itself among them, in rank order. Raises ValueError
+        for axes that are not of one mesh: that of `AXES`, or that of `EXPERTS`."""
         mesh = self.mesh if set(EXPERTS).isdisjoint(axes) else self.expert_mesh
         ordered = [axis for axis, _ in mesh.axes if axis in axes]
+        if strange := set(axes).difference(ordered):
+            have = ", ".join(axis for axis, _ in mesh.axes)
+            raise ValueError(f"{', '.join(sorted(strange))}: no axis of this mesh, which has {have}")
         return mesh.around(slot, ordered).slots
 
     @property
