@@ -7,10 +7,10 @@ Nothing heavy is imported before the config is known to be good: `--help` and ev
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from pkgutil import resolve_name
 
 from ductile import __version__
 from ductile.config.command_line import as_sentence
@@ -30,92 +30,29 @@ BAD_CONFIG = 2
 """Exit status when nothing was started because the command line or a config is wrong."""
 
 
-def _rl(config: RLConfig) -> int:
-    from ductile.launch.run import run_rl
-
-    return run_rl(config)
-
-
-def _sft(config: SFTConfig) -> int:
-    from ductile.launch.run import run_sft
-
-    return run_sft(config)
-
-
-def _trainer(config: TrainerRunConfig) -> int:
-    from ductile.launch.run import run_trainer
-
-    return run_trainer(config)
-
-
-def _orchestrator(config: OrchestratorRunConfig) -> int:
-    from ductile.launch.run import run_orchestrator
-
-    return run_orchestrator(config)
-
-
-def _inference(config: InferenceRunConfig) -> int:
-    from ductile.launch.run import run_inference
-
-    return run_inference(config)
-
-
 @dataclass(frozen=True, slots=True)
 class Command:
     name: str
     summary: str
     root: type[RunConfig]
-    run: Callable[[Any], int]
 
 
 COMMANDS = {
     command.name: command
     for command in (
-        Command("rl", "train with RL: the whole loop", RLConfig, _rl),
-        Command("sft", "supervised fine-tuning, with the same trainer", SFTConfig, _sft),
-        Command("trainer", "the trainer alone, on fake data", TrainerRunConfig, _trainer),
-        Command("orchestrator", "rollouts and rewards against a running server", OrchestratorRunConfig, _orchestrator),
-        Command("inference", "an OpenAI-compatible server", InferenceRunConfig, _inference),
+        Command("rl", "train with RL: the whole loop", RLConfig),
+        Command("sft", "supervised fine-tuning, with the same trainer", SFTConfig),
+        Command("trainer", "the trainer alone, on fake data", TrainerRunConfig),
+        Command("orchestrator", "rollouts and rewards against a running server", OrchestratorRunConfig),
+        Command("inference", "an OpenAI-compatible server", InferenceRunConfig),
     )
 }
-
-
-def _resize(words: Sequence[str]) -> int:
-    from ductile.launch.run_commands import resize
-
-    return resize(words)
-
-
-def _status(words: Sequence[str]) -> int:
-    from ductile.launch.run_commands import status
-
-    return status(words)
-
-
-def _simulate(words: Sequence[str]) -> int:
-    from ductile.sim.command import main
-
-    return main(words)
-
-
-def _plan(words: Sequence[str]) -> int:
-    from ductile.sim.plan_command import main
-
-    return main(words)
-
-
-def _report(words: Sequence[str]) -> int:
-    from ductile.dashboard.report_command import main
-
-    return main(words)
-
-
-TOOLS: dict[str, Callable[[Sequence[str]], int]] = {
-    "resize": _resize,
-    "status": _status,
-    "simulate": _simulate,
-    "plan": _plan,
-    "report": _report,
+TOOLS = {
+    "resize": "ductile.launch.run_commands:resize",
+    "status": "ductile.launch.run_commands:status",
+    "simulate": "ductile.sim.command:main",
+    "plan": "ductile.sim.plan_command:main",
+    "report": "ductile.dashboard.report_command:main",
 }
 """Commands that start no slots: they ask a run which is at work, read what one has written down, or reckon."""
 
@@ -163,7 +100,7 @@ def _main(argv: Sequence[str] | None) -> int:
     if name == "check":
         return _check(rest)
     if name in TOOLS:
-        return TOOLS[name](rest)
+        return resolve_name(TOOLS[name])(rest)
     command = COMMANDS.get(name)
     if command is None:
         near = did_you_mean(name, [*COMMANDS, *TOOLS, "check"])
@@ -178,7 +115,7 @@ def _main(argv: Sequence[str] | None) -> int:
         return _dry_run(command, parsed)
     sys.argv[1:] = without_secrets(sys.argv[1:])  # W&B and benchmarks write it down
     try:
-        return command.run(parsed.config)
+        return resolve_name(f"ductile.launch.run:run_{name}")(parsed.config)
     except KeyboardInterrupt:
         return 130
 
@@ -271,7 +208,3 @@ def _dry_run(command: Command, parsed: Parsed[RunConfig]) -> int:
         return BAD_CONFIG
     print(f"The config is good. Resolved: {path}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -255,12 +255,10 @@ def _objects(content: bytes) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     # Not splitlines(): a JSON string may hold U+2028 and its like, which are no line ends here.
     for line in content.split(b"\n"):
-        try:
+        with suppress(ValueError):  # half a line, or half a character (UnicodeDecodeError is a ValueError)
             row = cast(object, json.loads(line))
-        except ValueError:  # half a line, or half a character (UnicodeDecodeError is a ValueError)
-            continue
-        if isinstance(row, dict):
-            rows.append(cast(dict[str, Any], row))
+            if isinstance(row, dict):
+                rows.append(cast(dict[str, Any], row))
     return rows
 
 

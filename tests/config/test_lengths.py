@@ -90,6 +90,12 @@ def test_what_follows_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"model.max_model_len = 240: {why}" in parsed.derived
 
 
+def test_a_length_that_is_the_default_anyhow_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "memory_bytes", lambda: 2**36)
+    write_model(2048)
+    assert parse(InferenceRunConfig, ["--model.name", "model", "--cluster.device", "cpu"]).derived == ()
+
+
 @pytest.mark.parametrize(
     ("memory_gib", "why"), [(16, "a sixteenth of this machine's memory"), (1024, "the default of 4 GiB")]
 )

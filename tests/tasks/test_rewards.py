@@ -168,7 +168,7 @@ def test_a_class_of_ones_own_may_be_async_and_ask_for_more(tmp_path):
 def test_the_example_s_rewards_score_as_they_say(completion: str, num_tokens: int, reward: float) -> None:
     folder = Path(__file__).parents[2] / "examples/own_task"
     functions = [f"{folder}/reward.py:{name}" for name in ("correct", "brief")]
-    task = JsonlDataset(str(folder / "questions.jsonl"), functions, weights=[1.0, 0.2])
+    task = build_task(JsonlTask(path=str(folder / "questions.jsonl"), reward=functions, reward_weights=[1.0, 0.2]))
     assert score(task, 0, Completion(completion, num_tokens))[0] == pytest.approx(reward)
 
 

@@ -1,6 +1,6 @@
 """Values that follow from others, written into the config so that it says everything: each with its reason."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -19,17 +19,22 @@ S = TypeVar("S", bound=Section)
 class Derived:
     path: tuple[str, ...]
     value: int | float
-    reason: str
+    reason: str = ""
     """Why the key has this value; empty for a default that the user need not be told of."""
 
 
 def derive(config: S) -> tuple[S, tuple[str, ...]]:
     """A good config with what follows from it filled in, and a sentence for each value that was."""
+    return fill_in(config, _derived(config))
+
+
+def fill_in(config: S, derived: Iterable[Derived]) -> tuple[S, tuple[str, ...]]:
+    """The config with these values, and a sentence for each that it did not have and that has a reason."""
     reasons: list[str] = []
-    for derived in _derived(config):
-        if value_at(config, derived.path) != derived.value:
-            config = _filled(config, derived.path, derived.value)
-            reasons += [f"{dotted(derived.path)} = {derived.value}: {derived.reason}"] if derived.reason else []
+    for each in derived:
+        if value_at(config, each.path) != each.value:
+            config = _filled(config, each.path, each.value)
+            reasons += [f"{dotted(each.path)} = {each.value}: {each.reason}"] if each.reason else []
     return config, tuple(reasons)
 
 

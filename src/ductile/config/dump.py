@@ -35,9 +35,9 @@ def to_table(section: Section) -> dict[str, Any]:
     return table
 
 
-def to_toml(config: Section) -> str:
-    """The whole config, but for what is asked once: to run the file again must not delete what it wrote."""
-    return _toml(to_table(config))
+def to_toml(table: dict[str, Any]) -> str:
+    """The config as TOML, but for what is asked once: to run the file again must not delete what it wrote."""
+    return tomli_w.dumps({name: value for name, value in table.items() if name not in ASKED_ONCE})
 
 
 def write_resolved(config: Section, folder: str | FilePath, command: str, name: str = "config.toml") -> FilePath:
@@ -51,13 +51,8 @@ def write_resolved(config: Section, folder: str | FilePath, command: str, name: 
     table = without_derived(config, to_table(config))
     table.pop("resume", None)
     table.get("ckpt", {}).pop("resume_step", None)
-    text = _toml(table)
-    write_whole(path, f"# Resolved by ductile. Run it again: ductile {command} @ {path}\n\n{text}")
+    write_whole(path, f"# Resolved by ductile. Run it again: ductile {command} @ {path}\n\n{to_toml(table)}")
     return path
-
-
-def _toml(table: dict[str, Any]) -> str:
-    return tomli_w.dumps({name: value for name, value in table.items() if name not in ASKED_ONCE})
 
 
 def _has_null(value: object) -> bool:

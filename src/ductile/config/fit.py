@@ -21,137 +21,126 @@ from ductile.config.unknown import unknown_key
 class Fit:
     """The values that fit, and what is wrong with the others, which are left out."""
 
+    root: type[Section]
+    draft: Draft
     values: dict[str, Any] = field(default_factory=dict[str, Any])
     problems: list[Problem] = field(default_factory=list[Problem])
     rejected: list[Path] = field(default_factory=list[Path])
     """Keys that have a problem already; checks across sections do not speak of them again."""
     notices: list[str] = field(default_factory=list[str])
 
+    def table(self, section: type[Section], given: dict[str, Any], path: Path) -> dict[str, Any]:
+        """What fits of the table `given`, which stands at `path` and is a `section`."""
+        known = keys(section)
+        fitted: dict[str, Any] = {}
+        left_behind = self._left_behind(section, given, path)
+        if left_behind:
+            names, chosen = listed([dotted((*path, name)) for name in left_behind]), self.draft.origin((*path, "type"))
+            verb = "is" if len(left_behind) == 1 else "are"
+            kind = f"{dotted((*path, 'type'))} = {show(given['type'])}"
+            self.notices.append(f"{names} {verb} left out: {kind} ({chosen}) has no such key")
+        for name, value in given.items():
+            here = (*path, name)
+            if name in left_behind:
+                continue
+            if name in known:
+                fits, fitted_value = self._value(known[name], value, here)
+                if fits:
+                    fitted[name] = fitted_value
+            else:
+                self._reject(here, self._unknown(section, here, value))
+        return fitted
 
-def fit(root: type[Section], draft: Draft) -> Fit:
-    result = Fit()
-    result.values = _table(root, root, draft.values, (), draft, result)
-    return result
+    def _left_behind(self, section: type[Section], given: dict[str, Any], path: Path) -> list[str]:
+        """Keys of other variants, from earlier sources than the `type` that chose this one."""
+        at = (*path, "type")
+        if not self.draft.has(at):
+            return []
+        others = {
+            name
+            for union in find(self.root, path)
+            if union.is_union and section in union.variants
+            for variant in union.variants
+            for name in keys(variant)
+        }
+        chosen = self.draft.origin(at).layer
+        foreign = [name for name in given if name in others and name not in keys(section)]
+        return [name for name in foreign if self.draft.origin((*path, name)).layer < chosen]
 
+    def _value(self, key: Key, value: Any, path: Path) -> tuple[bool, Any]:
+        """(whether the value has a place in the tree, the value as pydantic shall see it)"""
 
-def _table(
-    root: type[Section], section: type[Section], given: dict[str, Any], path: Path, draft: Draft, result: Fit
-) -> dict[str, Any]:
-    known = keys(section)
-    fitted: dict[str, Any] = {}
-    left_behind = _left_behind(root, section, given, path, draft)
-    if left_behind:
-        names, chosen = listed([dotted((*path, name)) for name in left_behind]), draft.origin((*path, "type"))
-        verb = "is" if len(left_behind) == 1 else "are"
-        kind = f"{dotted((*path, 'type'))} = {show(given['type'])}"
-        result.notices.append(f"{names} {verb} left out: {kind} ({chosen}) has no such key")
-    for name, value in given.items():
-        here = (*path, name)
-        if name in left_behind:
-            continue
-        if name in known:
-            fits, fitted_value = _value(root, known[name], value, here, draft, result)
-            if fits:
-                fitted[name] = fitted_value
-        else:
-            result.problems.append(_unknown(root, section, here, value, draft))
-            result.rejected.append(here)
-    return fitted
+        def refuse(what: str) -> tuple[bool, Any]:
+            return self._reject(path, about(path, value, self.draft.origin(path), what))
 
+        if value == "None" or value is None:
+            if key.optional:
+                return True, None
+            if value is None and key.shape == "table":
+                value = {}  # `trainer:` with nothing below it, in YAML
+            elif value is None or not key.is_text:
+                return refuse(f'cannot be "None": it must be {key.wants}')
+        opening = {"table": "{", "dict": "{", "list": "["}.get(key.shape)
+        if opening and isinstance(value, str) and value.lstrip().startswith(opening):
+            try:
+                value = json.loads(value)
+            except json.JSONDecodeError as error:
+                return refuse(f"is not valid JSON: {error.msg} (column {error.colno})")
+        if key.shape == "table":
+            table = as_table(value)
+            if table is None:
+                first = next((name for section in key.variants for name in keys(section) if name != "type"), "")
+                return refuse(f"is a table, not a value: give its keys, such as {flag((*path, first))}")
+            return self._variant(key, table, path)
+        if isinstance(value, bool) and key.shape == "value" and not key.has_bool:
+            return refuse(f"must be {key.wants}")  # pydantic would take true for 1
+        return True, value
 
-def _left_behind(
-    root: type[Section], section: type[Section], given: dict[str, Any], path: Path, draft: Draft
-) -> list[str]:
-    """Keys of other variants, from earlier sources than the `type` that chose this one."""
-    at = (*path, "type")
-    if not draft.has(at):
-        return []
-    others = {
-        name
-        for union in (key for key in find(root, path) if key.is_union and section in key.variants)
-        for variant in union.variants
-        for name in keys(variant)
-    }
-    chosen = draft.origin(at).layer
-    foreign = [name for name in given if name in others and name not in keys(section)]
-    return [name for name in foreign if draft.origin((*path, name)).layer < chosen]
+    def _variant(self, key: Key, table: dict[str, Any], path: Path) -> tuple[bool, Any]:
+        """Choose the section that the table is, and fit its keys."""
+        if not key.is_union:
+            return True, self.table(key.variants[0], table, path)
+        tag = table.get("type", key.default_tag)
+        section = key.variant(tag)
+        here = (*path, "type")
+        if section is not None:
+            return True, self.table(section, {"type": tag, **table}, path)
+        choices = "one of " + ", ".join(f'"{choice}"' for choice in key.tags)
+        if tag is None:
+            fits_one = [
+                choice
+                for choice, variant in zip(key.tags, key.variants, strict=True)
+                if table.keys() <= {*keys(variant)}
+            ]
+            hint = f'. With these keys it is "{fits_one[0]}"' if len(fits_one) == 1 else ""
+            what = f"is missing: write {choices}{hint}"
+            return self._reject(path, Problem(what, flag(here), None, self.draft.origin(path)))
+        near = did_you_mean(str(tag), key.tags)
+        what = f"must be {choices}.{near}" if near else f"must be {choices}"
+        return self._reject(path, about(here, tag, self.draft.origin(here), what))
 
-
-def _value(root: type[Section], key: Key, value: Any, path: Path, draft: Draft, result: Fit) -> tuple[bool, Any]:
-    """(whether the value has a place in the tree, the value as pydantic shall see it)"""
-
-    def refuse(what: str) -> tuple[bool, Any]:
-        result.problems.append(about(path, value, draft.origin(path), what))
-        result.rejected.append(path)
+    def _reject(self, path: Path, problem: Problem) -> tuple[bool, Any]:
+        self.problems.append(problem)
+        self.rejected.append(path)
         return False, None
 
-    if value == "None" or value is None:
-        if key.optional:
-            return True, None
-        if value is None and key.shape == "table":
-            value = {}  # `trainer:` with nothing below it, in YAML
-        elif value is None or not key.is_text:
-            return refuse(f'cannot be "None": it must be {key.wants}')
-    opening = {"table": "{", "dict": "{", "list": "["}.get(key.shape)
-    if opening and isinstance(value, str) and value.lstrip().startswith(opening):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            return refuse(f"is not valid JSON: {error.msg} (column {error.colno})")
-    if key.shape == "table":
-        table = as_table(value)
-        if table is None:
-            first = next(iter(name for section in key.variants for name in keys(section) if name != "type"), "")
-            return refuse(f"is a table, not a value: give its keys, such as {flag((*path, first))}")
-        return _variant(root, key, table, path, draft, result)
-    if isinstance(value, bool) and key.shape == "value" and not key.has_bool:
-        return refuse(f"must be {key.wants}")  # pydantic would take true for 1
-    return True, value
+    def _unknown(self, section: type[Section], path: Path, value: Any) -> Problem:
+        """A key that its table does not have; perhaps another variant of the table does."""
+        draft, at = self.draft, (*path[:-1], "type")
+        origin, typed = draft.origin(path), flag(path)
+        shown = None if as_table(value) is not None else show(value, path)
+        for above in find(self.root, path[:-1]):
+            tags = dict(zip(above.variants, above.tags, strict=True)) if above.is_union else {}
+            others = [tag for variant, tag in tags.items() if path[-1] in keys(variant)]
+            if others and section in tags:
+                said = f", chosen by {draft.origin(at)}" if draft.has(at) else ", the default"
+                names = " or ".join(f'"{other}"' for other in others)
+                what = f'belongs to {flag(at)} = {names}, not to "{tags[section]}"{said}'
+                return Problem(what, typed, shown, origin)
+        return unknown_key(self.root, path, origin, typed, shown)
 
 
-def _variant(
-    root: type[Section], key: Key, table: dict[str, Any], path: Path, draft: Draft, result: Fit
-) -> tuple[bool, Any]:
-    """Choose the section that the table is, and fit its keys."""
-    if not key.is_union:
-        return True, _table(root, key.variants[0], table, path, draft, result)
-    tag = table.get("type", key.default_tag)
-    section = key.variant(tag)
-    here = (*path, "type")
-    if section is not None:
-        return True, _table(root, section, {"type": tag, **table}, path, draft, result)
-    choices = "one of " + ", ".join(f'"{choice}"' for choice in key.tags)
-    if tag is None:
-        fits_one = [
-            choice for choice, variant in zip(key.tags, key.variants, strict=True) if table.keys() <= {*keys(variant)}
-        ]
-        hint = f'. With these keys it is "{fits_one[0]}"' if len(fits_one) == 1 else ""
-        result.problems.append(Problem(f"is missing: write {choices}{hint}", flag(here), None, draft.origin(path)))
-    else:
-        near = did_you_mean(str(tag), key.tags)
-        result.problems.append(
-            about(here, tag, draft.origin(here), f"must be {choices}.{near}" if near else f"must be {choices}")
-        )
-    result.rejected.append(path)
-    return False, None
-
-
-def _unknown(root: type[Section], section: type[Section], path: Path, value: Any, draft: Draft) -> Problem:
-    """A key that its table does not have; perhaps another variant of the table does."""
-    origin = draft.origin(path)
-    shown = None if as_table(value) is not None else show(value, path)
-    typed = flag(path)
-    for above in _unions_above(root, path):
-        others = [tag for tag, variant in zip(above.tags, above.variants, strict=True) if path[-1] in keys(variant)]
-        if others and section in above.variants:
-            mine = next(tag for tag, variant in zip(above.tags, above.variants, strict=True) if variant is section)
-            chosen = draft.origin((*path[:-1], "type"))
-            said = f", chosen by {chosen}" if draft.has((*path[:-1], "type")) else ", the default"
-            names = " or ".join(f'"{other}"' for other in others)
-            what = f'belongs to {flag((*path[:-1], "type"))} = {names}, not to "{mine}"{said}'
-            return Problem(what, typed, shown, origin)
-    return unknown_key(root, path, origin, typed, shown)
-
-
-def _unions_above(root: type[Section], path: Path) -> list[Key]:
-    return [key for key in find(root, path[:-1]) if key.is_union]
+def fit(root: type[Section], draft: Draft) -> Fit:
+    result = Fit(root, draft)
+    result.values = result.table(root, draft.values, ())
+    return result

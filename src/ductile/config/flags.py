@@ -13,6 +13,7 @@ Grammar (one rule a line):
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any
@@ -170,10 +171,10 @@ def _merge_file(root: type[Section], given: Given, path: Path, name: str) -> Non
         if not find(root, rename_path(root, path)) and not _inside_dict(root, path):
             given.problems.append(unknown_key(root, path, COMMAND_LINE, f"{flag(path)} @ {name}"))
             return
-    renamed = rename(root, content)
-    given.notices.extend(renamed.notices)
-    given.problems.extend(renamed.problems)
-    given.draft.lay_over(renamed.draft)
+    content, notices, problems = rename(root, content)
+    given.notices.extend(notices)
+    given.problems.extend(problems)
+    given.draft.lay_over(content)
 
 
 def _nest(content: Draft, path: Path) -> Draft:
@@ -235,14 +236,11 @@ def _value(found: list[Key], path: Path, assignment: _Assignment) -> Any:
 
 
 def _list(words: tuple[str, ...]) -> Any:
-    if len(words) == 1:
-        if words[0] == "None":
-            return None
-        if words[0].lstrip().startswith("["):
-            try:
-                return json.loads(words[0])
-            except json.JSONDecodeError:
-                return list(words)
+    if words == ("None",):
+        return None
+    if len(words) == 1 and words[0].lstrip().startswith("["):
+        with suppress(json.JSONDecodeError):
+            return json.loads(words[0])
     return list(words)
 
 
@@ -275,14 +273,10 @@ def _put_item(draft: Draft, path: Path, key: Key, assignment: _Assignment) -> No
         raise _refuse(
             assignment, f"is out of reach: {flag(at)} has {len(items)} items. The next is {flag(at)}.{len(items)}"
         )
-    items[index : index + 1] = [_loose_item(assignment)]
-    draft.put(at, items, COMMAND_LINE)
-
-
-def _loose_item(assignment: _Assignment) -> Any:
     if assignment.words is None:
         raise _refuse(assignment, "needs a value")
-    return assignment.words[0]
+    items[index : index + 1] = [assignment.words[0]]
+    draft.put(at, items, COMMAND_LINE)
 
 
 def _inside_dict(root: type[Section], path: Path) -> bool:

@@ -38,7 +38,9 @@ def import_object(import_path: str) -> Any:
         sys.path.append(os.getcwd())
     module = _load_file(Path(source), import_path) if source.endswith(".py") else _load_module(source, import_path)
     if attribute not in vars(module):
-        raise ImportPathError(f"{import_path!r}: {source} has no {attribute!r}{_where(module)}")
+        # A library's module of the same name may have been found instead of the user's.
+        where = f" (found in {module.__file__})" if module.__file__ else ""
+        raise ImportPathError(f"{import_path!r}: {source} has no {attribute!r}{where}")
     return vars(module)[attribute]
 
 
@@ -83,11 +85,6 @@ def _defined(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Import | ast.ImportFrom):
         return [(alias.asname or alias.name).partition(".")[0] for alias in node.names]
     return []
-
-
-def _where(module: ModuleType) -> str:
-    """A library's module of the same name may have been found instead of the user's."""
-    return f" (found in {module.__file__})" if module.__file__ else ""
 
 
 def _load_module(name: str, import_path: str) -> ModuleType:

@@ -1,12 +1,13 @@
 """Lengths that follow from the model's config.json, and what the KV cache holds on this machine."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from ductile import host
+from ductile.config.derive import Derived, fill_in
 from ductile.config.inference import InferenceConfig
 from ductile.config.on_disk import read_spec
-from ductile.config.orchestrator import OrchestratorConfig
 from ductile.config.run import InferenceRunConfig, RLConfig
 from ductile.config.section import Section
 from ductile.core.cache_size import cpu_cache_bytes, token_bytes
@@ -18,60 +19,39 @@ S = TypeVar("S", bound=Section)
 def follow(config: S) -> tuple[S, tuple[str, ...]]:
     """The config, its lengths as the model has them where the user wrote none, and a sentence for each that changed."""
     if isinstance(config, RLConfig):
-        return cast("tuple[S, tuple[str, ...]]", _rl(config))
-    if isinstance(config, InferenceRunConfig):
-        return cast("tuple[S, tuple[str, ...]]", _inference(config))
-    return config, ()
+        return fill_in(config, _rl(config))
+    return fill_in(config, _inference(config) if isinstance(config, InferenceRunConfig) else ())
 
 
-def _rl(config: RLConfig) -> tuple[RLConfig, tuple[str, ...]]:
+def _rl(config: RLConfig) -> Iterator[Derived]:
     """A rollout is trained on as a whole, so its length is bounded by what a micro-batch takes, too."""
-    trainer, inference = config.trainer.model, config.inference.model
-    reasons: list[str] = []
-    spec = read_spec(trainer.name)
+    trainer, inference, sampling = config.trainer.model, config.inference.model, config.orchestrator.sampling
+    spec, length, max_tokens = read_spec(trainer.name), inference.max_model_len, sampling.max_tokens
     if spec is not None and "max_model_len" not in inference.model_fields_set:
-        bounds = [inference.max_model_len, spec.max_position]
+        bounds = [length, spec.max_position]
         bounds += [trainer.seq_len] if "seq_len" in trainer.model_fields_set else []
-        if (length := max(2, min(bounds))) != inference.max_model_len:
-            inference = inference.model_copy(update={"max_model_len": length})
-            said = "trainer.model.seq_len" if length != spec.max_position else "the model's max_position_embeddings"
-            reasons.append(f"inference.model.max_model_len = {length}: {said}")
-    if "seq_len" not in trainer.model_fields_set and inference.max_model_len > trainer.seq_len:
-        trainer = trainer.model_copy(update={"seq_len": inference.max_model_len})
-        reasons.append(f"trainer.model.seq_len = {trainer.seq_len}: inference.model.max_model_len, a whole completion")
-    orchestrator = _short_enough(config.orchestrator, inference.max_model_len, reasons)
-    parts = {
-        "orchestrator": orchestrator,
-        "trainer": config.trainer.model_copy(update={"model": trainer}),
-        "inference": config.inference.model_copy(update={"model": inference}),
-    }
-    return (config.model_copy(update=parts) if reasons else config), tuple(reasons)
+        length = max(2, min(bounds))
+        why = "trainer.model.seq_len" if length != spec.max_position else "the model's max_position_embeddings"
+        yield Derived(("inference", "model", "max_model_len"), length, why)
+    if "seq_len" not in trainer.model_fields_set and length > trainer.seq_len:
+        yield Derived(("trainer", "model", "seq_len"), length, "inference.model.max_model_len, a whole completion")
+    # Completions get half of a sequence, where the user does not say how long they are and the default is too long.
+    if "max_tokens" not in sampling.model_fields_set and max_tokens >= length:
+        max_tokens = max(1, length // 2)
+        yield Derived(("orchestrator", "sampling", "max_tokens"), max_tokens, "half of inference.model.max_model_len")
+    if "max_tokens" not in config.orchestrator.eval.sampling.model_fields_set:
+        yield Derived(("orchestrator", "eval", "sampling", "max_tokens"), max_tokens)
 
 
-def _short_enough(config: OrchestratorConfig, max_model_len: int, reasons: list[str]) -> OrchestratorConfig:
-    """Completions get half of what a sequence may have, where the user does not say how long they are and the
-    default is too long."""
-    most = max(1, max_model_len // 2)
-    if "max_tokens" not in config.sampling.model_fields_set and config.sampling.max_tokens >= max_model_len:
-        config = config.model_copy(update={"sampling": config.sampling.model_copy(update={"max_tokens": most})})
-        reasons.append(f"orchestrator.sampling.max_tokens = {most}: half of inference.model.max_model_len")
-    evaluated = config.eval.sampling
-    if "max_tokens" not in evaluated.model_fields_set and evaluated.max_tokens != config.sampling.max_tokens:
-        evaluated = evaluated.model_copy(update={"max_tokens": config.sampling.max_tokens})
-        config = config.model_copy(update={"eval": config.eval.model_copy(update={"sampling": evaluated})})
-    return config
-
-
-def _inference(config: InferenceRunConfig) -> tuple[InferenceRunConfig, tuple[str, ...]]:
+def _inference(config: InferenceRunConfig) -> Iterator[Derived]:
     spec = read_spec(config.model.name)
     if spec is None or "max_model_len" in config.model.model_fields_set:
-        return config, ()
+        return
     length, why = spec.max_position, "the model's max_position_embeddings"
     cache = cache_tokens(config, spec, config.cluster.device)
     if cache is not None and cache[0] < length:
         length, why = max(2, cache[0]), f"what the KV cache holds; the model's max_position_embeddings are {length}"
-    model = config.model.model_copy(update={"max_model_len": length})
-    return config.model_copy(update={"model": model}), (f"model.max_model_len = {length}: {why}",)
+    yield Derived(("model", "max_model_len"), length, why)
 
 
 def cache_tokens(config: InferenceConfig, spec: ModelSpec, device: str) -> tuple[int, str] | None:

@@ -18,10 +18,8 @@ from ductile.core.layout.spec import ModelSpec, SpecError, spec_from_hf
 
 def read_spec(name: str | None) -> ModelSpec | None:
     """The spec of a model folder; None when there is none to read."""
-    try:
-        return None if name is None else spec_from_hf(_config_json(Path(name)))
-    except (OSError, ValueError):
-        return None
+    spec = None if name is None else _spec(Path(name))
+    return spec if isinstance(spec, ModelSpec) else None
 
 
 def model_findings(
@@ -44,19 +42,9 @@ def model_findings(
         )
         yield Finding((key,), what + hint)
         return
-    try:
-        spec = spec_from_hf(_config_json(folder))
-    except FileNotFoundError:
-        yield Finding((key,), "is a folder without config.json; a Hugging Face model folder has one")
-        return
-    except OSError as error:
-        yield Finding((key,), f"has a config.json that cannot be read: {error.strerror}")
-        return
-    except SpecError as error:
-        yield Finding((key,), f"has a config.json that ductile has no model for: {error}")
-        return
-    except ValueError as error:
-        yield Finding((key,), f"has a config.json that is not valid JSON: {error}")
+    spec = _spec(folder)
+    if isinstance(spec, str):
+        yield Finding((key,), spec)
         return
     if not (folder / "tokenizer.json").is_file():
         yield Finding((key,), "is a folder without tokenizer.json")
@@ -76,6 +64,20 @@ def model_findings(
     if num_layers is not None and num_layers > spec.num_layers:
         at = key.removesuffix("name") + "debug.num_layers"
         yield Finding((at, key), f"must be at most {spec.num_layers}, the layers of the model")
+
+
+def _spec(folder: Path) -> ModelSpec | str:
+    """The spec that the folder's config.json describes, or what keeps it from being read."""
+    try:
+        return spec_from_hf(_config_json(folder))
+    except FileNotFoundError:
+        return "is a folder without config.json; a Hugging Face model folder has one"
+    except OSError as error:
+        return f"has a config.json that cannot be read: {error.strerror}"
+    except SpecError as error:
+        return f"has a config.json that ductile has no model for: {error}"
+    except ValueError as error:
+        return f"has a config.json that is not valid JSON: {error}"
 
 
 def _config_json(folder: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from typing import Annotated, Literal
 
+import msgspec
 from pydantic import Field
 
 from ductile.config.section import NotBuilt, Section
@@ -84,17 +85,7 @@ class EvalConfig(Section):
 
 def to_sampling(config: SamplingConfig) -> Sampling:
     """The section as the sampling that requests carry to a generator."""
-    return Sampling(
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k or -1,  # 0 means all, too
-        min_p=config.min_p,
-        max_tokens=config.max_tokens,
-        stop=tuple(config.stop),
-        stop_token_ids=tuple(config.stop_token_ids),
-        seed=config.seed,
-        ignore_eos=config.ignore_eos,
-    )
+    return msgspec.convert(config.model_dump() | {"top_k": config.top_k or -1}, Sampling)  # 0 means all, too
 
 
 class AdvantageConfig(Section):

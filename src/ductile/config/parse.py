@@ -15,7 +15,7 @@ from ductile.config.fit import fit
 from ductile.config.flags import read
 from ductile.config.judge import judge
 from ductile.config.preflight import warnings
-from ductile.config.provenance import DEFAULT, Draft
+from ductile.config.provenance import DEFAULT
 from ductile.config.schema import find, value_at
 from ductile.config.section import Section
 from ductile.config.share import Sharing, share
@@ -26,8 +26,6 @@ S = TypeVar("S", bound=Section)
 @dataclass(frozen=True, slots=True)
 class Parsed(Generic[S]):
     config: S
-    draft: Draft
-    """What was given, in ductile's spelling, with shared keys filled in; knows where each value came from."""
     notices: tuple[str, ...]
     files: tuple[str, ...]
     derived: tuple[str, ...]
@@ -52,7 +50,7 @@ def parse(root: type[S], argv: Sequence[str]) -> Parsed[S]:
     config, derived = derive(cast(S, config))
     notices = (*given.notices, *fitted.notices, *warnings(config))
     followed = (*_shared(config, sharing), *followed, *derived)
-    return Parsed(config, sharing.draft, notices, tuple(given.files), followed)
+    return Parsed(config, notices, tuple(given.files), followed)
 
 
 def _at_their_source(problems: list[Problem], sharing: Sharing) -> list[Problem]:

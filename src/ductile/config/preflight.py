@@ -20,6 +20,7 @@ from ductile.config.generation import (
     server_warnings,
     template_findings,
 )
+from ductile.config.model import TrainerModelConfig
 from ductile.config.on_disk import (
     data_findings,
     import_findings,
@@ -139,12 +140,7 @@ def _rl(config: RLConfig) -> Iterator[Finding]:
 
 
 def _sft(config: SFTConfig) -> Iterator[Finding]:
-    if config.model.name is None:
-        yield _no_model("model.name")
-    debug = config.model.debug
-    yield from model_findings(
-        "model.name", config.model.name, num_layers=debug.num_layers, random_init=debug.random_init
-    )
+    yield from _trained_model(config.model)
     if config.bench is None:  # else the data is made up
         yield from data_findings(config.data)
     if config.data.type == "sft":
@@ -160,12 +156,7 @@ def _sft(config: SFTConfig) -> Iterator[Finding]:
 
 
 def _trainer(config: TrainerRunConfig) -> Iterator[Finding]:
-    if config.model.name is None:
-        yield _no_model("model.name")
-    debug = config.model.debug
-    yield from model_findings(
-        "model.name", config.model.name, num_layers=debug.num_layers, random_init=debug.random_init
-    )
+    yield from _trained_model(config.model)
     if config.data.fake is None:
         what = "is missing: the trainer alone has no generators, so it needs made-up data. Write --data.fake"
         yield Finding(("data.fake",), what)
@@ -206,6 +197,13 @@ def _inference_alone(config: InferenceRunConfig) -> Iterator[Finding]:
         yield Finding(("parallel.dp",), what)
     yield from server_findings(config.server, "server")
     yield from load_findings(config.bench, config)
+
+
+def _trained_model(config: TrainerModelConfig) -> Iterator[Finding]:
+    if config.name is None:
+        yield _no_model("model.name")
+    debug = config.debug
+    yield from model_findings("model.name", config.name, num_layers=debug.num_layers, random_init=debug.random_init)
 
 
 def _loss(config: LossConfig, at: str) -> Iterator[Finding]:

@@ -5,7 +5,6 @@ different values hears of it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 
 from ductile.config.errors import Problem, about, dotted, flag, show
@@ -68,13 +67,6 @@ _BY_ROOT: dict[type[Section], Renames] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Renamed:
-    draft: Draft
-    notices: tuple[str, ...]
-    problems: tuple[Problem, ...]
-
-
 @cache
 def renames(root: type[Section]) -> dict[Path, Path]:
     """Old path to new path, for the command whose tree is `root`."""
@@ -90,8 +82,8 @@ def rename_path(root: type[Section], path: Path) -> Path:
     return path
 
 
-def rename(root: type[Section], draft: Draft) -> Renamed:
-    """One source (a file, or all flags) in ductile's own spelling.
+def rename(root: type[Section], draft: Draft) -> tuple[Draft, list[str], list[Problem]]:
+    """One source (a file, or all flags) in ductile's own spelling, with notices and problems.
 
     A key that is given in two spellings with one value is given once; with two values it is a problem.
     """
@@ -115,7 +107,7 @@ def rename(root: type[Section], draft: Draft) -> Renamed:
             elif not draft.has(path):
                 out.put(path, value, draft.origin(was))
         _drop_empty(out, old[:-1])
-    return Renamed(out, tuple(notices), tuple(problems))
+    return out, notices, problems
 
 
 def _drop_empty(draft: Draft, path: Path) -> None:

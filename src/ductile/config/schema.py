@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from ductile.config.provenance import Path
@@ -93,47 +92,37 @@ def walk(section: type[Section], path: tuple[str, ...] = ()) -> Iterator[tuple[t
 
 
 def _key(name: str, info: FieldInfo) -> Key:
-    metadata = [*info.metadata, *_marks(info.annotation)]
-    options = list(_options(info.annotation))
-    optional = type(None) in options
-    options = [option for option in options if option is not type(None)]
+    marks = dict(_options(info.annotation, info.metadata))
+    options = [option for option in marks if option is not type(None)]
+    optional = type(None) in marks
     sections = tuple(option for option in options if isinstance(option, type) and issubclass(option, Section))
-    marks = [mark for mark in metadata if isinstance(mark, NotBuilt)]
-    default = REQUIRED if info.is_required() else info.get_default(call_default_factory=True)
+    not_built = [mark for own in marks.values() for mark in own if isinstance(mark, NotBuilt)]
+    wants = "a table" if sections else " or ".join(_one(option, marks[option]) for option in options)
     return Key(
         name=name,
         shape=_shape(options, sections),
-        wants=_wants(options, sections, info) + (' or "None"' if optional else ""),
-        default=default,
+        wants=wants + (' or "None"' if optional else ""),
+        default=REQUIRED if info.is_required() else info.get_default(call_default_factory=True),
         help=" ".join((info.description or "").split()),
         optional=optional,
         variants=sections,
         choices=tuple(choice for option in options if get_origin(option) is Literal for choice in get_args(option)),
         has_bool=bool in options,
         is_text=str in options,
-        not_built=marks[0] if marks else None,
+        not_built=not_built[0] if not_built else None,
     )
 
 
-def _options(annotation: Any) -> Iterator[Any]:
-    """The types that an annotation joins: A, B, None of `Annotated[A | B, ...] | None`."""
-    origin = get_origin(annotation)
+def _options(annotation: Any, marks: Sequence[Any]) -> Iterator[tuple[Any, Sequence[Any]]]:
+    """The types that an annotation joins, each with its marks: A, B, None of `Annotated[A | B, ...] | None`."""
+    origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        yield from _options(get_args(annotation)[0])
+        yield from _options(inner[0], [*marks, *inner[1:]])
     elif origin is Union or origin is types.UnionType:
-        for option in get_args(annotation):
-            yield from _options(option)
+        for option in inner:
+            yield from _options(option, marks)
     else:
-        yield annotation
-
-
-def _marks(annotation: Any) -> Iterator[Any]:
-    """Metadata of the annotation and of the options that it joins: `Ge(1)` of `Annotated[int, Ge(1)] | None`."""
-    if get_origin(annotation) is Annotated:
-        yield from get_args(annotation)[1:]
-    elif get_origin(annotation) in (Union, types.UnionType):
-        for option in get_args(annotation):
-            yield from _marks(option)
+        yield annotation, marks
 
 
 def _shape(options: list[Any], sections: tuple[type[Section], ...]) -> Shape:
@@ -147,24 +136,8 @@ def _shape(options: list[Any], sections: tuple[type[Section], ...]) -> Shape:
     return "bool" if origins == {bool} else "value"
 
 
-def _wants(options: list[Any], sections: tuple[type[Section], ...], info: FieldInfo) -> str:
-    if sections:
-        return "a table"
-    of_all, of_one = _bounds(info.metadata), dict(_bounded(info.annotation))
-    return " or ".join(_one(option, of_one.get(option) or of_all) for option in options)
-
-
-def _bounded(annotation: Any) -> Iterator[tuple[Any, str]]:
-    """(option, its bounds in words) for each option that is annotated by itself: `Annotated[int, Ge(0)]` of several."""
-    origin, inner = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        yield inner[0], _bounds(list(inner[1:]))
-    elif origin in (Union, types.UnionType):
-        for option in inner:
-            yield from _bounded(option)
-
-
-def _one(option: Any, bounds: str) -> str:
+def _one(option: Any, marks: Sequence[Any]) -> str:
+    """What one type takes, in words."""
     origin, inner = get_origin(option), get_args(option)
     if origin is Literal:
         return ("one of " if len(inner) > 1 else "") + ", ".join(f'"{choice}"' for choice in inner)
@@ -173,19 +146,12 @@ def _one(option: Any, bounds: str) -> str:
     if origin is dict:
         return "a table of names and values"
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    return words.get(option, "a value") + (bounds if option in (int, float) else "")
+    return words.get(option, "a value") + (_bounds(marks) if option in (int, float) else "")
 
 
-def _bounds(metadata: list[Any]) -> str:
-    low = high = ""
-    for mark in metadata:
-        if isinstance(mark, Ge):
-            low = f"at least {mark.ge}"
-        elif isinstance(mark, Gt):
-            low = f"more than {mark.gt}"
-        elif isinstance(mark, Le):
-            high = f"at most {mark.le}"
-        elif isinstance(mark, Lt):
-            high = f"less than {mark.lt}"
-    both = " and ".join(part for part in (low, high) if part)
+def _bounds(marks: Sequence[Any]) -> str:
+    kinds = (("ge", "at least"), ("gt", "more than"), ("le", "at most"), ("lt", "less than"))
+    both = " and ".join(
+        f"{words} {getattr(mark, kind)}" for kind, words in kinds for mark in marks if hasattr(mark, kind)
+    )
     return f" of {both}" if both else ""

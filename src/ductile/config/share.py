@@ -10,8 +10,6 @@ config, which spells everything out, can be run again with `--max-steps 4`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
 
 from ductile.config.errors import Problem, about, dotted, flag, show
 from ductile.config.provenance import Draft, Path, as_table
@@ -26,30 +24,17 @@ class Shared:
     must_agree: bool = True
     why: str = ""
     """Why the targets may differ, where they may; else what makes the two contradict each other."""
-
-    def value(self, given: Any) -> Any:
-        return given
-
-
-@dataclass(frozen=True, slots=True)
-class Resume(Shared):
-    """`resume = true` is `ckpt.resume_step = -1`, the latest complete checkpoint."""
-
-    def value(self, given: Any) -> Any:
-        return -1 if given in (True, "true") else None
-
-
-@dataclass(frozen=True, slots=True)
-class NotClean(Shared):
-    """What is resumed is not deleted first: `--resume` over a file with `clean = true` goes on."""
-
-    def value(self, given: Any) -> Any:
-        return False if given in (True, "true") else None
+    if_true: int | None = None
+    """What the targets get where the key is true, and only there. None: they get the key's own value."""
 
 
 _RESUME = (
-    Resume("resume", ("ckpt.resume_step",), must_agree=False, why="a given step is more exact than `resume`"),
-    NotClean("resume", ("clean",), why="it deletes what is to be resumed"),
+    # -1 is the latest complete checkpoint.
+    Shared(
+        "resume", ("ckpt.resume_step",), must_agree=False, why="a given step is more exact than `resume`", if_true=-1
+    ),
+    # `--resume` over a file with `clean = true` goes on.
+    Shared("resume", ("clean",), why="it deletes what is to be resumed", if_true=False),
 )
 
 SHARED: dict[type[Section], tuple[Shared, ...]] = {
@@ -91,11 +76,6 @@ SHARED: dict[type[Section], tuple[Shared, ...]] = {
 }
 
 
-@cache
-def _targets(shared: Shared) -> tuple[Path, ...]:
-    return tuple(tuple(target.split(".")) for target in shared.targets)
-
-
 @dataclass(slots=True)
 class Sharing:
     draft: Draft
@@ -109,10 +89,13 @@ def share(root: type[Section], draft: Draft, rules: Sequence[Shared] | None = No
     result = Sharing(draft.copy())
     for shared in SHARED.get(root, ()) if rules is None else rules:
         source: Path = tuple(shared.key.split("."))
-        value = shared.value(draft.get(source))
+        value = draft.get(source)
+        if shared.if_true is not None:
+            value = shared.if_true if value in (True, "true") else None
         if not draft.has(source) or value in (None, "None"):
             continue
-        for target in _targets(shared):
+        for key in shared.targets:
+            target: Path = tuple(key.split("."))
             if _blocked(draft, target):
                 continue
             differs = draft.has(target) and str(draft.get(target)) != str(value)

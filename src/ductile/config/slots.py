@@ -23,7 +23,7 @@ def placement_of(config: Section) -> Placement:
             entries,
             num_train=deployment.num_train_gpus,
             num_generate=deployment.num_infer_gpus,
-            needs=("train", "generate", "score") if needs_scorer(config) else ("train", "generate"),
+            needs=("train", "generate", "score") if needs_reference(config.trainer.loss) else ("train", "generate"),
         )
     if isinstance(config, SFTConfig | TrainerRunConfig):
         entries = cast("dict[str, Entry] | None", config.cluster.component_placement)
@@ -32,8 +32,3 @@ def placement_of(config: Section) -> Placement:
     if isinstance(config, InferenceRunConfig):
         return Placement((), (0,), (), "a server is one process on one device")
     return Placement((), (), (), "this command has no slots of its own")
-
-
-def needs_scorer(config: RLConfig) -> bool:
-    """The reference model's log-probs come from a score slot."""
-    return needs_reference(config.trainer.loss)

@@ -3,32 +3,23 @@
 from typing import Any
 
 from ductile.config.imports import ImportPathError, import_object
-from ductile.config.orchestrator import BuiltinTask, ImportTask, JsonlTask, ReasoningGymTask
+from ductile.config.orchestrator import BuiltinTask, ImportTask, JsonlTask, ReasoningGymTask, TaskConfig
 from ductile.roles import Task
 from ductile.tasks.builtin import make_builtin
 from ductile.tasks.jsonl import JsonlDataset
 from ductile.tasks.reasoning_gym import ReasoningGym
 from ductile.tasks.task import TaskError
 
-AnyTaskConfig = ReasoningGymTask | JsonlTask | ImportTask | BuiltinTask
 
-
-def build_task(config: AnyTaskConfig) -> Task:
+def build_task(config: TaskConfig) -> Task:
     """Raises TaskError with a sentence when the data, the name or the import path is wrong."""
     match config:
         case ReasoningGymTask():
-            return ReasoningGym(
-                name=config.name,
-                config=dict(config.config),
-                size=config.size,
-                seed=config.seed,
-                system_prompt=config.system_prompt,
-                question_template=config.question_template,
-            )
+            return ReasoningGym(config)
         case JsonlTask():
-            return JsonlDataset(config.path, config.reward, config.system_prompt, weights=config.reward_weights)
+            return JsonlDataset(config)
         case BuiltinTask():
-            return make_builtin(config.name, dict(config.config), config.size, config.seed)
+            return make_builtin(config)
         case ImportTask():
             return _import_task(config)
 

@@ -1,10 +1,11 @@
 """Three tasks small enough to read, which a tiny model learns on a CPU."""
 
+import inspect
 import random
 import re
 from collections.abc import Callable
-from typing import Any
 
+from ductile.config.orchestrator import BuiltinTask
 from ductile.roles import Task
 from ductile.tasks.task import TaskError, did_you_mean
 
@@ -89,29 +90,21 @@ class GuessNumber(Task):
         return random.Random(f"guess_number/{self._seed}/{example}").randint(1, self._max_value)
 
 
-BUILTIN: dict[str, Callable[..., Task]] = {
-    "addition": Addition,
-    "reverse": Reverse,
-    "guess_number": GuessNumber,
-}
-KNOWN_KEYS = {
-    "addition": ("max_value",),
-    "reverse": ("min_length", "max_length"),
-    "guess_number": ("max_value", "max_turns"),
-}
+BUILTIN: dict[str, Callable[..., Task]] = {task.name: task for task in (Addition, Reverse, GuessNumber)}
 
 
-def make_builtin(name: str, config: dict[str, Any], size: int, seed: int) -> Task:
+def make_builtin(config: BuiltinTask) -> Task:
     """Raises TaskError for an unknown name or a config that the task does not take."""
+    name = config.name
     if name not in BUILTIN:
         raise TaskError(f'there is no built-in task "{name}"{did_you_mean(name, BUILTIN)}')
-    known = KNOWN_KEYS[name]
-    for key, value in config.items():
+    known = inspect.signature(BUILTIN[name]).parameters.keys() - {"size", "seed"}
+    for key, value in config.config.items():
         if key not in known:
             raise TaskError(f'{name} has no "{key}"{did_you_mean(key, known)}')
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise TaskError(f"{name}'s {key} is {value!r}; it must be a whole number above 0")
-    return BUILTIN[name](size=size, seed=seed, **config)
+    return BUILTIN[name](size=config.size, seed=config.seed, **config.config)
 
 
 def _number(text: str) -> int | None:

@@ -64,12 +64,6 @@ class Reply:
     failure: RewardFailure | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    sentence: str
-    failure: RewardFailure
-
-
 class Graders:
     """`async with Graders({"train": config}) as graders: await graders.reward("train", 17, Completion("42"))`."""
 
@@ -87,7 +81,7 @@ class Graders:
         self._tasks = {name: dict(task) for name, task in tasks.items()}
         self._num_workers = config.num_workers or default_num_workers()
         self._config, self._on_error, self._on_note = config, on_error, on_note
-        self._log, self._on_print = log, appender(log) if log else _forget
+        self._log, self._on_print = log, appender(log) if log else lambda printed: None
         self._want_token_ids: frozenset[str] = frozenset()
         self._free: asyncio.LifoQueue[GraderWorker | None] = asyncio.LifoQueue()
         """Workers that are free. None: one that is not started yet, or has died. A worker that runs is taken first."""
@@ -120,18 +114,19 @@ class Graders:
         token_ids = completion.token_ids if task in self._want_token_ids else ()
         completion = replace(completion, text=mended(completion.text), token_ids=token_ids)
         scored = await self._ask(Scored, lambda number: AskReward(number, task, example, completion))
-        if isinstance(scored, _Failed):
-            return Verdict(error=scored.sentence, failure=scored.failure)
+        if isinstance(scored, GradingFailed):
+            return Verdict(error=scored.error, failure=scored.failure)
         return Verdict(scored.reward, scored.metrics)
 
     async def reply(self, task: str, example: int, messages: list[dict[str, str]]) -> Reply:
         messages = [{**message, "content": mended(message["content"])} for message in messages]
         replied = await self._ask(Replied, lambda number: AskReply(number, task, example, messages))
-        if isinstance(replied, _Failed):
-            return Reply(error=replied.sentence, failure=replied.failure)
+        if isinstance(replied, GradingFailed):
+            return Reply(error=replied.error, failure=replied.failure)
         return Reply(replied.messages)
 
-    async def _ask(self, wanted: type[A], request: Callable[[int], AskReward | AskReply]) -> A | _Failed:
+    async def _ask(self, wanted: type[A], request: Callable[[int], AskReward | AskReply]) -> A | GradingFailed:
+        """The reply, or the failure with a whole sentence as its error."""
         worker = await self._free.get()
         call = asyncio.create_task(self._call(worker, wanted, request))
         self._calls.add(call)
@@ -149,7 +144,7 @@ class Graders:
         sentence = f"the {what} of {of} {asked.example} {reply.error}"
         self.num_errors += 1
         self._on_error(sentence, reply.traceback)
-        return _Failed(sentence, reply.failure)
+        return GradingFailed(reply.number, sentence, reply.failure)
 
     async def _call(
         self, worker: GraderWorker | None, wanted: type[A], request: Callable[[int], Request]
@@ -214,7 +209,3 @@ class Graders:
 def default_num_workers() -> int:
     """Half of the cores that this process may use: the other half belongs to the slots."""
     return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // 2))
-
-
-def _forget(printed: bytes) -> None:
-    pass

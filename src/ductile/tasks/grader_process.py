@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, BinaryIO
 
 from pydantic import TypeAdapter
@@ -40,7 +40,7 @@ from ductile.tasks.grader_protocol import (
     sayable,
 )
 from ductile.tasks.jsonl import JsonlDataset
-from ductile.tasks.task import TaskError, awaited, reply, score, signature_of
+from ductile.tasks.task import TaskError, reply, score, signature_of
 
 UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN)
 
@@ -104,10 +104,10 @@ class Grader:
             request.number, list(self._notes), [n for n, task in self._tasks.items() if _wants_token_ids(task)]
         )
 
-    def _run(self, value: Awaitable[Any]) -> Any:
-        """Await `value` in the one event loop of all calls: a client that a reward keeps belongs to its loop."""
+    def _run(self, value: Coroutine[Any, Any, Any]) -> Any:
+        """Run `value` in the one event loop of all calls: a client that a reward keeps belongs to its loop."""
         self._runner = self._runner or asyncio.Runner()
-        return self._runner.run(awaited(value))
+        return self._runner.run(value)
 
     def _allow_cpu(self) -> None:
         """Allow as much CPU time as all cores could give this call before its deadline. Beyond it the kernel ends the

@@ -15,36 +15,11 @@ from ductile.tasks.grader_protocol import MAX_LINE_BYTES, GraderReply, Request, 
 from ductile.tasks.keeper import LEAVE
 
 LEAVE_TIMEOUT_S = 5.0
-ENV = frozenset(
-    [
-        "PATH",
-        "HOME",
-        "USER",
-        "LOGNAME",
-        "SHELL",
-        "LANG",
-        "LANGUAGE",
-        "TZ",
-        "TMPDIR",
-        "TMP",
-        "TEMP",
-        "TERM",
-        "LD_LIBRARY_PATH",
-        "VIRTUAL_ENV",
-        "CONDA_PREFIX",
-        "SSL_CERT_FILE",
-        "SSL_CERT_DIR",
-        "HF_HOME",
-        "HF_HUB_CACHE",
-        "HF_DATASETS_CACHE",
-        "HF_HUB_OFFLINE",
-        "NLTK_DATA",
-        "TOKENIZERS_PARALLELISM",
-        "OMP_NUM_THREADS",
-        "MKL_NUM_THREADS",
-        "OPENBLAS_NUM_THREADS",
-    ]
-)
+_USER = ("USER", "LOGNAME", "HOME", "SHELL", "TERM", "TZ", "LANG", "LANGUAGE", "TMPDIR", "TMP", "TEMP")
+_PROGRAMS = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "SSL_CERT_FILE", "SSL_CERT_DIR")
+_DATA = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_HUB_OFFLINE", "NLTK_DATA")
+_THREADS = ("TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+ENV = frozenset((*_USER, *_PROGRAMS, *_DATA, *_THREADS))
 """What rewards see of the environment: where things are, and nothing that opens a door."""
 ENV_PREFIXES = ("LC_", "PYTHON", "XDG_")
 

@@ -7,6 +7,7 @@ from numbers import Real
 from typing import Any
 
 from ductile.config.imports import ImportPathError, import_object
+from ductile.config.orchestrator import JsonlTask
 from ductile.config.reward_signature import IS_A_CLASS, RewardSignature, WrongSignature, reward_signature
 from ductile.roles import Task
 from ductile.tasks.rows import Row, conversation, read_rows
@@ -28,21 +29,15 @@ class JsonlDataset(Task):
     not.
     """
 
-    def __init__(
-        self,
-        path: str,
-        reward: str | Sequence[str],
-        system_prompt: str | None = None,
-        name: str = "jsonl",
-        weights: Sequence[float] | None = None,
-    ) -> None:
-        self.name = name
-        self._reward_paths = [reward] if isinstance(reward, str) else list(reward)
-        self._weights = list(weights or [1.0] * len(self._reward_paths))
+    name = "jsonl"
+
+    def __init__(self, config: JsonlTask) -> None:
+        self._reward_paths = [config.reward] if isinstance(config.reward, str) else config.reward
+        self._weights = config.reward_weights or [1.0] * len(self._reward_paths)
         self._rewards: list[_Reward] = []
-        rows = read_rows(path)
+        rows = read_rows(config.path)
         self._rows = [row for _, row in rows]
-        system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
         self._messages = [system + conversation(where, row, ends_with="prompt") for where, row in rows]
 
     def __len__(self) -> int:

@@ -4,6 +4,7 @@ import sys
 from dataclasses import fields
 from typing import Any
 
+from ductile.config.orchestrator import ReasoningGymTask
 from ductile.roles import Task
 from ductile.tasks.strict_text import disarm
 from ductile.tasks.task import TaskError, did_you_mean
@@ -16,23 +17,15 @@ class ReasoningGym(Task):
     The scorers read it as data, also those that would run it (`ductile.tasks.strict_text`).
     """
 
-    def __init__(
-        self,
-        name: str,
-        config: dict[str, Any],
-        size: int,
-        seed: int,
-        system_prompt: str | None = None,
-        question_template: str = "{question}",
-    ) -> None:
-        if "{question}" not in question_template:
+    def __init__(self, config: ReasoningGymTask) -> None:
+        if "{question}" not in config.question_template:
             raise TaskError(
-                f'question_template is "{question_template}": it must contain {{question}}, for the example'
+                f'question_template is "{config.question_template}": it must contain {{question}}, for the example'
             )
-        self.name = name
-        self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        self._template = question_template
-        self._dataset = _create(name, config, size, seed)
+        self.name = config.name
+        self._system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
+        self._template = config.question_template
+        self._dataset = _create(config.name, config.config, config.size, config.seed)
 
     def __len__(self) -> int:
         return len(self._dataset)

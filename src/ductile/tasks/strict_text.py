@@ -29,45 +29,14 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.UAdd: operator.pos,
     ast.USub: operator.neg,
 }
-FUNCTIONS = frozenset(
-    [
-        "exp",
-        "log",
-        "ln",
-        "sqrt",
-        "cbrt",
-        "Abs",
-        "sign",
-        "erf",
-        "gamma",
-        "factorial",
-        "Integral",
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-        "sec",
-        "csc",
-        "asin",
-        "acos",
-        "atan",
-        "acot",
-        "asec",
-        "acsc",
-        "sinh",
-        "cosh",
-        "tanh",
-        "coth",
-        "sech",
-        "csch",
-        "asinh",
-        "acosh",
-        "atanh",
-        "acoth",
-        "asech",
-        "acsch",
-    ]
-)
+_TRIGONOMETRIC = {
+    f"{inverse}{name}{hyperbolic}"
+    for name in ("sin", "cos", "tan", "cot", "sec", "csc")
+    for inverse in ("", "a")
+    for hyperbolic in ("", "h")
+}
+_OTHER = {"exp", "log", "ln", "sqrt", "cbrt", "Abs", "sign", "erf", "gamma", "factorial", "Integral"}
+FUNCTIONS = frozenset(_TRIGONOMETRIC | _OTHER)
 GROWING = frozenset(["exp", "gamma", "factorial", "sinh", "cosh"])
 """Functions whose values are far longer to write than their arguments, which MAX_EXPONENT bounds therefore."""
 CONSTANTS = frozenset({"pi", "E", "I"})

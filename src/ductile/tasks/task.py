@@ -5,7 +5,7 @@ The protocol itself is `ductile.roles.Task`.
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from numbers import Real
 from typing import Any, TypeVar, cast
 
@@ -27,21 +27,12 @@ def takes_turns(task: Task) -> bool:
     return getattr(type(task), "reply", Task.reply) is not Task.reply
 
 
-def facts_of(completion: Completion) -> dict[str, Any]:
-    """What a reward may ask for by name (`ductile.config.reward_signature.FACTS`)."""
-    return {name: getattr(completion, name) for name in FACTS}
-
-
-async def awaited(value: Awaitable[T]) -> T:
+async def _awaited(value: Awaitable[T]) -> T:
     return await value
 
 
-def run_alone(value: Awaitable[T]) -> T:
-    return asyncio.run(awaited(value))
-
-
 def score(
-    task: Task, example: int, completion: Completion, run: Callable[[Awaitable[Any]], Any] = run_alone
+    task: Task, example: int, completion: Completion, run: Callable[[Coroutine[Any, Any, Any]], Any] = asyncio.run
 ) -> tuple[float, dict[str, float | None]]:
     """`task.reward` as (reward, metrics), whichever of its forms it takes. run: waits for what an async one returns.
 
@@ -50,7 +41,7 @@ def score(
     example 3".
     """
     value: Any = task.reward(example, completion.text, **_asked_for(task, completion))
-    value = run(value) if isinstance(value, Awaitable) else value
+    value = run(_awaited(value)) if isinstance(value, Awaitable) else value
     reward, metrics = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
     if not isinstance(reward, Real) or not math.isfinite(reward):
         raise TaskError(f"returned {reward!r}; it must return a finite number")
@@ -67,8 +58,9 @@ def _finite(number: Real) -> float | None:
 
 
 def _asked_for(task: Task, completion: Completion) -> dict[str, Any]:
+    """The facts that the reward asks for by name."""
     signature = signature_of(task)
-    return {name: value for name, value in facts_of(completion).items() if signature.wants(name)}
+    return {name: getattr(completion, name) for name in FACTS if signature.wants(name)}
 
 
 def signature_of(task: Task) -> RewardSignature:

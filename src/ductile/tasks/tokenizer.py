@@ -75,10 +75,6 @@ class Tokenizer:
         """Ids that the vocabulary does not have (a model may be padded beyond it) decode to nothing."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def token(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling of one token, None for an id that it does not have."""
-        return self._backend.id_to_token(token_id)
-
     def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
         """The text of a conversation. `variables` are further template variables: `enable_thinking=False`."""
         if self._chat_template is None:
@@ -127,18 +123,6 @@ class Tokenizer:
     def longest_token(self) -> int:
         """Most characters of a text that become one token."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
-
-    @property
-    def bos_token_id(self) -> int | None:
-        return self._id("bos_token")
-
-    @property
-    def pad_token_id(self) -> int | None:
-        return self._id("pad_token")
-
-    def _id(self, name: str) -> int | None:
-        token = self._special_tokens.get(name)
-        return None if token is None else self._backend.token_to_id(token)
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
