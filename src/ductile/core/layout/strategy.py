@@ -1,7 +1,7 @@
 """The layout of a model on a mesh. The names of the axes say what they do:
 
     pp             stages of layers: a slot holds only what belongs to its stage
-    dp_replicate   copies; with `zero`, the ranges of flat state
+    dp_replicate   copies
     dp_shard, cp   FSDP2 over both together: chunks of dim 0 of what tp has left. With dp_replicate this is HSDP
     tp             columns, rows or vocabulary; fused tensors by component
 
@@ -11,7 +11,6 @@ Axes of size 1 can be left out, and the order of the axes is free: it says only 
 
 from collections.abc import Callable, Sequence
 
-from ductile.core.layout.flat import flatten
 from ductile.core.layout.holdings import Holdings, Shape
 from ductile.core.layout.layout import Layout, Tensor
 from ductile.core.layout.mesh import Mesh
@@ -89,15 +88,6 @@ def model_layout(
             known[what] = place(parameter.shape, mesh, steps, (("pp", what[2]),))
         tensors.append(Tensor(parameter.name, dtype, known[what]))
     return Layout(tensors, mesh.slots)
-
-
-def zero_layout(params: Layout, mesh: Mesh, axes: tuple[str, ...] = ("dp_replicate",), align: int = 64) -> Layout:
-    """The parameters end to end in one flat buffer a stage and tp slot, in reverse order, cut into ranges along `axes`.
-
-    This is where a ZeRO-1 optimizer keeps its masters and moments.
-    """
-    flat = {tensor.name: tensor for tensor in flatten(list(params)[::-1], mesh, axes, "zero", align)}
-    return Layout([flat[tensor.name] for tensor in params], mesh.slots)
 
 
 def contiguous_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
