@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 
 from ductile.core.cluster.instances import NOUNS, Groups, Instance, InstanceId, named, regrouped
 from ductile.core.cluster.placement import SPELLED, Role, many, slots_of
-from ductile.core.cluster.state import ClusterState, TrainerState
+from ductile.core.cluster.state import ClusterState
 from ductile.core.layout.parallel_layout import ParallelLayout
 
 
@@ -107,10 +107,7 @@ def layout_after(state: ClusterState, decision: Decision) -> ParallelLayout:
 
     Raises ValueError where the slots cannot be laid out.
     """
-    return _layout_after(state.trainer, roles_after(state, decision))
-
-
-def _layout_after(trainer: TrainerState, roles: dict[int, tuple[Role, ...]]) -> ParallelLayout:
+    trainer, roles = state.trainer, roles_after(state, decision)
     before, dims = trainer.layout.slots, trainer.layout.dims
     staying = [slot for slot in before if "train" in roles.get(slot, ())]
     joining = sorted(slot for slot, held in roles.items() if "train" in held and slot not in before)
@@ -129,7 +126,7 @@ def violations(state: ClusterState, decision: Decision) -> list[str]:
     return found or [
         *_broken_floors(state, after, instances),
         *_wrong_moment(state, after),
-        *_no_layout(state, after),
+        *_no_layout(state, decision),
     ]
 
 
@@ -231,11 +228,11 @@ def _wrong_moment(state: ClusterState, after: dict[int, tuple[Role, ...]]) -> It
         yield "the trainer is being resized already: one resize at a time"
 
 
-def _no_layout(state: ClusterState, after: dict[int, tuple[Role, ...]]) -> Iterator[str]:
-    if not any("train" in roles for roles in after.values()):
+def _no_layout(state: ClusterState, decision: Decision) -> Iterator[str]:
+    if not any("train" in roles for roles in roles_after(state, decision).values()):
         return  # a floor is broken
     try:
-        _layout_after(state.trainer, after)
+        layout_after(state, decision)
     except ValueError as error:
         yield f"the trainer cannot go on so: {error}"
 
