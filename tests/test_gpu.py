@@ -19,7 +19,7 @@ from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.fabric.device import peak_memory, peak_of
 from ductile.fabric.groups import Groups
 from ductile.generator.worker import load_engine
-from ductile.parallel.data import full
+from ductile.parallel.data import full, gathered_tensors
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.roles import RoleAssignment
 from ductile.scorer.worker import ScoreRole
@@ -122,7 +122,7 @@ def three_steps(settings: dict[str, Any]) -> tuple[list[float], dict[str, list],
         report = trainer.optim_step(loss_denominator(samples))
         losses.append(report.loss)
         flops, peak = report.flops, report.peak_flops_per_s
-    return losses, {name: tensor.tolist() for name, tensor in trainer.gathered_tensors()}, flops, peak
+    return losses, {name: tensor.tolist() for name, tensor in gathered_tensors(trainer.model)}, flops, peak
 
 
 def test_three_steps_of_the_trainer_are_those_of_torch_on_a_cpu(folder: Path) -> None:

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from ductile.fabric import fingerprint as module
-from ductile.fabric.fingerprint import MODULUS, fingerprint
+from ductile.fabric.fingerprint import MODULUS
 from ductile.fabric.memory import Memory
 from tests.core.transfer.twin import Recipe
 from tests.fabric.cases import PAIRS, dense, experts, mixed
 from tests.fabric.states import state
+from tests.fabric.whole import fingerprint, name_factor
 
 
 def whole(recipe: Recipe, changed: int | None = None) -> int:
@@ -48,7 +49,7 @@ def test_it_follows_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
             weight = 1
             for level, at in enumerate(reversed(index), 1):
                 weight = weight * dumb_weight(level, at)
-            total += int(bits) * weight * module._name_factor(tensor.name)
+            total += int(bits) * weight * name_factor(tensor.name)
     assert fingerprint(Memory(layout, 0, buffers)) == total % MODULUS
 
 

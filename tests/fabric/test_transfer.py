@@ -19,11 +19,13 @@ from ductile.fabric.choice import choose
 from ductile.fabric.exchange import StoreExchange
 from ductile.fabric.fingerprint import MODULUS
 from ductile.fabric.groups import Groups
+from ductile.fabric.memory import Memory
 from ductile.fabric.p2p import PeerToPeer
 from ductile.fabric.transfer import Transfer, stream
 from tests.core.transfer.twin import Buffers
 from tests.fabric.cases import PAIRS
 from tests.fabric.states import allocate, differences, padding, state
+from tests.fabric.whole import fingerprint
 from tests.ranks import run_alone, run_ranks
 
 SLOTS = 8
@@ -61,15 +63,17 @@ def move(
 ) -> Outcome:
     before, after = numbers
     old, expected = state(plan.source, slot, before), state(plan.target, slot, after)
+    whole_before = fingerprint(Memory(plan.source, slot, old))
     if mode != "streaming":
-        transfer = Transfer(plan, slot, old, padding(plan.target, slot), carrier, verify="all")
+        transfer = Transfer(plan, slot, old, padding(plan.target, slot), carrier)
         moved, new = transfer.run(), transfer.buffers
         all_done()  # nobody frees what others still read
         wrong = differences(old, state(plan.source, slot, before))  # the way back is open
     else:
-        new, moved = stream(plan, slot, old, carrier, allocate, verify="all")
+        new, moved = stream(plan, slot, old, carrier, allocate)
         wrong = [f"{name} is still there" for name in old]
-    return Outcome(wrong + differences(new, expected), (moved.before, moved.after), moved.sent, moved.received)
+    whole = whole_before, fingerprint(Memory(plan.target, slot, new))
+    return Outcome(wrong + differences(new, expected), whole, moved.sent, moved.received)
 
 
 def move_all(groups: Groups, members: tuple[int, ...], names: list[str], ways: list[tuple[str, str, int]]) -> dict:

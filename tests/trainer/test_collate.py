@@ -16,18 +16,21 @@ def test_trained_tokens_of_all_samples_in_order() -> None:
     assert batch.packed.temperatures is not None
     assert batch.packed.temperatures.tolist() == [1.0, 0.5]
     assert batch.weights.tolist() == [1.0, 0.25]
-    assert batch.sampled_logprobs.tolist() == [-1.0, 0.0]
-    assert batch.old_logprobs.tolist() == [-1.0, -3.0]  # the generator's, where the scorer was not asked
-    assert batch.reference is None  # the loss has not asked for it
-    assert batch.advantages.tolist() == [0.5, 0.0]
-    assert batch.sequences.tolist() == [0, 1]
+    inputs = batch.loss_inputs(torch.zeros(2), torch.ones(2))
+    assert (inputs.logprobs.tolist(), inputs.entropies.tolist()) == ([0.0, 0.0], [1.0, 1.0])
+    assert inputs.sampled_logprobs.tolist() == [-1.0, 0.0]
+    assert inputs.old_logprobs.tolist() == [-1.0, -3.0]  # the generator's, where the scorer was not asked
+    assert inputs.reference is None  # the loss has not asked for it
+    assert inputs.advantages.tolist() == [0.5, 0.0]
+    assert inputs.sequences.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("micro_batch", [MicroBatch(()), MicroBatch((Sample((1, 2), (False, False)),))])
 def test_an_empty_turn_has_one_made_up_token(micro_batch: MicroBatch) -> None:
     batch = collate(micro_batch, required=("rollout_logprobs",))
     assert batch.num_trained == 0
-    assert len(batch.packed.targets) == len(batch.weights) == len(batch.sequences) == 1
+    sequences = batch.loss_inputs(torch.zeros(1), torch.zeros(1)).sequences
+    assert len(batch.packed.targets) == len(batch.weights) == len(sequences) == 1
 
 
 def test_temperatures_are_left_out_where_they_do_nothing() -> None:

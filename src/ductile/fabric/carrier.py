@@ -26,24 +26,21 @@ class TransferFailed(RuntimeError):
         """Slot that failed; None where it is not known. It may be a slot that only waits for another one."""
 
 
-class Steps(Protocol):
-    """What a slot does around the rounds of a transfer (`ductile.fabric.modes`). `index` counts its own rounds."""
+class Steps:
+    """What a slot does around the rounds of a transfer: nothing, where a memory mode (`ductile.fabric.modes`) does not
+    say otherwise. `index` counts the slot's own rounds."""
 
     def before(self, index: int) -> None:
         """The round is about to be posted: its buffers must exist."""
-        ...
 
     def meanwhile(self) -> None:
         """The first bytes are under way and the processor is free."""
-        ...
 
     def after(self, index: int) -> None:
         """The round's messages have left and arrived."""
-        ...
 
     def finish(self) -> None:
         """All messages have left and arrived. The transfer calls this, not the carrier."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -38,26 +38,22 @@ class _Card(msgspec.Struct, frozen=True):
 
 
 def choose(
-    exchange: Exchange,
-    device: str,
-    group: Callable[[], dist.ProcessGroup],
-    one_sided: bool = True,
-    missing: Missing | None = None,
+    exchange: Exchange, device: str, group: Callable[[], dist.ProcessGroup], one_sided: bool = True
 ) -> tuple[Carrier, str]:
     """The fastest carrier that works among all members of `exchange`, and why: a sentence. Collective.
 
     `group` makes the process group of all members, in case that messages are needed. Without `one_sided` only messages
-    are considered: to stream, or to compare. Raises `TransferFailed` when a slot does not reply, or what `missing`
-    raises.
+    are considered: to stream, or to compare. Raises `TransferFailed` when a slot does not reply.
     """
-    reader, reason = choose_reader(exchange, device, one_sided, missing)
+    reader, reason = choose_reader(exchange, device, one_sided, None)
     return reader or PeerToPeer(group(), device, exchange.timeout_s), reason
 
 
 def choose_reader(
-    exchange: Exchange, device: str, one_sided: bool = True, missing: Missing | None = None
+    exchange: Exchange, device: str, one_sided: bool, missing: Missing | None
 ) -> tuple[Carrier | None, str]:
-    """`choose` as far as it needs no process group: the carrier, None where messages are needed, and why."""
+    """`choose` as far as it needs no process group: the carrier, None where messages are needed, and why. Raises what
+    `missing` raises, too."""
     if not one_sided:
         return None, "p2p: only messages were asked for"
     cards, reason = (

@@ -11,6 +11,7 @@ import torch
 
 from ductile.core.transfer.plan import Part, Plan
 from ductile.fabric import heap
+from ductile.fabric.carrier import Steps
 from ductile.fabric.memory import Memory, copy
 
 Allocate = Callable[[str, str, int], torch.Tensor]
@@ -21,7 +22,7 @@ TRIMS = 16
 """About how many times in a transfer a streaming slot gives freed memory back to the system."""
 
 
-class Shadow:
+class Shadow(Steps):
     """Copies what stays on the slot while the first messages travel."""
 
     def __init__(self, plan: Plan, old: Memory, new: Memory) -> None:
@@ -37,21 +38,12 @@ class Shadow:
             (self._old.at(source), self._new.at(target)) for source, target in self._places if target.buffer not in kept
         ]
 
-    def before(self, index: int) -> None:
-        pass
-
     def meanwhile(self) -> None:
         for source, target in self._copies:
             copy(source, target)
 
-    def after(self, index: int) -> None:
-        pass
 
-    def finish(self) -> None:
-        pass
-
-
-class Streaming:
+class Streaming(Steps):
     """Allocates and frees round by round.
 
     What stays on the slot moves when the last bytes of its source buffer have left; buffers that send nothing move at
@@ -96,9 +88,6 @@ class Streaming:
             self.after(-1)
         for name in self._needed.get(index, ()):
             self._ensure(name)
-
-    def meanwhile(self) -> None:
-        pass
 
     def after(self, index: int) -> None:
         for name in self._leaving.pop(index, ()):

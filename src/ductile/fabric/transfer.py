@@ -8,7 +8,6 @@
 The caller makes sure that nothing writes to old buffers from before the first slot runs until the last one is done.
 """
 
-import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Literal
@@ -18,12 +17,11 @@ import torch
 from ductile.core.transfer.plan import Plan
 from ductile.fabric.carrier import Carrier, PreparedTransfer, TransferInputs
 from ductile.fabric.digest import Digests
-from ductile.fabric.fingerprint import fingerprint
 from ductile.fabric.memory import Memory
 from ductile.fabric.modes import Allocate, Shadow, Streaming
 
-Verify = Literal["off", "moved", "all"]
-"""Which fingerprints are taken: none; of what goes to each peer, on both sides; and of the whole state as well."""
+Verify = Literal["off", "moved"]
+"""Which fingerprints are taken: none, or of what goes to each peer, on both sides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +33,6 @@ class Moved:
     received: dict[int, int]
     num_bytes: int
     """Bytes that the slot received from peers."""
-    seconds: dict[str, float]
-    """Seconds by phase: "transfer", and "verify" where the whole state is verified."""
-    before: int = 0
-    """This slot's part of the whole state's fingerprint in the old layout, with `verify="all"`. The sum over all slots,
-    modulo 2^64, must be the same before and after."""
-    after: int = 0
 
 
 class Transfer:
@@ -132,18 +124,10 @@ def stream(
 
 
 def _run(prepared: PreparedTransfer, inputs: TransferInputs, verify: Verify) -> Moved:
-    times = [time.perf_counter()]
-    before = fingerprint(inputs.old) if verify == "all" else 0
-    times.append(time.perf_counter())
     sent, received = Digests(verify != "off"), Digests(verify != "off")
     prepared(sent, received)
     inputs.steps.finish()
-    times.append(time.perf_counter())
-    after = fingerprint(inputs.new) if verify == "all" else 0
-    times.append(time.perf_counter())
-    seconds = {"transfer": times[2] - times[1], "verify": times[1] - times[0] + times[3] - times[2]}
-    num_bytes = inputs.plan.ingress.get(inputs.slot, 0)
-    return Moved(sent.values(), received.values(), num_bytes, seconds, before, after)
+    return Moved(sent.values(), received.values(), inputs.plan.ingress.get(inputs.slot, 0))
 
 
 def _check(plan: Plan, carrier: Carrier) -> None:

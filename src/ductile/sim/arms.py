@@ -31,9 +31,7 @@ class Outcome:
         result = self.result
         return {
             "arm": self.name,
-            "train": compact(self.placement.train),
-            "generate": compact(self.placement.generate),
-            "score": compact(self.placement.score),
+            **{role: compact(slots) for role, slots in self.placement.by_role.items()},
             "wall_s": result.wall_s,
             "step_s": list(result.step_s),
             "tokens_per_s": result.tokens_per_s,

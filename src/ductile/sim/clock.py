@@ -3,8 +3,7 @@
 import asyncio
 import gc
 import selectors
-from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -56,25 +55,11 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run` in virtual time. Raises Deadlock where the real thing would hang."""
-    loop = VirtualTimeLoop()
-    try:
-        with _collecting_seldom():
-            return loop.run_until_complete(work)
-    finally:
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
-        if left:
-            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        loop.close()
-
-
-@contextmanager
-def _collecting_seldom() -> Iterator[None]:
     before = gc.get_threshold()
     gc.set_threshold(*SELDOM)
     try:
-        yield
+        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+            return runner.run(work)
     finally:
         gc.set_threshold(*before)
 

@@ -25,23 +25,11 @@ def configured(config: SimulateConfig, recording: Recording | None = None) -> Sc
 
 def _written(config: SimulateConfig) -> Scenario:
     cluster, work, speeds = config.cluster, config.work, config.speeds
+    seq_len = work.seq_len or work.prompt_tokens + work.max_tokens
     placement = place(cluster.component_placement)
     scenario = Scenario(
         placement=placement,
-        work=WorkLoad(
-            num_steps=work.steps,
-            groups_per_step=work.prompts_per_step,
-            group_size=work.group_size,
-            prompt_tokens=work.prompt_tokens,
-            max_tokens=work.max_tokens,
-            draw=_draw(config.work.lengths),
-            alike=work.alike,
-            n_minibatches=work.n_minibatches,
-            max_async_level=work.max_async_level,
-            max_off_policy_steps=work.max_off_policy_steps,
-            seq_len=work.seq_len or work.prompt_tokens + work.max_tokens,
-            seed=config.seed,
-        ),
+        work=WorkLoad(**_work_fields(work.model_dump() | {"seq_len": seq_len}, work.lengths), seed=config.seed),
         speeds=Speeds(
             decode=DecodeSpeed(speeds.decode_step_s, speeds.decode_per_sequence_s, speeds.decode_per_context_s),
             prefill_tokens_per_s=speeds.prefill_tokens_per_s,
@@ -86,7 +74,7 @@ def _changed(scenario: Scenario, config: SimulateConfig) -> Scenario:
     )
     return replace(
         scenario,
-        work=_changed_work(scenario.work, work, config.work.lengths),
+        work=_changed_work(scenario.work, _work_fields(work, config.work.lengths)),
         speeds=speeds,
         costs=replace(scenario.costs, **_said(config.costs)),
         limits=replace(scenario.limits, **{name: cluster[name] for name in LIMITS if name in cluster}),
@@ -94,11 +82,13 @@ def _changed(scenario: Scenario, config: SimulateConfig) -> Scenario:
     )
 
 
-def _changed_work(work: WorkLoad, said: dict[str, Any], lengths: LengthsConfig) -> WorkLoad:
-    if "lengths" in said:
-        said["draw"] = _draw(lengths)
-    renamed = {"steps": "num_steps", "prompts_per_step": "groups_per_step"}
-    said = {renamed.get(name, name): value for name, value in said.items() if name != "lengths"}
+def _work_fields(said: dict[str, Any], lengths: LengthsConfig) -> dict[str, Any]:
+    """Fields of a `WorkLoad` by the keys of the config."""
+    renamed = {"steps": "num_steps", "prompts_per_step": "groups_per_step", "lengths": "draw"}
+    return {renamed.get(name, name): _draw(lengths) if name == "lengths" else value for name, value in said.items()}
+
+
+def _changed_work(work: WorkLoad, said: dict[str, Any]) -> WorkLoad:
     # Other groups than the recorded ones: each completion's length is then any of those recorded.
     given = {} if {"num_steps", "groups_per_step", "group_size", "draw"} & said.keys() else work.given
     return replace(work, given=given, **said)

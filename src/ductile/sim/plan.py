@@ -9,7 +9,7 @@ from typing import Any
 
 from ductile.config.policy import named_policy
 from ductile.core.cluster.orders import Policy
-from ductile.core.cluster.placement import Placement, compact, many
+from ductile.core.cluster.placement import SPELLED, Placement, compact, many
 from ductile.core.cluster.policies.names import described
 from ductile.core.cluster.policies.static import InTurns
 from ductile.core.cluster.profile import Setting
@@ -50,14 +50,8 @@ class Case:
 
     @staticmethod
     def of(policy: str, scenario: Scenario, recording: Recording, result: Simulated) -> "Case":
-        num_switches = len(result.changes)
-        return Case(
-            policy,
-            scenario.placement,
-            recording.mean_s(result.step_s),
-            result.idle_share,
-            num_switches / scenario.work.num_steps,
-        )
+        step_s, switches_per_step = recording.mean_s(result.step_s), len(result.changes) / scenario.work.num_steps
+        return Case(policy, scenario.placement, step_s, result.idle_share, switches_per_step)
 
     @property
     def label(self) -> str:
@@ -69,9 +63,7 @@ class Case:
         name, options = CONFIGURED.get(self.policy, (self.policy, ()))
         keys = [f"auto_scheduler = {'false' if name == 'static' else 'true'}", f'policy = "{name}"']
         keys += [f"{option} = true" for option in options]
-        placement = self.placement
-        roles = (("actor", placement.train), ("rollout", placement.generate), ("inference", placement.score))
-        slots = [f'{role} = "{compact(held)}"' for role, held in roles if held]
+        slots = [f'{SPELLED[role]} = "{compact(held)}"' for role, held in self.placement.by_role.items() if held]
         return "\n".join(["[cluster]", *keys, "", "[cluster.component_placement]", *slots])
 
     @property
@@ -79,19 +71,12 @@ class Case:
         """ "train 0-1, generate 2-7"."""
         if self.placement.train == self.placement.generate:
             return f"train and generate {compact(self.placement.train)}"
-        parts = (
-            ("train", self.placement.train),
-            ("generate", self.placement.generate),
-            ("score", self.placement.score),
-        )
-        return ", ".join(f"{role} {compact(slots)}" for role, slots in parts if slots)
+        return ", ".join(f"{role} {compact(slots)}" for role, slots in self.placement.by_role.items() if slots)
 
     def as_json(self) -> dict[str, Any]:
         return {
             "policy": self.policy,
-            "train": list(self.placement.train),
-            "generate": list(self.placement.generate),
-            "score": list(self.placement.score),
+            **{role: list(slots) for role, slots in self.placement.by_role.items()},
             "step_s": self.step_s,
             "idle_share": self.idle_share,
             "switches_per_step": self.switches_per_step,
@@ -189,4 +174,4 @@ def _than(case: Case, own: Case) -> str:
 
 def _alike(one: Case, other: Case) -> bool:
     """Whether both have as many slots of each role."""
-    return all(len(one.placement.of(role)) == len(other.placement.of(role)) for role in ("train", "generate", "score"))
+    return all(len(one.placement.of(role)) == len(other.placement.of(role)) for role in SPELLED)

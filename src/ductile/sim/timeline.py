@@ -18,9 +18,9 @@ LETTERS: dict[Activity, str] = {
 }  # fmt: skip
 
 
-def gantt(spans: Sequence[Span], *, width: int = 100, start_s: float = 0.0, end_s: float | None = None) -> str:
+def gantt(spans: Sequence[Span], *, width: int = 100, start_s: float = 0.0) -> str:
     """One line a slot and one column an equal share of the time."""
-    end_s = max((span.end_s for span in spans), default=0.0) if end_s is None else end_s
+    end_s = max((span.end_s for span in spans), default=0.0)
     column_s = (end_s - start_s) / width
     rows = _by_slot(spans)
     if column_s <= 0 or not rows:

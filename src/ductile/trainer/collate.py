@@ -1,7 +1,8 @@
 """Here records become tensors: one micro-batch, ready to run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,22 +24,8 @@ class Batch:
     weights: Tensor
     """Each token's share in the summed loss [N]."""
     num_trained: int
-    sampled_logprobs: Tensor
-    old_logprobs: Tensor
-    reference: Tensor | None
-    advantages: Tensor
-    sequences: Tensor
-
-    def loss_inputs(self, logprobs: Tensor, entropies: Tensor) -> LossInputs:
-        return LossInputs(
-            logprobs,
-            entropies,
-            self.sampled_logprobs,
-            self.old_logprobs,
-            self.reference,
-            self.advantages,
-            self.sequences,
-        )
+    loss_inputs: Callable[[Tensor, Tensor], LossInputs]
+    """Function of the tokens' log-probs and entropies [N] under the weights in training."""
 
 
 def collate(micro_batch: MicroBatch, required: Sequence[str] = (), device: str | torch.device = "cpu") -> Batch:
@@ -50,34 +37,30 @@ def collate(micro_batch: MicroBatch, required: Sequence[str] = (), device: str |
     for index, sample in enumerate(samples):
         _check(sample, index, required)
     samples = samples or [NOTHING]
-    of_tokens = _Columns(samples, device)
+
+    def of_tokens(values: Sequence[Sequence[float]]) -> Tensor:
+        """One value a token, a list a sample (an empty one stands for zeros), to a tensor over trained tokens."""
+        trained = [
+            value
+            for sample, of_sample in zip(samples, values, strict=True)
+            for value, is_trained in zip(of_sample or (0.0,) * len(sample), sample.loss_mask, strict=True)
+            if is_trained
+        ]
+        return torch.tensor(trained, dtype=torch.float32, device=device)
+
     return Batch(
         packed=PackedSamples.of(samples, device),
         weights=of_tokens([sample.weights or (1.0,) * len(sample) for sample in samples]),
         num_trained=num_trained,
-        sampled_logprobs=of_tokens([sample.rollout_logprobs for sample in samples]),
-        old_logprobs=of_tokens([sample.old_logprobs or sample.rollout_logprobs for sample in samples]),
-        reference=of_tokens([sample.ref_logprobs for sample in samples]) if "ref_logprobs" in required else None,
-        advantages=of_tokens([sample.advantages for sample in samples]),
-        sequences=torch.tensor([i for i, s in enumerate(samples) for t in s.loss_mask if t], device=device),
+        loss_inputs=partial(
+            LossInputs,
+            sampled_logprobs=of_tokens([sample.rollout_logprobs for sample in samples]),
+            old_logprobs=of_tokens([sample.old_logprobs or sample.rollout_logprobs for sample in samples]),
+            reference=of_tokens([sample.ref_logprobs for sample in samples]) if "ref_logprobs" in required else None,
+            advantages=of_tokens([sample.advantages for sample in samples]),
+            sequences=torch.tensor([i for i, s in enumerate(samples) for t in s.loss_mask if t], device=device),
+        ),
     )
-
-
-class _Columns:
-    """Lists of one value a token, a list a sample (an empty one stands for zeros), to a tensor over trained tokens."""
-
-    def __init__(self, samples: Sequence[Sample], device: str | torch.device) -> None:
-        self._samples = samples
-        self._device = device
-
-    def __call__(self, values: Sequence[Sequence[float]]) -> Tensor:
-        trained = [
-            value
-            for sample, of_sample in zip(self._samples, values, strict=True)
-            for value, is_trained in zip(of_sample or (0.0,) * len(sample), sample.loss_mask, strict=True)
-            if is_trained
-        ]
-        return torch.tensor(trained, dtype=torch.float32, device=self._device)
 
 
 def _check(sample: Sample, index: int, required: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ from the step, Adam's bias correction from the number of updates.
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -65,23 +66,15 @@ class StatePlans:
         self._dtype = config.model.optimization_dtype
         self._optimizer_state = state_of(supported(config.optim), self._dtype)
         self._planners = {relays: Planner(relays=relays) for relays in (False, True)}
-        self._layouts: dict[tuple[ParallelLayout, bool], Layout] = {}
-
-    def layout(self, parallel: ParallelLayout, with_gradient: bool) -> Layout:
-        """Layouts of the state. Every copy is sharded as FSDP2 does it: rows in chunks, rounded up, the last ones short
-        or empty."""
-        key = (parallel, with_gradient)
-        layout = self._layouts.pop(key, None) or self._make(parallel, with_gradient)
-        self._layouts[key] = layout
-        if len(self._layouts) > REMEMBERED_LAYOUTS:
-            del self._layouts[next(iter(self._layouts))]
-        return layout
+        self.layout = lru_cache(maxsize=REMEMBERED_LAYOUTS)(self._make)
+        """Function that gives the layout of the state, with the gradient or without, on a `ParallelLayout`."""
 
     def plan(self, before: ParallelLayout, after: ParallelLayout, with_gradient: bool, relays: bool) -> Plan:
         """The plan from one layout to another. `relays`: slots may pass on what they have received."""
         return self._planners[relays].plan(self.layout(before, with_gradient), self.layout(after, with_gradient))
 
     def _make(self, parallel: ParallelLayout, with_gradient: bool) -> Layout:
+        """Every copy is sharded as FSDP2 does it: rows in chunks, rounded up, the last ones short or empty."""
         parameters = model_layout(self._spec, parallel.mesh, self._dtype, parallel.stages or None)
         state = parameters.kind("model/", self._dtype)
         for kept in self._optimizer_state:

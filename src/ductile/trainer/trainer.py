@@ -5,7 +5,7 @@ on the way; `optim_step` divides once. So it does not matter how many ranks ther
 """
 
 import traceback
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from math import isfinite, nan, sqrt
 
 import torch
@@ -154,21 +154,6 @@ class Trainer:
             name: torch.tensor(total * share, dtype=torch.float64, device=self.device)
             for name, total in progress.sums.items()
         }
-
-    def full_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter, whole, in `dtype`. Each is there for as long as the caller holds it.
-
-        In the order of `ductile.core.layout.parameters`. All ranks must run it to its end.
-        """
-        return data.full_tensors(self.model, dtype)
-
-    def gathered_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter, whole, as the forward pass computes with it. Each is there until the next one is asked for,
-        and nobody may hold its memory (`parallel.data.gathered_tensors`).
-
-        In the order of `ductile.core.layout.parameters`. All ranks must run it to its end.
-        """
-        return data.gathered_tensors(self.model)
 
     def _load(self) -> Transformer:
         model = self.config.model

@@ -13,9 +13,10 @@ from ductile.config.trainer import TrainerConfig
 from ductile.core.layout.parallel_layout import ResizeOrder
 from ductile.fabric.groups import Groups
 from ductile.model.checkpoint import dtype_named, save_model, stored_dtype
+from ductile.model.transformer import Transformer
+from ductile.parallel.data import full_tensors, gathered_tensors
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.state import StateError
-from ductile.records import StepReport
 from ductile.roles import RoleAssignment
 from ductile.tasks.tokenizer import Tokenizer
 from ductile.trainer import checkpoint
@@ -85,11 +86,10 @@ class TrainRole:
                     num_tokens = self._live.forward_backward(micro_batches)
                 return ForwardBackwardDone(num_tokens, perf_counter() - start)
             case OptimStep(loss_denominator=loss_denominator):
-                return Stepped(self._optim_step(loss_denominator))
+                with self._in_step():
+                    return Stepped(self._live.optim_step(loss_denominator))
             case Publish(version=version):
-                manifest = self._first_only(
-                    Trainer.gathered_tensors, lambda tensors: self._publisher.publish(version, tensors)
-                )
+                manifest = self._first_only(gathered_tensors, lambda tensors: self._publisher.publish(version, tensors))
                 return Published(manifest)
             case Withdraw(version=version):
                 self._publisher.withdraw(version)
@@ -157,10 +157,6 @@ class TrainRole:
             raise ValueError(f"this slot has not prepared change {epoch}")
         return self._resize
 
-    def _optim_step(self, loss_denominator: float) -> StepReport:
-        with self._in_step():
-            return self._live.optim_step(loss_denominator)
-
     def _save(self, path: str) -> None:
         """A disk that is full ends no group: all slots hear of it in the same place, and none has lost anything."""
         full: StateError | None = None
@@ -181,9 +177,9 @@ class TrainRole:
         def save(tensors: Tensors) -> None:
             save_model(path, spec, _InOrder(tensors), source, dtype, eos_token_ids=eos)
 
-        self._first_only(lambda trainer: trainer.full_tensors(dtype), save)
+        self._first_only(lambda model: full_tensors(model, dtype), save)
 
-    def _first_only(self, gather: Callable[[Trainer], Tensors], use: Callable[[Tensors], T]) -> T | None:
+    def _first_only(self, gather: Callable[[Transformer], Tensors], use: Callable[[Tensors], T]) -> T | None:
         """The layout's first slot does something with the whole tensors; the others help to gather them.
 
         When `use` fails half way, the first slot still gathers the rest: the others are spared its failure.
@@ -195,9 +191,9 @@ class TrainRole:
             for _ in tensors:
                 pass
 
-    def _gathered(self, gather: Callable[[Trainer], Tensors]) -> Tensors:
+    def _gathered(self, gather: Callable[[Transformer], Tensors]) -> Tensors:
         with self._in_step():
-            yield from gather(self._live)
+            yield from gather(self._live.model)
 
     @property
     def _live(self) -> Trainer:

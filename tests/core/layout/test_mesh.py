@@ -23,11 +23,6 @@ def test_groups_differ_only_along_their_axes() -> None:
     assert MESH.groups(("pp",)) == [(7,), (0,), (4,), (1,), (9,), (2,)]
 
 
-def test_relabelling_keeps_the_places() -> None:
-    moved = MESH.relabel({7: 70, 0: 10, 4: 40, 1: 11, 9: 90, 2: 20})
-    assert moved.groups(("tp",)) == [(70, 10), (40, 11), (90, 20)]
-
-
 @pytest.mark.parametrize(
     ("axes", "slots", "says"),
     [

@@ -6,11 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ductile.core.layout.flat import flatten
 from ductile.core.layout.holdings import Holdings, interval_boxes, volume
 from ductile.core.layout.layout import Tensor
 from ductile.core.layout.mesh import Mesh
 from ductile.core.layout.sharding import Shard, place
+from layouts import flatten, unstacked
 
 
 def spans(holdings: Holdings, slot: int, dim: int = 0) -> list[tuple[int, int]]:
@@ -77,7 +77,7 @@ def test_stages_hold_only_their_own() -> None:
 def test_experts_in_one_tensor_or_in_many_are_the_same_boxes() -> None:
     mesh = Mesh.of(range(2), ep=2)
     stacked = place((4, 3, 2), mesh, [Shard("ep", 0)])
-    single = stacked.unstacked()
+    single = unstacked(stacked)
     assert single.rows_of(1) == [
         ((2, 0, 0), (3, 3, 2), 0, (6, 2, 1), 2),
         ((3, 0, 0), (4, 3, 2), 0, (6, 2, 1), 3),

@@ -6,7 +6,8 @@ import pytest
 from ductile.core.layout.layout import Layout
 from ductile.core.layout.mesh import Mesh
 from ductile.core.layout.spec import ModelSpec
-from ductile.core.layout.strategy import contiguous_stages, model_layout, zero_layout
+from ductile.core.layout.strategy import contiguous_stages, model_layout
+from layouts import relabelled, zero_layout
 
 SPEC = ModelSpec("qwen3", 50, 16, 24, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=4, qk_norm=True)
 TIED = ModelSpec("llama", 50, 16, 24, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=4, tie_embeddings=True)
@@ -127,9 +128,9 @@ def test_layouts_can_be_joined_and_moved() -> None:
     assert len(both.tensors) == 2 * len(params.tensors)
     with pytest.raises(ValueError, match=r"'embed\.weight' is in both"):
         params | params
-    moved = both.relabel({0: 9, 1: 3})
+    moved = relabelled(both, {0: 9, 1: 3})
     assert moved.slots == (3, 9)
     name = "master.embed.weight"
     assert moved[name].holdings.rows_of(9) == both[name].holdings.rows_of(0)
     with pytest.raises(ValueError, match="two places to one slot"):
-        both.relabel({0: 1, 1: 1})
+        relabelled(both, {0: 1, 1: 1})

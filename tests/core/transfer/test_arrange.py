@@ -12,6 +12,7 @@ from ductile.core.layout.mesh import Mesh
 from ductile.core.layout.sharding import Shard, place
 from ductile.core.transfer.arrange import arrange, best_assignment
 from ductile.core.transfer.reshard import Planner
+from layouts import relabelled
 from tests.core.transfer.random_layouts import pairs
 from tests.core.transfer.twin import Recipe
 
@@ -48,7 +49,7 @@ def test_the_assignment_is_the_best_of_all(values: list[list[int]]) -> None:
 )
 def test_a_good_place_saves_traffic(old: int, new: int, moves: float) -> None:
     source, target = chunks(range(old)), chunks(range(new))
-    target = target.relabel(arrange(source, target, range(max(old, new))))
+    target = relabelled(target, arrange(source, target, range(max(old, new))))
     plan = Planner().plan(source, target)
     assert plan.wire_bytes == pytest.approx(moves * 1200 * 4)
 
@@ -68,6 +69,6 @@ def test_too_few_slots_are_refused() -> None:
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_arranging_never_moves_more(pair: tuple[Recipe, Recipe]) -> None:
     source, target = pair[0].layout(), pair[1].layout()
-    arranged = target.relabel(arrange(source, target))
+    arranged = relabelled(target, arrange(source, target))
     planner = Planner(round_bytes=1 << 20)
     assert planner.plan(source, arranged).wire_bytes <= planner.plan(source, target).wire_bytes

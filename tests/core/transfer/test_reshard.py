@@ -10,11 +10,12 @@ from ductile.core.layout.layout import Layout, Tensor
 from ductile.core.layout.mesh import Mesh
 from ductile.core.layout.sharding import Shard, place
 from ductile.core.layout.spec import ModelSpec
-from ductile.core.layout.strategy import model_layout, zero_layout
+from ductile.core.layout.strategy import model_layout
 from ductile.core.transfer.cells import NotReshardable
 from ductile.core.transfer.plan import Plan
 from ductile.core.transfer.reshard import Planner
 from ductile.core.transfer.topology import Topology
+from layouts import zero_layout
 from tests.core.transfer.twin import PAD, Logical, execute, filled, number
 
 SPEC = ModelSpec("qwen3", 130, 32, 48, num_layers=4, num_heads=8, num_kv_heads=2, head_dim=8, qk_norm=True)

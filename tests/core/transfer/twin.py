@@ -11,12 +11,12 @@ from math import lcm, prod
 
 import numpy as np
 
-from ductile.core.layout.flat import flatten
 from ductile.core.layout.holdings import View
 from ductile.core.layout.layout import ITEM_BYTES, Layout, Tensor
 from ductile.core.layout.mesh import Mesh
 from ductile.core.layout.sharding import Shard, place
 from ductile.core.transfer.plan import Part, Plan
+from layouts import flatten, unstacked
 
 PAD = -1
 Buffers = dict[int, dict[str, np.ndarray]]
@@ -75,7 +75,7 @@ class Recipe:
             holdings = place(logical.shape, self.mesh, self.shards(logical), only)
             buffers: tuple[str, ...] = ()
             if logical.experts and self.unstacked:
-                holdings = holdings.unstacked()
+                holdings = unstacked(holdings)
                 buffers = tuple(f"{logical.name}.{expert}" for expert in range(logical.shape[0]))
             tensors.append(Tensor(logical.name, logical.dtype, holdings, buffers))
         if self.zero:

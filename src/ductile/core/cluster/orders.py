@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from ductile.core.cluster.instances import NOUNS, Groups, Instance, InstanceId, named, regrouped
 from ductile.core.cluster.placement import SPELLED, Role, many, slots_of
-from ductile.core.cluster.state import ClusterState, TrainerState
+from ductile.core.cluster.state import ClusterState
 from ductile.core.layout.parallel_layout import ParallelLayout
 
 
@@ -106,10 +106,7 @@ def layout_after(state: ClusterState, decision: Decision) -> ParallelLayout:
 
     Raises ValueError where the slots cannot be laid out.
     """
-    return _layout_after(state.trainer, roles_after(state, decision))
-
-
-def _layout_after(trainer: TrainerState, roles: dict[int, tuple[Role, ...]]) -> ParallelLayout:
+    trainer, roles = state.trainer, roles_after(state, decision)
     before = trainer.layout.slots
     staying = [slot for slot in before if "train" in roles.get(slot, ())]
     joining = sorted(slot for slot, held in roles.items() if "train" in held and slot not in before)
@@ -125,7 +122,7 @@ def violations(state: ClusterState, decision: Decision) -> list[str]:
     found += _wrong_migrations(state, decision, instances)
     return found or [
         *_broken_floors(state, after, instances),
-        *_wrong_layout(state, after),
+        *_wrong_layout(state, decision),
     ]
 
 
@@ -221,11 +218,11 @@ def _broken_floors(
         yield f"{many(held['score'], 'scorer')} would be left, and {limits.min_score} is the least"
 
 
-def _wrong_layout(state: ClusterState, after: dict[int, tuple[Role, ...]]) -> Iterator[str]:
-    if not any("train" in roles for roles in after.values()):
+def _wrong_layout(state: ClusterState, decision: Decision) -> Iterator[str]:
+    if not any("train" in roles for roles in roles_after(state, decision).values()):
         return  # a floor is broken
     try:
-        layout = _layout_after(state.trainer, after)
+        layout = layout_after(state, decision)
     except ValueError as error:
         yield f"the trainer cannot go on so: {error}"
     else:

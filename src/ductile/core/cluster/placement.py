@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import groupby
 from typing import Literal
 
 Role = Literal["train", "generate", "score"]
@@ -58,12 +59,16 @@ class Placement:
         """Whether some slot holds both the trainer's state and a generator."""
         return bool({*self.train} & {*self.generate})
 
+    @property
+    def by_role(self) -> dict[Role, tuple[int, ...]]:
+        return {"train": self.train, "generate": self.generate, "score": self.score}
+
     def of(self, role: Role) -> tuple[int, ...]:
-        return {"train": self.train, "generate": self.generate, "score": self.score}[role]
+        return self.by_role[role]
 
     def roles(self, slot: int) -> tuple[Role, ...]:
         """Roles of the slot, in the order train, generate, score."""
-        return tuple(role for role in SPELLED if slot in self.of(role))
+        return tuple(role for role, slots in self.by_role.items() if slot in slots)
 
 
 class PlacementError(ValueError):
@@ -97,8 +102,7 @@ def place(
             raise PlacementError([_no_scorer(num_train, num_generate)])
         generate = tuple(range(num_generate if "generate" in needs else 0))
         train = tuple(range(len(generate), len(generate) + (num_train if "train" in needs else 0)))
-        reason = "as the deployment numbers say"
-        placement = Placement(train, generate, (), reason)
+        placement = Placement(train, generate, (), "as the deployment numbers say")
     else:
         placement = _from_entries(entries, num_train + num_generate)
     violations = [*_missing(placement, needs), *_gaps(placement)]
@@ -137,16 +141,10 @@ def _from_entries(entries: Mapping[str, Entry], num_wanted: int) -> Placement:
     reason = "as component_placement says"
     if None in slots.values():
         reason += f"; `all` is {many(num_all, 'slot')}, because {because} so many"
-    by_role = {role: slots[names] for role, names in named.items()}
     everything = tuple(range(num_all))
-
-    def of(role: Role) -> tuple[int, ...]:
-        if role not in by_role:
-            return ()
-        chosen = by_role[role]
-        return everything if chosen is None else chosen
-
-    return Placement(of("train"), of("generate"), of("score"), reason)
+    chosen = {names: everything if held is None else held for names, held in slots.items()}
+    by_role = {role: chosen[names] for role, names in named.items()}
+    return Placement(by_role.get("train", ()), by_role.get("generate", ()), by_role.get("score", ()), reason)
 
 
 def _is_all(entry: Entry) -> bool:
@@ -180,7 +178,7 @@ def _slots(names: str, entry: Entry) -> tuple[int, ...]:
                 slots.extend(range(first, last + 1))
     twice = sorted({slot for slot in slots if slots.count(slot) > 1}) if len(slots) != len(set(slots)) else []
     if twice:
-        violations.append(f"`{names}` names slot{_list(twice)} twice: write `{names}: {compact(sorted(set(slots)))}`.")
+        violations.append(f"`{names}` names {slots_of(twice)} twice: write `{names}: {compact(sorted(set(slots)))}`.")
     if not words:
         violations.append(f"`{names}` has no slots: leave it out, or give it some.")
     if violations:
@@ -220,13 +218,13 @@ def _gaps(placement: Placement) -> list[str]:
         return []
     number = {slot: index for index, slot in enumerate(slots)}
     renumbered = ", ".join(
-        f"{SPELLED[role]}: {compact([number[slot] for slot in placement.of(role)])}"
-        for role in SPELLED
-        if placement.of(role)
+        f"{SPELLED[role]}: {compact([number[slot] for slot in held])}"
+        for role, held in placement.by_role.items()
+        if held
     )
     return [
-        f"Slot{_list(unused)} would do nothing: slots are numbered from 0 without gaps. Write `{renumbered}`; "
-        "CUDA_VISIBLE_DEVICES chooses the physical devices."
+        f"{slots_of(unused).capitalize()} would do nothing: slots are numbered from 0 without gaps. Write "
+        f"`{renumbered}`; CUDA_VISIBLE_DEVICES chooses the physical devices."
     ]
 
 
@@ -238,20 +236,12 @@ def _sharing(placement: Placement, role: Role) -> str:
     return f"{SPELLED[role]}: 0"
 
 
-def _list(slots: Sequence[int]) -> str:
-    """What follows the word "slot": " 3", "s 3-5"."""
-    return (" " if len(slots) == 1 else "s ") + compact(slots)
-
-
 def compact(slots: Sequence[int]) -> str:
     """Slot numbers as ranges: (0, 1, 2, 5) as "0-2,5"."""
     parts: list[str] = []
-    start = 0
-    for index in range(1, len(slots) + 1):
-        if index == len(slots) or slots[index] != slots[index - 1] + 1:
-            first, last = slots[start], slots[index - 1]
-            parts.append(str(first) if first == last else f"{first}-{last}")
-            start = index
+    for _, run in groupby(enumerate(slots), key=lambda numbered: numbered[1] - numbered[0]):
+        numbers = [slot for _, slot in run]
+        parts.append(str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}")
     return ",".join(parts)
 
 

@@ -9,7 +9,7 @@ All that a parallel layout does to a tensor ends as such rows; code that moves t
 All numbers count elements. Padding is not data: no row covers it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -82,42 +82,6 @@ class Holdings:
                 at = offset + sum((x - a) * stride for a, x, stride in zip(start, box[0], strides, strict=True))
                 return View(buffer, at, tuple(y - x for x, y in zip(*box, strict=True)), strides)
         raise LookupError(f"slot {slot} does not hold {box} of a tensor of shape {self.shape}")
-
-    def relabel(self, slots: Mapping[int, int]) -> "Holdings":
-        """The same parts in the hands of other slots."""
-        renamed = np.array([slots[slot] for slot in self.slots.tolist()], dtype=np.int64)
-        order = np.argsort(renamed, kind="stable")
-        sizes = sorted((slots[slot], buffer, size) for slot, buffer, size in self.sizes)
-        return Holdings(
-            self.shape,
-            renamed[order],
-            self.start[order],
-            self.stop[order],
-            self.offset[order],
-            self.strides[order],
-            self.buffer[order],
-            tuple(sizes),
-        )
-
-    def unstacked(self) -> "Holdings":
-        """The same boxes with every index of dim 0 in a buffer of its own: experts as a list of tensors."""
-        count = self.stop[:, 0] - self.start[:, 0]
-        row = np.repeat(np.arange(len(count)), count)
-        within = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
-        start, stop = self.start[row], self.stop[row]
-        start[:, 0] += within
-        stop[:, 0] = start[:, 0] + 1
-        experts = zip(self.slots[row].tolist(), start[:, 0].tolist(), self.strides[row, 0].tolist(), strict=True)
-        return Holdings(
-            self.shape,
-            self.slots[row],
-            start,
-            stop,
-            self.offset[row] % self.strides[row, 0],
-            self.strides[row],
-            start[:, 0].copy(),
-            tuple(sorted(set(experts))),
-        )
 
     @cached_property
     def _by_slot(self) -> dict[int, list[tuple[Shape, Shape, int, Shape, int]]]:

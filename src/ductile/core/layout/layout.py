@@ -1,7 +1,7 @@
 """A layout: the holdings of every tensor of a training state. What a plan starts from, and what it ends at."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from math import prod
@@ -72,17 +72,6 @@ class Layout:
                 if holder == slot:
                     found[tensor.buffer(buffer)] = (tensor.dtype, size)
         return found
-
-    def relabel(self, slots: Mapping[int, int]) -> "Layout":
-        """The same layout with other slots in the places of these. `slots` maps every slot to another one."""
-        if len(set(slots.values())) != len(slots):
-            raise ValueError(f"{dict(slots)} gives two places to one slot")
-        moved: dict[int, Holdings] = {}
-        for tensor in self:
-            if id(tensor.holdings) not in moved:
-                moved[id(tensor.holdings)] = tensor.holdings.relabel(slots)
-        tensors = [replace(tensor, holdings=moved[id(tensor.holdings)]) for tensor in self]
-        return Layout(tensors, [slots[slot] for slot in self.slots])
 
     def kind(self, prefix: str, dtype: str) -> "Layout":
         """Another state with the same geometry: `params.kind("exp_avg.", "float32")`."""

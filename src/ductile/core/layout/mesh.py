@@ -4,7 +4,7 @@ An axis's name says what it does to a tensor; `ductile.core.layout.strategy` has
 order makes a mesh: `Mesh((("dp_shard", 3), ("tp", 2)), (7, 0, 4, 1, 9, 2))` has dp_shard 0 = slots 7 and 0.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -58,10 +58,6 @@ class Mesh:
         """
         group = next(group for group in self.groups([axis for axes in products for axis in axes]) if slot in group)
         return Mesh(tuple(("_".join(axes), self.size(axes)) for axes in products), group)
-
-    def relabel(self, slots: Mapping[int, int]) -> "Mesh":
-        """The same axes with other slots in the places of these."""
-        return Mesh(self.axes, tuple(slots[slot] for slot in self.slots))
 
     @cached_property
     def _coordinates(self) -> dict[int, dict[str, int]]:

@@ -5,9 +5,12 @@ Everything that the model cannot do is refused here, by name, before a byte of w
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal, TypeVar, cast
 
 Family = Literal["llama", "qwen2", "qwen3"]
+Value = TypeVar("Value", int, float, bool)
+KINDS: dict[type, str] = {int: "an integer", float: "a number", bool: "true or false"}
+"""What a value of each kind must be, in words."""
 
 ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
@@ -125,11 +128,11 @@ def spec_from_hf(config: Mapping[str, object]) -> ModelSpec:
     """Read a `config.json` of transformers 4 or 5. Raises `SpecError` on anything that we would compute differently."""
     family = _family(config)
     _refuse_the_unsupported(config)
-    hidden_size, num_heads = _integer(config, "hidden_size"), _integer(config, "num_attention_heads")
+    hidden_size, num_heads = _read(config, "hidden_size", int), _read(config, "num_attention_heads", int)
     theta, scaling = _rope(config)
-    biased = _flag(config, "attention_bias", False)
+    biased = _read(config, "attention_bias", bool, False)
     if config.get("head_dim") is not None:
-        head_dim = _integer(config, "head_dim")
+        head_dim = _read(config, "head_dim", int)
     elif family == "qwen3":
         head_dim = 128  # Qwen3Config's default, which does not follow from the other sizes
     elif num_heads > 0 and hidden_size % num_heads == 0:
@@ -138,23 +141,23 @@ def spec_from_hf(config: Mapping[str, object]) -> ModelSpec:
         raise SpecError(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}")
     return ModelSpec(
         family=family,
-        vocab_size=_integer(config, "vocab_size"),
+        vocab_size=_read(config, "vocab_size", int),
         hidden_size=hidden_size,
-        intermediate_size=_integer(config, "intermediate_size"),
-        num_layers=_integer(config, "num_hidden_layers"),
+        intermediate_size=_read(config, "intermediate_size", int),
+        num_layers=_read(config, "num_hidden_layers", int),
         num_heads=num_heads,
-        num_kv_heads=_integer(config, "num_key_value_heads", num_heads),
+        num_kv_heads=_read(config, "num_key_value_heads", int, num_heads),
         head_dim=head_dim,
         rope_theta=theta,
         rope_scaling=scaling,
-        rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
-        tie_embeddings=_flag(config, "tie_word_embeddings", False),
+        rms_norm_eps=_read(config, "rms_norm_eps", float, 1e-6),
+        tie_embeddings=_read(config, "tie_word_embeddings", bool, False),
         attention_bias=family == "qwen2" or biased,
         output_bias=family != "qwen2" and biased,
-        mlp_bias=family == "llama" and _flag(config, "mlp_bias", False),
+        mlp_bias=family == "llama" and _read(config, "mlp_bias", bool, False),
         qk_norm=family == "qwen3",
-        max_position=_integer(config, "max_position_embeddings", 2048),
-        initializer_range=_number(config, "initializer_range", 0.02),
+        max_position=_read(config, "max_position_embeddings", int, 2048),
+        initializer_range=_read(config, "initializer_range", float, 0.02),
     )
 
 
@@ -186,7 +189,7 @@ def _refuse_the_unsupported(config: Mapping[str, object]) -> None:
         )
     if config.get("quantization_config") is not None:
         raise SpecError("quantization_config: quantised weights are not supported; save the model in bfloat16 first")
-    if _integer(config, "pretraining_tp", 1) != 1:
+    if _read(config, "pretraining_tp", int, 1) != 1:
         raise SpecError(f"pretraining_tp is {config['pretraining_tp']!r}; ductile computes pretraining_tp = 1 only")
 
 
@@ -195,15 +198,15 @@ def _rope(config: Mapping[str, object]) -> tuple[float, RopeScaling | None]:
     key = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
     value = config.get(key)
     if value is None:
-        return _number(config, "rope_theta", 10_000.0), None
+        return _read(config, "rope_theta", float, 10_000.0), None
     if not isinstance(value, Mapping):
         raise SpecError(f"{key} is {value!r}; it must be a table with rope_type")
     rope = cast(Mapping[str, object], value)
-    theta = _number(rope if "rope_theta" in rope else config, "rope_theta", 10_000.0)
+    theta = _read(rope if "rope_theta" in rope else config, "rope_theta", float, 10_000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if any(isinstance(entry, Mapping) for entry in rope.values()):
         raise SpecError(f"{key} has one table a layer type; ductile has one kind of layer")
-    if _number(rope, "partial_rotary_factor", 1.0) != 1.0:
+    if _read(rope, "partial_rotary_factor", float, 1.0) != 1.0:
         raise SpecError(
             f"{key}.partial_rotary_factor is {rope['partial_rotary_factor']!r}; ductile rotates whole heads only"
         )
@@ -217,7 +220,7 @@ def _rope(config: Mapping[str, object]) -> tuple[float, RopeScaling | None]:
             factor=_positive(rope, "factor"),
             low_freq_factor=_positive(rope, "low_freq_factor"),
             high_freq_factor=_positive(rope, "high_freq_factor"),
-            original_max_position=_integer(rope, "original_max_position_embeddings"),
+            original_max_position=_read(rope, "original_max_position_embeddings", int),
         )
         if scaling.high_freq_factor <= scaling.low_freq_factor:
             raise SpecError(
@@ -228,42 +231,23 @@ def _rope(config: Mapping[str, object]) -> tuple[float, RopeScaling | None]:
     raise SpecError(f"{key}.rope_type is {kind!r}; ductile has 'default', 'linear' and 'llama3'")
 
 
-def _integer(config: Mapping[str, object], key: str, default: int | None = None) -> int:
+def _read(config: Mapping[str, object], key: str, kind: type[Value], default: Value | None = None) -> Value:
     value = config.get(key)
     if value is None:
         if default is None:
             raise SpecError(f"{key} is missing")
         return default
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise SpecError(f"{key} is {value!r}; it must be an integer")
-    return value
-
-
-def _number(config: Mapping[str, object], key: str, default: float | None = None) -> float:
-    value = config.get(key)
-    if value is None:
-        if default is None:
-            raise SpecError(f"{key} is missing")
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise SpecError(f"{key} is {value!r}; it must be a number")
+    accepted = int | float if kind is float else kind
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        raise SpecError(f"{key} is {value!r}; it must be {KINDS[kind]}")
     try:
-        return float(value)
+        return kind(value)
     except OverflowError:
         raise SpecError(f"{key} is too large for a number of this machine") from None
 
 
 def _positive(config: Mapping[str, object], key: str) -> float:
-    value = _number(config, key)
+    value = _read(config, key, float)
     if value <= 0:
         raise SpecError(f"{key} is {value}; it must be above 0")
-    return value
-
-
-def _flag(config: Mapping[str, object], key: str, default: bool) -> bool:
-    value = config.get(key)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise SpecError(f"{key} is {value!r}; it must be true or false")
     return value

@@ -1,7 +1,7 @@
 """The layout of a model on a mesh. The names of the axes say what they do:
 
     pp             stages of layers: a slot holds only what belongs to its stage
-    dp_replicate   copies; with `zero`, the ranges of flat state
+    dp_replicate   copies
     dp_shard, cp   FSDP2 over both together: chunks of dim 0 of what tp has left. With dp_replicate this is HSDP
     tp             columns, rows or vocabulary; fused tensors by component
 
@@ -9,9 +9,8 @@ Axes of size 1 can be left out, and the order of the axes is free: it says only 
 `ductile.core.layout.parallel_layout` has the mesh of a trainer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from ductile.core.layout.flat import flatten
 from ductile.core.layout.holdings import Holdings, Shape
 from ductile.core.layout.layout import Layout, Tensor
 from ductile.core.layout.mesh import Mesh
@@ -21,42 +20,25 @@ from ductile.core.layout.sharding import Shard, place
 from ductile.core.layout.spec import ModelSpec
 
 
-def _vocabulary(spec: ModelSpec, rows: int) -> Shard:
-    return Shard("tp", 0, padded=rows)
+def tensor_parallel(spec: ModelSpec, vocab_rows: int) -> dict[str, Shard]:
+    """How tp cuts a parameter, by the last part of its name. `vocab_rows` has the rows of padding, too.
 
-
-def _heads(spec: ModelSpec, rows: int) -> Shard:
+    Parameters that are not here (norms, biases after a row-parallel product) are whole on every tp slot.
+    """
     query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    return Shard("tp", 0, ((query, spec.num_heads), (key, spec.num_kv_heads), (key, spec.num_kv_heads)))
-
-
-def _head_inputs(spec: ModelSpec, rows: int) -> Shard:
-    return Shard("tp", 1, ((spec.num_heads * spec.head_dim, spec.num_heads),))
-
-
-def _gate_and_up(spec: ModelSpec, rows: int) -> Shard:
-    return Shard("tp", 0, ((spec.intermediate_size, spec.intermediate_size),) * 2)
-
-
-def _inner_inputs(spec: ModelSpec, rows: int) -> Shard:
-    return Shard("tp", 1)
-
-
-TENSOR_PARALLEL: dict[str, Callable[[ModelSpec, int], Shard]] = {
-    "embed.weight": _vocabulary,
-    "lm_head.weight": _vocabulary,
-    "attention.qkv_proj.weight": _heads,
-    "attention.qkv_proj.bias": _heads,
-    "attention.o_proj.weight": _head_inputs,
-    "mlp.gate_up_proj.weight": _gate_and_up,
-    "mlp.gate_up_proj.bias": _gate_and_up,
-    "mlp.down_proj.weight": _inner_inputs,
-}
-"""How tp cuts a parameter, by the last part of its name; the functions take the number of vocabulary rows, padding
-included.
-
-Parameters that are not here (norms, biases after a row-parallel product) are whole on every tp slot.
-"""
+    vocabulary = Shard("tp", 0, padded=vocab_rows)
+    heads = Shard("tp", 0, ((query, spec.num_heads), (key, spec.num_kv_heads), (key, spec.num_kv_heads)))
+    gate_and_up = Shard("tp", 0, ((spec.intermediate_size, spec.intermediate_size),) * 2)
+    return {
+        "embed.weight": vocabulary,
+        "lm_head.weight": vocabulary,
+        "attention.qkv_proj.weight": heads,
+        "attention.qkv_proj.bias": heads,
+        "attention.o_proj.weight": Shard("tp", 1, ((query, spec.num_heads),)),
+        "mlp.gate_up_proj.weight": gate_and_up,
+        "mlp.gate_up_proj.bias": gate_and_up,
+        "mlp.down_proj.weight": Shard("tp", 1),
+    }
 
 
 def model_layout(
@@ -77,27 +59,17 @@ def model_layout(
     if len(stages) != spec.num_layers or not all(0 <= stage < mesh.size(("pp",)) for stage in stages):
         raise ValueError(f"stages {tuple(stages)} do not place {spec.num_layers} layers on {mesh.size(('pp',))} stages")
     unit = vocab_multiple * mesh.size(("tp",))
-    vocab_rows = -(-spec.vocab_size // unit) * unit
+    splits = tensor_parallel(spec, -(-spec.vocab_size // unit) * unit)
     known: dict[tuple[Shape, tuple[Shard, ...], tuple[int, ...]], Holdings] = {}
     tensors: list[Tensor] = []
     for parameter in parameters(spec):
-        split = TENSOR_PARALLEL.get(_kind(parameter.name))
-        rows = Shard(FULLY_SHARDED, 0)
-        steps = (rows,) if split is None else (split(spec, vocab_rows), rows)
+        split = splits.get(_kind(parameter.name))
+        steps = (*([split] if split else []), Shard(FULLY_SHARDED, 0))
         what = (parameter.shape, steps, _stages_of(parameter.name, spec, stages, mesh))
         if what not in known:
             known[what] = place(parameter.shape, mesh, steps, (("pp", what[2]),))
         tensors.append(Tensor(parameter.name, dtype, known[what]))
     return Layout(tensors, mesh.slots)
-
-
-def zero_layout(params: Layout, mesh: Mesh, axes: tuple[str, ...] = ("dp_replicate",), align: int = 64) -> Layout:
-    """The parameters end to end in one flat buffer a stage and tp slot, in reverse order, cut into ranges along `axes`.
-
-    This is where a ZeRO-1 optimizer keeps its masters and moments.
-    """
-    flat = {tensor.name: tensor for tensor in flatten(list(params)[::-1], mesh, axes, "zero", align)}
-    return Layout([flat[tensor.name] for tensor in params], mesh.slots)
 
 
 def contiguous_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:

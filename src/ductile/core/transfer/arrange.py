@@ -13,10 +13,8 @@ from ductile.core.layout.layout import Layout
 from ductile.core.transfer.cells import Refiner
 
 
-def arrange(
-    source: Layout, target: Layout, slots: Sequence[int] | None = None, refiner: Refiner | None = None
-) -> dict[int, int]:
-    """The slot for each place of `target`, to be given to `Layout.relabel` and `Mesh.relabel`.
+def arrange(source: Layout, target: Layout, slots: Sequence[int] | None = None) -> dict[int, int]:
+    """The slot for each place of `target`, so that the same mesh with these slots has most bytes where they are.
 
     Places are named by the slots that `target` has now. The best ones are taken from `slots`, by default from the same;
     among equally good choices a slot keeps the place that has its name. Raises `ValueError` with too few slots.
@@ -24,18 +22,18 @@ def arrange(
     candidates = tuple(sorted(target.slots if slots is None else slots))
     if len(candidates) < len(target.slots):
         raise ValueError(f"{len(target.slots)} places need as many slots; {len(candidates)} were given")
-    kept = kept_bytes(source, target, candidates, refiner or Refiner())
+    kept = kept_bytes(source, target, candidates)
     stays = np.equal.outer(np.array(target.slots), np.array(candidates))
     chosen = best_assignment(kept * (len(target.slots) + 1) + stays)
     return {place: candidates[index] for place, index in zip(target.slots, chosen.tolist(), strict=True)}
 
 
-def kept_bytes(source: Layout, target: Layout, slots: Sequence[int], refiner: Refiner) -> Ints:
+def kept_bytes(source: Layout, target: Layout, slots: Sequence[int]) -> Ints:
     """[places of the target, slots]: what each slot would already have in each place."""
     places = {slot: index for index, slot in enumerate(target.slots)}
     columns = {slot: index for index, slot in enumerate(slots)}
     kept = np.zeros((len(places), len(columns)), dtype=np.int64)
-    for holders, needers, num_bytes in refiner.common(source, target):
+    for holders, needers, num_bytes in Refiner().common(source, target):
         having = [columns[slot] for slot in holders if slot in columns]
         kept[np.ix_([places[slot] for slot in needers], having)] += num_bytes
     return kept

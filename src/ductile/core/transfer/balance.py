@@ -12,7 +12,7 @@ All amounts are integers, so that every slot comes to the same numbers.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -52,38 +52,25 @@ class Share:
     relays: Ints
 
 
-@dataclass
-class Loads:
-    """Bytes that every slot sends, [slots], on each of the two kinds of links."""
-
-    index: dict[int, int]
-    inside: Ints = field(init=False)
-    network: Ints = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.inside = np.zeros(len(self.index), dtype=np.int64)
-        self.network = np.zeros(len(self.index), dtype=np.int64)
-
-
 def level(demands: Sequence[Demand], slots: Slots) -> list[Share]:
     """The share of every demand, levelled over all of them."""
-    loads = Loads({slot: index for index, slot in enumerate(slots)})
+    at = {slot: place for place, slot in enumerate(slots)}
+    # Bytes that every slot sends, [slots], inside its machine and across machines.
+    inside, network = np.zeros(len(at), dtype=np.int64), np.zeros(len(at), dtype=np.int64)
     for demand in demands:
         for slot, others in demand.fan_out:
-            loads.inside[loads.index[slot]] += len(others) * demand.num_bytes
+            inside[at[slot]] += len(others) * demand.num_bytes
     order = sorted(
         range(len(demands)), key=lambda i: (len(demands[i].holders), -demands[i].num_bytes, demands[i].holders, i)
     )
-    places = [
-        (np.array([loads.index[s] for s in d.holders]), np.array([loads.index[s] for s in d.needers])) for d in demands
-    ]
+    places = [(np.array([at[s] for s in d.holders]), np.array([at[s] for s in d.needers])) for d in demands]
     shares: list[Share | None] = [None] * len(demands)
     choices = order
     highest = -1
     for _ in range(SWEEPS):
         for index in choices:
             demand, (holders, needers) = demands[index], places[index]
-            load = loads.network if demand.network else loads.inside
+            load = network if demand.network else inside
             share = shares[index]
             if share is not None:
                 load[holders] -= share.holders
@@ -91,7 +78,7 @@ def level(demands: Sequence[Demand], slots: Slots) -> list[Share]:
             share = shares[index] = _pour(demand, load[holders], load[needers])
             load[holders] += share.holders
             load[needers] += share.relays
-        before, highest = highest, int(loads.inside.max(initial=0)) + int(loads.network.max(initial=0))
+        before, highest = highest, int(inside.max(initial=0)) + int(network.max(initial=0))
         choices = [i for i in order if len(demands[i].holders) > 1 or _passes_on(demands[i])]
         if not choices or (before >= 0 and highest >= before - before // 512):
             break

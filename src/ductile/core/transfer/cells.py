@@ -7,6 +7,7 @@
 Tensors whose two geometries are equal form a class, and a class is refined once, however many layers it has.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -95,20 +96,14 @@ class Line:
     def parts(self, low: int, high: int) -> list[tuple[str, Box]]:
         """The line's bytes low:high as boxes of tensors, in order."""
         found: list[tuple[str, Box]] = []
-        for entry in self.entries[self._entry_at(low) :]:
+        first = bisect_right(self.entries, low, key=lambda entry: entry.offset) - 1
+        for entry in self.entries[first:]:
             if entry.offset >= high:
                 break
             begin, end = max(low - entry.offset, 0), min(high - entry.offset, entry.num_bytes)
             if begin < end:
                 found += entry.parts(begin, end)
         return found
-
-    def _entry_at(self, position: int) -> int:
-        low, high = 0, len(self.entries)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.entries[middle].offset <= position else (low, middle)
-        return low
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ A box always lies in one row of the sender's holdings and in one row of the rece
 with `layout[name].holdings.view(slot, box)` and packs or unpacks it in row-major order.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -54,6 +54,9 @@ class Round:
 
 Stretch = tuple[int, int, int, bool]
 """(line, low, high, relayed): bytes low:high of a line, and whether the sender itself receives them in the plan."""
+
+EdgeStretch = tuple[Edge, int, int, int]
+"""(edge, line, low, high): bytes low:high of a line that travel along an edge."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +103,7 @@ class Plan:
 
     def rounds(self, slot: int) -> Iterator[Round]:
         """The rounds in which `slot` has something to do, in order. Its peers' messages mirror its own."""
-        moves: dict[int, list[tuple[Edge, int, int, int]]] = {}
+        moves: dict[int, list[EdgeStretch]] = {}
         for flow, timing in zip(self.flows, self.timings, strict=True):
             for edge, rounds in zip(flow.edges, timing.rounds, strict=True):
                 if slot in (edge.source, edge.target):
@@ -108,23 +111,20 @@ class Plan:
                         low, high = border(flow, timing.count, message), border(flow, timing.count, message + 1)
                         moves.setdefault(number, []).append((edge, flow.line, low, high))
         for number, found in sorted(moves.items()):
-            sends: dict[int, list[Stretch]] = {}
-            receives: dict[int, list[Stretch]] = {}
-            for edge, line, low, high in found:
-                side, peer = (sends, edge.target) if edge.source == slot else (receives, edge.source)
-                side.setdefault(peer, []).append((line, low, high, edge.hop > 0))
-            yield Round(number, self._messages(sends), self._messages(receives))
+            yield self._round(slot, number, found)
 
     def at_once(self, slot: int) -> Round:
         """Everything that `slot` sends and receives, one message a peer, for a plan without relays."""
+        flows = ((edge, flow) for flow in self.flows for edge in flow.edges if slot in (edge.source, edge.target))
+        return self._round(slot, 0, ((edge, flow.line, flow.low, flow.high) for edge, flow in flows))
+
+    def _round(self, slot: int, number: int, moves: Iterable[EdgeStretch]) -> Round:
         sends: dict[int, list[Stretch]] = {}
         receives: dict[int, list[Stretch]] = {}
-        for flow in self.flows:
-            for edge in flow.edges:
-                if slot in (edge.source, edge.target):
-                    side, peer = (sends, edge.target) if edge.source == slot else (receives, edge.source)
-                    side.setdefault(peer, []).append((flow.line, flow.low, flow.high, edge.hop > 0))
-        return Round(0, self._messages(sends), self._messages(receives))
+        for edge, line, low, high in moves:
+            side, peer = (sends, edge.target) if edge.source == slot else (receives, edge.source)
+            side.setdefault(peer, []).append((line, low, high, edge.hop > 0))
+        return Round(number, self._messages(sends), self._messages(receives))
 
     def _messages(self, by_peer: dict[int, list[Stretch]]) -> tuple[PeerMessage, ...]:
         return tuple(
@@ -184,10 +184,6 @@ class Plan:
     def predicted_s(self) -> float:
         """Seconds on the wire by the topology's speeds: the busiest link, and what the rounds cost."""
         return max(busiest_links_s(self.flows, self.topology)) + self.num_rounds * self.topology.round_s
-
-    def staging_bytes(self, slot: int) -> int:
-        """The most that `slot` packs and receives in one round; at most twice `round_bytes`."""
-        return max((sum(m.num_bytes for m in (*r.sends, *r.receives)) for r in self.rounds(slot)), default=0)
 
     def _per_slot(self, end: Callable[[Edge], int]) -> dict[int, int]:
         found = dict.fromkeys(self.slots, 0)

@@ -1,16 +1,20 @@
-"""ZeRO-1 style state: many tensors end to end in one buffer, which an axis cuts into equal ranges.
+"""Layouts that the trainer does not have, for the planner, which takes them like any others.
 
-What lies in a range are intervals of flattened (tensor-parallel) locals, so a slot's part of a matrix is up to three
-boxes: the end of a row, whole rows, the beginning of a row.
+- ZeRO-1 style state: many tensors end to end in one buffer, which an axis cuts into equal ranges. What lies in a range
+  are intervals of flattened (tensor-parallel) locals, so a slot's part of a matrix is up to three boxes: the end of a
+  row, whole rows, the beginning of a row.
+- Experts as a list of tensors, each in a buffer of its own.
+- A layout in the hands of other slots.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import lcm
 
 import numpy as np
 
 from ductile.core.layout.holdings import Holdings, Shape, interval_boxes
-from ductile.core.layout.layout import Tensor
+from ductile.core.layout.layout import Layout, Tensor
 from ductile.core.layout.mesh import Mesh
 
 Row = tuple[int, Shape, Shape, int, Shape]
@@ -50,6 +54,61 @@ def flatten(
         Tensor(tensor.name, tensor.dtype, _holdings(tensor.shape, rows[index], sizes[index]), (buffer,))
         for index, tensor in enumerate(tensors)
     ]
+
+
+def zero_layout(params: Layout, mesh: Mesh) -> Layout:
+    """The parameters end to end in one flat buffer a stage and tp slot, in reverse order, cut into ranges along
+    dp_replicate: where a ZeRO-1 optimizer keeps its masters and moments."""
+    flat = {tensor.name: tensor for tensor in flatten(list(params)[::-1], mesh, ("dp_replicate",), "zero")}
+    return Layout([flat[tensor.name] for tensor in params], mesh.slots)
+
+
+def unstacked(holdings: Holdings) -> Holdings:
+    """The same boxes with every index of dim 0 in a buffer of its own: experts as a list of tensors."""
+    count = holdings.stop[:, 0] - holdings.start[:, 0]
+    row = np.repeat(np.arange(len(count)), count)
+    within = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
+    start, stop = holdings.start[row], holdings.stop[row]
+    start[:, 0] += within
+    stop[:, 0] = start[:, 0] + 1
+    experts = zip(holdings.slots[row].tolist(), start[:, 0].tolist(), holdings.strides[row, 0].tolist(), strict=True)
+    return Holdings(
+        holdings.shape,
+        holdings.slots[row],
+        start,
+        stop,
+        holdings.offset[row] % holdings.strides[row, 0],
+        holdings.strides[row],
+        start[:, 0].copy(),
+        tuple(sorted(set(experts))),
+    )
+
+
+def relabelled(layout: Layout, slots: Mapping[int, int]) -> Layout:
+    """The same layout with other slots in the places of these. `slots` maps every slot to another one."""
+    if len(set(slots.values())) != len(slots):
+        raise ValueError(f"{dict(slots)} gives two places to one slot")
+    moved: dict[int, Holdings] = {}
+    for tensor in layout:
+        if id(tensor.holdings) not in moved:
+            moved[id(tensor.holdings)] = _in_other_hands(tensor.holdings, slots)
+    tensors = [replace(tensor, holdings=moved[id(tensor.holdings)]) for tensor in layout]
+    return Layout(tensors, [slots[slot] for slot in layout.slots])
+
+
+def _in_other_hands(holdings: Holdings, slots: Mapping[int, int]) -> Holdings:
+    renamed = np.array([slots[slot] for slot in holdings.slots.tolist()], dtype=np.int64)
+    order = np.argsort(renamed, kind="stable")
+    return Holdings(
+        holdings.shape,
+        renamed[order],
+        holdings.start[order],
+        holdings.stop[order],
+        holdings.offset[order],
+        holdings.strides[order],
+        holdings.buffer[order],
+        tuple(sorted((slots[slot], buffer, size) for slot, buffer, size in holdings.sizes)),
+    )
 
 
 def _interval_rows(
