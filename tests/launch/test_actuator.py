@@ -14,13 +14,13 @@ from ductile.launch.trainer_resizer import TrainerResizer
 from ductile.loop.controller import NotDone
 from ductile.observe import Recorder
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory_transport import MemoryTransport
 from ductile.wire.messages import Finalize, ForwardBackward, Freeze
 from ductile.wire.migration import MigrationResult
 from ductile.wire.trainer import RemoteTrainer
 from ductile.wire.transaction import ResizeOptions, nothing_to_release
 from tests.core.cluster.scenes import id_on
 from tests.loop.doubles import clock
+from tests.wire.memory_transport import MemoryTransport
 from tests.wire.train_slots import TrainSlots, play, sample
 
 NUM_SLOTS = 4

@@ -11,9 +11,9 @@ from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.in_flight import RequestsInFlight
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory_transport import MemoryTransport
 from ductile.wire.messages import Abort, Command, Done, EngineStats, Finished, Generate, Reply
 from tests.wire.generate_slots import generator
+from tests.wire.memory_transport import MemoryTransport
 
 
 def request(name: str, group: str = "", max_tokens: int = 10) -> GenerateRequest:
