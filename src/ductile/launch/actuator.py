@@ -148,11 +148,12 @@ class LiveActuator:
     def changing(self, moves: Sequence[RoleChange]) -> None:
         for move in self._moves:
             self._since_s[move.slot] = self.now_s
-            self._generators.resume(move.slot)  # nothing happens unless it was to leave and is still there
+            if instance := self._generators.on(move.slot):
+                self._generators.resume(instance)  # nothing happens unless it was to leave
         self._moves = tuple(moves)
         for move in moves:
-            if "generate" in move.before and "generate" not in move.after:
-                self._generators.drain(move.slot)
+            if "generate" not in move.after and (instance := self._generators.on(move.slot)):
+                self._generators.drain(instance)
         self._activity.changing([move.slot for move in moves])
 
     async def migrate(self, migrations: Sequence[Migration]) -> None:

@@ -102,7 +102,7 @@ class Scheduling:
             crew.activity,
             clock=lambda: time.monotonic() - began_s,
         )
-        crew.generators.on_capacity(loop.buffer.wake)
+        crew.generators.on_change = loop.buffer.wake
         crew.generators.on_restarted = lambda sentence, lost: self._record.event("restarted", sentence, instance=lost)
         self._profile(setting, measured, began_s)
         if config.cluster.auto_scheduler:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Protocol
 
-from ductile.core.cluster.instances import Instance, InstanceId, Serving, in_order
+from ductile.core.cluster.instances import Instance, InstanceId, Serving, in_order, slots_on
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.records import Manifest
 from ductile.roles import Late, SlotLost
@@ -26,8 +26,6 @@ from ductile.wire.leases import FAILURES, WeightLeases
 from ductile.wire.mailbox import Mailbox, Outcome
 from ductile.wire.messages import AssignRole, Command, Died, Event, Receive, ReleaseRole, Reply
 from ductile.wire.read_write_lock import ReadWriteLock
-
-InstanceListener = Callable[[Instance, Event], None]
 
 
 class Server(Protocol):
@@ -43,6 +41,8 @@ class Server(Protocol):
 
 
 class WorkerPool:
+    """Base of the role's client: `ductile.wire.fleet.RemoteGenerators`, `ductile.wire.scorer.RemoteScorer`."""
+
     def __init__(
         self,
         mailbox: Mailbox,
@@ -73,7 +73,6 @@ class WorkerPool:
         self._joining: set[int] = set()
         """Slots of the instances that are about to join."""
         self._changed = ChangeSignal()
-        self._listeners: list[InstanceListener] = []
         self._releasing: set[asyncio.Task[None]] = set()
         mailbox.subscribe(self._on_event)
         for instance in self.instances:
@@ -86,14 +85,17 @@ class WorkerPool:
         return in_order((*self.instances, *self._draining.values(), *self._waiting.values()))
 
     @property
+    def slots(self) -> tuple[int, ...]:
+        """Slots of the instances that take work."""
+        return slots_on(self.instances)
+
+    @property
     def serving(self) -> tuple[Instance, ...]:
         """Instances that have weights: they can work, though the draining ones get nothing new."""
         return in_order((*self.instances, *self._draining.values()))
 
-    def subscribe(self, listener: InstanceListener) -> None:
-        """Have `listener(instance, event)` called with what the members say, `Died` included: then the instance is none
-        any more."""
-        self._listeners.append(listener)
+    def on_event(self, instance: Instance, event: Event) -> None:
+        """Called with what the members say, `Died` included: then the instance is none any more."""
 
     def on(self, slot: int) -> Instance | None:
         """The member that is on this slot."""
@@ -222,8 +224,7 @@ class WorkerPool:
                 releasing = asyncio.create_task(self._release(slot))
                 self._releasing.add(releasing)
                 releasing.add_done_callback(self._releasing.discard)
-        for listener in self._listeners:
-            listener(instance, event)
+        self.on_event(instance, event)
 
     def _forget(self, instance: Instance) -> None:
         self._draining.pop(instance.id, None)
@@ -255,8 +256,3 @@ class WorkerPool:
         """Have a slot give the role up that may not even have it, or be lost."""
         with suppress(*FAILURES):
             await self._mailbox.ask(slot, ReleaseRole(self._role), self._timeout_s)
-
-
-def any_slot(slot: int) -> bool:
-    """`depends_on` of a run that ends with any of its slots."""
-    return True
