@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ductile.config.written import WRITTEN, has_begun
-from ductile.observe import Event
+from ductile.observe import Listener
 
 MOVING, OLD, GONE = ".run.moving", ".run.old", ".run.gone"
 FAILED_START = "failed_start"
@@ -57,15 +57,12 @@ def is_aside(folder: Path) -> bool:
     return any((folder / name).exists() for name in (MOVING, OLD))
 
 
-class ForgetOldRun:
+class ForgetOldRun(Listener):
     """Listener that deletes the old run when the new one tells of its first step, beside the event loop."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._deleting: threading.Thread | None = None
-
-    def on_event(self, event: Event) -> None:
-        pass
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         if (self._folder / OLD).exists():

@@ -17,7 +17,7 @@ from typing import Any
 from rich.table import Table
 
 from ductile.core.layout.peak import Arithmetic
-from ductile.observe import Event, write_json
+from ductile.observe import Listener, write_json
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.messages import Surveyed
 
@@ -47,9 +47,7 @@ class MeasuredStep:
         return sum(slot.used_bytes for slot in self.slots.values()) if self.slots else None
 
 
-class Bench:
-    """A `ductile.observe.Listener`."""
-
+class Bench(Listener):
     def __init__(self, ask: AskSlots | None = None) -> None:
         """ask: None where there are no slots."""
         self._ask = ask
@@ -62,9 +60,6 @@ class Bench:
         if self._ask is not None:
             self._at_best = list((await self._ask(arithmetic)).values())
 
-    def on_event(self, event: Event) -> None:
-        pass
-
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         if step > NUM_WARM_UP:
             tokens_per_s = metrics["tokens"] / max(metrics["step_s"], 1e-9)
@@ -72,9 +67,6 @@ class Bench:
             self._rows.append(row)
             if self._ask is not None:
                 self._asking.append(asyncio.get_running_loop().create_task(self._note_memory(row, self._ask)))
-
-    def close(self) -> None:
-        pass
 
     async def wait_for_replies(self) -> None:
         """Wait until all slots have replied to what they were asked; each request has its deadline."""
