@@ -1,19 +1,30 @@
 """Work of asyncio that nothing awaits to its end: it is not left half done, and its failure is reported."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+_running: set[asyncio.Task[Any]] = set()
+"""Tasks of `start`: the event loop itself has only weak references to them."""
 
-async def finish(work: Awaitable[T]) -> T:
+
+def start(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+    """Start a task that goes on to its end, also when nothing waits for it."""
+    task = asyncio.create_task(work)
+    _running.add(task)
+    task.add_done_callback(_running.discard)
+    return task
+
+
+async def finish(work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which goes on to its end when the caller is cancelled.
 
     What `work` raises after that is dropped: the caller has ended for a reason of its own, and asyncio is not to print
     a traceback about it.
     """
-    working = asyncio.ensure_future(work)
+    working = start(work)
     try:
         return await asyncio.shield(working)
     except asyncio.CancelledError:

@@ -1,6 +1,6 @@
 """The generators behind one call: `generate` sends a sequence where there is room and waits until it comes back.
 
-base class which generators there are, who joins, who leaves, which version is live
+pool       the base class: which generators there are, who joins, who leaves, which version is live
 in flight  which sequence is where, how far it is
 dispatch   requests and aborts on their way
 migration  requests that go to another generator
@@ -94,7 +94,7 @@ class RemoteGenerators(WorkerPool):
 
         Raises Late when they could not begin, as a version was going live.
         """
-        return await finish(self._dispatch.start(self._migrate(migrations)))
+        return await finish(self._migrate(migrations))
 
     def unfinished(self) -> tuple[Unfinished, ...]:
         """Requests in flight, as policies see them; `Unfinished.id` is what `migrate` understands."""

@@ -19,7 +19,7 @@ from ductile.core.cluster.instances import Instance, InstanceId, Serving, in_ord
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.records import Manifest
 from ductile.roles import Late, SlotLost
-from ductile.wire.background import finish
+from ductile.wire.background import finish, start
 from ductile.wire.change_signal import ChangeSignal
 from ductile.wire.fanout import raise_worst
 from ductile.wire.leases import FAILURES, WeightLeases
@@ -73,7 +73,6 @@ class WorkerPool:
         self._joining: set[int] = set()
         """Slots of the instances that are about to join."""
         self._changed = ChangeSignal()
-        self._releasing: set[asyncio.Task[None]] = set()
         mailbox.subscribe(self._on_event)
         for instance in self.instances:
             if not instance.slots:
@@ -221,9 +220,7 @@ class WorkerPool:
         if isinstance(event, Died):
             self._forget(instance)
             for slot in instance.slots:  # at once: what is asked of the slot from now on comes after it
-                releasing = asyncio.create_task(self._release(slot))
-                self._releasing.add(releasing)
-                releasing.add_done_callback(self._releasing.discard)
+                start(self._release(slot))
         self.on_event(instance, event)
 
     def _forget(self, instance: Instance) -> None:
