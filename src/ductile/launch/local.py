@@ -16,7 +16,7 @@ from ductile.error_text import error_with_place
 from ductile.launch.cpu_cap import CpuCap
 from ductile.launch.processes import ForkedProcess, ProcessServer, StartFailed
 from ductile.roles import Late, Refused, SlotLost
-from ductile.wire.background import report_failure
+from ductile.wire.background import start_reported
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Done, Event, Hello, RoleName, Stop, Surveyed
 from ductile.wire.router import Router
@@ -209,10 +209,7 @@ class LocalCluster:
             for slot in self.slots:
                 self.processes[slot] = await self._fork_slot(slot)
             await self._or_death(greeted)
-        self._watching = asyncio.create_task(self._watch())
-        self._watching.add_done_callback(
-            lambda task: report_failure(task, "it is not seen any more which slots are silent", self._deaf)
-        )
+        self._watching = start_reported(self._watch(), "it is not seen any more which slots are silent", self._deaf)
 
     async def _count_devices(self) -> int | None:
         if self._config.device == "cpu":

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ductile.wire.background import report_failure
+from ductile.wire.background import start_reported
 
 
 class StartFailed(Exception):
@@ -84,10 +84,7 @@ class ProcessServer:
         Call it in a thread that lives as long as the run (the main one): the server follows that thread's end.
         """
         self._spawn(modules)
-        self._hearing = asyncio.create_task(self._hear())
-        self._hearing.add_done_callback(
-            lambda task: report_failure(task, "the process server cannot be heard any more", self._on_error)
-        )
+        self._hearing = start_reported(self._hear(), "the process server cannot be heard any more", self._on_error)
         try:
             await asyncio.wait_for(asyncio.shield(self._ready), deadline_s)
         except TimeoutError:

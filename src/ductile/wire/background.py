@@ -32,14 +32,19 @@ async def finish(work: Coroutine[Any, Any, T]) -> T:
         raise
 
 
-def report_failure(task: "asyncio.Task[Any]", sentence: str, on_error: Callable[[str, Exception], None]) -> None:
-    """Report the failure of a task that is done to `on_error(sentence, error)` and to asyncio's log."""
-    if task.cancelled():
-        return
-    error = task.exception()
-    if isinstance(error, Exception):
-        on_error(sentence, error)
-        task.get_loop().call_exception_handler({"message": sentence, "exception": error})
+def start_reported(
+    work: Coroutine[Any, Any, T], sentence: str, on_error: Callable[[str, Exception], None]
+) -> "asyncio.Task[T]":
+    """`start`; a failure of the task is reported to `on_error(sentence, error)` and to asyncio's log."""
+
+    def report(task: "asyncio.Task[T]") -> None:
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            on_error(sentence, error)
+            task.get_loop().call_exception_handler({"message": sentence, "exception": error})
+
+    task = start(work)
+    task.add_done_callback(report)
+    return task
 
 
 def _retrieve_exception(working: "asyncio.Future[Any]") -> None:
