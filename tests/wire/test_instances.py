@@ -47,7 +47,7 @@ class Elsewhere:
         self.asked.append(command)
         if BEHIND in self.cluster.mailbox.lost:
             raise SlotLost("http://elsewhere cannot be reached")
-        reply = await self.cluster.slots.answer(BEHIND, command)
+        reply = await self.cluster.slots.respond(BEHIND, command)
         if isinstance(reply, Failed):
             raise Refused(reply.error)
         return reply
