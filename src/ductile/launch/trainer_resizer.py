@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import asdict
 
 from ductile.core.cluster.membership import describe
-from ductile.core.cluster.placement import Placement, slots_of
+from ductile.core.cluster.placement import slots_of
 from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
 from ductile.core.transfer.order import stays_put
 from ductile.error_text import capitalised, error_text
@@ -30,17 +30,16 @@ class TrainerResizer:
         cluster: LocalCluster,
         trainer: RemoteTrainer,
         options: ResizeOptions,
-        placement: Placement,
+        others: Callable[[], Collection[int]],
         record: Recorder,
         num_slots: int,
     ) -> None:
-        """placement: where the other roles are. num_slots: how many slots this machine has."""
-        self.others: Callable[[], Collection[int]] = lambda: {*placement.generate, *placement.score}
-        """Slots that the run needs for something else than training."""
+        """others: slots that the run needs for something else than training. num_slots: how many slots this machine
+        has."""
         self.history: deque[Resized] = deque(maxlen=NUM_KEPT)
         self.num_resized = 0
         self._cluster, self._trainer, self._options, self._record = cluster, trainer, options, record
-        self._num_slots = num_slots
+        self._others, self._num_slots = others, num_slots
         self._target: ParallelLayout | None = None
         """Layout that the change under way leads to; None when no change is under way."""
         self._transaction: Transaction | None = None
@@ -122,7 +121,7 @@ class TrainerResizer:
         return self._needed.get(slot, False)
 
     def _is_needed(self, slot: int) -> bool:
-        if slot in self.others() or slot in self._trainer.publishers:
+        if slot in self._others() or slot in self._trainer.publishers:
             return True
         return slot in self._trainer.layout.slots and not self.judges(slot)
 
