@@ -65,7 +65,10 @@ def test_a_completion_goes_to_who_asked():
         assert (await first).finish_reason == "length"
         assert (await second).id == "b"
         assert fleet.generators.capacity == 16
-        assert [load.remaining_tokens for load in fleet.generators.loads()] == [0, 0]
+        assert [load.remaining_tokens for load in fleet.generators._in_flight.loads(fleet.generators.instances)] == [
+            0,
+            0,
+        ]
 
     run(story())
 
@@ -124,7 +127,10 @@ def test_cancelling_aborts():
         aborted = {name for _, command in fleet.sent(Abort) for name in command.ids}
         assert aborted == {"a", "b", "c"}
         assert len(fleet.sent(Abort)) == 2, "one message a slot"
-        assert [load.remaining_tokens for load in fleet.generators.loads()] == [0, 10]
+        assert [load.remaining_tokens for load in fleet.generators._in_flight.loads(fleet.generators.instances)] == [
+            0,
+            10,
+        ]
 
     run(story())
 

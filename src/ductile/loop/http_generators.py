@@ -29,7 +29,8 @@ class HttpGenerators:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """timeout_s: of one response. capacity: requests in flight; a server says nothing of its own."""
-        self._base_url, self._timeout_s, self._capacity = base_url.rstrip("/"), timeout_s, capacity
+        self.capacity = capacity
+        self._base_url, self._timeout_s = base_url.rstrip("/"), timeout_s
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(timeout_s, connect=min(10.0, timeout_s)),
@@ -57,10 +58,6 @@ class HttpGenerators:
 
     async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
-
-    @property
-    def capacity(self) -> int:
-        return self._capacity
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Raises SlotLost, Late or Refused. Cancelling the call closes the connection, and so aborts the request."""

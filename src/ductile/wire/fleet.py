@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ductile.core.cluster.instances import Instance, InstanceId
 from ductile.core.cluster.orders import Migration
-from ductile.core.cluster.routing import GeneratorLoad, route
+from ductile.core.cluster.routing import route
 from ductile.core.cluster.state import Lengths, Unfinished
 from ductile.records import GenerateRequest, Generation
 from ductile.roles import Late, SlotLost
@@ -103,10 +103,6 @@ class RemoteGenerators(WorkerPool):
     def lengths(self) -> Lengths:
         """Lengths of the latest completions."""
         return self._in_flight.completion_lengths.lengths()
-
-    def loads(self) -> list[GeneratorLoad]:
-        """Predicted work that each generator still has."""
-        return self._in_flight.loads(self.instances)
 
     async def _send(self, entry: InFlight) -> None:
         instances = await self.some(f"request {entry.name}")
