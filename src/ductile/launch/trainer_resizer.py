@@ -5,6 +5,7 @@ import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from ductile.core.cluster.membership import describe
 from ductile.core.cluster.placement import slots_of
@@ -179,55 +180,42 @@ class TrainerResizer:
         """Write the failure down. Returns its sentence without the full stop."""
         now = self._trainer.layout
         sentence = f"Trainer is on {describe(now)}; its resize to {describe(after)} failed: {error_text(error)}"
+        text = "".join(traceback.format_exception(error))
+        self._event(now != before, f"{sentence}.", self._cluster.mailbox.epoch, before, after, traceback=text)
+        return sentence
+
+    def _note(self, result: ResizeResult, took_s: float) -> Resized:
+        change, is_resized = result.change, result.outcome == "resized"
+        measured: dict[str, Any] = {
+            "pause_s": result.pause_s,
+            "took_s": took_s,
+            "seconds": dict(result.seconds),
+            "slot_seconds": dict(result.slot_seconds),
+            "beside": result.beside,
+            "num_bytes": result.num_bytes,
+            "carrier": result.carrier,
+        }
+        sentence, step = sentence_of(result), self._record.last_step or 0
+        resized = Resized(result.outcome, sentence, change.epoch, change.before, change.after, step=step, **measured)
+        self.history.append(resized)
+        self.num_resized += is_resized
+        self._paused_s += result.pause_s
+        self._event(is_resized, sentence, change.epoch, change.before, change.after, **measured)
+        return resized
+
+    def _event(
+        self, is_resized: bool, sentence: str, epoch: int, before: ParallelLayout, after: ParallelLayout, **more: Any
+    ) -> None:
         self._record.event(
-            "resize_rolled_back" if now == before else "resized",
-            f"{sentence}.",
-            epoch=self._cluster.mailbox.epoch,
+            "resized" if is_resized else "resize_rolled_back",
+            sentence,
+            epoch=epoch,
             before=before.slots,
             before_dims=asdict(before.dims),
             after=after.slots,
             after_dims=asdict(after.dims),
-            traceback="".join(traceback.format_exception(error)),
+            **more,
         )
-        return sentence
-
-    def _note(self, result: ResizeResult, took_s: float) -> Resized:
-        resized = Resized(
-            outcome=result.outcome,
-            sentence=sentence_of(result),
-            epoch=result.change.epoch,
-            before=result.change.before,
-            after=result.change.after,
-            pause_s=result.pause_s,
-            took_s=took_s,
-            seconds=dict(result.seconds),
-            slot_seconds=dict(result.slot_seconds),
-            beside=result.beside,
-            num_bytes=result.num_bytes,
-            carrier=result.carrier,
-            step=self._record.last_step or 0,
-        )
-        self.history.append(resized)
-        self.num_resized += result.outcome == "resized"
-        self._paused_s += result.pause_s
-        kind = "resized" if result.outcome == "resized" else "resize_rolled_back"
-        self._record.event(
-            kind,
-            resized.sentence,
-            epoch=resized.epoch,
-            before=resized.before.slots,
-            before_dims=asdict(resized.before.dims),
-            after=resized.after.slots,
-            after_dims=asdict(resized.after.dims),
-            pause_s=resized.pause_s,
-            took_s=resized.took_s,
-            seconds=resized.seconds,
-            slot_seconds=resized.slot_seconds,
-            beside=resized.beside,
-            num_bytes=resized.num_bytes,
-            carrier=resized.carrier,
-        )
-        return resized
 
 
 def sentence_of(result: ResizeResult) -> str:
