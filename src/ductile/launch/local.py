@@ -14,7 +14,7 @@ from ductile.config.cluster import ClusterConfig
 from ductile.core.layout.peak import Arithmetic
 from ductile.error_text import error_with_place
 from ductile.launch.cpu_cap import CpuCap
-from ductile.launch.processes import ForkedProcess, ProcessServer, StartFailed
+from ductile.launch.processes import ForkedProcess, ProcessServer, StartFailed, all_ended
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.background import start_reported
 from ductile.wire.mailbox import Mailbox
@@ -185,11 +185,7 @@ class LocalCluster:
         alive = [slot for slot, process in self.processes.items() if process.code is None]
         outcomes = await self.mailbox.ask_all(dict.fromkeys(alive, Stop()), STOP_S)
         willing = [slot for slot, outcome in outcomes.items() if isinstance(outcome, Done)]
-        leaving = [asyncio.create_task(self.processes[slot].ended.wait()) for slot in willing]
-        if leaving:
-            await asyncio.wait(leaving, timeout=STOP_S)
-            for task in leaving:
-                task.cancel()
+        await all_ended([self.processes[slot] for slot in willing], STOP_S)
         await self._server.stop(KILL_S)
         await self._router.close()
         self._sockets.remove()
