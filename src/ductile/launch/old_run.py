@@ -7,6 +7,7 @@
 Each of these names changes in one instant, so a kill at any moment leaves a state that `put_back` knows how to end.
 """
 
+import os
 import shutil
 import threading
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ FAILED_START = "failed_start"
 
 def set_aside(folder: Path) -> None:
     """Move all that a run has written out of the way. Raises OSError; then `put_back` brings back what was moved."""
-    names = [name for name in WRITTEN if _is_there(folder / name)]
+    names = [name for name in WRITTEN if os.path.lexists(folder / name)]
     if not names:
         return
     (folder / MOVING).mkdir()
@@ -73,10 +74,6 @@ class ForgetOldRun(Listener):
     def close(self) -> None:
         if self._deleting:
             self._deleting.join()
-
-
-def _is_there(path: Path) -> bool:
-    return path.is_symlink() or path.exists()
 
 
 def _delete(path: Path) -> None:

@@ -43,17 +43,15 @@ class HttpGenerators:
     async def __aenter__(self) -> "HttpGenerators":
         """Raises SlotLost when no server responds, Refused when it is no such server."""
         try:
-            response = await self._request("GET", "/models")
-            self._model = str(response["data"][0]["id"])
-            self._version = int(response["data"][0].get("weight_version") or 0)
-        except (KeyError, IndexError, TypeError):
+            model = (await self._request("GET", "/models"))["data"][0]
+            self._model, self._version = str(model["id"]), int(model.get("weight_version") or 0)
+        except BaseException as error:
             await self._client.aclose()
+            if not isinstance(error, KeyError | IndexError | TypeError):
+                raise
             raise Refused(
                 f"{self._base_url}/models does not list a model: is this an OpenAI-compatible server?"
             ) from None
-        except BaseException:
-            await self._client.aclose()
-            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
