@@ -90,7 +90,7 @@ def test_an_order_says_who_joins_who_leaves_and_what_a_death_costs() -> None:
 
 def fleet() -> tuple[TrainSlots, MemoryTransport, Mailbox, RemoteTrainer]:
     slots = TrainSlots(BEFORE, 40)
-    carrier = MemoryTransport(dict.fromkeys(slots.slots, slots.answer))
+    carrier = MemoryTransport(dict.fromkeys(slots.slots, slots.respond))
     mailbox = Mailbox(carrier, clock)
     return slots, carrier, mailbox, RemoteTrainer(mailbox, BEFORE, timeout_s=100)
 
