@@ -45,13 +45,16 @@ class Event:
 
 class Listener(Protocol):
     """Follows a run. It is called in the orchestrator's event loop and must return at once. One that raises is not
-    called again."""
+    called again. A listener overrides what it follows."""
 
-    def on_event(self, event: Event) -> None: ...
+    def on_event(self, event: Event) -> None:
+        """Something has happened."""
 
-    def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step is done, or the evaluation before the first one (step 0)."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """The run is over."""
 
 
 class Recorder:

@@ -5,8 +5,8 @@ from ductile.launch.activity import ACTIVITIES, Situation, SlotActivity
 from ductile.records import GenerateRequest, Sampling
 from ductile.slot.worker import HANDLED_BY
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory_transport import MemoryTransport
 from ductile.wire.messages import AssignRole, Done, EngineStats, Generate, OptimStep, ReleaseRole
+from tests.wire.memory_transport import MemoryTransport
 
 
 class Seen:

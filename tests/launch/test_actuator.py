@@ -7,20 +7,19 @@ import pytest
 
 from ductile.core.cluster.cost_model import CostModel, FixedCost
 from ductile.core.cluster.orders import Migration
-from ductile.core.cluster.placement import Placement
 from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.launch.actuator import LiveActuator
+from ductile.launch.actuator import Crew, LiveActuator
 from ductile.launch.trainer_resizer import TrainerResizer
 from ductile.loop.controller import NotDone
 from ductile.observe import Recorder
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory_transport import MemoryTransport
 from ductile.wire.messages import Finalize, ForwardBackward, Freeze
 from ductile.wire.migration import MigrationResult
 from ductile.wire.trainer import RemoteTrainer
 from ductile.wire.transaction import ResizeOptions, nothing_to_release
 from tests.core.cluster.scenes import id_on
 from tests.loop.doubles import clock
+from tests.wire.memory_transport import MemoryTransport
 from tests.wire.train_slots import TrainSlots, play, sample
 
 NUM_SLOTS = 4
@@ -70,15 +69,12 @@ class Rig:
         cluster = SimpleNamespace(mailbox=mailbox, add=self.none_started, condemn=mailbox.lose, devices=self.devices)
         self.record = Recorder(folder)
         terms = ResizeOptions({}, "127.0.0.1:1", timeout_s=5, leave_s=50)
-        self.resizer = TrainerResizer(
-            cluster, self.trainer, terms, Placement(members, (), (), ""), self.record, NUM_SLOTS
-        )
+        self.resizer = TrainerResizer(cluster, self.trainer, terms, tuple, self.record, NUM_SLOTS)
         self.told = Told()
         loop = activity = SimpleNamespace()
         self.generators = SimpleNamespace()
-        self.stage = LiveActuator(
-            None, cluster, self.resizer, self.trainer, self.generators, None, loop, self.told, activity, clock
-        )
+        crew = Crew(cluster, self.trainer, self.generators, None, activity, self.resizer)
+        self.stage = LiveActuator(None, {}, crew, loop, self.told, clock)
 
     async def none_started(self, slots):
         return ()

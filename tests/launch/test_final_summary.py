@@ -25,7 +25,7 @@ def report(step: int) -> EvalReport:
 
 
 def test_rl_says_where_the_model_is_what_it_gained_and_shows_completions():
-    assert rl_summary(RunResult(60, SUMMARY, None, report(60), Path("runs/x/model"))).splitlines() == [
+    assert rl_summary(RunResult(SUMMARY, report(60), Path("runs/x/model"))).splitlines() == [
         "Done: 60 steps in 3:07.",
         "Held-out reward: 0.210 before, 0.700 after (+0.490).",
         "The model is in runs/x/model (Hugging Face format).",
@@ -38,7 +38,7 @@ def test_rl_says_where_the_model_is_what_it_gained_and_shows_completions():
 
 def test_what_was_measured_before_training_only_is_not_told_as_its_result():
     summary = {**SUMMARY, "steps": 47, "eval_reward_last": 0.21, "eval_step_last": 0}
-    assert rl_summary(RunResult(47, summary, None, report(0), None)).splitlines() == [
+    assert rl_summary(RunResult(summary, report(0), None)).splitlines() == [
         "Stopped after step 47 of 60, in 3:07.",
         "Held-out reward: 0.210 before any training; it has not been measured since.",
         "Completions before any training:",
@@ -62,14 +62,14 @@ def test_what_was_measured_before_training_only_is_not_told_as_its_result():
     ],
 )
 def test_every_held_out_reward_says_when_it_was_measured(measured: dict[str, float], line: str):
-    assert rl_summary(RunResult(60, {**SUMMARY, **measured}, None, None, None)).splitlines()[1] == line
+    assert rl_summary(RunResult({**SUMMARY, **measured}, None, None)).splitlines()[1] == line
 
 
 def test_several_lives_are_told_apart():
     resumed = {**SUMMARY, "began_at_step": 47, "life_s": 24.0}
-    first, *_ = rl_summary(RunResult(60, resumed, None, None, None)).splitlines()
+    first, *_ = rl_summary(RunResult(resumed, None, None)).splitlines()
     assert first == "Done: 60 steps in 3:07, 13 of these steps since it was resumed, in 0:24."
-    first, *_ = rl_summary(RunResult(48, {**resumed, "steps": 48}, None, None, None)).splitlines()
+    first, *_ = rl_summary(RunResult({**resumed, "steps": 48}, None, None)).splitlines()
     assert first == "Stopped after step 48 of 60, in 3:07, 1 of these steps since it was resumed, in 0:24."
 
 
@@ -80,7 +80,7 @@ def test_what_the_slots_did_with_their_time_and_what_moving_them_was_to_save():
         "num_switches": 7,
         "expected_gain_s": 12.34,
     }
-    lines = rl_summary(RunResult(60, {**SUMMARY, **spent}, None, None, None)).splitlines()
+    lines = rl_summary(RunResult({**SUMMARY, **spent}, None, None)).splitlines()
     assert lines[2:] == [
         "The slots' time: generate 70%, idle 20% (tail 15%, waiting for batch 5%), train 10%.",
         "The scheduler moved slots or rollouts 7 times, to save 12.3 s by its own predictions.",
@@ -89,26 +89,26 @@ def test_what_the_slots_did_with_their_time_and_what_moving_them_was_to_save():
 
 def test_a_policy_that_was_refused_is_told_again():
     refused = "The policy is not asked any more, and the slots go back to what the configuration gave them: it failed."
-    lines = rl_summary(RunResult(60, {**SUMMARY, "policy_refused": refused}, None, None, None)).splitlines()
+    lines = rl_summary(RunResult({**SUMMARY, "policy_refused": refused}, None, None)).splitlines()
     assert refused in lines
 
 
 def test_one_step_and_one_move_are_singular():
     spent = {"time_by_activity": {"train": 1.0}, "idle_by_cause": {}, "num_switches": 1, "expected_gain_s": None}
-    lines = rl_summary(RunResult(1, {**SUMMARY, **spent, "steps": 1, "max_steps": 1}, None, None, None)).splitlines()
+    lines = rl_summary(RunResult({**SUMMARY, **spent, "steps": 1, "max_steps": 1}, None, None)).splitlines()
     assert lines[0].startswith("Done: 1 step in ")
     assert lines[-1] == "The scheduler moved slots or rollouts 1 time."
 
 
 def test_slots_that_stay_save_nothing():
     spent = {"time_by_activity": {"train": 1.0}, "idle_by_cause": {}, "num_switches": 0, "expected_gain_s": None}
-    lines = rl_summary(RunResult(60, {**SUMMARY, **spent}, None, None, None)).splitlines()
+    lines = rl_summary(RunResult({**SUMMARY, **spent}, None, None)).splitlines()
     assert lines[2:] == ["The slots' time: train 100%."]
 
 
 def test_without_evaluation_or_export_it_is_short():
     summary = {**SUMMARY, "eval_reward_first": None, "eval_reward_last": None}
-    assert rl_summary(RunResult(60, summary, None, None, None)) == "Done: 60 steps in 3:07."
+    assert rl_summary(RunResult(summary, None, None)) == "Done: 60 steps in 3:07."
 
 
 def test_the_others(tmp_path: Path):

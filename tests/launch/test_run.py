@@ -37,16 +37,15 @@ def test_devices_are_measured_before_models_are_loaded(command, monkeypatch: pyt
     cluster = SimpleNamespace(mailbox=None, rendezvous="", stop=nothing, death=never)
     monkeypatch.setattr(run_until_module, "CAUSE_S", 0.0)
     monkeypatch.setattr(run, "placement_of", lambda config: SimpleNamespace(slots=(0,), train=(0,)))
-    monkeypatch.setattr(run, "_roles", lambda placement: {})
+    monkeypatch.setattr(run, "_roles", lambda config, placement: {})
     monkeypatch.setattr(run, "LocalCluster", lambda *arguments: cluster)
     monkeypatch.setattr(run, "_start", nothing)
-    monkeypatch.setattr(run, "_bench", lambda *arguments: Bench())
     monkeypatch.setattr(run, "_begin", measure)
     monkeypatch.setattr(run, "_take_roles", take_roles)
     monkeypatch.setattr(run, "assign_role", take_roles)
     config = SimpleNamespace(cluster=SimpleNamespace(auto_scheduler=False, command_timeout_s=1.0), bench=object())
     prepared = SimpleNamespace(trainer=SimpleNamespace(model_dump=lambda mode: {}, model=TrainerModelConfig()))
-    session = SimpleNamespace(logs=None, interrupt=SimpleNamespace(graceful=asyncio.Event()))
+    session = SimpleNamespace(logs=None, bench=Bench(), interrupt=SimpleNamespace(graceful=asyncio.Event()))
     with pytest.raises(Reached):
         asyncio.run(command(config, prepared, session))
     assert did == ["measure", "take roles"]
@@ -56,12 +55,13 @@ def test_devices_are_measured_before_models_are_loaded(command, monkeypatch: pyt
 def test_nobody_waits_for_a_slot_that_does_not_say_its_memory(sooner: str):
     async def story() -> None:
         async def ask(measure: object) -> dict[int, object]:
-            return await asyncio.Future()
+            return {} if measure else await asyncio.Future()
 
         async def dead() -> str:
             return "slot 0 is dead"
 
-        bench = Bench(ask)
+        bench = Bench()
+        await bench.begin(ask, "bfloat16")
         bench.on_metrics(2, {"tokens": 10.0, "step_s": 1.0})
         interrupt = SimpleNamespace(graceful=asyncio.Event())
         if sooner == "a user":

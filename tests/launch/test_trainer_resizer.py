@@ -11,7 +11,6 @@ import pytest
 
 from ductile.config.cluster import ClusterConfig
 from ductile.config.trainer import TrainerConfig
-from ductile.core.cluster.placement import Placement
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.launch.control import Resized, ResizeRequest, RunFailed, Unfit
 from ductile.launch.local import LocalCluster
@@ -66,9 +65,7 @@ class Harness:
         self.record = Recorder(self.folder)
         self.trainer = RemoteTrainer(self.mailbox, LAYOUT, 30)
         terms = ResizeOptions(self.settings, self.cluster.rendezvous, self.timeout_s, leave_s=5)
-        self.resizer = TrainerResizer(
-            self.cluster, self.trainer, terms, Placement((0, 1), (), (), ""), self.record, NUM_SLOTS
-        )
+        self.resizer = TrainerResizer(self.cluster, self.trainer, terms, tuple, self.record, NUM_SLOTS)
         unsubscribe = self.mailbox.subscribe(
             lambda slot, event: self.resizer.note_death(slot, event.reason) if isinstance(event, Died) else None
         )

@@ -281,7 +281,7 @@ class Stage:
         )
         self.rollouts = Rollouts(self.buffer, episodes, self.fake_generators, Sampling(), self.group_size)
         held_out = [Prompt(f"eval/0/{i}", "train", i, (ord("7"),)) for i in range(self.eval_prompts)]
-        evaluation = Evaluation(episodes, tokenizer, tasks, held_out, Sampling(temperature=0), self.record)
+        evaluation = Evaluation(episodes, held_out, Sampling(temperature=0), self.record)
 
         async def save(step):
             self.diary.note(f"checkpoint {step}")

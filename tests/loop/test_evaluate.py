@@ -30,7 +30,7 @@ def test_evaluation_reports_average_pass_at_k_and_samples(tmp_path):
         episodes = Episodes(tasks, letters, generators, InProcessGraders(tasks), 64)
         prompts = [Prompt(f"eval/0/{i}", "train", i, (ord("a") + i,)) for i in range(5)]
         record = Recorder(tmp_path)
-        evaluation = Evaluation(episodes, letters, tasks, prompts, Sampling(), record, samples_per_example=4)
+        evaluation = Evaluation(episodes, prompts, Sampling(), record, samples_per_example=4)
         report = await evaluation.run(step=7)
         record.close()
         return report, evaluation, generators
@@ -49,7 +49,7 @@ def test_evaluation_reports_average_pass_at_k_and_samples(tmp_path):
     }
     assert [sample.prompt for sample in report.samples] == ["0", "1", "2"]
     assert report.samples[0].completion == "x1"
-    assert evaluation.first is evaluation.last is report
+    assert evaluation.last is report
     assert len({request.id for request in generators.requests}) == 20
     event = read_jsonl(tmp_path / "events.jsonl")[0]
     assert event["sentence"] == "Held-out reward after step 7: 0.250, over 20 completions."
@@ -75,7 +75,7 @@ def evaluate_with(tmp_path, fails, **keys):
         tasks = {"train": Count()}
         episodes = Episodes(tasks, Letters(), generators, FailsOn(tasks, fails), 64)
         prompts = [Prompt(f"eval/0/{i}", "train", i, (65,)) for i in range(4)]
-        return await Evaluation(episodes, Letters(), tasks, prompts, Sampling(), Recorder(tmp_path), **keys).run(0)
+        return await Evaluation(episodes, prompts, Sampling(), Recorder(tmp_path), **keys).run(0)
 
     return run(evaluate())
 
@@ -115,7 +115,7 @@ def test_the_first_failure_is_raised_and_the_rest_is_aborted(tmp_path):
         prompts = [Prompt(f"eval/0/{i}", "train", i, (65,)) for i in range(5)]
         record = Recorder(tmp_path)
         with pytest.raises(RuntimeError, match="slot 1 is gone"):
-            await Evaluation(episodes, Letters(), tasks, prompts, Sampling(), record).run(0)
+            await Evaluation(episodes, prompts, Sampling(), record).run(0)
         record.close()
         return generators.num_running, asyncio.get_running_loop().time()
 

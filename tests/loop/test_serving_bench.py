@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from ductile.config.bench import Load
-from ductile.loop.bench import GIB
+from ductile.loop.bench import GIB, written
 from ductile.loop.serving_bench import BenchRound, RequestTimes, ServingBench, run_rounds
 from ductile.roles import Late, Refused, SlotLost
 
@@ -107,7 +107,7 @@ def test_the_first_round_is_not_counted(tmp_path):
     assert figures["peak_memory"]["gib"] == 3.0
     assert figures["load"] == {"num_requests": 3, "prompt_tokens": 5, "max_tokens": 4}
     assert {"machine", "command"} <= figures.keys()
-    bench.write(tmp_path / "bench.json")
+    written(figures, bench.table(), str(tmp_path / "bench.json"))
     assert json.loads((tmp_path / "bench.json").read_text())["steps"] == 2
     console = Console(width=200, record=True)
     console.print(bench.table())

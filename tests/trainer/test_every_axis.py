@@ -20,12 +20,12 @@ from ductile.parallel import parallelize
 from ductile.trainer.state import StatePlans
 from ductile.wire.codec import decode, encode
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory_transport import MemoryTransport
 from ductile.wire.messages import AssignRole, Envelope, ForwardBackward, Prepare
 from ductile.wire.trainer import RemoteTrainer
 from ductile.wire.transaction import ResizeOptions, Transaction
 from tests.core.transfer.test_reshard import run
 from tests.loop.doubles import clock
+from tests.wire.memory_transport import MemoryTransport
 from tests.wire.train_slots import TrainSlots, play, sample
 
 SPEC = ModelSpec("qwen3", 30, 16, 24, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4, qk_norm=True)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 
 from ductile.core.cluster.instances import Instance, instance_on
 from ductile.records import GenerateRequest, Generation, KVHandle, Manifest, StepReport
-from ductile.wire.memory_transport import MemoryTransport
 from ductile.wire.messages import (
     Abort,
     AssignRole,
@@ -36,6 +35,7 @@ from ductile.wire.messages import (
     Stepped,
     Withdraw,
 )
+from tests.wire.memory_transport import MemoryTransport
 
 TOKEN_S = 0.1
 

@@ -11,9 +11,9 @@ from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.in_flight import RequestsInFlight
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory_transport import MemoryTransport
 from ductile.wire.messages import Abort, Command, Done, EngineStats, Finished, Generate, Reply
 from tests.wire.generate_slots import generator
+from tests.wire.memory_transport import MemoryTransport
 
 
 def request(name: str, group: str = "", max_tokens: int = 10) -> GenerateRequest:
@@ -65,7 +65,10 @@ def test_a_completion_goes_to_who_asked():
         assert (await first).finish_reason == "length"
         assert (await second).id == "b"
         assert fleet.generators.capacity == 16
-        assert [load.remaining_tokens for load in fleet.generators.loads()] == [0, 0]
+        assert [load.remaining_tokens for load in fleet.generators._in_flight.loads(fleet.generators.instances)] == [
+            0,
+            0,
+        ]
 
     run(story())
 
@@ -124,7 +127,10 @@ def test_cancelling_aborts():
         aborted = {name for _, command in fleet.sent(Abort) for name in command.ids}
         assert aborted == {"a", "b", "c"}
         assert len(fleet.sent(Abort)) == 2, "one message a slot"
-        assert [load.remaining_tokens for load in fleet.generators.loads()] == [0, 10]
+        assert [load.remaining_tokens for load in fleet.generators._in_flight.loads(fleet.generators.instances)] == [
+            0,
+            10,
+        ]
 
     run(story())
 

@@ -10,7 +10,6 @@ from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.records import Manifest
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory_transport import MemoryTransport
 from ductile.wire.messages import (
     AssignRole,
     Command,
@@ -26,6 +25,7 @@ from ductile.wire.messages import (
     Reply,
 )
 from tests.loop.doubles import run as on_virtual_time
+from tests.wire.memory_transport import MemoryTransport
 from tests.wire.transports import eventually, memory_slots, socket_slots
 
 MANIFEST = Manifest(3, "shared_memory", "/proc/1/fd/3", 0, 0, ())

@@ -6,8 +6,8 @@ import pytest
 
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory_transport import MemoryTransport
 from ductile.wire.messages import Done, OptimStep, Ping
+from tests.wire.memory_transport import MemoryTransport
 
 
 @pytest.fixture

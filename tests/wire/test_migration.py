@@ -251,7 +251,7 @@ def test_with_no_other_generator_it_goes_back_to_where_it_came_from():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await steps(5)
-        cluster.generators.drain(0)
+        cluster.generators.drain(cluster.generators.on(0))
         cluster.carrier.fail(1, "error", on=Generate)
         (result,) = await cluster.generators.migrate([order("a", 0, 1)])
         assert result.instance == id_on(0)
@@ -475,7 +475,8 @@ class Story:
 
     async def _leave(self, slot: int) -> None:
         generators = self.cluster.generators
-        generators.drain(slot)
+        if instance := generators.on(slot):
+            generators.drain(instance)
         for each in [each for each in generators.all_instances if slot in each.slots]:
             there = tuple(other.id for other in generators.instances)
             await generators.migrate(self._migrations(lambda source, left=each.id: source == left, there))

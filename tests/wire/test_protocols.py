@@ -10,7 +10,6 @@ from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.records import Manifest, Sample, StepReport
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory_transport import MemoryTransport
 from ductile.wire.messages import (
     Command,
     Done,
@@ -25,6 +24,7 @@ from ductile.wire.messages import (
 )
 from ductile.wire.scorer import RemoteScorer
 from ductile.wire.trainer import RemoteTrainer
+from tests.wire.memory_transport import MemoryTransport
 
 
 def scorer(slot: int) -> Instance:

@@ -9,10 +9,10 @@ from ductile.core.cluster.state import IN_FLIGHT
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory_transport import MemoryTransport
 from ductile.wire.messages import ForwardBackward, OptimStep, SaveState, Withdraw
 from ductile.wire.trainer import RemoteTrainer
 from tests.loop.doubles import clock
+from tests.wire.memory_transport import MemoryTransport
 from tests.wire.train_slots import TrainSlots, play, sample
 
 SEQ_LEN = 10

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.roles import SlotLost
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory_transport import FaultKind, MemoryTransport
 from ductile.wire.messages import (
     AssignRole,
     Commit,
@@ -31,6 +30,7 @@ from ductile.wire.messages import (
 from ductile.wire.trainer import RemoteTrainer
 from ductile.wire.transaction import ResizeOptions, ResizeResult, Transaction
 from tests.loop.doubles import clock
+from tests.wire.memory_transport import FaultKind, MemoryTransport
 from tests.wire.train_slots import TrainSlots, play, sample
 
 SEQ_LEN = 10

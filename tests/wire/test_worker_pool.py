@@ -35,7 +35,7 @@ def test_a_joiner_gets_the_live_version_from_a_generator():
         await cluster.publish(1)
         await cluster.trainer.optim_step(1.0)
         told: list[tuple[int, ...]] = []
-        cluster.generators.on_capacity(lambda: told.append(cluster.generators.slots))
+        cluster.generators.on_change = lambda: told.append(cluster.generators.slots)
         cluster.carrier.sent.clear()
         assert await cluster.generators.admit(generator(3), {"max_num_seqs": 8})
         await asyncio.sleep(0.01)
@@ -247,7 +247,7 @@ def test_a_slot_that_never_becomes_empty_cannot_leave():
         with pytest.raises(Late, match=r"slot 0 still had 1 requests after 60 s, and cannot leave"):
             await cluster.generators.dismiss(generator(0))
         assert cluster.generators.slots == (1, 2)
-        cluster.generators.resume(0)
+        cluster.generators.resume(cluster.generators.on(0))
         assert cluster.generators.slots == (0, 1, 2)
         cluster.slots.length = lambda name: 0
         await asked
@@ -259,7 +259,7 @@ def test_a_held_slot_samples_from_the_live_version_too():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await steps(2)
-        cluster.generators.drain(0)
+        cluster.generators.drain(cluster.generators.on(0))
         await cluster.publish(1)
         assert versions(cluster) == {0: 1, 1: 1, 2: 1}
         await asked
@@ -377,7 +377,7 @@ def test_a_scorer_whose_dismissal_is_given_up_scores_on():
         await asyncio.sleep(1)
         dismissing.cancel()
         assert scoring.scorer.slots == (4,)
-        scoring.scorer.resume(5)
+        scoring.scorer.resume(scorer(5))
         assert await under_way == {4, 5}
         assert await scoring.score() == {4, 5}
 

@@ -11,9 +11,9 @@ import zmq
 from ductile.wire.codec import encode
 from ductile.wire.dealer import Dealer
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.memory_transport import MemoryTransport, Responder
 from ductile.wire.messages import Command, Envelope, Event, Hello
 from ductile.wire.router import Router
+from tests.wire.memory_transport import MemoryTransport, Responder
 
 TOKEN = b"the run's token, 32 bytes of it."
 ON_LOOPBACK = "tcp://127.0.0.1:*"

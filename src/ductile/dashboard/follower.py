@@ -5,15 +5,15 @@ from dataclasses import replace
 
 from ductile.core.cluster.ledger import Activity, SlotLedger
 from ductile.dashboard.view import SlotView, ViewEvent, ViewState
-from ductile.observe import Event
+from ductile.observe import Event, Listener
 
 NUM_EVENTS = 6
 PASSING = frozenset({"held"})
 """Kinds of events that come several times a step and that the slots' own rows show: training waits, or goes on."""
 
 
-class Follower:
-    """A `ductile.observe.Listener` that keeps the picture up to date. `state` may be read from another thread."""
+class Follower(Listener):
+    """Keeps the picture up to date. `state` may be read from another thread."""
 
     def __init__(self, title: str, max_steps: int, clock: Callable[[], float]) -> None:
         """clock: any clock in seconds."""
@@ -49,9 +49,6 @@ class Follower:
         ledger = self._ledgers.get(slot) or SlotLedger.opened(slot, now_s)
         self._ledgers = {**self._ledgers, slot: ledger.switch(doing, now_s)}
         self._roles = {**self._roles, slot: tuple(roles)}
-
-    def close(self) -> None:
-        pass
 
     @property
     def state(self) -> ViewState:

@@ -37,7 +37,6 @@ OFTEN = frozenset(
 class RunDisplay(Listener, Protocol):
     def on_slot(self, slot: int, roles: Sequence[str], doing: Activity) -> None:
         """What a slot does from now on. Cheap enough for every command and heartbeat."""
-        ...
 
 
 @contextmanager
@@ -63,7 +62,7 @@ def show(title: str, max_steps: int, stream: TextIO | None = None) -> Iterator[R
             live.stop()
 
 
-class Lines:
+class Lines(RunDisplay):
     """One plain line a step, and the events in their sentences."""
 
     def __init__(self, max_steps: int, stream: TextIO) -> None:
@@ -84,12 +83,6 @@ class Lines:
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         if step > 0:
             self._print(step_line(step, self._max_steps, metrics))
-
-    def on_slot(self, slot: int, roles: Sequence[str], doing: Activity) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
     def _print(self, text: str) -> None:
         print(printable(text), file=self._stream, flush=True)

@@ -10,10 +10,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from ductile.core.cluster.cost_model import CostModel, FixedCost
-from ductile.core.cluster.instances import Instance, InstanceId, in_order
+from ductile.core.cluster.instances import Instance, InstanceId, Serving, in_order
 from ductile.core.cluster.orders import Migration, RoleChange
-from ductile.core.cluster.placement import SPELLED, Placement, Role, slots_of
-from ductile.core.cluster.state import ClusterState, Limits, SlotState, TrainerState
+from ductile.core.cluster.placement import SPELLED, Role, slots_of
+from ductile.core.cluster.profile import Setting
+from ductile.core.cluster.state import ClusterState, SlotState, TrainerState
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.launch.activity import Situation, SlotActivity
 from ductile.launch.control import RunFailed, Unfit
@@ -32,49 +33,59 @@ WAITING: frozenset[SlotPhase] = frozenset({"carrier", "groups"})
 
 
 @dataclass(frozen=True, slots=True)
-class ActuatorOptions:
-    """What does not change while the run is at work."""
+class Crew:
+    """What a run has, once its slots have their roles."""
 
-    home: Placement
-    limits: Limits
-    max_tokens: int
-    """Limit of one completion, in tokens."""
-    generate: Mapping[str, object]
-    """Settings of the generate role, for slots that take it on."""
-    score: Mapping[str, object]
-    """Settings of the score role, for slots that take it on."""
+    cluster: LocalCluster
+    trainer: RemoteTrainer
+    generators: RemoteGenerators
+    scorer: RemoteScorer | None
+    activity: SlotActivity
+    resizer: TrainerResizer
+
+    @property
+    def pools(self) -> dict[Serving, RemoteGenerators | RemoteScorer]:
+        """The generators and, where the run has any, the scorers."""
+        scorers: dict[Serving, RemoteGenerators | RemoteScorer] = {"score": self.scorer} if self.scorer else {}
+        return {"generate": self.generators, **scorers}
+
+    @property
+    def instances(self) -> tuple[Instance, ...]:
+        """All generators and scorers, as things are now."""
+        return in_order(instance for pool in self.pools.values() for instance in pool.all_instances)
+
+    @property
+    def slots_by_role(self) -> Mapping[str, tuple[int, ...]]:
+        """Slots by role, as things are now."""
+        return {"train": self.trainer.layout.slots, **{role: pool.slots for role, pool in self.pools.items()}}
 
 
 class LiveActuator:
     def __init__(
         self,
-        options: ActuatorOptions,
-        cluster: LocalCluster,
-        resizer: TrainerResizer,
-        trainer: RemoteTrainer,
-        generators: RemoteGenerators,
-        scorer: RemoteScorer | None,
+        setting: Setting,
+        settings: Mapping[Serving, Mapping[str, object]],
+        crew: Crew,
         monitor: Monitor,
         measured: CostModel,
-        activity: SlotActivity,
         clock: Callable[[], float],
     ) -> None:
-        """clock: 0 when the slots had their roles, as in the run's profiles."""
-        self._options, self._cluster, self._resizer = options, cluster, resizer
-        self._trainer, self._generators, self._scorer = trainer, generators, scorer
-        self._dp_replicate = trainer.layout.dims.dp_replicate
+        """settings: of the roles, for slots that take them on. clock: 0 when the slots had their roles, as in the run's
+        profiles."""
+        self._setting, self._settings, self._crew = setting, settings, crew
+        self._cluster, self._trainer, self._generators = crew.cluster, crew.trainer, crew.generators
+        self._dp_replicate = crew.trainer.layout.dims.dp_replicate
         """Copies of the state that the run began with, as its config says."""
-        self._monitor, self._measured, self._activity, self._clock = monitor, measured, activity, clock
+        self._monitor, self._measured, self._clock = monitor, measured, clock
         self._moves: tuple[RoleChange, ...] = ()
         self._held = False
         self._trained_in: int | None = None
         """The trainer's epoch at the latest micro-step."""
         self._since_s: dict[int, float] = {}
         self._notify: Callable[[], None] = lambda: None
-        resizer.others = self._needed
-        activity.situation = self._situation
-        trainer.on_micro_step(self._on_micro_step)
-        cluster.mailbox.subscribe(self._on_event)
+        crew.activity.situation = self._situation
+        crew.trainer.on_micro_step(self._on_micro_step)
+        crew.cluster.mailbox.subscribe(self._on_event)
 
     def on_change(self, notify: Callable[[], None]) -> None:
         """Have `notify()` called whenever something happened that may matter to a policy."""
@@ -100,21 +111,19 @@ class LiveActuator:
             # A resize waits for the boundary that it needs.
             trainer=TrainerState(
                 self._trainer.layout,
-                not self._resizer.under_way,
+                not self._crew.resizer.under_way,
                 self._held,
                 self._monitor.loop.plan.seq_len,
                 self._dp_replicate,
             ),
             speeds=self._measured.speeds(),
             costs=self._measured.costs(),
-            home=self._options.home,
-            limits=self._options.limits,
-            instances=in_order(
-                (*self._generators.all_instances, *(self._scorer.all_instances if self._scorer else ()))
-            ),
+            home=self._setting.home,
+            limits=self._setting.limits,
+            instances=self._crew.instances,
             unfinished=self._generators.unfinished(),
             lengths=self._generators.lengths(),
-            max_tokens=self._options.max_tokens,
+            max_tokens=self._setting.max_tokens,
         )
 
     def _roles(self, slot: int) -> tuple[Role, ...]:
@@ -125,14 +134,10 @@ class LiveActuator:
 
     def _serves(self, slot: int, roles: Sequence[Role]) -> bool:
         """A slot may have got a role and wait for its first weights."""
-        scorers = self._scorer.slots if self._scorer else ()
-        return ("generate" not in roles or slot in self._generators.slots) and ("score" not in roles or slot in scorers)
+        return all(slot in pool.slots for role, pool in self._crew.pools.items() if role in roles)
 
     def _situation(self) -> Situation:
         return Situation(self._monitor.to_start > 0, self._monitor.samples_ready > 0, self._held)
-
-    def _needed(self) -> tuple[int, ...]:
-        return (*self._generators.slots, *(self._scorer.slots if self._scorer else ()))
 
     # -- what the controller has it do
 
@@ -143,20 +148,19 @@ class LiveActuator:
         if held != self._held:
             self._held = held
             self._trainer.hold_training(held)
-            self._activity.look_again()
+            self._crew.activity.look_again()
 
     def changing(self, moves: Sequence[RoleChange]) -> None:
         for move in self._moves:
             self._since_s[move.slot] = self.now_s
-            # Nothing happens unless an instance was to leave and is still there.
-            self._generators.resume(move.slot)
-            if self._scorer:
-                self._scorer.resume(move.slot)
+            for pool in self._crew.pools.values():
+                if instance := pool.on(move.slot):
+                    pool.resume(instance)  # nothing happens unless it was to leave
         self._moves = tuple(moves)
         for move in moves:
-            if "generate" in move.before and "generate" not in move.after:
-                self._generators.drain(move.slot)
-        self._activity.changing([move.slot for move in moves])
+            if "generate" not in move.after and (instance := self._generators.on(move.slot)):
+                self._generators.drain(instance)
+        self._crew.activity.changing([move.slot for move in moves])
 
     async def migrate(self, migrations: Sequence[Migration]) -> None:
         contexts = {rollout.id: rollout.context_tokens for rollout in self._generators.unfinished()}
@@ -176,25 +180,20 @@ class LiveActuator:
             left = sum(rollout.instance == instance.id for rollout in self._generators.unfinished())
             if left:  # they could not migrate, and the change is not to wait for their end
                 raise NotDone(f"{instance.id} goes on generating: {left} of its rollouts could not migrate")
-            async with self._or_not_done(), self._measuring("release"):
-                await self._generators.dismiss(instance)
-        elif self._scorer is not None:
-            async with self._or_not_done(), self._measuring("release"):
-                await self._scorer.dismiss(instance)
+        async with self._or_not_done(), self._measuring("release"):
+            await self._crew.pools[instance.role].dismiss(instance)
 
     async def admit(self, instance: Instance) -> None:
-        if instance.role == "score" and self._scorer is None:
+        pool = self._crew.pools.get(instance.role)
+        if pool is None:
             where = slots_of(instance.slots)
             raise NotDone(f"{where} cannot score: this run has no scorer (cluster.component_placement.inference)")
         async with self._or_not_done(), self._measuring("grant"):
-            if instance.role == "generate":
-                await self._generators.admit(instance, self._options.generate)
-            elif self._scorer is not None:
-                await self._scorer.admit(instance, self._options.score)
+            await pool.admit(instance, self._settings[instance.role])
 
     async def resize(self, layout: ParallelLayout, leave: Callable[[], Awaitable[None]]) -> None:
         try:
-            resized = await self._resizer.resize_to(layout, leave)
+            resized = await self._crew.resizer.resize_to(layout, leave)
         except (Unfit, RunFailed) as error:
             raise NotDone(str(error)) from error
         if resized.outcome == "rolled_back":

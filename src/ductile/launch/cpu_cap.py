@@ -62,7 +62,7 @@ class CpuCap:
 
     def __init__(self, fraction: float, tree: CgroupTree | None = None) -> None:
         self._fraction = fraction
-        self._tree = tree or find_tree(_read("/proc/self/mountinfo"), _read("/proc/self/cgroup"))
+        self._tree = tree or find_tree(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
         self._parent = _parent_of_groups(self._tree)
         self._run = f"ductile-{os.getpid()}-{start_time(os.getpid())}"
         sweep(self._parent)
@@ -135,7 +135,3 @@ def _inside(mount: str, root: str, own: str) -> Path:
     """The folder of group `own` where the part of the tree below `root` is mounted on `mount`."""
     below = os.path.relpath(own, root)
     return Path(mount) if below.startswith("..") or below == "." else Path(mount, below)
-
-
-def _read(path: str) -> str:
-    return Path(path).read_text()

@@ -82,10 +82,13 @@ class Endpoint:
         task.add_done_callback(self._talking.discard)
         try:
             with suppress(OSError, TimeoutError):
-                await _say(writer, await self._serve(reader, writer))
-        except asyncio.CancelledError:  # only we cancel this task, when we close
-            with suppress(OSError, TimeoutError):
-                await _say(writer, Response(VERSION, error="the run ended before it had a response"))
+                try:
+                    response = await self._serve(reader, writer)
+                except asyncio.CancelledError:  # only we cancel this task, when we close
+                    response = Response(VERSION, error="the run ended before it had a response")
+                writer.write(msgspec.json.encode(response) + b"\n")
+                async with asyncio.timeout(READ_S):
+                    await writer.drain()
         finally:
             writer.close()
 
@@ -116,12 +119,6 @@ class Endpoint:
             return _refusal(str(error))
         except RunFailed as error:
             return Response(VERSION, error=str(error))
-
-
-async def _say(writer: asyncio.StreamWriter, response: Response) -> None:
-    writer.write(msgspec.json.encode(response) + b"\n")
-    async with asyncio.timeout(READ_S):
-        await writer.drain()
 
 
 def _refusal(sentence: str) -> Response:

@@ -21,7 +21,7 @@ def rl_summary(result: RunResult) -> str:
     lines += _slots_time(result.summary)
     if result.model_folder:
         lines.append(f"The model is in {result.model_folder} (Hugging Face format).")
-    if result.last and result.last.step != result.step:
+    if result.last and result.last.step != result.summary["steps"]:
         lines.append(f"Completions {_when(result.last.step)}:")
     for sample in result.last.samples if result.last else ():
         lines += ["", f"  prompt:     {_one_line(sample.prompt)}", f"  completion: {_one_line(sample.completion)}"]

@@ -15,8 +15,6 @@ from ductile.wire.trainer import RemoteTrainer
 class LiveRun:
     def __init__(
         self,
-        command: str,
-        max_steps: int,
         session: Session,
         cluster: LocalCluster,
         trainer: RemoteTrainer,
@@ -25,8 +23,8 @@ class LiveRun:
         policy: str = "",
     ) -> None:
         """policy: that moves the slots of this run; "" when none does."""
-        self._command, self._max_steps, self._session, self._cluster = command, max_steps, session, cluster
-        self._trainer, self._activity, self._resizer, self._policy = trainer, activity, resizer, policy
+        self._session, self._cluster, self._trainer = session, cluster, trainer
+        self._activity, self._resizer, self._policy = activity, resizer, policy
         cluster.mailbox.subscribe(self._on_event)
 
     async def respond(self, ask: ResizeRequest | Status) -> Resized | RunStatus:
@@ -42,10 +40,10 @@ class LiveRun:
 
     def status(self) -> RunStatus:
         return RunStatus(
-            command=self._command,
+            command=self._session.command,
             pid=os.getpid(),
             step=self._session.record.last_step or 0,
-            max_steps=self._max_steps,
+            max_steps=self._session.max_steps,
             running_s=time.perf_counter() - self._session.began_s,
             epoch=self._cluster.mailbox.epoch,
             trainer=self._trainer.layout,

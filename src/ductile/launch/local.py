@@ -14,9 +14,9 @@ from ductile.config.cluster import ClusterConfig
 from ductile.core.layout.peak import Arithmetic
 from ductile.error_text import error_with_place
 from ductile.launch.cpu_cap import CpuCap
-from ductile.launch.processes import ForkedProcess, ProcessServer, StartFailed
+from ductile.launch.processes import ForkedProcess, ProcessServer, StartFailed, all_ended
 from ductile.roles import Late, Refused, SlotLost
-from ductile.wire.background import report_failure
+from ductile.wire.background import start_reported
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Done, Event, Hello, RoleName, Stop, Surveyed
 from ductile.wire.router import Router
@@ -185,11 +185,7 @@ class LocalCluster:
         alive = [slot for slot, process in self.processes.items() if process.code is None]
         outcomes = await self.mailbox.ask_all(dict.fromkeys(alive, Stop()), STOP_S)
         willing = [slot for slot, outcome in outcomes.items() if isinstance(outcome, Done)]
-        leaving = [asyncio.create_task(self.processes[slot].ended.wait()) for slot in willing]
-        if leaving:
-            await asyncio.wait(leaving, timeout=STOP_S)
-            for task in leaving:
-                task.cancel()
+        await all_ended([self.processes[slot] for slot in willing], STOP_S)
         await self._server.stop(KILL_S)
         await self._router.close()
         self._sockets.remove()
@@ -209,10 +205,7 @@ class LocalCluster:
             for slot in self.slots:
                 self.processes[slot] = await self._fork_slot(slot)
             await self._or_death(greeted)
-        self._watching = asyncio.create_task(self._watch())
-        self._watching.add_done_callback(
-            lambda task: report_failure(task, "it is not seen any more which slots are silent", self._deaf)
-        )
+        self._watching = start_reported(self._watch(), "it is not seen any more which slots are silent", self._deaf)
 
     async def _count_devices(self) -> int | None:
         if self._config.device == "cpu":

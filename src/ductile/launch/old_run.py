@@ -7,13 +7,14 @@
 Each of these names changes in one instant, so a kill at any moment leaves a state that `put_back` knows how to end.
 """
 
+import os
 import shutil
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 
 from ductile.config.written import WRITTEN, has_begun
-from ductile.observe import Event
+from ductile.observe import Listener
 
 MOVING, OLD, GONE = ".run.moving", ".run.old", ".run.gone"
 FAILED_START = "failed_start"
@@ -22,7 +23,7 @@ FAILED_START = "failed_start"
 
 def set_aside(folder: Path) -> None:
     """Move all that a run has written out of the way. Raises OSError; then `put_back` brings back what was moved."""
-    names = [name for name in WRITTEN if _is_there(folder / name)]
+    names = [name for name in WRITTEN if os.path.lexists(folder / name)]
     if not names:
         return
     (folder / MOVING).mkdir()
@@ -57,15 +58,12 @@ def is_aside(folder: Path) -> bool:
     return any((folder / name).exists() for name in (MOVING, OLD))
 
 
-class ForgetOldRun:
+class ForgetOldRun(Listener):
     """Listener that deletes the old run when the new one tells of its first step, beside the event loop."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._deleting: threading.Thread | None = None
-
-    def on_event(self, event: Event) -> None:
-        pass
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         if (self._folder / OLD).exists():
@@ -76,10 +74,6 @@ class ForgetOldRun:
     def close(self) -> None:
         if self._deleting:
             self._deleting.join()
-
-
-def _is_there(path: Path) -> bool:
-    return path.is_symlink() or path.exists()
 
 
 def _delete(path: Path) -> None:

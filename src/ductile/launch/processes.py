@@ -7,13 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ductile.wire.background import report_failure
+from ductile.wire.background import start_reported
 
 
 class StartFailed(Exception):
@@ -84,10 +84,7 @@ class ProcessServer:
         Call it in a thread that lives as long as the run (the main one): the server follows that thread's end.
         """
         self._spawn(modules)
-        self._hearing = asyncio.create_task(self._hear())
-        self._hearing.add_done_callback(
-            lambda task: report_failure(task, "the process server cannot be heard any more", self._on_error)
-        )
+        self._hearing = start_reported(self._hear(), "the process server cannot be heard any more", self._on_error)
         try:
             await asyncio.wait_for(asyncio.shield(self._ready), deadline_s)
         except TimeoutError:
@@ -120,11 +117,7 @@ class ProcessServer:
         """Kill whatever is left, wait for all of it, then end the server. Nothing runs afterwards."""
         for process in self._processes.values():
             process.signal(signal.SIGKILL)
-        waiting = [asyncio.create_task(process.ended.wait()) for process in self._processes.values()]
-        if waiting:
-            await asyncio.wait(waiting, timeout=deadline_s)
-            for task in waiting:
-                task.cancel()
+        await all_ended(self._processes.values(), deadline_s)
         if self._hearing:
             self._hearing.cancel()
             await asyncio.wait([self._hearing], timeout=1.0)
@@ -218,6 +211,14 @@ class ProcessServer:
         process.heard.set()
         process.ended.set()
         self._on_exit(process)
+
+
+async def all_ended(processes: Iterable[ForkedProcess], deadline_s: float) -> None:
+    """Wait until the processes have ended, at most until the deadline."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(deadline_s):
+            for process in list(processes):
+                await process.ended.wait()
 
 
 async def _end_process(started: "asyncio.Future[ForkedProcess]", deadline_s: float) -> None:

@@ -8,15 +8,15 @@ from ductile.core.cluster.cost_model import CostModel
 from ductile.core.cluster.ledger import Span
 from ductile.core.cluster.profile import Setting, StepProfile
 from ductile.launch.activity import SlotActivity
-from ductile.observe import Event, Recorder
+from ductile.observe import Listener, Recorder
 from ductile.records import Generation
 
 SHORT_S = 0.005
 """A stretch that is shorter belongs to the one before it: there may be a thousand gaps between commands in a step."""
 
 
-class Profiler:
-    """A `Listener` of the recorder that it writes to: a step has ended when its metrics come."""
+class Profiler(Listener):
+    """Listens to the recorder that it writes to: a step has ended when its metrics come."""
 
     def __init__(
         self,
@@ -49,17 +49,11 @@ class Profiler:
         if not generation.id.startswith("eval/"):  # an evaluation's completions are no part of a step
             self._lengths.append(len(generation.token_ids))
 
-    def on_event(self, event: Event) -> None:
-        pass
-
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         now_s = self._clock()
         if step:
             self._note_phases(metrics)
             self._tell(step, now_s)
-
-    def close(self) -> None:
-        pass
 
     def _note_phases(self, metrics: Mapping[str, float]) -> None:
         """Note the seconds that the loop's stopwatch has seen."""

@@ -6,14 +6,11 @@ How a command ends, whatever happens to it, is `ductile.launch.supervise`.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 
-from ductile.config.bench import BenchConfig
 from ductile.config.inference import shared_block_tokens
 from ductile.config.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.scheduling import policy_name
@@ -24,11 +21,12 @@ from ductile.core.cluster.placement import SPELLED, Placement
 from ductile.core.cluster.state import Limits, first_instances
 from ductile.core.layout.peak import arithmetic_of, compute_dtype
 from ductile.launch.activity import SlotActivity
+from ductile.launch.actuator import Crew
 from ductile.launch.endpoint import Endpoint
 from ductile.launch.final_summary import batches_summary, rl_summary, rollout_only_summary
 from ductile.launch.live_run import LiveRun
 from ductile.launch.local import ROLES, LocalCluster
-from ductile.launch.scheduling import Crew, Scheduling
+from ductile.launch.scheduling import Scheduling
 from ductile.launch.serving import become_server, bench_server
 from ductile.launch.supervise import Session, supervise
 from ductile.launch.trainer_resizer import TrainerResizer
@@ -47,6 +45,8 @@ from ductile.wire.scorer import RemoteScorer
 from ductile.wire.trainer import RemoteTrainer
 from ductile.wire.transaction import ResizeOptions
 
+SlotsConfig = RLConfig | SFTConfig | TrainerRunConfig
+"""Configs of the commands that start slots."""
 START_CANCEL_S = 8.0
 """A start that is interrupted has processes to stop before it returns."""
 
@@ -81,54 +81,35 @@ def _step(prepared: Prepared | PreparedBatches) -> int:
 async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> RenderableType:
     """Start the slots, give them their roles, run the RL loop."""
     placement = placement_of(config)
-    roles = _all_roles(placement) if config.cluster.auto_scheduler else _roles(placement)
-    cluster = LocalCluster(placement.slots, config.cluster, session.logs, roles)
-    try:
-        activity = await _start(cluster, placement, session)
-        bench = _bench(config.bench, session, cluster)
-        if bench:
-            await _begin(bench, prepared.trainer, cluster, session)
+    async with _slots(config, placement, prepared.trainer, session) as (cluster, activity):
         trainer, generators, scorer = await run_until(
             _take_roles(config, prepared, placement, cluster), session.interrupt.graceful, cluster.death()
         )
-        handles = TrainerHandles(cluster, placement, trainer, activity)
-        async with _live("rl", prepared.plan.max_steps, prepared.trainer, config, handles, session) as resizer:
-            crew = Crew(cluster, placement, trainer, generators, scorer, activity, resizer)
+
+        def others() -> list[int]:
+            return [slot for pool in (generators, scorer) if pool for slot in pool.slots]
+
+        async with _live(config, prepared.trainer, cluster, trainer, activity, session, others) as resizer:
+            crew = Crew(cluster, trainer, generators, scorer, activity, resizer)
             scheduling = Scheduling(config, prepared, crew, session.record)
             context = _context(session, lambda: crew.slots_by_role, resizer, cluster)
             rl_loop = run_loop(prepared, trainer, generators, scorer, context, scheduling.watch, scheduling.spent)
             result = await run_until(rl_loop, session.interrupt.forced)
-        if bench:
-            await _measure_memory(bench, cluster, session)
-    finally:
-        await cluster.stop()
-    return _finish(bench, config.bench) if bench else rl_summary(result)
+    return rl_summary(result)
 
 
 async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatches, session: Session) -> RenderableType:
     """The trainer alone, on data that is there."""
-    placement = placement_of(config)
-    cluster = LocalCluster(placement.slots, config.cluster, session.logs, _roles(placement))
-    timeout_s = config.cluster.command_timeout_s
-    try:
-        activity = await _start(cluster, placement, session)
-        bench = _bench(config.bench, session, cluster)
-        if bench:
-            await _begin(bench, prepared.trainer, cluster, session)
+    placement, timeout_s = placement_of(config), config.cluster.command_timeout_s
+    async with _slots(config, placement, prepared.trainer, session) as (cluster, activity):
         settings, layout = prepared.trainer.model_dump(mode="json"), prepared.trainer.model.layout(placement.train)
         taking = assign_role(cluster.mailbox, "train", settings, [layout], timeout_s, cluster.rendezvous)
         await run_until(taking, session.interrupt.graceful, cluster.death())
         trainer = RemoteTrainer(cluster.mailbox, layout, timeout_s)
-        handles = TrainerHandles(cluster, placement, trainer, activity)
-        command = "sft" if isinstance(config, SFTConfig) else "trainer"
-        async with _live(command, prepared.max_steps, prepared.trainer, config, handles, session) as resizer:
+        async with _live(config, prepared.trainer, cluster, trainer, activity, session) as resizer:
             context = _context(session, lambda: {"train": trainer.layout.slots}, resizer, cluster)
             summary = await run_until(run_batches(prepared, trainer, context), session.interrupt.forced)
-        if bench:
-            await _measure_memory(bench, cluster, session)
-    finally:
-        await cluster.stop()
-    return _finish(bench, config.bench) if bench else batches_summary(summary, prepared.model_folder)
+    return batches_summary(summary, prepared.model_folder)
 
 
 async def _rollout_only(
@@ -137,12 +118,10 @@ async def _rollout_only(
     """Rollouts from a server that is not the run's own."""
     client = config.client
     api_key = secret_of(client.api_key, client.api_key_var)
-    generators = HttpGenerators(str(client.base_url), api_key, client.timeout_s)
-    bench = _bench(config.bench, session)
-    async with generators:
+    async with HttpGenerators(str(client.base_url), api_key, client.timeout_s) as generators:
         running = run_rollout_only(prepared, generators, session.record, session.interrupt.graceful)
         summary = await run_until(running, session.interrupt.forced)
-    return _finish(bench, config.bench) if bench else rollout_only_summary(summary, session.folder)
+    return rollout_only_summary(summary, session.folder)
 
 
 def _context(
@@ -153,13 +132,34 @@ def _context(
     )
 
 
-def _roles(placement: Placement) -> dict[RoleName, str]:
-    return {role: ROLES[role] for role in SPELLED if placement.of(role)}
+def _roles(config: SlotsConfig, placement: Placement) -> dict[RoleName, str]:
+    """The roles that a slot must know: where slots change roles, to train and to generate at least."""
+    moving = ("train", "generate") if config.cluster.auto_scheduler else ()
+    return {role: ROLES[role] for role in SPELLED if placement.of(role) or role in moving}
 
 
-def _all_roles(placement: Placement) -> dict[RoleName, str]:
-    """The roles that every slot must know where slots change roles: all that there are."""
-    return {"train": ROLES["train"], "generate": ROLES["generate"], **_roles(placement)}
+@asynccontextmanager
+async def _slots(
+    config: SlotsConfig, placement: Placement, trainer: TrainerConfig, session: Session
+) -> AsyncIterator[tuple[LocalCluster, SlotActivity]]:
+    """The slots, which have no roles yet, from their start to their end.
+
+    A benchmark measures the devices before the roles are taken (models leave little room to measure in, and what
+    measuring takes is none of the run's memory), and asks for the memory that was used when all is done.
+    """
+    cluster, bench = (
+        LocalCluster(placement.slots, config.cluster, session.logs, _roles(config, placement)),
+        session.bench,
+    )
+    try:
+        activity = await _start(cluster, placement, session)
+        if bench:
+            await _begin(bench, trainer, cluster, session)
+        yield cluster, activity
+        if bench:
+            await _measure_memory(bench, cluster, session)
+    finally:
+        await cluster.stop()
 
 
 async def _start(cluster: LocalCluster, placement: Placement, session: Session) -> SlotActivity:
@@ -172,38 +172,45 @@ async def _start(cluster: LocalCluster, placement: Placement, session: Session) 
     return activity
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerHandles:
-    """A run's trainer and its slots, once they have their roles."""
+async def _begin(bench: Bench, trainer: TrainerConfig, cluster: LocalCluster, session: Session) -> None:
+    device = next(iter(cluster.devices.values()))
+    arithmetic = arithmetic_of(compute_dtype(trainer.model.compute_dtype, device), trainer.matmul_precision, device)
+    await run_until(bench.begin(cluster.survey, arithmetic), session.interrupt.graceful, cluster.death())
 
-    cluster: LocalCluster
-    placement: Placement
-    trainer: RemoteTrainer
-    activity: SlotActivity
+
+async def _measure_memory(bench: Bench, cluster: LocalCluster, session: Session) -> None:
+    """Ask the slots how much memory the steps have taken. It is not known where the user stops the run, or a slot dies,
+    before they have replied."""
+    with suppress(Stopped, SlotDied):
+        await run_until(bench.wait_for_replies(), session.interrupt.graceful, cluster.death())
 
 
 @asynccontextmanager
 async def _live(
-    command: str,
-    max_steps: int,
-    trainer: TrainerConfig,
-    config: RLConfig | SFTConfig | TrainerRunConfig,
-    handles: TrainerHandles,
+    config: SlotsConfig,
+    trainer_config: TrainerConfig,
+    cluster: LocalCluster,
+    trainer: RemoteTrainer,
+    activity: SlotActivity,
     session: Session,
+    others: Callable[[], Collection[int]] = tuple,
 ) -> AsyncIterator[TrainerResizer]:
-    """Meanwhile the run serves `ductile status` and `ductile resize`. `trainer`: as the slots have it."""
+    """Meanwhile the run serves `ductile status` and `ductile resize`.
+
+    trainer_config: as the slots have it. others: slots that the run needs for something else than training.
+    """
     options = ResizeOptions(
-        settings=trainer.model_dump(mode="json"),
-        rendezvous=handles.cluster.rendezvous,
-        timeout_s=trainer.resize.timeout_s,
+        settings=trainer_config.model_dump(mode="json"),
+        rendezvous=cluster.rendezvous,
+        timeout_s=trainer_config.resize.timeout_s,
         leave_s=config.cluster.command_timeout_s,
-        keeps_old=trainer.resize.memory == "shadow",
+        keeps_old=trainer_config.resize.memory == "shadow",
         patience_s=config.cluster.command_timeout_s,
     )
     num_slots = config.deployment.gpus_per_node * config.cluster.slots_per_device
-    resizer = TrainerResizer(handles.cluster, handles.trainer, options, handles.placement, session.record, num_slots)
+    resizer = TrainerResizer(cluster, trainer, options, others, session.record, num_slots)
     policy = policy_name(config.cluster) if config.cluster.auto_scheduler else ""
-    live = LiveRun(command, max_steps, session, handles.cluster, handles.trainer, handles.activity, resizer, policy)
+    live = LiveRun(session, cluster, trainer, activity, resizer, policy)
     async with Endpoint(session.folder, live.respond):
         yield resizer
 
@@ -235,33 +242,3 @@ async def _take_roles(
         RemoteGenerators(mailbox, generators, num_seqs, block_tokens, timeout_s, leases=leases, depends_on=depends_on),
         RemoteScorer(mailbox, scorers, timeout_s, leases, depends_on) if scorers else None,
     )
-
-
-def _bench(config: BenchConfig | None, session: Session, cluster: LocalCluster | None = None) -> Bench | None:
-    if config is None:
-        return None
-    bench = Bench(cluster.survey if cluster else None)
-    session.record.listeners.append(bench)
-    return bench
-
-
-async def _begin(bench: Bench, trainer: TrainerConfig, cluster: LocalCluster, session: Session) -> None:
-    """Have the benchmark measure the device. The caller does so before roles are taken: models leave little room to
-    measure in, and what measuring takes is none of the run's memory."""
-    device = next(iter(cluster.devices.values()))
-    arithmetic = arithmetic_of(compute_dtype(trainer.model.compute_dtype, device), trainer.matmul_precision, device)
-    await run_until(bench.begin(arithmetic), session.interrupt.graceful, cluster.death())
-
-
-async def _measure_memory(bench: Bench, cluster: LocalCluster, session: Session) -> None:
-    """Ask the slots how much memory the steps have taken. It is not known where the user stops the run, or a slot dies,
-    before they have replied."""
-    with suppress(Stopped, SlotDied):
-        await run_until(bench.wait_for_replies(), session.interrupt.graceful, cluster.death())
-
-
-def _finish(bench: Bench, config: BenchConfig | None) -> RenderableType:
-    if config is None or config.output_json is None:
-        return bench.table()
-    bench.write(config.output_json)
-    return Group(bench.table(), f"The figures are in {Path(config.output_json)}.")

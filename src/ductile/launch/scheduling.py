@@ -1,59 +1,28 @@
 """What goes on beside the loop of a run: the books of its slots' time, and the controller that moves its slots."""
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ductile.config.inference import shared_block_tokens
 from ductile.config.on_disk import read_spec
 from ductile.config.run import RLConfig
 from ductile.config.scheduling import policy_name, policy_of
+from ductile.config.slots import placement_of
 from ductile.core.cluster.cost_model import CostModel
-from ductile.core.cluster.instances import Instance, in_order
+from ductile.core.cluster.instances import Serving
 from ductile.core.cluster.orders import Decision, Policy
-from ductile.core.cluster.placement import Placement
 from ductile.core.cluster.policies.model import Model
 from ductile.core.cluster.policies.rules import Home
 from ductile.core.cluster.profile import Setting
 from ductile.core.cluster.staleness import StalenessBound
 from ductile.core.cluster.state import ClusterState, Limits, may_share
-from ductile.launch.activity import SlotActivity
-from ductile.launch.actuator import ActuatorOptions, LiveActuator
-from ductile.launch.local import LocalCluster
+from ductile.launch.actuator import Crew, LiveActuator
 from ductile.launch.profiling import Profiler
-from ductile.launch.trainer_resizer import TrainerResizer
 from ductile.loop.compose import Prepared
 from ductile.loop.controller import ElasticController
 from ductile.loop.loop import Loop
 from ductile.loop.monitor import Monitor
 from ductile.observe import Recorder
-from ductile.wire.fleet import RemoteGenerators
-from ductile.wire.scorer import RemoteScorer
-from ductile.wire.trainer import RemoteTrainer
-
-
-@dataclass(frozen=True, slots=True)
-class Crew:
-    """What a run has, once its slots have their roles."""
-
-    cluster: LocalCluster
-    home: Placement
-    trainer: RemoteTrainer
-    generators: RemoteGenerators
-    scorer: RemoteScorer | None
-    activity: SlotActivity
-    resizer: TrainerResizer
-
-    @property
-    def instances(self) -> tuple[Instance, ...]:
-        """All generators and scorers, as things are now."""
-        return in_order((*self.generators.all_instances, *(self.scorer.all_instances if self.scorer else ())))
-
-    @property
-    def slots_by_role(self) -> Mapping[str, tuple[int, ...]]:
-        """Slots by role, as things are now."""
-        scorers = {"score": self.scorer.slots} if self.scorer else {}
-        return {"train": self.trainer.layout.slots, "generate": self.generators.slots, **scorers}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,31 +47,17 @@ class Scheduling:
     def watch(self, loop: Loop) -> ElasticController | None:
         """Account for the slots' time from now on. Returns their controller; None without `cluster.auto_scheduler`."""
         config, crew = self._config, self._crew
-        setting = setting_of(config, self._prepared, crew, on_gpu=_on_gpu(crew))
+        setting = setting_of(config, self._prepared, crew)
         measured = CostModel(_cache_bytes_per_token(config, crew))
         began_s = self._began_s = crew.activity.begin(crew.cluster.slots)
-        monitor = Monitor(
-            loop, crew.trainer, crew.generators, group_size=setting.group_size, steps_ahead=_bound(setting).ahead
-        )
-        actuator = LiveActuator(
-            ActuatorOptions(
-                home=crew.home,
-                limits=setting.limits,
-                max_tokens=setting.max_tokens,
-                generate=config.inference.model_dump(mode="json"),
-                score=self._prepared.trainer.model_dump(mode="json"),
-            ),
-            crew.cluster,
-            crew.resizer,
-            crew.trainer,
-            crew.generators,
-            crew.scorer,
-            monitor,
-            measured,
-            crew.activity,
-            clock=lambda: time.monotonic() - began_s,
-        )
-        crew.generators.on_capacity(loop.buffer.wake)
+        bound = StalenessBound(setting.groups_per_step, setting.max_async_level, setting.max_off_policy_steps)
+        monitor = Monitor(loop, crew.trainer, crew.generators, group_size=setting.group_size, steps_ahead=bound.ahead)
+        settings: dict[Serving, dict[str, object]] = {
+            "generate": config.inference.model_dump(mode="json"),
+            "score": self._prepared.trainer.model_dump(mode="json"),
+        }
+        actuator = LiveActuator(setting, settings, crew, monitor, measured, lambda: time.monotonic() - began_s)
+        crew.generators.on_change = loop.buffer.wake
         crew.generators.on_restarted = lambda sentence, lost: self._record.event("restarted", sentence, instance=lost)
         self._profile(setting, measured, began_s)
         if config.cluster.auto_scheduler:
@@ -159,8 +114,8 @@ class Scheduling:
         return self._controller.num_changes if self._controller else 0
 
 
-def setting_of(config: RLConfig, prepared: Prepared, crew: Crew, *, on_gpu: bool) -> Setting:
-    orchestrator, home = config.orchestrator, crew.home
+def setting_of(config: RLConfig, prepared: Prepared, crew: Crew) -> Setting:
+    orchestrator, home, on_gpu = config.orchestrator, placement_of(config), _on_gpu(crew)
     return Setting(
         home=home,
         limits=Limits(
@@ -185,10 +140,6 @@ def setting_of(config: RLConfig, prepared: Prepared, crew: Crew, *, on_gpu: bool
         instances=crew.instances,
         layout=crew.trainer.layout,
     )
-
-
-def _bound(setting: Setting) -> StalenessBound:
-    return StalenessBound(setting.groups_per_step, setting.max_async_level, setting.max_off_policy_steps)
 
 
 def _on_gpu(crew: Crew) -> bool:

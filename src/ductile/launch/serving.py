@@ -7,13 +7,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from rich.console import Console
 
 from ductile.config.bench import InferenceBenchConfig, load_of, own_server
 from ductile.config.on_disk import read_spec
 from ductile.config.run import InferenceRunConfig
+from ductile.loop.bench import written
 from ductile.loop.serving_bench import ServingBench, run_rounds
 from ductile.roles import Late, Refused, SlotLost
 
@@ -39,11 +39,8 @@ def bench_server(config: InferenceRunConfig, bench: InferenceBenchConfig) -> int
         if said := str(error):
             print(f"ductile inference: {said}", file=sys.stderr)
         return FAILED
-    console = Console(soft_wrap=True, highlight=False, markup=False)
-    console.print(found.table())
-    if bench.output_json is not None:
-        found.write(bench.output_json)
-        console.print(f"The figures are in {Path(bench.output_json)}.")
+    shown = written(found.figures(), found.table(), bench.output_json)
+    Console(soft_wrap=True, highlight=False, markup=False).print(shown)
     return DONE
 
 

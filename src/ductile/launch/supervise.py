@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -37,6 +37,7 @@ from ductile.launch.interrupt import Interrupt, interrupts
 from ductile.launch.old_run import FAILED_START, ForgetOldRun, is_aside
 from ductile.launch.processes import StartFailed
 from ductile.loop import policy_decision
+from ductile.loop.bench import Bench, written
 from ductile.loop.evaluate import RewardsFailed
 from ductile.loop.progress import CheckpointError, Checkpoints
 from ductile.loop.run_until import SlotDied, Stopped
@@ -65,6 +66,10 @@ P = TypeVar("P")
 class Session:
     """What a command works with. It returns what to print when all is over."""
 
+    command: str
+    max_steps: int
+    bench: Bench | None
+    """The benchmark that this run is; None when it is none."""
     folder: Path
     record: Recorder
     view: RunDisplay
@@ -105,22 +110,23 @@ def supervise(
             print(f"ductile {command}: {nothing}")
             return DONE
         with ExitStack() as stack:
-            benches = config.bench is not None
-            folder = bench_folder() if benches else stack.enter_context(run_folder(config.output_dir, config.clean))
+            bench = Bench() if config.bench else None
+            folder = bench_folder() if bench else stack.enter_context(run_folder(config.output_dir, config.clean))
             write_resolved(config, folder, command)
             record = Recorder(folder)
             stack.callback(record.close)
             record.listeners.append(ForgetOldRun(folder))
             _add_sinks(record, config)
             view = stack.enter_context(show(f"ductile {command}: {folder}", max_steps(prepared)))
-            record.listeners.append(view)
+            record.listeners += [view, bench] if bench else [view]
             if is_aside(folder):
                 when = "as soon as this one has done its first step or evaluation (clean = true)"
                 record.event("replaces", f"The run that is in {folder} is deleted {when}.")
-            session = Session(folder, record, view)
-            abandon = partial(_abandon, command, config, session)
-            end = asyncio.run(_run(session, run(config, prepared, session), abandon))
-            if benches and end.code != FAILED:
+            session = Session(command, max_steps(prepared), bench, folder, record, view)
+            end = asyncio.run(_run(session, run(config, prepared, session), partial(_abandon, config, session)))
+            if bench and config.bench and end.summary:
+                end = replace(end, summary=written(bench.figures(), bench.table(), config.bench.output_json))
+            if bench and end.code != FAILED:
                 shutil.rmtree(folder, ignore_errors=True)
     except UNFIT as error:
         # A full disk, say, may come in the middle of a run, too.
@@ -160,8 +166,9 @@ async def _run(session: Session, running: Awaitable[RenderableType], abandon: Ca
         return _End(DONE, summary=summary)
 
 
-def _abandon(command: str, config: Config, session: Session, waited_s: float) -> None:
+def _abandon(config: Config, session: Session, waited_s: float) -> None:
     """End the process from a thread beside the event loop, which never gets its turn. All other processes follow."""
+    command = session.command
     try:
         busy = f"{_busy()} has kept the event loop busy for {waited_s:g} s, so nothing more was saved"
         said = printable(f"ductile {command}: Stopped at once, as asked: {busy}.{_after(command, config, session)}")

@@ -5,9 +5,10 @@ import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from ductile.core.cluster.membership import describe
-from ductile.core.cluster.placement import Placement, slots_of
+from ductile.core.cluster.placement import slots_of
 from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
 from ductile.core.transfer.order import stays_put
 from ductile.error_text import capitalised, error_text
@@ -30,17 +31,16 @@ class TrainerResizer:
         cluster: LocalCluster,
         trainer: RemoteTrainer,
         options: ResizeOptions,
-        placement: Placement,
+        others: Callable[[], Collection[int]],
         record: Recorder,
         num_slots: int,
     ) -> None:
-        """placement: where the other roles are. num_slots: how many slots this machine has."""
-        self.others: Callable[[], Collection[int]] = lambda: {*placement.generate, *placement.score}
-        """Slots that the run needs for something else than training."""
+        """others: slots that the run needs for something else than training. num_slots: how many slots this machine
+        has."""
         self.history: deque[Resized] = deque(maxlen=NUM_KEPT)
         self.num_resized = 0
         self._cluster, self._trainer, self._options, self._record = cluster, trainer, options, record
-        self._num_slots = num_slots
+        self._others, self._num_slots = others, num_slots
         self._target: ParallelLayout | None = None
         """Layout that the change under way leads to; None when no change is under way."""
         self._transaction: Transaction | None = None
@@ -127,7 +127,7 @@ class TrainerResizer:
         return self._needed.get(slot, False)
 
     def _is_needed(self, slot: int) -> bool:
-        if slot in self.others() or slot in self._trainer.publishers:
+        if slot in self._others() or slot in self._trainer.publishers:
             return True
         return slot in self._trainer.layout.slots and not self.judges(slot)
 
@@ -180,55 +180,42 @@ class TrainerResizer:
         """Write the failure down. Returns its sentence without the full stop."""
         now = self._trainer.layout
         sentence = f"Trainer is on {describe(now)}; its resize to {describe(after)} failed: {error_text(error)}"
+        text = "".join(traceback.format_exception(error))
+        self._event(now != before, f"{sentence}.", self._cluster.mailbox.epoch, before, after, traceback=text)
+        return sentence
+
+    def _note(self, result: ResizeResult, took_s: float) -> Resized:
+        change, is_resized = result.change, result.outcome == "resized"
+        measured: dict[str, Any] = {
+            "pause_s": result.pause_s,
+            "took_s": took_s,
+            "seconds": dict(result.seconds),
+            "slot_seconds": dict(result.slot_seconds),
+            "beside": result.beside,
+            "num_bytes": result.num_bytes,
+            "carrier": result.carrier,
+        }
+        sentence, step = sentence_of(result), self._record.last_step or 0
+        resized = Resized(result.outcome, sentence, change.epoch, change.before, change.after, step=step, **measured)
+        self.history.append(resized)
+        self.num_resized += is_resized
+        self._paused_s += result.pause_s
+        self._event(is_resized, sentence, change.epoch, change.before, change.after, **measured)
+        return resized
+
+    def _event(
+        self, is_resized: bool, sentence: str, epoch: int, before: ParallelLayout, after: ParallelLayout, **more: Any
+    ) -> None:
         self._record.event(
-            "resize_rolled_back" if now == before else "resized",
-            f"{sentence}.",
-            epoch=self._cluster.mailbox.epoch,
+            "resized" if is_resized else "resize_rolled_back",
+            sentence,
+            epoch=epoch,
             before=before.slots,
             before_dims=asdict(before.dims),
             after=after.slots,
             after_dims=asdict(after.dims),
-            traceback="".join(traceback.format_exception(error)),
+            **more,
         )
-        return sentence
-
-    def _note(self, result: ResizeResult, took_s: float) -> Resized:
-        resized = Resized(
-            outcome=result.outcome,
-            sentence=sentence_of(result),
-            epoch=result.change.epoch,
-            before=result.change.before,
-            after=result.change.after,
-            pause_s=result.pause_s,
-            took_s=took_s,
-            seconds=dict(result.seconds),
-            slot_seconds=dict(result.slot_seconds),
-            beside=result.beside,
-            num_bytes=result.num_bytes,
-            carrier=result.carrier,
-            step=self._record.last_step or 0,
-        )
-        self.history.append(resized)
-        self.num_resized += result.outcome == "resized"
-        self._paused_s += result.pause_s
-        kind = "resized" if result.outcome == "resized" else "resize_rolled_back"
-        self._record.event(
-            kind,
-            resized.sentence,
-            epoch=resized.epoch,
-            before=resized.before.slots,
-            before_dims=asdict(resized.before.dims),
-            after=resized.after.slots,
-            after_dims=asdict(resized.after.dims),
-            pause_s=resized.pause_s,
-            took_s=resized.took_s,
-            seconds=resized.seconds,
-            slot_seconds=resized.slot_seconds,
-            beside=resized.beside,
-            num_bytes=resized.num_bytes,
-            carrier=resized.carrier,
-        )
-        return resized
 
 
 def sentence_of(result: ResizeResult) -> str:

@@ -14,10 +14,11 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
+from rich.console import Group, RenderableType
 from rich.table import Table
 
 from ductile.core.layout.peak import Arithmetic
-from ductile.observe import Event, write_json
+from ductile.observe import Listener, write_json
 from ductile.roles import Late, Refused, SlotLost
 from ductile.wire.messages import Surveyed
 
@@ -47,23 +48,18 @@ class MeasuredStep:
         return sum(slot.used_bytes for slot in self.slots.values()) if self.slots else None
 
 
-class Bench:
-    """A `ductile.observe.Listener`."""
-
-    def __init__(self, ask: AskSlots | None = None) -> None:
-        """ask: None where there are no slots."""
-        self._ask = ask
+class Bench(Listener):
+    def __init__(self) -> None:
+        self._ask: AskSlots | None = None
+        """Asks the slots; None where there are none."""
         self._rows: list[MeasuredStep] = []
         self._asking: list[asyncio.Task[None]] = []
         self._at_best: Sequence[Surveyed] = ()
 
-    async def begin(self, arithmetic: Arithmetic) -> None:
+    async def begin(self, ask: AskSlots, arithmetic: Arithmetic) -> None:
         """Have every slot find out how fast its device is, before anything is at work. Raises what asking raises."""
-        if self._ask is not None:
-            self._at_best = list((await self._ask(arithmetic)).values())
-
-    def on_event(self, event: Event) -> None:
-        pass
+        self._ask = ask
+        self._at_best = list((await ask(arithmetic)).values())
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         if step > NUM_WARM_UP:
@@ -72,9 +68,6 @@ class Bench:
             self._rows.append(row)
             if self._ask is not None:
                 self._asking.append(asyncio.get_running_loop().create_task(self._note_memory(row, self._ask)))
-
-    def close(self) -> None:
-        pass
 
     async def wait_for_replies(self) -> None:
         """Wait until all slots have replied to what they were asked; each request has its deadline."""
@@ -93,9 +86,6 @@ class Bench:
             "warm_up_steps": NUM_WARM_UP,
             **origin(),
         }
-
-    def write(self, file: str | Path) -> None:
-        write_json(Path(file), self.figures())
 
     def table(self) -> Table:
         table = Table(title="Benchmark", title_justify="left", caption=self._caption(), caption_justify="left")
@@ -172,6 +162,14 @@ class Bench:
         memory = self._peak_memory()
         of = f"Memory: {memory['of']}, all together." if "of" in memory else f"No memory: {memory['reason']}."
         return "\n".join([*([f"MFU: against {', '.join(peaks)}."] if peaks else []), *([of] if self._rows else [])])
+
+
+def written(figures: Mapping[str, Any], table: Table, file: str | None) -> RenderableType:
+    """What a benchmark prints at its end: its table, and where the figures are when they are to be written."""
+    if file is None:
+        return table
+    write_json(Path(file), figures)
+    return Group(table, f"The figures are in {Path(file)}.")
 
 
 def origin() -> dict[str, Any]:

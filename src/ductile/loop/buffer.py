@@ -31,10 +31,6 @@ class _Finished:
     num_tokens: int
     oldest_version: int
 
-    @staticmethod
-    def of(group: RolloutGroup) -> "_Finished":
-        return _Finished(group, num_tokens(group), group.oldest_version)
-
 
 def num_tokens(group: RolloutGroup) -> int:
     """Tokens of prompt and completion, summed over the rollouts."""
@@ -110,7 +106,7 @@ class Buffer:
 
     def put(self, group: RolloutGroup) -> None:
         del self._running[group.prompt.id]
-        self._waiting.append(_Finished.of(group))
+        self._waiting.append(_Finished(group, num_tokens(group), group.oldest_version))
         self.wake()
 
     def stale_in_flight(self) -> list[str]:

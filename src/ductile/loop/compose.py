@@ -66,10 +66,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    step: int
     summary: Mapping[str, Any]
-    first: EvalReport | None
-    """Evaluation before any training; None when the run was resumed or has no evaluation."""
     last: EvalReport | None
     """Latest evaluation since the start or resume; None when there was none."""
     model_folder: Path | None
@@ -188,15 +185,13 @@ async def run_loop(
         )
         loop.controller = watch(loop)
         async with loop.controller.at_work(buffer.fail) if loop.controller else nullcontext():
-            step = await loop.run(context.death_watch())
+            await loop.run(context.death_watch())
     life_s = context.wall_s()
     summary = summarise_rl(record.rows(), context.slots(), earlier_s + life_s)
     summary |= {**this_life(prepared.plan.max_steps, progress.step, life_s), **spent()}
     record.summary(summary)
     return RunResult(
-        step=step,
         summary=summary,
-        first=evaluation.first if progress.step == 0 else None,
         last=evaluation.last,
         model_folder=model_folder if model_folder and model_folder.exists() else None,
     )
@@ -206,8 +201,6 @@ def _evaluation(prepared: Prepared, episodes: Episodes, record: Recorder) -> Eva
     config = prepared.config.orchestrator
     return Evaluation(
         episodes,
-        prepared.tokenizer,
-        prepared.tasks,
         prepared.eval_prompts,
         to_sampling(config.eval.sampling),
         record,

@@ -64,7 +64,7 @@ class Episodes:
         max_len_tokens: int,
     ) -> None:
         """tasks: by `Prompt.task`. max_len_tokens: of a prompt and everything after it."""
-        self._tasks, self._tokenizer, self._generators, self._graders = tasks, tokenizer, generators, graders
+        self.tasks, self.tokenizer, self._generators, self._graders = tasks, tokenizer, generators, graders
         self._max_len_tokens = max_len_tokens
         self._groups: dict[str, _Siblings] = {}
         """Siblings by prompt id."""
@@ -89,7 +89,7 @@ class Episodes:
     async def _play(
         self, prompt: Prompt, sampling: Sampling, member: int, priority: int, siblings: _Siblings
     ) -> Rollout:
-        task, tokens = self._tasks[prompt.task], Tokens()
+        task, tokens = self.tasks[prompt.task], Tokens()
         first = task.messages(prompt.example)
         messages = list(first)
         num_turns, verdict = 0, None
@@ -108,7 +108,7 @@ class Episodes:
             tokens.sampled(generation)
             num_turns += 1
             finish = generation.finish_reason
-            text = before_stop(self._tokenizer.decode(generation.token_ids), sampling.stop if finish == "stop" else ())
+            text = before_stop(self.tokenizer.decode(generation.token_ids), sampling.stop if finish == "stop" else ())
             if finish != "stop" or not takes_turns(task):
                 break
             messages.append({"role": "assistant", "content": text})
@@ -117,7 +117,7 @@ class Episodes:
                 verdict = Verdict(error=reply.error, failure=reply.failure)
             if not reply.messages:
                 break
-            between = next_turn(self._tokenizer, first, generation.token_ids, reply.messages)
+            between = next_turn(self.tokenizer, first, generation.token_ids, reply.messages)
             if len(between) >= room - len(generation.token_ids):
                 finish = "length"  # no room for another word of the policy's
                 break

@@ -1,6 +1,6 @@
 """How good is the policy on prompts that it is never trained on?"""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb, nan
 
@@ -10,11 +10,11 @@ from ductile.loop.episode import Episodes
 from ductile.loop.transcript import transcript
 from ductile.observe import Recorder
 from ductile.records import Prompt, Rollout, Sampling
-from ductile.roles import Task
-from ductile.tasks.conversation import ChatTokenizer
 
 SOLVED = 1.0
 """A reward from here on counts as solved in pass@k."""
+NUM_SHOWN = 3
+"""Prompts of which a report has a rollout for people to read."""
 PRIORITY = 1
 """Priority of the evaluation's requests, above training's: the trainer waits for the result."""
 
@@ -62,20 +62,15 @@ class Evaluation:
     def __init__(
         self,
         episodes: Episodes,
-        tokenizer: ChatTokenizer,
-        tasks: Mapping[str, Task],
         prompts: Sequence[Prompt],
         sampling: Sampling,
         record: Recorder,
         samples_per_example: int = 1,
-        num_shown: int = 3,
         max_reward_error_share: float = 1.0,
     ) -> None:
-        self._episodes, self._tokenizer, self._tasks = episodes, tokenizer, tasks
-        self._prompts, self._sampling = prompts, sampling
-        self._record, self._samples_per_example, self._num_shown = record, samples_per_example, num_shown
+        self._episodes, self._prompts, self._sampling = episodes, prompts, sampling
+        self._record, self._samples_per_example = record, samples_per_example
         self._max_reward_error_share = max_reward_error_share
-        self.first: EvalReport | None = None
         self.last: EvalReport | None = None
 
     @property
@@ -95,7 +90,6 @@ class Evaluation:
         if why := too_many_failed(rollouts, self._max_reward_error_share):
             raise RewardsFailed(f"in the evaluation after step {step}, {why}")
         self.last = self._report(rollouts, step)
-        self.first = self.first or self.last
         self._record.event(
             "evaluated",
             f"Held-out reward after step {step}: {self.last.reward_mean:.3f}, over {len(rollouts)} completions.",
@@ -113,7 +107,7 @@ class Evaluation:
             reward_mean=_mean(rewards) if rewards else nan,
             pass_at={
                 k: _mean(shares)
-                for k in _powers_of_two(n)
+                for k in (1 << power for power in range(n.bit_length()))
                 if (shares := [pass_at_k(num, num_solved, k) for num, num_solved in solved if num >= k])
             },
             length_mean=_mean([float(sum(rollout.mask)) for rollout in rollouts]),
@@ -122,11 +116,11 @@ class Evaluation:
             step=step,
             samples=tuple(
                 Sampled(
-                    prompt=self._tasks[prompt.task].messages(prompt.example)[-1]["content"],
-                    completion=transcript(self._tokenizer, group[0]),
+                    prompt=self._episodes.tasks[prompt.task].messages(prompt.example)[-1]["content"],
+                    completion=transcript(self._episodes.tokenizer, group[0]),
                     reward=group[0].reward,
                 )
-                for prompt, group in zip(self._prompts[: self._num_shown], by_prompt, strict=False)
+                for prompt, group in zip(self._prompts[:NUM_SHOWN], by_prompt, strict=False)
             ),
         )
 
@@ -137,10 +131,6 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
     Example: of 4 samples 1 is solved: pass@1 = 0.25, pass@2 = 0.5, pass@4 = 1.
     """
     return 1 - comb(num_samples - num_solved, k) / comb(num_samples, k)
-
-
-def _powers_of_two(n: int) -> list[int]:
-    return [1 << power for power in range(n.bit_length())]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -29,7 +29,8 @@ class HttpGenerators:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """timeout_s: of one response. capacity: requests in flight; a server says nothing of its own."""
-        self._base_url, self._timeout_s, self._capacity = base_url.rstrip("/"), timeout_s, capacity
+        self.capacity = capacity
+        self._base_url, self._timeout_s = base_url.rstrip("/"), timeout_s
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(timeout_s, connect=min(10.0, timeout_s)),
@@ -42,25 +43,19 @@ class HttpGenerators:
     async def __aenter__(self) -> "HttpGenerators":
         """Raises SlotLost when no server responds, Refused when it is no such server."""
         try:
-            response = await self._request("GET", "/models")
-            self._model = str(response["data"][0]["id"])
-            self._version = int(response["data"][0].get("weight_version") or 0)
-        except (KeyError, IndexError, TypeError):
+            model = (await self._request("GET", "/models"))["data"][0]
+            self._model, self._version = str(model["id"]), int(model.get("weight_version") or 0)
+        except BaseException as error:
             await self._client.aclose()
+            if not isinstance(error, KeyError | IndexError | TypeError):
+                raise
             raise Refused(
                 f"{self._base_url}/models does not list a model: is this an OpenAI-compatible server?"
             ) from None
-        except BaseException:
-            await self._client.aclose()
-            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
-
-    @property
-    def capacity(self) -> int:
-        return self._capacity
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Raises SlotLost, Late or Refused. Cancelling the call closes the connection, and so aborts the request."""

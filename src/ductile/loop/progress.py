@@ -87,7 +87,8 @@ class Checkpoints:
             raise FileExistsError(f"{path} exists")
         try:
             write_json(partial / PROGRESS, asdict(progress))
-            files = {str(file.relative_to(partial)): file.stat().st_size for file in _files(partial)}
+            paths = sorted(path for path in partial.rglob("*") if path.is_file())
+            files = {str(path.relative_to(partial)): path.stat().st_size for path in paths}
             write_json(partial / COMPLETE, {"step": progress.step, "files": files})
             sync_tree(partial)
             partial.rename(path)
@@ -186,7 +187,3 @@ class Checkpoints:
             self.discard(self.path(step).rename(self.folder / f"partial_step_{step}"))
         for superseded in self.folder.glob("superseded_step_*"):
             self.discard(superseded)
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())

@@ -1,6 +1,7 @@
 """Rows of `samples.jsonl`: some rollouts of each step with their rewards, for people to read."""
 
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 
 from ductile.loop.transcript import transcript
 from ductile.records import Prompt, Rollout, RolloutGroup
@@ -25,11 +26,5 @@ def sample_rows(groups: Sequence[RolloutGroup], tokenizer: ChatTokenizer, num: i
 
 def choose(groups: Sequence[RolloutGroup], num: int) -> list[tuple[Prompt, Rollout]]:
     """The first member of each group, then the second of each, and so on: as many prompts as can be, good or bad."""
-    size = max((len(group.rollouts) for group in groups), default=0)
-    members = [
-        (group.prompt, group.rollouts[member])
-        for member in range(size)
-        for group in groups
-        if member < len(group.rollouts)
-    ]
-    return members[:num]
+    by_member = zip_longest(*([(group.prompt, rollout) for rollout in group.rollouts] for group in groups))
+    return [each for members in by_member for each in members if each is not None][:num]

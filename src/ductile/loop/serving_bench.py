@@ -4,13 +4,11 @@ All requests of a round are sent at once, as token ids, and each response is str
 may have. So every token has gone through HTTP, the engine and back, and every round is the same work.
 """
 
-import asyncio
 import json
 import random
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -19,7 +17,7 @@ from rich.table import Table
 
 from ductile.config.bench import Load
 from ductile.loop.bench import GIB, NUM_WARM_UP, origin, shown, spread
-from ductile.observe import write_json
+from ductile.loop.concurrency import gather_all
 from ductile.roles import Late, Refused, SlotLost
 
 RESPONSE_S = 600.0
@@ -71,17 +69,8 @@ async def run_rounds(
             draw = random.Random(number)
             prompts = [draw.choices(range(vocab_size), k=load.prompt_tokens) for _ in range(load.num_requests)]
             began_s = time.perf_counter()
-            responses = await _all(client, prompts, load.max_tokens)
-            yield BenchRound(number, time.perf_counter() - began_s, load, responses, await _peak_bytes(client))
-
-
-async def _all(client: httpx.AsyncClient, prompts: Sequence[list[int]], max_tokens: int) -> tuple[RequestTimes, ...]:
-    try:
-        async with asyncio.TaskGroup() as group:
-            asked = [group.create_task(_request(client, prompt, max_tokens)) for prompt in prompts]
-    except ExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-    return tuple(each.result() for each in asked)
+            responses = await gather_all(*(_request(client, prompt, load.max_tokens) for prompt in prompts))
+            yield BenchRound(number, time.perf_counter() - began_s, load, tuple(responses), await _peak_bytes(client))
 
 
 async def _request(client: httpx.AsyncClient, prompt: list[int], max_tokens: int) -> RequestTimes:
@@ -156,9 +145,6 @@ class ServingBench:
             "load": asdict(self._load),
             **origin(),
         }
-
-    def write(self, file: str | Path) -> None:
-        write_json(Path(file), self.figures())
 
     def table(self) -> Table:
         table = Table(title="Benchmark", title_justify="left")

@@ -6,7 +6,7 @@ summary = await run_batches(prepared, trainer, RunContext(record, stop, slots))
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +38,15 @@ class PreparedBatches:
     trainer: TrainerConfig
     batch: Batch
     max_steps: int
-    ckpt: CheckpointConfig
-    checkpoints: Checkpoints | None
-    """Checkpoints of the run; None saves nothing."""
-    progress: Progress
-    resume_asked: bool
-    model_folder: Path | None
-    facts: Mapping[str, float]
-    """Facts about the data, for the summary."""
     sentence: str
+    """Sentence about the data."""
+    facts: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Facts about the data, for the summary."""
+    ckpt: CheckpointConfig = field(default_factory=CheckpointConfig)
+    checkpoints: Checkpoints | None = None
+    """Checkpoints of the run; None saves nothing."""
+    progress: Progress = field(default_factory=Progress)
+    model_folder: Path | None = None
 
 
 def prepare_sft(config: SFTConfig) -> PreparedBatches:
@@ -91,7 +91,6 @@ def prepare_sft(config: SFTConfig) -> PreparedBatches:
         ckpt=config.ckpt,
         checkpoints=checkpoints,
         progress=progress,
-        resume_asked=config.ckpt.resume_step is not None,
         model_folder=Path(config.output_dir) / "model" if config.ckpt.export_model and not bench else None,
         facts=facts,
         sentence=sentence,
@@ -123,12 +122,6 @@ def prepare_fake(config: TrainerRunConfig) -> PreparedBatches:
         trainer=trainer.model_copy(update={"max_steps": max_steps}),
         batch=batch,
         max_steps=max_steps,
-        ckpt=CheckpointConfig(),
-        checkpoints=None,
-        progress=Progress(),
-        resume_asked=False,
-        model_folder=None,
-        facts={},
         sentence=f"Made-up data, {fake.batch_size} samples a step.",
     )
 
@@ -145,11 +138,15 @@ async def run_batches(
     record, saver = context.record, None
     if prepared.checkpoints is not None:
         saver = Saver(trainer, prepared.checkpoints, record, prepared.model_folder, prepared.ckpt)
-        await run_until(saver.resume(prepared.progress, prepared.resume_asked), death=context.death_watch())
+        await run_until(
+            saver.resume(prepared.progress, asked=prepared.ckpt.resume_step is not None), death=context.death_watch()
+        )
     record.event("data", prepared.sentence, **prepared.facts)
     earlier_s = sum(row.get("step_s") or 0.0 for row in record.rows())
     training = _Training(prepared, trainer, saver, context)
-    await saved_in_the_end(training.run(), training.save, training.save_when_asked(), context.death_watch())
+    await saved_in_the_end(
+        training.run(), lambda: training.save(training.step), training.save.when(context.stop), context.death_watch()
+    )
     rows = record.rows()
     life_s = context.wall_s()
     summary = {
@@ -175,7 +172,7 @@ class _Training:
         self.step = prepared.progress.step
         """Steps that are done."""
         self._prepared, self._trainer, self._saver, self._context = prepared, trainer, saver, context
-        self._save, self._watch = SaveOncePerStep(self._write, self.step, context.record), Stopwatch()
+        self.save, self._watch = SaveOncePerStep(self._write, self.step, context.record), Stopwatch()
         self._skips = SkippedSteps(prepared.trainer.optim.max_skipped_steps, context.record)
 
     async def run(self) -> None:
@@ -188,28 +185,20 @@ class _Training:
             await undisturbed(self._update(samples))
             if self._saver and self._saver.is_due(self.step):
                 with self._watch("save"):
-                    await self.save()
-
-    async def save(self) -> None:
-        """Save the step, unless that was tried before."""
-        await self._save(self.step)
-
-    async def save_when_asked(self) -> None:
-        """Save as soon as the run is asked to stop."""
-        await self._save.when(self._context.stop)
+                    await self.save(self.step)
 
     async def _write(self, step: int) -> None:
         if self._saver:
             await self._saver.save(Progress(step))
 
     async def _update(self, samples: Sequence[Sample]) -> None:
-        await self._save.update_begins()
+        await self.save.update_begins()
         with self._watch("optim_step"):
             report = await self._trainer.optim_step(
                 loss_denominator(samples, loss_aggregation(self._prepared.trainer.loss))
             )
         self.step += 1
-        self._save.step_ends(self.step)
+        self.save.step_ends(self.step)
         self._skips.note(report)
         self._context.record.metrics(
             self.step, {**_metrics(samples, report, *self._watch.lap()), **self._context.counts()}

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ductile.observe import Event
+from ductile.observe import Listener
 
 
 class SinkMissing(Exception):
     """A package that the config needs is not installed. The text says how to get it."""
 
 
-class TensorboardSink:
+class TensorboardSink(Listener):
     """Writes event files with tensorboard's own writer; torch is not needed."""
 
     def __init__(self, folder: Path) -> None:
@@ -22,9 +22,6 @@ class TensorboardSink:
         self._event = _import("tensorboard.compat.proto.event_pb2", "tensorboard").Event
         self._summary = _import("tensorboard.compat.proto.summary_pb2", "tensorboard").Summary
         self._writer = writer.EventFileWriter(str(folder))
-
-    def on_event(self, event: Event) -> None:
-        pass
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
@@ -36,7 +33,7 @@ class TensorboardSink:
         self._writer.close()
 
 
-class WandbSink:
+class WandbSink(Listener):
     """One W&B run. `offline` writes to `folder` only; `wandb sync` sends it later."""
 
     def __init__(self, folder: Path, project: str, name: str | None, offline: bool, config: Mapping[str, Any]) -> None:
@@ -48,9 +45,6 @@ class WandbSink:
             mode="offline" if offline else "online",
             config=dict(config),
         )
-
-    def on_event(self, event: Event) -> None:
-        pass
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)

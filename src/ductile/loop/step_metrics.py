@@ -28,6 +28,7 @@ from math import nan, sqrt
 
 from ductile.core.batch.advantage import all_equal
 from ductile.core.batch.rewards import scored
+from ductile.loop.buffer import num_tokens
 from ductile.records import REWARD_FAILURES, Rollout, RolloutGroup, StepReport
 
 AT_WORK = ("forward_backward", "optim_step")
@@ -64,9 +65,7 @@ class StepMetrics:
     @property
     def num_tokens(self) -> int:
         """Prompt and completion, of every completion."""
-        return sum(
-            len(group.prompt.token_ids) + len(rollout.token_ids) for group in self._groups for rollout in group.rollouts
-        )
+        return sum(map(num_tokens, self._groups))
 
     def row(self, step_s: float, seconds: Mapping[str, float]) -> dict[str, float]:
         rollouts = self.rollouts

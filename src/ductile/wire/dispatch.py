@@ -5,17 +5,15 @@ Aborts go before requests. A command from a task that is made later reaches the 
 """
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
 
 from ductile.core.cluster.instances import Instance, in_order
 from ductile.roles import Late, Refused, SlotLost
+from ductile.wire.background import start
 from ductile.wire.in_flight import InFlight
 from ductile.wire.messages import Abort, Generate
 from ductile.wire.worker_pool import WorkerPool
-
-T = TypeVar("T")
 
 
 class Dispatch:
@@ -23,7 +21,6 @@ class Dispatch:
         self._pool = pool
         self._outgoing: list[InFlight] = []
         self._aborting: list[tuple[Instance, str]] = []
-        self._tasks: set[asyncio.Task[Any]] = set()
 
     def send(self, entry: InFlight) -> None:
         """Send a request to the generator that it is at when the event loop turns. If that fails, the request fails."""
@@ -38,13 +35,6 @@ class Dispatch:
             self._aborting.append((entry.instance, entry.name))
             self._send_soon()
 
-    def start(self, telling: "Coroutine[Any, Any, T]") -> "asyncio.Task[T]":
-        """Start a task that goes on when its caller is cancelled."""
-        task = asyncio.create_task(telling)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     def _send_soon(self) -> None:
         if len(self._outgoing) + len(self._aborting) == 1:
             asyncio.get_running_loop().call_soon(self._send)
@@ -53,9 +43,9 @@ class Dispatch:
         outgoing, self._outgoing = self._outgoing, []
         aborting, self._aborting = self._aborting, []
         for instance in in_order({instance for instance, _ in aborting}):
-            self.start(self._tell_abort(instance, [name for where, name in aborting if where == instance]))
+            start(self._tell_abort(instance, [name for where, name in aborting if where == instance]))
         for instance in in_order({entry.instance for entry in outgoing if entry.instance is not None}):
-            self.start(self._tell_generate(instance, [entry for entry in outgoing if entry.instance == instance]))
+            start(self._tell_generate(instance, [entry for entry in outgoing if entry.instance == instance]))
 
     async def _tell_abort(self, instance: Instance, names: list[str]) -> None:
         with suppress(SlotLost, Late, Refused):  # these requests are not waited for any more

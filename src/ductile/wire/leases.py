@@ -18,6 +18,7 @@ from typing import Protocol
 from ductile.core.cluster.instances import Instance, in_order
 from ductile.records import Manifest
 from ductile.roles import Late, Refused, SlotLost
+from ductile.wire.background import start
 from ductile.wire.fanout import raise_worst
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import EndLease, LeaseWeights, Published, Receive
@@ -55,7 +56,6 @@ class WeightLeases:
         self._mailbox, self._trainer, self._timeout_s = mailbox, trainer, timeout_s
         self._versions: dict[Instance, int] = {}
         self._leases: dict[_Source, _Lease] = {}
-        self._ending: set[asyncio.Task[None]] = set()
 
     def note(self, instance: Instance, version: int) -> None:
         """The instance, which has slots, has this version live."""
@@ -115,9 +115,7 @@ class WeightLeases:
             if not lease.num_users:
                 del self._leases[source]
                 # Not waited for: a later lease of this source is asked for after this.
-                ending = asyncio.create_task(self._end(source, lease))
-                self._ending.add(ending)
-                ending.add_done_callback(self._ending.discard)
+                start(self._end(source, lease))
 
     async def _begin(self, source: _Source, version: int) -> Manifest:
         if source is None:

@@ -1,8 +1,7 @@
 """The orchestrator's side of every conversation: ask one slot or many, hear their events, and give the lost ones up.
 
-A mailbox knows no sockets: a `Transport` takes envelopes away and brings others in (`router` across processes,
-`memory_transport` in tests). It counts what it could not use instead of failing on it: a late or doubled reply is no
-error.
+A mailbox knows no sockets: a `Transport` takes envelopes away and brings others in (`router` across processes). It
+counts what it could not use instead of failing on it: a late or doubled reply is no error.
 """
 
 import asyncio

@@ -34,21 +34,18 @@ class ReadWriteLock:
         finally:
             self._num_waiting_exclusive -= 1
             self._changed.notify_all()
-        self._exclusive = True
-        try:
-            async with self._holding(what):
-                yield
-        finally:
-            self._exclusive = False
-            self._changed.notify_all()
+        async with self._holding(what, exclusive=True):
+            yield
 
     @asynccontextmanager
-    async def _holding(self, what: str) -> AsyncIterator[None]:
+    async def _holding(self, what: str, exclusive: bool = False) -> AsyncIterator[None]:
         self._holders.append(what)
+        self._exclusive = exclusive
         try:
             yield
         finally:
             self._holders.remove(what)
+            self._exclusive = False
             self._changed.notify_all()
 
     async def _until(self, may: Callable[[], bool], what: str) -> None:

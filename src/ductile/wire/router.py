@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 
 from ductile.roles import SlotLost
-from ductile.wire.background import report_failure
+from ductile.wire.background import start_reported
 from ductile.wire.codec import MAX_FRAME_BYTES, BadFrame, decode, encode
 from ductile.wire.messages import Envelope, Hello
 
@@ -51,10 +51,7 @@ class Router:
         self._on_error = on_error
 
     def listen(self, deliver: Callable[[int, Envelope], None]) -> None:
-        self._receiving = asyncio.create_task(self._receive(deliver))
-        self._receiving.add_done_callback(
-            lambda task: report_failure(task, "the slots cannot be heard any more", self._on_error)
-        )
+        self._receiving = start_reported(self._receive(deliver), "the slots cannot be heard any more", self._on_error)
 
     async def post(self, slot: int, envelope: Envelope) -> None:
         connection = self._connections.get(slot)

@@ -284,10 +284,8 @@ class Transaction:
         rollback = dict.fromkeys(self.change.before.slots, Rollback(self.change.epoch))
         with self._timed("rollback"):
             outcomes = await self._ask(rollback, self._options.patience_s)
-        dead = {slot: str(outcome) for slot, outcome in outcomes.items() if isinstance(outcome, SlotLost)}
-        failed = {slot: str(outcome) for slot, outcome in outcomes.items() if isinstance(outcome, Refused | Late)}
         try:
-            self._rule("rollback", dead, failed)
+            self._rule_on("rollback", outcomes)
         except _Unfinished as unfinished:
             raise self._lost(f"{ruling.reason}; {unfinished}") from None
 
@@ -334,9 +332,11 @@ class Transaction:
 
     async def _judge(self, phase: Phase, outcomes: Mapping[int, Outcome]) -> None:
         late = {slot: str(outcome) for slot, outcome in outcomes.items() if isinstance(outcome, Late)}
-        outcomes = {**outcomes, **await self._kill_silent(late)}
-        dead = {slot: str(outcome) for slot, outcome in outcomes.items() if isinstance(outcome, SlotLost)}
-        failed = {slot: str(outcome) for slot, outcome in outcomes.items() if isinstance(outcome, Refused | Late)}
+        self._rule_on(phase, {**outcomes, **await self._kill_silent(late)})
+
+    def _rule_on(self, phase: Phase, outcomes: Mapping[int, Outcome]) -> None:
+        dead = {slot: str(said) for slot, said in outcomes.items() if isinstance(said, SlotLost)}
+        failed = {slot: str(said) for slot, said in outcomes.items() if isinstance(said, Refused | Late)}
         self._rule(phase, dead, failed)
 
     async def _kill_silent(self, late: Mapping[int, str]) -> dict[int, SlotLost]:

@@ -15,20 +15,18 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Protocol
 
-from ductile.core.cluster.instances import Instance, InstanceId, Serving, in_order
+from ductile.core.cluster.instances import Instance, InstanceId, Serving, in_order, slots_on
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.error_text import error_text
 from ductile.records import Manifest
 from ductile.roles import Late, Refused, SlotLost
-from ductile.wire.background import finish
+from ductile.wire.background import finish, start
 from ductile.wire.change_signal import ChangeSignal
 from ductile.wire.fanout import raise_worst
 from ductile.wire.leases import FAILURES, WeightLeases
 from ductile.wire.mailbox import Mailbox, Outcome
 from ductile.wire.messages import AssignRole, Command, Died, Event, Receive, ReleaseRole, Reply
 from ductile.wire.read_write_lock import ReadWriteLock
-
-InstanceListener = Callable[[Instance, Event], None]
 
 
 class Server(Protocol):
@@ -44,6 +42,8 @@ class Server(Protocol):
 
 
 class WorkerPool:
+    """Base of the role's client: `ductile.wire.fleet.RemoteGenerators`, `ductile.wire.scorer.RemoteScorer`."""
+
     def __init__(
         self,
         mailbox: Mailbox,
@@ -76,8 +76,6 @@ class WorkerPool:
         self._lost: dict[InstanceId, str] = {}
         """How external servers have died."""
         self._changed = ChangeSignal()
-        self._listeners: list[InstanceListener] = []
-        self._releasing: set[asyncio.Task[None]] = set()
         mailbox.subscribe(self._on_event)
         for instance in self.instances:
             if not instance.slots:
@@ -89,14 +87,17 @@ class WorkerPool:
         return in_order((*self.instances, *self._draining.values(), *self._waiting.values()))
 
     @property
+    def slots(self) -> tuple[int, ...]:
+        """Slots of the instances that take work."""
+        return slots_on(self.instances)
+
+    @property
     def serving(self) -> tuple[Instance, ...]:
         """Instances that have weights: they can work, though the draining ones get nothing new."""
         return in_order((*self.instances, *self._draining.values()))
 
-    def subscribe(self, listener: InstanceListener) -> None:
-        """Have `listener(instance, event)` called with what the members say, `Died` included: then the instance is none
-        any more."""
-        self._listeners.append(listener)
+    def on_event(self, instance: Instance, event: Event) -> None:
+        """Called with what the members say, `Died` included: then the instance is none any more."""
 
     def on(self, slot: int) -> Instance | None:
         """The member that is on this slot."""
@@ -230,11 +231,8 @@ class WorkerPool:
             if not instance.slots:
                 self._lost[instance.id] = event.reason
             for slot in instance.slots:  # at once: what is asked of the slot from now on comes after it
-                releasing = asyncio.create_task(self._release(slot))
-                self._releasing.add(releasing)
-                releasing.add_done_callback(self._releasing.discard)
-        for listener in self._listeners:
-            listener(instance, event)
+                start(self._release(slot))
+        self.on_event(instance, event)
 
     def _forget(self, instance: Instance) -> None:
         self._draining.pop(instance.id, None)
@@ -266,8 +264,3 @@ class WorkerPool:
         """Have a slot give the role up that may not even have it, or be lost."""
         with suppress(*FAILURES):
             await self._mailbox.ask(slot, ReleaseRole(self._role), self._timeout_s)
-
-
-def any_slot(slot: int) -> bool:
-    """`depends_on` of a run that ends with any of its slots."""
-    return True
