@@ -45,7 +45,7 @@ def scenario(num_slots: int) -> Scenario:
             publish_s=0.5,
             receive_s=0.2,
         ),
-        costs=SwitchCosts(resize_s=0.5, prepare_s=1.0, grant_s=0.5, release_s=0.05, handoff_s=0.005),
+        costs=SwitchCosts(resize_s=0.5, prepare_s=1.0, assign_s=0.5, release_s=0.05, migration_s=0.005),
         limits=Limits(max_num_seqs=64),
         coalesce_s=0.5,
     )

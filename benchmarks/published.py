@@ -81,9 +81,9 @@ def scenario(inputs: dict[str, Any], model: dict[str, Any], gpus: int, steps: in
         ),
         costs=SwitchCosts(
             resize_s=model["resize_s"],
-            grant_s=model["receive_s"] + costs["cache_s"],
+            assign_s=model["receive_s"] + costs["cache_s"],
             release_s=costs["release_s"],
-            handoff_s=costs["handoff_s"],
+            migration_s=costs["migration_s"],
         ),
         limits=Limits(min_train=model["min_train"], max_num_seqs=model["max_num_seqs"], may_share=False),
         coalesce_s=1.0,

@@ -133,7 +133,7 @@ async def resize(live: Live, after: tuple[int, ...], inside: bool) -> dict[str, 
         "transfer_s": slots["transfer"],
         "rebuild_s": slots["rebuild"],
         "commit_s": result.seconds["commit"],
-        "settle_s": result.seconds["settle"],
+        "settle_s": result.seconds["finalize"],
         "first_step_s": first_step_s,
     }
 
@@ -189,7 +189,7 @@ def line(row: dict[str, Any]) -> str:
     before, after = (",".join(map(str, row[end])) for end in ("before", "after"))
     where = "in a batch" if row["in_a_batch"] else "between"
     phases = " ".join(f"{name} {row[name + '_s']:.3f}" for name in ("freeze", "bind", "transfer", "rebuild", "commit"))
-    names = ("carrier", "plan", "groups", "build", "load", "settle")
+    names = ("carrier", "plan", "groups", "build", "load", "finalize")
     beside = " ".join(f"{name} {row[name + '_s']:.2f}" for name in names)
     steps = f"first step {row['first_step_s']:.2f}"
     moved = f"{row['moved_bytes'] / 2**20:6.0f} MiB"

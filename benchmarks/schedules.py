@@ -70,9 +70,9 @@ class Case:
             ),
             costs=SwitchCosts(
                 resize_s=0.2 * self.costs,
-                grant_s=0.15 * self.costs,
+                assign_s=0.15 * self.costs,
                 release_s=0.02 * self.costs,
-                handoff_s=0.002 * self.costs,
+                migration_s=0.002 * self.costs,
             ),
             limits=Limits(max_num_seqs=self.max_num_seqs),
             coalesce_s=0.1,

@@ -64,7 +64,7 @@ def test_nobody_can_tell_that_slots_moved(tmp_path: Path, model: Path, start) ->
         assert run.ends(within_s=180) == 0, run.said()
     assert not alone.events("switched")
     assert not moved.events("refused")
-    assert sum(event["num_handoffs"] for event in moved.events("switched")) > 0
+    assert sum(event["num_migrations"] for event in moved.events("switched")) > 0
     inside = [moved_bit_for_bit(tmp_path / "moved", event["epoch"]) for event in moved.events("resized")]
     assert len(inside) >= NUM_RESIZES
     assert any(inside)

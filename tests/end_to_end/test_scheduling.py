@@ -49,7 +49,7 @@ def test_slots_go_everywhere_while_they_work_and_nothing_is_lost(tmp_path, model
     decided = " ".join(event["sentence"] for event in run.events("decided"))
     for way in ("0 train → train+generate", "2 generate → train", "2 train → score", "0 train → generate"):
         assert way in decided
-    assert sum(event["num_handoffs"] for event in switched) > 0
+    assert sum(event["num_migrations"] for event in switched) > 0
     told = summary(run.folder)
     assert told["num_switches"] == len(switched)
     assert told["idle_share"] == pytest.approx(sum(told["idle_by_cause"].values()))

@@ -361,7 +361,7 @@ def ending(seed: int, folder: Path) -> str:
 
 def _look(world: World, stage: Stage, ended: BaseException | None) -> tuple[int, bool]:
     """The latest step that is saved, and whether it was saved between two optimizer steps of the next one."""
-    plan, trained, there = stage.loop.plan, stage.loop.step, stage.checkpoints.steps()
+    plan, trained, there = stage.loop.schedule, stage.loop.step, stage.checkpoints.steps()
     if ended is None:
         assert trained == MAX_STEPS or world.kind in ("ctrl-c", "ctrl-c twice", *JOURNALS_FULL), world
     else:

@@ -60,7 +60,7 @@ class WritesDown(TrainRole):
         """A slot that joins has none before, and one that leaves none after."""
         if self._instance is None:
             return
-        change = self._change(epoch).change
+        change = self._change(epoch).order
         layout = change.before if side == "before" else change.after
         state = {
             "slots": layout.slots,

@@ -392,12 +392,12 @@ def test_500_handoffs_at_any_moment_change_nothing(qwen3: Family, versions: Vers
 
 
 def tell(
-    seed: int, family: Family, models: dict[int, Transformer], manifests: dict[int, Manifest], num_handoffs: int = 50
+    seed: int, family: Family, models: dict[int, Transformer], manifests: dict[int, Manifest], num_migrations: int = 50
 ) -> Story:
     random, swaps, number = Random(seed), seed % 2 == 1, 0
     story = Story(random, engines(family, random), manifests if swaps else {})
-    while story.num_handed < num_handoffs or story.at:
-        goes_on = story.num_handed < num_handoffs
+    while story.num_handed < num_migrations or story.at:
+        goes_on = story.num_handed < num_migrations
         if goes_on and len(story.at) < 6:
             story.ask(requests_of(random, number))
             number += 1

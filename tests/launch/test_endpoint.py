@@ -266,7 +266,7 @@ def test_the_command_line_asks_for_copies(flag: str, tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(("outcome", "what"), [("resized", "resize"), ("rolled_back", "attempt")])
 def test_a_resize_is_told_as_its_user_sees_it(outcome: Any, what: str):
     layout = ParallelLayout.of((0,))
-    phases = {"hold": 0.5, "move": 0.1}
+    phases = {"assign": 0.5, "transfer": 0.1}
     result = Resized(
         outcome, "Said.", 2, layout, layout, pause_s=0.214, took_s=1.3, seconds=phases, slot_seconds=phases
     )

@@ -11,7 +11,7 @@ SUMMARY = {
     "max_steps": 60,
     "began_at_step": 0,
     "wall_s": 187.4,
-    "life_s": 187.4,
+    "since_start_s": 187.4,
     "eval_reward_first": 0.21,
     "eval_step_first": 0,
     "eval_reward_last": 0.7,
@@ -66,7 +66,7 @@ def test_every_held_out_reward_says_when_it_was_measured(measured: dict[str, flo
 
 
 def test_several_lives_are_told_apart():
-    resumed = {**SUMMARY, "began_at_step": 47, "life_s": 24.0}
+    resumed = {**SUMMARY, "began_at_step": 47, "since_start_s": 24.0}
     first, *_ = rl_summary(RunResult(resumed, None, None)).splitlines()
     assert first == "Done: 60 steps in 3:07, 13 of these steps since it was resumed, in 0:24."
     first, *_ = rl_summary(RunResult({**resumed, "steps": 48}, None, None)).splitlines()

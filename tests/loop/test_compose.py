@@ -168,7 +168,7 @@ def test_held_out_examples_are_never_trained_on(tmp_path, folder):
 
 def test_the_trainer_is_told_of_optimizer_steps(tmp_path, folder):
     prepared = prepare(config(tmp_path, folder, orchestrator__n_minibatches=2))
-    assert prepared.plan.max_steps == 3
+    assert prepared.schedule.max_steps == 3
     assert prepared.trainer.max_steps == 6
     roles, _ = rl(config(tmp_path, folder, orchestrator__n_minibatches=2), folder)
     assert roles.step <= 6
@@ -274,7 +274,7 @@ def test_bench_takes_four_steps_and_saves_nothing(tmp_path, folder):
 def test_a_reference_is_asked_for_when_the_loss_needs_it(tmp_path, folder, loss):
     from ductile.loop.compose import _sample_builder
 
-    loss = {**loss, "normalise": "seq_mean_token_sum"}
+    loss = {**loss, "aggregation": "seq_mean_token_sum"}
     sample_builder = _sample_builder(prepare(config(tmp_path, folder, trainer__loss=loss)), None)
     assert sample_builder._needs_reference
     assert sample_builder._loss_aggregation == "seq_mean_token_sum"
@@ -335,7 +335,7 @@ def test_the_orchestrator_alone(tmp_path, folder):
     assert summary["reward_mean"] == 0.25  # of four completions of a prompt the first is right
     rows = read_jsonl(tmp_path / "run" / "rollouts.jsonl")
     assert len(rows) == 16
-    assert {"question", "answer", "reward", "token_ids", "logprobs", "prompt_token_ids", "step"} <= rows[0].keys()
+    assert {"prompt", "completion", "reward", "token_ids", "logprobs", "prompt_token_ids", "step"} <= rows[0].keys()
     assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
 
 

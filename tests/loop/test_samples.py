@@ -25,6 +25,6 @@ def test_a_row_tells_of_a_rollout_without_asking_the_task():
     prompt, tokenizer = Prompt("train/0/7", "train", 7, (ord("7"),)), Letters()
     rollout = Rollout((65,), (True,), (0.0,), (0,), "stop", 0.25)
     (row,) = sample_rows([RolloutGroup(prompt, (rollout,))], tokenizer, 1)
-    assert (row["question"], row["completion"], row["reward"]) == ("7", "A", 0.25)
+    assert (row["prompt"], row["completion"], row["reward"]) == ("7", "A", 0.25)
     assert (row["num_tokens"], row["finish_reason"]) == (1, "stop")
     json.dumps(row)

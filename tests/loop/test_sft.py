@@ -223,7 +223,7 @@ def test_the_trainer_alone(tmp_path, folder):
             "model": {"name": str(folder), "seq_len": 32},
             "data": {"fake": {"batch_size": 3, "generate_samples": True}},
             "max_steps": 2,
-            "loss": {"type": "grpo", "normalise": "seq_mean_token_mean"},
+            "loss": {"type": "grpo", "aggregation": "seq_mean_token_mean"},
         }
     )
     prepared = prepare_fake(config)

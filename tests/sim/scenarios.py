@@ -31,7 +31,7 @@ def scenario(
             publish_s=0.1,
             receive_s=0.1,
         ),
-        costs=costs or SwitchCosts(resize_s=0.15, grant_s=0.3, release_s=0.05, handoff_s=0.01),
+        costs=costs or SwitchCosts(resize_s=0.15, assign_s=0.3, release_s=0.05, migration_s=0.01),
         limits=limits or Limits(max_num_seqs=16),
         coalesce_s=coalesce_s,
         score=score,

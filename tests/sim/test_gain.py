@@ -6,8 +6,8 @@ from ductile.core.cluster.cost import DecodeSpeed, SwitchCosts
 from ductile.sim.arms import run_arms
 from tests.sim.scenarios import scenario
 
-CHEAP = SwitchCosts(resize_s=0.15, grant_s=0.3, release_s=0.05, handoff_s=0.01)
-DEAR = SwitchCosts(resize_s=3.0, grant_s=3.0, release_s=0.5, handoff_s=0.1)
+CHEAP = SwitchCosts(resize_s=0.15, assign_s=0.3, release_s=0.05, migration_s=0.01)
+DEAR = SwitchCosts(resize_s=3.0, assign_s=3.0, release_s=0.5, migration_s=0.1)
 
 
 @pytest.mark.parametrize(("per_sequence_s", "costs"), [(0.0001, CHEAP), (0.002, CHEAP), (0.002, DEAR)])

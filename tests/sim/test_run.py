@@ -95,7 +95,7 @@ def test_a_policy_that_orders_what_cannot_be_ends_the_run_with_a_sentence():
 
 def test_switches_that_cost_too_much_are_not_made():
     dear = scenario()
-    result = simulate(replace(dear, costs=replace(dear.costs, resize_s=500.0, grant_s=500.0)), Model())
+    result = simulate(replace(dear, costs=replace(dear.costs, resize_s=500.0, assign_s=500.0)), Model())
     assert not any(each.decision.moves for each in result.changes)
 
 

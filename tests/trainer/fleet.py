@@ -153,7 +153,7 @@ class Fleet:
                 return Prepare(change)
             case "freeze":
                 return Freeze(change.epoch, self.with_gradient)
-            case "move":
+            case "transfer":
                 assert progress is not None
                 return TransferState(change.epoch, progress)
             case "commit":
@@ -195,7 +195,7 @@ class Fleet:
         self.step("prepare", change)
         self.until_ready(change)
         progress = self.total(change, self.step("freeze", change))
-        moved: dict[int, StateTransferred] = self.step("move", change, progress)
+        moved: dict[int, StateTransferred] = self.step("transfer", change, progress)
         for slot, reply in moved.items():
             assert reply.sent == {peer: other.received[slot] for peer, other in moved.items() if slot in other.received}
         self.step("commit", change)

@@ -80,7 +80,7 @@ def summed_loss(model: Transformer, sample: Sample, loss) -> Tensor:
     inputs = LossInputs(
         logprobs=chosen[mask],
         entropies=entropies[mask],
-        sampled_logprobs=column(sample.rollout_logprobs),
+        rollout_logprobs=column(sample.rollout_logprobs),
         old_logprobs=column(sample.old_logprobs),
         reference=column(sample.ref_logprobs),
         advantages=column(sample.advantages),

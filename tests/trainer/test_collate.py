@@ -18,7 +18,7 @@ def test_trained_tokens_of_all_samples_in_order() -> None:
     assert batch.weights.tolist() == [1.0, 0.25]
     inputs = batch.loss_inputs(torch.zeros(2), torch.ones(2))
     assert (inputs.logprobs.tolist(), inputs.entropies.tolist()) == ([0.0, 0.0], [1.0, 1.0])
-    assert inputs.sampled_logprobs.tolist() == [-1.0, 0.0]
+    assert inputs.rollout_logprobs.tolist() == [-1.0, 0.0]
     assert inputs.old_logprobs.tolist() == [-1.0, -3.0]  # the generator's, where the scorer was not asked
     assert inputs.reference is None  # the loss has not asked for it
     assert inputs.advantages.tolist() == [0.5, 0.0]

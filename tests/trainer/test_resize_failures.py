@@ -24,9 +24,9 @@ POINTS: dict[str, tuple[Any, str]] = {
     "prepare: before the groups": (prepare, "ParallelContext"),
     "prepare: before the skeleton": (prepare, "Trainer"),
     "freeze": (resize.Resize, "freeze"),
-    "move: before anything": (resize.Resize, "transfer_state"),
-    "move: in the middle": (modes.Shadow, "meanwhile"),
-    "move: before the vote": (resize, "StateTransferred"),
+    "transfer: before anything": (resize.Resize, "transfer_state"),
+    "transfer: in the middle": (modes.Shadow, "meanwhile"),
+    "transfer: before the vote": (resize, "StateTransferred"),
     "commit": (resize.Resize, "commit"),
 }
 
@@ -59,7 +59,7 @@ def until_it_fails(fleet: Fleet, after: ParallelLayout, victim: int) -> tuple[An
     change = fleet.prepare_change(after)
     well = tuple(slot for slot in change.slots if slot != victim)
     progress = None
-    for step in ("prepare", "freeze", "move", "commit"):
+    for step in ("prepare", "freeze", "transfer", "commit"):
         for slot in change.slots:
             fleet.post(slot, "handle", fleet.command(step, change, progress))
         found = answers(fleet, well)
@@ -107,7 +107,7 @@ def test_messages_that_do_not_come_harm_nobody(settings: dict[str, Any], number:
     """A group of the change's own breaks in the middle; the groups that train are others."""
     settings = settings | {"resize": settings["resize"] | {"timeout_s": TIMEOUT_S, "carrier": "p2p"}}
     with Fleet(settings, range(3)) as fleet:
-        assert strike_a_joiner(fleet, "move: in the middle", number) == "move"
+        assert strike_a_joiner(fleet, "transfer: in the middle", number) == "transfer"
         fleet.forward_backward(make_samples((7, 12)))
         assert fleet.optim_step(20.0).step == 1
 
@@ -118,7 +118,7 @@ def test_a_joiner_fails_while_others_make_groups_in_the_pause(settings, number, 
     settings = settings | {"resize": settings["resize"] | {"timeout_s": TIMEOUT_S}}
     with Fleet(settings, range(4)) as fleet:
         fleet.call(range(4), leave_groups_to_the_pause)
-        assert strike_a_joiner(fleet, point, number) == "move"
+        assert strike_a_joiner(fleet, point, number) == "transfer"
         fleet.resize(ParallelLayout.of((3, 1)))
         fleet.forward_backward(make_samples((7, 12)))
         assert fleet.optim_step(20.0).step == 1
@@ -157,7 +157,7 @@ def test_a_build_that_fails_in_the_pause_keeps_nobody_waiting(settings: dict[str
         progress = fleet.total(change, fleet.step("freeze", change))
         sockets = fleet.call((victim,), num_sockets)
         for slot in change.slots:
-            fleet.post(slot, "handle", fleet.command("move", change, progress))
+            fleet.post(slot, "handle", fleet.command("transfer", change, progress))
         found = answers(fleet, change.slots)
         assert str(found[victim]) == f"slot {victim}: RuntimeError: out of memory"
         assert fleet.call((victim,), num_sockets) == sockets

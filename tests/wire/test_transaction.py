@@ -35,12 +35,12 @@ from tests.wire.train_slots import TrainSlots, play, sample
 
 SEQ_LEN = 10
 STEPS = {
-    "hold": AssignRole,
+    "assign": AssignRole,
     "prepare": Prepare,
     "freeze": Freeze,
-    "move": TransferState,
+    "transfer": TransferState,
     "commit": Commit,
-    "settle": Finalize,
+    "finalize": Finalize,
 }
 
 
@@ -96,7 +96,7 @@ def test_a_change_in_the_middle_of_a_batch():
         assert (result.outcome, result.num_bytes, result.reason) == ("resized", 4000, "")
         assert result.carrier == "memory, as there is nothing else"
         assert (result.slot_seconds, result.beside) == ({"transfer": 0.01, "plan": 0.02}, ("plan",))
-        assert list(result.seconds) == ["hold", "prepare", "freeze", "move", "commit", "settle"]
+        assert list(result.seconds) == ["assign", "prepare", "freeze", "transfer", "commit", "finalize"]
         assert result.pause_s == pytest.approx(4 * 0.01), "the reply to Prepare; Freeze, TransferState and Commit"
         assert (stage.trainer.layout, stage.mailbox.epoch) == (ParallelLayout.of((1, 2, 3)), 1)
         assert not training.done()
@@ -212,7 +212,7 @@ def test_a_leaver_keeps_its_role_until_its_version_is_withdrawn():
     play(story)
 
 
-@pytest.mark.parametrize("step", ["hold", "prepare", "freeze", "move", "commit"])
+@pytest.mark.parametrize("step", ["assign", "prepare", "freeze", "transfer", "commit"])
 @pytest.mark.parametrize("kind", ["death", "error", "drop"])
 def test_a_joiner_that_fails_leaves_the_old_layout_at_work(step: str, kind: FaultKind):
     async def story():
@@ -240,7 +240,7 @@ def test_a_joiner_that_fails_leaves_the_old_layout_at_work(step: str, kind: Faul
     play(story)
 
 
-@pytest.mark.parametrize("step", ["freeze", "move", "commit"])
+@pytest.mark.parametrize("step", ["freeze", "transfer", "commit"])
 @pytest.mark.parametrize("kind", ["death", "drop"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_an_old_member_that_dies_takes_its_part_along(step: str, kind: FaultKind, victim: int):
@@ -262,7 +262,7 @@ def test_an_old_member_that_dies_takes_its_part_along(step: str, kind: FaultKind
 
 
 @pytest.mark.parametrize("kind", ["error", "delay"])
-@pytest.mark.parametrize("step", ["prepare", "freeze", "move", "commit"])
+@pytest.mark.parametrize("step", ["prepare", "freeze", "transfer", "commit"])
 def test_an_old_member_that_refuses_or_is_slow_goes_on_as_before(step: str, kind: FaultKind):
     async def story():
         stage = Stage([0, 1])
@@ -278,7 +278,7 @@ def test_an_old_member_that_refuses_or_is_slow_goes_on_as_before(step: str, kind
 
 
 @pytest.mark.parametrize("slow", [1, 2], ids=["member", "joiner"])
-@pytest.mark.parametrize("step", ["hold", "prepare", "freeze", "move", "commit"])
+@pytest.mark.parametrize("step", ["assign", "prepare", "freeze", "transfer", "commit"])
 def test_a_slot_that_is_only_slow_is_waited_for_and_nobody_is_killed(step: str, slow: int):
     async def story():
         stage = Stage([0, 1])
@@ -288,7 +288,7 @@ def test_a_slot_that_is_only_slow_is_waited_for_and_nobody_is_killed(step: str, 
         # Slots execute commands in order: what comes next waits for the slow one.
         stage.slots.work_s = lambda number, command: 40 if (number, type(command)) == (slow, STEPS[step]) else 0.01
         result = await stage.resize(0, 1, 2)
-        if step == "hold" and slow == 1:
+        if step == "assign" and slow == 1:
             assert result.outcome == "resized", "an old member is not asked to hold anything"
         else:
             assert result.outcome == "rolled_back"
@@ -382,7 +382,7 @@ def test_a_joiner_that_dies_after_it_was_ready_is_not_waited_for():
     play(story)
 
 
-@pytest.mark.parametrize("step", ["hold", "prepare", "freeze", "move", "commit"])
+@pytest.mark.parametrize("step", ["assign", "prepare", "freeze", "transfer", "commit"])
 @pytest.mark.parametrize("how", ["cancelled", "bug"])
 def test_whatever_ends_a_change_it_is_taken_back(step: str, how: str, monkeypatch: pytest.MonkeyPatch):
     async def story():
@@ -453,7 +453,9 @@ def test_slots_that_do_not_agree_do_not_change(spoilt: dict[int, str], sentence:
     play(story)
 
 
-@pytest.mark.parametrize(("step", "outcome"), [("freeze", "rolled_back"), ("commit", "resized"), ("settle", "resized")])
+@pytest.mark.parametrize(
+    ("step", "outcome"), [("freeze", "rolled_back"), ("commit", "resized"), ("finalize", "resized")]
+)
 def test_a_reply_of_the_wrong_class_is_a_refusal(step: str, outcome: str):
     async def story():
         stage = Stage([0, 1])

@@ -11,6 +11,7 @@ from ductile.config.errors import Problem, about, dotted, flag, show
 from ductile.config.provenance import Draft, Path, as_table, leaves
 from ductile.config.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.section import Section
+from ductile.config.simulate import SimulateConfig
 
 Renames = Mapping[str, str]
 
@@ -28,6 +29,7 @@ _INFERENCE: Renames = {
 }
 _RUN: Renames = {"clean_output_dir": "clean", "monitors.wandb": "wandb", "run.output_dir": "output_dir"}
 _RESUME: Renames = {"resume.step": "ckpt.resume_step"}
+_TRAINER: Renames = {"loss.normalise": "loss.aggregation"}
 
 
 def _below(prefix: str, renames: Renames, into: str = "") -> Renames:
@@ -39,6 +41,7 @@ _BY_ROOT: dict[type[Section], Renames] = {
         **_RUN,
         **_RESUME,
         **_below("orchestrator", _ORCHESTRATOR),
+        **_below("trainer", _TRAINER),
         **_below("inference", _INFERENCE),
         "orchestrator.model.name": "model.name",
         "orchestrator.student.model.name": "model.name",
@@ -60,10 +63,11 @@ _BY_ROOT: dict[type[Section], Renames] = {
         "rollout_transport": "trainer.rollout_transport",
         "orchestrator.rollout_transport": "trainer.rollout_transport",
     },
-    SFTConfig: {**_RUN, **_RESUME, "deployment.num_train_nodes": "deployment.num_nodes"},
-    TrainerRunConfig: {**_RUN},
+    SFTConfig: {**_RUN, **_RESUME, **_TRAINER, "deployment.num_train_nodes": "deployment.num_nodes"},
+    TrainerRunConfig: {**_RUN, **_TRAINER},
     OrchestratorRunConfig: {**_RUN, **_ORCHESTRATOR, "student.model.name": "model.name"},
     InferenceRunConfig: {**_RUN, **_INFERENCE},
+    SimulateConfig: {"costs.grant_s": "costs.assign_s", "costs.handoff_s": "costs.migration_s"},
 }
 
 

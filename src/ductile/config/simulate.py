@@ -77,9 +77,9 @@ class SimulatedCosts(Section):
     prepare_s: float = Field(default=0.0, ge=0)
     """Seconds from the decision to resize until the trainer is ready to; all slots work on meanwhile."""
     resize_s: float = Field(default=0.5, ge=0)
-    grant_s: float = Field(default=0.5, ge=0)
+    assign_s: float = Field(default=0.5, ge=0)
     release_s: float = Field(default=0.1, ge=0)
-    handoff_s: float = Field(default=0.01, ge=0)
+    migration_s: float = Field(default=0.01, ge=0)
     """Seconds that rollouts wait while they migrate, however many migrate at once."""
     cache_bytes_per_token: float = Field(default=0.0, ge=0)
     cache_bytes_per_s: float = Field(default=0.0, ge=0)

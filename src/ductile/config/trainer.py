@@ -102,7 +102,7 @@ class DefaultLoss(Section):
     """A token with A < 0 that has become more than this many times likelier has no gradient; "None" has no limit."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the k3 KL estimate to the reference model. Above 0 needs a `score` slot."""
-    normalise: LossAggregation = "token_mean"
+    aggregation: LossAggregation = "token_mean"
     """token_mean: each trained token counts alike; seq_mean_token_mean: each sequence counts alike;
     seq_mean_token_sum: token sums, divided by the number of sequences."""
 
@@ -118,7 +118,7 @@ class IPOLoss(Section):
     """A token with A < 0 that has become more than this many times likelier has no gradient; "None" has no limit."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the k3 KL estimate to the reference model. Above 0 needs a `score` slot."""
-    normalise: LossAggregation = "token_mean"
+    aggregation: LossAggregation = "token_mean"
     """token_mean: each trained token counts alike; seq_mean_token_mean: each sequence counts alike;
     seq_mean_token_sum: token sums, divided by the number of sequences."""
 
@@ -137,7 +137,7 @@ class GRPOLoss(Section):
     before the batch than when it was sampled; without a `score` slot it is 1."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the k3 KL estimate to the reference model. Above 0 needs a `score` slot."""
-    normalise: LossAggregation = "token_mean"
+    aggregation: LossAggregation = "token_mean"
     """token_mean: each trained token counts alike; seq_mean_token_mean: each sequence counts alike;
     seq_mean_token_sum: token sums, divided by the number of sequences."""
 
@@ -149,7 +149,7 @@ class CustomLoss(Section):
     kwargs: dict[str, object] = {}
     needs_reference: bool = False
     """The function reads `ref_logprobs`. Needs a `score` slot."""
-    normalise: LossAggregation = "token_mean"
+    aggregation: LossAggregation = "token_mean"
     """token_mean: each trained token counts alike; seq_mean_token_mean: each sequence counts alike;
     seq_mean_token_sum: token sums, divided by the number of sequences. The function sees sequences as
     `LossInputs.sequences`."""
@@ -177,7 +177,7 @@ def needs_reference(loss: LossConfig) -> bool:
 
 def loss_aggregation(loss: LossConfig) -> LossAggregation:
     """How the loss is aggregated over tokens; in SFT every trained token counts alike."""
-    return "token_mean" if isinstance(loss, SFTLoss) else loss.normalise
+    return "token_mean" if isinstance(loss, SFTLoss) else loss.aggregation
 
 
 class FakeDataConfig(Section):

@@ -39,7 +39,7 @@ class ReportEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class InstanceLife:
+class InstanceSpan:
     """A generator or scorer, and when it was there. Seconds are those of the timeline."""
 
     instance: Instance
@@ -61,7 +61,7 @@ class RunReport:
     num_waits: int
     resizes: tuple[ReportEvent, ...]
     others: tuple[ReportEvent, ...]
-    instances: tuple[InstanceLife, ...]
+    instances: tuple[InstanceSpan, ...]
     """Generators and scorers in the order in which they began; none of a run whose events do not name them."""
     samples: tuple[Row, ...]
     """Rollouts of the last steps, with their rewards."""
@@ -134,7 +134,7 @@ def read_run_report(folder: Path) -> RunReport:
 
 def _latest_run(
     latest: Sequence[Row], began_s: float
-) -> tuple[Setting | None, tuple[StepProfile, ...], tuple[InstanceLife, ...], list[str]]:
+) -> tuple[Setting | None, tuple[StepProfile, ...], tuple[InstanceSpan, ...], list[str]]:
     settings = [row for row in latest if row["kind"] == "setting"]
     rows = [row for row in latest if row["kind"] == "profile"]
     try:
@@ -150,16 +150,16 @@ def _latest_run(
     return setting, profiles, instances, missing
 
 
-def _instances(setting: Setting, latest: Sequence[Row], began_s: float) -> Iterator[InstanceLife]:
+def _instances(setting: Setting, latest: Sequence[Row], began_s: float) -> Iterator[InstanceSpan]:
     if setting.version == 1 and any(row["kind"] == "switched" for row in latest):
         return  # its slots changed roles, and its events name no instances
-    lives = {each.id: InstanceLife(each, 0.0) for each in setting.instances}
+    lives = {each.id: InstanceSpan(each, 0.0) for each in setting.instances}
     for row in latest:
         if row["kind"] not in ("switched", "slot_lost"):
             continue
         at_s = float(row["time"]) - began_s
         if row["kind"] == "switched":
-            lives |= {each.id: InstanceLife(each, at_s) for each in instances_from(row["began"])}
+            lives |= {each.id: InstanceSpan(each, at_s) for each in instances_from(row["began"])}
         for name, known in lives.items():
             lost = row["kind"] == "slot_lost" and row["slot"] in known.instance.slots
             if known.ended_s is None and (lost or name in row.get("ended", ())):

@@ -46,7 +46,7 @@ class _Steps:
 
 
 class StepProfiler:
-    """Collects steps until they are drained. Steps that copied a handed-over cache are not typical, and left out."""
+    """Collects steps until they are drained. Steps that copied a migrated cache are not typical, and left out."""
 
     def __init__(self) -> None:
         self._decodes: dict[int, _Steps] = {}

@@ -113,7 +113,7 @@ class LiveActuator:
                 self._trainer.layout,
                 not self._crew.resizer.under_way,
                 self._held,
-                self._monitor.loop.plan.seq_len,
+                self._monitor.loop.schedule.seq_len,
                 self._dp_replicate,
             ),
             speeds=self._measured.speeds(),
@@ -188,7 +188,7 @@ class LiveActuator:
         if pool is None:
             where = slots_of(instance.slots)
             raise NotDone(f"{where} cannot score: this run has no scorer (cluster.component_placement.inference)")
-        async with self._or_not_done(), self._measuring("grant"):
+        async with self._or_not_done(), self._measuring("assign"):
             await pool.admit(instance, self._settings[instance.role])
 
     async def resize(self, layout: ParallelLayout, leave: Callable[[], Awaitable[None]]) -> None:

@@ -52,7 +52,7 @@ START_CANCEL_S = 8.0
 
 
 def run_rl(config: RLConfig) -> int:
-    return supervise("rl", config, prepare, lambda prepared: prepared.plan.max_steps, _rl, _step)
+    return supervise("rl", config, prepare, lambda prepared: prepared.schedule.max_steps, _rl, _step)
 
 
 def run_sft(config: SFTConfig) -> int:

@@ -185,7 +185,7 @@ class TrainerResizer:
         return sentence
 
     def _note(self, result: ResizeResult, took_s: float) -> Resized:
-        change, is_resized = result.change, result.outcome == "resized"
+        order, is_resized = result.order, result.outcome == "resized"
         measured: dict[str, Any] = {
             "pause_s": result.pause_s,
             "took_s": took_s,
@@ -196,11 +196,11 @@ class TrainerResizer:
             "carrier": result.carrier,
         }
         sentence, step = sentence_of(result), self._record.last_step or 0
-        resized = Resized(result.outcome, sentence, change.epoch, change.before, change.after, step=step, **measured)
+        resized = Resized(result.outcome, sentence, order.epoch, order.before, order.after, step=step, **measured)
         self.history.append(resized)
         self.num_resized += is_resized
         self._paused_s += result.pause_s
-        self._event(is_resized, sentence, change.epoch, change.before, change.after, **measured)
+        self._event(is_resized, sentence, order.epoch, order.before, order.after, **measured)
         return resized
 
     def _event(
@@ -220,8 +220,8 @@ class TrainerResizer:
 
 def sentence_of(result: ResizeResult) -> str:
     """ "Trainer resized from slots 0-1 to slots 0-3 in 0.21 s: 412.0 MiB moved."."""
-    change: ResizeOrder = result.change
+    order: ResizeOrder = result.order
     if result.outcome == "rolled_back":
-        return f"Trainer stays on {describe(change.before)} and not {describe(change.after)}: {result.reason}."
-    way = f"from {describe(change.before)} to {describe(change.after)}"
+        return f"Trainer stays on {describe(order.before)} and not {describe(order.after)}: {result.reason}."
+    way = f"from {describe(order.before)} to {describe(order.after)}"
     return f"Trainer resized {way} in {result.pause_s:.2f} s: {result.num_bytes / 2**20:.1f} MiB moved."

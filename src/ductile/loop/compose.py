@@ -28,7 +28,7 @@ from ductile.loop.progress import Checkpoints, Progress
 from ductile.loop.reference import pinned
 from ductile.loop.rollouts import Rollouts
 from ductile.loop.run_context import RunContext
-from ductile.loop.run_summary import summarise_rl, this_life
+from ductile.loop.run_summary import since_start, summarise_rl
 from ductile.loop.run_until import run_until
 from ductile.loop.sample_builder import SampleBuilder
 from ductile.loop.samples import sample_rows
@@ -46,7 +46,7 @@ from ductile.tasks.tokenizer import Tokenizer
 @dataclass(frozen=True, slots=True)
 class Prepared:
     config: RLConfig
-    plan: RunSchedule
+    schedule: RunSchedule
     trainer: TrainerConfig
     """The trainer's config as the train slots need it: its `max_steps` counts optimizer steps."""
     tokenizer: Tokenizer
@@ -98,7 +98,7 @@ def prepare(config: RLConfig) -> Prepared:
     one_epoch = max(1, len(train_examples) // groups_per_step)
     given = config.max_steps or config.trainer.max_steps or orchestrator.max_steps
     max_steps = config.bench.steps if config.bench else given or one_epoch
-    plan = RunSchedule(
+    schedule = RunSchedule(
         max_steps=max_steps,
         groups_per_step=groups_per_step,
         n_minibatches=orchestrator.n_minibatches,
@@ -115,7 +115,7 @@ def prepare(config: RLConfig) -> Prepared:
         progress = replace(progress, reference=reference)
     return Prepared(
         config=config,
-        plan=plan,
+        schedule=schedule,
         trainer=config.trainer.model_copy(update={"max_steps": max_steps * orchestrator.n_minibatches}),
         tokenizer=tokenizer,
         tasks=tasks,
@@ -167,7 +167,7 @@ async def run_loop(
             record.samples(step, sample_rows(groups, prepared.tokenizer, orchestrator.num_samples_kept))
 
         loop = Loop(
-            plan=prepared.plan,
+            schedule=prepared.schedule,
             trainer=trainer,
             generators=generators,
             scorer=scorer,
@@ -186,9 +186,9 @@ async def run_loop(
         loop.controller = watch(loop)
         async with loop.controller.at_work(buffer.fail) if loop.controller else nullcontext():
             await loop.run(context.death_watch())
-    life_s = context.wall_s()
-    summary = summarise_rl(record.rows(), context.slots(), earlier_s + life_s)
-    summary |= {**this_life(prepared.plan.max_steps, progress.step, life_s), **spent()}
+    since_start_s = context.wall_s()
+    summary = summarise_rl(record.rows(), context.slots(), earlier_s + since_start_s)
+    summary |= {**since_start(prepared.schedule.max_steps, progress.step, since_start_s), **spent()}
     record.summary(summary)
     return RunResult(
         summary=summary,
@@ -221,10 +221,12 @@ def _buffer(prepared: Prepared, record: Recorder, stop: asyncio.Event) -> Buffer
     )
     return Buffer(
         prompts,
-        StalenessBound(prepared.plan.groups_per_step, orchestrator.max_async_level, orchestrator.max_off_policy_steps),
+        StalenessBound(
+            prepared.schedule.groups_per_step, orchestrator.max_async_level, orchestrator.max_off_policy_steps
+        ),
         record,
         version=progress.step,
-        max_steps=prepared.plan.max_steps,
+        max_steps=prepared.schedule.max_steps,
         timeout_s=prepared.config.cluster.command_timeout_s,
         stop=stop,
     )

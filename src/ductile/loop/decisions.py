@@ -61,7 +61,7 @@ class DecisionLog:
             at_s=round(change.at_s, 3),
             seconds=round(change.seconds, 4),
             slots=sorted({move.slot for move in change.decision.moves}),
-            num_handoffs=len(change.decision.migrations),
+            num_migrations=len(change.decision.migrations),
             failures=change.failures,
             began=[asdict(each) for each in in_order({*after}.difference(before))],
             ended=[each.id for each in in_order({*before}.difference(after))],

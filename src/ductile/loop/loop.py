@@ -8,7 +8,7 @@ Put together by `ductile.loop.compose`:
     buffer   = Buffer(prompts, staleness bound)       which groups are under way, which may be trained on
     rollouts = Rollouts(buffer, episodes)             prompt -> GenerateRequests -> scored RolloutGroup -> buffer
     builder  = SampleBuilder(scorer)                  RolloutGroup -> Samples
-    Loop(plan, trainer, generators, scorer, rollouts, buffer, builder, ...).run()
+    Loop(schedule, trainer, generators, scorer, rollouts, buffer, builder, ...).run()
 
 Written only against the Protocols of `ductile.roles`: processes, tests and simulations run this same page.
 """
@@ -73,7 +73,7 @@ class SamplesInFlight:
 class Loop:
     def __init__(
         self,
-        plan: RunSchedule,
+        schedule: RunSchedule,
         trainer: TrainerClient,
         generators: Generators,
         scorer: Scorer | None,
@@ -92,12 +92,12 @@ class Loop:
         """save(step): writes a checkpoint. save_due(step): whether to, in the middle of the run. counts: further
         metrics, of the run so far. stop: once set, the running step is the last. step: what is done already.
         show(step, groups): told of each step's rollouts; must not raise."""
-        self.plan, self.trainer, self.generators, self.scorer = plan, trainer, generators, scorer
+        self.schedule, self.trainer, self.generators, self.scorer = schedule, trainer, generators, scorer
         self.rollouts, self.buffer, self.sample_builder, self.evaluation = rollouts, buffer, sample_builder, evaluation
         self.save, self.save_due, self.counts, self.show = SaveOncePerStep(save, step, record), save_due, counts, show
         self.record, self.stop, self.step = record, stop, step
         self.watch = Stopwatch()
-        self.skips = SkippedSteps(plan.max_skipped_steps, record, table="trainer.")
+        self.skips = SkippedSteps(schedule.max_skipped_steps, record, table="trainer.")
         self.controller: ElasticController | None = None
         """Moves slots between roles; None: slots keep the roles that they have."""
         self.scoring = SamplesInFlight()
@@ -129,17 +129,17 @@ class Loop:
                 if self.step == 0:
                     self.record.metrics(0, await self.evaluate())
                 self.watch.lap()
-                while self.step < self.plan.max_steps and not self.stop.is_set():
+                while self.step < self.schedule.max_steps and not self.stop.is_set():
                     await self.train_step(receiving)
             await self.save_trained()  # before anybody waits for the last weights to arrive
 
     async def train_step(self, receiving: PipelinedTask) -> None:
         """A step: once round the RL loop."""
-        plan, step_metrics, evaluated = self.plan, StepMetrics(self.step), dict[str, float]()
+        schedule, step_metrics, evaluated = self.schedule, StepMetrics(self.step), dict[str, float]()
         try:
-            for update, num_groups in enumerate(shares(plan.groups_per_step, plan.n_minibatches), start=1):
-                await self.train_minibatch(num_groups, step_metrics, ends_step=update == plan.n_minibatches)
-            due = plan.due(plan.eval_interval, self.step)
+            for update, num_groups in enumerate(shares(schedule.groups_per_step, schedule.n_minibatches), start=1):
+                await self.train_minibatch(num_groups, step_metrics, ends_step=update == schedule.n_minibatches)
+            due = schedule.due(schedule.eval_interval, self.step)
             if not self.stop.is_set():  # no generator would sample from these weights
                 await self.make_live(self.step, receiving, evaluates=due)
             if due:
@@ -149,10 +149,10 @@ class Loop:
             if self.step > step_metrics.version:  # it is trained, and is told of, whatever fails after that
                 self.record.metrics(self.step, {**step_metrics.row(*self.watch.lap()), **evaluated, **self.counts()})
                 self.show(self.step, step_metrics.groups)
-        if why := too_many_failed(step_metrics.rollouts, plan.max_reward_error_share):
+        if why := too_many_failed(step_metrics.rollouts, schedule.max_reward_error_share):
             raise RewardsFailed(f"in step {self.step}, {why}")
         self.skips.check()
-        if self.step == plan.max_steps or self.save_due(self.step):
+        if self.step == schedule.max_steps or self.save_due(self.step):
             await self.save_trained()
 
     async def save_trained(self) -> None:
@@ -228,14 +228,14 @@ class Loop:
                 wanted,
                 groups_per_update=groups_per_update,
                 num_ranks=self.trainer.num_ranks,
-                seq_len=self.plan.seq_len,
+                seq_len=self.schedule.seq_len,
                 soon=self.rollouts.num_soon,
             )
 
     async def forward_backward(self, samples: Sequence[Sample]) -> None:
         self.sending = SamplesInFlight()  # from now on the trainer says what is left
         with self.watch("forward_backward"):
-            await self.trainer.forward_backward(samples, self.plan.seq_len)
+            await self.trainer.forward_backward(samples, self.schedule.seq_len)
 
     async def make_live(self, version: int, receiving: PipelinedTask, *, evaluates: bool) -> None:
         """The trainer's weights become the generators', while the trainer goes on with what is there to train on.

@@ -47,7 +47,7 @@ class Monitor:
 
     def batch(self) -> BatchProgress:
         """A last evaluation is a step that trains nothing: generators are needed once more."""
-        loop, buffer, plan = self.loop, self.loop.buffer, self.loop.plan
+        loop, buffer, plan = self.loop, self.loop.buffer, self.loop.schedule
         pending, size = self._training, self._group_size
         with_trainer = SamplesInFlight(pending.pending_samples, pending.pending_tokens) + loop.sending + loop.scored
         to_score = SamplesInFlight(len(buffer) * size, buffer.waiting_tokens) + loop.scoring

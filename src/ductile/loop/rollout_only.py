@@ -1,6 +1,6 @@
 """`ductile orchestrator`: ask a running server, score its completions, train nothing.
 
-rollouts.jsonl   one line a completion: question (the prompt), answer (the completion), reward, token ids, log-probs
+rollouts.jsonl   one line a completion: prompt, completion, reward, token ids, log-probs
 metrics.jsonl    one line a batch
 """
 
@@ -19,7 +19,7 @@ from ductile.loop.concurrency import gather_all
 from ductile.loop.episode import Episodes
 from ductile.loop.evaluate import RewardsFailed
 from ductile.loop.graders import graders_of
-from ductile.loop.run_summary import per_second, this_life
+from ductile.loop.run_summary import per_second, since_start
 from ductile.loop.step_metrics import StepMetrics
 from ductile.observe import Recorder, Stopwatch
 from ductile.records import Prompt, RolloutGroup
@@ -90,12 +90,12 @@ async def run_rollout_only(
                 break
     rows = record.rows()
     rewards = [row["reward_mean"] for row in rows if row["reward_mean"] is not None]
-    life_s = time.perf_counter() - began_s
+    since_start_s = time.perf_counter() - began_s
     summary = {
         "steps": step,
         "reward_mean": sum(rewards) / max(1, len(rewards)),
-        "wall_s": life_s,
-        **this_life(prepared.max_steps, 0, life_s),
+        "wall_s": since_start_s,
+        **since_start(prepared.max_steps, 0, since_start_s),
         "tokens_per_s_generate": per_second(rows, "sampled_tokens", ["step_s"]),
         "reward_errors": graders.num_errors,
     }
@@ -108,7 +108,7 @@ def write_rollouts(file: Path, step: int, groups: Sequence[RolloutGroup], prepar
         for group in groups:
             prompt = prepared.task.messages(group.prompt.example)[-1]["content"]
             for rollout in group.rollouts:
-                texts = {"question": prompt, "answer": prepared.tokenizer.decode(rollout.token_ids)}
+                texts = {"prompt": prompt, "completion": prepared.tokenizer.decode(rollout.token_ids)}
                 row = {"step": step, "prompt": group.prompt.id, **texts, **asdict(rollout)}
                 row["prompt_token_ids"] = group.prompt.token_ids
                 stream.write(json.dumps(row, ensure_ascii=False) + "\n")

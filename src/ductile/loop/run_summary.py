@@ -34,9 +34,9 @@ def summarise_rl(rows: Sequence[Row], slots: Mapping[str, Sequence[int]], wall_s
     }
 
 
-def this_life(max_steps: int, began_at_step: int, life_s: float) -> dict[str, Any]:
+def since_start(max_steps: int, began_at_step: int, since_start_s: float) -> dict[str, Any]:
     """What every summary says: how far the run was to go, and what was done since it was last started or resumed."""
-    return {"max_steps": max_steps, "began_at_step": began_at_step, "life_s": life_s}
+    return {"max_steps": max_steps, "began_at_step": began_at_step, "since_start_s": since_start_s}
 
 
 def per_second(rows: Sequence[Row], amount: str, seconds: Sequence[str]) -> float:

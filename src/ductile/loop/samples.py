@@ -9,11 +9,11 @@ from ductile.tasks.conversation import ChatTokenizer
 
 
 def sample_rows(groups: Sequence[RolloutGroup], tokenizer: ChatTokenizer, num: int) -> Iterator[dict[str, object]]:
-    """Rows of at most `num` rollouts. `question` is the prompt as the policy has read it, without special tokens."""
+    """Rows of at most `num` rollouts. `prompt` is the prompt as the policy has read it, without special tokens."""
     for prompt, rollout in choose(groups, num):
         yield {
             "prompt": prompt.id,
-            "question": tokenizer.decode(prompt.token_ids),
+            "prompt": tokenizer.decode(prompt.token_ids),
             "completion": transcript(tokenizer, rollout),
             "reward": rollout.reward,
             "metrics": rollout.metrics,

@@ -16,7 +16,7 @@ from ductile.core.batch.loss_aggregation import loss_denominator, weigh
 from ductile.loop.concurrency import undisturbed
 from ductile.loop.progress import Checkpoints, Progress
 from ductile.loop.run_context import RunContext
-from ductile.loop.run_summary import per_second, this_life
+from ductile.loop.run_summary import per_second, since_start
 from ductile.loop.run_until import run_until
 from ductile.loop.save_once import SaveOncePerStep, saved_in_the_end
 from ductile.loop.saving import Saver, where_to_begin
@@ -148,13 +148,13 @@ async def run_batches(
         training.run(), lambda: training.save(training.step), training.save.when(context.stop), context.death_watch()
     )
     rows = record.rows()
-    life_s = context.wall_s()
+    since_start_s = context.wall_s()
     summary = {
         "steps": training.step,
         "loss_first": rows[0]["loss"] if rows else None,
         "loss_last": rows[-1]["loss"] if rows else None,
-        "wall_s": earlier_s + life_s,
-        **this_life(prepared.max_steps, prepared.progress.step, life_s),
+        "wall_s": earlier_s + since_start_s,
+        **since_start(prepared.max_steps, prepared.progress.step, since_start_s),
         "tokens_per_s_train": per_second(rows, "tokens", ["seconds/forward_backward", "seconds/optim_step"]),
         **prepared.facts,
         "slots": {role: list(held) for role, held in context.slots().items()},

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
 
-from ductile.core.cluster.cost import carriage
+from ductile.core.cluster.cost import context_transfer
 from ductile.core.cluster.instances import Instance, InstanceId, Serving, in_order
 from ductile.core.cluster.ledger import Activity, Ledger, idle_cause
 from ductile.core.cluster.orders import Migration, RoleChange
@@ -125,7 +125,7 @@ class SimulatedActuator:
             if order.id in self.engines[order.source].requests:
                 self._migrating[order.id] = self._take(order.id, order.source)
         if self._migrating:
-            await asyncio.sleep(self.scenario.costs.handoff_s)
+            await asyncio.sleep(self.scenario.costs.migration_s)
         for order in migrations:
             if simulated := self._migrating.pop(order.id, None):
                 self._put(simulated, order.target)
@@ -142,7 +142,7 @@ class SimulatedActuator:
         await self._switch(instance.slots, self.scenario.costs.release_s)
 
     async def admit(self, instance: Instance) -> None:
-        await self._switch(instance.slots, self.scenario.costs.grant_s)
+        await self._switch(instance.slots, self.scenario.costs.assign_s)
         self.assign({slot: in_order_of_roles(*self.roles[slot], instance.role) for slot in instance.slots})
         self._begin(instance)
 
@@ -283,7 +283,7 @@ class SimulatedActuator:
         if not simulated.generated and scenario.cache_block and self._loads.siblings(simulated.request.group, target):
             context %= scenario.cache_block  # the full blocks of the prompt are there
         if simulated.generated:
-            simulated.prefill_s = carriage(context, scenario.speeds, scenario.costs).seconds
+            simulated.prefill_s = context_transfer(context, scenario.speeds, scenario.costs).seconds
         else:  # no generator has a cache of it
             simulated.prefill_s = context / scenario.speeds.prefill_tokens_per_s
         self._loads.add(target, simulated.request.group, simulated.predicted_tokens)

@@ -1,6 +1,6 @@
 """What a run wrote down of itself (`core.cluster.profile`), as a scenario: its slots, its work, its speeds and costs.
 
-1. Of the run's last life, the latest profiles are taken. The first of them warms up: it is simulated and not compared.
+1. Of the run since its last start, the latest profiles are taken. The first of them warms up: it is simulated and not
 2. Speeds are the mean of those that the compared steps knew: a machine is not always equally fast. Costs are those of
    the last profile, which has seen the most changes.
 3. The simulated completions have the recorded lengths, step by step; who of a group had which is not recorded, so they
@@ -68,7 +68,7 @@ class Recording:
 
 
 def read_recording(run: str | Path) -> Recording:
-    """The recording of a run's last life. Raises NoRecording."""
+    """The recording of a run's latest part. Raises NoRecording."""
     folder = Path(run)
     if not folder.is_dir():
         raise NoRecording(f"there is no run {folder}: write the output_dir of one")
@@ -81,10 +81,10 @@ def read_recording(run: str | Path) -> Recording:
             f"{folder} was recorded without its setting: its events.jsonl has no event of that kind. `ductile rl` "
             "writes one when its slots have their roles; run it again"
         )
-    life = rows[starts[-1] :]
+    latest = rows[starts[-1] :]
     try:
-        setting = Setting.from_fields(life[0])
-        profiles = [StepProfile.from_fields(row) for row in life if row["kind"] == "profile"]
+        setting = Setting.from_fields(latest[0])
+        profiles = [StepProfile.from_fields(row) for row in latest if row["kind"] == "profile"]
     except (KeyError, TypeError, ValueError) as error:
         raise NoRecording(f"{folder} was recorded by another version of ductile: {error!r} in events.jsonl") from error
     if len(profiles) < 2:
@@ -95,7 +95,7 @@ def read_recording(run: str | Path) -> Recording:
     places = range(1, len(steps))
     quiet = tuple(place for place in places if metrics.get(steps[place].step, {}).get("eval_reward") is None)
     share = _trained_share(folder, setting, [metrics[step.step] for step in steps if step.step in metrics])
-    by_hand = sum(row["kind"] == "resized" for row in life) if setting.policy == "static" else 0
+    by_hand = sum(row["kind"] == "resized" for row in latest) if setting.policy == "static" else 0
     return Recording(folder, setting, steps, quiet or tuple(places), share, by_hand)
 
 

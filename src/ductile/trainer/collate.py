@@ -54,7 +54,7 @@ def collate(micro_batch: MicroBatch, required: Sequence[str] = (), device: str |
         num_trained=num_trained,
         loss_inputs=partial(
             LossInputs,
-            sampled_logprobs=of_tokens([sample.rollout_logprobs for sample in samples]),
+            rollout_logprobs=of_tokens([sample.rollout_logprobs for sample in samples]),
             old_logprobs=of_tokens([sample.old_logprobs or sample.rollout_logprobs for sample in samples]),
             reference=of_tokens([sample.ref_logprobs for sample in samples]) if "ref_logprobs" in required else None,
             advantages=of_tokens([sample.advantages for sample in samples]),

@@ -50,7 +50,7 @@ class LossInputs:
     """Log-probs under the weights in training."""
     entropies: Tensor
     """Entropy of the whole distribution that each token was drawn from, under the weights in training."""
-    sampled_logprobs: Tensor
+    rollout_logprobs: Tensor
     """Log-probs that the generator reported; 0 in SFT."""
     old_logprobs: Tensor
     """Log-probs under the weights before the batch: the scorer's, or without one the generator's."""
@@ -100,8 +100,8 @@ def make_loss(config: LossConfig) -> Loss:
 
 def masked_policy_gradient(inputs: LossInputs, config: DefaultLoss | IPOLoss) -> LossOutputs:
     """The DPPO loss, and IPO: a token whose probability moved too far is masked, not clipped."""
-    log_ratio = inputs.logprobs - inputs.sampled_logprobs
-    change = (inputs.logprobs.exp() - inputs.sampled_logprobs.exp()).detach()
+    log_ratio = inputs.logprobs - inputs.rollout_logprobs
+    change = (inputs.logprobs.exp() - inputs.rollout_logprobs.exp()).detach()
     if isinstance(config, IPOLoss):
         dropped = change.abs() > config.ipo_threshold
     else:
@@ -119,7 +119,7 @@ def ppo_clip(inputs: LossInputs, config: GRPOLoss) -> LossOutputs:
     ratio = bounded_exp(log_ratio)
     plain = -inputs.advantages * ratio
     limited = -inputs.advantages * ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    importance = bounded_exp(inputs.old_logprobs - inputs.sampled_logprobs).clamp(max=config.importance_cap)
+    importance = bounded_exp(inputs.old_logprobs - inputs.rollout_logprobs).clamp(max=config.importance_cap)
     worse, beyond = torch.maximum(plain, limited), _dual_clipped(config.clip_ratio_c, log_ratio, inputs.advantages)
     if config.clip_ratio_c is not None:
         worse = torch.where(beyond, -inputs.advantages * config.clip_ratio_c, worse)
@@ -150,7 +150,7 @@ def _dual_clipped(limit: float | None, log_ratio: Tensor, advantages: Tensor) ->
 
 def _with_reference_kl(outputs: LossOutputs, inputs: LossInputs, kl_coef: float) -> LossOutputs:
     """Add the KL term to the loss, and the metrics that all policy gradients report."""
-    log_ratio = (inputs.logprobs - inputs.sampled_logprobs).detach()
+    log_ratio = (inputs.logprobs - inputs.rollout_logprobs).detach()
     metrics = {**outputs.metrics, "entropy": inputs.entropies.detach(), "mismatch_kl": k3(log_ratio)}
     if not kl_coef:
         return LossOutputs(outputs.loss, metrics)

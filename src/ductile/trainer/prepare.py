@@ -49,7 +49,7 @@ class ResizeFailed(RuntimeError):
 
 
 @dataclass
-class TrainerInstance:
+class TrainerPart:
     """The trainer as one slot has it in one layout: its process groups, and its part of the trainer over them."""
 
     groups: Groups
@@ -92,7 +92,7 @@ class Connected:
 
     carrier: Carrier
     context: ParallelContext | None
-    after: TrainerInstance | None
+    after: TrainerPart | None
     """What the slot has after the change; None on a slot that leaves, as is its context. In streaming mode the trainer
     comes last."""
     room: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -116,13 +116,13 @@ class Preparation:
 
     def __init__(
         self,
-        change: ResizeOrder,
+        order: ResizeOrder,
         assignment: RoleAssignment,
         config: TrainerConfig,
         plans: StatePlans,
-        before: TrainerInstance | None,
+        before: TrainerPart | None,
     ) -> None:
-        self._change, self._assignment, self._config, self._plans = change, assignment, config, plans
+        self._order, self._assignment, self._config, self._plans = order, assignment, config, plans
         self._old: Mapping[str, Tensor] = {}
         if before is not None and before.trainer is not None:
             # Parameters and moments stay where they are while the old trainer works on.
@@ -135,7 +135,7 @@ class Preparation:
         self._error: Exception | None = None
 
     def start(self) -> None:
-        threading.Thread(target=self._run, name=f"prepare {self._change.epoch}", daemon=True).start()
+        threading.Thread(target=self._run, name=f"prepare {self._order.epoch}", daemon=True).start()
 
     @property
     def is_done(self) -> bool:
@@ -169,7 +169,7 @@ class Preparation:
                 raise
         return self._connected
 
-    def finish(self) -> TrainerInstance | None:
+    def finish(self) -> TrainerPart | None:
         """Destroy all but what comes after, and return that."""
         planned, connected = self.result(0.0), self.connected()
         connected.clear()
@@ -231,11 +231,11 @@ class Preparation:
 
     def _prepare(self) -> tuple[Planned, Connected | None]:
         """Plan, and connect unless groups are left to the pause: then the second is None."""
-        change, slot, timeout_s = self._change, self._assignment.slot, self._config.resize.timeout_s
+        order, slot, timeout_s = self._order, self._assignment.slot, self._config.resize.timeout_s
         store = rendezvous.lasting(self._assignment.rendezvous, timeout_s)
-        notes = f"resize/{change.epoch}/"
-        barrier = AbortableBarrier(store, notes, slot, change.slots, timeout_s, others=[names_of(change.epoch)])
-        exchange = StoreExchange(store, f"{notes}exchange", slot, change.slots, timeout_s)
+        notes = f"resize/{order.epoch}/"
+        barrier = AbortableBarrier(store, notes, slot, order.slots, timeout_s, others=[names_of(order.epoch)])
+        exchange = StoreExchange(store, f"{notes}exchange", slot, order.slots, timeout_s)
         groups = Groups(slot, self._assignment.epoch, self._assignment.device, store, timeout_s)
         transfer_groups = Groups(slot, self._assignment.epoch, self._assignment.device, store, timeout_s, "transfer/")
         seconds: dict[SlotPhase, float] = {}
@@ -248,7 +248,7 @@ class Preparation:
             with timed(seconds, "plan"):
                 relays = reader is None
                 plans = {
-                    gradient: self._plans.plan(change.before, change.after, gradient, relays)
+                    gradient: self._plans.plan(order.before, order.after, gradient, relays)
                     for gradient in (False, True)
                 }
                 assert all(plan.key for plan in plans.values())  # now, and not in the pause
@@ -268,17 +268,17 @@ class Preparation:
             raise
 
     def _connect(self, planned: Planned) -> Connected:
-        change, timeout_s, seconds = self._change, self._config.resize.timeout_s, planned.seconds
+        order, timeout_s, seconds = self._order, self._config.resize.timeout_s, planned.seconds
         carrier, context, after = planned.reader, None, None
         with timed(seconds, "groups"):
             planned.barrier.all_or_none(self._go_on)
             # From here on nobody leaves before all have made their groups, wanted or not.
             if carrier is None:
-                group = planned.transfer_groups.group(change.slots)
+                group = planned.transfer_groups.group(order.slots)
                 carrier = PeerToPeer(group, self._assignment.device, timeout_s)
-            if self._assignment.slot in change.after.slots:
-                context = ParallelContext(planned.groups, change.after)
-                after = TrainerInstance(planned.groups, None)
+            if self._assignment.slot in order.after.slots:
+                context = ParallelContext(planned.groups, order.after)
+                after = TrainerPart(planned.groups, None)
         connected = Connected(carrier, context, after)
         self._go_on()
         if self._config.resize.memory == "shadow":
@@ -293,11 +293,11 @@ class Preparation:
 
     def _choose(self, exchange: StoreExchange) -> tuple[Carrier | None, str]:
         """The carrier that reads, None where messages are needed, and why."""
-        terms, device = self._config.resize, torch.device(self._assignment.device).type
+        options, device = self._config.resize, torch.device(self._assignment.device).type
         # Whoever frees memory while it moves must know that it has been read.
-        one_sided = terms.carrier != "p2p" and terms.memory == "shadow"
+        one_sided = options.carrier != "p2p" and options.memory == "shadow"
         carrier, reason = choose_reader(exchange, device, one_sided, self._go_on)
-        if terms.carrier == "peer_memory" and (carrier is None or carrier.name != terms.carrier):
+        if options.carrier == "peer_memory" and (carrier is None or carrier.name != options.carrier):
             raise ResizeFailed(f'trainer.resize.carrier is "peer_memory", which does not work here: {reason}')
         return carrier, reason
 

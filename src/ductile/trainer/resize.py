@@ -27,7 +27,7 @@ from ductile.fabric.memory import Memory
 from ductile.observe import timed
 from ductile.records import TrainProgress
 from ductile.roles import RoleAssignment
-from ductile.trainer.prepare import Connected, Preparation, ResizeFailed, TrainerInstance, fingerprints
+from ductile.trainer.prepare import Connected, Preparation, ResizeFailed, TrainerPart, fingerprints
 from ductile.trainer.state import GRADIENT, StatePlans, named_gradient, named_state, parts_of, set_gradient
 from ductile.trainer.trainer import Trainer
 from ductile.wire.messages import Frozen, SlotPhase, StateTransferred
@@ -38,18 +38,18 @@ class Resize:
 
     def __init__(
         self,
-        change: ResizeOrder,
+        order: ResizeOrder,
         assignment: RoleAssignment,
         config: TrainerConfig,
         plans: StatePlans,
-        before: TrainerInstance | None,
+        before: TrainerPart | None,
     ) -> None:
         """`before` is what the slot has now: None on a joining slot."""
-        self.change = change
+        self.order = order
         self._slot, self._device = assignment.slot, assignment.device
         self._config = config
         self._before = before
-        self._preparation = Preparation(change, replace(assignment, epoch=change.epoch), config, plans, before)
+        self._preparation = Preparation(order, replace(assignment, epoch=order.epoch), config, plans, before)
         self._plan: Plan | None = None
         self._is_moved = False
         self.is_committed = False
@@ -145,7 +145,7 @@ class Resize:
                 _go_on(connected.after, progress, gradient)
         return moved
 
-    def commit(self) -> TrainerInstance | None:
+    def commit(self) -> TrainerPart | None:
         """What the slot has from now on."""
         if not self._is_moved:
             raise ResizeFailed("this slot has not moved its part of the state")
@@ -155,7 +155,7 @@ class Resize:
         self.is_committed = True
         return after
 
-    def rollback(self) -> TrainerInstance | None:
+    def rollback(self) -> TrainerPart | None:
         """What the slot has again: its trainer, unless the state was streamed away."""
         self._plan = None
         self._is_moved = False
@@ -163,7 +163,7 @@ class Resize:
         heap.trim_all()
         return self._before
 
-    def finalize(self) -> TrainerInstance | None:
+    def finalize(self) -> TrainerPart | None:
         """What the slot has from now on, also if it was never told to commit: all had voted."""
         after = self._preparation.finish()
         if self._before is not None:
@@ -179,7 +179,7 @@ class Resize:
         return parts_of(named_gradient(self._before.trainer))
 
 
-def _go_on(after: TrainerInstance | None, progress: TrainProgress, buffers: Mapping[str, Tensor]) -> None:
+def _go_on(after: TrainerPart | None, progress: TrainProgress, buffers: Mapping[str, Tensor]) -> None:
     """All that the new trainer needs besides parameters and moments."""
     if after is not None and after.trainer is not None:
         after.trainer.go_on_from(progress)

@@ -20,7 +20,7 @@ from ductile.parallel.state import StateError
 from ductile.roles import RoleAssignment
 from ductile.tasks.tokenizer import Tokenizer
 from ductile.trainer import checkpoint
-from ductile.trainer.prepare import TrainerInstance
+from ductile.trainer.prepare import TrainerPart
 from ductile.trainer.resize import Resize
 from ductile.trainer.state import StatePlans
 from ductile.trainer.trainer import LossFailed, Trainer, spec_of
@@ -70,9 +70,9 @@ class TrainRole:
         self._publisher = Publisher()
         self._plans = StatePlans(spec_of(self._config), self._config)
         self._resize: Resize | None = None
-        self._instance: TrainerInstance | None = None
+        self._instance: TrainerPart | None = None
         if not assignment.joining:
-            self._instance = TrainerInstance(Groups.at(assignment, self._config.dist_timeout_seconds), None)
+            self._instance = TrainerPart(Groups.at(assignment, self._config.dist_timeout_seconds), None)
             with self._in_step() as instance:
                 instance.trainer = Trainer(
                     self._config, ParallelContext(instance.groups, assignment.layout), assignment.device
@@ -126,7 +126,7 @@ class TrainRole:
 
     def close(self) -> None:
         if self._resize is not None:
-            self._roll_back(self._resize.change.epoch)
+            self._roll_back(self._resize.order.epoch)
         self._publisher.close()
         if self._instance is not None:
             self._instance.destroy()
@@ -138,7 +138,7 @@ class TrainRole:
         if self._resize is not None and self._resize.is_committed:
             self._finalize(self._resize)  # nobody takes back what came before the next change
         if self._resize is not None:
-            raise ValueError(f"change {self._resize.change.epoch} is neither finalized nor rolled back")
+            raise ValueError(f"change {self._resize.order.epoch} is neither finalized nor rolled back")
         self._resize = Resize(change, self._assignment, self._config, self._plans, self._instance)
         self._resize.prepare()
 
@@ -148,12 +148,12 @@ class TrainRole:
 
     def _roll_back(self, epoch: int) -> None:
         """A slot that has not heard of the change has nothing to take back."""
-        if self._resize is not None and self._resize.change.epoch == epoch:
+        if self._resize is not None and self._resize.order.epoch == epoch:
             self._instance = self._resize.rollback()
             self._resize = None
 
     def _change(self, epoch: int) -> Resize:
-        if self._resize is None or self._resize.change.epoch != epoch:
+        if self._resize is None or self._resize.order.epoch != epoch:
             raise ValueError(f"this slot has not prepared change {epoch}")
         return self._resize
 
@@ -204,7 +204,7 @@ class TrainRole:
         return self._instance.trainer
 
     @contextmanager
-    def _in_step(self) -> Iterator[TrainerInstance]:
+    def _in_step(self) -> Iterator[TrainerPart]:
         """Guards what slots do in step: a failure inside ends the groups."""
         instance = self._instance
         if instance is None:

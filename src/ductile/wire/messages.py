@@ -127,7 +127,7 @@ class Prepare(Message):
     """Get ready for a change while training goes on: groups, skeleton, buffers, plan. Reply: `Done` at once: the
     slot prepares in the background, and says when it is asked whether it is `Ready`."""
 
-    change: ResizeOrder
+    order: ResizeOrder
 
 
 class Ready(Message):
@@ -343,9 +343,9 @@ class EngineStats(Message):
     """Tokens sampled so far, by request in flight."""
     decoded: tuple[tuple[float, float, float], ...] = ()
     """Steps since the last statistics that only decoded: (sequences, tokens in their contexts, seconds), each the mean
-    of some steps of about the same size. Steps that copied a handed-over cache are neither here nor below."""
+    of some steps of about the same size. Steps that copied a migrated cache are neither here nor below."""
     prefilled: tuple[int, float] = (0, 0.0)
-    """Tokens of prompts or handed-over contexts that were computed since the last statistics, and the seconds that this
+    """Tokens of prompts or migrated contexts that were computed since the last statistics, and the seconds that this
     took. A step in which others decoded counts with the seconds that it took longer than one that only decoded."""
 
 

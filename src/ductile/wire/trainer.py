@@ -257,24 +257,24 @@ class RemoteTrainer:
 
     async def _micro_steps(self, rows: deque[Row], given: _Given) -> None:
         """Run `rows` from the left, and take them out, until none is left, a change is due or training is held."""
-        flying: deque[tuple[Row, asyncio.Task[Mapping[int, ForwardBackwardDone]]]] = deque()
+        in_flight: deque[tuple[Row, asyncio.Task[Mapping[int, ForwardBackwardDone]]]] = deque()
         try:
             while True:
-                while rows and len(flying) < IN_FLIGHT and not self._num_waiting and not self._held:
+                while rows and len(in_flight) < IN_FLIGHT and not self._num_waiting and not self._held:
                     row = rows.popleft()
-                    flying.append((row, asyncio.create_task(self._micro_step(row))))
+                    in_flight.append((row, asyncio.create_task(self._micro_step(row))))
                     self.with_gradient = True
-                if not flying:
+                if not in_flight:
                     return
-                row, task = flying[0]
+                row, task = in_flight[0]
                 done = await task
-                flying.popleft()
+                in_flight.popleft()
                 given.did(row)
                 self._tell(row, done)
         finally:
-            for _, task in flying:
+            for _, task in in_flight:
                 task.cancel()
-            await asyncio.gather(*(task for _, task in flying), return_exceptions=True)
+            await asyncio.gather(*(task for _, task in in_flight), return_exceptions=True)
 
     def _tell(self, row: Row, done: Mapping[int, ForwardBackwardDone]) -> None:
         tokens = [part.num_tokens for part in row]

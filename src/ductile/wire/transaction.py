@@ -96,7 +96,7 @@ class ResizeOptions:
 class ResizeResult:
     """What became of a change."""
 
-    change: ResizeOrder
+    order: ResizeOrder
     outcome: Literal["resized", "rolled_back"]
     reason: str
     """Why it was rolled back; "" when it was not."""
@@ -145,20 +145,20 @@ class Transaction:
         self._leave = leave
         # Every change has a number of its own, and every command from now on carries it.
         mailbox.epoch += 1
-        self.change = ResizeOrder(mailbox.epoch, trainer.layout, after)
-        self.phase: Phase = "hold"
+        self.order = ResizeOrder(mailbox.epoch, trainer.layout, after)
+        self.phase: Phase = "assign"
         """The step that is under way, or was the last."""
         self._seconds: dict[str, float] = {}
         self._pause_s = 0.0
         self._moved: dict[int, StateTransferred] = {}
         self._judging = True
-        self._holding = set(self.change.before.slots)
+        self._holding = set(self.order.before.slots)
         """Slots that are known to hold the role."""
 
     def judges(self, slot: int) -> bool:
         """Whether this transaction rules on what the slot's death means. It does not after the change is committed or
         taken back: joiners and leavers may still give roles up, and whoever trains is needed as ever."""
-        return self._judging and slot in self.change.slots
+        return self._judging and slot in self.order.slots
 
     async def run(self) -> ResizeResult:
         """Raises SlotLost when there is no trainer any more; its sentence says what was lost.
@@ -172,8 +172,8 @@ class Transaction:
             async with self._boundary(), self._as_before_unless_done():
                 await self._leave()
                 await self._freeze_and_transfer()
-                await self._step("commit", Commit(self.change.epoch), Done)
-                self._trainer.layout, self._trainer.epoch = self.change.after, self.change.epoch
+                await self._step("commit", Commit(self.order.epoch), Done)
+                self._trainer.layout, self._trainer.epoch = self.order.after, self.order.epoch
         except SlotLost:
             raise
         except BaseException as error:
@@ -187,36 +187,36 @@ class Transaction:
     async def _finish(self) -> ResizeResult:
         self._judging = False
         try:
-            await self._step("settle", Finalize(self.change.epoch), Done)
+            await self._step("finalize", Finalize(self.order.epoch), Done)
         except _Unfinished as unfinished:
             raise self._lost(str(unfinished)) from None
-        await self._release(self.change.leavers, self._options.leave_s)
+        await self._release(self.order.leavers, self._options.leave_s)
         return self._result("resized")
 
     async def _assign(self) -> None:
         """Have joiners take the role. Only they hear of this: should it fail, there is nothing to take back."""
         options = self._options
-        assign = AssignRole("train", dict(options.settings), self.change.after, options.rendezvous, joining=True)
-        with self._timed("hold"):
-            outcomes = await self._ask(dict.fromkeys(self.change.joiners, assign))
+        assign = AssignRole("train", dict(options.settings), self.order.after, options.rendezvous, joining=True)
+        with self._timed("assign"):
+            outcomes = await self._ask(dict.fromkeys(self.order.joiners, assign))
         self._holding |= {slot for slot, outcome in outcomes.items() if isinstance(outcome, Done)}
-        await self._judge("hold", outcomes)
+        await self._judge("assign", outcomes)
 
     async def _prepare(self) -> None:
         """Have all slots prepare; they reply at once and prepare beside what they do. Old slots are told at a
         boundary: in the middle of a micro-step, which may take longer than any deadline of a change, they would not
         reply, and joiners wait for them as soon as they have begun."""
-        prepare = Prepare(self.change)
+        prepare = Prepare(self.order)
         with self._timed("prepare"):
             async with self._boundary():
-                outcomes = await self._ask(dict.fromkeys(self.change.before.slots, prepare))
+                outcomes = await self._ask(dict.fromkeys(self.order.before.slots, prepare))
                 await self._judge("prepare", outcomes)
-            await self._judge("prepare", await self._ask(dict.fromkeys(self.change.joiners, prepare)))
+            await self._judge("prepare", await self._ask(dict.fromkeys(self.order.joiners, prepare)))
             await self._until_ready()
 
     async def _until_ready(self) -> None:
         """Wait until all slots have prepared. If they were frozen earlier, the trainer would stand still meanwhile."""
-        unready, began_s = set(self.change.slots), self._clock()
+        unready, began_s = set(self.order.slots), self._clock()
         while unready:
             unready, late = await self._unready(unready)
             waited_s = self._clock() - began_s
@@ -230,9 +230,9 @@ class Transaction:
     async def _unready(self, slots: Collection[int]) -> tuple[set[int], set[int]]:
         """Those of `slots` that have not prepared yet, and old slots among them that are in the middle of a micro-step
         and have not replied. A slot of the change that has died, also one that had prepared, is judged at once."""
-        gone = [slot for slot in self.change.slots if slot in self._mailbox.lost]
-        outcomes = await self._ask(dict.fromkeys([*sorted(slots), *gone], Ready(self.change.epoch)))
-        late = {slot for slot in self.change.before.slots if isinstance(outcomes.get(slot), Late)}
+        gone = [slot for slot in self.order.slots if slot in self._mailbox.lost]
+        outcomes = await self._ask(dict.fromkeys([*sorted(slots), *gone], Ready(self.order.epoch)))
+        late = {slot for slot in self.order.before.slots if isinstance(outcomes.get(slot), Late)}
         silent = await self._kill_silent({slot: str(outcomes[slot]) for slot in late})
         late -= silent.keys()
         heard = {slot: said for slot, said in outcomes.items() if slot not in late}
@@ -240,17 +240,17 @@ class Transaction:
         return {slot for slot in slots if not (isinstance(said := outcomes[slot], Readiness) and said.ready)}, late
 
     async def _freeze_and_transfer(self) -> None:
-        change = self.change
-        frozen = await self._step("freeze", Freeze(change.epoch, self._trainer.with_gradient), Frozen)
+        order = self.order
+        frozen = await self._step("freeze", Freeze(order.epoch, self._trainer.with_gradient), Frozen)
         progress = {slot: reply.progress for slot, reply in frozen.items() if reply.progress is not None}
         violation = violation_in_plans({slot: reply.plan_key for slot, reply in frozen.items()})
-        if missing := sorted(set(change.before.slots).difference(progress)):
+        if missing := sorted(set(order.before.slots).difference(progress)):
             violation = violation or f"slot {missing[0]} does not say how far it is"
         self._rule_on_violation("freeze", violation or violation_in_progress(progress))
-        self._moved = await self._step("move", TransferState(change.epoch, total(progress)), StateTransferred)
+        self._moved = await self._step("transfer", TransferState(order.epoch, total(progress)), StateTransferred)
         sent = {slot: reply.sent for slot, reply in self._moved.items()}
         received = {slot: reply.received for slot, reply in self._moved.items()}
-        self._rule_on_violation("move", violation_in_bytes(sent, received))
+        self._rule_on_violation("transfer", violation_in_bytes(sent, received))
 
     @asynccontextmanager
     async def _boundary(self) -> AsyncIterator[None]:
@@ -275,13 +275,13 @@ class Transaction:
         if isinstance(error, _Unfinished):
             return error.ruling
         said = f"the change was given up in {self.phase}: {error_text(error)}"
-        return judge(self.phase, self.change, {}, dict.fromkeys(self.change.slots, said), self._options.keeps_old)
+        return judge(self.phase, self.order, {}, dict.fromkeys(self.order.slots, said), self._options.keeps_old)
 
     async def _roll_back(self, ruling: Ruling) -> None:
         """Roll the change back. Only the slots that train are waited for: no other slot's part is needed."""
         if ruling.verdict == "stop":
             raise self._lost(ruling.reason)
-        rollback = dict.fromkeys(self.change.before.slots, Rollback(self.change.epoch))
+        rollback = dict.fromkeys(self.order.before.slots, Rollback(self.order.epoch))
         with self._timed("rollback"):
             outcomes = await self._ask(rollback, self._options.patience_s)
         try:
@@ -290,8 +290,8 @@ class Transaction:
             raise self._lost(f"{ruling.reason}; {unfinished}") from None
 
     async def _dismiss_joiners(self) -> None:
-        await self._insist(self.change.joiners, Rollback(self.change.epoch))
-        await self._release(self.change.joiners, leave_s=0.0)
+        await self._insist(self.order.joiners, Rollback(self.order.epoch))
+        await self._release(self.order.joiners, leave_s=0.0)
 
     async def _release(self, slots: Sequence[int], leave_s: float) -> None:
         """Have slots that are not in the trainer give the role up."""
@@ -309,7 +309,7 @@ class Transaction:
     async def _step(self, phase: Phase, command: Command, expected: type[R]) -> dict[int, R]:
         """Ask all slots that are left. Raises _Unfinished unless all that matter have done it."""
         with self._timed(phase):
-            outcomes = await self._ask(dict.fromkeys(self.change.slots, command))
+            outcomes = await self._ask(dict.fromkeys(self.order.slots, command))
         for slot, outcome in outcomes.items():
             if not isinstance(outcome, expected | Exception):
                 said = f"{type(command).__name__} with {type(outcome).__name__}"
@@ -358,10 +358,10 @@ class Transaction:
     def _rule_on_violation(self, phase: Phase, violation: str) -> None:
         """Rule on a violation about all slots together; "" is none."""
         if violation:
-            self._rule(phase, {}, dict.fromkeys(self.change.slots, violation))
+            self._rule(phase, {}, dict.fromkeys(self.order.slots, violation))
 
     def _rule(self, phase: Phase, dead: Mapping[int, str], failed: Mapping[int, str]) -> None:
-        ruling = judge(phase, self.change, dead, failed, self._options.keeps_old)
+        ruling = judge(phase, self.order, dead, failed, self._options.keeps_old)
         if ruling.verdict != "proceed":
             raise _Unfinished(ruling)
 
@@ -377,7 +377,7 @@ class Transaction:
     def _result(self, outcome: Literal["resized", "rolled_back"], reason: str = "") -> ResizeResult:
         phases: dict[SlotPhase, None] = dict.fromkeys(name for moved in self._moved.values() for name in moved.seconds)
         return ResizeResult(
-            change=self.change,
+            order=self.order,
             outcome=outcome,
             reason=reason,
             pause_s=self._pause_s,

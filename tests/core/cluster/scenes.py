@@ -14,7 +14,7 @@ SPEEDS = Speeds(
     publish_s=0.1,
     receive_s=0.1,
 )
-COSTS = SwitchCosts(resize_s=0.3, grant_s=0.2, release_s=0.05)
+COSTS = SwitchCosts(resize_s=0.3, assign_s=0.2, release_s=0.05)
 
 
 def id_on(slot):

@@ -115,18 +115,18 @@ def test_what_changes_cost_is_guessed_from_how_long_weights_take():
     measured.took("publish", 0.05)
     measured.took("receive", 0.01)
     costs = measured.costs()
-    assert (costs.resize_s, costs.prepare_s, costs.grant_s) == pytest.approx((0.2, 0.2, 0.06))
+    assert (costs.resize_s, costs.prepare_s, costs.assign_s) == pytest.approx((0.2, 0.2, 0.06))
 
 
 def test_one_change_alone_does_not_say_what_the_next_ones_cost():
     measured = CostModel()
     measured.took("publish", 0.05)
     measured.took("receive", 0.01)
-    measured.took("grant", 0.4)
-    assert measured.costs().grant_s == pytest.approx(0.23), "it was the first, and what was expected counts as well"
-    measured.took("grant", 0.1)
-    measured.took("grant", 0.1)
-    assert measured.costs().grant_s == pytest.approx(0.1)
+    measured.took("assign", 0.4)
+    assert measured.costs().assign_s == pytest.approx(0.23), "it was the first, and what was expected counts as well"
+    measured.took("assign", 0.1)
+    measured.took("assign", 0.1)
+    assert measured.costs().assign_s == pytest.approx(0.1)
 
 
 def test_an_empty_micro_step_says_nothing_of_speed():
@@ -158,7 +158,7 @@ def test_a_cache_travels_at_the_speed_at_which_it_was_seen_to():
     costs = measured.costs()
     assert costs.cache_bytes_per_token == pytest.approx(2000)
     assert costs.cache_bytes_per_s == pytest.approx(4e8, rel=0.05)
-    assert costs.handoff_s == pytest.approx(0.03, rel=0.1)
+    assert costs.migration_s == pytest.approx(0.03, rel=0.1)
 
 
 def test_messages_of_small_caches_do_not_make_caches_slow():
@@ -167,7 +167,7 @@ def test_messages_of_small_caches_do_not_make_caches_slow():
     for tokens in (50, 200, 300, 200, 50):
         measured.migrated(tokens, 0.15)
     assert measured.costs().cache_bytes_per_s > 1e8
-    assert measured.costs().handoff_s == pytest.approx(0.13, abs=0.02)
+    assert measured.costs().migration_s == pytest.approx(0.13, abs=0.02)
 
 
 def test_a_slow_cache_is_found_out():
@@ -181,7 +181,7 @@ def test_a_migration_that_waited_for_a_micro_step_is_left_out():
     measured = CostModel(cache_bytes_per_token=2000)
     for seconds in [0.05] * 4 + [2.5] + [0.05] * 4:
         measured.migrated(0, seconds)
-    assert measured.costs().handoff_s == pytest.approx(0.05)
+    assert measured.costs().migration_s == pytest.approx(0.05)
     assert measured.costs().cache_bytes_per_s == pytest.approx(1e9, rel=0.01), "no cache went along"
 
 
@@ -189,5 +189,5 @@ def test_where_caches_cannot_travel_messages_alone_are_measured():
     measured = CostModel()
     for _ in range(3):
         measured.migrated(3000, 0.2)
-    assert 0.1 < measured.costs().handoff_s < 0.2, "what was expected counts once"
+    assert 0.1 < measured.costs().migration_s < 0.2, "what was expected counts once"
     assert measured.costs().cache_bytes_per_s == 0

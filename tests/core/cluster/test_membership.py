@@ -24,20 +24,26 @@ GROW = ResizeOrder(5, ParallelLayout.of((0, 1)), ParallelLayout.of((1, 2, 3)))
     ("phase", "dead", "failed", "verdict", "reason"),
     [
         ("prepare", [], [], "proceed", ""),
-        ("hold", [2], [], "rollback", "2 is dead"),
+        ("assign", [2], [], "rollback", "2 is dead"),
         ("prepare", [3], [2], "rollback", "3 is dead (and 1 more)"),
         ("freeze", [], [0], "rollback", "0 failed"),
-        ("move", [1], [2], "stop", "1 is dead; slot 1 held 1 of 2 parts of the trainer's state"),
-        ("move", [0], [], "stop", "0 is dead; slot 0 held 1 of 2 parts of the trainer's state"),
-        ("move", [0, 1], [], "stop", "0 is dead (and 1 more); slots 0-1 held 1 of 2 parts of the trainer's state each"),
+        ("transfer", [1], [2], "stop", "1 is dead; slot 1 held 1 of 2 parts of the trainer's state"),
+        ("transfer", [0], [], "stop", "0 is dead; slot 0 held 1 of 2 parts of the trainer's state"),
+        (
+            "transfer",
+            [0, 1],
+            [],
+            "stop",
+            "0 is dead (and 1 more); slots 0-1 held 1 of 2 parts of the trainer's state each",
+        ),
         ("commit", [0], [], "proceed", ""),
         ("commit", [], [0], "proceed", ""),
         ("commit", [2], [], "rollback", "2 is dead"),
         ("commit", [], [1], "rollback", "1 failed"),
         ("commit", [1], [], "stop", "1 is dead; slot 1 held 1 of 2 parts of the trainer's state"),
         ("commit", [0, 2], [], "stop", "0 is dead; slot 0 held 1 of 2 parts of the trainer's state"),
-        ("settle", [0], [1], "proceed", ""),
-        ("settle", [2], [], "stop", "2 is dead; slot 2 held 1 of 3 parts of the trainer's state"),
+        ("finalize", [0], [1], "proceed", ""),
+        ("finalize", [2], [], "stop", "2 is dead; slot 2 held 1 of 3 parts of the trainer's state"),
         ("rollback", [2, 3], [], "proceed", ""),
         ("rollback", [], [0], "stop", "0 failed; slot 0 held 1 of 2 parts of the trainer's state"),
     ],
@@ -50,7 +56,7 @@ def test_verdicts(phase: Phase, dead: list[int], failed: list[int], verdict: str
 
 
 @pytest.mark.parametrize(
-    ("phase", "verdict"), [("hold", "rollback"), ("freeze", "rollback"), ("move", "stop"), ("commit", "stop")]
+    ("phase", "verdict"), [("assign", "rollback"), ("freeze", "rollback"), ("transfer", "stop"), ("commit", "stop")]
 )
 def test_a_change_that_gives_the_old_state_up_on_its_way_cannot_be_taken_back(phase: Phase, verdict: str):
     assert judge(phase, GROW, {2: "2 is dead"}, {}, keeps_old=False).verdict == verdict
@@ -58,16 +64,16 @@ def test_a_change_that_gives_the_old_state_up_on_its_way_cannot_be_taken_back(ph
 
 def test_a_trainer_on_one_slot_or_in_copies_says_what_was_lost():
     alone = ResizeOrder(1, ParallelLayout.of((0,)), ParallelLayout.of((0, 1)))
-    assert judge("move", alone, {0: "it died"}, {}).reason == "it died; slot 0 held all of the trainer's state"
+    assert judge("transfer", alone, {0: "it died"}, {}).reason == "it died; slot 0 held all of the trainer's state"
     copies = ResizeOrder(1, ParallelLayout.of((0, 1, 2, 3), dp_replicate=2), ParallelLayout.of((0, 1)))
-    assert "slot 3 held 1 of 2 parts" in judge("move", copies, {3: "it died"}, {}).reason
+    assert "slot 3 held 1 of 2 parts" in judge("transfer", copies, {3: "it died"}, {}).reason
 
 
 LAYOUTS = st.lists(st.integers(0, 6), min_size=1, unique=True).map(ParallelLayout.of)
 
 
 @given(
-    phase=st.sampled_from(["hold", "prepare", "freeze", "move", "commit"]),
+    phase=st.sampled_from(["assign", "prepare", "freeze", "transfer", "commit"]),
     before=LAYOUTS,
     after=LAYOUTS,
     dead=st.sets(st.integers(0, 6)),

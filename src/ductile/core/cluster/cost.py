@@ -127,12 +127,12 @@ class SwitchCosts:
     prepare_s: float = 0.0
     """Seconds from the decision until the trainer's slots can resize when no micro-step runs; all slots go on with what
     they do meanwhile. Where micro-steps run, messages wait for them besides."""
-    grant_s: float = 0.0
+    assign_s: float = 0.0
     """Seconds until a slot that becomes a generator or scorer is one: weights from a peer, cache allocated. No other
     slot waits for it."""
     release_s: float = 0.0
     """Seconds until a slot that stops generating or scoring has freed its cache and weights."""
-    handoff_s: float = 0.0
+    migration_s: float = 0.0
     """Seconds in which rollouts change generators, however many at once: messages and bookkeeping. Rollouts that
     migrate wait for it, others do not. Neither prefill nor caches are in it."""
     cache_bytes_per_token: float = 0.0
@@ -141,17 +141,17 @@ class SwitchCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class Carriage:
+class ContextTransfer:
     """How an unfinished rollout's context gets to another generator."""
 
     with_cache: bool
     seconds: float
 
 
-def carriage(context_tokens: float, speeds: Speeds, costs: SwitchCosts) -> Carriage:
+def context_transfer(context_tokens: float, speeds: Speeds, costs: SwitchCosts) -> ContextTransfer:
     """The cheaper of sending the cache along and prefilling again; without a cache carrier, always the latter."""
     prefill_s = context_tokens / speeds.prefill_tokens_per_s
     if costs.cache_bytes_per_s <= 0:
-        return Carriage(False, prefill_s)
+        return ContextTransfer(False, prefill_s)
     send_s = context_tokens * costs.cache_bytes_per_token / costs.cache_bytes_per_s
-    return Carriage(True, send_s) if send_s < prefill_s else Carriage(False, prefill_s)
+    return ContextTransfer(True, send_s) if send_s < prefill_s else ContextTransfer(False, prefill_s)

@@ -24,7 +24,7 @@ from typing import Literal, TypeVar
 from ductile.core.cluster.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
 from ductile.core.cluster.fits import by_slots, line, migration_cost, trim_outliers
 
-FixedCost = Literal["optim", "publish", "receive", "resize", "warm_up", "prepare", "grant", "release"]
+FixedCost = Literal["optim", "publish", "receive", "resize", "warm_up", "prepare", "assign", "release"]
 """Kind of cost that is about the same each time. `warm_up` is what the first micro-step after a resize takes longer
 than others."""
 
@@ -35,9 +35,9 @@ PRIOR_MIGRATION = (0.05, 1e-9)
 TRAIN_WORK = 3.0
 PRIORS: dict[FixedCost, float] = {
     "optim": 0.0, "publish": 0.0, "receive": 0.0,
-    "resize": 0.5, "warm_up": 0.0, "prepare": 0.5, "grant": 1.0, "release": 0.05,
+    "resize": 0.5, "warm_up": 0.0, "prepare": 0.5, "assign": 1.0, "release": 0.05,
 }  # fmt: skip
-RARE: frozenset[FixedCost] = frozenset({"resize", "prepare", "grant"})
+RARE: frozenset[FixedCost] = frozenset({"resize", "prepare", "assign"})
 STATE = 4
 """A resize moves so many times the bytes of a published version: parameters, two moments and the gradient."""
 WINDOW = 64
@@ -109,13 +109,13 @@ class CostModel:
         return self._cached
 
     def costs(self) -> SwitchCosts:
-        handoff_s, per_byte_s = self._migration_cost
+        migration_s, per_byte_s = self._migration_cost
         return SwitchCosts(
             resize_s=self._usual("resize") + self._usual("warm_up"),
             prepare_s=self._usual("prepare"),
-            grant_s=self._usual("grant"),
+            assign_s=self._usual("assign"),
             release_s=self._usual("release"),
-            handoff_s=handoff_s,
+            migration_s=migration_s,
             cache_bytes_per_token=self._cache_bytes_per_token,
             cache_bytes_per_s=1 / per_byte_s if self._cache_bytes_per_token else 0.0,
         )
@@ -169,7 +169,7 @@ class CostModel:
         if "publish" in self._fixed_costs:
             if what in ("resize", "prepare"):
                 return STATE * self._usual("publish")
-            if what == "grant":
+            if what == "assign":
                 return self._usual("publish") + self._usual("receive")
         return PRIORS[what]
 

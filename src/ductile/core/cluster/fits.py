@@ -13,7 +13,7 @@ from ductile.core.cluster.arithmetic import Floats, dot, least_squares, ordered_
 
 FAR_OFF = 3.0
 """A measurement that took more than so many times what the others lead to expect is left out."""
-PACE = 0.1
+SPEED_NOISE = 0.1
 """Share by which a machine's pace differs from one minute to another."""
 OVERHEAD = 0.05
 """Share of a token's time that a further train slot adds for all slots, give or take, before anything is measured."""
@@ -52,11 +52,11 @@ def by_slots(per_token_s: Mapping[int, float]) -> Parts:
 
     However many micro-steps a number of slots has seen, it is one observation: what differs between two of them may be
     the machine's pace, which changes from minute to minute. So nearly equal numbers say little of the overhead, and far
-    ones much: least squares with `PACE` as the noise and `OVERHEAD` as what is expected beforehand.
+    ones much: least squares with `SPEED_NOISE` as the noise and `OVERHEAD` as what is expected beforehand.
     """
     mean_s = fsum(per_token_s.values()) / len(per_token_s)
     rows = [((1.0, slots - 1.0), seconds / mean_s) for slots, seconds in per_token_s.items()]
-    rows.append(((0.0, PACE / OVERHEAD), 0.0))
+    rows.append(((0.0, SPEED_NOISE / OVERHEAD), 0.0))
     columns, wanted = (np.array([row[part] for row in rows], float) for part in (0, 1))
     alone, other = least_squares([*columns.T], wanted)
     if other <= 0 or alone <= 0:

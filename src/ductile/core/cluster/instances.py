@@ -20,7 +20,7 @@ InstanceId = NewType("InstanceId", str)
 Serving = Literal["generate", "score"]
 """Roles whose instances work each for itself, with a whole model."""
 NOUNS: dict[Serving, str] = {"generate": "generator", "score": "scorer"}
-Groups = Mapping[Serving, Sequence[tuple[int, ...]]]
+InstanceGroups = Mapping[Serving, Sequence[tuple[int, ...]]]
 """Slots that an instance of the role may be on: one group or another."""
 
 SortKey = tuple[bool, tuple[int, ...], InstanceId]
@@ -61,7 +61,7 @@ def regrouped(
     living: Iterable[Instance],
     before: Mapping[int, Collection[Role]],
     after: Mapping[int, Collection[Role]],
-    groups: Groups,
+    groups: InstanceGroups,
     birth: int,
 ) -> tuple[Instance, ...]:
     """The instances once slots that had the roles `before` have those of `after`, by their slots; those without slots

@@ -18,7 +18,7 @@ from ductile.core.cluster.placement import many, slots_of
 from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
 from ductile.records import TrainProgress
 
-Phase = Literal["hold", "prepare", "freeze", "move", "commit", "settle", "rollback"]
+Phase = Literal["assign", "prepare", "freeze", "transfer", "commit", "finalize", "rollback"]
 """Step of a resize, whose outcomes are to be judged."""
 
 Verdict = Literal["proceed", "rollback", "stop"]
@@ -35,12 +35,12 @@ PROCEED = Ruling("proceed", "")
 
 
 def judge(
-    phase: Phase, change: ResizeOrder, dead: Mapping[int, str], failed: Mapping[int, str], keeps_old: bool = True
+    phase: Phase, order: ResizeOrder, dead: Mapping[int, str], failed: Mapping[int, str], keeps_old: bool = True
 ) -> Ruling:
     """How to go on after a step of the transaction.
 
     Args:
-        phase: the step. `commit` and `settle` are told after every slot has voted for the change.
+        phase: the step. `commit` and `finalize` are told after every slot has voted for the change.
         dead: slots whose process is gone, with the sentence that says how.
         failed: slots that live and did not do the step, with what they said, or that they said nothing.
         keeps_old: the old state stays whole while the new one is built; without, a change that has begun to move
@@ -49,19 +49,19 @@ def judge(
     lacking = {*dead, *failed}
     if phase == "rollback":
         # Taking back is all that is left; a joiner that cannot even do that has nothing that is needed.
-        bad = lacking.intersection(change.before.slots)
-        return _stop(change.before, bad, dead, failed) if bad else PROCEED
-    voted = phase in ("commit", "settle")
-    going_on = lacking.intersection(change.after.slots if voted else change.slots)
+        bad = lacking.intersection(order.before.slots)
+        return _stop(order.before, bad, dead, failed) if bad else PROCEED
+    voted = phase in ("commit", "finalize")
+    going_on = lacking.intersection(order.after.slots if voted else order.slots)
     if not going_on:
         return PROCEED
-    lost = set(dead).intersection(change.before.slots)
-    if phase == "settle":  # some slots may have freed what taking back would need
+    lost = set(dead).intersection(order.before.slots)
+    if phase == "finalize":  # some slots may have freed what taking back would need
         lost = going_on.intersection(dead)
-        return _stop(change.after, lost, dead, failed) if lost else PROCEED
+        return _stop(order.after, lost, dead, failed) if lost else PROCEED
     if lost:
-        return _stop(change.before, lost, dead, failed)
-    if not keeps_old and phase in ("move", "commit"):
+        return _stop(order.before, lost, dead, failed)
+    if not keeps_old and phase in ("transfer", "commit"):
         return Ruling("stop", f"{_reasons(going_on, dead, failed)}; the old state was given up while it moved")
     return Ruling("rollback", _reasons(going_on, dead, failed))
 

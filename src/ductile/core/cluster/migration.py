@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from ductile.core.cluster.cost import carriage
+from ductile.core.cluster.cost import context_transfer
 from ductile.core.cluster.instances import Instance, InstanceId, named
 from ductile.core.cluster.lengths import Survival, survival
 from ductile.core.cluster.orders import Decision, Migration, Order, RoleChange, instances_after
@@ -143,5 +143,5 @@ def generators_on(instances: Iterable[Instance], slots: Collection[int] | None) 
 
 
 def _migration(state: ClusterState, rollout: Unfinished, target: InstanceId) -> Migration:
-    with_cache = carriage(rollout.context_tokens, state.speeds, state.costs).with_cache
+    with_cache = context_transfer(rollout.context_tokens, state.speeds, state.costs).with_cache
     return Migration(rollout.id, rollout.instance, target, with_cache)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from ductile.core.cluster.instances import NOUNS, Groups, Instance, InstanceId, named, regrouped
+from ductile.core.cluster.instances import NOUNS, Instance, InstanceGroups, InstanceId, named, regrouped
 from ductile.core.cluster.placement import SPELLED, Role, many, slots_of
 from ductile.core.cluster.state import ClusterState
 from ductile.core.layout.parallel_layout import ParallelLayout
@@ -96,7 +96,7 @@ def roles_after(state: ClusterState, decision: Decision) -> dict[int, tuple[Role
 def instances_after(state: ClusterState, decision: Decision) -> tuple[Instance, ...]:
     """The instances once the decision is carried out."""
     before = {slot.slot: slot.roles for slot in state.slots}
-    groups: Groups = {role: state.groups(role) for role in NOUNS}
+    groups: InstanceGroups = {role: state.groups(role) for role in NOUNS}
     return regrouped(state.instances, before, roles_after(state, decision), groups, state.change)
 
 
@@ -231,7 +231,7 @@ def _wrong_layout(state: ClusterState, decision: Decision) -> Iterator[str]:
 
 
 def sentence(orders: Iterable[Order], *further: str) -> str:
-    """The orders in words: "slot 2 generate → train: 3 rollouts left, handed to generator-3; cost 0.4 s"; `further`
+    """The orders in words: "slot 2 generate → train: 3 rollouts left, migrated to generator-3; cost 0.4 s"; `further`
     parts come last."""
     kinds: dict[tuple[str, str], list[int]] = {}
     migrations: list[Migration] = []
@@ -244,7 +244,7 @@ def sentence(orders: Iterable[Order], *further: str) -> str:
     if migrations:
         what = many(len(migrations), "rollout")
         to = named({order.target for order in migrations})
-        said = f"{said}: {what} left, handed to {to}" if said else f"{what} handed to {to}"
+        said = f"{said}: {what} left, migrated to {to}" if said else f"{what} migrated to {to}"
     return "; ".join(part for part in (said, *further) if part)
 
 

@@ -17,6 +17,7 @@ from ductile.core.layout.parallel_layout import ONE_SLOT, ParallelDims, Parallel
 
 FORMAT = 2
 """Number of the events' format: 1 had slots where 2 has instances, and did not say its number."""
+COSTS_OF_FORMAT_1 = {"grant_s": "assign_s", "handoff_s": "migration_s"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class StepProfile:
             "spans": tuple(Span(*span) for span in own["spans"]),
             "lengths": tuple(own["lengths"]),
             "speeds": Speeds(**speeds),
-            "costs": SwitchCosts(**own["costs"]),
+            "costs": SwitchCosts(**{COSTS_OF_FORMAT_1.get(name, name): value for name, value in own["costs"].items()}),
         }
         return StepProfile(**own)
 

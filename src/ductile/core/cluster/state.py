@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ductile.core.cluster.cost import Speeds, SwitchCosts
-from ductile.core.cluster.instances import NOUNS, Groups, Instance, InstanceId, Serving, regrouped, slot_groups
+from ductile.core.cluster.instances import NOUNS, Instance, InstanceGroups, InstanceId, Serving, regrouped, slot_groups
 from ductile.core.cluster.placement import Placement, Role
 from ductile.core.layout.parallel_layout import ParallelLayout
 
@@ -162,7 +162,7 @@ def may_share(placement: Placement, *, on_gpu: bool) -> bool:
 def first_instances(placement: Placement, limits: Limits) -> tuple[Instance, ...]:
     """The instances that a run with this placement begins with."""
     held = {slot: placement.roles(slot) for slot in placement.slots}
-    groups: Groups = {role: slot_groups(placement.of(role), (), limits.slots_per(role)) for role in NOUNS}
+    groups: InstanceGroups = {role: slot_groups(placement.of(role), (), limits.slots_per(role)) for role in NOUNS}
     return regrouped((), {}, held, groups, birth=0)
 
 
@@ -220,7 +220,7 @@ class ClusterState:
         return sum(not each.slots for each in self.instances_of("generate"))
 
     def groups(self, role: Serving) -> tuple[tuple[int, ...], ...]:
-        """Groups of slots that an instance of the role may be on."""
+        """InstanceGroups of slots that an instance of the role may be on."""
         slots = {*self.home.slots, *(slot.slot for slot in self.slots)}
         return slot_groups(self.home.of(role), slots, self.limits.slots_per(role))
 

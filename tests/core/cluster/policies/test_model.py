@@ -80,14 +80,14 @@ def test_a_trainer_that_waits_for_new_slots_begins_no_micro_step_before_it_has_t
 
 
 def test_slots_take_turns_when_changing_them_costs_more_than_it_gains():
-    costs = SwitchCosts(resize_s=300.0, grant_s=300.0)
+    costs = SwitchCosts(resize_s=300.0, assign_s=300.0)
     decision = decide(late(roles={slot: BOTH for slot in range(6)}, costs=costs))
     assert decision.moves == ()
     assert decision.hold_training
 
 
 def test_a_split_stays_when_changing_it_costs_more_than_it_gains():
-    costs = SwitchCosts(resize_s=300.0, grant_s=300.0)
+    costs = SwitchCosts(resize_s=300.0, assign_s=300.0)
     decision = decide(scene(to_start=64, costs=costs, limits=Limits(max_num_seqs=16)))
     assert (decision.moves, decision.hold_training) == ((), False)
 
@@ -120,7 +120,7 @@ def test_the_rest_is_trained_on_all_slots_when_the_way_back_pays_too(steps_left)
 
 def test_where_the_whole_batch_is_there_nothing_holds_the_trainer():
     """Generation runs ahead: what is under way is of later steps."""
-    state = late(ready=64, ready_tokens=64 * 300, steps_ahead=1, costs=SwitchCosts(resize_s=300.0, grant_s=300.0))
+    state = late(ready=64, ready_tokens=64 * 300, steps_ahead=1, costs=SwitchCosts(resize_s=300.0, assign_s=300.0))
     assert not decide(state).hold_training
 
 

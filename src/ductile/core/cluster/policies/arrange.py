@@ -10,7 +10,7 @@ generators is then a slice of one order and a difference of running sums. Extern
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 
-from ductile.core.cluster.cost import carriage
+from ductile.core.cluster.cost import context_transfer
 from ductile.core.cluster.instances import InstanceId
 from ductile.core.cluster.migration import Remaining, generators_on
 from ductile.core.cluster.placement import Role
@@ -61,7 +61,7 @@ class Arrangements:
         # A micro-step would stop sequences of these slots: while there are such, the trainer is held, or they are
         # migrated.
         self.shared = bool(sharing) and (state.batch.to_start > 0 or any(context[group] for group in sharing))
-        self._carried_s = carriage(1.0, state.speeds, state.costs).seconds
+        self._carried_s = context_transfer(1.0, state.speeds, state.costs).seconds
         several_turns = any(rollout.num_turns for rollout in state.unfinished)
         self._keeps = state.limits.may_share and not state.batch.to_start and not several_turns
 
@@ -116,14 +116,14 @@ class Arrangements:
         # A slot that leaves the trainer waits for the resize before it generates.
         stopped = sum(not self.trainers_now.isdisjoint(group) for group in generators)
         left_s = self._state.resize_wait_s + resize_s
-        generate_s = self._joining_s(costs.grant_s, new, count) + self._joining_s(left_s, stopped, count)
+        generate_s = self._joining_s(costs.assign_s, new, count) + self._joining_s(left_s, stopped, count)
         return resize_s, generate_s + self._migrating_s(self.moved_context(count), count)
 
     def everybody_delays_s(self) -> tuple[float, float]:
         """What `everybody` costs now, in seconds: of the trainer, and of generation."""
         new = sum(not self._generates(group) for group in self._order)
         moved = 0.0 if self._state.batch.to_start else self._context[-1] * new / self.most
-        return 0.0, self._joining_s(self._state.costs.grant_s, new, self.most) + self._migrating_s(moved, new)
+        return 0.0, self._joining_s(self._state.costs.assign_s, new, self.most) + self._migrating_s(moved, new)
 
     def _generates(self, group: Collection[int]) -> bool:
         return not self.generators_now.isdisjoint(group)
@@ -134,7 +134,7 @@ class Arrangements:
         if not context:
             return 0.0
         num_targets += self.num_external
-        return self._state.costs.handoff_s * context / self._context[-1] + self._carried_s * context / num_targets
+        return self._state.costs.migration_s * context / self._context[-1] + self._carried_s * context / num_targets
 
     def _joining_s(self, seconds: float, new: int, count: int) -> float:
         """Seconds that generation loses because `new` of `count` generators come so much later. Before a step's first

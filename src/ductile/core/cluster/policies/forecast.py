@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ductile.core.cluster.arithmetic import Floats, chance_of_any, dot, interpolate, mixed_power, ordered_sum
-from ductile.core.cluster.cost import carriage
+from ductile.core.cluster.cost import context_transfer
 from ductile.core.cluster.lengths import Survival, histogram
 from ductile.core.cluster.state import ClusterState
 
@@ -122,14 +122,14 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
     # What is ready counts as taken: the trainer has begun with it, or would now.
     taken, trained, total = np.full(num_plans, todo.ready_tokens), np.zeros(num_plans), todo.to_generate
     mean_age = (np.arange(NUM_AGES, dtype=np.float64) + 0.5) * todo.round_tokens + todo.prompt_tokens
-    carried_s = carriage(1.0, speeds, state.costs).seconds
+    carried_s = context_transfer(1.0, speeds, state.costs).seconds
     num_rounds = 0
     while total > 0:
         running = ordered_sum(ages)
         left = running + unstarted
         context = dot(ages, mean_age)
         moved, paused_s = stage.advance(state, plans, left)
-        stalled_s += context * moved * carried_s / stage.generators + moved * state.costs.handoff_s
+        stalled_s += context * moved * carried_s / stage.generators + moved * state.costs.migration_s
         busy_s += paused_s
         started = np.minimum(np.maximum(0.0, stage.generators * full - running), unstarted)
         ages[:, 0] += started

@@ -26,7 +26,7 @@ from math import fsum
 import numpy as np
 
 from ductile.core.cluster.arithmetic import EQUAL
-from ductile.core.cluster.cost import carriage
+from ductile.core.cluster.cost import context_transfer
 from ductile.core.cluster.instances import slots_on
 from ductile.core.cluster.migration import Remaining, change, generators_on, length_model, remaining_tokens, spread
 from ductile.core.cluster.orders import Decision, Prediction, instances_after, sentence, violations
@@ -236,7 +236,7 @@ def _even_out(
     longest_s = decode.step_s * max(remaining.values())
     stay_s, even = longest_s + token_s * max(before.values()), fsum(before.values()) / len(before)
     # The fullest generator cannot get below the average. Most often that does not pay, and no spread need be found.
-    if token_s * (max(before.values()) - even) < state.costs.handoff_s + 5 * margin * stay_s:
+    if token_s * (max(before.values()) - even) < state.costs.migration_s + 5 * margin * stay_s:
         return stay
     migrations = spread(state, generators, remaining)
     if not migrations:
@@ -247,8 +247,8 @@ def _even_out(
         rollout = rollouts[order.id]
         after[order.source] -= remaining[order.id]
         after[order.target] += remaining[order.id]
-        stall_s[order.target] += carriage(rollout.context_tokens, state.speeds, state.costs).seconds
-    cost_s = max(stall_s.values()) + state.costs.handoff_s
+        stall_s[order.target] += context_transfer(rollout.context_tokens, state.speeds, state.costs).seconds
+    cost_s = max(stall_s.values()) + state.costs.migration_s
     go_s = longest_s + token_s * max(after.values()) + cost_s
     if stay_s - go_s <= cost_s + 5 * margin * stay_s:
         return stay

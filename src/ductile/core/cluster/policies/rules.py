@@ -55,11 +55,11 @@ class Rules:
         missing, half = state.batch.missing, state.batch.num_rollouts // 2
         early = self.pre_process and not state.batch.trained and missing > half
         if early:
-            home |= {slot: _with_generate(home[slot]) for slot in _lendable(state, home)}
+            home |= {slot: _with_generate(home[slot]) for slot in _can_share(state, home)}
         orders = _orders(state, home)
         # Where no train slot can generate, nothing is generated sooner because the trainer waits.
-        lend = early and any({"train", "generate"} <= {*roles} for roles in home.values())
-        if lend:
+        shares = early and any({"train", "generate"} <= {*roles} for roles in home.values())
+        if shares:
             why = f"train slots generate until half of the step's rollouts ({state.batch.num_rollouts}) are finished"
         elif early:
             why = "training does not wait: no train slot has memory for a generator besides"
@@ -67,7 +67,7 @@ class Rules:
             why = f"training starts: {many(missing, 'rollout')} missing, at most half of the step's"
         else:
             why = "every slot returns to what the configuration gave it"
-        return Decision(orders, sentence(orders, why) if orders or early else "", hold_training=lend, topic=why)
+        return Decision(orders, sentence(orders, why) if orders or early else "", hold_training=shares, topic=why)
 
     def _during_the_step(self, state: ClusterState) -> Decision:
         to_generate, may_move = state.num_to_generate, state.ready
@@ -112,7 +112,7 @@ def _home(state: ClusterState) -> dict[int, tuple[Role, ...]]:
     return {slot.slot: state.home.roles(slot.slot) if slot.slot in configured else slot.roles for slot in state.slots}
 
 
-def _lendable(state: ClusterState, home: Mapping[int, tuple[Role, ...]]) -> list[int]:
+def _can_share(state: ClusterState, home: Mapping[int, tuple[Role, ...]]) -> list[int]:
     """Train slots that can hold a generator besides: their trainer's state stays with them."""
     groups = state.groups("generate") if state.limits.may_share else ()
     return [slot for group in groups if all(home.get(slot) == TRAIN for slot in group) for slot in group]
