@@ -26,7 +26,7 @@ from ductile.generator.scheduler import Chunk, Scheduler
 from ductile.generator.sequence import Sequence
 from ductile.generator.step_profiler import StepLoad
 from ductile.generator.text_stream import TextStream
-from ductile.kernels.products import linear
+from ductile.kernels.dispatch import linear
 from ductile.model.transformer import Transformer
 from ductile.records import FinishReason, GenerateRequest, Generation, KVHandle, Sampling
 from ductile.wire.messages import EngineStats

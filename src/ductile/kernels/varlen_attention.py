@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ductile.kernels.plain import wide_type
 from ductile.kernels.trees import Tree
 
 HEAD_SIZES = range(8, 257, 8)
@@ -167,9 +168,8 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (rows,) = ctx.saved_tensors
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        total = grad.new_zeros((ctx.num_tokens, *grad.shape[1:]), dtype=wide)
-        return total.index_add_(0, rows, grad.to(wide)).to(grad.dtype), None
+        total = grad.new_zeros((ctx.num_tokens, *grad.shape[1:]), dtype=wide_type(grad))
+        return total.index_add_(0, rows, grad.to(total.dtype)).to(grad.dtype), None
 
 
 def _dotted(capability: tuple[int, int]) -> str:

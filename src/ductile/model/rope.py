@@ -20,7 +20,7 @@ class Rope:
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """`positions` [T] -> cos and sin, each [T, 1, D], fp32. The first half of sin is negated, for
-        `kernels.rotate`."""
+        `kernels.plain.rotate`."""
         device = positions.device
         if device not in self._frequencies:
             self._frequencies[device] = self._frequencies[torch.device("cpu")].to(device)
