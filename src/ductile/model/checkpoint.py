@@ -39,13 +39,18 @@ COPIED = (
 # -- Reading ---------------------------------------------------------------------------------------------------------
 
 
-def read_spec(folder: str | Path) -> ModelSpec:
-    """The model that `config.json` describes."""
+def read_spec(folder: str | Path, num_layers: int | None = None) -> ModelSpec:
+    """The model that `config.json` describes, with its first `num_layers` layers or all."""
     path = Path(folder) / CONFIG
     try:
-        return spec_from_hf(read_json(path))
+        spec = spec_from_hf(read_json(path))
     except SpecError as error:
         raise ModelFolderError(f"{path}: {error}") from error
+    if num_layers is None:
+        return spec
+    if not 1 <= num_layers <= spec.num_layers:
+        raise ModelFolderError(f"{folder} has {spec.num_layers} layers; num_layers must be 1 to that, not {num_layers}")
+    return replace(spec, num_layers=num_layers)
 
 
 def stored_dtype(folder: str | Path) -> torch.dtype | None:
@@ -71,9 +76,7 @@ def load_model(
 
     With `random_init` only `config.json` is read, and equal seeds give equal weights.
     """
-    spec = read_spec(folder)
-    if num_layers is not None:
-        spec = truncate(spec, num_layers, folder)
+    spec = read_spec(folder, num_layers)
     model = empty_model(spec, dtype, device)
     tensors = random_tensors(spec, seed) if random_init else read_tensors(folder, spec)
     ours = dict(model.named_parameters())
@@ -88,13 +91,6 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype, device: str | torch.device)
     with torch.device("meta"):
         model = Transformer(spec)
     return model.to(dtype).to_empty(device=device)
-
-
-def truncate(spec: ModelSpec, num_layers: int, folder: str | Path) -> ModelSpec:
-    """The same model with its first layers only."""
-    if not 1 <= num_layers <= spec.num_layers:
-        raise ModelFolderError(f"{folder} has {spec.num_layers} layers; num_layers must be 1 to that, not {num_layers}")
-    return replace(spec, num_layers=num_layers)
 
 
 def read_tensors(folder: str | Path, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:

@@ -14,7 +14,7 @@ from ductile.config.trainer import TrainerConfig, needs_reference
 from ductile.config.weight_headers import ModelFolderError
 from ductile.core.batch.packing import pack
 from ductile.fabric import heap
-from ductile.model.checkpoint import empty_model, load_model, read_spec, truncate
+from ductile.model.checkpoint import empty_model, load_model, read_spec
 from ductile.model.packed import PackedSamples
 from ductile.model.transformer import Transformer
 from ductile.parallel.parallelize import Precision
@@ -116,12 +116,9 @@ class ScoreRole:
 
     def _allocate(self) -> Transformer:
         """The policy's model without weights, which are to come."""
-        model, folder = self._config.model, self._folder()
-        spec = read_spec(folder)
-        if model.debug.num_layers is not None:
-            spec = truncate(spec, model.debug.num_layers, folder)
-        dtype = Precision.of(model, self._device).compute
-        return empty_model(spec, dtype, self._device).requires_grad_(False)
+        model = self._config.model
+        spec = read_spec(self._folder(), model.debug.num_layers)
+        return empty_model(spec, Precision.of(model, self._device).compute, self._device).requires_grad_(False)
 
     def _folder(self) -> str:
         if self._config.model.name is None:
