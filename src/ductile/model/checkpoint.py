@@ -6,20 +6,21 @@ Both ways go parameter by parameter (`ductile.core.layout.parameters`), so that 
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ductile.config.weight_headers import CONFIG, INDEX, WEIGHTS, ModelFolderError, read_json, stranger
-from ductile.core.layout.parameters import Parameter, parameters
+from ductile.config.weight_headers import CONFIG, INDEX, WEIGHTS, ModelFolderError, find_weights, read_json, stranger
+from ductile.core.layout.parameters import HfTensor, Parameter, parameters
 from ductile.core.layout.spec import ModelSpec, SpecError, spec_from_hf
 from ductile.disk import exchange, named, sync, sync_tree
-from ductile.model.safetensors_writer import SafetensorsEntry, write_safetensors
+from ductile.model.safetensors_writer import DTYPES, write_safetensors
 from ductile.model.transformer import Transformer
-from ductile.model.weight_files import DTYPES, WeightFiles
 
 GENERATION_CONFIG = "generation_config.json"
 COPIED = (
@@ -94,10 +95,25 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype, device: str | torch.device)
 
 
 def read_tensors(folder: str | Path, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    """Our names and full tensors, in the order of `parameters(spec)`, in the file's dtype. One at a time in memory."""
-    with WeightFiles(Path(folder), spec) as files:
+    """Our names and full tensors, in the order of `parameters(spec)`, in the file's dtype. One at a time in memory.
+    Raises ModelFolderError when the folder's tensors are not those of the model."""
+    path_of = find_weights(Path(folder), spec)
+    opened: dict[Path, Any] = {}
+    with ExitStack() as stack:
+
+        def read(part: HfTensor) -> Tensor:
+            path = path_of[part.name]
+            try:
+                if path not in opened:
+                    opened[path] = stack.enter_context(safe_open(path, framework="pt"))
+                return opened[path].get_tensor(part.name)
+            except (SafetensorError, OSError) as error:
+                raise ModelFolderError(
+                    f"{path} is not a whole safetensors file ({error}); download it again"
+                ) from error
+
         for parameter in parameters(spec):
-            parts = [files.read(part) for part in parameter.parts]
+            parts = [read(part) for part in parameter.parts]
             yield parameter.name, parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -121,11 +137,11 @@ def save_model(
     spec: ModelSpec,
     tensors: Mapping[str, Tensor],
     source: str | Path,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = 5_000_000_000,
     eos_token_ids: Sequence[int] = (),
 ) -> None:
-    """Write a Hugging Face folder: weights, and `source`'s config and tokenizer files. `dtype` None keeps the tensors'.
+    """Write a Hugging Face folder: weights, and `source`'s config and tokenizer files.
     `eos_token_ids`: what ends generation; where `source` does not say all of them, the new folder does.
 
     `tensors` are full, under our names; each is asked for once, in the order of `parameters(spec)`, and let go before
@@ -141,10 +157,6 @@ def save_model(
     building.mkdir()
     try:
         in_order = (tensors[parameter.name] for parameter in parameters(spec))
-        if dtype is None:
-            first = next(in_order)
-            dtype, in_order = first.dtype, chain([first], in_order)
-            del first
         _write_config(building, spec, Path(source), dtype)
         _write_eos(building, eos_token_ids)
         _write_weights(building, spec, in_order, dtype, max_shard_bytes)
@@ -187,11 +199,9 @@ def _write_weights(
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        entries = [
-            SafetensorsEntry(part.name, DTYPES[dtype], part.shape, dtype.itemsize) for p in shard for part in p.parts
-        ]
-        write_safetensors(building / file, entries, (_bytes(next(tensors), p, dtype) for p in shard))
-        weight_map |= {entry.name: file for entry in entries}
+        parts = [part for parameter in shard for part in parameter.parts]
+        write_safetensors(building / file, parts, dtype, (_bytes(next(tensors), p, dtype) for p in shard))
+        weight_map |= {part.name: file for part in parts}
     if len(shards) > 1:
         index = {"metadata": {"total_size": spec.num_parameters * dtype.itemsize}, "weight_map": weight_map}
         (building / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
