@@ -28,7 +28,7 @@ from ductile.generator.step_profiler import StepLoad
 from ductile.generator.text_stream import TextStream
 from ductile.kernels.dispatch import linear
 from ductile.model.transformer import Transformer
-from ductile.records import FinishReason, GenerateRequest, Generation, KVHandle, Sampling
+from ductile.records import FinishReason, GenerateRequest, Generation, KVHandle
 from ductile.wire.messages import EngineStats
 
 
@@ -107,7 +107,11 @@ class Engine:
             max_len=self.limits.max_len(len(request.prompt), sampling.max_tokens),
             stop_ids=stops if sampling.ignore_eos else stops | self._eos_token_ids,
             # Special tokens may be written as stop strings ("<|im_end|>"), also where the text is shown without them.
-            texts=[TextStream(self._decode, shown) for shown in _with_specials_and_without(sampling) if shown.stop],
+            texts=[
+                TextStream(self._decode, replace(sampling, skip_special_tokens=skip))
+                for skip in (False, True)
+                if sampling.stop
+            ],
             imported=cache,
         )
         self._num_arrived += 1
@@ -272,10 +276,6 @@ class Engine:
         return sequence.generation(reason)
 
 
-def _with_specials_and_without(sampling: Sampling) -> tuple[Sampling, Sampling]:
-    return replace(sampling, skip_special_tokens=False), replace(sampling, skip_special_tokens=True)
-
-
 def num_cache_blocks(
     spec: ModelSpec, config: InferenceConfig, dtype: torch.dtype, device: str = "cpu", weights_bytes: int = 0
 ) -> int:
@@ -287,7 +287,7 @@ def num_cache_blocks(
         return config.num_blocks
     one = -(-config.model.max_model_len // config.block_size)
     cache_bytes, source = _cache_bytes(config, device, weights_bytes)
-    block_bytes = KVCache.block_bytes(spec, config.block_size, dtype)
+    block_bytes = cache_size.token_bytes(spec, dtype.itemsize) * config.block_size
     fitting = cache_size.num_blocks(cache_bytes, block_bytes, wanted=config.max_num_seqs * one)
     if fitting < one:
         raise ValueError(
