@@ -17,7 +17,7 @@ from ductile.core import cache_size
 from ductile.core.layout.spec import ModelSpec
 from ductile.fabric import heap
 from ductile.generator.attention import KVCache, PagedAttention, order_for_attention
-from ductile.generator.columns import lay_by_columns, overwrite
+from ductile.generator.columns import lay_by_columns
 from ductile.generator.kv_cache import BlockPool
 from ductile.generator.kv_transfer import KVUnavailable, RequestKV, fetch
 from ductile.generator.limits import RequestRefused, SequenceLimits
@@ -29,6 +29,7 @@ from ductile.generator.text_stream import TextStream
 from ductile.kernels.dispatch import linear
 from ductile.model.transformer import Transformer
 from ductile.records import FinishReason, GenerateRequest, Generation, KVHandle
+from ductile.weights.subscriber import overwrite_all
 from ductile.wire.messages import EngineStats
 
 
@@ -176,7 +177,6 @@ class Engine:
         ended, self._ended = self._ended, []
         return ended
 
-    @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Sample from these weights (all of the model's, by its own names) from the next step on.
 
@@ -184,20 +184,7 @@ class Engine:
         version says of everything before it; with `keep_cache_on_update` they keep those of the older weights.
         Raises `ValueError`, with nothing changed, when names or shapes are not the model's.
         """
-        parameters = dict(self.model.named_parameters())
-        wrong = sorted(parameters.keys() ^ tensors.keys())
-        if wrong:
-            raise ValueError(
-                f"weights of version {version} do not fit the model: {', '.join(wrong[:5])} on one side only"
-            )
-        for name, parameter in parameters.items():
-            if tensors[name].shape != parameter.shape:
-                raise ValueError(
-                    f"{name} of version {version} has shape {tuple(tensors[name].shape)}, "
-                    f"the model's has {tuple(parameter.shape)}"
-                )
-        for name, parameter in parameters.items():
-            overwrite(parameter, tensors[name])
+        overwrite_all(self.model, tensors, version)
         self.version = version
         self.scheduler.weights_changed(keep_cache=self.config.keep_cache_on_update)
 

@@ -21,6 +21,7 @@ from ductile.parallel.parallelize import Precision
 from ductile.records import MicroBatch, Sample
 from ductile.roles import RoleAssignment
 from ductile.weights.instance_role import InstanceRole
+from ductile.weights.subscriber import overwrite_all
 from ductile.wire.messages import Score, Scores
 
 
@@ -62,13 +63,7 @@ class ScoreRole(InstanceRole):
         return self._version, self._policy
 
     def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        ours = dict(self._policy.named_parameters())
-        shapes = {name: tensor.shape for name, tensor in ours.items()}
-        if {name: tensor.shape for name, tensor in tensors.items()} != shapes:
-            raise ValueError(f"version {version} is of another model than the scorer's")
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                ours[name].copy_(tensor)
+        overwrite_all(self._policy, tensors, version)
         self._version = version
 
     def has_work(self) -> bool:
