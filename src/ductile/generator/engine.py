@@ -116,8 +116,7 @@ class Engine:
             imported=cache,
         )
         self._num_arrived += 1
-        reason = sequence.finish_reason()  # one that has migrated may have said its last word already
-        if reason:
+        if reason := sequence.finish_reason():  # one that has migrated may have said its last word already
             self._ended.append(sequence.generation(reason))
         else:
             self._live[request.id] = sequence
@@ -139,8 +138,7 @@ class Engine:
         requests: list[GenerateRequest] = []
         caches: dict[str, RequestKV] = {}
         for id in ids:
-            sequence = self._live.pop(id, None)
-            if sequence is None:
+            if (sequence := self._live.pop(id, None)) is None:
                 continue
             if id in with_cache and (cache := self._computed(sequence)):
                 caches[id] = cache

@@ -28,10 +28,6 @@ class StepLoad:
         num_tokens, context = sum(chunk.count for chunk in chunks), sum(chunk.end for chunk in chunks)
         return cls(len(chunks), num_tokens, context, num_kv_imports, sum(chunk.count == 1 for chunk in chunks))
 
-    @property
-    def only_decodes(self) -> bool:
-        return self.num_tokens == self.num_sequences
-
 
 _Step = tuple[float, float, float]
 """A step that only decoded: sequences, tokens in their contexts, seconds."""
@@ -50,7 +46,7 @@ class StepProfiler:
     def record(self, load: StepLoad, seconds: float) -> None:
         if load.num_kv_imports:
             return
-        if not load.only_decodes:
+        if load.num_tokens > load.num_sequences:
             tokens, total_s = self._prefilled
             self._prefilled = tokens + load.num_tokens - load.num_decoding, total_s + self._prefill_s(load, seconds)
             return

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ductile.config.inference import InferenceConfig
+from ductile.core.layout.peak import compute_dtype
 from ductile.fabric import heap
 from ductile.generator.engine import Engine
 from ductile.generator.kv_transfer import KVTransferBuffer, KVUnavailable, RequestKV
@@ -44,7 +45,9 @@ class GenerateRole(InstanceRole):
         match command:
             case Generate(requests=requests, caches=caches):
                 self.needs_weights(command)
-                self._generate(requests, caches)
+                self._engine.check(*requests)
+                for request in requests:
+                    self._engine.add(request, self._fetch(request, caches.get(request.id)))
             case Abort(ids=ids):
                 self._engine.abort(ids)
             case MigrateOut(ids=ids, with_cache=with_cache):
@@ -86,11 +89,6 @@ class GenerateRole(InstanceRole):
 
     def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
         self._engine.load_weights(tensors, version)
-
-    def _generate(self, requests: tuple[GenerateRequest, ...], caches: Mapping[str, KVHandle]) -> None:
-        self._engine.check(*requests)
-        for request in requests:
-            self._engine.add(request, self._fetch(request, caches.get(request.id)))
 
     def _fetch(self, request: GenerateRequest, handle: KVHandle | None) -> RequestKV | None:
         if handle is None:
@@ -135,6 +133,4 @@ def load_engine(
 
 
 def resolve_dtype(name: Literal["auto", "float32", "bfloat16"], device: str) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.startswith("cuda") else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    return getattr(torch, compute_dtype(None if name == "auto" else name, device))

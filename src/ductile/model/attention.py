@@ -4,6 +4,7 @@ T tokens, H query heads, K key/value heads, D head size.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -33,10 +34,7 @@ class PackedAttention:
         self.trees: list[Tree] = []
         start = 0
         for length, in_tree in zip(lengths, branches or [()] * len(lengths), strict=True):
-            stem = start + length
-            ends: list[int] = []
-            for of_branch in in_tree:
-                ends.append((ends[-1] if ends else stem) + of_branch)
+            stem, *ends = accumulate(in_tree, initial=start + length)
             tree = Tree(start, stem, tuple(ends))
             start = tree.end
             if tree.end > tree.start:

@@ -79,11 +79,10 @@ class Worker:
             role.close()
 
     def _next(self, wait: bool) -> Envelope | None:
-        try:
+        with suppress(queue.Empty):
             # Waiting needs no deadline: the link ends this process when the orchestrator goes.
             return self._link.inbox.get(block=wait)
-        except queue.Empty:
-            return None
+        return None
 
     def _serve(self, envelope: Envelope) -> None:
         command = envelope.body
@@ -127,10 +126,8 @@ class Worker:
                 return self._assign(epoch, command)
             case ReleaseRole():
                 role = self._role(command.role)
-                try:
-                    role.close()
-                finally:  # or the slot could never hold it again
-                    del self._roles[command.role]
+                del self._roles[command.role]  # also if it cannot be closed: else the slot could never hold it again
+                role.close()
                 return Done()
             case Receive() | LeaseWeights() | EndLease():
                 return self._role(command.role).handle(command)

@@ -14,10 +14,6 @@ class Publisher:
     def __init__(self) -> None:
         self._offers: dict[int, tuple[Manifest, Segment]] = {}
 
-    @property
-    def versions(self) -> tuple[int, ...]:
-        return tuple(self._offers)
-
     def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
         """Copy the tensors (full, any device, any dtype) into a new segment and describe it.
 
