@@ -5,9 +5,10 @@ from torch import nn
 
 from ductile.config.inference import InferenceConfig
 from ductile.core.layout.spec import ModelSpec
-from ductile.generator.columns import lay_by_columns, overwrite
+from ductile.generator.columns import lay_by_columns
 from ductile.generator.engine import Engine
 from ductile.model.transformer import Transformer
+from ductile.weights.subscriber import overwrite
 
 SPEC = ModelSpec("qwen3", 11, 32, 48, 2, 4, 2, 8)
 

@@ -223,10 +223,10 @@ def test_a_transfer_buffer_has_one_cache_a_request() -> None:
     buffer = KVTransferBuffer()
     old = buffer.put("a", RequestKV(torch.zeros(2, 1, 3, 1, 1), 0))
     new = buffer.put("a", RequestKV(torch.zeros(2, 1, 4, 1, 1), 0))
-    assert len(buffer) == 1
+    assert len(buffer._segments) == 1
     assert (old.num_tokens, new.num_tokens, new.num_bytes) == (3, 4, 32)
     buffer.close()
-    assert len(buffer) == 0
+    assert len(buffer._segments) == 0
 
 
 def test_engines_of_one_seed_draw_the_same_numbers(qwen3: Family) -> None:

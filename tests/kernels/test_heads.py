@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ductile.kernels.heads import split_heads
+from ductile.kernels.dispatch import split_heads
 
 EPS = 1e-3
 HEADS = (4, 2, 2)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ductile.kernels.norm import add_norm, rms_norm
+from ductile.kernels.dispatch import add_norm, rms_norm
 
 EPS = 1e-3
 

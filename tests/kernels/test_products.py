@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ductile.kernels import products
-from ductile.kernels.products import BLOCKS, Linear, linear, product
+from ductile.kernels import dispatch, products
+from ductile.kernels.dispatch import linear
+from ductile.kernels.products import BLOCKS
+from ductile.model.transformer import Linear
 from tests.ranks import run_alone
 
 K, M = 64, 2048
@@ -20,7 +22,7 @@ RAGGED = [16, 17, 47, 64, 130, 1024 + 512 + 7]
 def by_onednn(request, monkeypatch):
     if request.param and not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: request.param)
+    monkeypatch.setattr(dispatch, "onednn_is_faster", lambda: request.param)
     return request.param
 
 
@@ -63,7 +65,6 @@ def test_without_a_gradient_and_with_one_the_bits_are_the_same(by_onednn, num_ro
     with_gradient = linear(x, weight)
     with torch.no_grad():
         assert torch.equal(linear(x, weight), with_gradient)
-        assert torch.equal(product(x, weight), with_gradient)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def _resident_mib() -> float:
 
 def _run_many_sizes() -> float:
     """MiB that the process has grown by while it multiplied 150 numbers of rows."""
-    products.onednn_is_faster = lambda: True
+    dispatch.onednn_is_faster = lambda: True
     weight = torch.randn(M, K, requires_grad=True)
     linear(torch.randn(1000, K), weight).sum().backward()
     before = _resident_mib()

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from ductile.kernels.swiglu import swiglu
+from ductile.kernels.dispatch import swiglu
 
 
 def plain(gate_up: Tensor) -> Tensor:

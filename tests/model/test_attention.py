@@ -11,9 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ductile.kernels import cpu_attention, varlen_attention
+from ductile.kernels import cpu_attention, plain, varlen_attention
 from ductile.kernels.varlen_attention import VarlenAttention, sequences, torch_kernel, why_not
-from ductile.model.attention import PackedAttention, Tree, by_document
+from ductile.model.attention import PackedAttention, Tree
 
 Trees = list[tuple[int, list[int]]]
 """Lengths of each stem and of its branches."""
@@ -135,7 +135,7 @@ def test_what_a_gpu_runs_equals_what_a_cpu_runs(trees: Trees, heads: tuple[int, 
     packed = PackedAttention([stem for stem, _ in trees], [branches for _, branches in trees])
     varlen = VarlenAttention(packed.trees, torch.device("cpu"), varlen_by_hand)
     expected = forward_and_backward(partial(packed, 0), inputs, upstream)
-    for attend in (varlen, partial(by_document, packed.trees)):
+    for attend in (varlen, partial(plain.attention, packed.trees)):
         found = forward_and_backward(attend, inputs, upstream)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
@@ -239,8 +239,8 @@ def test_the_kernel_of_a_gpu_equals_one_call_a_document(trees: Trees, head_size:
     assert isinstance(packed._attend, VarlenAttention)
     assert packed.choice == "one variable-length kernel a layer"
     exact = tuple(x.detach().float().requires_grad_() for x in inputs)
-    expected = forward_and_backward(partial(by_document, packed.trees), exact, upstream.float())
-    other = forward_and_backward(partial(by_document, packed.trees), inputs, upstream)
+    expected = forward_and_backward(partial(plain.attention, packed.trees), exact, upstream.float())
+    other = forward_and_backward(partial(plain.attention, packed.trees), inputs, upstream)
     for ours, theirs, true in zip(found, other, expected, strict=True):
         near = (theirs.float() - true).norm()
         assert (ours.float() - true).norm() <= 1.5 * near + 0.01 * true.norm()

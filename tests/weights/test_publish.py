@@ -50,7 +50,7 @@ def test_withdrawn_versions_are_freed_and_keep_serving_who_has_them(publisher: P
     manifests = [publisher.publish(version, TENSORS.items()) for version in range(3)]
     held = receive(manifests[0])
     publisher.withdraw(1)
-    assert publisher.versions == (2,)
+    assert tuple(publisher._offers) == (2,)
     assert len(os.listdir("/proc/self/fd")) == num_fds + 2  # version 2's, and the mapping of version 0
     with pytest.raises(WeightsUnavailable, match=r"version 0 is gone.*ended or withdrew"):
         receive(manifests[0])
@@ -109,5 +109,5 @@ def test_who_asks_for_the_same_version_leases_the_same_copy(publisher: Publisher
     first = publisher.lease(4, TENSORS.items())
     assert publisher.lease(4, [("never", torch.ones(1))]) == first
     newer = publisher.lease(5, TENSORS.items())
-    assert publisher.versions == (4, 5)
+    assert tuple(publisher._offers) == (4, 5)
     assert torch.equal(receive(first)["embed"], receive(newer)["embed"])

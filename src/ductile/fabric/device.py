@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from ductile.core.layout.peak import Arithmetic, Peak, known_peak
-from ductile.kernels.products import product
+from ductile.kernels.dispatch import linear
 
 SIZES = {"cuda": 8192, "cpu": 1024}
 """Rows of the square matrices whose product is timed, by kind of device: large enough for the fastest products."""
@@ -75,7 +75,7 @@ def _fastest(device: torch.device, arithmetic: Arithmetic) -> float:
     torch.set_float32_matmul_precision("high" if arithmetic == "tf32" else "highest")
     try:
         left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        product(left, right)  # the first one loads kernels
+        linear(left, right)  # the first one loads kernels
         fastest_s, began_s, num_timed = float("inf"), time.perf_counter(), 0
         while num_timed < 2 or time.perf_counter() - began_s < MEASURE_S:
             fastest_s = min(fastest_s, _seconds_of(device, left, right))
@@ -88,7 +88,7 @@ def _fastest(device: torch.device, arithmetic: Arithmetic) -> float:
 def _seconds_of(device: torch.device, left: torch.Tensor, right: torch.Tensor) -> float:
     _wait_for(device)
     start = time.perf_counter()
-    product(left, right)
+    linear(left, right)
     _wait_for(device)
     return time.perf_counter() - start
 

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ductile.core.cache_size import token_bytes
 from ductile.core.layout.spec import ModelSpec
 from ductile.fabric.pages import zeros_on_demand
 from ductile.generator import sequence
@@ -55,10 +54,6 @@ class KVCache:
     def shape_outside(self, num_tokens: int) -> tuple[int, ...]:
         """Shape of what `take_out` returns."""
         return (2, self.keys.shape[0], num_tokens, *self.keys.shape[-2:])
-
-    @staticmethod
-    def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-        return token_bytes(spec, dtype.itemsize) * block_size
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Put k and v [T, K, D] where `slots` [T] says: block * block_size + offset."""
@@ -113,10 +108,6 @@ class PagedAttention:
         self._decodes = _decode_parts(cache, group_by_length(decodes, cache.block_size), before)
         self._parts = [*self._decodes, *(_Prefill(cache, list(group)) for _, group in prefills)]
         self._sizes = [part.num_tokens for part in self._parts]
-
-    @property
-    def num_windows(self) -> int:
-        return sum(isinstance(part, _Window) for part in self._decodes)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, H, D], k and v [T, K, D] -> [T, H, D]"""

@@ -5,8 +5,7 @@ have them: the library reads the weight as it is instead of laying it out anew. 
 part of the work, and the time is the same.
 """
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 def lay_by_columns(model: nn.Module) -> None:
@@ -14,11 +13,3 @@ def lay_by_columns(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.weight.data = module.weight.data.t().contiguous().t()
-
-
-@torch.no_grad()
-def overwrite(parameter: Tensor, values: Tensor) -> None:
-    """`parameter` gets the values of a contiguous tensor of its shape, and stays as it lies."""
-    if parameter.dim() == 2 and not parameter.is_contiguous():
-        parameter, values = parameter.t(), values.t()  # torch transposes fast into memory that lies in order
-    parameter.copy_(values)

@@ -17,7 +17,7 @@ from ductile.core import cache_size
 from ductile.core.layout.spec import ModelSpec
 from ductile.fabric import heap
 from ductile.generator.attention import KVCache, PagedAttention, order_for_attention
-from ductile.generator.columns import lay_by_columns, overwrite
+from ductile.generator.columns import lay_by_columns
 from ductile.generator.kv_cache import BlockPool
 from ductile.generator.kv_transfer import KVUnavailable, RequestKV, fetch
 from ductile.generator.limits import RequestRefused, SequenceLimits
@@ -26,9 +26,10 @@ from ductile.generator.scheduler import Chunk, Scheduler
 from ductile.generator.sequence import Sequence
 from ductile.generator.step_profiler import StepLoad
 from ductile.generator.text_stream import TextStream
-from ductile.kernels.products import linear
+from ductile.kernels.dispatch import linear
 from ductile.model.transformer import Transformer
-from ductile.records import FinishReason, GenerateRequest, Generation, KVHandle, Sampling
+from ductile.records import FinishReason, GenerateRequest, Generation, KVHandle
+from ductile.weights.subscriber import overwrite_all
 from ductile.wire.messages import EngineStats
 
 
@@ -107,12 +108,15 @@ class Engine:
             max_len=self.limits.max_len(len(request.prompt), sampling.max_tokens),
             stop_ids=stops if sampling.ignore_eos else stops | self._eos_token_ids,
             # Special tokens may be written as stop strings ("<|im_end|>"), also where the text is shown without them.
-            texts=[TextStream(self._decode, shown) for shown in _with_specials_and_without(sampling) if shown.stop],
+            texts=[
+                TextStream(self._decode, replace(sampling, skip_special_tokens=skip))
+                for skip in (False, True)
+                if sampling.stop
+            ],
             imported=cache,
         )
         self._num_arrived += 1
-        reason = sequence.finish_reason()  # one that has migrated may have said its last word already
-        if reason:
+        if reason := sequence.finish_reason():  # one that has migrated may have said its last word already
             self._ended.append(sequence.generation(reason))
         else:
             self._live[request.id] = sequence
@@ -134,8 +138,7 @@ class Engine:
         requests: list[GenerateRequest] = []
         caches: dict[str, RequestKV] = {}
         for id in ids:
-            sequence = self._live.pop(id, None)
-            if sequence is None:
+            if (sequence := self._live.pop(id, None)) is None:
                 continue
             if id in with_cache and (cache := self._computed(sequence)):
                 caches[id] = cache
@@ -172,7 +175,6 @@ class Engine:
         ended, self._ended = self._ended, []
         return ended
 
-    @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Sample from these weights (all of the model's, by its own names) from the next step on.
 
@@ -180,20 +182,7 @@ class Engine:
         version says of everything before it; with `keep_cache_on_update` they keep those of the older weights.
         Raises `ValueError`, with nothing changed, when names or shapes are not the model's.
         """
-        parameters = dict(self.model.named_parameters())
-        wrong = sorted(parameters.keys() ^ tensors.keys())
-        if wrong:
-            raise ValueError(
-                f"weights of version {version} do not fit the model: {', '.join(wrong[:5])} on one side only"
-            )
-        for name, parameter in parameters.items():
-            if tensors[name].shape != parameter.shape:
-                raise ValueError(
-                    f"{name} of version {version} has shape {tuple(tensors[name].shape)}, "
-                    f"the model's has {tuple(parameter.shape)}"
-                )
-        for name, parameter in parameters.items():
-            overwrite(parameter, tensors[name])
+        overwrite_all(self.model, tensors, version)
         self.version = version
         self.scheduler.weights_changed(keep_cache=self.config.keep_cache_on_update)
 
@@ -272,10 +261,6 @@ class Engine:
         return sequence.generation(reason)
 
 
-def _with_specials_and_without(sampling: Sampling) -> tuple[Sampling, Sampling]:
-    return replace(sampling, skip_special_tokens=False), replace(sampling, skip_special_tokens=True)
-
-
 def num_cache_blocks(
     spec: ModelSpec, config: InferenceConfig, dtype: torch.dtype, device: str = "cpu", weights_bytes: int = 0
 ) -> int:
@@ -287,7 +272,7 @@ def num_cache_blocks(
         return config.num_blocks
     one = -(-config.model.max_model_len // config.block_size)
     cache_bytes, source = _cache_bytes(config, device, weights_bytes)
-    block_bytes = KVCache.block_bytes(spec, config.block_size, dtype)
+    block_bytes = cache_size.token_bytes(spec, dtype.itemsize) * config.block_size
     fitting = cache_size.num_blocks(cache_bytes, block_bytes, wanted=config.max_num_seqs * one)
     if fitting < one:
         raise ValueError(

@@ -42,9 +42,6 @@ class KVTransferBuffer:
     def __init__(self) -> None:
         self._segments: dict[str, Segment] = {}
 
-    def __len__(self) -> int:
-        return len(self._segments)
-
     def put(self, id: str, cache: RequestKV) -> KVHandle:
         """Keep a cache for others to fetch. What was kept under this id goes: the request has been elsewhere since, and
         came back.

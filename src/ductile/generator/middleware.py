@@ -42,7 +42,6 @@ class Refusal(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status = status
         self.response = JSONResponse(error(message, type), status, headers)
 
 

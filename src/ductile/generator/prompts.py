@@ -33,7 +33,13 @@ class PromptEncoder:
     async def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """Turn texts into token ids, in a thread. Cancelled before its turn, it costs nothing. Raises `RequestRefused`,
         `Overloaded`."""
-        self._refuse_far_too_long(max(map(len, texts), default=0))
+        longest, most = max(map(len, texts), default=0), self._limits.max_model_len * self._longest_token
+        if longest > most:
+            raise RequestRefused(
+                "",
+                f"the prompt has {longest} characters; model.max_model_len {self._limits.max_model_len} leaves room "
+                f"for {most} at most, as a token of this model has up to {self._longest_token}",
+            )
         num_chars = sum(map(len, texts))
         if num_chars <= LARGE_CHARS:
             return await asyncio.to_thread(self._encode, texts, add_special_tokens)
@@ -45,15 +51,6 @@ class PromptEncoder:
             return await loop.run_in_executor(self._large_prompts, self._encode, texts, add_special_tokens)
         finally:
             self._waiting_chars -= num_chars
-
-    def _refuse_far_too_long(self, num_chars: int) -> None:
-        most = self._limits.max_model_len * self._longest_token
-        if num_chars > most:
-            raise RequestRefused(
-                "",
-                f"the prompt has {num_chars} characters; model.max_model_len {self._limits.max_model_len} leaves room "
-                f"for {most} at most, as a token of this model has up to {self._longest_token}",
-            )
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """Encode the texts; the first that is too long ends it with `RequestRefused`."""

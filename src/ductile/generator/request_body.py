@@ -86,8 +86,6 @@ def _rule(type: str, context: Mapping[str, Any]) -> str:
         "less_than": "less than {lt}",
         "less_than_equal": "{le} or less",
         "literal_error": "{expected}",
-        "string_too_long": "a text of at most {max_length} characters",
-        "string_too_short": "a text of at least {min_length} characters",
         "too_long": "a list of at most {max_length}",
         "too_short": "a list of at least {min_length}",
     }

@@ -4,7 +4,7 @@ A `Choice` collects one sequence; a format (`Chat`, `TextCompletion`) knows how 
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ductile.generator.openai_api import ChatRequest, CompletionRequest, TextRequest
 from ductile.generator.runner import Delta
@@ -36,25 +36,6 @@ class Choice:
         return text
 
 
-class Format(Protocol):
-    prefix: str
-    """Beginning of the response's id: "chatcmpl"."""
-    whole_object: str
-    chunk_object: str
-
-    def whole(self, choice: Choice) -> Json:
-        """The entry of a whole response."""
-        ...
-
-    def piece(self, choice: Choice, text: str, delta: Delta) -> Json:
-        """The entry of a streamed chunk."""
-        ...
-
-    def opening(self, choice: Choice) -> Json | None:
-        """The entry of the chunk before the first token, if there is one."""
-        ...
-
-
 class _Spelling:
     def __init__(self, body: TextRequest, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -64,8 +45,11 @@ class _Spelling:
     def _token(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._as_ids else self._tokenizer.decode([token_id], False)
 
-    def _ids(self, **lists: Sequence[int]) -> Json:
-        return {name: list(ids) for name, ids in lists.items()} if self._with_ids else {}
+    def _entry(
+        self, index: int, said: Json, logprobs: Json | None, ended: FinishReason | None, **ids: Sequence[int]
+    ) -> Json:
+        lists = {name: list(each) for name, each in ids.items()} if self._with_ids else {}
+        return {"index": index, **said, "logprobs": logprobs, "finish_reason": ended} | lists
 
 
 class Chat(_Spelling):
@@ -76,28 +60,19 @@ class Chat(_Spelling):
         self._with_logprobs = bool(body.logprobs)
 
     def whole(self, choice: Choice) -> Json:
-        return {
-            "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text},
-            "logprobs": self._logprobs(choice.token_ids, choice.logprobs),
-            "finish_reason": choice.finish_reason,
-        } | self._ids(token_ids=choice.token_ids)
+        """The entry of a whole response."""
+        said = {"message": {"role": "assistant", "content": choice.text}}
+        logprobs = self._logprobs(choice.token_ids, choice.logprobs)
+        return self._entry(choice.index, said, logprobs, choice.finish_reason, token_ids=choice.token_ids)
 
     def piece(self, choice: Choice, text: str, delta: Delta) -> Json:
-        return {
-            "index": choice.index,
-            "delta": {"content": text},
-            "logprobs": self._logprobs(delta.token_ids, delta.logprobs),
-            "finish_reason": delta.finish_reason,
-        } | self._ids(token_ids=delta.token_ids)
+        """The entry of a streamed chunk."""
+        said, logprobs = {"delta": {"content": text}}, self._logprobs(delta.token_ids, delta.logprobs)
+        return self._entry(choice.index, said, logprobs, delta.finish_reason, token_ids=delta.token_ids)
 
     def opening(self, choice: Choice) -> Json:
-        return {
-            "index": choice.index,
-            "delta": {"role": "assistant", "content": ""},
-            "logprobs": None,
-            "finish_reason": None,
-        }
+        """The entry of the chunk before the first token."""
+        return self._entry(choice.index, {"delta": {"role": "assistant", "content": ""}}, None, None)
 
     def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> Json | None:
         if not self._with_logprobs:
@@ -120,23 +95,16 @@ class TextCompletion(_Spelling):
         self._with_top = body.logprobs == 1
 
     def whole(self, choice: Choice) -> Json:
-        return {
-            "index": choice.index,
-            "text": choice.text,
-            "logprobs": self._logprobs(choice.token_ids, choice.logprobs, 0),
-            "finish_reason": choice.finish_reason,
-        } | self._ids(token_ids=choice.token_ids, prompt_token_ids=choice.prompt)
+        said, logprobs = {"text": choice.text}, self._logprobs(choice.token_ids, choice.logprobs, 0)
+        ids = {"token_ids": choice.token_ids, "prompt_token_ids": choice.prompt}
+        return self._entry(choice.index, said, logprobs, choice.finish_reason, **ids)
 
     def piece(self, choice: Choice, text: str, delta: Delta) -> Json:
-        return {
-            "index": choice.index,
-            "text": text,
-            "logprobs": self._logprobs(delta.token_ids, delta.logprobs, len(choice.text) - len(text)),
-            "finish_reason": delta.finish_reason,
-        } | self._ids(token_ids=delta.token_ids)
+        logprobs = self._logprobs(delta.token_ids, delta.logprobs, len(choice.text) - len(text))
+        return self._entry(choice.index, {"text": text}, logprobs, delta.finish_reason, token_ids=delta.token_ids)
 
     def opening(self, choice: Choice) -> None:
-        return None
+        """There is none: the first chunk has the first token."""
 
     def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[float], offset: int) -> Json | None:
         if not self._with_logprobs:
@@ -153,6 +121,9 @@ class TextCompletion(_Spelling):
             "top_logprobs": top if self._with_top else None,
             "text_offset": offsets,
         }
+
+
+Format = Chat | TextCompletion
 
 
 def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> Json:

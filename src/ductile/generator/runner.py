@@ -21,7 +21,6 @@ from ductile.error_text import error_text
 from ductile.generator.engine import Engine
 from ductile.generator.limits import RequestRefused
 from ductile.records import FinishReason, GenerateRequest, Generation, Sampling
-from ductile.wire.messages import EngineStats
 
 STALLED_AFTER_S = 60.0
 """Seconds of one engine step after which the engine counts as stuck."""
@@ -64,11 +63,11 @@ class EngineRunner:
 
     def __init__(self, engine: Engine, on_failure: Callable[[EngineFailed], None] = lambda failure: None) -> None:
         """`on_failure` is called in the loop when the thread has failed: nothing can be generated any more."""
-        self._engine, self._on_failure = engine, on_failure
+        self.engine, self._on_failure = engine, on_failure
         self._loop = asyncio.get_running_loop()
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._listeners: dict[str, _Listener] = {}
-        """Listeners by request id. Only the thread touches them, the engine and `_probes`."""
+        """Listeners by request id. Only the thread touches them, the engine (others may read it) and `_probes`."""
         self._probes: list[asyncio.Queue[Delta | Exception]] = []
         self._stopping = False
         self._failure: EngineFailed | None = None
@@ -83,10 +82,6 @@ class EngineRunner:
         self._stopping = True
         self._calls.put(lambda: None)
         await asyncio.to_thread(self._thread.join, deadline_s)
-
-    @property
-    def stats(self) -> EngineStats:
-        return self._engine.stats()
 
     async def generate(self, requests: Sequence[GenerateRequest], each_step: bool) -> AsyncGenerator[Delta]:
         """Yields until all requests ended: their tokens after each step, or all at the end.
@@ -144,10 +139,10 @@ class EngineRunner:
         try:
             while not self._stopping:
                 self._last_beat = time.monotonic()
-                self._make_calls(wait_s=0.0 if self._engine.has_work() else 1.0)
-                if self._engine.has_work():
+                self._make_calls(wait_s=0.0 if self.engine.has_work() else 1.0)
+                if self.engine.has_work():
                     self._step()
-            self._engine.abort()
+            self.engine.abort()
             self._step()
         except BaseException as error:
             failure = self._failure = EngineFailed(f"the engine failed: {error_text(error)}")
@@ -164,15 +159,15 @@ class EngineRunner:
             return
 
     def _step(self) -> None:
-        ended = {generation.id: generation for generation in self._engine.step()}
-        failed = {id: RequestFailed(error_text(error)) for id, error in self._engine.failed.items()}
+        ended = {generation.id: generation for generation in self.engine.step()}
+        failed = {id: RequestFailed(error_text(error)) for id, error in self.engine.failed.items()}
         post: list[tuple[asyncio.Queue[Any], Delta | Exception]] = []
         for id in (*ended, *failed):
             if listener := self._listeners.pop(id, None):
                 post.append((listener.mailbox, failed.get(id) or _ending(ended[id], listener)))
-        for id in self._engine.running():  # a request that waits, and there may be thousands, has no news
+        for id in self.engine.running():  # a request that waits, and there may be thousands, has no news
             listener = self._listeners.get(id)
-            if listener and listener.each_step and (new := self._engine.peek(id, listener.num_sent)) and new[0]:
+            if listener and listener.each_step and (new := self.engine.peek(id, listener.num_sent)) and new[0]:
                 listener.num_sent += len(new[0])
                 post.append((listener.mailbox, Delta(listener.index, *new, None)))
         post += [(mailbox, failed.get(PROBE) or Delta(0, [], [], None)) for mailbox in self._probes]
@@ -195,9 +190,9 @@ class EngineRunner:
         self, requests: Sequence[GenerateRequest], mailbox: "asyncio.Queue[Delta | Exception]", each_step: bool
     ) -> None:
         try:
-            self._engine.check(*requests)
+            self.engine.check(*requests)
             for index, request in enumerate(requests):
-                self._engine.add(request)
+                self.engine.add(request)
                 self._listeners[request.id] = _Listener(index, mailbox, each_step)
         except RequestRefused as refusal:
             self._post([(mailbox, refusal)])
@@ -207,13 +202,13 @@ class EngineRunner:
     def _forget(self, ids: Sequence[str]) -> None:
         for id in ids:
             self._listeners.pop(id, None)
-        self._engine.abort(ids)
+        self.engine.abort(ids)
 
     def _probe(self, mailbox: "asyncio.Queue[Delta | Exception]") -> None:
         self._probes.append(mailbox)
-        if not self._engine.has_work():
+        if not self.engine.has_work():
             one_token = Sampling(temperature=0.0, max_tokens=1)
-            self._engine.add(GenerateRequest(PROBE, (0,), one_token))
+            self.engine.add(GenerateRequest(PROBE, (0,), one_token))
 
 
 def _ending(generation: Generation, listener: _Listener) -> Delta:

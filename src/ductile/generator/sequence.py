@@ -62,13 +62,9 @@ class Sequence:
 
     def finish_reason(self) -> FinishReason | None:
         """Why the sequence has ended; None while it goes on."""
-        if self.num_generated and self.tokens[-1] in self.stop_ids:
+        if (self.num_generated and self.tokens[-1] in self.stop_ids) or any(text.stopped for text in self.texts):
             return "stop"
-        if any(text.stopped for text in self.texts):
-            return "stop"
-        if len(self.tokens) >= self.max_len:
-            return "length"
-        return None
+        return "length" if len(self.tokens) >= self.max_len else None
 
     def so_far(self) -> GenerateRequest:
         """The request with which another engine can go on with the sequence."""

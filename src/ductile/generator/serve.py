@@ -39,16 +39,12 @@ BACKLOG = 128
 """Connections that the kernel holds until they are accepted."""
 
 
-class ServeError(Exception):
-    """The server cannot start. The text names the key and what to write instead."""
-
-
 def serve(config: InferenceRunConfig) -> int:
     """Returns the exit code: 0 after SIGINT or SIGTERM, 1 when it could not start or its engine is dead (stderr says
     why)."""
     try:
         name, listener = _model_name(config), _listen(config.server)
-    except ServeError as error:
+    except ValueError as error:
         return _print_error(error)
     with listener:
         try:
@@ -115,9 +111,9 @@ def _room_for(num_connections: int) -> int:
 
 def _model_name(config: InferenceRunConfig) -> str:
     if config.model.name is None:
-        raise ServeError("model.name is not set; it must be a Hugging Face model folder (--model.name FOLDER)")
+        raise ValueError("model.name is not set; it must be a Hugging Face model folder (--model.name FOLDER)")
     if config.parallel.dp not in (None, 1):
-        raise ServeError(
+        raise ValueError(
             f"parallel.dp is {config.parallel.dp}; a server holds one copy of the model, so start one server for each"
         )
     return config.model.name
@@ -126,12 +122,12 @@ def _model_name(config: InferenceRunConfig) -> str:
 def _listen(server: ServerConfig) -> socket.socket:
     for finding in server_findings(server, "server"):  # for those who start it without the command
         path = tuple(finding.keys[0].split("."))
-        raise ServeError(f"{dotted(path)} = {show(value_at(server, path[1:]), path)} {finding.what}")
+        raise ValueError(f"{dotted(path)} = {show(value_at(server, path[1:]), path)} {finding.what}")
     try:
         family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
         return socket.create_server((server.host, server.port), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise ServeError(
+        raise ValueError(
             f"cannot listen on {server.host}:{server.port}: {error.strerror}; server.port = 0 takes a free port"
         ) from error
 

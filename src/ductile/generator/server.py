@@ -110,7 +110,7 @@ def _model(service: Service) -> Json:
         "root": service.model_id,
         "parent": None,
         "max_model_len": service.limits.max_model_len,
-        "weight_version": service.runner.stats.version,
+        "weight_version": service.runner.engine.version,
     }
 
 

@@ -158,9 +158,18 @@ class Service:
         """`EngineRunner.generate`, counted and limited."""
         self._refuse_overload(len(requests))
         self._num_sequences += len(requests)
+        started, first = time.monotonic(), True
         try:
-            async with aclosing(self._counted(requests, each_step)) as deltas:
+            async with aclosing(self.runner.generate(requests, each_step)) as deltas:
                 async for delta in deltas:
+                    if first:
+                        self.metrics.prompt_tokens.inc(sum(len(request.prompt) for request in requests))
+                        if each_step:
+                            self.metrics.first_token_s.observe(time.monotonic() - started)
+                        first = False
+                    if delta.finish_reason:
+                        self.metrics.finished.labels(delta.finish_reason).inc()
+                        self.metrics.request_s.observe(time.monotonic() - started)
                     yield delta
         finally:
             self._num_sequences -= len(requests)
@@ -171,20 +180,6 @@ class Service:
                 f"{self._num_sequences} sequences are in the server, and server.max_sequences is "
                 f"{self._max_sequences}: there is no room for {num_sequences} more now; try again later"
             )
-
-    async def _counted(self, requests: Sequence[GenerateRequest], each_step: bool) -> AsyncGenerator[Delta]:
-        started, first = time.monotonic(), True
-        async with aclosing(self.runner.generate(requests, each_step)) as deltas:
-            async for delta in deltas:
-                if first:
-                    self.metrics.prompt_tokens.inc(sum(len(request.prompt) for request in requests))
-                    if each_step:
-                        self.metrics.first_token_s.observe(time.monotonic() - started)
-                    first = False
-                if delta.finish_reason:
-                    self.metrics.finished.labels(delta.finish_reason).inc()
-                    self.metrics.request_s.observe(time.monotonic() - started)
-                yield delta
 
     async def _collect(self, requests: Sequence[GenerateRequest], choices: Sequence[Choice]) -> None:
         async with aclosing(self._deltas(requests, each_step=False)) as deltas:
@@ -229,12 +224,10 @@ async def _chunks(
             choice = choices[delta.index]
             opening = None if choice.index in opened else form.opening(choice)
             opened.add(choice.index)
-            if opening is not None:
-                yield head | ids | {"choices": [opening]}
-                ids = {}
-            text = choice.push(delta)
-            yield head | ids | {"choices": [form.piece(choice, text, delta)]}
-            ids = {}
+            for entry in (opening, form.piece(choice, choice.push(delta), delta)):
+                if entry is not None:
+                    yield head | ids | {"choices": [entry]}
+                    ids = {}
             delta = await anext(deltas, None)
 
 

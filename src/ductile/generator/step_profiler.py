@@ -1,8 +1,9 @@
 """How long the engine's steps take, by what they computed: measured where they run, told with the statistics."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
+from statistics import fmean
 
 from ductile.generator.scheduler import Chunk
 
@@ -27,29 +28,16 @@ class StepLoad:
         num_tokens, context = sum(chunk.count for chunk in chunks), sum(chunk.end for chunk in chunks)
         return cls(len(chunks), num_tokens, context, num_kv_imports, sum(chunk.count == 1 for chunk in chunks))
 
-    @property
-    def only_decodes(self) -> bool:
-        return self.num_tokens == self.num_sequences
 
-
-@dataclass(slots=True)
-class _Steps:
-    """Sums over some steps that only decoded."""
-
-    num_steps: int = 0
-    sequences: int = 0
-    context_tokens: int = 0
-    seconds: float = 0.0
-
-    def point(self) -> tuple[float, float, float]:
-        return (self.sequences / self.num_steps, self.context_tokens / self.num_steps, self.seconds / self.num_steps)
+_Step = tuple[float, float, float]
+"""A step that only decoded: sequences, tokens in their contexts, seconds."""
 
 
 class StepProfiler:
     """Collects steps until they are drained. Steps that copied a migrated cache are not typical, and left out."""
 
     def __init__(self) -> None:
-        self._decodes: dict[int, _Steps] = {}
+        self._decodes: dict[int, list[_Step]] = {}
         """Steps that only decoded, by number of sequences."""
         self._prefilled = (0, 0.0)
         self._latest: tuple[int, float] | None = None
@@ -58,18 +46,15 @@ class StepProfiler:
     def record(self, load: StepLoad, seconds: float) -> None:
         if load.num_kv_imports:
             return
-        if not load.only_decodes:
+        if load.num_tokens > load.num_sequences:
             tokens, total_s = self._prefilled
             self._prefilled = tokens + load.num_tokens - load.num_decoding, total_s + self._prefill_s(load, seconds)
             return
         self._latest = load.num_sequences, seconds
-        steps = self._decodes.setdefault(load.num_sequences, _Steps())
-        steps.num_steps += 1
-        steps.sequences += load.num_sequences
-        steps.context_tokens += load.context_tokens
-        steps.seconds += seconds
+        step = load.num_sequences, load.context_tokens, seconds
+        self._decodes.setdefault(load.num_sequences, []).append(step)
 
-    def drain(self) -> tuple[tuple[tuple[float, float, float], ...], tuple[int, float]]:
+    def drain(self) -> tuple[tuple[_Step, ...], tuple[int, float]]:
         """(decoded, prefilled) as `EngineStats` has them, since the last time."""
         decoded = _points([self._decodes[size] for size in sorted(self._decodes)])
         tokens, seconds = self._prefilled
@@ -85,17 +70,14 @@ class StepProfiler:
         return seconds - decode_s * min(1.0, load.num_decoding / num_sequences)
 
 
-def _points(sizes: Sequence[_Steps]) -> tuple[tuple[float, float, float], ...]:
-    """One point for each size of batch, or for some neighbouring ones together when there are too many."""
+def _points(sizes: Sequence[Sequence[_Step]]) -> tuple[_Step, ...]:
+    """One point for each size of batch, or for some neighbouring ones together when there are too many: the mean of its
+    steps."""
     num = min(len(sizes), MOST_POINTS)
     cuts = [len(sizes) * point // num for point in range(num + 1)] if num else []
-    return tuple(_merged(sizes[start:end]).point() for start, end in pairwise(cuts))
+    return tuple(_mean(chain.from_iterable(sizes[start:end])) for start, end in pairwise(cuts))
 
 
-def _merged(parts: Sequence[_Steps]) -> _Steps:
-    return _Steps(
-        sum(part.num_steps for part in parts),
-        sum(part.sequences for part in parts),
-        sum(part.context_tokens for part in parts),
-        sum(part.seconds for part in parts),
-    )
+def _mean(steps: Iterable[_Step]) -> _Step:
+    sequences, context_tokens, seconds = zip(*steps, strict=True)
+    return fmean(sequences), fmean(context_tokens), fmean(seconds)

@@ -7,48 +7,34 @@ from typing import Any, Literal
 
 import msgspec
 import torch
+from torch import Tensor, nn
 
 from ductile.config.inference import InferenceConfig
+from ductile.core.layout.peak import compute_dtype
 from ductile.fabric import heap
 from ductile.generator.engine import Engine
 from ductile.generator.kv_transfer import KVTransferBuffer, KVUnavailable, RequestKV
 from ductile.generator.step_profiler import StepProfiler
 from ductile.model.checkpoint import empty_model, load_model, read_spec
-from ductile.records import GenerateRequest, KVHandle, Manifest
-from ductile.roles import Refused, RoleAssignment
+from ductile.records import GenerateRequest, KVHandle
+from ductile.roles import RoleAssignment
 from ductile.tasks.tokenizer import Tokenizer
-from ductile.weights.publisher import Publisher
-from ductile.weights.subscriber import receive
-from ductile.wire.messages import (
-    Abort,
-    Done,
-    EndLease,
-    EngineStats,
-    Finished,
-    Forget,
-    Generate,
-    LeaseWeights,
-    MigratedOut,
-    MigrateOut,
-    Published,
-    Receive,
-)
+from ductile.weights.instance_role import InstanceRole
+from ductile.wire.messages import Abort, Done, EngineStats, Finished, Forget, Generate, MigratedOut, MigrateOut
 
 STATS_EVERY_S = 0.5
 
 
-class GenerateRole:
-    """`ductile.roles.SlotRole`. `settings` is a dumped `InferenceConfig`. A slot that joins has no weights before its
-    first `Receive`."""
+class GenerateRole(InstanceRole):
+    """`ductile.roles.SlotRole`. `settings` is a dumped `InferenceConfig`."""
+
+    does, peers = "generates", "generators"
 
     def __init__(self, settings: dict[str, Any], assignment: RoleAssignment) -> None:
-        self._assignment = assignment
-        self._has_weights = not assignment.joining
-        self._engine = load_engine(
-            InferenceConfig.model_validate(settings), assignment.device, with_weights=self._has_weights
-        )
+        super().__init__(assignment)
+        config = InferenceConfig.model_validate(settings)
+        self._engine = load_engine(config, assignment.device, with_weights=not assignment.joining)
         self._transfer_buffer = KVTransferBuffer()
-        self._leased = Publisher()
         self._step_profiler = StepProfiler()
         self._stats_due = time.monotonic()
         self._stats_owed = False
@@ -58,24 +44,18 @@ class GenerateRole:
         """All of a `Generate`'s requests are taken, or none: it raises `RequestRefused` before the first."""
         match command:
             case Generate(requests=requests, caches=caches):
-                self._needs_weights(command)
-                self._generate(requests, caches)
+                self.needs_weights(command)
+                self._engine.check(*requests)
+                for request in requests:
+                    self._engine.add(request, self._fetch(request, caches.get(request.id)))
             case Abort(ids=ids):
                 self._engine.abort(ids)
             case MigrateOut(ids=ids, with_cache=with_cache):
                 return self._migrate_out(ids, with_cache)
             case Forget(ids=ids):
                 self._transfer_buffer.forget(ids)
-            case Receive(manifest=manifest):
-                self._engine.load_weights(receive(manifest), manifest.version)
-                self._has_weights = True
-            case LeaseWeights():
-                self._needs_weights(command)
-                return Published(self._lease())
-            case EndLease():
-                self._leased.close()
             case _:
-                raise Refused(f"slot {self._assignment.slot} generates; it cannot execute {type(command).__name__}")
+                return super().handle(command)
         return Done()
 
     def has_work(self) -> bool:
@@ -99,22 +79,16 @@ class GenerateRole:
         return events
 
     def close(self) -> None:
+        super().close()
         self._transfer_buffer.close()
-        self._leased.close()
         del self._engine
         heap.trim_all()
 
-    def _needs_weights(self, command: Generate | LeaseWeights) -> None:
-        if not self._has_weights:
-            raise Refused(
-                f"slot {self._assignment.slot} joins the generators and has no weights yet: it cannot execute "
-                f"{type(command).__name__} before the first Receive"
-            )
+    def live_weights(self) -> tuple[int, nn.Module]:
+        return self._engine.version, self._engine.model
 
-    def _generate(self, requests: tuple[GenerateRequest, ...], caches: Mapping[str, KVHandle]) -> None:
-        self._engine.check(*requests)
-        for request in requests:
-            self._engine.add(request, self._fetch(request, caches.get(request.id)))
+    def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        self._engine.load_weights(tensors, version)
 
     def _fetch(self, request: GenerateRequest, handle: KVHandle | None) -> RequestKV | None:
         if handle is None:
@@ -135,9 +109,6 @@ class GenerateRole:
             except OSError as why:  # the requests have left the engine: nothing may stop them now
                 print(f"request {id} goes without its cache: {why}", file=sys.stderr)
         return MigratedOut(tuple(requests), handles)
-
-    def _lease(self) -> Manifest:
-        return self._leased.lease(self._engine.version, self._engine.model.named_parameters())
 
     def _stats(self) -> EngineStats:
         decoded, prefilled = self._step_profiler.drain()
@@ -162,6 +133,4 @@ def load_engine(
 
 
 def resolve_dtype(name: Literal["auto", "float32", "bfloat16"], device: str) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.startswith("cuda") else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    return getattr(torch, compute_dtype(None if name == "auto" else name, device))

@@ -13,18 +13,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ductile.kernels.blocks import blocks
-from ductile.kernels.norm import wide_type
-from ductile.kernels.rotate import rotate
+from ductile.kernels.plain import rotate, wide_type
 
 
 def split_heads(
     qkv: Tensor, heads: tuple[int, int, int], weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """qkv [T, (H + 2 K) D], `heads` (H, K, K) -> q [T, H, D], k and v [T, K, D].
-
-    `weight` [H + K, D] is that of the norm over each query and key head; None where the model has no such norm. cos and
-    sin are those of `model.rope.Rope`. The arithmetic is fp32 or more, whatever qkv is.
-    """
     x = qkv.view(-1, sum(heads), cos.shape[-1])
     if x.requires_grad:
         return _SplitHeads.apply(x, heads, weight, eps, cos, sin)  # pyright: ignore

@@ -1,35 +1,23 @@
-"""Root-mean-square normalisation, alone and after an addition to the residual stream. N rows, D the last dim."""
+"""Root-mean-square normalisation, alone and after an addition to the residual stream.
+
+torch has a kernel for its gradient on CUDA. On a CPU it has none, and autograd walks a chain of small steps, each
+through memory: the same by hand takes a third of the time. N rows, D the last dim.
+"""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from ductile.kernels.blocks import blocks
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., D], weight [D] -> weight * x / sqrt(mean(x^2) + eps), the mean over D. Computed in fp32 or more; the
-    result has x's dtype.
-
-    torch has a kernel for its gradient on CUDA. On a CPU it has none, and autograd walks a chain of small steps, each
-    through memory: the same by hand takes a third of the time.
-    """
-    return add_norm(x, None, weight, eps)[1]
+from ductile.kernels.plain import wide_type
 
 
 def add_norm(x: Tensor, change: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x and `change` [..., D] -> x + change, and its `rms_norm`. Without a change x itself, and its norm.
-
-    Both are one function, as the backward pass then adds what comes through the norm and what comes past it in one
-    block.
-    """
-    if x.device.type == "cpu" and x.requires_grad:
-        return _AddNorm.apply(x, change, weight, eps)  # pyright: ignore
-    total = x if change is None else x + change
-    return total, F.rms_norm(total, weight.shape, weight, eps)
+    """Both are one function, as the backward pass then adds what comes through the norm and what comes past it in one
+    block."""
+    return _AddNorm.apply(x, change, weight, eps)  # pyright: ignore
 
 
 class _AddNorm(torch.autograd.Function):
@@ -77,8 +65,3 @@ class _AddNorm(torch.autograd.Function):
 
 def _there(tensor: Tensor | None) -> tuple[Tensor, ...]:
     return () if tensor is None else (tensor,)
-
-
-def wide_type(x: Tensor) -> torch.dtype:
-    """The dtype in which values of x are added up: fp32 or more."""
-    return torch.promote_types(x.dtype, torch.float32)

@@ -1,8 +1,7 @@
-"""Products of matrices, from the faster of the two libraries that torch has for them on a CPU.
+"""Products of fp32 matrices on a CPU by oneDNN.
 
-torch multiplies fp32 matrices with MKL, which uses half the width of an AMD processor's vectors; oneDNN, which torch
-brings too, uses all of it and is 2.3 times as fast there. On other processors, on GPUs and in other formats torch's own
-choice stays.
+torch multiplies them with MKL, which uses half the width of an AMD processor's vectors; oneDNN, which torch brings too,
+uses all of it and is 2.3 times as fast there.
 
 oneDNN compiles a kernel for every shape, in half a millisecond, and keeps up to 1,024 of them, 0.7 MiB each; packed
 batches have another number of rows each time. So rows are multiplied in blocks of a few sizes, and what is left over by
@@ -12,59 +11,22 @@ N rows, K what is summed over, M outputs.
 """
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ductile.host import is_amd_with_avx512
-
-SMALLEST = 1 << 21
-"""N x K x M from which oneDNN is faster: a call of it takes 10 us longer to begin."""
 BLOCKS = (1024, 512, 256, 128, 64, 32, 16)
 """Numbers of rows for which there are kernels."""
 
 
-class Linear(nn.Linear):
-    """torch's linear layer for rows of a packed batch, by `linear`."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias)
-
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [N, K], weight [M, K], bias [M] -> x weight^T + bias, [N, M], with gradients."""
-    if not _is_for_onednn(x, weight):
-        return F.linear(x, weight, bias)
+    """x [N, K], weight [M, K], bias [M], all in fp32 -> x weight^T + bias, [N, M]."""
     if torch.is_grad_enabled() and any(each.requires_grad for each in (x, weight, bias) if each is not None):
         return _Linear.apply(x, weight, bias)  # pyright: ignore
     return _by_rows(x, weight, bias)
-
-
-def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [N, K], weight [M, K] -> x weight^T [N, M], where no gradient is wanted."""
-    return _by_rows(x, weight) if _is_for_onednn(x, weight) else x @ weight.t()
-
-
-def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:
-    return (
-        x.numel() * weight.shape[0] >= SMALLEST
-        and x.dim() == 2
-        and len(x) >= BLOCKS[-1]
-        and x.device.type == "cpu"
-        and x.dtype == weight.dtype == torch.float32
-        and onednn_is_faster()
-        and not torch.is_autocast_enabled("cpu")
-    )
-
-
-@cache
-def onednn_is_faster() -> bool:
-    """Whether this processor is one on which MKL is the slower library."""
-    return is_amd_with_avx512() and torch.backends.mkldnn.is_available()
 
 
 def _blocks_of(num_rows: int) -> Iterator[slice]:

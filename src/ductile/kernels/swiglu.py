@@ -1,4 +1,8 @@
-"""The gated activation between the two projections of an MLP, over its fused input. T tokens, I intermediate size."""
+"""The gated activation between the two projections of an MLP, over its fused input.
+
+Its backward pass is written out: both halves go straight to where they belong. Autograd would make them apart and then
+copy them together. T tokens, I intermediate size.
+"""
 
 from typing import Any
 
@@ -11,15 +15,8 @@ from ductile.kernels.blocks import blocks
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """gate_up [T, 2 I] -> silu(gate) * up [T, I], where gate, up = gate_up.chunk(2, dim=-1).
-
-    Where a gradient is wanted, its backward pass is written out: both halves go straight to where they belong. Autograd
-    would make them apart and then copy them together.
-    """
-    return _SwiGLU.apply(gate_up) if gate_up.requires_grad else _formula(gate_up)  # pyright: ignore
-
-
-def _formula(gate_up: Tensor) -> Tensor:
+    if gate_up.requires_grad:
+        return _SwiGLU.apply(gate_up)  # pyright: ignore
     gate, up = gate_up.chunk(2, dim=-1)
     return silu(gate).mul_(up)
 

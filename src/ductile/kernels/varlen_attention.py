@@ -12,16 +12,17 @@ T tokens, N sequences, R rows of gathered keys, H query heads, K key/value heads
 """
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ductile.kernels.plain import wide_type
 from ductile.kernels.trees import Tree
 
 HEAD_SIZES = range(8, 257, 8)
@@ -53,22 +54,9 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device)
 
 
-class Kernel(Protocol):
-    """Causal attention of N sequences, aligned to their last keys."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        query_offsets: Tensor,
-        key_offsets: Tensor,
-        most_queries: int,
-        most_keys: int,
-        /,
-    ) -> Tensor:
-        """query [T, H, D], key and value [R, K, D], offsets [N + 1] int32 -> [T, H, D]."""
-        ...
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
+"""Causal attention of N sequences, aligned to their last keys: query [T, H, D], key and value [R, K, D], offsets of
+queries and of keys [N + 1] int32, most queries and most keys of a sequence -> [T, H, D]."""
 
 
 @cache
@@ -167,9 +155,8 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (rows,) = ctx.saved_tensors
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        total = grad.new_zeros((ctx.num_tokens, *grad.shape[1:]), dtype=wide)
-        return total.index_add_(0, rows, grad.to(wide)).to(grad.dtype), None
+        total = grad.new_zeros((ctx.num_tokens, *grad.shape[1:]), dtype=wide_type(grad))
+        return total.index_add_(0, rows, grad.to(total.dtype)).to(grad.dtype), None
 
 
 def _dotted(capability: tuple[int, int]) -> str:

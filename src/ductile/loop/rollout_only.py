@@ -109,6 +109,6 @@ def write_rollouts(file: Path, step: int, groups: Sequence[RolloutGroup], prepar
             prompt = prepared.task.messages(group.prompt.example)[-1]["content"]
             for rollout in group.rollouts:
                 texts = {"prompt": prompt, "completion": prepared.tokenizer.decode(rollout.token_ids)}
-                row = {"step": step, "prompt": group.prompt.id, **texts, **asdict(rollout)}
+                row = {"step": step, "prompt_id": group.prompt.id, **texts, **asdict(rollout)}
                 row["prompt_token_ids"] = group.prompt.token_ids
                 stream.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -12,7 +12,7 @@ def sample_rows(groups: Sequence[RolloutGroup], tokenizer: ChatTokenizer, num: i
     """Rows of at most `num` rollouts. `prompt` is the prompt as the policy has read it, without special tokens."""
     for prompt, rollout in choose(groups, num):
         yield {
-            "prompt": prompt.id,
+            "prompt_id": prompt.id,
             "prompt": tokenizer.decode(prompt.token_ids),
             "completion": transcript(tokenizer, rollout),
             "reward": rollout.reward,

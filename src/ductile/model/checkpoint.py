@@ -6,20 +6,21 @@ Both ways go parameter by parameter (`ductile.core.layout.parameters`), so that 
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ductile.config.weight_headers import CONFIG, INDEX, WEIGHTS, ModelFolderError, read_json, stranger
-from ductile.core.layout.parameters import Parameter, parameters
+from ductile.config.weight_headers import CONFIG, INDEX, WEIGHTS, ModelFolderError, find_weights, read_json, stranger
+from ductile.core.layout.parameters import HfTensor, Parameter, parameters
 from ductile.core.layout.spec import ModelSpec, SpecError, spec_from_hf
 from ductile.disk import exchange, named, sync, sync_tree
-from ductile.model.safetensors_writer import SafetensorsEntry, write_safetensors
+from ductile.model.safetensors_writer import DTYPES, write_safetensors
 from ductile.model.transformer import Transformer
-from ductile.model.weight_files import DTYPES, WeightFiles
 
 GENERATION_CONFIG = "generation_config.json"
 COPIED = (
@@ -39,13 +40,18 @@ COPIED = (
 # -- Reading ---------------------------------------------------------------------------------------------------------
 
 
-def read_spec(folder: str | Path) -> ModelSpec:
-    """The model that `config.json` describes."""
+def read_spec(folder: str | Path, num_layers: int | None = None) -> ModelSpec:
+    """The model that `config.json` describes, with its first `num_layers` layers or all."""
     path = Path(folder) / CONFIG
     try:
-        return spec_from_hf(read_json(path))
+        spec = spec_from_hf(read_json(path))
     except SpecError as error:
         raise ModelFolderError(f"{path}: {error}") from error
+    if num_layers is None:
+        return spec
+    if not 1 <= num_layers <= spec.num_layers:
+        raise ModelFolderError(f"{folder} has {spec.num_layers} layers; num_layers must be 1 to that, not {num_layers}")
+    return replace(spec, num_layers=num_layers)
 
 
 def stored_dtype(folder: str | Path) -> torch.dtype | None:
@@ -71,9 +77,7 @@ def load_model(
 
     With `random_init` only `config.json` is read, and equal seeds give equal weights.
     """
-    spec = read_spec(folder)
-    if num_layers is not None:
-        spec = truncate(spec, num_layers, folder)
+    spec = read_spec(folder, num_layers)
     model = empty_model(spec, dtype, device)
     tensors = random_tensors(spec, seed) if random_init else read_tensors(folder, spec)
     ours = dict(model.named_parameters())
@@ -90,18 +94,26 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype, device: str | torch.device)
     return model.to(dtype).to_empty(device=device)
 
 
-def truncate(spec: ModelSpec, num_layers: int, folder: str | Path) -> ModelSpec:
-    """The same model with its first layers only."""
-    if not 1 <= num_layers <= spec.num_layers:
-        raise ModelFolderError(f"{folder} has {spec.num_layers} layers; num_layers must be 1 to that, not {num_layers}")
-    return replace(spec, num_layers=num_layers)
-
-
 def read_tensors(folder: str | Path, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    """Our names and full tensors, in the order of `parameters(spec)`, in the file's dtype. One at a time in memory."""
-    with WeightFiles(Path(folder), spec) as files:
+    """Our names and full tensors, in the order of `parameters(spec)`, in the file's dtype. One at a time in memory.
+    Raises ModelFolderError when the folder's tensors are not those of the model."""
+    path_of = find_weights(Path(folder), spec)
+    opened: dict[Path, Any] = {}
+    with ExitStack() as stack:
+
+        def read(part: HfTensor) -> Tensor:
+            path = path_of[part.name]
+            try:
+                if path not in opened:
+                    opened[path] = stack.enter_context(safe_open(path, framework="pt"))
+                return opened[path].get_tensor(part.name)
+            except (SafetensorError, OSError) as error:
+                raise ModelFolderError(
+                    f"{path} is not a whole safetensors file ({error}); download it again"
+                ) from error
+
         for parameter in parameters(spec):
-            parts = [files.read(part) for part in parameter.parts]
+            parts = [read(part) for part in parameter.parts]
             yield parameter.name, parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -125,11 +137,11 @@ def save_model(
     spec: ModelSpec,
     tensors: Mapping[str, Tensor],
     source: str | Path,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = 5_000_000_000,
     eos_token_ids: Sequence[int] = (),
 ) -> None:
-    """Write a Hugging Face folder: weights, and `source`'s config and tokenizer files. `dtype` None keeps the tensors'.
+    """Write a Hugging Face folder: weights, and `source`'s config and tokenizer files.
     `eos_token_ids`: what ends generation; where `source` does not say all of them, the new folder does.
 
     `tensors` are full, under our names; each is asked for once, in the order of `parameters(spec)`, and let go before
@@ -145,10 +157,6 @@ def save_model(
     building.mkdir()
     try:
         in_order = (tensors[parameter.name] for parameter in parameters(spec))
-        if dtype is None:
-            first = next(in_order)
-            dtype, in_order = first.dtype, chain([first], in_order)
-            del first
         _write_config(building, spec, Path(source), dtype)
         _write_eos(building, eos_token_ids)
         _write_weights(building, spec, in_order, dtype, max_shard_bytes)
@@ -191,11 +199,9 @@ def _write_weights(
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        entries = [
-            SafetensorsEntry(part.name, DTYPES[dtype], part.shape, dtype.itemsize) for p in shard for part in p.parts
-        ]
-        write_safetensors(building / file, entries, (_bytes(next(tensors), p, dtype) for p in shard))
-        weight_map |= {entry.name: file for entry in entries}
+        parts = [part for parameter in shard for part in parameter.parts]
+        write_safetensors(building / file, parts, dtype, (_bytes(next(tensors), p, dtype) for p in shard))
+        weight_map |= {part.name: file for part in parts}
     if len(shards) > 1:
         index = {"metadata": {"total_size": spec.num_parameters * dtype.itemsize}, "weight_map": weight_map}
         (building / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

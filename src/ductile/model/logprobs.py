@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ductile.kernels.products import product
+from ductile.kernels.dispatch import linear
 
 CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 27}
 """Most logits of a chunk, by kind of device, when `chunk_tokens` is not given: 128 MiB in fp32; on a GPU 512 MiB, of
@@ -99,7 +99,7 @@ class _ChosenLogprobs(torch.autograd.Function):
                 surprise = torch.xlogy(probabilities, probabilities).addcmul_(probabilities, entropies[rows, None])
                 grad_logits.addcmul_(surprise, of_entropies[rows, None], value=-1)
             grad_logits = grad_logits.to(weight.dtype)
-            grad_hidden[rows] = product(grad_logits, weight.t())
+            grad_hidden[rows] = linear(grad_logits, weight.t())
             grad_weight += grad_logits.t() @ hidden[rows]
         # A row may speak about several tokens: the first ones of all completions of a prompt.
         grad_all = hidden.new_zeros((ctx.num_hidden, hidden.shape[1])).index_add_(0, chosen, grad_hidden)
@@ -112,5 +112,5 @@ def _chunks(num_rows: int, size: int) -> list[slice]:
 
 def _logits(hidden: Tensor, weight: Tensor, temperatures: Tensor | None, rows: slice) -> Tensor:
     """[rows, V] in fp32, a fresh tensor."""
-    logits = product(hidden[rows], weight).float()
+    logits = linear(hidden[rows], weight).float()
     return logits if temperatures is None else logits.div_(temperatures[rows, None])

@@ -10,7 +10,7 @@ such as the completions of one prompt, share their beginning: it is run once, an
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, compress
 
 import torch
 from torch import Tensor
@@ -62,25 +62,20 @@ class PackedSamples:
                 # Where token 0 of the sample would be, if its branch did not begin later.
                 branch_at = len(token_ids) - stem
                 lay(samples[index], stem, end)
-                before = (token - 1 for token, scored in enumerate(samples[index].loss_mask) if scored)
-                rows[index] = [(stem_at if token < stem else branch_at) + token for token in before]
+                preceding = (token - 1 for token, scored in enumerate(samples[index].loss_mask) if scored)
+                rows[index] = [(stem_at if token < stem else branch_at) + token for token in preceding]
             stems.append(stem)
             branches.append(tuple(end - stem for end in ends if end > stem))
         temperatures = None
         if any(sample.temperature != 1.0 for sample in samples):
             each = [torch.full((sum(sample.loss_mask),), sample.temperature) for sample in samples]
             temperatures = torch.cat(each).to(device)
-        scored = (
-            token
-            for sample in samples
-            for token, is_scored in zip(sample.token_ids, sample.loss_mask, strict=True)
-            if is_scored
-        )
-        as_tensor = [
+        scored = chain.from_iterable(compress(sample.token_ids, sample.loss_mask) for sample in samples)
+        tokens, places, before, targets = (
             torch.tensor(values, dtype=torch.int64, device=device)
             for values in (token_ids, positions, list(chain.from_iterable(rows)), list(scored))
-        ]
-        return cls(as_tensor[0], as_tensor[1], tuple(stems), tuple(branches), as_tensor[2], as_tensor[3], temperatures)
+        )
+        return cls(tokens, places, tuple(stems), tuple(branches), before, targets, temperatures)
 
     @property
     def work(self) -> ForwardWork:

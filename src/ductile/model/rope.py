@@ -20,7 +20,7 @@ class Rope:
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """`positions` [T] -> cos and sin, each [T, 1, D], fp32. The first half of sin is negated, for
-        `kernels.rotate`."""
+        `kernels.plain.rotate`."""
         device = positions.device
         if device not in self._frequencies:
             self._frequencies[device] = self._frequencies[torch.device("cpu")].to(device)
@@ -33,13 +33,10 @@ def frequencies(spec: ModelSpec) -> Tensor:
     """[D/2] radians per position, fp32 on the CPU."""
     exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.int64, device="cpu").float() / spec.head_dim
     plain = 1.0 / spec.rope_theta**exponents
-    match spec.rope_scaling:
-        case None:
-            return plain
-        case RopeScaling(kind="linear", factor=factor):
-            return plain / factor
-        case scaling:
-            return _llama3(plain, scaling)
+    if spec.rope_scaling is None:
+        return plain
+    is_linear = spec.rope_scaling.kind == "linear"
+    return plain / spec.rope_scaling.factor if is_linear else _llama3(plain, spec.rope_scaling)
 
 
 def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:

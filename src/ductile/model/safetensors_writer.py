@@ -7,31 +7,27 @@ header's length, the header (JSON: name -> dtype, shape, offsets), then the byte
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+import torch
 
-@dataclass(frozen=True, slots=True)
-class SafetensorsEntry:
-    name: str
-    dtype: str
-    """Dtype of the tensor, as the format spells it: "F32", "BF16"."""
-    shape: tuple[int, ...]
-    itemsize: int
+from ductile.config import weight_headers
+from ductile.core.layout.parameters import HfTensor
 
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * self.itemsize
+DTYPES: dict[torch.dtype, str] = {getattr(torch, name): spelled for spelled, name in weight_headers.DTYPES.items()}
+"""Dtypes that we read and write, and how safetensors spells them."""
 
 
-def write_safetensors(path: Path, entries: Sequence[SafetensorsEntry], chunks: Iterable[memoryview]) -> None:
-    """`chunks`, one after the other, are the bytes of `entries`, one after the other; their borders need not agree."""
+def write_safetensors(
+    path: Path, tensors: Sequence[HfTensor], dtype: torch.dtype, chunks: Iterable[memoryview]
+) -> None:
+    """`chunks`, one after the other, are the bytes of `tensors`, one after the other; their borders need not agree."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for entry in entries:
-        end = offset + entry.num_bytes
-        header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [offset, end]}
+    for tensor in tensors:
+        end = offset + prod(tensor.shape) * dtype.itemsize
+        header[tensor.name] = {"dtype": DTYPES[dtype], "shape": tensor.shape, "data_offsets": (offset, end)}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # readers map the file; data starts aligned
@@ -39,6 +35,6 @@ def write_safetensors(path: Path, entries: Sequence[SafetensorsEntry], chunks: I
         file.write(len(text).to_bytes(8, "little") + text)
         written = sum(file.write(chunk) for chunk in chunks)
         if written != offset:
-            raise ValueError(f"{path}: {written} bytes for entries of {offset} bytes")
+            raise ValueError(f"{path}: {written} bytes for tensors of {offset} bytes")
         file.flush()
         os.fsync(file.fileno())

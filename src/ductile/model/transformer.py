@@ -12,10 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ductile.core.layout.spec import ModelSpec
-from ductile.kernels.heads import split_heads
-from ductile.kernels.norm import add_norm, rms_norm
-from ductile.kernels.products import Linear, linear
-from ductile.kernels.swiglu import swiglu
+from ductile.kernels.dispatch import add_norm, linear, rms_norm, split_heads, swiglu
 from ductile.model.attention import Attend
 from ductile.model.rope import Rope
 
@@ -23,9 +20,11 @@ Head = Callable[[Tensor, Tensor], Tensor]
 """Function that makes the model's output from the last hidden states [T, M] and the output embeddings [V, M]."""
 
 
-def full_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Logits [T, V] of all tokens."""
-    return linear(hidden, weight)
+class Linear(nn.Linear):
+    """torch's linear layer for rows of a packed batch."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
 
 
 class RMSNorm(nn.Module):
@@ -103,8 +102,9 @@ class Transformer(nn.Module):
         if not spec.tie_embeddings:
             self.lm_head = Linear(spec.hidden_size, spec.vocab_size, bias=False)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, head: Head = full_logits) -> Tensor:
-        """`token_ids` [T] and `positions` [T] (from 0 in each document), int64 -> whatever `head` makes of them.
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, head: Head = linear) -> Tensor:
+        """`token_ids` [T] and `positions` [T] (from 0 in each document), int64 -> whatever `head` makes of them: by
+        default logits [T, V].
 
         `head` runs inside forward, so that wrappers which gather weights for the time of a forward (FSDP) cover it.
         """

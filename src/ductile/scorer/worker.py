@@ -1,61 +1,54 @@
 """The score role of one slot: log-probs of sampled tokens, as the trainer would compute them.
 
-It holds the policy, which follows published weights (one that joins has none before the first `Receive`), and the
-reference: the weights that the run started from, from disk, as soon as it begins where the loss needs them, and else
-when they are asked for.
+It holds the policy, which follows published weights, and the reference: the weights that the run started from, from
+disk, as soon as it begins where the loss needs them, and else when they are asked for.
 """
 
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
+from torch import Tensor, nn
 
 from ductile.config.trainer import TrainerConfig, needs_reference
 from ductile.config.weight_headers import ModelFolderError
 from ductile.core.batch.packing import pack
 from ductile.fabric import heap
-from ductile.model.checkpoint import empty_model, load_model, read_spec, truncate
+from ductile.model.checkpoint import empty_model, load_model, read_spec
 from ductile.model.packed import PackedSamples
 from ductile.model.transformer import Transformer
 from ductile.parallel.parallelize import Precision
-from ductile.records import Manifest, MicroBatch, Sample
-from ductile.roles import Refused, RoleAssignment
-from ductile.weights.publisher import Publisher
-from ductile.weights.subscriber import receive
-from ductile.wire.messages import Done, EndLease, LeaseWeights, Published, Receive, Score, Scores
+from ductile.records import MicroBatch, Sample
+from ductile.roles import RoleAssignment
+from ductile.weights.instance_role import InstanceRole
+from ductile.weights.subscriber import overwrite_all
+from ductile.wire.messages import Score, Scores
 
 
-class ScoreRole:
+class ScoreRole(InstanceRole):
     """Follows `ductile.roles.SlotRole`. Every slot that scores holds whole models and works alone."""
+
+    does, peers = "scores", "scorers"
 
     def __init__(self, settings: Mapping[str, Any], assignment: RoleAssignment) -> None:
         """`settings` is a dumped `TrainerConfig`: the scorer computes in the trainer's precision."""
-        self._config = TrainerConfig.model_validate(settings)
-        self._assignment, self._device = assignment, assignment.device
-        self._has_weights = not assignment.joining
-        self._policy = self._load() if self._has_weights else self._allocate()
+        super().__init__(assignment)
+        self._config, self._device = TrainerConfig.model_validate(settings), assignment.device
+        if self._config.model.name is None:
+            raise ModelFolderError("trainer.model.name is not set; it must be a model folder")
+        self._folder = self._config.model.name
+        self._precision = Precision.of(self._config.model, self._device)
+        self._policy = self._allocate() if assignment.joining else self._load()
         self._version = 0
-        self._leased = Publisher()
         # The reference is loaded at once: what lies at model.name may be newer later.
         self._reference: Transformer | None = self._load() if needs_reference(self._config.loss) else None
 
     def handle(self, command: Any) -> Any:
-        match command:
-            case Score(samples=samples, model=model):
-                if model == "policy":
-                    self._needs_weights(command)
-                return Scores(tuple(self.score(samples, model)))
-            case Receive(manifest=manifest):
-                self.receive(manifest)
-                return Done()
-            case LeaseWeights():
-                self._needs_weights(command)
-                return Published(self._leased.lease(self._version, self._policy.named_parameters()))
-            case EndLease():
-                self._leased.close()
-                return Done()
-            case _:
-                raise ValueError(f"a score slot does not know the command {type(command).__name__}")
+        if not isinstance(command, Score):
+            return super().handle(command)
+        if command.model == "policy":
+            self.needs_weights(command)
+        return Scores(tuple(self.score(command.samples, command.model)))
 
     def score(self, samples: tuple[Sample, ...], model: Literal["policy", "reference"]) -> list[tuple[float, ...]]:
         """Log-probs, one list a sample, as long as its tokens; 0 where the mask is false."""
@@ -66,18 +59,12 @@ class ScoreRole:
             scores |= self._score(micro_batch, scoring)
         return [scores[id(sample)] for sample in samples]
 
-    def receive(self, manifest: Manifest) -> None:
-        """Make a published version the policy. A version that does not fit leaves the policy as it was."""
-        tensors = receive(manifest)
-        ours = dict(self._policy.named_parameters())
-        shapes = {name: tensor.shape for name, tensor in ours.items()}
-        if {name: tensor.shape for name, tensor in tensors.items()} != shapes:
-            raise ValueError(f"version {manifest.version} is of another model than the scorer's")
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                ours[name].copy_(tensor)
-        self._version = manifest.version
-        self._has_weights = True
+    def live_weights(self) -> tuple[int, nn.Module]:
+        return self._version, self._policy
+
+    def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        overwrite_all(self._policy, tensors, version)
+        self._version = version
 
     def has_work(self) -> bool:
         return False
@@ -86,17 +73,10 @@ class ScoreRole:
         return []
 
     def close(self) -> None:
-        self._leased.close()
+        super().close()
         self._reference = None
         del self._policy
         heap.trim_all()
-
-    def _needs_weights(self, command: Score | LeaseWeights) -> None:
-        if not self._has_weights:
-            raise Refused(
-                f"slot {self._assignment.slot} joins the scorers and has no weights yet: it cannot execute "
-                f"{type(command).__name__} before the first Receive"
-            )
 
     @torch.no_grad()
     def _score(self, micro_batch: MicroBatch, model: Transformer) -> dict[int, tuple[float, ...]]:
@@ -116,28 +96,18 @@ class ScoreRole:
 
     def _allocate(self) -> Transformer:
         """The policy's model without weights, which are to come."""
-        model, folder = self._config.model, self._folder()
-        spec = read_spec(folder)
-        if model.debug.num_layers is not None:
-            spec = truncate(spec, model.debug.num_layers, folder)
-        dtype = Precision.of(model, self._device).compute
-        return empty_model(spec, dtype, self._device).requires_grad_(False)
-
-    def _folder(self) -> str:
-        if self._config.model.name is None:
-            raise ModelFolderError("trainer.model.name is not set; it must be a model folder")
-        return self._config.model.name
+        spec = read_spec(self._folder, self._config.model.debug.num_layers)
+        return empty_model(spec, self._precision.compute, self._device).requires_grad_(False)
 
     def _load(self) -> Transformer:
-        model, folder = self._config.model, self._folder()
+        debug = self._config.model.debug
         # Rounded as the trainer rounds: to the optimizer's precision first, then to what forward passes see.
-        precision = Precision.of(model, self._device)
         loaded = load_model(
-            folder,
-            dtype=precision.parameters,
-            device=self._device,
-            random_init=model.debug.random_init,
-            num_layers=model.debug.num_layers,
-            seed=self._config.seed,
+            self._folder,
+            self._precision.parameters,
+            self._device,
+            debug.random_init,
+            debug.num_layers,
+            self._config.seed,
         )
-        return loaded.to(precision.compute).requires_grad_(False)
+        return loaded.to(self._precision.compute).requires_grad_(False)

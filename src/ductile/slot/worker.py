@@ -24,49 +24,25 @@ from ductile.slot.link import Link
 from ductile.surrogates import ESCAPED
 from ductile.wire.codec import BadFrame
 from ductile.wire.messages import (
-    Abort,
     AssignRole,
     Command,
-    Commit,
     Done,
     EndLease,
     Envelope,
-    ExportModel,
     Failed,
-    Finalize,
-    Forget,
-    ForwardBackward,
-    Freeze,
-    Generate,
     LeaseWeights,
-    LoadState,
     MigrateOut,
-    OptimStep,
     Ping,
-    Prepare,
-    Publish,
-    Ready,
     Receive,
     ReleaseRole,
     Reply,
     RoleName,
-    Rollback,
-    SaveState,
     Score,
     Stop,
     Survey,
     Surveyed,
-    TransferState,
-    Withdraw,
+    TrainCommand,
 )
-
-HANDLED_BY: dict[type[Any], RoleName] = {
-    **dict.fromkeys((ForwardBackward, OptimStep, Publish, Withdraw, SaveState, LoadState, ExportModel), "train"),
-    **dict.fromkeys((Prepare, Ready, Freeze, TransferState, Commit, Rollback, Finalize), "train"),
-    **dict.fromkeys((Generate, Abort, MigrateOut, Forget), "generate"),
-    Score: "score",
-}
-"""Role that carries out a command. `Receive`, `LeaseWeights` and `EndLease` say themselves which role they are for."""
 
 
 class SlotSettings(msgspec.Struct, frozen=True):
@@ -103,11 +79,10 @@ class Worker:
             role.close()
 
     def _next(self, wait: bool) -> Envelope | None:
-        try:
+        with suppress(queue.Empty):
             # Waiting needs no deadline: the link ends this process when the orchestrator goes.
             return self._link.inbox.get(block=wait)
-        except queue.Empty:
-            return None
+        return None
 
     def _serve(self, envelope: Envelope) -> None:
         command = envelope.body
@@ -151,10 +126,8 @@ class Worker:
                 return self._assign(epoch, command)
             case ReleaseRole():
                 role = self._role(command.role)
-                try:
-                    role.close()
-                finally:  # or the slot could never hold it again
-                    del self._roles[command.role]
+                del self._roles[command.role]  # also if it cannot be closed: else the slot could never hold it again
+                role.close()
                 return Done()
             case Receive() | LeaseWeights() | EndLease():
                 return self._role(command.role).handle(command)
@@ -163,8 +136,10 @@ class Worker:
                 if role.has_work():  # what has ended is told first, as the reply lists only what goes on
                     self._step(role)
                 return role.handle(command)
+            case Score():
+                return self._role("score").handle(command)
             case _:
-                return self._role(HANDLED_BY[type(command)]).handle(command)
+                return self._role("train" if isinstance(command, TrainCommand) else "generate").handle(command)
 
     def _assign(self, epoch: int, command: AssignRole) -> Reply:
         if command.role in self._roles:

@@ -18,7 +18,7 @@ from ductile.core.layout.peak import Arithmetic, arithmetic_of, compute_dtype
 from ductile.core.layout.spec import ModelSpec
 from ductile.error_text import error_with_place
 from ductile.fabric.device import peak_of
-from ductile.model.checkpoint import random_tensors, read_spec, read_tensors, truncate
+from ductile.model.checkpoint import random_tensors, read_spec, read_tensors
 from ductile.model.transformer import Transformer
 from ductile.parallel import data, parallelize
 from ductile.parallel.parallel_context import ParallelContext
@@ -210,9 +210,7 @@ class Trainer:
 
 def spec_of(config: TrainerConfig) -> ModelSpec:
     """The spec of the model that the config trains. Raises ModelFolderError."""
-    folder, num_layers = _folder(config), config.model.debug.num_layers
-    spec = read_spec(folder)
-    return spec if num_layers is None else truncate(spec, num_layers, folder)
+    return read_spec(_folder(config), config.model.debug.num_layers)
 
 
 def _folder(config: TrainerConfig) -> str:

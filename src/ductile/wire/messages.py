@@ -355,10 +355,12 @@ class Died(Message):
     reason: str
 
 
-Command = (
-    AssignRole | ReleaseRole | Ping | Stop | Survey
-    | ForwardBackward | OptimStep | Publish | Withdraw | SaveState | LoadState | ExportModel
+TrainCommand = (
+    ForwardBackward | OptimStep | Publish | Withdraw | SaveState | LoadState | ExportModel
     | Prepare | Ready | Freeze | TransferState | Commit | Rollback | Finalize
+)  # fmt: skip
+Command = (
+    AssignRole | ReleaseRole | Ping | Stop | Survey | TrainCommand
     | Generate | Abort | MigrateOut | Forget | LeaseWeights | EndLease | Receive | Score
 )  # fmt: skip
 Reply = (

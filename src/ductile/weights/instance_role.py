@@ -1,0 +1,60 @@
+"""What generators and scorers have in common: weights that come by `Receive` and are leased to instances that join."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ductile.roles import Refused, RoleAssignment
+from ductile.weights.publisher import Publisher
+from ductile.weights.subscriber import receive
+from ductile.wire.messages import Done, EndLease, LeaseWeights, Published, Receive
+
+
+class InstanceRole(ABC):
+    """The part of a `ductile.roles.SlotRole` that follows published weights. One that joins has none before its first
+    `Receive`."""
+
+    does: str
+    """What a slot with the role does, such as "generates"."""
+    peers: str
+    """Those that hold the role, such as "generators"."""
+
+    def __init__(self, assignment: RoleAssignment) -> None:
+        self._slot = assignment.slot
+        self._has_weights = not assignment.joining
+        self._leased = Publisher()
+
+    @abstractmethod
+    def live_weights(self) -> tuple[int, nn.Module]:
+        """The version that is live, and the model that has its weights."""
+
+    @abstractmethod
+    def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Make a version live. One that does not fit raises `ValueError` and changes nothing."""
+
+    def handle(self, command: Any) -> Any:
+        match command:
+            case Receive(manifest=manifest):
+                self.load_weights(receive(manifest), manifest.version)
+                self._has_weights = True
+            case LeaseWeights():
+                self.needs_weights(command)
+                version, model = self.live_weights()
+                return Published(self._leased.lease(version, model.named_parameters()))
+            case EndLease():
+                self._leased.close()
+            case _:
+                raise Refused(f"slot {self._slot} {self.does}; it cannot execute {type(command).__name__}")
+        return Done()
+
+    def needs_weights(self, command: object) -> None:
+        if not self._has_weights:
+            raise Refused(
+                f"slot {self._slot} joins the {self.peers} and has no weights yet: it cannot execute "
+                f"{type(command).__name__} before the first Receive"
+            )
+
+    def close(self) -> None:
+        self._leased.close()
