@@ -19,7 +19,7 @@ from pathlib import Path
 from ductile.core.cluster.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
 from ductile.core.cluster.placement import Placement
 from ductile.core.cluster.state import Limits
-from ductile.sim.arms import Outcome, run_arms
+from ductile.sim.arms import ArmOutcome, run_arms
 from ductile.sim.scenario import DrawLength, Scenario, WorkLoad, lognormal
 from ductile.sim.timeline import causes, gantt
 from provenance import provenance, write
@@ -161,7 +161,7 @@ def _lengths(scenario: Scenario) -> Iterator[int]:
             yield work.length(f"bound/{group}", f"bound/{group}/{member}/0")
 
 
-def line(case: Case, best: Outcome, outcome: Outcome) -> str:
+def line(case: Case, best: ArmOutcome, outcome: ArmOutcome) -> str:
     """What became of one arm."""
     result, steps = outcome.result, case.steps
     slot_seconds = result.wall_s * result.num_slots

@@ -58,10 +58,10 @@ def test_kinds_are_read_from_literals_conditions_variables_and_parameters() -> N
     source = """
 class Log:
     def event(self, kind, sentence, **fields):
-        return Event(time(), kind, sentence, fields)
+        return LoggedEvent(time(), kind, sentence, fields)
 
     def full(self):
-        return Event(time(), "full", "")
+        return LoggedEvent(time(), "full", "")
 
     def one(self, before):
         self.record.event("back" if before else "on", "")
@@ -161,7 +161,7 @@ def kinds_of_the_tree() -> set[str]:
 
 
 def kinds(tree: ast.Module, file: str) -> Iterator[str]:
-    """Kinds of the events that the module makes, by `anything.event(kind, ...)` or `Event(time_s, kind, ...)`.
+    """Kinds of the events that the module makes, by `anything.event(kind, ...)` or `LoggedEvent(time_s, kind, ...)`.
 
     Where a kind cannot be read from the source, the place stands for it: "src/ductile/observe.py:72".
     """
@@ -169,7 +169,7 @@ def kinds(tree: ast.Module, file: str) -> Iterator[str]:
         match call:
             case ast.Call(func=ast.Attribute(attr="event"), args=[kind, *_]):
                 yield from _texts(kind, function, tree, f"{file}:{call.lineno}")
-            case ast.Call(func=ast.Name(id="Event"), args=[_, kind, *_]):
+            case ast.Call(func=ast.Name(id="LoggedEvent"), args=[_, kind, *_]):
                 yield from _texts(kind, function, tree, f"{file}:{call.lineno}")
             case _:
                 pass

@@ -61,6 +61,12 @@ RETIRED = {
     "formation": "parallel layout",
     "ranks": "parallel context",
     "replicas": "dp_replicate",
+    "normalise": "loss aggregation",
+    "grant": "assign a role",
+    "handoff": "migration",
+    "carriage": "context transfer",
+    "terms": "options",
+    "flying": "in flight",
 }
 """Names of ours that are retired, and what the field says. None of them is a word of the field in the place that it
 had."""
@@ -129,7 +135,7 @@ class Box:
 def test_one_public_class_name_is_one_class() -> None:
     homes: dict[str, list[str]] = defaultdict(list)
     for file in sorted(SOURCE.rglob("*.py")):
-        for name in public_classes(file.read_text(encoding="utf-8")):
+        for name in public_types(file.read_text(encoding="utf-8")):
             homes[name].append(str(file.relative_to(SOURCE.parents[1])))
     assert homes["Loop"] == ["src/ductile/loop/loop.py"], "the walk finds classes"
     found = [f"{name}: {', '.join(files)}" for name, files in sorted(homes.items()) if len(files) > 1]
@@ -158,10 +164,13 @@ class Lessons(Base):
         self._story = 1
         local = other.roster = self.left[0] = 2
         for each in rest: pass
+
+Phase = Literal["hold", "move"]
 """
     found = {name for _, name in names(source)}
     parameters = {"self", "tally", "rest", "hand", "more"}
-    assert found == {"LIMIT", "Lessons", "divisor", "handOff", "_story", "roster"} | parameters
+    fields = {"LIMIT", "Lessons", "divisor", "handOff", "_story", "roster"}
+    assert found == fields | {"local", "each", "Phase", "hold", "move"} | parameters
     words = {"Lessons": "lessons", "_hand_off": "hand_off", "handOff": "hand_off", "KVShelf": "kv_shelf"}
     assert {name: words_of(name) for name in words} == words
 
@@ -185,18 +194,25 @@ if True:
         pass
 """
     assert sorted(public_classes(source)) == ["Deep", "Inner", "Local", "Outer", "Outer"]
+    aliases = "Row = tuple[int]\nPair = tuple[int, int]\nLIMIT = 3\n_Own = int\nlocal = 4\n"
+    assert list(public_types(aliases + source)) == [*public_classes(source), "Pair"]
 
 
 def names(source: str) -> Iterator[tuple[int, str]]:
-    """(line, name) of each class, function and parameter, and of each field: annotated, or set on an object."""
+    """(line, name) of each class, function, parameter, field and variable, and of each text that is a member of a
+    Literal."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                 yield node.lineno, name
             case ast.arg(arg=name):
                 yield node.lineno, name
-            case ast.AnnAssign(target=ast.Name(id=name)) | ast.Attribute(attr=name, ctx=ast.Store()):
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
                 yield node.lineno, name
+            case ast.Subscript(value=ast.Name(id="Literal")):
+                for member in ast.walk(node.slice):
+                    if isinstance(member, ast.Constant) and isinstance(member.value, str):
+                        yield member.lineno, member.value
             case _:
                 pass
 
@@ -204,6 +220,17 @@ def names(source: str) -> Iterator[tuple[int, str]]:
 def words_of(name: str) -> str:
     """`_HandOff` and `_hand_off` as "hand_off"."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name.strip("_")).lower()
+
+
+def public_types(source: str) -> Iterator[str]:
+    """`public_classes`, and the aliases of types in a module but for `Row`, which is each table's own."""
+    yield from public_classes(source)
+    for statement in ast.parse(source).body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)]) if name[0].isupper() and not name.isupper() and name != "Row":
+                yield name
+            case _:
+                pass
 
 
 def public_classes(source: str) -> Iterator[str]:

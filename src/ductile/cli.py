@@ -31,7 +31,7 @@ BAD_CONFIG = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class CommandEntry:
     name: str
     summary: str
     root: type[RunConfig]
@@ -40,11 +40,11 @@ class Command:
 COMMANDS = {
     command.name: command
     for command in (
-        Command("rl", "train with RL: the whole loop", RLConfig),
-        Command("sft", "supervised fine-tuning, with the same trainer", SFTConfig),
-        Command("trainer", "the trainer alone, on fake data", TrainerRunConfig),
-        Command("orchestrator", "rollouts and rewards against a running server", OrchestratorRunConfig),
-        Command("inference", "an OpenAI-compatible server", InferenceRunConfig),
+        CommandEntry("rl", "train with RL: the whole loop", RLConfig),
+        CommandEntry("sft", "supervised fine-tuning, with the same trainer", SFTConfig),
+        CommandEntry("trainer", "the trainer alone, on fake data", TrainerRunConfig),
+        CommandEntry("orchestrator", "rollouts and rewards against a running server", OrchestratorRunConfig),
+        CommandEntry("inference", "an OpenAI-compatible server", InferenceRunConfig),
     )
 }
 TOOLS = {
@@ -143,7 +143,7 @@ def _check(words: list[str]) -> int:
     return 0
 
 
-def _wants_help(command: Command, words: list[str]) -> bool:
+def _wants_help(command: CommandEntry, words: list[str]) -> bool:
     at = next((index for index, word in enumerate(words) if word in ("-h", "--help", "--help-all")), None)
     if at is None:
         return False
@@ -154,7 +154,7 @@ def _wants_help(command: Command, words: list[str]) -> bool:
     return True
 
 
-def _parse(command: Command, words: list[str], who: str) -> Parsed[RunConfig] | None:
+def _parse(command: CommandEntry, words: list[str], who: str) -> Parsed[RunConfig] | None:
     try:
         parsed = parse(command.root, words)
     except ConfigError as error:
@@ -175,7 +175,7 @@ def _print_error(text: str) -> None:
     print(printable(text, keep="\n"), file=sys.stderr)
 
 
-def _meant_for(command: Command, words: list[str], error: ConfigError) -> str:
+def _meant_for(command: CommandEntry, words: list[str], error: ConfigError) -> str:
     """The first command that knows these keys, where this one does not know several of them; else ""."""
     if _num_unknown(error) < 2:
         return ""  # a slip, which has a suggestion of its own
@@ -194,7 +194,7 @@ def _num_unknown(error: ConfigError) -> int:
     return sum(problem.is_unknown_key for problem in error.problems)
 
 
-def _dry_run(command: Command, parsed: Parsed[RunConfig]) -> int:
+def _dry_run(command: CommandEntry, parsed: Parsed[RunConfig]) -> int:
     from ductile.config.dump import write_resolved
     from ductile.config.written import DRY_RUN, of_a_run
 

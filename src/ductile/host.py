@@ -21,8 +21,8 @@ def is_amd_with_avx512(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
         first, _, _ = cpuinfo.read_text().partition("\n\n")
     except OSError:
         return False
-    told = {name.strip(): value for name, _, value in (line.partition(":") for line in first.splitlines())}
-    return told.get("vendor_id", "").strip() == "AuthenticAMD" and "avx512f" in told.get("flags", "").split()
+    fields = {name.strip(): value for name, _, value in (line.partition(":") for line in first.splitlines())}
+    return fields.get("vendor_id", "").strip() == "AuthenticAMD" and "avx512f" in fields.get("flags", "").split()
 
 
 def _limit(file: Path) -> int | None:

@@ -33,7 +33,7 @@ K = TypeVar("K", bound=str)
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class LoggedEvent:
     time_s: float
     """Unix time."""
     kind: str
@@ -47,7 +47,7 @@ class Listener(Protocol):
     """Follows a run. It is called in the orchestrator's event loop and must return at once. One that raises is not
     called again. A listener overrides what it follows."""
 
-    def on_event(self, event: Event) -> None:
+    def on_event(self, event: LoggedEvent) -> None:
         """Something has happened."""
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -74,7 +74,7 @@ class Recorder:
             journal.open()
 
     def event(self, kind: str, sentence: str, **fields: Any) -> None:
-        event = Event(self.clock(), kind, escaped(sentence), fields)
+        event = LoggedEvent(self.clock(), kind, escaped(sentence), fields)
         self._events.append({"time": round(event.time_s, 3), "kind": kind, "sentence": event.sentence, **fields})
         self._tell(lambda listener: listener.on_event(event))
 
@@ -125,7 +125,7 @@ class Recorder:
                 self.event("listener_failed", sentence, traceback=traceback.format_exc())
 
     def _unwritable(self, sentence: str) -> None:
-        event = Event(self.clock(), "journal_unwritable", sentence)
+        event = LoggedEvent(self.clock(), "journal_unwritable", sentence)
         self._tell(lambda listener: listener.on_event(event))
 
 

@@ -20,7 +20,7 @@ from ductile.loop.progress import TRAINER, Checkpoints, Progress
 from ductile.loop.run_until import SlotDied
 from ductile.observe import Recorder, read_jsonl
 from ductile.roles import CustomCodeFailed, Late, Refused, SlotLost
-from ductile.tasks.grader import Verdict
+from ductile.tasks.grader import Graded
 from ductile.tasks.task import TaskError
 from tests.core.cluster.scenes import scene
 from tests.loop.doubles import (
@@ -144,7 +144,7 @@ class Graders(InProcessGraders):
         if self.world.strikes("graders cannot be started"):
             raise TaskError("a grader process ended its process (exit code 1) while it made its tasks")
         if self.world.strikes("reward raises"):
-            return Verdict(error="raised ZeroDivisionError: float division by zero")  # such groups teach nothing
+            return Graded(error="raised ZeroDivisionError: float division by zero")  # such groups teach nothing
         return await super().reward(task, example, completion)
 
 

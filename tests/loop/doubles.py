@@ -26,7 +26,7 @@ from ductile.records import GenerateRequest, Generation, Manifest, Prompt, Sampl
 from ductile.roles import Task
 from ductile.sim.clock import VirtualTimeLoop
 from ductile.sim.clock import now_s as clock
-from ductile.tasks.grader import Reply, Verdict
+from ductile.tasks.grader import Graded, TaskReply
 from ductile.tasks.prompts import ExampleOrder, PromptPosition, Prompts
 from ductile.tasks.task import score
 
@@ -96,10 +96,10 @@ class InProcessGraders:
         self.tasks, self.num_errors = tasks, 0
 
     async def reward(self, task, example, completion):
-        return Verdict(*score(self.tasks[task], example, completion))
+        return Graded(*score(self.tasks[task], example, completion))
 
     async def reply(self, task, example, messages):
-        return Reply(self.tasks[task].reply(example, messages))
+        return TaskReply(self.tasks[task].reply(example, messages))
 
 
 @dataclass

@@ -175,9 +175,9 @@ def test_the_trainer_is_told_of_optimizer_steps(tmp_path, folder):
 
 
 def test_one_pass_over_the_examples_by_default(tmp_path, folder):
-    assert prepare(config(tmp_path, folder, max_steps=None)).plan.max_steps == 18
+    assert prepare(config(tmp_path, folder, max_steps=None)).schedule.max_steps == 18
     for branch in ("trainer", "orchestrator"):
-        assert prepare(config(tmp_path, folder, max_steps=None, **{f"{branch}__max_steps": 5})).plan.max_steps == 5
+        assert prepare(config(tmp_path, folder, max_steps=None, **{f"{branch}__max_steps": 5})).schedule.max_steps == 5
 
 
 def test_resume_goes_on_where_the_run_was(tmp_path, folder):

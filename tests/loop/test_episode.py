@@ -8,7 +8,7 @@ from ductile.loop.episode import Episodes
 from ductile.model.checkpoint import load_model
 from ductile.records import Generation, Prompt, Sampling
 from ductile.roles import Task
-from ductile.tasks.grader import Reply, Verdict
+from ductile.tasks.grader import Graded, TaskReply
 from ductile.tasks.tokenizer import Tokenizer
 from tests.loop.doubles import InProcessGraders
 from tests.tiny import IM_END, make_model_folder, make_tokenizer_files
@@ -125,10 +125,10 @@ class Failing:
         self.at = at
 
     async def reply(self, task, example, messages):
-        return Reply(error="the reply took too long") if self.at == "reply" else Reply()
+        return TaskReply(error="the reply took too long") if self.at == "reply" else TaskReply()
 
     async def reward(self, task, example, completion):
-        return Verdict(error="the reward took too long") if self.at == "reward" else Verdict(1.0)
+        return Graded(error="the reward took too long") if self.at == "reward" else Graded(1.0)
 
 
 @pytest.mark.parametrize("at", ["reply", "reward"])

@@ -6,7 +6,7 @@ from ductile.loop.episode import Episodes
 from ductile.loop.evaluate import Evaluation, RewardsFailed, pass_at_k
 from ductile.observe import Recorder, read_jsonl
 from ductile.records import Prompt, Sampling
-from ductile.tasks.grader import Verdict
+from ductile.tasks.grader import Graded
 from tests.loop.doubles import Count, Diary, FakeGenerators, InProcessGraders, Letters, run
 
 
@@ -64,7 +64,7 @@ class FailsOn(InProcessGraders):
 
     async def reward(self, task, example, completion):
         if self.fails(example):
-            return Verdict(error=f"the reward of example {example} raised KeyError")
+            return Graded(error=f"the reward of example {example} raised KeyError")
         return await super().reward(task, example, completion)
 
 

@@ -12,7 +12,7 @@ from ductile.loop.save_once import SaveOncePerStep
 from ductile.loop.skipped_steps import Diverged
 from ductile.observe import read_jsonl
 from ductile.roles import CustomCodeFailed, Late, SlotLost
-from ductile.tasks.grader import Verdict
+from ductile.tasks.grader import Graded
 from tests.loop.doubles import (
     FakeGenerators,
     FakeTrainer,
@@ -43,7 +43,7 @@ class FailAfter(InProcessGraders):
     async def reward(self, task, example, completion):
         self.num_asked += 1
         if self.num_asked > 20:
-            return Verdict(error="the reward raised KeyError")
+            return Graded(error="the reward raised KeyError")
         return await super().reward(task, example, completion)
 
 

@@ -177,7 +177,9 @@ def test_a_loss_of_the_users_own_gets_no_zeros_for_log_probs() -> None:
     plain, compared = CustomLoss(import_path="a.b"), CustomLoss(import_path="a.b", needs_reference=True)
     assert required_fields(plain) == ("rollout_logprobs", "advantages")
     assert required_fields(compared) == ("rollout_logprobs", "advantages", "ref_logprobs")
-    sample = Sample((1, 2), (False, True), rollout_logprobs=(0.0, -1.0), advantages=(0.0, 1.0), reference=(0.0, -2.0))
+    sample = Sample(
+        (1, 2), (False, True), rollout_logprobs=(0.0, -1.0), advantages=(0.0, 1.0), ref_logprobs=(0.0, -2.0)
+    )
     zero = torch.zeros(1)
     asked = collate(MicroBatch((sample,)), required_fields(compared)).loss_inputs(zero, zero)
     assert asked.ref_logprobs.tolist() == [-2.0]

@@ -11,7 +11,7 @@ from ductile.config.errors import ConfigError, Problem, did_you_mean
 from ductile.config.lines import json_lines, toml_lines
 from ductile.config.provenance import NOWHERE, Draft, Origin, Path, as_list, as_table
 
-Lines = dict[Path, int]
+LineNumbers = dict[Path, int]
 MAX_VALUES = 20_000
 """Many times what a config has. A few lines of YAML whose aliases contain each other can stand for millions."""
 MAX_DEPTH = 60
@@ -35,7 +35,7 @@ def read_file(name: str, layer: int) -> Draft:
     return Draft(values, {path: Origin(name, line, layer) for path, line in lines.items()})
 
 
-def _read(name: str) -> tuple[dict[str, Any], Lines]:
+def _read(name: str) -> tuple[dict[str, Any], LineNumbers]:
     parse = _PARSERS.get(FilePath(name).suffix.lower())
     if parse is None:
         raise _Unreadable("has no suffix that says what it is. Config files end in .toml, .yaml, .yml or .json")
@@ -75,7 +75,7 @@ def _neighbour(name: str) -> str:
     return did_you_mean(name, known)
 
 
-def _toml(text: str) -> tuple[Any, Lines]:
+def _toml(text: str) -> tuple[Any, LineNumbers]:
     try:
         return tomllib.loads(text), toml_lines(text.replace("\r\n", "\n"))
     except tomllib.TOMLDecodeError as error:
@@ -87,7 +87,7 @@ def _toml(text: str) -> tuple[Any, Lines]:
         raise _Unreadable(f"is not valid TOML: {said}{column}", line) from None
 
 
-def _json(text: str) -> tuple[Any, Lines]:
+def _json(text: str) -> tuple[Any, LineNumbers]:
     lines = json_lines(text)
 
     def no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -104,14 +104,14 @@ def _json(text: str) -> tuple[Any, Lines]:
         raise _Unreadable(f"is not valid JSON: {error.msg} (column {error.colno})", error.lineno) from None
 
 
-def _yaml(text: str) -> tuple[Any, Lines]:
+def _yaml(text: str) -> tuple[Any, LineNumbers]:
     import yaml
 
     class Loader(yaml.SafeLoader):
         """YAML 1.2's floats: `1e-6` is a number, not text."""
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _YAML_FLOAT, list("-+0123456789."))  # pyright: ignore[reportUnknownMemberType]
-    lines: Lines = {}
+    lines: LineNumbers = {}
 
     num_values = 0
 
@@ -164,7 +164,7 @@ def _is_deeper(value: Any, limit: int) -> bool:
     return any(_is_deeper(item, limit - 1) for item in items)
 
 
-_PARSERS: dict[str, Callable[[str], tuple[Any, Lines]]] = {
+_PARSERS: dict[str, Callable[[str], tuple[Any, LineNumbers]]] = {
     ".toml": _toml,
     ".yaml": _yaml,
     ".yml": _yaml,

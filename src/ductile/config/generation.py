@@ -77,11 +77,11 @@ def generator_findings(config: InferenceConfig, at: str, spec: ModelSpec | None,
     yield from _size_findings(config, at, device)
     cache = cache_tokens(config, spec, device) if spec is not None and config.num_blocks is None else None
     if cache is not None and cache[0] < config.model.max_model_len:
-        holds, size = cache
+        num_held, size = cache
         why = "cache_memory_gib holds" if config.cache_memory_gib else f"the KV cache has {size}, which holds"
         yield Finding(
             (f"{at}model.max_model_len", f"{at}cache_memory_gib"),
-            f"must be at most {holds}: {why} no more tokens. Or write a larger {at}cache_memory_gib",
+            f"must be at most {num_held}: {why} no more tokens. Or write a larger {at}cache_memory_gib",
         )
     if config.max_num_seqs > config.max_num_batched_tokens:
         yield Finding(

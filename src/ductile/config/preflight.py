@@ -372,9 +372,9 @@ def _shared_memory(config: RLConfig, placement: Placement) -> Iterator[Finding]:
     """Generators on one GPU take no more than there is."""
     each, share = config.cluster.slots_per_device, config.inference.gpu_memory_utilization
     generating = placement.slots if config.cluster.auto_scheduler else placement.generate
-    together = max(Counter(slot // each for slot in generating).values(), default=0)
-    if share is not None and share * together > 1:
-        what = f"must be at most {int(1000 / together) / 1000}: {together} generators share a GPU"
+    most_on_one = max(Counter(slot // each for slot in generating).values(), default=0)
+    if share is not None and share * most_on_one > 1:
+        what = f"must be at most {int(1000 / most_on_one) / 1000}: {most_on_one} generators share a GPU"
         yield Finding(("inference.gpu_memory_utilization", "cluster.slots_per_device"), what)
 
 

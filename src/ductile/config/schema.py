@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from ductile.config.provenance import Path
 from ductile.config.section import NotBuilt, Section
 
-Shape = Literal["table", "dict", "list", "bool", "value"]
+FieldKind = Literal["table", "dict", "list", "bool", "value"]
 REQUIRED: Any = object()
 """Stands for the default of a key that has none."""
 
@@ -21,7 +21,7 @@ class Key:
     """One field of a section."""
 
     name: str
-    shape: Shape
+    shape: FieldKind
     wants: str
     """What may be written, in words: "a whole number of at least 1"."""
     default: Any
@@ -125,7 +125,7 @@ def _options(annotation: Any, marks: Sequence[Any]) -> Iterator[tuple[Any, Seque
         yield annotation, marks
 
 
-def _shape(options: list[Any], sections: tuple[type[Section], ...]) -> Shape:
+def _shape(options: list[Any], sections: tuple[type[Section], ...]) -> FieldKind:
     if sections:
         return "table"
     origins = {get_origin(option) or option for option in options}

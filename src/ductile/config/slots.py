@@ -5,7 +5,7 @@ from typing import cast
 from ductile.config.run import InferenceRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.section import Section
 from ductile.config.trainer import needs_reference
-from ductile.core.cluster.placement import Entry, Placement, place
+from ductile.core.cluster.placement import Placement, SlotsGiven, place
 
 
 def placement_of(config: Section) -> Placement:
@@ -15,7 +15,7 @@ def placement_of(config: Section) -> Placement:
     says why the placement cannot be and what to write instead.
     """
     if isinstance(config, RLConfig):
-        entries = cast("dict[str, Entry] | None", config.cluster.component_placement)
+        entries = cast("dict[str, SlotsGiven] | None", config.cluster.component_placement)
         deployment = config.deployment
         if deployment.type == "multi_node":
             return Placement((), (), (), "multi-node deployments are not built yet")
@@ -26,7 +26,7 @@ def placement_of(config: Section) -> Placement:
             needs=("train", "generate", "score") if needs_reference(config.trainer.loss) else ("train", "generate"),
         )
     if isinstance(config, SFTConfig | TrainerRunConfig):
-        entries = cast("dict[str, Entry] | None", config.cluster.component_placement)
+        entries = cast("dict[str, SlotsGiven] | None", config.cluster.component_placement)
         num_gpus = config.deployment.num_gpus if config.deployment.type == "single_node" else 1
         return place(entries, num_train=num_gpus, num_generate=0, needs=("train",))
     if isinstance(config, InferenceRunConfig):

@@ -182,11 +182,11 @@ def _on_gpus(train: Sequence[int], each: int, certain: bool) -> str:
     said = f"{each} slots share each GPU" if certain else f"where there are GPUs, {each} slots share each"
     if len(train) == 1:
         return said
-    together = next((pair for pair in pairwise(sorted(train)) if pair[0] // each == pair[1] // each), None)
-    if together is None:
+    sharing = next((pair for pair in pairwise(sorted(train)) if pair[0] // each == pair[1] // each), None)
+    if sharing is None:
         return f"{said}; no two train slots do at the start, so their collectives go through NCCL"
-    way = "a group that has both goes through gloo and the host's memory, as NCCL takes one rank a GPU"
-    return f"{said}; train slots {together[0]} and {together[1]} do: {way}"
+    how = "a group that has both goes through gloo and the host's memory, as NCCL takes one rank a GPU"
+    return f"{said}; train slots {sharing[0]} and {sharing[1]} do: {how}"
 
 
 def _scheduling(config: RunConfig) -> Iterator[Row]:

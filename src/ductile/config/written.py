@@ -22,10 +22,10 @@ MARKS = (".lock", "config.toml")
 RESOLVED = "# Resolved by ductile."
 """How a `config.toml` begins that a run wrote."""
 
-Run = RLConfig | SFTConfig | TrainerRunConfig | OrchestratorRunConfig
+WritingConfig = RLConfig | SFTConfig | TrainerRunConfig | OrchestratorRunConfig
 
 
-def output_findings(config: Run) -> Iterator[Finding]:
+def output_findings(config: WritingConfig) -> Iterator[Finding]:
     """A run writes over nothing unasked, and deletes nothing but what runs have written.
 
     `clean` with `resume` is a contradiction of shared keys already. A benchmark writes elsewhere.
@@ -40,7 +40,7 @@ def output_findings(config: Run) -> Iterator[Finding]:
         yield Finding(("output_dir",), f"is not the name of a folder: {error}")
 
 
-def _folder(config: Run) -> Iterator[Finding]:
+def _folder(config: WritingConfig) -> Iterator[Finding]:
     folder, resume = Path(config.output_dir), isinstance(config, RLConfig | SFTConfig) and config.resume
     resume_step = config.ckpt.resume_step if isinstance(config, RLConfig | SFTConfig) else None
     goes_on = resume or resume_step is not None
@@ -94,7 +94,7 @@ def of_a_run(folder: Path) -> Path | None:
     return states[0] if states else None
 
 
-def _inputs(config: Run) -> Iterator[Finding]:
+def _inputs(config: WritingConfig) -> Iterator[Finding]:
     """Files that the run reads and would lose: below `output_dir` under a name that it writes, links followed."""
     written = {name: Path(config.output_dir) / name for name in WRITTEN}
     seen = set[Path]()

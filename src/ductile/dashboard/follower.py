@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from ductile.core.cluster.ledger import Activity, SlotLedger
 from ductile.dashboard.view import SlotView, ViewEvent, ViewState
-from ductile.observe import Event, Listener
+from ductile.observe import Listener, LoggedEvent
 
 NUM_EVENTS = 6
 PASSING = frozenset({"held"})
@@ -23,7 +23,7 @@ class Follower(Listener):
         self._ledgers: dict[int, SlotLedger] = {}
         self._roles: dict[int, tuple[str, ...]] = {}
 
-    def on_event(self, event: Event) -> None:
+    def on_event(self, event: LoggedEvent) -> None:
         if not event.sentence or event.kind in PASSING:
             return
         shown = ViewEvent(self._clock() - self._began_s, event.sentence)

@@ -16,7 +16,7 @@ MOST_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class SvgShape:
     colour: str
     title: str
     path: str
@@ -29,7 +29,7 @@ class Ownership:
     num_slots: int
     """Number of slots, drawn or not."""
     end_s: float
-    shapes: tuple[Shape, ...]
+    shapes: tuple[SvgShape, ...]
 
 
 def ownership(spans: Iterable[Span]) -> Ownership:
@@ -49,11 +49,11 @@ def chosen(slots: Sequence[int]) -> list[int]:
     return [slots[place * len(slots) // MOST_ROWS] for place in range(MOST_ROWS)]
 
 
-def _shapes(row: int, slot: int, spans: Iterable[Span]) -> Iterable[Shape]:
+def _shapes(row: int, slot: int, spans: Iterable[Span]) -> Iterable[SvgShape]:
     paths: dict[tuple[str, str], list[str]] = {}
     for span in spans:
         what = said(span.activity, span.cause)
         bar = f"M{span.start_s:.3f} {row + 0.1:g}h{span.seconds:.3f}v.8h-{span.seconds:.3f}z"
         paths.setdefault((COLOURS[span.activity], what), []).append(bar)
     for (colour, what), bars in paths.items():
-        yield Shape(colour, f"slot {slot}: {what}", "".join(bars))
+        yield SvgShape(colour, f"slot {slot}: {what}", "".join(bars))

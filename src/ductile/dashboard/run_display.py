@@ -17,7 +17,7 @@ from ductile.core.cluster.ledger import Activity
 from ductile.dashboard.follower import Follower
 from ductile.dashboard.printable import printable
 from ductile.dashboard.view import render
-from ductile.observe import Event, Listener
+from ductile.observe import Listener, LoggedEvent
 
 REFRESH_HZ = 2
 OFTEN = frozenset(
@@ -69,7 +69,7 @@ class Lines(RunDisplay):
         self._max_steps, self._stream = max_steps, stream
         self._shown: set[str] = set()
 
-    def on_event(self, event: Event) -> None:
+    def on_event(self, event: LoggedEvent) -> None:
         if not event.sentence:
             return  # it is for programs
         if event.kind in OFTEN:

@@ -68,35 +68,35 @@ async def _service(http: Request) -> Service:
     return http.app.state.service
 
 
-Shared = Annotated[Service, Depends(_service)]
+SharedService = Annotated[Service, Depends(_service)]
 
 _routes = APIRouter()
 
 
 @_routes.get("/health")
-async def health(service: Shared, http: Request) -> Json:
+async def health(service: SharedService, http: Request) -> Json:
     await service.runner.probe(http.app.state.health_deadline_s)
     return {"status": "ok"}
 
 
 @_routes.get("/liveness")
-async def liveness(service: Shared) -> Json:
+async def liveness(service: SharedService) -> Json:
     service.runner.check_alive()
     return {"status": "ok"}
 
 
 @_routes.get("/metrics")
-async def metrics(service: Shared) -> Response:
+async def metrics(service: SharedService) -> Response:
     return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @_routes.get("/v1/models")
-async def models(service: Shared) -> Json:
+async def models(service: SharedService) -> Json:
     return {"object": "list", "data": [_model(service)]}
 
 
 @_routes.get("/v1/models/{id:path}")
-async def model(id: str, service: Shared) -> Json:
+async def model(id: str, service: SharedService) -> Json:
     service.head(id, "")
     return _model(service)
 
@@ -115,7 +115,7 @@ def _model(service: Service) -> Json:
 
 
 @_routes.post("/v1/completions")
-async def completions(service: Shared, http: Request) -> Response:
+async def completions(service: SharedService, http: Request) -> Response:
     body = read_body(CompletionRequest, _take_body(http))
     service.admit(len(body.prompt), body.n)
     texts = [one for one in body.prompt if isinstance(one, str)]
@@ -128,7 +128,7 @@ async def completions(service: Shared, http: Request) -> Response:
 
 
 @_routes.post("/v1/chat/completions")
-async def chat(service: Shared, http: Request) -> Response:
+async def chat(service: SharedService, http: Request) -> Response:
     body = read_body(ChatRequest, _take_body(http))
     service.admit(1, body.n)
     text = await asyncio.to_thread(
@@ -146,7 +146,7 @@ async def chat(service: Shared, http: Request) -> Response:
 
 
 @_routes.post("/inference/v1/generate")
-async def generate(service: Shared, http: Request) -> Response:
+async def generate(service: SharedService, http: Request) -> Response:
     return await service.complete_tokens(read_body(TokenRequest, _take_body(http)), http)
 
 

@@ -81,10 +81,10 @@ def _tiles_of(start: int, end: int, num: int, stem: slice, num_heads: int) -> It
         return
     length = (end - start) // num
     a_row = num_heads * (stem.stop - stem.start + length)
-    together = max(1, TILE_SCORES // (a_row * length))
+    num_together = max(1, TILE_SCORES // (a_row * length))
     rows = max(1, min(length, TILE_SCORES // a_row))
-    for sequence in range(0, num, together):
-        here = min(together, num - sequence)
+    for sequence in range(0, num, num_together):
+        here = min(num_together, num - sequence)
         first_row = start + sequence * length
         for first in range(0, length, rows):
             yield Tile(first_row, first_row + here * length, here, first, min(first + rows, length), stem)

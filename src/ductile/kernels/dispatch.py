@@ -66,11 +66,11 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return (plain.swiglu if is_compiling() else swiglu_by_hand)(gate_up)
 
 
-Run = Callable[[Tensor, Tensor, Tensor], Tensor]
+AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of the batch that it was made for: q [T, H, D], k and v [T, K, D] -> [T, H, D]."""
 
 
-def packed_attention(trees: Sequence[Tree], q: Tensor) -> tuple[Run, str]:
+def packed_attention(trees: Sequence[Tree], q: Tensor) -> tuple[AttentionFunction, str]:
     """Attention of a batch with such queries [T, H, D], in all layers, and which one it is, in words."""
     if is_compiling():
         reason = "torch compiles"

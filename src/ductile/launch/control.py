@@ -47,7 +47,7 @@ class Status(Words, tag="status"):
     pass
 
 
-class Request(Words):
+class ControlRequest(Words):
     version: int
     token: str
     ask: ResizeRequest | Status
@@ -157,7 +157,7 @@ class Run:
         if not (isfinite(timeout_s) and timeout_s > 0):
             raise Unfit(f"the timeout is {timeout_s:g} s; it must be above 0, and finite")
         host, port, token = self._where()
-        line = msgspec.json.encode(Request(VERSION, token, ask)) + b"\n"
+        line = msgspec.json.encode(ControlRequest(VERSION, token, ask)) + b"\n"
         try:
             with socket.create_connection((host, port), timeout=STATUS_S) as connection:
                 connection.sendall(line)

@@ -23,7 +23,7 @@ from ductile.launch.control import (
     FILE,
     MAX_REQUEST_BYTES,
     VERSION,
-    Request,
+    ControlRequest,
     Resized,
     ResizeRequest,
     Response,
@@ -106,7 +106,7 @@ class Endpoint:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Response:
         try:
             line = await self._read(reader, writer)
-            request = msgspec.json.decode(line, type=Request)
+            request = msgspec.json.decode(line, type=ControlRequest)
         except (ValueError, RecursionError) as error:  # of msgspec, or of a line that is too long
             return _refusal(f"the request is none: {error}")
         if not hmac.compare_digest(request.token.encode(), self._token.encode()):

@@ -97,7 +97,7 @@ def _took(summary: Mapping[str, Any]) -> str:
     done = f"Stopped after step {steps} of {max_steps}," if steps < max_steps else f"Done: {many(steps, 'step')}"
     here = ""
     if began_at_step:
-        here = f", {steps - began_at_step} of these steps since it was resumed, in {duration(summary['life_s'])}"
+        here = f", {steps - began_at_step} of these steps since it was resumed, in {duration(summary['since_start_s'])}"
     return f"{done} in {duration(summary['wall_s'])}{here}."
 
 

@@ -223,5 +223,5 @@ def sentence_of(result: ResizeResult) -> str:
     order: ResizeOrder = result.order
     if result.outcome == "rolled_back":
         return f"Trainer stays on {describe(order.before)} and not {describe(order.after)}: {result.reason}."
-    way = f"from {describe(order.before)} to {describe(order.after)}"
-    return f"Trainer resized {way} in {result.pause_s:.2f} s: {result.num_bytes / 2**20:.1f} MiB moved."
+    between = f"from {describe(order.before)} to {describe(order.after)}"
+    return f"Trainer resized {between} in {result.pause_s:.2f} s: {result.num_bytes / 2**20:.1f} MiB moved."

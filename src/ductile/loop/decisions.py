@@ -36,16 +36,16 @@ class DecisionLog:
 
     def decided(self, decision: Decision, at_s: float) -> None:
         """A decision without orders is told of when training begins or ceases to wait, or about another topic."""
-        holds, began = decision.hold_training, decision.hold_training != self._training_held
+        pauses, began = decision.hold_training, decision.hold_training != self._training_held
         topic = decision.topic or decision.reason
         if decision.orders:
             self._record.event(
                 "decided", as_sentence(capitalised(decision.reason)), at_s=round(at_s, 3), **_expected(decision)
             )
         elif began or (decision.reason and topic != self._topic):
-            said = decision.reason or ("training waits" if holds else "training goes on")
-            self._record.event("held", as_sentence(capitalised(said)), at_s=round(at_s, 3), holds=holds)
-        self._training_held = holds
+            said = decision.reason or ("training waits" if pauses else "training goes on")
+            self._record.event("held", as_sentence(capitalised(said)), at_s=round(at_s, 3), holds=pauses)
+        self._training_held = pauses
         if decision.orders or decision.reason or began:
             self._topic = topic
 

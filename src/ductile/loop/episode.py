@@ -9,7 +9,7 @@ from ductile.core.cluster.priority import priority as priority_of_turn
 from ductile.records import Completion, GenerateRequest, Generation, Prompt, Rollout, Sampling
 from ductile.roles import Generators, Task
 from ductile.tasks.conversation import ChatTokenizer, next_turn
-from ductile.tasks.grader import Graders, Verdict
+from ductile.tasks.grader import Graded, Graders
 from ductile.tasks.task import takes_turns
 
 ABOVE_TURNS = 1_000_000
@@ -114,7 +114,7 @@ class Episodes:
             messages.append({"role": "assistant", "content": text})
             reply = await self._graders.reply(prompt.task, prompt.example, messages)
             if reply.error:
-                verdict = Verdict(error=reply.error, failure=reply.failure)
+                verdict = Graded(error=reply.error, failure=reply.failure)
             if not reply.messages:
                 break
             between = next_turn(self.tokenizer, first, generation.token_ids, reply.messages)

@@ -29,14 +29,14 @@ from ductile.roles import TrainerClient
 from ductile.tasks.prompts import ExampleOrder
 from ductile.tasks.tokenizer import Tokenizer
 
-Batch = Callable[[int], list[Sample]]
+MakeBatch = Callable[[int], list[Sample]]
 """The samples of a step, counted from 0. A resumed run asks for later steps only, and gets the same ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatches:
     trainer: TrainerConfig
-    batch: Batch
+    batch: MakeBatch
     max_steps: int
     sentence: str
     """Sentence about the data."""
@@ -226,11 +226,11 @@ def _metrics(
     }
 
 
-def _batch_of(samples: Sequence[Sample], order: ExampleOrder, batch_size: int) -> Batch:
+def _batch_of(samples: Sequence[Sample], order: ExampleOrder, batch_size: int) -> MakeBatch:
     return lambda step: [samples[order[step * batch_size + i][1]] for i in range(batch_size)]
 
 
-def _fake_batch(fake: FakeData, vocab_size: int) -> Batch:
+def _fake_batch(fake: FakeData, vocab_size: int) -> MakeBatch:
     return lambda step: fake_samples(
         fake.batch_size,
         fake.seq_len,

@@ -10,7 +10,7 @@ from ductile.tasks.conversation import ChatTokenizer, as_written, end_of_turn, f
 from ductile.tasks.rows import conversation, read_rows
 from ductile.tasks.task import TaskError
 
-Message = Mapping[str, str]
+TextMessage = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def read_conversations(
 
 
 def tokenise(
-    tokenizer: ChatTokenizer, messages: Sequence[Message], loss_on: Literal["assistant", "all"] = "assistant"
+    tokenizer: ChatTokenizer, messages: Sequence[TextMessage], loss_on: Literal["assistant", "all"] = "assistant"
 ) -> tuple[list[int], list[bool]]:
     """(token ids, trained or not). The same tokens that a generator sees and samples, turn by turn; each completion
     ends as the chat template ends it. What follows the last completion is left out.

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ductile.kernels.dispatch import Run, packed_attention
+from ductile.kernels.dispatch import AttentionFunction, packed_attention
 from ductile.kernels.trees import Tree
 
 
@@ -39,7 +39,7 @@ class PackedAttention:
             start = tree.end
             if tree.end > tree.start:
                 self.trees.append(tree)
-        self._attend: Run | None = None
+        self._attend: AttentionFunction | None = None
         """How attention is computed in all layers; None until the first layer has chosen."""
         self.choice = ""
         """How attention is computed, in words; "" until the first layer has chosen."""

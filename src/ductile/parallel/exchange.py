@@ -55,9 +55,9 @@ class DirectReduceScatter(FreshMemory, ReduceScatter):
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"ranks on CPUs add their gradients up; {op} was asked for")
         parts, own = input_tensor.chunk(group.size()), group.rank()
-        terms = [part if rank == own else torch.empty_like(output_tensor) for rank, part in enumerate(parts)]
-        exchange(parts, terms, group)
-        first, second, *others = terms
+        addends = [part if rank == own else torch.empty_like(output_tensor) for rank, part in enumerate(parts)]
+        exchange(parts, addends, group)
+        first, second, *others = addends
         torch.add(first, second, out=output_tensor)
         for term in others:
             output_tensor.add_(term)

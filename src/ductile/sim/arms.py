@@ -21,7 +21,7 @@ PLACED = (BEST_STATIC, COLLOCATED)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ArmOutcome:
     name: str
     placement: Placement
     """Placement that the run began with."""
@@ -46,7 +46,7 @@ class Outcome:
         }
 
 
-def run_arms(scenario: Scenario, names: Sequence[str], *, stay: bool = False) -> Iterator[Outcome]:
+def run_arms(scenario: Scenario, names: Sequence[str], *, stay: bool = False) -> Iterator[ArmOutcome]:
     """The outcome of each arm, as soon as it is there. Dynamic arms begin where the best static one does, if that is
     among the arms before them; with `stay` where the scenario begins.
 
@@ -55,7 +55,7 @@ def run_arms(scenario: Scenario, names: Sequence[str], *, stay: bool = False) ->
     return _run_arms(scenario, [(name, None if name in PLACED else named(name)) for name in names], stay)
 
 
-def _run_arms(scenario: Scenario, arms: Sequence[tuple[str, Policy | None]], stay: bool) -> Iterator[Outcome]:
+def _run_arms(scenario: Scenario, arms: Sequence[tuple[str, Policy | None]], stay: bool) -> Iterator[ArmOutcome]:
     for name, policy in arms:
         if policy is not None:
             yield _run(name, scenario, policy)
@@ -102,8 +102,8 @@ def collocate(placement: Placement) -> Placement:
     return Placement(slots, slots, placement.score, "all slots hold both roles")
 
 
-def _run(name: str, scenario: Scenario, policy: Policy) -> Outcome:
+def _run(name: str, scenario: Scenario, policy: Policy) -> ArmOutcome:
     try:
-        return Outcome(name, scenario.placement, simulate(scenario, policy))
+        return ArmOutcome(name, scenario.placement, simulate(scenario, policy))
     except BadDecision as error:
         raise BadDecision(f"arm {name}: the policy cannot be used: {error}") from error

@@ -7,14 +7,14 @@ from ductile.config.simulate import SimulateConfig
 from ductile.core.cluster.placement import many
 from ductile.disk import write_whole
 from ductile.observe import write_json
-from ductile.sim.arms import Outcome, run_arms
+from ductile.sim.arms import ArmOutcome, run_arms
 from ductile.sim.configured import configured
 from ductile.sim.recording import read_recording
 from ductile.sim.scenario import Scenario
 from ductile.sim.timeline import causes, gantt, svg
 
 
-def compare(config: SimulateConfig) -> list[Outcome]:
+def compare(config: SimulateConfig) -> list[ArmOutcome]:
     """Prints a table and a picture of the last arm; writes `simulated.json` and an SVG of each arm to `output_dir`.
 
     Raises NoRecording, PlacementError, ImportPathError, BadDecision, OSError or ValueError, each with a sentence.
@@ -29,7 +29,7 @@ def compare(config: SimulateConfig) -> list[Outcome]:
     return outcomes
 
 
-def _run(scenario: Scenario, config: SimulateConfig) -> list[Outcome]:
+def _run(scenario: Scenario, config: SimulateConfig) -> list[ArmOutcome]:
     work = scenario.work
     running = run_arms(scenario, config.arms, stay=config.run is not None)
     print(
@@ -37,7 +37,7 @@ def _run(scenario: Scenario, config: SimulateConfig) -> list[Outcome]:
         f"{many(scenario.placement.num_slots, 'slot')}\n\n"
         f"{'arm':16}{'train':>9}{'generate':>10}{'wall':>11}{'speed':>8}{'idle':>8}{'switches':>10}  idle by cause"
     )
-    outcomes: list[Outcome] = []
+    outcomes: list[ArmOutcome] = []
     for outcome in running:
         outcomes.append(outcome)
         result, first = outcome.result, outcomes[0].result
@@ -50,7 +50,7 @@ def _run(scenario: Scenario, config: SimulateConfig) -> list[Outcome]:
     return outcomes
 
 
-def _write(folder: Path, outcomes: Sequence[Outcome]) -> None:
+def _write(folder: Path, outcomes: Sequence[ArmOutcome]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "simulated.json", {"arms": [outcome.as_json() for outcome in outcomes]})
     for outcome in outcomes:

@@ -150,15 +150,15 @@ def _row(lengths: Sequence[int], num_ranks: int, seq_len: int) -> tuple[list[int
 
     lengths: descending, in the unit of `seq_len`.
     """
-    ranks = [0] * num_ranks
+    filled = [0] * num_ranks
     done: list[int] = []
     for place, length in enumerate(lengths):
-        if ranks[0] and ranks[0] + length > seq_len:
+        if filled[0] and filled[0] + length > seq_len:
             # Shorter ones may still fit, but are as many as the next micro-step wants.
-            return done, [*lengths[place:]], max(ranks)
-        heapq.heapreplace(ranks, ranks[0] + length)
+            return done, [*lengths[place:]], max(filled)
+        heapq.heapreplace(filled, filled[0] + length)
         done.append(length)
-    return done, [], max(ranks)
+    return done, [], max(filled)
 
 
 def _versions(simulated: SimulatedRequest, num_blocks: int, block_tokens: int) -> tuple[int, ...]:

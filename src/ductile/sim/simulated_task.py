@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from ductile.records import Completion
 from ductile.roles import Task
 from ductile.tasks.conversation import Messages
-from ductile.tasks.grader import Graders, Reply, Verdict
+from ductile.tasks.grader import Graded, Graders, TaskReply
 
 
 class Blocks:
@@ -45,8 +45,8 @@ class NoGraders(Graders):
     def __init__(self) -> None:
         """No processes."""
 
-    async def reward(self, task: str, example: int, completion: Completion) -> Verdict:
-        return Verdict(0.0, {})
+    async def reward(self, task: str, example: int, completion: Completion) -> Graded:
+        return Graded(0.0, {})
 
-    async def reply(self, task: str, example: int, messages: Messages) -> Reply:
-        return Reply(None)
+    async def reply(self, task: str, example: int, messages: Messages) -> TaskReply:
+        return TaskReply(None)

@@ -39,7 +39,7 @@ from ductile.surrogates import ESCAPED
 from ductile.wire.sockets import remove_folder
 
 Say = Callable[[str], None]
-Entry = Callable[[dict[str, Any], Say], None]
+EntryPoint = Callable[[dict[str, Any], Say], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ def _live(request: dict[str, Any], say_fd: int) -> None:
             os.dup2(log_fd, 2)
             os.close(log_fd)
         module, _, function = request["entry"].partition(":")
-        entry: Entry = importlib.import_module(module).__dict__[function]
+        entry: EntryPoint = importlib.import_module(module).__dict__[function]
         entry(request["arguments"], lambda text: _say(say_fd, text))
         code = 0
     except BaseException as error:

@@ -23,10 +23,10 @@ from ductile.tasks.grader_log import appender
 from ductile.tasks.grader_protocol import (
     AskReply,
     AskReward,
+    GraderRequest,
     GradingFailed,
     MakeTasks,
     Replied,
-    Request,
     Scored,
     TasksMade,
 )
@@ -45,7 +45,7 @@ A = TypeVar("A", Scored, Replied)
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Graded:
     """What came of one call. With an `error` (a sentence) and its kind, there is no reward."""
 
     reward: float | None = None
@@ -56,7 +56,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class TaskReply:
     """What the environment says next; `messages` is None when it has nothing more to say."""
 
     messages: list[dict[str, str]] | None = None
@@ -110,20 +110,20 @@ class Graders:
         await asyncio.gather(*(worker.kill() for worker in list(self._workers)))
         self._workers.clear()
 
-    async def reward(self, task: str, example: int, completion: Completion) -> Verdict:
+    async def reward(self, task: str, example: int, completion: Completion) -> Graded:
         token_ids = completion.token_ids if task in self._want_token_ids else ()
         completion = replace(completion, text=mended(completion.text), token_ids=token_ids)
         scored = await self._ask(Scored, lambda number: AskReward(number, task, example, completion))
         if isinstance(scored, GradingFailed):
-            return Verdict(error=scored.error, failure=scored.failure)
-        return Verdict(scored.reward, scored.metrics)
+            return Graded(error=scored.error, failure=scored.failure)
+        return Graded(scored.reward, scored.metrics)
 
-    async def reply(self, task: str, example: int, messages: list[dict[str, str]]) -> Reply:
+    async def reply(self, task: str, example: int, messages: list[dict[str, str]]) -> TaskReply:
         messages = [{**message, "content": mended(message["content"])} for message in messages]
         replied = await self._ask(Replied, lambda number: AskReply(number, task, example, messages))
         if isinstance(replied, GradingFailed):
-            return Reply(error=replied.error, failure=replied.failure)
-        return Reply(replied.messages)
+            return TaskReply(error=replied.error, failure=replied.failure)
+        return TaskReply(replied.messages)
 
     async def _ask(self, wanted: type[A], request: Callable[[int], AskReward | AskReply]) -> A | GradingFailed:
         """The reply, or the failure with a whole sentence as its error."""
@@ -147,7 +147,7 @@ class Graders:
         return GradingFailed(reply.number, sentence, reply.failure)
 
     async def _call(
-        self, worker: GraderWorker | None, wanted: type[A], request: Callable[[int], Request]
+        self, worker: GraderWorker | None, wanted: type[A], request: Callable[[int], GraderRequest]
     ) -> A | GradingFailed:
         """Ends by itself when its caller is cancelled, too: the worker is free again, or lost."""
         try:

@@ -29,10 +29,10 @@ from ductile.tasks.grader_protocol import (
     AskReply,
     AskReward,
     GraderReply,
+    GraderRequest,
     GradingFailed,
     MakeTasks,
     Replied,
-    Request,
     Scored,
     TasksMade,
     decode_request,
@@ -65,7 +65,7 @@ class Grader:
         self._timeout_s = 0.0
         self._runner: asyncio.Runner | None = None
 
-    def reply(self, request: Request) -> GraderReply:
+    def reply(self, request: GraderRequest) -> GraderReply:
         try:
             return self._execute(request)
         except TaskError as error:
@@ -74,12 +74,12 @@ class Grader:
             hint = "" if self._has_network or not _wanted_network(error) else (
                 "; rewards have no network: orchestrator.graders.network = true gives them one"
             )  # fmt: skip
-            told = "".join(traceback.format_exception(error))
+            trace = "".join(traceback.format_exception(error))
             return GradingFailed(
-                request.number, sayable(f"raised {error_with_place(error)}{hint}"), "raised", sayable(told, 8000)
+                request.number, sayable(f"raised {error_with_place(error)}{hint}"), "raised", sayable(trace, 8000)
             )
 
-    def _execute(self, request: Request) -> GraderReply:
+    def _execute(self, request: GraderRequest) -> GraderReply:
         match request:
             case MakeTasks():
                 return self._make(request)
@@ -149,7 +149,7 @@ def _outlast_signals_to_groups() -> None:
     )
 
 
-def _requests(stream: BinaryIO) -> Iterator[Request]:
+def _requests(stream: BinaryIO) -> Iterator[GraderRequest]:
     """Read in a side thread: when the orchestrator goes away the process ends at once, also inside a hung reward.
 
     Rewards run in the main thread, as some of them set alarms.

@@ -40,7 +40,7 @@ class AskReply(msgspec.Struct, tag=True, frozen=True):
     messages: list[dict[str, str]]
 
 
-Request = MakeTasks | AskReward | AskReply
+GraderRequest = MakeTasks | AskReward | AskReply
 
 
 class TasksMade(msgspec.Struct, tag=True, frozen=True):
@@ -76,7 +76,7 @@ class GradingFailed(msgspec.Struct, tag=True, frozen=True):
 GraderReply = TasksMade | Scored | Replied | GradingFailed
 
 encode = msgspec.json.Encoder().encode
-decode_request = msgspec.json.Decoder(Request).decode
+decode_request = msgspec.json.Decoder(GraderRequest).decode
 decode_reply = msgspec.json.Decoder(GraderReply).decode
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from ductile.config.orchestrator import GradersConfig
 from ductile.records import RewardFailure
-from ductile.tasks.grader_protocol import MAX_LINE_BYTES, GraderReply, Request, decode_reply, encode
+from ductile.tasks.grader_protocol import MAX_LINE_BYTES, GraderReply, GraderRequest, decode_reply, encode
 from ductile.tasks.keeper import LEAVE
 
 LEAVE_TIMEOUT_S = 5.0
@@ -82,7 +82,7 @@ class GraderWorker:
         self._next += 1
         return self._next
 
-    async def ask(self, request: Request, timeout_s: float) -> GraderReply:
+    async def ask(self, request: GraderRequest, timeout_s: float) -> GraderReply:
         """Raises WorkerLost when there is no reply in time, or never will be."""
         line = encode(request) + b"\n"
         try:

@@ -15,7 +15,7 @@ from ductile.surrogates import mended
 from ductile.tasks.chat_template import ChatTemplate, ChatTemplateError
 from ductile.tasks.conversation import ApplyTemplate, after_completion
 
-Message = Mapping[str, Any]
+ChatTurn = Mapping[str, Any]
 
 
 class TokenizerError(Exception):
@@ -75,7 +75,7 @@ class Tokenizer:
         """Ids that the vocabulary does not have (a model may be padded beyond it) decode to nothing."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
+    def render_chat(self, messages: Sequence[ChatTurn], add_generation_prompt: bool = True, **variables: Any) -> str:
         """The text of a conversation. `variables` are further template variables: `enable_thinking=False`."""
         if self._chat_template is None:
             raise TokenizerError(
@@ -92,7 +92,7 @@ class Tokenizer:
             raise TokenizerError(f"the chat template of {self._source} refuses the messages: {error}") from error
 
     def apply_chat_template(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
+        self, messages: Sequence[ChatTurn], add_generation_prompt: bool = True, **variables: Any
     ) -> list[int]:
         """The tokens of a conversation. The template writes the special tokens, so none are added here."""
         return self.encode(self.render_chat(messages, add_generation_prompt, **variables), add_special_tokens=False)

@@ -100,8 +100,8 @@ class TrainRole:
                     checkpoint.load_state(self._live, path)
             case ExportModel(path=path, dtype=dtype):
                 self._export(path, dtype)
-            case Prepare(change=change):
-                self._prepare(change)
+            case Prepare(order=order):
+                self._prepare(order)
             case Ready(epoch=epoch):
                 return Readiness(self._change(epoch).is_ready)
             case Freeze(epoch=epoch, with_gradient=with_gradient):

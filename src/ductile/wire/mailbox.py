@@ -29,7 +29,7 @@ from ductile.wire.messages import (
 Outcome = Reply | SlotLost | Late | Refused
 """What became of one command: its reply, or why there is none."""
 
-Listener = Callable[[int, Event], None]
+SlotListener = Callable[[int, Event], None]
 Watcher = Callable[[int, str], None]
 
 
@@ -75,7 +75,7 @@ class Mailbox:
         self._clock, self._on_error = clock, on_error
         self._sequence = itertools.count(1)
         self._pending: dict[int, _PendingReply] = {}
-        self._listeners: list[Listener] = []
+        self._listeners: list[SlotListener] = []
         self._watchers: list[Watcher] = []
         transport.listen(self._deliver)
 
@@ -136,7 +136,7 @@ class Mailbox:
             for task, slot in asked.items()
         }
 
-    def subscribe(self, listener: Listener) -> Callable[[], None]:
+    def subscribe(self, listener: SlotListener) -> Callable[[], None]:
         """Have `listener(slot, event)` called for every event, `Died` included. Returns how to end that."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
@@ -211,7 +211,7 @@ class Mailbox:
         for listener in self._listeners:
             asyncio.get_running_loop().call_soon(self._call, listener, slot, event)
 
-    def _call(self, listener: Listener, slot: int, event: Event) -> None:
+    def _call(self, listener: SlotListener, slot: int, event: Event) -> None:
         try:
             listener(slot, event)
         except Exception as error:

@@ -66,10 +66,10 @@ def pack(samples: Sequence[Sample], num_ranks: int, seq_len: int, cost: Cost | N
                 f"sampling's max_tokens"
             )
     dearest_first = sorted(samples, key=len, reverse=True)
-    together, apart = _families(dearest_first, seq_len), [[sample] for sample in dearest_first]
+    grouped, apart = _families(dearest_first, seq_len), [[sample] for sample in dearest_first]
     rows = -(-_num_bins_needed(dearest_first, seq_len) // num_ranks)
     while True:
-        for families in (together, apart):
+        for families in (grouped, apart):
             bins = _fill(families, rows * num_ranks, seq_len, cost)
             if bins is not None:
                 _even_out(bins, cost)

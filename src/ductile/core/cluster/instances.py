@@ -42,8 +42,8 @@ class Instance:
 
 def instance_on(role: Serving, slots: tuple[int, ...], birth: int = 0) -> Instance:
     """The instance that begins on these slots in the change of this number; 0 is the start of the run."""
-    life = f".{birth}" if birth else ""
-    return Instance(InstanceId(f"{NOUNS[role]}-{compact(slots)}{life}"), role, slots)
+    suffix = f".{birth}" if birth else ""
+    return Instance(InstanceId(f"{NOUNS[role]}-{compact(slots)}{suffix}"), role, slots)
 
 
 def slot_groups(first: Sequence[int], others: Iterable[int], size: int) -> tuple[tuple[int, ...], ...]:

@@ -43,7 +43,7 @@ class Span:
         return self.end_s - self.start_s
 
 
-Entry = tuple[Activity, IdleCause | None]
+LedgerKey = tuple[Activity, IdleCause | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class SlotLedger:
     opened_s: float = 0.0
     cause: IdleCause | None = "start_up"
     """Why the slot is idle; None while it is not."""
-    entries: tuple[tuple[Entry, float], ...] = ()
+    entries: tuple[tuple[LedgerKey, float], ...] = ()
     """Seconds of closed spans, one number for each activity and cause."""
 
     @staticmethod
@@ -75,7 +75,7 @@ class SlotLedger:
         entries = tuple(self.seconds(now_s).items())
         return replace(self, activity=activity, cause=because, since_s=now_s, entries=entries)
 
-    def seconds(self, now_s: float) -> dict[Entry, float]:
+    def seconds(self, now_s: float) -> dict[LedgerKey, float]:
         """Seconds by activity and cause until `now_s`; their sum is `now_s - opened_s`."""
         seconds = dict(self.entries)
         now = (self.activity, self.cause)
@@ -149,7 +149,7 @@ class Ledger:
         """Idle seconds by cause, all slots together."""
         return _by_cause(self._seconds(now_s))
 
-    def _seconds(self, now_s: float) -> dict[Entry, float]:
+    def _seconds(self, now_s: float) -> dict[LedgerKey, float]:
         return _added(
             entry
             for slot, account in self._accounts.items()
@@ -184,19 +184,19 @@ def idle_cause(
     return "waiting_for_batch" if "train" in roles else "queue_empty"
 
 
-def _added(entries: Iterable[tuple[Entry, float]]) -> dict[Entry, float]:
-    total: dict[Entry, float] = {}
+def _added(entries: Iterable[tuple[LedgerKey, float]]) -> dict[LedgerKey, float]:
+    total: dict[LedgerKey, float] = {}
     for entry, seconds in entries:
         total[entry] = total.get(entry, 0.0) + seconds
     return total
 
 
-def _by_activity(seconds: Mapping[Entry, float]) -> dict[Activity, float]:
+def _by_activity(seconds: Mapping[LedgerKey, float]) -> dict[Activity, float]:
     totals: dict[Activity, float] = {}
     for (activity, _), spent_s in seconds.items():
         totals[activity] = totals.get(activity, 0.0) + spent_s
     return totals
 
 
-def _by_cause(seconds: Mapping[Entry, float]) -> dict[IdleCause, float]:
+def _by_cause(seconds: Mapping[LedgerKey, float]) -> dict[IdleCause, float]:
     return {cause: spent_s for (_, cause), spent_s in seconds.items() if cause is not None}

@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import Literal
 
 Role = Literal["train", "generate", "score"]
-Entry = str | int | Sequence[str | int]
+SlotsGiven = str | int | Sequence[str | int]
 
 ROLES: dict[str, Role] = {
     "actor": "train",
@@ -80,7 +80,7 @@ class PlacementError(ValueError):
 
 
 def place(
-    entries: Mapping[str, Entry] | None,
+    entries: Mapping[str, SlotsGiven] | None,
     *,
     num_train: int = 1,
     num_generate: int = 1,
@@ -111,7 +111,7 @@ def place(
     return placement
 
 
-def _from_entries(entries: Mapping[str, Entry], num_wanted: int) -> Placement:
+def _from_entries(entries: Mapping[str, SlotsGiven], num_wanted: int) -> Placement:
     violations: list[str] = []
     named: dict[Role, str] = {}
     slots: dict[str, tuple[int, ...] | None] = {}
@@ -147,11 +147,11 @@ def _from_entries(entries: Mapping[str, Entry], num_wanted: int) -> Placement:
     return Placement(by_role.get("train", ()), by_role.get("generate", ()), by_role.get("score", ()), reason)
 
 
-def _is_all(entry: Entry) -> bool:
+def _is_all(entry: SlotsGiven) -> bool:
     return isinstance(entry, str) and entry.strip().lower() == "all"
 
 
-def _slots(names: str, entry: Entry) -> tuple[int, ...]:
+def _slots(names: str, entry: SlotsGiven) -> tuple[int, ...]:
     """`"0-1,3"`, `3` or `[0, "1-2"]` as slot numbers, ascending."""
     words = [str(item) for item in entry] if not isinstance(entry, str | int) else str(entry).split(",")
     violations: list[str] = []

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ductile.core.layout.holdings import Shape
-from ductile.core.layout.sharding import Run, chunk
+from ductile.core.layout.sharding import IndexRun, chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Cut:
     """DTensor's `split_factor`: strips of the dim, each of which is cut into chunks."""
 
 
-def held_runs(shape: Shape, cuts: Sequence[Cut], local_shape: Shape) -> list[list[Run]]:
+def held_runs(shape: Shape, cuts: Sequence[Cut], local_shape: Shape) -> list[list[IndexRun]]:
     """The runs of each dim that a rank holds, cuts given from the first mesh axis to the last.
 
     Raises `ValueError` when the local tensor has another shape than the cuts leave.
@@ -58,16 +58,16 @@ def _as_made(cuts: Sequence[Cut]) -> list[Cut] | None:
     return order
 
 
-def _apply(shape: Shape, cuts: Sequence[Cut]) -> tuple[Shape, list[list[Run]]]:
+def _apply(shape: Shape, cuts: Sequence[Cut]) -> tuple[Shape, list[list[IndexRun]]]:
     extents = list(shape)
-    dims: list[list[Run]] = [[(0, 0, length)] if length else [] for length in shape]
+    dims: list[list[IndexRun]] = [[(0, 0, length)] if length else [] for length in shape]
     for cut in cuts:
         extents[cut.dim], dims[cut.dim] = _strips(extents[cut.dim], dims[cut.dim], cut)
     return tuple(extents), [_joined(runs) for runs in dims]
 
 
-def _strips(extent: int, runs: list[Run], cut: Cut) -> tuple[int, list[Run]]:
-    kept: list[Run] = []
+def _strips(extent: int, runs: list[IndexRun], cut: Cut) -> tuple[int, list[IndexRun]]:
+    kept: list[IndexRun] = []
     length = 0
     for strip in range(cut.strips):
         part, inside = chunk(*chunk(extent, runs, cut.strips, strip), cut.size, cut.coordinate)
@@ -76,9 +76,9 @@ def _strips(extent: int, runs: list[Run], cut: Cut) -> tuple[int, list[Run]]:
     return length, kept
 
 
-def _joined(runs: list[Run]) -> list[Run]:
+def _joined(runs: list[IndexRun]) -> list[IndexRun]:
     """Runs that follow each other on both sides become one."""
-    joined: list[Run] = []
+    joined: list[IndexRun] = []
     for position, local, length in runs:
         if joined and (position, local) == (joined[-1][0] + joined[-1][2], joined[-1][1] + joined[-1][2]):
             joined[-1] = (*joined[-1][:2], joined[-1][2] + length)

@@ -21,7 +21,7 @@ import numpy as np
 from ductile.core.layout.holdings import Holdings, Shape, row_major
 from ductile.core.layout.mesh import Mesh
 
-Run = tuple[int, int, int]
+IndexRun = tuple[int, int, int]
 """(global start, local start, length) of indices of a dim that follow each other both in the tensor and in a slot's
 part."""
 
@@ -82,7 +82,7 @@ def place(
     return Holdings(shape, owners[order], start, stop, offset[:, 0], strides, buffer, tuple(sorted(sizes)))
 
 
-def _row(runs: tuple[Run, ...], strides: Shape) -> tuple[int, ...]:
+def _row(runs: tuple[IndexRun, ...], strides: Shape) -> tuple[int, ...]:
     """start, stop and strides of every dim, then the offset."""
     start = tuple(position for position, _, _ in runs)
     stop = tuple(position + length for position, _, length in runs)
@@ -91,10 +91,10 @@ def _row(runs: tuple[Run, ...], strides: Shape) -> tuple[int, ...]:
 
 def _runs(
     shape: Shape, mesh: Mesh, shards: Sequence[Shard], coordinates: tuple[int, ...]
-) -> tuple[Shape, list[list[Run]]]:
+) -> tuple[Shape, list[list[IndexRun]]]:
     """A slot's local shape, and the runs of each dim that are data."""
     extents = list(shape)
-    dims: list[list[Run]] = [[(0, 0, length)] for length in shape]
+    dims: list[list[IndexRun]] = [[(0, 0, length)] for length in shape]
     for shard, coordinate in zip(shards, coordinates, strict=True):
         size, dim = mesh.size(shard.axes), shard.dim
         if shard.parts:
@@ -104,11 +104,11 @@ def _runs(
     return tuple(extents), dims
 
 
-def _split(parts: tuple[tuple[int, int], ...], size: int, coordinate: int) -> tuple[int, list[Run]]:
+def _split(parts: tuple[tuple[int, int], ...], size: int, coordinate: int) -> tuple[int, list[IndexRun]]:
     lead = max(units for _, units in parts)
     chunk = -(-lead // size)
     low, high = min(coordinate * chunk, lead), min((coordinate + 1) * chunk, lead)
-    runs: list[Run] = []
+    runs: list[IndexRun] = []
     base = local = 0
     for length, units in parts:
         if low < high:
@@ -120,11 +120,11 @@ def _split(parts: tuple[tuple[int, int], ...], size: int, coordinate: int) -> tu
     return local, runs
 
 
-def chunk(extent: int, runs: list[Run], size: int, coordinate: int) -> tuple[int, list[Run]]:
+def chunk(extent: int, runs: list[IndexRun], size: int, coordinate: int) -> tuple[int, list[IndexRun]]:
     """Chunk number `coordinate` of `size`, cut like `torch.chunk`: its length, and what it has of the runs."""
     length = -(-extent // size)
     low, high = min(coordinate * length, extent), min((coordinate + 1) * length, extent)
-    kept: list[Run] = []
+    kept: list[IndexRun] = []
     for position, local, count in runs:
         start, stop = max(low, local), min(high, local + count)
         if start < stop:

@@ -7,10 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from ductile.core.cluster.cost import SwitchCosts
+from ductile.core.cluster.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
+from ductile.core.cluster.instances import InstanceId, instance_on
 from ductile.core.cluster.orders import roles_after, violations
+from ductile.core.cluster.placement import Placement
 from ductile.core.cluster.policies.model import Model
-from ductile.core.cluster.state import Limits
+from ductile.core.cluster.state import BatchProgress, ClusterState, Lengths, Limits, SlotState, TrainerState, Unfinished
+from ductile.core.layout.parallel_layout import ParallelLayout
 from tests.core.cluster.scenes import COSTS, id_on, scene
 
 BOTH = ("train", "generate")
@@ -153,3 +156,23 @@ def test_scorers_come_back_for_what_was_generated_while_they_trained(trained):
     assert [(move.slot, move.after) for move in decision.moves] == [(3, ("score",))]
     assert decision.reason.endswith("rollouts wait for their scores")
     assert not Model().decide(scene(**away, trained=trained)).moves, "nothing waits for them"
+
+
+def test_that_all_generate_is_not_ordered_where_it_would_be_undone_at_once():
+    """Two slots generate apart from the pool's, one trains: letting generators end one by one is as good as waiting."""
+    roles = [("generate",), (), ("train",), ("generate",), ("generate",), ("generate",)]
+    state = ClusterState(
+        now_s=100.0,
+        slots=tuple(SlotState(slot, held, 100.0 if slot > 1 else 0.0, slot > 1) for slot, held in enumerate(roles)),
+        batch=BatchProgress(step=3, num_rollouts=64, group_size=2, to_start=56, num_updates=1, steps_left=1),
+        trainer=TrainerState(ParallelLayout.of((2,)), held=True, seq_len=512),
+        speeds=Speeds(DecodeSpeed(0.01, 0.001, 0.0), 10_000, TrainSpeed(1000, 0.02, 0.01), optim_s=0.1, publish_s=0.1),
+        costs=SwitchCosts(resize_s=0.3, assign_s=0.2, release_s=0.05),
+        home=Placement((0, 1, 2, 3), (4, 5), (), ""),
+        limits=Limits(max_num_seqs=6, may_share=True),
+        instances=tuple(instance_on("generate", (slot,)) for slot in (0, 3, 4, 5)),
+        unfinished=(Unfinished("0/0", InstanceId("generator-0"), 100, 321, 1000, "0"),),
+        lengths=Lengths((167,), (), 100.0),
+        max_tokens=1000,
+    )
+    assert Model().decide(state).orders == ()

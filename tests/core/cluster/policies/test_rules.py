@@ -51,7 +51,7 @@ def test_what_it_says_is_what_it_does():
     state = scene({"actor": 0, "rollout": "1-3"}, running={1: [9] * 6, 2: [5, 5, 5], 3: [9] * 5}, trained=10)
     decision = Rules().decide(state)
     assert decision.reason == (
-        "slot 2 generate → train: 3 rollouts left, handed to generator-1, generator-3; 14 rollouts to generate, "
+        "slot 2 generate → train: 3 rollouts left, migrated to generator-1, generator-3; 14 rollouts to generate, "
         "2 generators needed"
     )
     assert {order.id for order in decision.migrations} == {"2/0", "2/1", "2/2"}

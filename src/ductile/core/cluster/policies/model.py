@@ -111,13 +111,19 @@ class Model:
             first[ALL] = len(rows)
             all_generate = arrangements.most + external, 0
             rows += _futures(state, todo, arrangements, counts, all_generate, arrangements.everybody_delays_s())
+        stays = len(rows)
+        if ALL in first and trainers:
+            kept = max(1, now + external)
+            rows += [(kept, trainers, np.inf, kept, 0.0, fill, 0.0, 0.0) for fill in FILLS]
         if not first:
             return None
         finish_s = forecast(state, todo, Plans(*np.array(rows, float).T), num_slots)
         never_s, later_s = float(finish_s[0]), float(finish_s[:num_stays].min())
+        # All generating is compared with letting generators end one by one as well: else it would be undone at once.
+        fewer_s = float(finish_s[[int(finish_s[:num_stays].argmin()), *range(stays, len(rows))]].min())
         if not now + external:
-            never_s = later_s = float("inf")
-        last = dict(zip(first, [*[*first.values()][1:], len(rows)], strict=True))
+            never_s = later_s = fewer_s = float("inf")
+        last = dict(zip(first, [*[*first.values()][1:], stays], strict=True))
         best: tuple[int, Prediction] | None = None
         for count, start in first.items():
             go_s = float(finish_s[start : last[count]].min())
@@ -125,7 +131,7 @@ class Model:
             # Generators can always get fewer later: doing so now is compared with never, as long as later is not
             # better. Getting more is compared with the best that can be made of what there is. Both together cannot go
             # in circles.
-            stay_s = never_s if ALL < count < now else later_s
+            stay_s = fewer_s if count == ALL else never_s if count < now else later_s
             least_s = self.caution * cost_s + self.margin * min(stay_s, go_s)
             if _changed_lately(state, self.patience):
                 least_s *= 2
@@ -188,18 +194,18 @@ def _decision(
 ) -> Decision:
     if count == ALL:
         count, roles = arrangements.most, arrangements.everybody()
-        hold = state.batch.missing > 0
+        pauses = state.batch.missing > 0
     else:
         roles = arrangements.split(count)
         # A trainer that waits goes on waiting until it has its new slots: a micro-step would only delay them.
-        hold = state.trainer.held and arrangements.resizes(count)
+        pauses = state.trainer.held and arrangements.resizes(count)
     generators = arrangements.generators(count)
     orders = change(state, roles, generators)
     if count > arrangements.num_generators and not state.batch.to_start:
         there = generators_on(instances_after(state, Decision(orders)), generators)
         orders = (*orders, *spread(state, there, remaining))
-    alone = "" if orders else WAITS if hold else "training goes on"
-    return Decision(orders, sentence(orders, alone, _figures(prediction)), hold, prediction, topic=alone)
+    alone = "" if orders else WAITS if pauses else "training goes on"
+    return Decision(orders, sentence(orders, alone, _figures(prediction)), pauses, prediction, topic=alone)
 
 
 def _pool(state: ClusterState) -> tuple[int, ...]:
@@ -225,8 +231,8 @@ def _even_out(
     """A decision that leaves the roles as they are and evens out what generators have before them, where that pays."""
     decode = state.speeds.decode
     # Where train slots generate too, a micro-step would stop their sequences: it was found not to be worth that.
-    hold = may_wait and arrangements.shared and state.batch.missing > 0
-    stay = Decision(reason=WAITS if hold else "", hold_training=hold)
+    pauses = may_wait and arrangements.shared and state.batch.missing > 0
+    stay = Decision(reason=WAITS if pauses else "", hold_training=pauses)
     generators = arrangements.working
     before = {name: arrangements.tokens_left[name] for name in generators}
     if state.batch.to_start or not before:
@@ -253,7 +259,7 @@ def _even_out(
     if stay_s - go_s <= cost_s + 5 * margin * stay_s:
         return stay
     prediction = Prediction(stay_s, go_s, cost_s)
-    return Decision(migrations, sentence(migrations, _figures(prediction)), hold, prediction)
+    return Decision(migrations, sentence(migrations, _figures(prediction)), pauses, prediction)
 
 
 def _changed_lately(state: ClusterState, patience: float) -> bool:
