@@ -9,7 +9,7 @@ TORCH_CPU ?= torch==2.13.0+cpu
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP = $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: setup quickstart check format test test-fast endings figures gpu clean
+.PHONY: setup quickstart check format test test-fast endings chaos figures gpu clean
 
 setup: .venv/.installed
 
@@ -55,6 +55,11 @@ gpu:
 # 500 endings in virtual time and 40 with real processes and signals; about a quarter of an hour on two cores.
 endings: setup
 	ENDINGS_VIRTUAL=500 ENDINGS_REAL=40 $(BIN)/python -m pytest tests/end_to_end/test_endings.py -q -s
+
+# 60 runs whose generators and scorers are killed at random moments, and 30 whose slots are killed or stopped while they change
+# roles: about half an hour on two cores.
+chaos: setup
+	KILL_TRIALS=60 CHAOS_TRIALS=10 $(BIN)/python -m pytest tests/end_to_end/test_kills.py tests/end_to_end/test_chaos.py -q -rA
 
 # Every benchmark but gpu.py, each to its file in benchmarks/results, then the tables of README and docs: about two hours on
 # two cores with nothing else at work. The peers come with the extra `bench`.

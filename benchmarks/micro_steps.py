@@ -20,6 +20,7 @@ from ductile.core.batch.packing import pack
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.launch.local import LocalCluster
 from ductile.loop.sft_data import fake_samples
+from ductile.wire.deadlines import Deadlines
 from ductile.wire.fanout import ask_each, assign_role
 from ductile.wire.messages import ForwardBackward, ForwardBackwardDone
 from ductile.wire.trainer import RemoteTrainer
@@ -47,7 +48,7 @@ async def measure(slots: int, rows: int, hidden: int, rounds: int, folder: Path)
         settings = config.model_dump(mode="json")
         layout = ParallelLayout.of(members)
         await assign_role(cluster.mailbox, "train", settings, [layout], DEADLINE_S, cluster.rendezvous)
-        trainer = RemoteTrainer(cluster.mailbox, layout, DEADLINE_S)
+        trainer = RemoteTrainer(cluster.mailbox, layout, Deadlines.same(DEADLINE_S))
 
         async def at_once() -> None:
             packed = pack(samples, slots, SEQ_LEN)

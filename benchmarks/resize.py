@@ -33,6 +33,7 @@ from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.launch.local import LocalCluster
 from ductile.records import Sample
+from ductile.wire.deadlines import Deadlines
 from ductile.wire.fanout import assign_role
 from ductile.wire.trainer import RemoteTrainer
 from ductile.wire.transaction import ResizeOptions, Transaction
@@ -86,7 +87,7 @@ class Live:
     async def assign(self, members: Sequence[int]) -> None:
         layout = ParallelLayout.of(members)
         await assign_role(self.cluster.mailbox, "train", self.settings, [layout], TIMEOUT_S, self.cluster.rendezvous)
-        self.trainer = RemoteTrainer(self.cluster.mailbox, layout, TIMEOUT_S)
+        self.trainer = RemoteTrainer(self.cluster.mailbox, layout, Deadlines.same(TIMEOUT_S))
 
     async def half_a_batch(self) -> float:
         began_s = time.perf_counter()

@@ -14,6 +14,7 @@ from ductile.core.cluster.instances import Instance, instance_on
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.launch.local import LocalCluster
 from ductile.records import GenerateRequest, Sample, Sampling
+from ductile.wire.deadlines import Deadlines
 from ductile.wire.fanout import assign_role
 from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.leases import WeightLeases
@@ -53,7 +54,7 @@ class Slots:
     async def train(self, members: Sequence[int]) -> RemoteTrainer:
         layout = ParallelLayout.of(members)
         await assign_role(self.mailbox, "train", self.train_settings, [layout], TIMEOUT_S, self.cluster.rendezvous)
-        return RemoteTrainer(self.mailbox, layout, TIMEOUT_S)
+        return RemoteTrainer(self.mailbox, layout, Deadlines.same(TIMEOUT_S))
 
     async def generate(self, slots: Sequence[int], trainer: RemoteTrainer) -> RemoteGenerators:
         """Generators without weights: their first are those that are published first."""
@@ -61,7 +62,7 @@ class Slots:
             joining = AssignRole("generate", self.generate_settings, ParallelLayout.of((slot,)), joining=True)
             await self.mailbox.ask(slot, joining, TIMEOUT_S)
         leases = WeightLeases(self.mailbox, trainer, TIMEOUT_S)
-        return RemoteGenerators(self.mailbox, map(generator_on, slots), 8, 16, TIMEOUT_S, leases=leases)
+        return RemoteGenerators(self.mailbox, map(generator_on, slots), 8, 16, Deadlines.same(TIMEOUT_S), leases=leases)
 
     async def half_a_batch(self, trainer: RemoteTrainer) -> None:
         """A micro-batch for every rank."""

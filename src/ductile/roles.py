@@ -1,31 +1,86 @@
 """What the loop may ask of the others. Across processes `wire.trainer`, `wire.fleet` and `wire.scorer` implement
 these; tests do in memory.
 
-Every call either returns or raises within its deadline: `SlotLost` when a process died, `Late` when it did not reply.
+Every call either returns or raises a `Failure` within its deadline: `SlotLost` when a process died, `Late` when it did
+not reply.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.records import GenerateRequest, Generation, Manifest, Sample, StepReport
 
+Scope = Literal["request", "instance", "slot", "run"]
 
-class SlotLost(Exception):
+
+class Failure(Exception):
+    """A failure that callers decide about by its class; the text is a sentence for people.
+
+    A slot's failure crosses the wire as its code (`ductile.wire.messages.Failed`): both sides have the same class.
+    """
+
+    code: ClassVar[str]
+    """Name of the class for programs; events have it."""
+    retryable: ClassVar[bool] = False
+    """The same may be asked again, of another instance or later: nothing that it needs is lost."""
+    scope: ClassVar[Scope] = "run"
+    """What has failed; all that is beyond it is well."""
+
+
+class SlotLost(Failure):
     """A slot's process is gone. The text is a sentence: which slot, which role, what it did, how it ended."""
 
+    code, retryable, scope = "slot_lost", True, "slot"
 
-class Late(Exception):
+
+class Late(Failure):
     """A deadline passed. The text says who was asked for what, and how long we waited."""
 
+    code, scope = "late", "instance"
 
-class Refused(Exception):
+
+class Refused(Failure):
     """A slot replied with an error. The text is the slot's sentence; `__notes__` has its traceback."""
 
+    code, scope = "refused", "request"
 
-class CustomCodeFailed(Exception):
+
+class NotTaken(Refused):
+    """An instance takes no requests at the moment: it has no weights, is about to leave, or is gone."""
+
+    code, retryable, scope = "not_taken", True, "instance"
+
+
+class OutOfMemory(Refused):
+    """A slot has no memory for what it was asked."""
+
+    code, scope = "out_of_memory", "slot"
+
+
+class StaleEpoch(Refused):
+    """A command is from before the latest change of membership."""
+
+    code = "stale_epoch"
+
+
+class StateKept(Refused):
+    """A train slot failed at a command that changes no state, such as saving it, and its state is whole."""
+
+    code, retryable = "state_kept", True
+
+
+REFUSALS: dict[str, type[Refused]] = {
+    each.code: each for each in (Refused, NotTaken, OutOfMemory, StaleEpoch, StateKept)
+}
+"""Classes of what a slot replies instead of a result, by code."""
+
+
+class CustomCodeFailed(Failure):
     """A function of the user's raised, or returned what is of no use. The text names its key, and what and where."""
+
+    code = "custom_code"
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,8 +74,20 @@ def _send_group(signum: signal.Signals) -> Callable[[Run], None]:
     return lambda run: os.killpg(run.process.pid, signum)
 
 
+def _kill_trainer(run: Run) -> None:
+    os.kill(run.pid_of("train"), signal.SIGKILL)
+
+
 def _kill_slot(role: str) -> Callable[[Run], None]:
-    return lambda run: os.kill(run.pid_of(role), signal.SIGKILL)
+    """The run goes on without it, and with it again, unless a policy has it train by then; Ctrl-C ends the run."""
+
+    def kill(run: Run) -> None:
+        os.kill(run.pid_of(role), signal.SIGKILL)
+        while run.process.poll() is None and not (run.events("slot_restarted") or TRAINED_TOO.search(run.said())):
+            time.sleep(0.01)
+        run.process.send_signal(signal.SIGINT)
+
+    return kill
 
 
 def _kill(pid_of: Callable[[Run], int]) -> Callable[[Run], None]:
@@ -104,11 +116,11 @@ STRIKES: dict[str, tuple[Callable[[Run], None], int]] = {
     "SIGTERM to the group": (_send_group(signal.SIGTERM), 130),
     "SIGHUP to the group": (_send_group(signal.SIGHUP), 130),
     "terminal lost": (_lose_terminal, 130),
-    "kill -9 of generate": (_kill_slot("generate"), 1),
-    "kill -9 of score": (_kill_slot("score"), 1),
+    "kill -9 of generate": (_kill_slot("generate"), 130),
+    "kill -9 of score": (_kill_slot("score"), 130),
     "kill -9 of the store": (_kill(_store), 1),
     "kill -9 of a grader": (_kill_grader, 130),
-    "kill -9 of train": (_kill_slot("train"), 1),
+    "kill -9 of train": (_kill_trainer, 1),
     "kill -9 of the process server": (_kill(_process_server), 1),
     "kill -9 of the orchestrator": (_send(signal.SIGKILL), KILLED_SILENTLY),
     "disk full": (lambda run: None, 1),
@@ -143,7 +155,8 @@ def _end_and_go_on(ending: Ending, config: Path, start: Any, mend: Callable[[], 
         time.sleep(ending.delay_s)
     before = checkpointed_steps(life.folder)
     strike(life)
-    assert life.ends(ENDS_WITHIN_S) == code, life.said()
+    ended = life.ends(ENDS_WITHIN_S)
+    assert ended == (1 if ended == 1 and TRAINED_TOO.search(life.said()) else code), life.said()
     saved, trained = checkpointed_steps(life.folder), life.metrics()[-1]["step"]
     assert not before or before[-1] in saved or (len(saved) == KEPT and saved[0] > before[-1]), (before, saved)
     if ending.kind in TRAINER_LOST or TRAINED_TOO.search(life.said()):

@@ -49,6 +49,24 @@ def kill_slot(role: str):
     return end
 
 
+def lose_slot(role: str):
+    """The run goes on, with the slot again: it ends when it is asked to."""
+
+    def end(life: Run) -> None:
+        pid = life.pid_of(role)
+        os.kill(pid, signal.SIGKILL)
+        life.until(lambda: life.events("slot_restarted"))
+        [lost], [restarted] = life.events("slot_lost"), life.events("slot_restarted")
+        assert f"({role}, pid {pid}) was killed by SIGKILL while" in lost["sentence"]
+        assert (restarted["slot"], restarted["roles"]) == (lost["slot"], [role])
+        life.until_step(life.metrics()[-1]["step"] + 2)
+        life.process.send_signal(signal.SIGINT)
+        assert life.ends() == 130
+        assert life.metrics()[-1]["groups_dropped"] == 0
+
+    return end
+
+
 def kill_orchestrator(life: Run) -> None:
     pids = [life.process.pid, *(event["pid"] for event in life.events("slot_started"))]
     life.process.kill()
@@ -65,7 +83,7 @@ def kill_orchestrator(life: Run) -> None:
 @pytest.mark.slow
 def test_every_kind_of_death(tmp_path: Path, model: Path, start):
     config = write_config(tmp_path, model, max_steps=MAX_STEPS)
-    for end in (kill_slot("train"), kill_slot("generate"), kill_orchestrator, kill_slot("score")):
+    for end in (kill_slot("train"), lose_slot("generate"), kill_orchestrator, lose_slot("score")):
         live(start, config, end)
     steps = max(checkpointed_steps(tmp_path / "run"))
     assert steps >= 4  # each life has saved a step at least
@@ -122,8 +140,10 @@ def test_a_stopped_slot_is_found_by_its_silence(tmp_path: Path, model: Path, sta
     life.until_step(1)
     pid = life.pid_of("score")
     os.kill(pid, signal.SIGSTOP)
-    assert life.ends(within_s=15) == 1
-    assert f"(score, pid {pid}) was silent for" in life.said()
+    life.until(lambda: life.events("slot_restarted"))
+    assert f"(score, pid {pid}) was silent for" in life.events("slot_lost")[0]["sentence"]
+    life.process.send_signal(signal.SIGINT)
+    assert life.ends() == 130
 
 
 @pytest.mark.slow

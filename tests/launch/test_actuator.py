@@ -12,6 +12,7 @@ from ductile.launch.actuator import Crew, LiveActuator
 from ductile.launch.trainer_resizer import TrainerResizer
 from ductile.loop.controller import NotDone
 from ductile.observe import Recorder
+from ductile.wire.deadlines import Deadlines
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Finalize, ForwardBackward, Freeze
 from ductile.wire.migration import MigrationResult
@@ -64,17 +65,19 @@ class Rig:
         self.slots = TrainSlots(ParallelLayout.of(members), NUM_SLOTS)
         self.carrier = MemoryTransport(dict.fromkeys(self.slots.slots, self.slots.respond))
         mailbox = Mailbox(self.carrier, clock)
-        self.trainer = RemoteTrainer(mailbox, ParallelLayout.of(members), timeout_s=100)
+        self.trainer = RemoteTrainer(mailbox, ParallelLayout.of(members), Deadlines.same(100))
         self.devices = dict.fromkeys(range(NUM_SLOTS), "cpu")
         cluster = SimpleNamespace(mailbox=mailbox, add=self.none_started, condemn=mailbox.lose, devices=self.devices)
         self.record = Recorder(folder)
         terms = ResizeOptions({}, "127.0.0.1:1", timeout_s=5, leave_s=50)
-        self.resizer = TrainerResizer(cluster, self.trainer, terms, tuple, self.record, NUM_SLOTS)
+        self.resizer = TrainerResizer(cluster, self.trainer, terms, self.record, NUM_SLOTS)
         self.told = Told()
         loop = activity = SimpleNamespace()
         self.generators = SimpleNamespace()
-        crew = Crew(cluster, self.trainer, self.generators, None, activity, self.resizer)
-        self.stage = LiveActuator(None, {}, crew, loop, self.told, clock)
+        crew = Crew(
+            cluster, self.trainer, self.generators, None, activity, self.resizer, SimpleNamespace(under_way=()), {}
+        )
+        self.stage = LiveActuator(None, crew, loop, self.told, clock)
 
     async def none_started(self, slots):
         return ()

@@ -16,6 +16,7 @@ from ductile.core.cluster.orders import Migration
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.launch.local import ROLES, LocalCluster
 from ductile.records import GenerateRequest, Generation, Sample, Sampling
+from ductile.wire.deadlines import Deadlines
 from ductile.wire.fanout import assign_role
 from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.leases import WeightLeases
@@ -28,6 +29,7 @@ from tests.wire.transports import eventually
 
 TRAINER = 9
 TIMEOUT_S = 30.0
+DEADLINES = Deadlines.same(TIMEOUT_S)
 NUM_TOKENS = 300
 """About half a second of a generator that has nothing else to do."""
 
@@ -50,7 +52,7 @@ class Harness:
         self.mailbox = self.cluster.mailbox
         layout = ParallelLayout.of((TRAINER,))
         self.runner.run(assign_role(self.mailbox, "train", self.train, [layout], TIMEOUT_S, self.cluster.rendezvous))
-        self.trainer = RemoteTrainer(self.mailbox, layout, TIMEOUT_S)
+        self.trainer = RemoteTrainer(self.mailbox, layout, DEADLINES)
 
     def run(self, story: Coroutine[Any, Any, None]) -> None:
         self.runner.run(asyncio.wait_for(self._with_generators(story), 60))
@@ -59,11 +61,8 @@ class Harness:
         await self.cluster.add([0, 1, 2])
         self.mailbox.epoch += 1
         self.leases = WeightLeases(self.mailbox, self.trainer, TIMEOUT_S)
-        depends_on = self.cluster.depends_on
-        self.generators = RemoteGenerators(
-            self.mailbox, (), 8, 16, TIMEOUT_S, leases=self.leases, depends_on=depends_on
-        )
-        self.scorer = RemoteScorer(self.mailbox, (), TIMEOUT_S, self.leases, depends_on)
+        self.generators = RemoteGenerators(self.mailbox, (), 8, 16, DEADLINES, leases=self.leases)
+        self.scorer = RemoteScorer(self.mailbox, (), DEADLINES, self.leases)
         await self.publish()
         for slot in (0, 1):
             assert await self.admit(slot)

@@ -96,15 +96,17 @@ def test_a_slot_that_fails_at_its_own_work(tmp_path: Path, step: str, sentence: 
         assert "out of blocks" in (tmp_path / "slot_0.log").read_text()
 
 
-def test_a_mistake_in_the_orchestrators_own_books_ends_the_run_with_a_sentence(tmp_path: Path):
+def test_a_mistake_in_the_orchestrators_own_books_ends_the_run_with_its_traceback(tmp_path: Path):
     """Somebody who listens raises: asyncio would only log it, and the run would go on from wrong books, or wait."""
 
     async def story():
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
         async with LocalCluster([0], CPU, tmp_path, ECHO) as cluster:
             cluster.mailbox.subscribe(lambda slot, event: {}["books"])
-            sentence = await asyncio.wait_for(cluster.death(), 10)  # a heartbeat comes every second
-            assert re.match(r"what slot 0.* said \(Heartbeat\) could not be taken in: KeyError: 'books' \(", sentence)
+            with pytest.raises(KeyError, match="books") as raised:
+                await asyncio.wait_for(cluster.death(), 10)  # a heartbeat comes every second
+            assert raised.traceback[-1].path == Path(__file__)
+            [note] = raised.value.__notes__
+            assert re.fullmatch(r"What slot 0.* said \(Heartbeat\) could not be taken in.", note)
 
     run(story())
 
@@ -274,6 +276,15 @@ def test_a_slot_that_cannot_be_measured_does_not_start(tmp_path: Path):
                 await cluster.add([1])
             assert 1 in cluster.mailbox.lost
             await cluster.mailbox.ask(0, Ping(), 10)
+
+    run(story())
+
+
+def test_two_that_want_the_same_slot_get_one_process(tmp_path: Path):
+    async def story():
+        async with LocalCluster([0], CPU, tmp_path, ECHO) as cluster:
+            assert await asyncio.gather(cluster.add([1]), cluster.add([1, 2])) == [[1], [2]]
+            await asyncio.gather(*(cluster.mailbox.ask(slot, Ping(), 10) for slot in range(3)))
 
     run(story())
 

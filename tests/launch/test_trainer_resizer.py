@@ -17,6 +17,7 @@ from ductile.launch.local import LocalCluster
 from ductile.launch.trainer_resizer import TrainerResizer
 from ductile.observe import Recorder, read_jsonl
 from ductile.roles import SlotLost
+from ductile.wire.deadlines import Deadlines
 from ductile.wire.fanout import assign_role
 from ductile.wire.messages import Died, Done, Ping, ReleaseRole
 from ductile.wire.trainer import RemoteTrainer
@@ -63,9 +64,9 @@ class Harness:
         self.cluster._death = asyncio.get_running_loop().create_future()
         await assign_role(self.mailbox, "train", self.settings, [LAYOUT], 30, self.cluster.rendezvous)
         self.record = Recorder(self.folder)
-        self.trainer = RemoteTrainer(self.mailbox, LAYOUT, 30)
+        self.trainer = RemoteTrainer(self.mailbox, LAYOUT, Deadlines.same(30))
         terms = ResizeOptions(self.settings, self.cluster.rendezvous, self.timeout_s, leave_s=5)
-        self.resizer = TrainerResizer(self.cluster, self.trainer, terms, tuple, self.record, NUM_SLOTS)
+        self.resizer = TrainerResizer(self.cluster, self.trainer, terms, self.record, NUM_SLOTS)
         unsubscribe = self.mailbox.subscribe(
             lambda slot, event: self.resizer.note_death(slot, event.reason) if isinstance(event, Died) else None
         )

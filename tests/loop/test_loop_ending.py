@@ -199,7 +199,10 @@ def test_an_error_of_the_trainer_is_not_hidden_by_slow_generators(tmp_path):
 
 def test_nothing_to_train_on_within_the_deadline_says_so(tmp_path):
     stage = Stage(tmp_path, timeout_s=50, generators=partial(FakeGenerators, delay=lambda request: 1e6))
-    with pytest.raises(Late, match=r"no prompt group to train on within 50 s: \d+ groups are being generated"):
+    with pytest.raises(
+        Late,
+        match=r"no prompt group to train on within 50 s \(cluster.group_timeout_s\): \d+ groups are being generated",
+    ):
         run(stage.go())
 
 

@@ -52,6 +52,11 @@ def test_a_death_ends_it():
         run(forever(), death=after(0.01, "slot 1 was killed"))
 
 
+def test_a_mistake_of_the_orchestrators_own_ends_it_as_itself():
+    with pytest.raises(ValueError, match="connection closed"):
+        run(forever(), death=fail(0.01))
+
+
 def test_a_stop_ends_it():
     with pytest.raises(Stopped):
         run(forever(), stop_after_s=0.01)

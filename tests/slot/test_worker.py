@@ -10,7 +10,7 @@ from ductile.config.cluster import ClusterConfig
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.launch.local import LocalCluster
 from ductile.records import GenerateRequest, Sample, Sampling
-from ductile.roles import Late, Refused
+from ductile.roles import Late, Refused, StaleEpoch
 from ductile.wire.messages import (
     AssignRole,
     Done,
@@ -183,7 +183,7 @@ def test_an_older_epoch_is_refused(slot: Harness, assign):
     slot.mailbox.epoch = 4
     assert slot.ask(Ping()) == Done()
     slot.mailbox.epoch = 3
-    with pytest.raises(Refused, match="StaleEpoch: the command is of epoch 3, this slot is in epoch 4"):
+    with pytest.raises(StaleEpoch, match="StaleEpoch: the command is of epoch 3, this slot is in epoch 4"):
         slot.ask(OptimStep(1.0))
     slot.mailbox.epoch = 5
     assert slot.ask(OptimStep(1.0)) == Done()

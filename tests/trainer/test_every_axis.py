@@ -19,6 +19,7 @@ from ductile.launch.control import Resized
 from ductile.parallel import parallelize
 from ductile.trainer.state import StatePlans
 from ductile.wire.codec import decode, encode
+from ductile.wire.deadlines import Deadlines
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import AssignRole, Envelope, ForwardBackward, Prepare
 from ductile.wire.trainer import RemoteTrainer
@@ -92,7 +93,7 @@ def fleet() -> tuple[TrainSlots, MemoryTransport, Mailbox, RemoteTrainer]:
     slots = TrainSlots(BEFORE, 40)
     transport = MemoryTransport(dict.fromkeys(slots.slots, slots.respond))
     mailbox = Mailbox(transport, clock)
-    return slots, transport, mailbox, RemoteTrainer(mailbox, BEFORE, timeout_s=100)
+    return slots, transport, mailbox, RemoteTrainer(mailbox, BEFORE, Deadlines.same(100))
 
 
 def test_samples_go_to_data_parallel_ranks() -> None:

@@ -15,7 +15,7 @@ from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.fabric import rendezvous
 from ductile.model.checkpoint import load_model
 from ductile.records import MicroBatch, Sample
-from ductile.roles import RoleAssignment
+from ductile.roles import RoleAssignment, StateKept
 from ductile.trainer.loss import LossInputs, LossOutputs
 from ductile.trainer.trainer import LossFailed
 from ductile.trainer.worker import TrainRole
@@ -196,8 +196,8 @@ def fail_to_export(place: RoleAssignment, settings: dict[str, Any], path: str) -
     said = "exported"
     try:
         role.handle(ExportModel(path, "auto"))
-    except OSError as error:
-        said = type(error).__name__
+    except StateKept as error:
+        said = str(error).partition(":")[0]
     return said, role.handle(ForwardBackward(share(place))).num_tokens
 
 

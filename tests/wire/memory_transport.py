@@ -27,6 +27,7 @@ class Fault:
     on: type | None
     delay_s: float
     times: int
+    code: str
 
     def hits(self, slot: int, command: Command) -> bool:
         return self.times > 0 and self.slot == slot and (self.on is None or isinstance(command, self.on))
@@ -44,13 +45,21 @@ class MemoryTransport:
     def listen(self, deliver: Callable[[int, Envelope], None]) -> None:
         self._deliver = deliver
 
-    def fail(self, slot: int, kind: FaultKind, on: type | None = None, delay_s: float = 0.0, times: int = 1) -> None:
+    def fail(
+        self,
+        slot: int,
+        kind: FaultKind,
+        on: type | None = None,
+        delay_s: float = 0.0,
+        times: int = 1,
+        code: str = "refused",
+    ) -> None:
         """Have the next `times` commands (of class `on`) to `slot` go wrong.
 
         drop: it never arrives. delay: the reply is `delay_s` late. duplicate: it comes twice. error: it is
-        `Failed`. death: the slot is gone from then on.
+        `Failed` with this code. death: the slot is gone from then on.
         """
-        self._faults.append(Fault(slot, kind, on, delay_s, times))
+        self._faults.append(Fault(slot, kind, on, delay_s, times, code))
 
     def emit(self, slot: int, event: Event) -> None:
         """Have a slot say something unasked."""
@@ -86,7 +95,7 @@ class MemoryTransport:
         if fault and kind == "delay":
             await asyncio.sleep(fault.delay_s)
         if kind == "error":
-            reply = Failed(f"{type(command).__name__} failed, as asked")
+            reply = Failed(f"{type(command).__name__} failed, as asked", code=fault.code if fault else "")
         else:
             reply = self._slots[slot](slot, command)
             if isinstance(reply, Awaitable):

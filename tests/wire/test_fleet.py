@@ -6,8 +6,10 @@ import tracemalloc
 
 import pytest
 
+from ductile.config.cluster import ClusterConfig
 from ductile.records import GenerateRequest, Generation, Sampling
 from ductile.roles import Late, Refused, SlotLost
+from ductile.wire.deadlines import Deadlines
 from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.in_flight import RequestsInFlight
 from ductile.wire.mailbox import Mailbox
@@ -34,7 +36,9 @@ class Fleet:
     def __init__(self, timeout_s: float = 5.0, clock=time.monotonic, block_tokens: int = 16) -> None:
         self.carrier = MemoryTransport({0: self._respond, 1: self._respond})
         self.mailbox = Mailbox(self.carrier)
-        self.generators = RemoteGenerators(self.mailbox, map(generator, (0, 1)), 8, block_tokens, timeout_s, clock)
+        self.generators = RemoteGenerators(
+            self.mailbox, map(generator, (0, 1)), 8, block_tokens, Deadlines.same(timeout_s), clock
+        )
 
     def _respond(self, slot: int, command: Command) -> Reply:
         return Done()
@@ -155,16 +159,46 @@ def test_the_completion_of_an_aborted_attempt_is_not_that_of_the_second():
     run(story())
 
 
-def test_death_fails_what_is_under_way_there_and_nothing_else():
+def test_what_is_under_way_at_a_generator_that_dies_begins_again_and_nothing_else():
     async def story():
         fleet = Fleet()
         first, second = fleet.ask("a"), fleet.ask("b")
         await settle()
         fleet.mailbox.lose(0, "slot 0 was killed by SIGKILL")
-        with pytest.raises(SlotLost, match="slot 0 was killed"):
-            await first
+        await settle()
+        assert [command.requests[0].id for slot, command in fleet.sent(Generate) if slot == 1] == ["b", "a"]
         fleet.carrier.emit(1, finished("b"))
-        await second
+        fleet.carrier.emit(1, finished("a"))
+        assert [(await first).id, (await second).id] == ["a", "b"]
+
+    run(story())
+
+
+@pytest.mark.parametrize("num_dead", [1, 2])
+def test_a_connection_that_ends_before_the_news_of_the_death_costs_one_attempt(num_dead: int):
+    async def story():
+        fleet = Fleet()
+        dead = {0, 1} if num_dead == 2 else {0}
+        attempts, post = [], fleet.carrier.post
+
+        async def unreachable(slot, envelope):
+            attempts.append(slot)
+            if slot in dead:
+                raise SlotLost(f"slot {slot} is not connected any more")
+            await post(slot, envelope)
+
+        fleet.carrier.post = unreachable
+        task = fleet.ask("a")
+        await settle()
+        await settle()
+        assert attempts == [0, 1]
+        if num_dead == 1:
+            fleet.carrier.emit(1, finished("a"))
+            await task
+        else:
+            assert not task.done()
+            task.cancel()
+            await asyncio.wait([task])
 
     run(story())
 
@@ -217,3 +251,32 @@ def test_a_request_that_has_ended_leaves_nothing_behind():
         assert after - before < 10_000  # an entry each would be 200,000
 
     run(story())
+
+
+def test_each_wait_has_a_deadline_of_its_own():
+    """A generator may be silent for longer than a command may take, and requests may wait for one longer still."""
+
+    async def story():
+        fleet = Fleet(clock=lambda: asyncio.get_running_loop().time())
+        fleet.generators._deadlines = Deadlines(command_s=0.05, progress_s=0.2, patience_s=0.4)
+        stuck = fleet.ask("a")
+        await asyncio.sleep(0.15)
+        assert not stuck.done()
+        with pytest.raises(Late, match=r"no progress for 0\.2 s"):
+            await stuck
+        for slot in (0, 1):
+            fleet.mailbox.lose(slot, "slot was killed")
+        await settle()
+        waiting = fleet.ask("b")
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        with pytest.raises(Late, match=r"for 0\.4 s no slot had the role"):
+            await waiting
+
+    run(story())
+
+
+def test_deadlines_that_are_not_written_are_the_commands():
+    assert Deadlines.of(ClusterConfig(command_timeout_s=9)) == Deadlines.same(9)
+    written = ClusterConfig(command_timeout_s=9, progress_timeout_s=1, patience_timeout_s=2)
+    assert Deadlines.of(written) == Deadlines(9, 1, 2)

@@ -27,7 +27,17 @@ from ductile.wire.messages import (
 )
 from tests.loop.doubles import clock
 from tests.wire.generate_slots import generator
-from tests.wire.test_migration import TIMEOUT_S, Cluster, Move, as_drawn, is_whole, moves, steps, with_cluster
+from tests.wire.test_migration import (
+    DEADLINES,
+    TIMEOUT_S,
+    Cluster,
+    Move,
+    as_drawn,
+    is_whole,
+    moves,
+    steps,
+    with_cluster,
+)
 
 PAIR = instance_on("generate", (0, 1))
 ELSEWHERE = Instance(InstanceId("http://elsewhere"), "generate", ())
@@ -76,10 +86,9 @@ class Mixed(Cluster):
             (PAIR, generator(2), ELSEWHERE),
             8,
             16,
-            TIMEOUT_S,
+            DEADLINES,
             clock,
             self.leases,
-            lambda slot: slot in self.needed,
             {ELSEWHERE.id: self.server},
         )
         self.generators.on_restarted = lambda sentence, lost: self.restarted.append(lost)

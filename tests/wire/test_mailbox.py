@@ -8,7 +8,7 @@ import pytest
 
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.records import Manifest
-from ductile.roles import Late, Refused, SlotLost
+from ductile.roles import REFUSALS, Late, Refused, SlotLost
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import (
     AssignRole,
@@ -198,7 +198,6 @@ def test_a_listener_that_raises_is_told_of_and_stops_nobody(slots):
     async def story():
         async with slots({0: respond}) as (mailbox, emit):
             told, heard = [], []
-            asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
             mailbox._on_error = lambda sentence, error: told.append((sentence, error))
             mailbox.subscribe(lambda slot, event: {}["books"])
             mailbox.subscribe(lambda slot, event: heard.append(event))
@@ -244,5 +243,26 @@ def test_a_slot_that_comes_again_is_a_stranger(slots):
             assert mailbox.describe(0) == "slot 0"
             assert await mailbox.ask(0, AssignRole("score", {}, ParallelLayout.of((0,))), 5) == Done()
             assert mailbox.roles(0) == ("score",)
+
+    run(story())
+
+
+@pytest.mark.parametrize("kind", [*REFUSALS.values()])
+def test_a_refusal_has_the_class_on_both_sides_of_the_wire(slots, kind):
+    async def story():
+        async with slots({0: lambda slot, command: Failed("no", code=kind.code)}) as (mailbox, _):
+            with pytest.raises(Refused, match=r"slot 0.*: no") as raised:
+                await mailbox.ask(0, Ping(), 5)
+            assert type(raised.value) is kind
+
+    run(story())
+
+
+def test_a_refusal_of_a_code_that_is_not_known_is_a_refusal(slots):
+    async def story():
+        async with slots({0: lambda slot, command: Failed("no", code="of tomorrow")}) as (mailbox, _):
+            with pytest.raises(Refused) as raised:
+                await mailbox.ask(0, Ping(), 5)
+            assert type(raised.value) is Refused
 
     run(story())

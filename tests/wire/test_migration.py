@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from ductile.core.cluster.orders import Migration
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.records import GenerateRequest, Generation, Sampling
 from ductile.roles import Late, Refused, SlotLost
-from ductile.wire.fleet import RemoteGenerators
+from ductile.wire.deadlines import Deadlines
+from ductile.wire.fleet import MOST_LOST, RemoteGenerators
 from ductile.wire.leases import WeightLeases
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Abort, AssignRole, Forget, Generate, LeaseWeights, MigrateOut, Receive
@@ -25,6 +27,7 @@ from tests.wire.generate_slots import TOKEN_S, GenerateSlots, completion_of, gen
 
 TRAINER = 9
 TIMEOUT_S = 60.0
+DEADLINES = Deadlines.same(TIMEOUT_S)
 
 
 def order(name: str, source: int, target: int, with_cache: bool = False) -> Migration:
@@ -32,25 +35,23 @@ def order(name: str, source: int, target: int, with_cache: bool = False) -> Migr
 
 
 class Cluster:
-    """Slots 0 to 3 may generate, slot 9 trains. The run depends on slot 9 alone unless told otherwise."""
+    """Slots 0 to 3 may generate, slot 9 trains."""
 
     def __init__(self, generating: tuple[int, ...] = (0, 1, 2), length: Callable[[str], int] = lambda name: 20) -> None:
         self.slots = GenerateSlots(11, generating, length)
         self.carrier = self.slots.carrier
         self.mailbox = Mailbox(self.carrier, clock)
-        self.trainer = RemoteTrainer(self.mailbox, ParallelLayout.of((TRAINER,)), TIMEOUT_S)
+        self.trainer = RemoteTrainer(self.mailbox, ParallelLayout.of((TRAINER,)), DEADLINES)
         self.leases = WeightLeases(self.mailbox, self.trainer, TIMEOUT_S)
-        self.needed = {TRAINER}
         self.restarted: list[str] = []
         self.generators = RemoteGenerators(
             self.mailbox,
             map(generator, generating),
             8,
             16,
-            TIMEOUT_S,
+            DEADLINES,
             clock,
             self.leases,
-            lambda slot: slot in self.needed,
         )
         self.generators.on_restarted = lambda sentence, lost: self.restarted.append(sentence)
 
@@ -302,30 +303,64 @@ def test_a_source_that_dies_takes_its_tokens_along_and_they_are_sampled_anew():
     with_cluster(story)
 
 
-def test_a_slot_that_the_run_depends_on_ends_what_it_had():
+def test_a_sequence_waits_for_the_successor_of_its_lone_generator():
     async def story(cluster: Cluster):
-        cluster.needed.add(0)
         asked = cluster.ask("a")
         await steps(5)
         cluster.slots.kill(0, cluster.mailbox)
-        with pytest.raises(SlotLost, match="slot 0 was killed by SIGKILL"):
-            await asked
-        assert is_whole(await cluster.ask("b"), "b"), "the others go on"
+        await steps(5)
+        assert not asked.done()
+        assert cluster.generators.num_waiting == 1
+        assert await cluster.generators.admit(generator(1), {}), "the trainer leases it the live weights"
+        assert is_whole(await asked, "a")
+        assert cluster.restarted == ["Request a begins again: slot 0 was killed by SIGKILL."]
+
+    with_cluster(story, generating=(0,))
+
+
+def test_the_last_generator_is_lost_between_two_optimizer_steps_and_its_successor_gets_the_weights_of_that_moment():
+    async def story(cluster: Cluster):
+        await cluster.publish(1)
+        asked = cluster.ask("a")
+        await steps(5)
+        await cluster.trainer.optim_step(1.0)
+        cluster.slots.kill(0, cluster.mailbox)
+        assert not await cluster.generators.admit(generator(1), {}), "no slot has version 1 any more"
+        manifest = await cluster.trainer.publish_again(1)
+        await cluster.generators.receive(manifest)
+        await cluster.trainer.withdraw(1)
+        assert is_whole(await asked, "a")
+
+    with_cluster(story, generating=(0,))
+
+
+def test_weights_that_are_published_again_never_replace_later_ones():
+    async def story(cluster: Cluster):
+        await cluster.publish(1)
+        await cluster.trainer.optim_step(1.0)
+        later = await cluster.trainer.publish(2)
+        assert await cluster.trainer.publish_again(1) is None
+        await cluster.generators.receive(later)
+        await cluster.generators.receive(replace(later, version=1))
+        assert cluster.generators.version == 2
+        await cluster.trainer.withdraw(2)
 
     with_cluster(story)
 
 
-def test_a_sequence_that_loses_two_slots_fails():
+def test_a_sequence_fails_that_every_generator_is_lost_with():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await steps(2)
-        for _ in range(2):
+        for _ in range(MOST_LOST):
+            assert not asked.done()
             cluster.slots.kill(cluster.slot_of("a"), cluster.mailbox)
             await steps(1)
-        with pytest.raises(SlotLost):
+        said = f"slot {MOST_LOST - 1} was killed by SIGKILL; {MOST_LOST} generators were lost while they had a"
+        with pytest.raises(SlotLost, match=said):
             await asked
 
-    with_cluster(story)
+    with_cluster(story, generating=tuple(range(MOST_LOST)))
 
 
 def test_replies_that_come_twice_are_taken_once():

@@ -9,6 +9,7 @@ from ductile.core.cluster.instances import Instance, instance_on
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.records import Manifest, Sample, StepReport
 from ductile.roles import Late, Refused, SlotLost
+from ductile.wire.deadlines import Deadlines
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import (
     Command,
@@ -59,7 +60,7 @@ def carrier():
 def test_only_the_first_rank_has_a_manifest(carrier: MemoryTransport):
     async def story():
         with pytest.raises(Refused, match="slot 2 published version 3 without a manifest"):
-            await RemoteTrainer(Mailbox(carrier), ParallelLayout.of((2, 4)), 1).publish(3)
+            await RemoteTrainer(Mailbox(carrier), ParallelLayout.of((2, 4)), Deadlines.same(1)).publish(3)
 
     asyncio.run(story())
 
@@ -81,7 +82,7 @@ def test_the_cause_is_raised_and_what_followed_is_noted(
         for slot, kind in faults.items():
             carrier.fail(slot, kind, on=OptimStep)
         with pytest.raises(error) as raised:
-            await RemoteTrainer(Mailbox(carrier), ParallelLayout.of((2, 4, 7)), 0.05).optim_step(1.0)
+            await RemoteTrainer(Mailbox(carrier), ParallelLayout.of((2, 4, 7)), Deadlines.same(0.05)).optim_step(1.0)
         assert any(note in text for text in [*raised.value.__notes__, str(raised.value)])
 
     asyncio.run(story())
@@ -91,7 +92,7 @@ def test_a_reply_of_the_wrong_class_is_refused():
     async def story():
         carrier = MemoryTransport({0: lambda slot, command: Done()})
         with pytest.raises(Refused, match="slot 0 replied to OptimStep with Done"):
-            await RemoteTrainer(Mailbox(carrier), ParallelLayout.of((0,)), 1).optim_step(1.0)
+            await RemoteTrainer(Mailbox(carrier), ParallelLayout.of((0,)), Deadlines.same(1)).optim_step(1.0)
 
     asyncio.run(story())
 
@@ -100,7 +101,9 @@ def test_samples_are_scored_by_tokens_and_come_back_in_order(carrier: MemoryTran
     async def story():
         lengths = [5, 100, 7, 90, 8, 1, 10, 3]
         samples = [sample(n) for n in lengths]
-        scores = await RemoteScorer(Mailbox(carrier), (scorer(2), scorer(7)), 1).score(samples, "reference")
+        scores = await RemoteScorer(Mailbox(carrier), (scorer(2), scorer(7)), Deadlines.same(1)).score(
+            samples, "reference"
+        )
         assert [len(score) for score in scores] == lengths
         assert all(
             math.isclose(score[-1] % 1, (n - 1) / 100, abs_tol=1e-9) for score, n in zip(scores, lengths, strict=True)
@@ -116,7 +119,10 @@ def test_samples_are_scored_by_tokens_and_come_back_in_order(carrier: MemoryTran
 def test_slots_without_samples_are_not_asked(carrier: MemoryTransport, num_samples: int):
     async def story():
         samples, scorers = [sample(4)] * num_samples, (scorer(2), scorer(7))
-        assert len(await RemoteScorer(Mailbox(carrier), scorers, 1).score(samples, "policy")) == num_samples
+        assert (
+            len(await RemoteScorer(Mailbox(carrier), scorers, Deadlines.same(1)).score(samples, "policy"))
+            == num_samples
+        )
         assert len(carrier.sent) == num_samples
 
     asyncio.run(story())
@@ -124,7 +130,7 @@ def test_slots_without_samples_are_not_asked(carrier: MemoryTransport, num_sampl
 
 def test_every_scorer_receives_a_version(carrier: MemoryTransport):
     async def story():
-        await RemoteScorer(Mailbox(carrier), (scorer(2), scorer(7)), 1).receive(MANIFEST)
+        await RemoteScorer(Mailbox(carrier), (scorer(2), scorer(7)), Deadlines.same(1)).receive(MANIFEST)
         assert carrier.sent == [(2, Receive("score", MANIFEST)), (7, Receive("score", MANIFEST))]
 
     asyncio.run(story())

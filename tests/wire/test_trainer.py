@@ -7,9 +7,10 @@ import pytest
 from ductile.core.batch.packing import SampleTooLong
 from ductile.core.cluster.state import IN_FLIGHT
 from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.roles import Late, Refused, SlotLost
+from ductile.roles import Late, Refused, SlotLost, StateKept
+from ductile.wire.deadlines import Deadlines
 from ductile.wire.mailbox import Mailbox
-from ductile.wire.messages import ForwardBackward, OptimStep, SaveState, Withdraw
+from ductile.wire.messages import ExportModel, ForwardBackward, OptimStep, Publish, SaveState, Withdraw
 from ductile.wire.trainer import RemoteTrainer
 from tests.loop.doubles import clock
 from tests.wire.memory_transport import MemoryTransport
@@ -21,7 +22,7 @@ SEQ_LEN = 10
 def make(layout: ParallelLayout, num_slots: int = 8) -> tuple[TrainSlots, MemoryTransport, RemoteTrainer]:
     slots = TrainSlots(layout, num_slots)
     carrier = MemoryTransport(dict.fromkeys(slots.slots, slots.respond))
-    return slots, carrier, RemoteTrainer(Mailbox(carrier, clock), layout, timeout_s=100)
+    return slots, carrier, RemoteTrainer(Mailbox(carrier, clock), layout, Deadlines.same(100))
 
 
 def test_every_rank_gets_one_micro_batch_at_a_time_and_every_sample_is_trained():
@@ -181,7 +182,7 @@ def test_training_is_not_held_for_ever():
         _, _, trainer = make(ParallelLayout.of((0,)))
         trainer.hold_training(True)
         with pytest.raises(
-            Late, match=r"held training back for 100 s \(cluster.command_timeout_s\), with 9 samples waiting"
+            Late, match=r"held training back for 100 s \(cluster.patience_timeout_s\), with 9 samples waiting"
         ):
             await trainer.forward_backward([sample(n, SEQ_LEN) for n in range(9)], SEQ_LEN)
         assert trainer.pending_samples == 0
@@ -282,5 +283,36 @@ def test_a_lease_of_a_version_that_is_published_does_not_publish_it_again():
         await trainer.withdraw(3)
         assert trainer.publishers == frozenset()
         assert [type(command).__name__ for _, command in carrier.sent] == ["Publish", "OptimStep", "Withdraw"]
+
+    play(story)
+
+
+@pytest.mark.parametrize("command", ["publish", "save", "export"])
+def test_a_command_that_failed_and_lost_no_state_is_tried_once_more(command: str):
+    async def story():
+        _, carrier, trainer = make(ParallelLayout.of((4, 2)))
+        kind, arguments = {
+            "publish": (Publish, (1,)),
+            "save": (SaveState, ("x",)),
+            "export": (ExportModel, ("x", "auto")),
+        }[command]
+        carrier.fail(4, "error", on=kind, code=StateKept.code)
+        await getattr(trainer, command)(*arguments)
+        assert [slot for slot, sent in carrier.sent if isinstance(sent, kind)] == [4, 2, 4, 2]
+        carrier.fail(2, "error", on=kind, code=StateKept.code, times=2)
+        with pytest.raises(StateKept, match=rf"slot 2.*{kind.__name__} failed, as asked"):
+            await getattr(trainer, command)(*(2 if argument == 1 else argument for argument in arguments))
+
+    play(story)
+
+
+def test_a_command_that_failed_otherwise_is_not_tried_again():
+    async def story():
+        _, carrier, trainer = make(ParallelLayout.of((4, 2)))
+        carrier.fail(4, "error", on=SaveState, code=StateKept.code)
+        carrier.fail(2, "error", on=SaveState)
+        with pytest.raises(Refused, match=r"slot 2.*SaveState failed, as asked"):
+            await trainer.save("x")
+        assert sum(isinstance(sent, SaveState) for _, sent in carrier.sent) == 2
 
     play(story)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.roles import SlotLost
+from ductile.wire.deadlines import Deadlines
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import (
     AssignRole,
@@ -51,7 +52,7 @@ class Stage:
         self.slots = TrainSlots(ParallelLayout.of(members), num_slots)
         self.carrier = MemoryTransport(dict.fromkeys(self.slots.slots, self.slots.respond))
         self.mailbox = Mailbox(self.carrier, clock)
-        self.trainer = RemoteTrainer(self.mailbox, ParallelLayout.of(members), timeout_s=100)
+        self.trainer = RemoteTrainer(self.mailbox, ParallelLayout.of(members), Deadlines.same(100))
         self.terms = ResizeOptions({}, "127.0.0.1:1", timeout_s=5, leave_s=50, keeps_old=keeps_old)
         self.killed: list[int] = []
         self._beating: list[asyncio.Task[None]] = []

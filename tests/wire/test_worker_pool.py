@@ -23,7 +23,7 @@ from ductile.wire.scorer import RemoteScorer
 from tests.core.cluster.scenes import id_on
 from tests.loop.doubles import clock
 from tests.wire.generate_slots import generator
-from tests.wire.test_migration import TIMEOUT_S, TRAINER, Cluster, is_whole, steps, with_cluster
+from tests.wire.test_migration import DEADLINES, TIMEOUT_S, TRAINER, Cluster, is_whole, steps, with_cluster
 
 
 def versions(cluster: Cluster) -> dict[int, int | None]:
@@ -283,21 +283,15 @@ def test_requests_wait_for_a_generator_and_not_for_ever():
     with_cluster(story, generating=(0,))
 
 
-@pytest.mark.parametrize("needed", [False, True])
-def test_a_slot_that_dies_while_a_version_goes_live(needed: bool):
+def test_a_slot_that_dies_while_a_version_goes_live():
     async def story(cluster: Cluster):
         def kill(slot, command):
             if slot == 1 and isinstance(command, Receive) and not cluster.slots.dead:
                 cluster.slots.kill(1, cluster.mailbox)
             return 0.0
 
-        cluster.needed |= {1} if needed else set()
         cluster.slots.reply_s = kill
-        if needed:
-            with pytest.raises(SlotLost, match="slot 1 was killed"):
-                await cluster.publish(1)
-        else:
-            await cluster.publish(1)
+        await cluster.publish(1)
         assert cluster.generators.slots == (0, 2)
         assert versions(cluster)[0] == versions(cluster)[2] == 1
         assert is_whole(await cluster.ask("a"), "a")
@@ -332,9 +326,7 @@ class Scoring:
     def __init__(self, cluster: Cluster, slots: tuple[int, ...]) -> None:
         self.cluster = cluster
         self.score_s = 0.0
-        self.scorer = RemoteScorer(
-            cluster.mailbox, map(scorer, slots), TIMEOUT_S, cluster.leases, lambda slot: slot == TRAINER
-        )
+        self.scorer = RemoteScorer(cluster.mailbox, map(scorer, slots), DEADLINES, cluster.leases)
         for slot in range(4, 8):
             cluster.slots.slots[slot].holds = slot in slots
             cluster.slots.slots[slot].version = 0 if slot in slots else None
@@ -418,7 +410,7 @@ def test_a_score_under_way_keeps_its_slots():
     with_cluster(story)
 
 
-def test_what_a_scorer_leaves_behind_that_dies_and_is_not_needed_is_scored_by_others():
+def test_what_a_lost_scorer_leaves_behind_is_scored_by_others():
     async def story(cluster: Cluster):
         scoring = Scoring(cluster, (4, 5))
         scoring.score_s = 10.0
@@ -435,16 +427,18 @@ def test_what_a_scorer_leaves_behind_that_dies_and_is_not_needed_is_scored_by_ot
     with_cluster(story)
 
 
-def test_a_scorer_that_dies_and_is_needed_ends_the_scoring():
+def test_samples_of_a_lone_scorer_wait_for_its_successor():
     async def story(cluster: Cluster):
-        scoring = Scoring(cluster, (4, TRAINER))
-        cluster.carrier._slots[TRAINER] = scoring.respond
+        scoring = Scoring(cluster, (4,))
+        await scoring.scorer.receive(Manifest(0, "shared_memory", offer(cluster, 0), 0, 0, ()))
         scoring.score_s = 10.0
         under_way = asyncio.create_task(scoring.score())
         await asyncio.sleep(1)
-        cluster.mailbox.lose(TRAINER, "slot was killed")
-        with pytest.raises(SlotLost, match="was killed"):
-            await under_way
+        cluster.mailbox.lose(4, "slot 4 was killed")
+        await asyncio.sleep(1)
+        assert scoring.scorer.num_waiting == 1
+        assert await scoring.scorer.admit(scorer(5), {})
+        assert await under_way == {5}
 
     with_cluster(story)
 

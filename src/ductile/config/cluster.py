@@ -36,7 +36,19 @@ class ClusterConfig(Section):
     """A slot whose side thread is silent for longer counts as lost."""
     command_timeout_s: float = Field(default=600.0, gt=0)
     """The longest that one command to a slot may take."""
+    progress_timeout_s: float | None = Field(default=None, gt=0)
+    """The longest that a generator with requests may go without a new token. Absent: as `command_timeout_s`."""
+    group_timeout_s: float | None = Field(default=None, gt=0)
+    """The longest that the trainer waits for a prompt group to train on: at least as long as a whole group takes to
+    generate and to grade. Absent: as `command_timeout_s`."""
+    patience_timeout_s: float | None = Field(default=None, gt=0)
+    """The longest that requests wait for a generator, or samples for a scorer, when there is none; that one that leaves
+    waits for its last work; and that a policy may hold training. Absent: as `command_timeout_s`."""
     start_timeout_s: float = Field(default=120.0, gt=0)
+    """The longest that slots, or one that is started again, may take to say that they are there."""
+    max_restarts: int = Field(default=5, ge=0)
+    """How often in a row a lost generator or scorer is started again before its slot is given back: at once first, then
+    after 1 s, 2 s, 4 s and so on. 0: it is given back at once."""
 
 
 class SingleNodeDeployment(Section):

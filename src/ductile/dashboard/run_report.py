@@ -155,10 +155,10 @@ def _instances(setting: Setting, latest: Sequence[Row], began_s: float) -> Itera
         return  # its slots changed roles, and its events name no instances
     lives = {each.id: InstanceSpan(each, 0.0) for each in setting.instances}
     for row in latest:
-        if row["kind"] not in ("switched", "slot_lost"):
+        if row["kind"] not in ("switched", "slot_lost", "slot_restarted"):
             continue
         at_s = float(row["time"]) - began_s
-        if row["kind"] == "switched":
+        if row["kind"] != "slot_lost":
             lives |= {each.id: InstanceSpan(each, at_s) for each in instances_from(row["began"])}
         for name, known in lives.items():
             lost = row["kind"] == "slot_lost" and row["slot"] in known.instance.slots

@@ -8,6 +8,7 @@ from typing import cast
 from ductile.core.cluster.ledger import Activity, IdleCause, Ledger, SlotLedger, Span, idle_cause
 from ductile.core.cluster.placement import Role
 from ductile.dashboard.run_display import RunDisplay
+from ductile.wire.change_signal import ChangeSignal
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import EngineStats, Event
 
@@ -47,6 +48,7 @@ class SlotActivity:
         self._command: dict[int, str] = {}
         self._generating: set[int] = set()
         self._changing: frozenset[int] = frozenset()
+        self._changed = ChangeSignal()
         self._known = Situation(), False
         mailbox.watch(self._on_command)
         mailbox.subscribe(self._on_event)
@@ -71,8 +73,14 @@ class SlotActivity:
     def changing(self, slots: Collection[int]) -> None:
         """These slots, and no others, change roles: if they do nothing, that is part of the change."""
         concerned, self._changing = self._changing.union(slots), frozenset(slots)
+        self._changed.notify_all()
         for slot in concerned:
             self._tell(slot)
+
+    async def change_over(self, slot: int) -> None:
+        """Returns when the slot does not change roles."""
+        while slot in self._changing:
+            await self._changed.wait()
 
     def look_again(self) -> None:
         """Why slots are idle may have changed."""

@@ -19,10 +19,11 @@ from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.launch.activity import Situation, SlotActivity
 from ductile.launch.control import RunFailed, Unfit
 from ductile.launch.local import LocalCluster
+from ductile.launch.recovery import Recovery
 from ductile.launch.trainer_resizer import TrainerResizer
 from ductile.loop.controller import NotDone
 from ductile.loop.monitor import Monitor
-from ductile.roles import Late, Refused, SlotLost
+from ductile.roles import Failure
 from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.messages import Died, EngineStats, Event, Finished, SlotPhase
 from ductile.wire.scorer import RemoteScorer
@@ -42,12 +43,13 @@ class Crew:
     scorer: RemoteScorer | None
     activity: SlotActivity
     resizer: TrainerResizer
+    recovery: Recovery
+    settings: Mapping[Serving, Mapping[str, object]]
+    """Settings of the roles, for slots that take them on."""
 
     @property
     def pools(self) -> dict[Serving, RemoteGenerators | RemoteScorer]:
-        """The generators and, where the run has any, the scorers."""
-        scorers: dict[Serving, RemoteGenerators | RemoteScorer] = {"score": self.scorer} if self.scorer else {}
-        return {"generate": self.generators, **scorers}
+        return pools_of(self.generators, self.scorer)
 
     @property
     def instances(self) -> tuple[Instance, ...]:
@@ -60,19 +62,25 @@ class Crew:
         return {"train": self.trainer.layout.slots, **{role: pool.slots for role, pool in self.pools.items()}}
 
 
+def pools_of(
+    generators: RemoteGenerators, scorer: RemoteScorer | None
+) -> dict[Serving, RemoteGenerators | RemoteScorer]:
+    """The generators and, where the run has any, the scorers."""
+    scorers: dict[Serving, RemoteGenerators | RemoteScorer] = {"score": scorer} if scorer else {}
+    return {"generate": generators, **scorers}
+
+
 class LiveActuator:
     def __init__(
         self,
         setting: Setting,
-        settings: Mapping[Serving, Mapping[str, object]],
         crew: Crew,
         monitor: Monitor,
         measured: CostModel,
         clock: Callable[[], float],
     ) -> None:
-        """settings: of the roles, for slots that take them on. clock: 0 when the slots had their roles, as in the run's
-        profiles."""
-        self._setting, self._settings, self._crew = setting, settings, crew
+        """clock: 0 when the slots had their roles, as in the run's profiles."""
+        self._setting, self._crew = setting, crew
         self._cluster, self._trainer, self._generators = crew.cluster, crew.trainer, crew.generators
         self._dp_replicate = crew.trainer.layout.dims.dp_replicate
         """Copies of the state that the run began with, as its config says."""
@@ -104,7 +112,7 @@ class LiveActuator:
             slots=tuple(
                 SlotState(slot, roles, self._since_s.get(slot, 0.0), slot not in changing and self._serves(slot, roles))
                 for slot in self._cluster.slots
-                if slot not in self._cluster.mailbox.lost
+                if slot not in self._cluster.mailbox.lost and slot not in self._crew.recovery.under_way
                 for roles in [self._roles(slot)]
             ),
             batch=self._monitor.batch(),
@@ -189,7 +197,7 @@ class LiveActuator:
             where = slots_of(instance.slots)
             raise NotDone(f"{where} cannot score: this run has no scorer (cluster.component_placement.inference)")
         async with self._or_not_done(), self._measuring("assign"):
-            await pool.admit(instance, self._settings[instance.role])
+            await pool.admit(instance, self._crew.settings[instance.role])
 
     async def resize(self, layout: ParallelLayout, leave: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -239,7 +247,7 @@ class LiveActuator:
         (`LocalCluster.depends_on`)."""
         try:
             yield
-        except (SlotLost, Late, Refused) as error:
+        except Failure as error:
             raise NotDone(str(error)) from error
 
     @asynccontextmanager

@@ -12,10 +12,10 @@ from types import TracebackType
 
 from ductile.config.cluster import ClusterConfig
 from ductile.core.layout.peak import Arithmetic
-from ductile.error_text import error_with_place
+from ductile.error_text import capitalised
 from ductile.launch.cpu_cap import CpuCap
 from ductile.launch.processes import ForkedProcess, ProcessServer, StartFailed, all_ended
-from ductile.roles import Late, Refused, SlotLost
+from ductile.roles import Failure
 from ductile.wire.background import start_reported
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Done, Event, Hello, RoleName, Stop, Surveyed
@@ -75,6 +75,7 @@ class LocalCluster:
         """Devices of the machine; None where slots are processes, of which there may be any number."""
         self._config = config
         self._logs = logs
+        self._adding = asyncio.Lock()
         self._roles = dict(roles)
         self._cap: CpuCap | None = None
         self._store: ForkedProcess | None = None
@@ -91,8 +92,8 @@ class LocalCluster:
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._token = secrets.token_bytes(32)
         self._sockets = SocketFolder()
-        self._router = Router(self._token, self._sockets.address, self._deaf)
-        self.mailbox = Mailbox(self._router, on_error=self._deaf)
+        self._router = Router(self._token, self._sockets.address, self.fail_with)
+        self.mailbox = Mailbox(self._router, on_error=self.fail_with)
         # Every process of the run carries its name, so that anybody can find what belongs together.
         memory = {name: os.environ.get(name, value) for name, value in FREED_MEMORY_STAYS.items()}
         environment = {
@@ -102,7 +103,7 @@ class LocalCluster:
             "DUCTILE_RUN": f"{os.getpid()}-{id(self):x}",
         }
         log, sockets = self._logs / "processes.log", self._sockets.path
-        self._server = ProcessServer(log, environment, self._on_exit, self._deaf, sockets)
+        self._server = ProcessServer(log, environment, self._on_exit, self.fail_with, sockets)
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
                 await self._start()
@@ -119,7 +120,8 @@ class LocalCluster:
         await self.stop()
 
     async def death(self) -> str:
-        """Wait until a process that the run needs is lost; returns the sentence."""
+        """Wait until a process that the run needs is lost; returns the sentence. Raises the error of a mistake of the
+        orchestrator's own, which ends the run, too."""
         return await asyncio.shield(self._death)
 
     async def add(self, slots: Sequence[int]) -> list[int]:
@@ -129,6 +131,10 @@ class LocalCluster:
         Raises StartFailed, with none of the new ones running. A slot that was lost starts anew, with nothing of its
         earlier life.
         """
+        async with self._adding:  # two that want the same slot get one process
+            return await self._add(slots)
+
+    async def _add(self, slots: Sequence[int]) -> list[int]:
         new = [slot for slot in slots if slot not in self.processes or slot in self.mailbox.lost]
         if not new:
             return []
@@ -146,7 +152,7 @@ class LocalCluster:
                     await self._greeted_or_ended(greeted, new)
             if self._measured:
                 await survey(self.mailbox, new, self._config.command_timeout_s, self._measured)
-        except (TimeoutError, StartFailed, SlotLost, Late, Refused) as error:
+        except (TimeoutError, StartFailed, Failure) as error:
             for slot in new:
                 if slot in self.processes:
                     self.condemn(slot, f"slot {slot} was not needed, as another one did not start")
@@ -163,9 +169,13 @@ class LocalCluster:
         if not self._death.done():
             self._death.set_result(sentence)
 
-    def _deaf(self, sentence: str, error: Exception) -> None:
-        """The orchestrator itself has failed to take something in: a run must not go on from wrong books."""
-        self.fail(f"{sentence}: {error_with_place(error, ours=True)}")
+    def fail_with(self, sentence: str, error: Exception) -> None:
+        """Have `death` raise this error: the orchestrator itself has failed, and a run must not go on from wrong books.
+        The first failure stays."""
+        if not self._death.done():
+            error.add_note(f"{capitalised(sentence)}.")
+            self._death.set_exception(error)
+            self._death.exception()  # it may be that nothing awaits it any more
 
     async def survey(self, measure: Arithmetic | None = None) -> dict[int, Surveyed]:
         """`ductile.wire.survey` of all slots. What it measures is also measured of slots that `add` starts later."""
@@ -205,7 +215,7 @@ class LocalCluster:
             for slot in self.slots:
                 self.processes[slot] = await self._fork_slot(slot)
             await self._or_death(greeted)
-        self._watching = start_reported(self._watch(), "it is not seen any more which slots are silent", self._deaf)
+        self._watching = start_reported(self._watch(), "it is not seen any more which slots are silent", self.fail_with)
 
     async def _count_devices(self) -> int | None:
         if self._config.device == "cpu":

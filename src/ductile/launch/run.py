@@ -6,7 +6,7 @@ How a command ends, whatever happens to it, is `ductile.launch.supervise`.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from rich.console import RenderableType
@@ -17,15 +17,17 @@ from ductile.config.scheduling import policy_name
 from ductile.config.secrets import secret_of
 from ductile.config.slots import placement_of
 from ductile.config.trainer import TrainerConfig
+from ductile.core.cluster.instances import Serving
 from ductile.core.cluster.placement import SPELLED, Placement
 from ductile.core.cluster.state import Limits, first_instances
 from ductile.core.layout.peak import arithmetic_of, compute_dtype
 from ductile.launch.activity import SlotActivity
-from ductile.launch.actuator import Crew
+from ductile.launch.actuator import Crew, pools_of
 from ductile.launch.endpoint import Endpoint
 from ductile.launch.final_summary import batches_summary, rl_summary, rollout_only_summary
 from ductile.launch.live_run import LiveRun
 from ductile.launch.local import ROLES, LocalCluster
+from ductile.launch.recovery import Recovery
 from ductile.launch.scheduling import Scheduling
 from ductile.launch.serving import become_server, bench_server
 from ductile.launch.supervise import Session, supervise
@@ -37,6 +39,7 @@ from ductile.loop.rollout_only import PreparedRolloutOnly, prepare_rollout_only,
 from ductile.loop.run_context import RunContext
 from ductile.loop.run_until import SlotDied, Stopped, run_until
 from ductile.loop.sft import PreparedBatches, prepare_fake, prepare_sft, run_batches
+from ductile.wire.deadlines import Deadlines
 from ductile.wire.fanout import assign_role, each_alone
 from ductile.wire.fleet import RemoteGenerators
 from ductile.wire.leases import WeightLeases
@@ -85,16 +88,29 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
         trainer, generators, scorer = await run_until(
             _take_roles(config, prepared, placement, cluster), session.interrupt.graceful, cluster.death()
         )
+        async with _live(config, prepared.trainer, cluster, trainer, activity, session) as resizer:
 
-        def others() -> list[int]:
-            return [slot for pool in (generators, scorer) if pool for slot in pool.slots]
+            async def change_over(slot: int) -> None:
+                await activity.change_over(slot)
+                await resizer.change_over(slot)
 
-        async with _live(config, prepared.trainer, cluster, trainer, activity, session, others) as resizer:
-            crew = Crew(cluster, trainer, generators, scorer, activity, resizer)
+            settings = _settings(config, prepared)
+            recovery = Recovery(
+                cluster,
+                trainer,
+                pools_of(generators, scorer),
+                settings,
+                session.record,
+                config.cluster.max_restarts,
+                change_over,
+                config.cluster.auto_scheduler,
+            )
+            crew = Crew(cluster, trainer, generators, scorer, activity, resizer, recovery, settings)
             scheduling = Scheduling(config, prepared, crew, session.record)
             context = _context(session, lambda: crew.slots_by_role, resizer, cluster)
             rl_loop = run_loop(prepared, trainer, generators, scorer, context, scheduling.watch, scheduling.spent)
-            result = await run_until(rl_loop, session.interrupt.forced)
+            async with recovery:
+                result = await run_until(rl_loop, session.interrupt.forced)
     return rl_summary(result)
 
 
@@ -105,7 +121,7 @@ async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatch
         settings, layout = prepared.trainer.model_dump(mode="json"), prepared.trainer.model.layout(placement.train)
         taking = assign_role(cluster.mailbox, "train", settings, [layout], timeout_s, cluster.rendezvous)
         await run_until(taking, session.interrupt.graceful, cluster.death())
-        trainer = RemoteTrainer(cluster.mailbox, layout, timeout_s)
+        trainer = RemoteTrainer(cluster.mailbox, layout, Deadlines.of(config.cluster))
         async with _live(config, prepared.trainer, cluster, trainer, activity, session) as resizer:
             context = _context(session, lambda: {"train": trainer.layout.slots}, resizer, cluster)
             summary = await run_until(run_batches(prepared, trainer, context), session.interrupt.forced)
@@ -193,12 +209,8 @@ async def _live(
     trainer: RemoteTrainer,
     activity: SlotActivity,
     session: Session,
-    others: Callable[[], Collection[int]] = tuple,
 ) -> AsyncIterator[TrainerResizer]:
-    """Meanwhile the run serves `ductile status` and `ductile resize`.
-
-    trainer_config: as the slots have it. others: slots that the run needs for something else than training.
-    """
+    """Meanwhile the run serves `ductile status` and `ductile resize`. trainer_config: as the slots have it."""
     options = ResizeOptions(
         settings=trainer_config.model_dump(mode="json"),
         rendezvous=cluster.rendezvous,
@@ -208,11 +220,19 @@ async def _live(
         patience_s=config.cluster.command_timeout_s,
     )
     num_slots = config.deployment.gpus_per_node * config.cluster.slots_per_device
-    resizer = TrainerResizer(cluster, trainer, options, others, session.record, num_slots)
+    resizer = TrainerResizer(cluster, trainer, options, session.record, num_slots)
     policy = policy_name(config.cluster) if config.cluster.auto_scheduler else ""
     live = LiveRun(session, cluster, trainer, activity, resizer, policy)
     async with Endpoint(session.folder, live.respond):
         yield resizer
+
+
+def _settings(config: RLConfig, prepared: Prepared) -> dict[Serving, dict[str, object]]:
+    """Settings of the roles; scorers have the trainer's."""
+    return {
+        "generate": config.inference.model_dump(mode="json"),
+        "score": prepared.trainer.model_dump(mode="json"),
+    }
 
 
 async def _take_roles(
@@ -220,25 +240,23 @@ async def _take_roles(
 ) -> tuple[RemoteTrainer, RemoteGenerators, RemoteScorer | None]:
     """Give all slots their roles; they load their models at the same time."""
     mailbox, timeout_s = cluster.mailbox, config.cluster.command_timeout_s
-    trainer, inference = prepared.trainer.model_dump(mode="json"), config.inference.model_dump(mode="json")
+    settings = _settings(config, prepared)
+    generate, score = settings["generate"], settings["score"]
     layout = prepared.trainer.model.layout(placement.train)
     await asyncio.gather(
-        assign_role(mailbox, "train", trainer, [layout], timeout_s, cluster.rendezvous),
-        assign_role(mailbox, "generate", inference, each_alone(placement.generate), timeout_s),
-        assign_role(mailbox, "score", trainer, each_alone(placement.score), timeout_s),
+        assign_role(mailbox, "train", score, [layout], timeout_s, cluster.rendezvous),
+        assign_role(mailbox, "generate", generate, each_alone(placement.generate), timeout_s),
+        assign_role(mailbox, "score", score, each_alone(placement.score), timeout_s),
     )
-    learner = RemoteTrainer(mailbox, layout, timeout_s)
-    leases = WeightLeases(mailbox, learner, timeout_s) if config.cluster.auto_scheduler else None
-
-    def depends_on(slot: int) -> bool:
-        return cluster.depends_on(slot)  # as it is said then: a change of roles may be under way
-
+    deadlines = Deadlines.of(config.cluster)
+    learner = RemoteTrainer(mailbox, layout, deadlines)
+    leases = WeightLeases(mailbox, learner, timeout_s)
     num_seqs, block_tokens = config.inference.max_num_seqs, shared_block_tokens(config.inference)
     instances = first_instances(placement, Limits())
     generators = [each for each in instances if each.role == "generate"]
     scorers = [each for each in instances if each.role == "score"]
     return (
         learner,
-        RemoteGenerators(mailbox, generators, num_seqs, block_tokens, timeout_s, leases=leases, depends_on=depends_on),
-        RemoteScorer(mailbox, scorers, timeout_s, leases, depends_on) if scorers else None,
+        RemoteGenerators(mailbox, generators, num_seqs, block_tokens, deadlines, leases=leases),
+        RemoteScorer(mailbox, scorers, deadlines, leases) if scorers else None,
     )

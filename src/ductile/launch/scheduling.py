@@ -9,7 +9,6 @@ from ductile.config.run import RLConfig
 from ductile.config.scheduling import policy_name, policy_of
 from ductile.config.slots import placement_of
 from ductile.core.cluster.cost_model import CostModel
-from ductile.core.cluster.instances import Serving
 from ductile.core.cluster.orders import Decision, Policy
 from ductile.core.cluster.policies.model import Model
 from ductile.core.cluster.policies.rules import Home
@@ -52,11 +51,7 @@ class Scheduling:
         began_s = self._began_s = crew.activity.begin(crew.cluster.slots)
         bound = StalenessBound(setting.groups_per_step, setting.max_async_level, setting.max_off_policy_steps)
         monitor = Monitor(loop, crew.trainer, crew.generators, group_size=setting.group_size, steps_ahead=bound.ahead)
-        settings: dict[Serving, dict[str, object]] = {
-            "generate": config.inference.model_dump(mode="json"),
-            "score": self._prepared.trainer.model_dump(mode="json"),
-        }
-        actuator = LiveActuator(setting, settings, crew, monitor, measured, lambda: time.monotonic() - began_s)
+        actuator = LiveActuator(setting, crew, monitor, measured, lambda: time.monotonic() - began_s)
         crew.generators.on_change = loop.buffer.wake
         crew.generators.on_restarted = lambda sentence, lost: self._record.event("restarted", sentence, instance=lost)
         self._profile(setting, measured, began_s)

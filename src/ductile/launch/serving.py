@@ -15,7 +15,7 @@ from ductile.config.on_disk import read_spec
 from ductile.config.run import InferenceRunConfig
 from ductile.loop.bench import written
 from ductile.loop.serving_bench import ServingBench, run_rounds
-from ductile.roles import Late, Refused, SlotLost
+from ductile.roles import Failure, Late, Refused, SlotLost
 
 START_S = 1800.0
 """Seconds that a server has to load its model."""
@@ -35,7 +35,7 @@ def bench_server(config: InferenceRunConfig, bench: InferenceBenchConfig) -> int
     try:
         with _server(alone) as url:
             found = asyncio.run(_bench(config, bench, url))
-    except (Refused, Late, SlotLost) as error:
+    except Failure as error:
         if said := str(error):
             print(f"ductile inference: {said}", file=sys.stderr)
         return FAILED

@@ -38,14 +38,12 @@ from ductile.launch.old_run import FAILED_START, ForgetOldRun, is_aside
 from ductile.launch.processes import StartFailed
 from ductile.loop import policy_decision
 from ductile.loop.bench import Bench, written
-from ductile.loop.evaluate import RewardsFailed
 from ductile.loop.progress import CheckpointError, Checkpoints
 from ductile.loop.run_until import SlotDied, Stopped
-from ductile.loop.saving import ExportFailed, lacks_model
+from ductile.loop.saving import lacks_model
 from ductile.loop.sinks import SinkMissing, TensorboardSink, WandbSink
-from ductile.loop.skipped_steps import Diverged
 from ductile.observe import Recorder
-from ductile.roles import CustomCodeFailed, Late, Refused, SlotLost
+from ductile.roles import Failure
 from ductile.tasks.task import TaskError
 from ductile.tasks.tokenizer import TokenizerError
 
@@ -150,9 +148,9 @@ async def _run(session: Session, running: Awaitable[RenderableType], abandon: Ca
         except Stopped:
             return _record_end(session, "stopped", _End(INTERRUPTED, "stopped at once, as asked"))
         except SlotDied as error:
-            return _record_end(session, "died", _End(FAILED, str(error)))
-        except (SlotLost, Late, Refused, RewardsFailed, CustomCodeFailed, Diverged, ExportFailed) as error:
-            return _record_end(session, "failed", _End(FAILED, str(error)))
+            return _record_end(session, "died", _End(FAILED, str(error)), code=error.code)
+        except Failure as error:
+            return _record_end(session, "failed", _End(FAILED, str(error)), code=error.code)
         except Exception as error:
             if session.record.last_step is not None:
                 sentence = str(error) if isinstance(error, UNFIT) else error_with_place(error, ours=True)
@@ -188,8 +186,8 @@ def _busy() -> str:
     return f"something{place_in(frames[-1:], ours=True)}"
 
 
-def _record_end(session: Session, kind: str, end: _End) -> _End:
-    session.record.event(kind, as_sentence(capitalised(end.sentence)))
+def _record_end(session: Session, kind: str, end: _End, **fields: str) -> _End:
+    session.record.event(kind, as_sentence(capitalised(end.sentence)), **fields)
     return end
 
 

@@ -17,6 +17,7 @@ from ductile.launch.local import LocalCluster
 from ductile.launch.processes import StartFailed
 from ductile.observe import Recorder
 from ductile.roles import SlotLost
+from ductile.wire.change_signal import ChangeSignal
 from ductile.wire.trainer import RemoteTrainer
 from ductile.wire.transaction import ResizeOptions, ResizeResult, Transaction, nothing_to_release
 
@@ -31,16 +32,14 @@ class TrainerResizer:
         cluster: LocalCluster,
         trainer: RemoteTrainer,
         options: ResizeOptions,
-        others: Callable[[], Collection[int]],
         record: Recorder,
         num_slots: int,
     ) -> None:
-        """others: slots that the run needs for something else than training. num_slots: how many slots this machine
-        has."""
+        """num_slots: how many slots this machine has."""
         self.history: deque[Resized] = deque(maxlen=NUM_KEPT)
         self.num_resized = 0
         self._cluster, self._trainer, self._options, self._record = cluster, trainer, options, record
-        self._others, self._num_slots = others, num_slots
+        self._num_slots = num_slots
         self._target: ParallelLayout | None = None
         """Layout that the change under way leads to; None when no change is under way."""
         self._transaction: Transaction | None = None
@@ -49,6 +48,7 @@ class TrainerResizer:
         self._needed: dict[int, bool] = {}
         """What `depends_on` said of each slot."""
         self._paused_s = 0.0
+        self._ended = ChangeSignal()
         cluster.depends_on = self.depends_on
 
     async def resize(
@@ -87,6 +87,7 @@ class TrainerResizer:
             raise RunFailed(self._note_failure(before, after, error)) from error
         finally:
             self._target = self._transaction = None
+            self._ended.notify_all()
             while self._judged:
                 self._note_lost(*self._judged.popitem())
         return self._note(result, time.monotonic() - began_s)
@@ -127,9 +128,13 @@ class TrainerResizer:
         return self._needed.get(slot, False)
 
     def _is_needed(self, slot: int) -> bool:
-        if slot in self._others() or slot in self._trainer.publishers:
-            return True
-        return slot in self._trainer.layout.slots and not self.judges(slot)
+        trains = slot in self._trainer.layout.slots and not self.judges(slot)
+        return trains or slot in self._trainer.publishers
+
+    async def change_over(self, slot: int) -> None:
+        """Returns when no resize is under way that the slot has a part in."""
+        while self._target is not None and slot in {*self._target.slots, *self._trainer.layout.slots}:
+            await self._ended.wait()
 
     def judges(self, slot: int) -> bool:
         """Whether a resize under way rules on what the slot's death means for the run."""

@@ -167,8 +167,8 @@ class Buffer:
                 num_groups = await self._until(count)
         except TimeoutError:
             raise Late(
-                f"no prompt group to train on within {self._timeout_s:g} s: {len(self._running)} groups are being "
-                f"generated, {len(self._waiting)} are finished and not enough"
+                f"no prompt group to train on within {self._timeout_s:g} s (cluster.group_timeout_s): "
+                f"{len(self._running)} groups are being generated, {len(self._waiting)} are finished and not enough"
             ) from None
         taken, self._waiting = self._waiting[:num_groups], self._waiting[num_groups:]
         self.num_taken += num_groups

@@ -210,7 +210,7 @@ def _evaluation(prepared: Prepared, episodes: Episodes, record: Recorder) -> Eva
 
 
 def _buffer(prepared: Prepared, record: Recorder, stop: asyncio.Event) -> Buffer:
-    orchestrator, progress = prepared.config.orchestrator, prepared.progress
+    orchestrator, progress, cluster = prepared.config.orchestrator, prepared.progress, prepared.config.cluster
     prompts = Prompts(
         prepared.tasks["train"],
         prepared.tokenizer,
@@ -227,7 +227,7 @@ def _buffer(prepared: Prepared, record: Recorder, stop: asyncio.Event) -> Buffer
         record,
         version=progress.step,
         max_steps=prepared.schedule.max_steps,
-        timeout_s=prepared.config.cluster.command_timeout_s,
+        timeout_s=cluster.group_timeout_s or cluster.command_timeout_s,
         stop=stop,
     )
 

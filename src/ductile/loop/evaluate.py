@@ -10,6 +10,7 @@ from ductile.loop.episode import Episodes
 from ductile.loop.transcript import transcript
 from ductile.observe import Recorder
 from ductile.records import Prompt, Rollout, Sampling
+from ductile.roles import Failure
 
 SOLVED = 1.0
 """A reward from here on counts as solved in pass@k."""
@@ -19,8 +20,10 @@ PRIORITY = 1
 """Priority of the evaluation's requests, above training's: the trainer waits for the result."""
 
 
-class RewardsFailed(Exception):
+class RewardsFailed(Failure):
     """Too many rewards failed to go on. The text says how many, of what, and how the last one failed."""
+
+    code = "rewards_failed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,18 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from ductile.roles import Failure
+
 T = TypeVar("T")
 
 CAUSE_S = 1.0
 """How long after a failure the news of a death may come that caused it."""
 
 
-class SlotDied(Exception):
+class SlotDied(Failure):
     """A process that the run needs is gone. The text is the sentence of `LocalCluster.death`."""
+
+    code = "slot_died"
 
 
 class Stopped(Exception):
@@ -24,7 +28,8 @@ async def run_until(
     death: Coroutine[Any, Any, str] | None = None,
     cancel_s: float = 3.0,
 ) -> T:
-    """The result of `work`; or, as soon as `stop` is set or `death` returns, Stopped or SlotDied.
+    """The result of `work`; or, as soon as `stop` is set or `death` returns, Stopped or SlotDied. What `death` raises
+    is raised.
 
     `work` is cancelled then and has `cancel_s` to clean up, and so it has when `run_until` itself is cancelled. When it
     fails by itself, a death that becomes known a moment later is the cause, and is raised instead with the failure

@@ -10,7 +10,7 @@ from ductile.config.trainer import CheckpointConfig
 from ductile.disk import folder_bytes, require_room
 from ductile.loop.progress import TRAINER, CheckpointError, Checkpoints, Progress
 from ductile.observe import Recorder, read_jsonl
-from ductile.roles import Late, Refused, SlotLost, TrainerClient
+from ductile.roles import Failure, TrainerClient
 
 AUTO_S = 600.0
 """Seconds at least between two saves with `ckpt.interval = "auto"`."""
@@ -18,8 +18,10 @@ MAX_SHARE = 0.05
 """Largest share of the time that saving takes with `ckpt.interval = "auto"`: where it takes long, it comes seldom."""
 
 
-class ExportFailed(Exception):
+class ExportFailed(Failure):
     """A step is saved, and its model folder cannot be written. The text says so, and how to have the model."""
+
+    code = "export_failed"
 
 
 class Saver:
@@ -76,7 +78,7 @@ class Saver:
         try:
             require_room(folder.parent, folder_bytes(folder), f"the model in {folder}")
             await self._trainer.export(str(folder), self._config.export_dtype)
-        except (SlotLost, Late, Refused, OSError) as error:  # anything else is a mistake of ours, with its traceback
+        except (Failure, OSError) as error:  # anything else is a mistake of ours, with its traceback
             raise ExportFailed(
                 f"The model of step {step} cannot be written: {as_sentence(str(error))} The checkpoint of step {step} "
                 "has all that was trained, and --resume writes the model from it"

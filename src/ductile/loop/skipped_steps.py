@@ -3,10 +3,13 @@
 from ductile.core.cluster.placement import many
 from ductile.observe import Recorder
 from ductile.records import StepReport
+from ductile.roles import Failure
 
 
-class Diverged(Exception):
+class Diverged(Failure):
     """Gradients are not finite any more. The text is a sentence."""
+
+    code = "diverged"
 
 
 class SkippedSteps:

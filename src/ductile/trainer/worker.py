@@ -11,13 +11,14 @@ from torch import Tensor
 
 from ductile.config.trainer import TrainerConfig
 from ductile.core.layout.parallel_layout import ResizeOrder
+from ductile.error_text import error_text
 from ductile.fabric.groups import Groups
 from ductile.model.checkpoint import dtype_named, save_model, stored_dtype
 from ductile.model.transformer import Transformer
 from ductile.parallel.data import full_tensors, gathered_tensors
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.state import StateError
-from ductile.roles import RoleAssignment
+from ductile.roles import RoleAssignment, StateKept
 from ductile.tasks.tokenizer import Tokenizer
 from ductile.trainer import checkpoint
 from ductile.trainer.prepare import TrainerPart
@@ -89,17 +90,22 @@ class TrainRole:
                 with self._in_step():
                     return Stepped(self._live.optim_step(loss_denominator))
             case Publish(version=version):
-                manifest = self._first_only(gathered_tensors, lambda tensors: self._publisher.publish(version, tensors))
-                return Published(manifest)
+                with self._keeping_state():
+                    publish = self._first_only(
+                        gathered_tensors, lambda tensors: self._publisher.publish(version, tensors)
+                    )
+                return Published(publish)
             case Withdraw(version=version):
                 self._publisher.withdraw(version)
             case SaveState(path=path):
-                self._save(path)
+                with self._keeping_state():
+                    self._save(path)
             case LoadState(path=path):
                 with self._in_step():
                     checkpoint.load_state(self._live, path)
             case ExportModel(path=path, dtype=dtype):
-                self._export(path, dtype)
+                with self._keeping_state():
+                    self._export(path, dtype)
             case Prepare(order=order):
                 self._prepare(order)
             case Ready(epoch=epoch):
@@ -217,6 +223,16 @@ class TrainRole:
             instance.trainer = None
             instance.groups.abandon(error)
             raise
+
+    @contextmanager
+    def _keeping_state(self) -> Iterator[None]:
+        """Guards a command that changes no state: a failure outside what slots do in step leaves the trainer whole."""
+        try:
+            yield
+        except Exception as error:
+            if self._instance is None or self._instance.trainer is None:
+                raise
+            raise StateKept(error_text(error)) from error
 
 
 class _InOrder(Mapping[str, Tensor]):

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ductile.roles import Refused, RoleAssignment
+from ductile.roles import NotTaken, Refused, RoleAssignment
 from ductile.weights.publisher import Publisher
 from ductile.weights.subscriber import receive
 from ductile.wire.messages import Done, EndLease, LeaseWeights, Published, Receive
@@ -51,7 +51,7 @@ class InstanceRole(ABC):
 
     def needs_weights(self, command: object) -> None:
         if not self._has_weights:
-            raise Refused(
+            raise NotTaken(
                 f"slot {self._slot} joins the {self.peers} and has no weights yet: it cannot execute "
                 f"{type(command).__name__} before the first Receive"
             )

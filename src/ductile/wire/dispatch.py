@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ductile.core.cluster.instances import Instance, in_order
-from ductile.roles import Late, Refused, SlotLost
+from ductile.roles import Failure
 from ductile.wire.background import start
 from ductile.wire.in_flight import InFlight
 from ductile.wire.messages import Abort, Generate
@@ -48,13 +48,13 @@ class Dispatch:
             start(self._tell_generate(instance, [entry for entry in outgoing if entry.instance == instance]))
 
     async def _tell_abort(self, instance: Instance, names: list[str]) -> None:
-        with suppress(SlotLost, Late, Refused):  # these requests are not waited for any more
+        with suppress(Failure):  # these requests are not waited for any more
             await self._pool.ask(instance, Abort(tuple(names)))
 
     async def _tell_generate(self, instance: Instance, requests: Sequence[InFlight]) -> None:
         try:
             await self._pool.ask(instance, Generate(tuple(entry.on_wire for entry in requests)))
-        except (SlotLost, Late, Refused) as error:
+        except Failure as error:
             for entry in requests:
                 if entry.instance == instance:
                     entry.fail(error)

@@ -1,14 +1,14 @@
 """One command to each of several slots, and one outcome from each.
 
 If any outcome is bad, the worst is raised: a lost slot before a refusal before lateness, as the later ones usually
-follow from it; they are in its notes.
+follow from it, and a refusal before one that may be asked again; they are in its notes.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.roles import Late, Refused, SlotLost
+from ductile.roles import Failure, Late, Refused, SlotLost
 from ductile.wire.mailbox import Mailbox, Outcome
 from ductile.wire.messages import AssignRole, Command, Done, Reply, RoleName
 
@@ -65,10 +65,15 @@ def replies_of(
 
 
 def raise_worst(outcomes: Mapping[Any, Outcome]) -> None:
-    for kind in (SlotLost, Refused, Late):
-        for worst in outcomes.values():
-            if isinstance(worst, kind):
-                for other in outcomes.values():
-                    if isinstance(other, Exception) and other is not worst:
-                        worst.add_note(str(other))
-                raise worst
+    failures = [outcome for outcome in outcomes.values() if isinstance(outcome, Failure)]
+    if failures:
+        worst = min(failures, key=_rank)
+        for other in failures:
+            if other is not worst:
+                worst.add_note(str(other))
+        raise worst
+
+
+def _rank(failure: Failure) -> tuple[int, bool]:
+    kinds = (SlotLost, Refused, Late)
+    return next(place for place, kind in enumerate((*kinds, Failure)) if isinstance(failure, kind)), failure.retryable

@@ -8,15 +8,16 @@ migration  requests that go to another generator
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from ductile.core.cluster.instances import Instance, InstanceId
 from ductile.core.cluster.orders import Migration
 from ductile.core.cluster.routing import route
 from ductile.core.cluster.state import Lengths, Unfinished
 from ductile.records import GenerateRequest, Generation
-from ductile.roles import Late, SlotLost
+from ductile.roles import Failure, Late, SlotLost
 from ductile.wire.background import finish
+from ductile.wire.deadlines import Deadlines
 from ductile.wire.dispatch import Dispatch
 from ductile.wire.in_flight import InFlight, RequestsInFlight
 from ductile.wire.leases import WeightLeases
@@ -24,6 +25,9 @@ from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import Died, EngineStats, Event, Finished
 from ductile.wire.migration import MigrationResult, Migrator
 from ductile.wire.worker_pool import Server, WorkerPool
+
+MOST_LOST = 5
+"""Generators that may be lost with one request before it fails."""
 
 
 class RemoteGenerators(WorkerPool):
@@ -35,20 +39,19 @@ class RemoteGenerators(WorkerPool):
         instances: Iterable[Instance],
         max_num_seqs: int,
         block_tokens: int,
-        timeout_s: float,
+        deadlines: Deadlines,
         clock: Callable[[], float] = time.monotonic,
         leases: WeightLeases | None = None,
-        depends_on: Callable[[int], bool] = lambda slot: True,
         servers: Mapping[InstanceId, Server] | None = None,
     ) -> None:
         """max_num_seqs: of one generator. block_tokens: as `core.cluster.routing.route` has it.
-        timeout_s: without any progress of a generator, its sequences are `Late`.
-        leases, depends_on, servers: as `WorkerPool` has them."""
+        leases, servers: as `WorkerPool` has them."""
         self.on_finished: Callable[[Generation], None] = lambda generation: None
         """Called with every completion, as it comes."""
-        self.on_restarted: Callable[[str, InstanceId], None] = lambda sentence, lost: None
-        """Called with a sentence and the lost generator when a request begins again, because its generator was lost."""
-        super().__init__(mailbox, "generate", instances, timeout_s, leases, depends_on, servers)
+        self.on_restarted: Callable[[str, InstanceId | None], None] = lambda sentence, lost: None
+        """Called with a sentence and the lost generator when a request begins again, because its generator was lost;
+        None where it was between two."""
+        super().__init__(mailbox, "generate", instances, deadlines, leases, servers)
         self._max_num_seqs, self._block_tokens = max_num_seqs, block_tokens
         self._in_flight = RequestsInFlight(clock)
         self._dispatch = Dispatch(self)
@@ -60,15 +63,18 @@ class RemoteGenerators(WorkerPool):
     async def generate(self, request: GenerateRequest) -> Generation:
         """Waits for a generator while there is none. Raises SlotLost, Late or Refused.
 
-        What was under way at a generator that is lost begins again at another one, once, unless the run ends with it.
+        What was under way at a generator that is lost begins again at another one. A request that MOST_LOST generators
+        were lost with fails: it may be what ends them.
         """
         entry, aborted = self._in_flight.open(request), False
+        lost = set[Instance]()
         try:
             while True:
                 try:
-                    await self._send(entry)
+                    await self._send(entry, lost)
                     return await self._wait_for(entry)
-                except SlotLost as error:
+                except Failure as error:
+                    lost |= {entry.instance} if entry.instance and isinstance(error, SlotLost) else set()
                     self._begin_again(entry, error)
         except (asyncio.CancelledError, Late):
             aborted = True
@@ -81,11 +87,12 @@ class RemoteGenerators(WorkerPool):
         """Have the instance generate no more, once what it has has left or ended. Raises Late, Refused or SlotLost."""
         self.drain(instance)
         try:
-            await self._in_flight.gone_from(instance, self._timeout_s)
+            await self._in_flight.gone_from(instance, self._deadlines.patience_s)
         except TimeoutError:
             left = len(self._in_flight.at(instance))
             described = self.describe(instance)
-            raise Late(f"{described} still had {left} requests after {self._timeout_s:g} s, and cannot leave") from None
+            waited = f"{self._deadlines.patience_s:g} s"
+            raise Late(f"{described} still had {left} requests after {waited}, and cannot leave") from None
         await self.release(instance)
         self._in_flight.forget(instance)
 
@@ -104,8 +111,8 @@ class RemoteGenerators(WorkerPool):
         """Lengths of the latest completions."""
         return self._in_flight.completion_lengths.lengths()
 
-    async def _send(self, entry: InFlight) -> None:
-        instances = await self.some(f"request {entry.name}")
+    async def _send(self, entry: InFlight, lost: Collection[Instance]) -> None:
+        instances = await self.some(f"request {entry.name}", lost)
         request, loads = entry.request, self._in_flight.loads(instances)
         chosen = route(request.group, loads, len(request.prompt), self._block_tokens).instance
         self._in_flight.note_instance(entry, next(each for each in instances if each.id == chosen))
@@ -113,22 +120,23 @@ class RemoteGenerators(WorkerPool):
 
     async def _wait_for(self, entry: InFlight) -> Generation:
         while not entry.completion.done():
-            patience_s = self._in_flight.patience_s(entry, self._timeout_s)
+            limit_s = self._deadlines.progress_s
+            patience_s = self._in_flight.patience_s(entry, limit_s)
             if patience_s <= 0 and entry.instance is not None:
-                raise Late(
-                    f"{self.describe(entry.instance)} made no progress for {self._timeout_s:g} s while it had "
-                    f"to generate {entry.request.id}"
-                )
+                who = self.describe(entry.instance)
+                raise Late(f"{who} made no progress for {limit_s:g} s while it had to generate {entry.request.id}")
             await asyncio.wait([entry.completion], timeout=patience_s)
         return entry.completion.result()
 
-    def _begin_again(self, entry: InFlight, error: SlotLost) -> None:
+    def _begin_again(self, entry: InFlight, error: Failure) -> None:
         """Raises `error` if it must not."""
-        instance = entry.instance
-        if entry.num_lost or instance is None or self.depends_on(instance):
+        if not error.retryable:
             raise error
+        lost = entry.where
+        if entry.num_lost + 1 == MOST_LOST:
+            raise SlotLost(f"{error}; {MOST_LOST} generators were lost while they had {entry.request.id}") from error
         self._in_flight.reopen(entry)
-        self.on_restarted(f"Request {entry.request.id} begins again: {error}.", instance.id)
+        self.on_restarted(f"Request {entry.request.id} begins again: {error}.", lost)
 
     async def _migrate(self, migrations: Sequence[Migration]) -> tuple[MigrationResult, ...]:
         async with self.lock.shared(f"{len(migrations)} requests change generators"):

@@ -17,13 +17,11 @@ from typing import Protocol
 
 from ductile.core.cluster.instances import Instance, in_order
 from ductile.records import Manifest
-from ductile.roles import Late, Refused, SlotLost
+from ductile.roles import Failure, Refused, SlotLost
 from ductile.wire.background import start
 from ductile.wire.fanout import raise_worst
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import EndLease, LeaseWeights, Published, Receive
-
-FAILURES = (SlotLost, Late, Refused)
 
 
 class WeightSource(Protocol):
@@ -77,7 +75,7 @@ class WeightLeases:
                 async with self._lease(source, version) as manifest:
                     receive = dict.fromkeys(joiner.slots, Receive(joiner.role, manifest))
                     raise_worst(await self._mailbox.ask_all(receive, self._timeout_s))
-            except FAILURES as error:
+            except Failure as error:
                 for slot in joiner.slots:
                     if slot in self._mailbox.lost:
                         raise SlotLost(self._mailbox.lost[slot]) from error
@@ -128,7 +126,7 @@ class WeightLeases:
         return manifest
 
     async def _end(self, source: _Source, lease: _Lease) -> None:
-        with suppress(*FAILURES):  # the joiners have heard of a failure; what a lost slot offered is gone with it
+        with suppress(Failure):  # the joiners have heard of a failure; what a lost slot offered is gone with it
             if source is not None:
                 await self._mailbox.ask(source.slots[0], EndLease(source.role), self._timeout_s)
             else:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from ductile.roles import Late, Refused, SlotLost
+from ductile.roles import REFUSALS, Failure, Late, Refused, SlotLost
 from ductile.wire.messages import (
     AssignRole,
     Command,
@@ -26,11 +26,16 @@ from ductile.wire.messages import (
     Reply,
 )
 
-Outcome = Reply | SlotLost | Late | Refused
+Outcome = Reply | Failure
 """What became of one command: its reply, or why there is none."""
 
 SlotListener = Callable[[int, Event], None]
 Watcher = Callable[[int, str], None]
+
+
+def _raise(sentence: str, error: Exception) -> None:
+    error.add_note(sentence)
+    raise error
 
 
 class Transport(Protocol):
@@ -57,9 +62,10 @@ class Mailbox:
         self,
         transport: Transport,
         clock: Callable[[], float] = time.monotonic,
-        on_error: Callable[[str, Exception], None] = lambda sentence, error: None,
+        on_error: Callable[[str, Exception], None] = _raise,
     ) -> None:
-        """on_error: told when a listener raises, with a sentence. Its books are wrong from then on."""
+        """on_error: told when a listener raises, with a sentence. Its books are wrong from then on. Without it, asyncio
+        is told."""
         self.epoch = 0
         """Membership epoch, sent with every command; a slot refuses an older one than it has seen."""
         self.lost: dict[int, str] = {}
@@ -80,7 +86,8 @@ class Mailbox:
         transport.listen(self._deliver)
 
     async def ask(self, slot: int, command: Command, deadline_s: float) -> Reply:
-        """Send a command and wait for its reply. Raises `SlotLost`, `Late`, or `Refused` when it was `Failed`."""
+        """Send a command and wait for its reply. Raises `SlotLost`, `Late`, or the class of `Refused` that a
+        `Failed` names."""
         if slot in self.lost:
             raise SlotLost(self.lost[slot])
         sequence = next(self._sequence)
@@ -98,7 +105,7 @@ class Mailbox:
             del self._pending[sequence]
             self._show_running(slot)
         if isinstance(reply, Failed):
-            refused = Refused(f"{self.describe(slot)}: {reply.error}")
+            refused = REFUSALS.get(reply.code, Refused)(f"{self.describe(slot)}: {reply.error}")
             if reply.traceback:
                 refused.add_note(reply.traceback)
             raise refused
@@ -217,12 +224,11 @@ class Mailbox:
         except Exception as error:
             sentence = f"what {self.describe(slot)} said ({type(event).__name__}) could not be taken in"
             self._on_error(sentence, error)
-            raise  # to asyncio's log, with its traceback
 
     async def _outcome(self, slot: int, command: Command, deadline_s: float) -> Outcome:
         try:
             return await self.ask(slot, command, deadline_s)
-        except (SlotLost, Late, Refused) as error:
+        except Failure as error:
             return error
 
     def _running(self, slot: int) -> str:

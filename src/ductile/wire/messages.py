@@ -240,6 +240,8 @@ class Failed(Message):
     error: str
     """One sentence for a person."""
     traceback: str = ""
+    code: str = "refused"
+    """Code of the failure's class (`ductile.roles.REFUSALS`), by which callers decide."""
 
 
 class ForwardBackwardDone(Message):

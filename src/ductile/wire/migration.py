@@ -19,10 +19,9 @@ from ductile.core.cluster.instances import Instance, InstanceId
 from ductile.core.cluster.orders import Migration
 from ductile.core.cluster.routing import route
 from ductile.records import KVHandle
-from ductile.roles import Late, Refused, SlotLost
+from ductile.roles import Failure, Late, NotTaken, Refused, SlotLost
 from ductile.wire.dispatch import Dispatch
 from ductile.wire.in_flight import InFlight, RequestsInFlight
-from ductile.wire.leases import FAILURES
 from ductile.wire.messages import Forget, Generate, MigratedOut, MigrateOut
 from ductile.wire.worker_pool import WorkerPool
 
@@ -80,7 +79,7 @@ class Migrator:
             reply = await self._pool.ask(source, MigrateOut(names, with_cache))
             if not isinstance(reply, MigratedOut):
                 raise Refused(f"{self._pool.describe(source)} replied to MigrateOut with {type(reply).__name__}")
-        except FAILURES as error:
+        except Failure as error:
             for order, entry in leaving:
                 self._note_not_left(order, entry, error)
             return []
@@ -118,7 +117,7 @@ class Migrator:
             migrating.tried.add(target)
         try:
             await self._generate_at(target, wanted)
-        except FAILURES as error:
+        except Failure as error:
             return [migrating for migrating in wanted if self._turns_to_another(migrating, target, error)]
         for migrating in wanted:
             entry = migrating.entry
@@ -130,7 +129,7 @@ class Migrator:
     async def _generate_at(self, target: InstanceId, requests: Sequence[_Migrating]) -> None:
         instance = next((each for each in self._pool.serving if each.id == target), None)
         if instance is None:
-            raise Refused(f"{target} takes no requests")
+            raise NotTaken(f"{target} takes no requests")
         entries = [migrating.entry for migrating in requests]
         caches = {migrating.entry.name: migrating.cache for migrating in requests if migrating.cache is not None}
         for entry in entries:
@@ -174,7 +173,7 @@ class Migrator:
         return False
 
     async def _forget(self, source: Instance, names: Sequence[str]) -> None:
-        with suppress(*FAILURES):  # what a lost slot kept is gone with it
+        with suppress(Failure):  # what a lost slot kept is gone with it
             await self._pool.ask(source, Forget(tuple(names)))
 
     def _note_not_left(self, order: Migration, entry: InFlight, error: Exception) -> None:

@@ -1,13 +1,14 @@
 """The scorers behind one call: `score` splits samples among the score slots and puts the log-probs back in order."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from ductile.core.batch.packing import split_by_tokens
 from ductile.core.cluster.instances import Instance, InstanceId
 from ductile.records import Sample
 from ductile.roles import Late, SlotLost
+from ductile.wire.deadlines import Deadlines
 from ductile.wire.fanout import replies_of
 from ductile.wire.leases import WeightLeases
 from ductile.wire.mailbox import Mailbox
@@ -22,36 +23,36 @@ class RemoteScorer(WorkerPool):
         self,
         mailbox: Mailbox,
         instances: Iterable[Instance],
-        timeout_s: float,
+        deadlines: Deadlines,
         leases: WeightLeases | None = None,
-        depends_on: Callable[[int], bool] = lambda slot: True,
     ) -> None:
-        """leases, depends_on: as `WorkerPool` has them."""
-        super().__init__(mailbox, "score", instances, timeout_s, leases, depends_on)
+        """leases: as `WorkerPool` has them."""
+        super().__init__(mailbox, "score", instances, deadlines, leases)
         self._num_scoring: Counter[InstanceId] = Counter()
         """Calls of `score` that need the instance."""
 
     async def score(self, samples: Sequence[Sample], model: Literal["policy", "reference"]) -> list[tuple[float, ...]]:
         """Waits for a scorer while there is none. The scorers that it begins with stay until it has ended.
 
-        What was under way at a scorer that is lost is scored by others, unless the run ends with it. A failure is
-        raised once all scorers have replied: SlotLost, Refused or Late.
+        What was under way at a scorer that is lost is scored by others. A failure is raised once all scorers have
+        replied: Refused or Late.
         """
         scores: dict[int, tuple[float, ...]] = {}
-        left = list(range(len(samples)))
+        left, lost = list(range(len(samples))), set[Instance]()
         while left:
-            scorers = await self.some(f"{len(left)} samples")
+            scorers = await self.some(f"{len(left)} samples", lost)
             shares = zip(scorers, split_by_tokens([samples[index] for index in left], len(scorers)), strict=True)
             asked = {scorer: [left[part] for part in share] for scorer, share in shares if share}
             for scorer, logprobs in (await self._score(samples, asked, model)).items():
                 scores.update(zip(asked.pop(scorer), logprobs, strict=True))
+            lost |= asked.keys()
             left = [index for share in asked.values() for index in share]
         return [scores[index] for index in range(len(samples))]
 
     async def _score(
         self, samples: Sequence[Sample], asked: Mapping[Instance, Sequence[int]], model: Literal["policy", "reference"]
     ) -> dict[Instance, tuple[tuple[float, ...], ...]]:
-        """Log-probs by scorer, from all that are not lost. Raises SlotLost, Refused or Late."""
+        """Log-probs by scorer, from all that are not lost. Raises Refused or Late."""
         commands = {scorer: Score(tuple(samples[index] for index in share), model) for scorer, share in asked.items()}
         names = [scorer.id for scorer in commands]
         self._num_scoring.update(names)
@@ -60,20 +61,17 @@ class RemoteScorer(WorkerPool):
         finally:
             self._num_scoring.subtract(names)
             self._changed.notify_all()
-        needed = {
-            scorer: outcome
-            for scorer, outcome in outcomes.items()
-            if not isinstance(outcome, SlotLost) or self.depends_on(scorer)
-        }
-        replies = replies_of(self.describe, commands, needed, Scores)
+        there = {scorer: outcome for scorer, outcome in outcomes.items() if not isinstance(outcome, SlotLost)}
+        replies = replies_of(self.describe, commands, there, Scores)
         return {scorer: reply.logprobs for scorer, reply in replies.items()}
 
     async def dismiss(self, instance: Instance) -> None:
         """Have the instance score no more, once it has done what it is doing. Raises Late, Refused or SlotLost."""
         self.drain(instance)
         try:
-            await self._changed.wait_for(lambda: not self._num_scoring[instance.id], self._timeout_s)
+            await self._changed.wait_for(lambda: not self._num_scoring[instance.id], self._deadlines.patience_s)
         except TimeoutError:
-            raise Late(f"{self.describe(instance)} was still scoring after {self._timeout_s:g} s") from None
+            waited = f"{self._deadlines.patience_s:g} s"
+            raise Late(f"{self.describe(instance)} was still scoring after {waited}") from None
         await self.release(instance)
         del self._num_scoring[instance.id]

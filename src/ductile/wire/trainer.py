@@ -16,8 +16,9 @@ from ductile.core.batch.packing import pack
 from ductile.core.cluster.state import IN_FLIGHT
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.records import Manifest, MicroBatch, Sample, StepReport
-from ductile.roles import Late, Refused, SlotLost
+from ductile.roles import Late, Refused, SlotLost, StateKept
 from ductile.wire.change_signal import ChangeSignal
+from ductile.wire.deadlines import Deadlines
 from ductile.wire.fanout import R, ask_each
 from ductile.wire.mailbox import Mailbox
 from ductile.wire.messages import (
@@ -69,7 +70,7 @@ class _Kept:
 class RemoteTrainer:
     """Follows `ductile.roles.TrainerClient`."""
 
-    def __init__(self, mailbox: Mailbox, layout: ParallelLayout, timeout_s: float) -> None:
+    def __init__(self, mailbox: Mailbox, layout: ParallelLayout, deadlines: Deadlines) -> None:
         self.layout = layout
         """Slots that train; a change sets it, within `boundary`."""
         self.epoch = 0
@@ -78,7 +79,7 @@ class RemoteTrainer:
         """A gradient has been accumulated since the last optimizer step."""
         self.version: int | None = None
         """Published version that the weights still are; None before the first, and once the weights have changed."""
-        self._mailbox, self._timeout_s = mailbox, timeout_s
+        self._mailbox, self._deadlines = mailbox, deadlines
         self._turn = asyncio.Lock()
         self._num_waiting = 0
         """Changes and commands that wait for the next boundary."""
@@ -160,6 +161,15 @@ class RemoteTrainer:
             self._still(version)
             return await self._keep(version)
 
+    async def publish_again(self, version: int) -> Manifest | None:
+        """Publish the weights as they are now under the number of the live version, which no slot has any more. None
+        when a later version is on its way."""
+        async with self._own_turn():
+            if any(later > version for later in (*self._kept, self.version or 0)):
+                return None
+            self.version = version
+            return await self._keep(version)
+
     async def withdraw(self, version: int) -> None:
         async with self._own_turn():
             if version in self._kept:
@@ -169,7 +179,7 @@ class RemoteTrainer:
             kept = {old: keeper.slot for old, keeper in self._kept.items() if old <= version}
             # A slot that has left the trainer may be gone by now, and with it what it kept.
             asked = set(kept.values()).difference(set(self._mailbox.lost).difference(self.layout.slots))
-            await ask_each(self._mailbox, dict.fromkeys(asked, Withdraw(version)), self._timeout_s, Done)
+            await ask_each(self._mailbox, dict.fromkeys(asked, Withdraw(version)), self._deadlines.command_s, Done)
             for old in kept:
                 del self._kept[old]
             self._changed.notify_all()
@@ -232,11 +242,11 @@ class RemoteTrainer:
 
     async def _released(self, given: _Given) -> None:
         try:
-            await self._changed.wait_for(lambda: not self._held or self._end is not None, self._timeout_s)
+            await self._changed.wait_for(lambda: not self._held or self._end is not None, self._deadlines.patience_s)
         except TimeoutError:
             raise Late(
-                f"the scheduling policy held training back for {self._timeout_s:g} s "
-                f"(cluster.command_timeout_s), with {given.num_samples} samples waiting"
+                f"the scheduling policy held training back for {self._deadlines.patience_s:g} s "
+                f"(cluster.patience_timeout_s), with {given.num_samples} samples waiting"
             ) from None
 
     def _keeper(self, version: int) -> _Kept | None:
@@ -292,7 +302,10 @@ class RemoteTrainer:
 
     async def _ask(self, commands: Mapping[int, Command], expected: type[R]) -> Mapping[int, R]:
         try:
-            return await ask_each(self._mailbox, commands, self._timeout_s, expected)
+            try:
+                return await ask_each(self._mailbox, commands, self._deadlines.command_s, expected)
+            except StateKept:  # what was in the way, such as a file system, may be well again
+                return await ask_each(self._mailbox, commands, self._deadlines.command_s, expected)
         except Late as error:  # whatever else is asked, saving too, would wait behind this as long again
             self.lose(SlotLost(str(error)))
             raise

@@ -11,7 +11,7 @@ server has no slot: a `Server` takes its messages, and it keeps the weights that
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Protocol
 
@@ -19,11 +19,12 @@ from ductile.core.cluster.instances import Instance, InstanceId, Serving, in_ord
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.error_text import error_text
 from ductile.records import Manifest
-from ductile.roles import Late, Refused, SlotLost
+from ductile.roles import Failure, Late, Refused, SlotLost
 from ductile.wire.background import finish, start
 from ductile.wire.change_signal import ChangeSignal
+from ductile.wire.deadlines import Deadlines
 from ductile.wire.fanout import raise_worst
-from ductile.wire.leases import FAILURES, WeightLeases
+from ductile.wire.leases import WeightLeases
 from ductile.wire.mailbox import Mailbox, Outcome
 from ductile.wire.messages import AssignRole, Command, Died, Event, Receive, ReleaseRole, Reply
 from ductile.wire.read_write_lock import ReadWriteLock
@@ -49,23 +50,21 @@ class WorkerPool:
         mailbox: Mailbox,
         role: Serving,
         instances: Iterable[Instance],
-        timeout_s: float,
+        deadlines: Deadlines,
         leases: WeightLeases | None,
-        depends_on: Callable[[int], bool],
         servers: Mapping[InstanceId, Server] | None = None,
     ) -> None:
-        """leases: None where no instance ever joins. depends_on: whether the run ends when this slot is lost.
-        servers: what takes the messages of instances without slots."""
+        """leases: None where no instance ever joins. servers: what takes the messages of instances without slots."""
         self.instances = in_order(instances)
         self.version: int | None = None
         """Version that is live; None before the first."""
         self.num_waiting = 0
         """Calls of `some` that wait for an instance."""
-        self.lock = ReadWriteLock(timeout_s)
+        self.lock = ReadWriteLock(deadlines.patience_s)
         self.on_change: Callable[[], None] = lambda: None
         """Called when `instances` have changed, or a call of `some` begins to wait for one."""
-        self._depends_on, self._servers = depends_on, dict(servers or {})
-        self._mailbox, self._timeout_s, self._leases = mailbox, timeout_s, leases
+        self._servers = dict(servers or {})
+        self._mailbox, self._deadlines, self._leases = mailbox, deadlines, leases
         self._role: Serving = role
         self._draining: dict[InstanceId, Instance] = {}
         self._waiting: dict[InstanceId, Instance] = {}
@@ -103,10 +102,6 @@ class WorkerPool:
         """The member that is on this slot."""
         return self._on.get(slot)
 
-    def depends_on(self, instance: Instance) -> bool:
-        """Whether the run ends when this instance is lost."""
-        return any(self._depends_on(slot) for slot in instance.slots)
-
     def describe(self, instance: Instance) -> str:
         """ "slot 2 (generate, pid 123)"; of an external server its id."""
         return self._mailbox.describe(instance.slots[0]) if instance.slots else instance.id
@@ -121,10 +116,10 @@ class WorkerPool:
         if why := self.why_lost(instance):
             raise SlotLost(why)
         if instance.slots:
-            return await self._mailbox.ask(instance.slots[0], command, self._timeout_s)
+            return await self._mailbox.ask(instance.slots[0], command, self._deadlines.command_s)
         try:
-            return await self._servers[instance.id].ask(command, self._timeout_s)
-        except FAILURES:
+            return await self._servers[instance.id].ask(command, self._deadlines.command_s)
+        except Failure:
             raise
         except Exception as error:  # whatever the server's client raises
             raise Refused(f"{instance.id}: {error_text(error)}") from error
@@ -134,19 +129,26 @@ class WorkerPool:
         outcomes = await asyncio.gather(*(self._outcome(*item) for item in commands.items()))
         return dict(zip(commands, outcomes, strict=True))
 
-    async def some(self, what: str) -> tuple[Instance, ...]:
+    async def some(self, what: str, without: Collection[Instance] = ()) -> tuple[Instance, ...]:
         """The instances that take work, at least one. Raises Late when none comes. what: the work, such as "12
-        samples"."""
-        if not self.instances:
+        samples". without: instances that were lost with it; their connection may end before the news of their death
+        comes."""
+
+        def there() -> tuple[Instance, ...]:
+            return tuple(each for each in self.instances if each not in without)
+
+        if not there():
             self.num_waiting += 1
             self.on_change()
             try:
-                await self._changed.wait_for(lambda: bool(self.instances), self._timeout_s)
+                await self._changed.wait_for(lambda: bool(there()), self._deadlines.patience_s)
             except TimeoutError:
-                raise Late(f"for {self._timeout_s:g} s no slot had the role {self._role!r}, for {what}") from None
+                raise Late(
+                    f"for {self._deadlines.patience_s:g} s no slot had the role {self._role!r}, for {what}"
+                ) from None
             finally:
                 self.num_waiting -= 1
-        return self.instances
+        return there()
 
     async def admit(self, instance: Instance, settings: Mapping[str, object]) -> bool:
         """Have the instance's slots take the role and the live weights. True: it takes work. False: it does from the
@@ -160,7 +162,7 @@ class WorkerPool:
         self._joining.update(slots)
         try:
             assign = AssignRole(self._role, dict(settings), ParallelLayout.of(slots), joining=True)
-            raise_worst(await self._mailbox.ask_all(dict.fromkeys(slots, assign), self._timeout_s))
+            raise_worst(await self._mailbox.ask_all(dict.fromkeys(slots, assign), self._deadlines.command_s))
             async with self.lock.shared(f"{instance.id} joins"):
                 version = self.version
                 takes_work = version is not None and await self._leases.give(instance, version)
@@ -198,24 +200,21 @@ class WorkerPool:
             if instance in self.all_instances:
                 self._forget(instance)
                 release = dict.fromkeys(instance.slots, ReleaseRole(self._role))
-                raise_worst(await self._mailbox.ask_all(release, self._timeout_s))
+                raise_worst(await self._mailbox.ask_all(release, self._deadlines.command_s))
 
     async def receive(self, manifest: Manifest) -> None:
-        """Returns when the version is live on every slot of the members. Raises SlotLost, Refused or Late."""
+        """Returns when the version is live on every slot of the members that is not lost. Nothing happens when a later
+        version is live. Raises Refused or Late."""
         async with self.lock.exclusive(f"version {manifest.version} goes live"):
+            if self.version is not None and manifest.version < self.version:
+                return
             commands = dict.fromkeys(sorted(self._on), Receive(self._role, manifest))
-            outcomes = await self._mailbox.ask_all(commands, self._timeout_s)
-            raise_worst(
-                {
-                    slot: outcome
-                    for slot, outcome in outcomes.items()
-                    if not isinstance(outcome, SlotLost) or self._depends_on(slot)
-                }
-            )
+            outcomes = await self._mailbox.ask_all(commands, self._deadlines.command_s)
+            received = {slot: outcome for slot, outcome in outcomes.items() if not isinstance(outcome, SlotLost)}
+            raise_worst(received)
             self.version = manifest.version
-            has_it = {slot for slot, outcome in outcomes.items() if not isinstance(outcome, SlotLost)}
             for instance in self.all_instances:
-                if self._leases is not None and instance.slots and has_it.issuperset(instance.slots):
+                if self._leases is not None and instance.slots and received.keys() >= {*instance.slots}:
                     self._leases.note(instance, manifest.version)
             if self._waiting:
                 self._set((*self.instances, *self._waiting.values()))
@@ -252,7 +251,7 @@ class WorkerPool:
     async def _outcome(self, instance: Instance, command: Command) -> Outcome:
         try:
             return await self.ask(instance, command)
-        except FAILURES as error:
+        except Failure as error:
             return error
 
     async def _release_half_joined(self, instance: Instance) -> None:
@@ -262,5 +261,5 @@ class WorkerPool:
 
     async def _release(self, slot: int) -> None:
         """Have a slot give the role up that may not even have it, or be lost."""
-        with suppress(*FAILURES):
-            await self._mailbox.ask(slot, ReleaseRole(self._role), self._timeout_s)
+        with suppress(Failure):
+            await self._mailbox.ask(slot, ReleaseRole(self._role), self._deadlines.command_s)

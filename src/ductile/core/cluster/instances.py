@@ -5,9 +5,10 @@
    an instance that comes never takes a part of another.
 2. An instance begins when all slots of a group take its role on, and ends when they give it up (`regrouped`).
 3. Its id says its role, its slots and the change that made it: "generator-2" was there when the run began, and
-   "generator-2.7" began in the run's seventh change. A slot takes a role on at most once in a change, so no id is used
-   again in a run; and policy, controller, simulator and a replay come to the same ids, without anybody who deals them
-   out. An external server's id is what its owner calls it.
+   "generator-2.7" began in the run's seventh change; "generator-2+1" is the first one that began there because another
+   was lost. A slot takes a role on at most once in a change, so no id is used again in a run; and policy, controller,
+   simulator and a replay come to the same ids, without anybody who deals them out. An external server's id is what its
+   owner calls it.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -40,9 +41,10 @@ class Instance:
     server."""
 
 
-def instance_on(role: Serving, slots: tuple[int, ...], birth: int = 0) -> Instance:
-    """The instance that begins on these slots in the change of this number; 0 is the start of the run."""
-    suffix = f".{birth}" if birth else ""
+def instance_on(role: Serving, slots: tuple[int, ...], birth: int = 0, restart: int = 0) -> Instance:
+    """The instance that begins on these slots in the change of this number; 0 is the start of the run. restart: number
+    of the instance that begins there because the one before it was lost; 0 for one that a change begins."""
+    suffix = f"+{restart}" if restart else f".{birth}" if birth else ""
     return Instance(InstanceId(f"{NOUNS[role]}-{compact(slots)}{suffix}"), role, slots)
 
 

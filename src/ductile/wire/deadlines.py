@@ -1,0 +1,26 @@
+"""The longest waits of a run, each of its own kind: no key of the configuration serves two."""
+
+from dataclasses import dataclass
+
+from ductile.config.cluster import ClusterConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    command_s: float
+    """Seconds until a slot must have replied to a command."""
+    progress_s: float
+    """Seconds that a generator with requests may go without a new token."""
+    patience_s: float
+    """Seconds that work waits for somebody else: a request for a generator, samples for a scorer, an instance that
+    leaves for its last work, training for a policy that holds it."""
+
+    @staticmethod
+    def of(config: ClusterConfig) -> "Deadlines":
+        command_s = config.command_timeout_s
+        return Deadlines(command_s, config.progress_timeout_s or command_s, config.patience_timeout_s or command_s)
+
+    @staticmethod
+    def same(seconds: float) -> "Deadlines":
+        """Waits that are all equally long."""
+        return Deadlines(seconds, seconds, seconds)
