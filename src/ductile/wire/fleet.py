@@ -74,7 +74,8 @@ class RemoteGenerators(WorkerPool):
                     await self._send(entry, lost)
                     return await self._wait_for(entry)
                 except Failure as error:
-                    lost |= {entry.instance} if entry.instance and isinstance(error, SlotLost) else set()
+                    if entry.instance is not None and isinstance(error, SlotLost):
+                        lost.add(entry.instance)
                     self._begin_again(entry, error)
         except (asyncio.CancelledError, Late):
             aborted = True
