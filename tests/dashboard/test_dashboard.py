@@ -146,9 +146,10 @@ def test_a_step_line_says_how_rewards_failed():
 
 
 def test_a_step_line_says_that_a_step_without_a_gradient_learned_nothing():
-    assert step_line(3, 9, {"reward_mean": 1.0}) == (
+    assert step_line(3, 9, {"reward_mean": 1.0, "train_slots": 2.0}) == (
         "step 3/9  reward 1.000  nothing learned: all rewards of each group are equal"
     )
+    assert step_line(3, 9, {"reward_mean": 1.0}) == "step 3/9  reward 1.000", "`ductile orchestrator` trains nothing"
 
 
 def test_on_a_terminal_the_view_is_live_and_its_last_picture_stays():

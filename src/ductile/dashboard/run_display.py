@@ -116,7 +116,7 @@ def step_line(step: int, max_steps: int, metrics: Mapping[str, float]) -> str:
         for name, form in PARTS
         if name in metrics and (metrics[name] or name not in TROUBLE)
     ]
-    if "reward_mean" in metrics and "loss" not in metrics:
+    if "train_slots" in metrics and "loss" not in metrics:
         parts.append("nothing learned: all rewards of each group are equal")
     return "  ".join([f"step {step:>{len(str(max_steps))}}/{max_steps}", *parts])
 

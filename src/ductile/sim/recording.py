@@ -74,12 +74,14 @@ def read_recording(run: str | Path) -> Recording:
         raise NoRecording(f"there is no run {folder}: write the output_dir of one")
     rows = read_jsonl(folder / "events.jsonl")
     if not rows:
+        if (folder / "summary.json").exists():
+            raise NoRecording(f"{folder} is a run without slots, and without events: write that of `ductile rl`")
         raise NoRecording(f"{folder} holds no run that has begun: its events.jsonl is missing or empty")
     starts = [place for place, row in enumerate(rows) if row["kind"] == "setting"]
     if not starts:
         raise NoRecording(
-            f"{folder} was recorded without its setting: its events.jsonl has no event of that kind. `ductile rl` "
-            "writes one when its slots have their roles; run it again"
+            f"{folder} was recorded without its setting: its events.jsonl has no event of that kind. Runs of "
+            "`ductile rl` write one when their slots have their roles; other commands write none"
         )
     latest = rows[starts[-1] :]
     try:
@@ -89,7 +91,7 @@ def read_recording(run: str | Path) -> Recording:
         raise NoRecording(f"{folder} was recorded by another version of ductile: {error!r} in events.jsonl") from error
     if len(profiles) < 2:
         steps = "1 step" if profiles else "no step"
-        raise NoRecording(f"{folder} has profiles of {steps}, and needs two: the first warms up. Let it run on")
+        raise NoRecording(f"{folder} has profiles of {steps}, and needs two: the first warms up. Let it run for longer")
     steps = tuple(profiles[-(MOST_STEPS + 1) :])
     metrics = {row["step"]: row for row in read_jsonl(folder / "metrics.jsonl")}
     places = range(1, len(steps))

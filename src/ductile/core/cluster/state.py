@@ -120,7 +120,7 @@ class TrainerState:
     """Whether the trainer's slots may change now: no resize is under way. A resize waits for the end of the micro-step
     itself."""
     held: bool = False
-    """Whether a decision lets the trainer wait."""
+    """Whether a decision makes the trainer wait."""
     seq_len: int = 2048
     """Most tokens of one micro-batch, which is a data-parallel rank's."""
     dp_replicate: int = 1
