@@ -98,7 +98,7 @@ class Recorder:
         return self._metrics.rows()
 
     def is_lost(self) -> bool:
-        """Whether somebody has removed or moved the folder: its files are not those that are written."""
+        """Whether the folder has been removed or moved: its files are not those that are written."""
         return not (self._events.has_its_name() or self._metrics.has_its_name())
 
     def summary(self, values: Mapping[str, Any]) -> None:

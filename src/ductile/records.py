@@ -258,7 +258,7 @@ class StepReport:
     grad_norm: float
     lr: float
     num_tokens: int
-    """Trained tokens (mask true) of all ranks together."""
+    """Trained tokens (`loss_mask` 1) of all ranks together."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     flops: float = 0.0
     """Floating-point operations since the last step, all ranks together, as `ductile.core.layout.flops` counts them."""

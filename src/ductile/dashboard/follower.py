@@ -13,7 +13,7 @@ PASSING = frozenset({"held"})
 
 
 class Follower(Listener):
-    """Keeps the picture up to date. `state` may be read from another thread."""
+    """Keeps the view up to date. `state` may be read from another thread."""
 
     def __init__(self, title: str, max_steps: int, clock: Callable[[], float]) -> None:
         """clock: any clock in seconds."""

@@ -41,7 +41,7 @@ class RunDisplay(Listener, Protocol):
 
 @contextmanager
 def show(title: str, max_steps: int, stream: TextIO | None = None) -> Iterator[RunDisplay]:
-    """The last picture stays on the screen."""
+    """The last view stays on the screen."""
     out = stream or sys.stdout
     if not out.isatty():
         yield Lines(max_steps, out)

@@ -93,7 +93,7 @@ class LocalCluster:
         self._sockets = SocketFolder()
         self._router = Router(self._token, self._sockets.address, self._deaf)
         self.mailbox = Mailbox(self._router, on_error=self._deaf)
-        # Every process of the run carries its name, so that anybody can find what belongs together.
+        # Every process of the run carries its name, so that a user can find what belongs together.
         memory = {name: os.environ.get(name, value) for name, value in FREED_MEMORY_STAYS.items()}
         environment = {
             **ONE_THREAD,

@@ -59,7 +59,7 @@ class Buffer:
         self.num_updates = 0
         """Optimizer steps that are done in this step."""
         self.on_change: Callable[[], None] = lambda: None
-        """Called on every change for which `changed` returns."""
+        """Called whenever a waiting call of `changed` returns."""
         self.num_dropped = 0
         """Groups that were too old to train on; their prompts are asked again."""
         self.num_dropped_completions = 0

@@ -169,7 +169,8 @@ class ElasticController:
             self._decide()
 
     async def joined(self) -> None:
-        """Returns when the slots that a change has generate or score do so or cannot, or half a micro-step later."""
+        """Wait for the instances that the change under way begins: until they serve or have failed, or for half a
+        micro-step."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._patience_s):
                 await self._joined.wait()

@@ -1,4 +1,4 @@
-"""Asks a policy, which may be anybody's: whatever it does comes out as a decision that can be carried out, or as a
+"""Asks a policy, which may be a user's: whatever it does comes out as a decision that can be carried out, or as a
 sentence."""
 
 import inspect

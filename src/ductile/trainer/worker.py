@@ -136,7 +136,7 @@ class TrainRole:
 
     def _prepare(self, change: ResizeOrder) -> None:
         if self._resize is not None and self._resize.is_committed:
-            self._finalize(self._resize)  # nobody takes back what came before the next change
+            self._finalize(self._resize)  # what came before the next resize is not taken back
         if self._resize is not None:
             raise ValueError(f"change {self._resize.order.epoch} is neither finalized nor rolled back")
         self._resize = Resize(change, self._assignment, self._config, self._plans, self._instance)

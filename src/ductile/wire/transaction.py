@@ -160,7 +160,7 @@ class Transaction:
 
     def judges(self, slot: int) -> bool:
         """Whether this transaction rules on what the slot's death means. It does not after the change is committed or
-        taken back: joiners and leavers may still give roles up, and whoever trains is needed as ever."""
+        taken back: joiners and leavers may still give roles up, and the slots that train are needed as ever."""
         return self._judging and slot in self.order.slots
 
     async def run(self) -> ResizeResult:

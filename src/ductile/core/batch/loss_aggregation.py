@@ -9,7 +9,7 @@ on how many ranks took part, nor on how the samples were packed.
     seq_mean_token_mean   1/sequence's tokens  sequences        every sequence
     seq_mean_token_sum    1                    sequences        every token, whatever the batch's lengths add up to
 
-Only trained tokens (mask true) count; a sequence without any is no sequence.
+Only trained tokens (`loss_mask` 1) count; a sequence without any is no sequence.
 """
 
 from collections.abc import Sequence

@@ -216,7 +216,7 @@ class ClusterState:
 
     @property
     def num_external(self) -> int:
-        """Generators that are on no slot: servers of somebody else."""
+        """Generators that are on no slot: external servers."""
         return sum(not each.slots for each in self.instances_of("generate"))
 
     def groups(self, role: Serving) -> tuple[tuple[int, ...], ...]:
