@@ -105,7 +105,7 @@ class Loop:
         self.scored = SamplesInFlight()
         """Samples that wait for the trainer to have done what it has."""
         self.sending = SamplesInFlight()
-        """Samples that are out of `scored`, and that the trainer has not begun with: it does before anything else runs."""
+        """Samples that are out of `scored`, and that the trainer is about to begin with."""
         self.evaluates = False
         """An evaluation is next, or under way."""
         self.to_evaluate = 0
