@@ -4,11 +4,11 @@ It holds the policy, which follows published weights, and the reference: the wei
 disk, as soon as it begins where the loss needs them, and else when they are asked for.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ductile.config.trainer import TrainerConfig, needs_reference
 from ductile.config.weight_headers import ModelFolderError
@@ -21,7 +21,7 @@ from ductile.parallel.parallelize import Precision
 from ductile.records import MicroBatch, Sample
 from ductile.roles import RoleAssignment
 from ductile.weights.instance_role import InstanceRole
-from ductile.weights.subscriber import overwrite_all
+from ductile.weights.overwrite import overwrite_all
 from ductile.wire.messages import Score, Scores
 
 
@@ -59,8 +59,8 @@ class ScoreRole(InstanceRole):
             scores |= self._score(micro_batch, scoring)
         return [scores[id(sample)] for sample in samples]
 
-    def live_weights(self) -> tuple[int, nn.Module]:
-        return self._version, self._policy
+    def live_weights(self) -> tuple[int, Iterable[tuple[str, Tensor]]]:
+        return self._version, self._policy.named_parameters()
 
     def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
         overwrite_all(self._policy, tensors, version)

@@ -24,7 +24,8 @@ from ductile.trainer.prepare import TrainerPart
 from ductile.trainer.resize import Resize
 from ductile.trainer.state import StatePlans
 from ductile.trainer.trainer import LossFailed, Trainer, spec_of
-from ductile.weights.publisher import Publisher
+from ductile.weights.shared_memory import SharedMemory
+from ductile.weights.weight_transport import WeightTransport
 from ductile.wire.messages import (
     Commit,
     Done,
@@ -67,7 +68,7 @@ class TrainRole:
         `joining`."""
         self._assignment = assignment
         self._config = TrainerConfig.model_validate(settings)
-        self._publisher = Publisher()
+        self._transport: WeightTransport = SharedMemory()
         self._plans = StatePlans(spec_of(self._config), self._config)
         self._resize: Resize | None = None
         self._instance: TrainerPart | None = None
@@ -89,10 +90,10 @@ class TrainRole:
                 with self._in_step():
                     return Stepped(self._live.optim_step(loss_denominator))
             case Publish(version=version):
-                manifest = self._first_only(gathered_tensors, lambda tensors: self._publisher.publish(version, tensors))
+                manifest = self._first_only(gathered_tensors, lambda tensors: self._transport.publish(version, tensors))
                 return Published(manifest)
             case Withdraw(version=version):
-                self._publisher.withdraw(version)
+                self._transport.withdraw(version)
             case SaveState(path=path):
                 self._save(path)
             case LoadState(path=path):
@@ -127,7 +128,7 @@ class TrainRole:
     def close(self) -> None:
         if self._resize is not None:
             self._roll_back(self._resize.order.epoch)
-        self._publisher.close()
+        self._transport.close()
         if self._instance is not None:
             self._instance.destroy()
         self._instance = None
