@@ -1,11 +1,15 @@
 """Envelopes to bytes and back: msgpack, checked against the types of `ductile.wire.messages` on the way in."""
 
+from typing import Any
+
 import msgspec
 
+from ductile.columns import Column
 from ductile.wire.messages import Envelope
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
-"""No message is larger. A token of a `ForwardBackward` takes about 40 bytes, so this is some six million of them."""
+"""No message is larger. A token of a `ForwardBackward` takes 7 or 8 bytes, and as many more with a scorer's log-probs,
+so this is some 16 million of them."""
 
 
 class BadFrame(Exception):
@@ -31,5 +35,15 @@ def decode(frame: bytes | memoryview) -> Envelope:
         raise BadFrame(f"a frame of {len(frame)} bytes is not an Envelope: {error}") from error
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Envelope)
+def _to_bytes(value: object) -> bytes:
+    if isinstance(value, Column):
+        return value.to_bytes()
+    raise TypeError(f"{type(value).__name__} cannot be sent")
+
+
+def _from_bytes(kind: type[Any], data: object) -> Any:
+    return kind.from_bytes(data)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_to_bytes)
+_decoder = msgspec.msgpack.Decoder(Envelope, dec_hook=_from_bytes)
