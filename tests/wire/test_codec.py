@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from ductile.columns import Floats, Mask, TokenIds, Versions
 from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.records import Generation, MicroBatch, Sample
+from ductile.records import GenerateRequest, Generation, MicroBatch, Sample, Sampling
 from ductile.wire import codec
-from ductile.wire.codec import BadFrame, decode, encode
-from ductile.wire.messages import AssignRole, Done, Envelope, Finished, ForwardBackward, Ping
+from ductile.wire.codec import BadFrame, decode, encode, is_long
+from ductile.wire.messages import AssignRole, Done, Envelope, Finished, ForwardBackward, Generate, Ping, Score
 
 SAMPLE = Sample((5, 6, 7), (False, True, True), rollout_logprobs=(0.0, -0.7, float("-inf")), advantages=(0.0, 0.5, 0.5))
 MESSAGES = [
@@ -90,6 +90,19 @@ def test_a_token_takes_seven_bytes_on_either_way():
     sample = Sample(token_ids, Mask.full(length, True), logprobs, Floats.full(length, 0.25))
     for message in (Finished((generation,)), ForwardBackward((MicroBatch((sample,)),))):
         assert 7 * length < len(encode(Envelope(0, 0, message))) < 7 * length + 250
+
+
+def test_long_messages_are_those_of_many_tokens():
+    prompt = TokenIds.full(codec.LONG_TOKENS // 2 + 1, 1)
+    sample, request = Sample(prompt, Mask.full(len(prompt), True)), GenerateRequest("a", prompt, Sampling())
+    for one, two in (
+        (ForwardBackward((MicroBatch((sample,)),)), ForwardBackward((MicroBatch((sample,)), MicroBatch((sample,))))),
+        (Score((sample,), "policy"), Score((sample, sample), "policy")),
+        (Generate((request,)), Generate((request, request))),
+    ):
+        assert not is_long(one)
+        assert is_long(two)
+    assert not is_long(Ping())
 
 
 @given(st.binary(max_size=300))

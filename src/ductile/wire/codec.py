@@ -5,11 +5,15 @@ from typing import Any
 import msgspec
 
 from ductile.columns import Column
-from ductile.wire.messages import Envelope
+from ductile.wire.messages import Command, Envelope, Event, ForwardBackward, Generate, Reply, Score
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 """No message is larger. A token of a `ForwardBackward` takes 7 or 8 bytes, and as many more with a scorer's log-probs,
 so this is some 16 million of them."""
+LONG_TOKENS = 1 << 18
+"""Tokens in a message whose encoding takes some milliseconds."""
+LONG_FRAME_BYTES = 1 << 21
+"""Bytes of a frame whose decoding does."""
 
 
 class BadFrame(Exception):
@@ -24,6 +28,20 @@ def encode(envelope: Envelope) -> bytes:
             f"{MAX_FRAME_BYTES}"
         )
     return frame
+
+
+def is_long(message: Command | Reply | Event) -> bool:
+    """Whether encoding the message would hold an event loop up; all that the orchestrator sends is looked at."""
+    match message:
+        case ForwardBackward(micro_batches):
+            num_tokens = sum(each.num_tokens for each in micro_batches)
+        case Score(samples):
+            num_tokens = sum(map(len, samples))
+        case Generate(requests):
+            num_tokens = sum(len(request.prompt) + len(request.generated) for request in requests)
+        case _:
+            return False
+    return num_tokens > LONG_TOKENS
 
 
 def decode(frame: bytes | memoryview) -> Envelope:
