@@ -1,6 +1,7 @@
 """The controller against a scripted stage: which parts of a change come in which order, and what goes wrong."""
 
 import asyncio
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -18,6 +19,7 @@ from ductile.loop.policy_decision import BadDecision
 from ductile.observe import Recorder, read_jsonl
 from tests.core.cluster.scenes import id_on, scene
 from tests.loop.doubles import clock, run
+from tests.wire.transports import eventually
 
 T, G, S, B, NONE = ("train",), ("generate",), ("score",), ("train", "generate"), ()
 PART_S = 1.0
@@ -261,7 +263,7 @@ def test_nothing_is_asked_when_nothing_happens(tmp_path):
 
 async def publish(controller, stage, live_s):
     """Version 7, as the loop does it; `live_s` after it is published, or once the joiners are there."""
-    controller.begin_step(7)
+    await controller.begin_step(7)
     await asyncio.sleep(0.25)
     stage.note("published")
     await controller.joined()
@@ -368,14 +370,14 @@ def test_what_nobody_thought_of_in_settling_ends_the_run_and_nobody_waits_for_it
             raise ZeroDivisionError
 
     async def settling(controller, stage):
-        controller.begin_step(1)
+        await controller.begin_step(1)
         await controller.joined()
         assert clock() == PART_S
         controller.go_on()
         await asyncio.sleep(5)
         assert not stage.held, "training is not to wait for its deadline while the run ends"
         with pytest.raises(ZeroDivisionError):
-            controller.begin_step(2)
+            await controller.begin_step(2)
 
     policy = Scripted(*[moved(RoleChange(0, T, B), hold_training=True) for _ in range(9)])
     _, errors, _ = run_controller(tmp_path, patient(scene(), 60.0), policy, settling, kind=Breaks)
@@ -387,7 +389,7 @@ def test_a_change_that_was_begun_in_settling_is_given_up_with_the_run(tmp_path):
     policy = Scripted(moved(RoleChange(2, G, T), hold_training=True))
 
     async def ends(controller, stage):
-        controller.begin_step(7)
+        await controller.begin_step(7)
         await asyncio.sleep(0.5)
 
     stage, errors, _ = run_controller(tmp_path, scene(), policy, ends)
@@ -550,3 +552,51 @@ def test_the_layout_keeps_its_order_and_joiners_come_last(tmp_path):
         tmp_path, scene(), Scripted(moved(RoleChange(0, T, G), RoleChange(4, G, T))), one_event
     )
     assert stage.layout == ParallelLayout.of((1, 4))
+
+
+class Slow:
+    """Decides nothing, in 0.3 real seconds."""
+
+    def __init__(self):
+        self.num_deciding, self.asked, self.overlapped = 0, [], False
+
+    def decide(self, state):
+        self.overlapped |= self.num_deciding > 0
+        self.num_deciding += 1
+        time.sleep(0.3)
+        self.num_deciding -= 1
+        self.asked.append(state.asked)
+        return Decision()
+
+
+def test_the_event_loop_goes_on_while_the_policy_decides(tmp_path):
+    policy, errors, num_turns = Slow(), [], 0
+
+    async def decides():
+        nonlocal num_turns
+        controller = ElasticController(policy, ScriptedStage(scene()), Recorder(tmp_path))
+        async with controller.at_work(errors.append):
+            controller.notify()
+            while not policy.asked:
+                await asyncio.sleep(0.01)
+                num_turns += 1
+
+    asyncio.run(decides())
+    assert num_turns > 5
+    assert errors == []
+
+
+def test_a_step_that_begins_waits_for_the_decision_that_is_under_way(tmp_path):
+    policy, errors = Slow(), []
+
+    async def begins():
+        controller = ElasticController(policy, ScriptedStage(scene()), Recorder(tmp_path))
+        async with controller.at_work(errors.append):
+            controller.notify()
+            await eventually(lambda: policy.num_deciding)
+            await controller.begin_step(3)
+            assert policy.asked == [True, False], "both decisions were made, the step's own one last"
+
+    asyncio.run(begins())
+    assert not policy.overlapped
+    assert errors == []

@@ -158,7 +158,8 @@ class Engine:
         sequence = self._live.get(id)
         if sequence is None:
             return None
-        return sequence.tokens[len(sequence.request.prompt) + start :], sequence.logprobs[start:]
+        tokens = sequence.tokens[len(sequence.request.prompt) + start :]
+        return tokens.tolist(), sequence.logprobs[start:].tolist()
 
     @torch.inference_mode()
     def step(self) -> list[Generation]:

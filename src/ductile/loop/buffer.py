@@ -223,7 +223,7 @@ class Buffer:
     def _drop_rollouts(self, prompt: Prompt, rollouts: Sequence[Rollout], verdict: Freshness) -> None:
         self.num_dropped += 1
         self.num_dropped_completions += len(rollouts)
-        self.num_dropped_tokens += sum(sum(rollout.mask) for rollout in rollouts)
+        self.num_dropped_tokens += sum(rollout.num_sampled for rollout in rollouts)
         self._drops[prompt.id] += 1
         self._prompts.requeue(prompt)
         self._record.event(

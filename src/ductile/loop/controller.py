@@ -10,7 +10,8 @@
 A generator whose slots join the trainer ends only when the resize is prepared and the trainer stands still for it:
 until then it generates on. (Where there is no memory for both, it ends first.)
 
-One decision at a time: events that come meanwhile are looked at together, afterwards. Before weights are published the
+One decision at a time: events that come meanwhile are looked at together, afterwards. The policy decides in a thread,
+so that the event loop goes on meanwhile, however many slots there are to compare. Before weights are published the
 slots settle for the step that begins, and nothing is decided until the weights are live. A change goes on beside that:
 its slots may prepare for long, and the loop does not wait for its end. Weights go live when joiners are there, so that
 new rollouts are shared with them; or half a micro-step later, without them. A part that is not done is told in a
@@ -110,7 +111,7 @@ class ElasticController:
         self.decide_s: deque[float] = deque(maxlen=KEPT)
         """Real seconds that each decision took the policy."""
         self.deciding_s = 0.0
-        """CPU seconds of this thread that all decisions took: the state, the policy and the check of its orders."""
+        """CPU seconds that all decisions took: the state, the policy and the check of its orders."""
         self.training_pause = Pause()
         """The pause of training that the policy ordered."""
         self.refused = ""
@@ -129,6 +130,8 @@ class ElasticController:
         self._publishing = False
         self._asked = True
         """Whether the policy has been asked in this step."""
+        self._deciding = asyncio.Lock()
+        """Held by the one that asks the policy, which knows no threads, and begins the change that it orders."""
         self._happened = asyncio.Event()
         self._not_before_s = float("-inf")
         self._num_failed = 0
@@ -157,16 +160,18 @@ class ElasticController:
         if self._failed is not None:
             raise self._failed
 
-    def begin_step(self, version: int) -> None:
+    async def begin_step(self, version: int) -> None:
         """The slots begin to do what the step that begins wants of them; unless they are about to change already, and
         then the next decision is the step's first one. Nothing is decided from then until `go_on`, which comes before
-        the next `begin_step`. Raises what has ended the run."""
-        if self._failed is not None:
-            raise self._failed
-        self._publishing, self._asked = True, False
-        self._actuator.begin(version)
-        if self._change is None:
-            self._decide()
+        the next `begin_step`. Waits for a decision that is under way. Raises what has ended the run."""
+        self._publishing = True
+        async with self._deciding:
+            if self._failed is not None:
+                raise self._failed
+            self._asked = False
+            self._actuator.begin(version)
+            if self._change is None:
+                await self._decide()
 
     async def joined(self) -> None:
         """Wait for the instances that the change under way begins: until they serve or have failed, or for half a
@@ -189,8 +194,9 @@ class ElasticController:
                     await asyncio.sleep(wait_s)
                     continue  # a change that failed meanwhile has put it off
                 self._happened.clear()
-                if not self._publishing and self._change is None and self._failed is None:
-                    self._decide()
+                async with self._deciding:
+                    if not self._publishing and self._change is None and self._failed is None:
+                        await self._decide()
         except Exception as error:
             self._fail(error)
 
@@ -203,15 +209,16 @@ class ElasticController:
         self._hold_training(False)
         self._on_error(error)
 
-    def _decide(self) -> None:
-        """Ask the policy, and begin the change that it orders, if any."""
+    async def _decide(self) -> None:
+        """Ask the policy, and begin the change that it orders, if any. The caller holds `_deciding`."""
         actuator, began_s = self._actuator, time.thread_time()
         at_s, state = actuator.now_s, replace(actuator.state(), asked=self._asked, change=self.num_changes + 1)
         self._asked = True
-        decision = self._ask(state)
+        state_s = time.thread_time() - began_s
+        decision, deciding_s = await self._ask(state)
         # Slots that train hear of a migration after their micro-steps: training that waited waits until they have.
         self._hold_training(decision.hold_training or (state.trainer.held and bool(decision.migrations)))
-        took_s = time.thread_time() - began_s
+        took_s = state_s + deciding_s
         self.deciding_s += took_s
         self._not_before_s = actuator.now_s + self._rest_s(took_s)
         self._log.decided(decision, at_s)
@@ -246,21 +253,22 @@ class ElasticController:
 
     # -- decisions
 
-    def _ask(self, state: ClusterState) -> Decision:
+    async def _ask(self, state: ClusterState) -> tuple[Decision, float]:
+        """The decision, and the CPU seconds that it took."""
         try:
-            return self._decision(state)
+            return await self._decision(state)
         except BadDecision as error:
             if self._otherwise is None:
                 raise
             self.refused = self._log.refused(error)
             self._policy, self._otherwise = self._otherwise, None
-        return self._decision(state)
+        return await self._decision(state)
 
-    def _decision(self, state: ClusterState) -> Decision:
+    async def _decision(self, state: ClusterState) -> tuple[Decision, float]:
         """Raises BadDecision."""
-        decision, took_s = decide(self._policy, state)
+        decision, took_s, cpu_s = await asyncio.to_thread(_timed, self._policy, state)
         self.decide_s.append(took_s)
-        return decision
+        return decision, cpu_s
 
     # -- changes
 
@@ -356,6 +364,12 @@ class _RoleDelta:
             waiting=joins_trainer if state.limits.may_share else frozenset(),
             leaves_trainer=frozenset(before.slots).difference(layout.slots),
         )
+
+
+def _timed(policy: Policy, state: ClusterState) -> tuple[Decision, float, float]:
+    """What `decide` returns, and the CPU seconds that it took. Raises BadDecision."""
+    began_s = time.thread_time()
+    return *decide(policy, state), time.thread_time() - began_s
 
 
 async def _done(*parts: Coroutine[object, object, None]) -> list[str]:

@@ -247,7 +247,7 @@ class Loop:
         self.buffer.next_version(version)
         if self.controller:
             await receiving.finish()  # slots settle for one version at a time
-            self.controller.begin_step(version)
+            await self.controller.begin_step(version)
         with self.watch("publish"):
             manifest = await self.trainer.publish(version)
         await receiving.start(self.receive(manifest))

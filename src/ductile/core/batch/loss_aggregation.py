@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from ductile.records import Sample
+from ductile.columns import Floats
+from ductile.records import NO_FLOATS, Sample
 
 LossAggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
 
@@ -24,12 +25,12 @@ LossAggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_s
 def weigh(samples: Sequence[Sample], mode: LossAggregation = "token_mean") -> list[Sample]:
     """The samples with `weights` set. A sample's weights do not depend on the other samples."""
     if mode != "seq_mean_token_mean":
-        return [replace(sample, weights=()) for sample in samples]  # empty means 1
-    return [replace(sample, weights=(1 / max(1, sum(sample.loss_mask)),) * len(sample)) for sample in samples]
+        return [replace(sample, weights=NO_FLOATS) for sample in samples]  # empty means 1
+    return [replace(sample, weights=Floats.full(len(sample), 1 / max(1, sample.num_trained))) for sample in samples]
 
 
 def loss_denominator(samples: Sequence[Sample], mode: LossAggregation = "token_mean") -> float:
     """What the summed loss of all samples of one optimizer step is divided by; 0 when nothing is trained."""
     if mode == "token_mean":
-        return float(sum(sum(sample.loss_mask) for sample in samples))
-    return float(sum(any(sample.loss_mask) for sample in samples))
+        return float(sum(sample.num_trained for sample in samples))
+    return float(sum(sample.num_trained > 0 for sample in samples))
