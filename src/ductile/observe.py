@@ -42,6 +42,12 @@ class LoggedEvent:
     """What happened, as a sentence for people; "" when there is nothing to say to them."""
     fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
+    @staticmethod
+    def from_row(row: Mapping[str, Any]) -> "LoggedEvent":
+        """The event of a line, whose fields are then all that the line has."""
+        kind, sentence = str(row["kind"]), str(row["sentence"])
+        return LoggedEvent(time_s=float(row["time"]), kind=kind, sentence=sentence, fields=row)
+
 
 class Listener(Protocol):
     """Follows a run. It is called in the orchestrator's event loop and must return at once. One that raises is not
