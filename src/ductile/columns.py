@@ -105,7 +105,9 @@ class Column(Sequence[T]):
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Column):
             return np.array_equal(self.array, other.array)
-        return tuple(self) == tuple(other) if isinstance(other, tuple | list) else NotImplemented
+        if not isinstance(other, tuple | list):
+            return NotImplemented
+        return tuple(self) == tuple(cast("Sequence[Any]", other))
 
     def __hash__(self) -> int:
         return hash(tuple(self))

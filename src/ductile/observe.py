@@ -3,6 +3,7 @@
     events.jsonl    one line an event: a sentence for a person, fields for a program
     metrics.jsonl   one line a training step
     samples.jsonl   some rollouts of each step, with their rewards, for people to read
+    decisions.jsonl one line a decision of the scheduler: what its policy was asked with, and what it decided
     summary.json    the run in a dozen numbers, written at its end
 
 `Recorder` writes them; what watches a run (the live view, TensorBoard, W&B) is a `Listener` of it. The kernel has a
@@ -42,6 +43,12 @@ class LoggedEvent:
     """What happened, as a sentence for people; "" when there is nothing to say to them."""
     fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
+    @staticmethod
+    def from_row(row: Mapping[str, Any]) -> "LoggedEvent":
+        """The event of a line, whose fields are then all that the line has."""
+        kind, sentence = str(row["kind"]), str(row["sentence"])
+        return LoggedEvent(time_s=float(row["time"]), kind=kind, sentence=sentence, fields=row)
+
 
 class Listener(Protocol):
     """Follows a run. It is called in the orchestrator's event loop and must return at once. One that raises is not
@@ -70,6 +77,7 @@ class Recorder:
         self._events = _Journal(folder / "events.jsonl", self._unwritable)
         self._metrics = _Journal(folder / "metrics.jsonl", self._unwritable)
         self._samples = _Journal(folder / "samples.jsonl", self._unwritable)
+        self._decisions = _Journal(folder / "decisions.jsonl", self._unwritable)
         for journal in (self._events, self._metrics):
             journal.open()
 
@@ -86,6 +94,10 @@ class Recorder:
     def samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         for row in rows:
             self._samples.append({"step": step, **row})
+
+    def decision(self, row: Mapping[str, Any]) -> None:
+        """A policy has decided (`ductile.events.decisions`)."""
+        self._decisions.append(row)
 
     def rewind(self, last_step: int) -> int:
         """Drop metrics and samples of steps after `last_step`, which a resume from there repeats. Returns how many
@@ -108,7 +120,7 @@ class Recorder:
 
     def close(self) -> None:
         self._tell(lambda listener: listener.close())
-        for journal in (self._events, self._metrics, self._samples):
+        for journal in (self._events, self._metrics, self._samples, self._decisions):
             if lost := journal.close():
                 with suppress(OSError):
                     print(f"ductile: {lost}", file=sys.stderr)
@@ -151,7 +163,7 @@ class _Journal:
         return self._stream
 
     def append(self, value: Mapping[str, Any]) -> None:
-        self._waiting += _line(value).encode(errors=ESCAPED)
+        self._waiting += json_line(value).encode(errors=ESCAPED)
         self._write()
 
     def rows(self) -> list[dict[str, Any]]:
@@ -172,7 +184,7 @@ class _Journal:
         kept = [row for row in rows if row["step"] <= last_step]
         self.close()
         if self._file.exists():
-            write_whole(self._file, "".join(_line(row) for row in kept))
+            write_whole(self._file, "".join(json_line(row) for row in kept))
             self.open()
         return len(rows) - len(kept)
 
@@ -272,7 +284,7 @@ def _ends_whole(file: Path) -> bool:
         return stream.read(1) in (b"", b"\n")
 
 
-def _line(value: Mapping[str, Any]) -> str:
+def json_line(value: Mapping[str, Any]) -> str:
     return json.dumps(_finite(value), ensure_ascii=False, default=str) + "\n"
 
 

@@ -1,11 +1,13 @@
 """Runs whose slots change roles while they are at work."""
 
+import os
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
+from ductile.cli import main
 from ductile.core.cluster.profile import Setting, StepProfile
 from ductile.launch.control import Run as LiveRun
 from ductile.launch.control import Unfit
@@ -68,6 +70,29 @@ def test_slots_go_everywhere_while_they_work_and_nothing_is_lost(tmp_path, model
     last = {span.slot: span.activity for span in spans}
     assert "switch" not in last.values()
     assert steps[-1].costs.resize_s < 0.5, "measured, and not the prior"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "policy", ["model", "rules", "static", "tests.end_to_end.moves.Keen", "tests.end_to_end.moves.OnceAStep"]
+)
+def test_every_decision_is_made_again_the_same_when_a_run_was_killed_and_resumed_too(
+    tmp_path, model, start, policy, capsys
+):
+    config = write_scheduled(tmp_path, model, policy, max_steps=6)
+    run = start(config)
+    run.until_step(2)
+    os.kill(run.pid_of("generate"), signal.SIGKILL)
+    assert run.ends(within_s=60) == 1
+    assert main(["replay", str(run.folder)]) == 0
+    resumed = start(config, "--resume")
+    assert resumed.ends(within_s=120) == 0, resumed.said()
+    assert not resumed.events("refused")
+    assert main(["replay", str(run.folder)]) == 0
+    said = capsys.readouterr().out
+    assert f"by the policy {policy} in 1 start" in said
+    assert f"by the policy {policy} in 2 starts" in said
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from ductile.core.cluster.placement import compact
 from ductile.core.cluster.policies.rules import Home
 from ductile.core.cluster.state import SlotState
 from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.events.decisions import DecisionJournal, StateReader, decision_row
 from ductile.loop.controller import ElasticController, NotDone
 from ductile.loop.policy_decision import BadDecision
 from ductile.observe import Recorder, read_jsonl
@@ -126,7 +127,8 @@ def run_controller(tmp_path, state, policy, during, otherwise=None, broken=(), k
         stage, errors = kind(state), []
         stage.broken |= set(broken)
         record = Recorder(tmp_path, clock=lambda: 0.0)
-        controller = ElasticController(policy, stage, record, otherwise, rest_s=lambda took_s: 0.5)
+        journal = DecisionJournal(record, {"name": "scripted"})
+        controller = ElasticController(policy, stage, record, otherwise, lambda took_s: 0.5, journal)
         try:
             async with controller.at_work(errors.append):
                 await during(controller, stage)
@@ -248,6 +250,25 @@ def test_one_decision_at_a_time_and_events_meanwhile_are_looked_at_together(tmp_
     assert stage.diary == [(0.0, "admit 0"), (1.0, "admit 1")]
     # While a change was carried out nobody asked; afterwards it is asked again, until nothing changes any more.
     assert [round(state.now_s, 3) for state in policy.asked] == [0.0, 1.0, 2.0]
+
+
+def test_what_a_policy_is_asked_with_and_decides_is_written_down(tmp_path):
+    """Also what a policy is asked with that fails, and what is decided instead."""
+    policy = Scripted(moved(RoleChange(0, T, B)), moved(RoleChange(0, B, T)), ValueError("enough"))
+    home = Scripted()
+    run_controller(tmp_path, scene(running={2: [10]}), policy, one_event, otherwise=home)
+    rows, reader = read_jsonl(tmp_path / "decisions.jsonl"), StateReader()
+    assert [reader.state(row["state"]) for row in rows] == [*policy.asked, *home.asked]
+    assert [row.get("decision", {}).get("orders") for row in rows] == [
+        [{"slot": 0, "before": ["train"], "after": ["train", "generate"]}],
+        [{"slot": 0, "before": ["train", "generate"], "after": ["train"]}],
+        None,
+        None,
+    ]
+    assert ["refused" in row for row in rows] == [False, False, True, False]
+    assert "ValueError: enough" in rows[2]["refused"]
+    assert rows[3]["decision"] == decision_row(Decision())
+    assert ["policy" in row for row in rows] == [True, False, False, False]
 
 
 def test_nothing_is_asked_when_nothing_happens(tmp_path):

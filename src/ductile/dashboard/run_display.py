@@ -13,7 +13,7 @@ from typing import Protocol, TextIO
 from rich.console import Console
 from rich.live import Live
 
-from ductile.core.cluster.ledger import Activity
+from ductile.core.cluster.ledger import SlotLedger
 from ductile.dashboard.follower import Follower
 from ductile.dashboard.printable import printable
 from ductile.dashboard.view import render
@@ -35,8 +35,9 @@ OFTEN = frozenset(
 
 
 class RunDisplay(Listener, Protocol):
-    def on_slot(self, slot: int, roles: Sequence[str], doing: Activity) -> None:
-        """What a slot does from now on. Cheap enough for every command and heartbeat."""
+    def on_slot(self, roles: Sequence[str], account: SlotLedger) -> None:
+        """What a slot does from now on, and what it has done since it had its roles. Cheap enough for every command and
+        heartbeat."""
 
 
 @contextmanager

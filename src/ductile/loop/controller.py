@@ -32,6 +32,7 @@ from ductile.core.cluster.instances import Instance, InstanceId, in_order
 from ductile.core.cluster.orders import Decision, Migration, Policy, RoleChange, instances_after, layout_after
 from ductile.core.cluster.state import ClusterState
 from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.events.decisions import DecisionJournal
 from ductile.loop.concurrency import Pause, gather_all
 from ductile.loop.decisions import DecisionLog, ExecutedDecision
 from ductile.loop.policy_decision import BadDecision, decide
@@ -103,8 +104,10 @@ class ElasticController:
         record: Recorder,
         otherwise: Policy | None = None,
         rest_s: Callable[[float], float] = rest_s,
+        journal: DecisionJournal | None = None,
     ) -> None:
-        """otherwise: asked instead of a policy that has ordered what cannot be; None: that raises BadDecision."""
+        """otherwise: asked instead of a policy that has ordered what cannot be; None: that raises BadDecision. journal:
+        keeps what is decided, and on what, for `ductile replay`; None keeps nothing."""
         self.num_changes = 0
         self.changes: deque[ExecutedDecision] = deque(maxlen=KEPT)
         """The latest changes."""
@@ -117,7 +120,7 @@ class ElasticController:
         self.refused = ""
         """Why the policy is not asked any more, as a sentence; empty while it is asked."""
         self._policy, self._actuator, self._log = policy, actuator, DecisionLog(record)
-        self._otherwise, self._rest_s = otherwise, rest_s
+        self._otherwise, self._rest_s, self._journal = otherwise, rest_s, journal
         self._change: asyncio.Task[None] | None = None
         """The change that is under way; None when there is none."""
         self._failed: Exception | None = None
@@ -266,7 +269,14 @@ class ElasticController:
 
     async def _decision(self, state: ClusterState) -> tuple[Decision, float]:
         """Raises BadDecision."""
-        decision, took_s, cpu_s = await asyncio.to_thread(_timed, self._policy, state)
+        try:
+            decision, took_s, cpu_s = await asyncio.to_thread(_timed, self._policy, state)
+        except BadDecision as error:
+            if self._journal:
+                self._journal.refused(state, str(error))
+            raise
+        if self._journal:
+            self._journal.decided(state, decision)
         self.decide_s.append(took_s)
         return decision, cpu_s
 

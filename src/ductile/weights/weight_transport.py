@@ -47,7 +47,7 @@ class WeightTransport(Protocol):
 
 
 TRANSPORTS: Mapping[str, type[WeightTransport]] = {"shared_memory": SharedMemory}
-"""By `Manifest.carrier`."""
+"""The transports, by `Manifest.carrier`."""
 
 
 def transport_of(manifest: Manifest) -> WeightTransport:

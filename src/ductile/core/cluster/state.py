@@ -200,6 +200,8 @@ class ClusterState:
     """Most tokens of one completion."""
     asked: bool = True
     """Whether the policy has been asked in this step before."""
+    knows_generation: bool = True
+    """Whether a generator has told how fast it decodes. Until then `speeds` has a guess."""
 
     @property
     def step_begins(self) -> bool:
