@@ -285,7 +285,15 @@ def _ends_whole(file: Path) -> bool:
 
 
 def json_line(value: Mapping[str, Any]) -> str:
-    return json.dumps(_finite(value), ensure_ascii=False, default=str) + "\n"
+    """The value as JSON, with null for a number that is not finite, and a line's end."""
+    try:
+        return json.dumps(value, ensure_ascii=False, default=_plain, allow_nan=False) + "\n"
+    except ValueError:  # looking for the number takes ten times as long, and most lines have none
+        return json.dumps(_finite(value), ensure_ascii=False, default=str) + "\n"
+
+
+def _plain(value: object) -> object:
+    return dict(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else str(value)
 
 
 def _finite(value: Any) -> Any:
