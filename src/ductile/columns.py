@@ -105,7 +105,7 @@ class Column(Sequence[T]):
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Column):
             return np.array_equal(self.array, other.array)
-        return tuple(self) == tuple(other) if isinstance(other, tuple | list) else NotImplemented
+        return tuple(self) == tuple(cast("Sequence[Any]", other)) if isinstance(other, tuple | list) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(tuple(self))
