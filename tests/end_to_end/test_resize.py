@@ -79,7 +79,7 @@ def test_rl_is_resized_in_the_middle_of_its_loop(tmp_path: Path, model: Path, st
     assert run.ends(within_s=30) == 130, run.said()
     last = run.metrics()[-1]["step"]
     assert [row["step"] for row in run.metrics()] == list(range(last + 1))
-    assert checkpointed_steps(run.folder) == [last]
+    assert checkpointed_steps(run.folder)[-1] == last
     assert not control.exists()
     gone = ductile("status", "--run", run.folder)
     assert (gone.returncode, "no run is at work" in gone.stderr.lower()) == (2, True)

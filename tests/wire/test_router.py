@@ -1,6 +1,7 @@
 """What the socket lets in."""
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
@@ -158,6 +159,36 @@ def test_long_messages_arrive_in_order():
         await eventually(lambda: len(heard) == 7)
         assert heard[1::2] == [Finished((long,))] * 3
         assert heard[2::2] == [Finished(())] * 3
+        dealer.close()
+        await router.close()
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+
+
+def test_other_tasks_have_a_turn_between_two_messages_however_many_wait():
+    num_messages = 300
+
+    async def story():
+        router = Router(TOKEN, ON_LOOPBACK)
+        num_turns, heard_at = 0, []
+
+        async def others():
+            nonlocal num_turns
+            while True:
+                await asyncio.sleep(0)
+                num_turns += 1
+
+        router.listen(lambda slot, envelope: heard_at.append(num_turns))
+        dealer = Dealer(router.address, TOKEN, 0)
+        dealer.send(HELLO)
+        await eventually(lambda: heard_at)
+        for _ in range(num_messages):
+            dealer.send(encode(Envelope(0, 0, Finished(()))))
+        time.sleep(0.3)  # noqa: ASYNC251  (they wait in the socket then)
+        turning = asyncio.create_task(others())
+        await eventually(lambda: len(heard_at) == num_messages + 1)
+        turning.cancel()
+        assert len(set(heard_at[1:])) == num_messages
         dealer.close()
         await router.close()
 

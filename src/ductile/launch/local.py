@@ -281,7 +281,8 @@ class LocalCluster:
             raise StartFailed(f"{self.mailbox.lost[ended]}; see {self._logs}")
 
     def _not_started(self, slots: Sequence[int]) -> str:
-        missing = ", ".join(str(slot) for slot in slots if slot not in self.mailbox.heard_at_s)
+        silent = [slot for slot in slots if slot not in self.mailbox.heard_at_s]
+        missing = ", ".join(map(str, silent or slots))  # the last one may just have been heard
         limit_s = self._config.start_timeout_s
         return f"slots {missing} did not start within {limit_s:g} s (cluster.start_timeout_s); see {self._logs}"
 

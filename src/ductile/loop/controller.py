@@ -33,7 +33,7 @@ from ductile.core.cluster.orders import Decision, Migration, Policy, RoleChange,
 from ductile.core.cluster.state import ClusterState
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.events.decisions import DecisionJournal
-from ductile.loop.concurrency import Pause, gather_all
+from ductile.loop.concurrency import DaemonThreads, Pause, gather_all
 from ductile.loop.decisions import DecisionLog, ExecutedDecision
 from ductile.loop.policy_decision import BadDecision, decide
 from ductile.observe import Recorder
@@ -270,7 +270,9 @@ class ElasticController:
     async def _decision(self, state: ClusterState) -> tuple[Decision, float]:
         """Raises BadDecision."""
         try:
-            decision, took_s, cpu_s = await asyncio.to_thread(_timed, self._policy, state)
+            decision, took_s, cpu_s = await asyncio.get_running_loop().run_in_executor(
+                DaemonThreads(), _timed, self._policy, state
+            )
         except BadDecision as error:
             if self._journal:
                 self._journal.refused(state, str(error))

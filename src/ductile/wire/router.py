@@ -76,6 +76,7 @@ class Router:
 
     async def _receive(self, deliver: Callable[[int, Envelope], None]) -> None:
         while True:
+            await asyncio.sleep(0)  # other tasks have a turn between two messages, however many wait here
             frames = await self._socket.recv_multipart()
             if len(frames) != 4:
                 self.dropped["wrong number of frames"] += 1
