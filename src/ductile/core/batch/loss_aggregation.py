@@ -14,12 +14,10 @@ Only trained tokens (`loss_mask` 1) count; a sequence without any is no sequence
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 from ductile.columns import Floats
+from ductile.core.batch.aggregation import LossAggregation
 from ductile.records import NO_FLOATS, Sample
-
-LossAggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
 
 
 def weigh(samples: Sequence[Sample], mode: LossAggregation = "token_mean") -> list[Sample]:
