@@ -1,6 +1,7 @@
 """The controller against a scripted stage: which parts of a change come in which order, and what goes wrong."""
 
 import asyncio
+import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -15,9 +16,11 @@ from ductile.core.cluster.policies.rules import Home
 from ductile.core.cluster.state import SlotState
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.events.decisions import DecisionJournal, StateReader, decision_row
+from ductile.loop import controller as controller_module
 from ductile.loop.controller import ElasticController, NotDone
 from ductile.loop.policy_decision import BadDecision
 from ductile.observe import Recorder, read_jsonl
+from ductile.sim.replay import replay_run
 from tests.core.cluster.scenes import id_on, scene
 from tests.loop.doubles import clock, run
 from tests.wire.transports import eventually
@@ -621,3 +624,31 @@ def test_a_step_that_begins_waits_for_the_decision_that_is_under_way(tmp_path):
     asyncio.run(begins())
     assert not policy.overlapped
     assert errors == []
+
+
+def test_a_policy_that_does_not_decide_in_time_is_not_asked_any_more(tmp_path, monkeypatch):
+    """A thread takes real time, so the stage and its event loop do too. A replay does not wait for that policy."""
+
+    class Endless:
+        def decide(self, state):
+            assert released.wait(60)
+            return Decision()
+
+    async def story():
+        record = Recorder(tmp_path, clock=lambda: 0.0)
+        journal = DecisionJournal(record, {"name": "static", "pre_process": None, "wait_before_last_iter": None})
+        controller = ElasticController(Endless(), ScriptedStage(scene()), record, Home(), journal=journal)
+        async with controller.at_work(errors.append):
+            await controller.begin_step(0)
+        record.close()
+        return controller.refused
+
+    errors, released = [], threading.Event()
+    monkeypatch.setattr(controller_module, "MOST_DECIDING_S", 0.2)
+    refused = asyncio.run(story())
+    assert not released.is_set(), "the run went on while the policy was still at it"
+    released.set()
+    assert refused.endswith("it was asked, and 0.2 s later it had not decided.")
+    assert errors == []
+    assert ["late" in row for row in read_jsonl(tmp_path / "decisions.jsonl")] == [True, False]
+    assert replay_run(tmp_path).num_decisions == 1

@@ -8,7 +8,8 @@
    places; of a list of numbers how many are dropped at its start and which are added at its end.
 2. Of unfinished rollouts it has the places of those that are `gone`, each `new` one with its place, and the tokens by
    which the others have `grown`: for each generator [how many rollouts, tokens of each, how many, tokens, ...].
-3. Of a decision it has what is not empty; instead of one it has `refused`, a sentence, where the policy failed.
+3. Of a decision it has what is not empty; instead of one it has a sentence, `refused` where the policy failed or `late`
+   where it did not decide in time.
 
 States come back bit for bit: JSON has the shortest text of a number that is read back as the same one. It has no
 infinity, so null stands for it.
@@ -48,6 +49,10 @@ class DecisionJournal:
     def refused(self, state: ClusterState, why: str) -> None:
         """The policy failed, or ordered what cannot be."""
         self._append(state, refused=why)
+
+    def late(self, state: ClusterState, why: str) -> None:
+        """The policy did not decide in time."""
+        self._append(state, late=why)
 
     def _append(self, state: ClusterState, **outcome: Any) -> None:
         self._record.decision({**self._first, "state": self._states.difference(state), **outcome})

@@ -35,7 +35,7 @@ from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.events.decisions import DecisionJournal
 from ductile.loop.concurrency import DaemonThreads, Pause, gather_all
 from ductile.loop.decisions import DecisionLog, ExecutedDecision
-from ductile.loop.policy_decision import BadDecision, decide
+from ductile.loop.policy_decision import BadDecision, LateDecision, decide
 from ductile.observe import Recorder
 
 LEAST_REST_S = 0.05
@@ -44,7 +44,10 @@ REST = 100.0
 MOST_PATIENCE_S = 60.0
 """Longest time without a decision after changes that failed, in seconds. The first failure costs a second, each further
 one twice the last."""
+MOST_DECIDING_S = 60.0
+"""Longest time that a policy may take for a decision; `model` takes some milliseconds."""
 KEPT = 1 << 16
+_THREADS = DaemonThreads()
 
 
 class NotDone(Exception):
@@ -269,10 +272,15 @@ class ElasticController:
 
     async def _decision(self, state: ClusterState) -> tuple[Decision, float]:
         """Raises BadDecision."""
+        asking = asyncio.get_running_loop().run_in_executor(_THREADS, _timed, self._policy, state)
         try:
-            decision, took_s, cpu_s = await asyncio.get_running_loop().run_in_executor(
-                DaemonThreads(), _timed, self._policy, state
-            )
+            async with asyncio.timeout(MOST_DECIDING_S):
+                decision, took_s, cpu_s = await asking
+        except TimeoutError as error:
+            why = f"at {state.now_s:.1f} s it was asked, and {MOST_DECIDING_S:g} s later it had not decided"
+            if self._journal:
+                self._journal.late(state, why)
+            raise LateDecision(why) from error
         except BadDecision as error:
             if self._journal:
                 self._journal.refused(state, str(error))
@@ -372,7 +380,7 @@ class _RoleDelta:
             joining=joining,
             keeping=frozenset(order.source for order in decision.migrations if order.target in joining),
             layout=layout,
-            resizes={*layout.slots} != {*before.slots},
+            resizes=layout != before,
             waiting=joins_trainer if state.limits.may_share else frozenset(),
             leaves_trainer=frozenset(before.slots).difference(layout.slots),
         )

@@ -13,6 +13,10 @@ class BadDecision(Exception):
     """A policy ordered what cannot be, returned something else than a decision, or failed. The text says what."""
 
 
+class LateDecision(BadDecision):
+    """A policy has not decided in time. Unlike what else it does wrong, that cannot be had again by asking it again."""
+
+
 def decide(policy: Policy, state: ClusterState) -> tuple[Decision, float]:
     """The decision, and the real seconds that it took the policy. Raises BadDecision."""
     began_s = time.perf_counter()

@@ -112,6 +112,9 @@ def replay(rows: Iterable[Row], policy_of: Callable[[Row], Policy] = lambda name
         if not num_starts:
             raise NoDecisions("the decisions begin in the middle: their first line names no policy")
         state = states.state(row["state"])
+        if "late" in row:
+            policy = Home()
+            continue
         num_decisions += 1
         try:
             replayed: Row = json.loads(json_line({"decision": decision_row(decide(policy, state)[0])}))
