@@ -190,7 +190,7 @@ def line(row: dict[str, Any]) -> str:
     before, after = (",".join(map(str, row[end])) for end in ("before", "after"))
     where = "in a batch" if row["in_a_batch"] else "between"
     phases = " ".join(f"{name} {row[name + '_s']:.3f}" for name in ("freeze", "bind", "transfer", "rebuild", "commit"))
-    names = ("carrier", "plan", "groups", "build", "load", "finalize")
+    names = ("carrier", "plan", "groups", "build", "load", "settle")
     beside = " ".join(f"{name} {row[name + '_s']:.2f}" for name in names)
     steps = f"first step {row['first_step_s']:.2f}"
     moved = f"{row['moved_bytes'] / 2**20:6.0f} MiB"

@@ -122,7 +122,10 @@ def test_help_into_a_closed_pipe() -> None:
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("words", [["plan", "runs/x"], ["simulate"], ["report", "runs/x"], ["check", "@", "good.toml"]])
+@pytest.mark.parametrize(
+    "words",
+    [["plan", "runs/x"], ["simulate"], ["report", "runs/x"], ["replay", "runs/x"], ["check", "@", "good.toml"]],
+)
 def test_ctrl_c_in_a_tool_ends_it_in_a_word(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,6 +136,7 @@ def test_ctrl_c_in_a_tool_ends_it_in_a_word(
     monkeypatch.setattr("ductile.sim.compare.compare", interrupted)
     monkeypatch.setattr("ductile.sim.recording.read_recording", interrupted)
     monkeypatch.setattr("ductile.dashboard.run_report.read_run_report", interrupted)
+    monkeypatch.setattr("ductile.sim.replay.replay_run", interrupted)
     monkeypatch.setattr("ductile.launch.rehearse.violation", interrupted)
     Path("runs/x").mkdir(parents=True)
     assert main(words) == 130

@@ -26,8 +26,7 @@ from ductile.scorer.worker import ScoreRole
 from ductile.trainer.state import named_gradient, named_state
 from ductile.trainer.trainer import Trainer
 from ductile.trainer.worker import TrainRole
-from ductile.weights.publisher import Publisher
-from ductile.weights.subscriber import receive
+from ductile.weights.shared_memory import SharedMemory
 from ductile.wire.messages import Receive, Score
 from tests.generator.conftest import request, run
 from tests.parallel.world import run_world
@@ -77,7 +76,7 @@ def test_the_generator_samples_in_bf16(folder: Path) -> None:
 
 def test_published_weights_are_what_both_devices_sample_from(folder: Path) -> None:
     """From tensors on the GPU, through memory of this host, onto the GPU and the CPU."""
-    publisher = Publisher()
+    publisher = SharedMemory()
     source = engine_on(GPU, folder, dtype="float32").model
     with torch.no_grad():
         for parameter in source.parameters():
@@ -85,7 +84,7 @@ def test_published_weights_are_what_both_devices_sample_from(folder: Path) -> No
     manifest = publisher.publish(7, source.named_parameters())
     engines = [engine_on(device, folder, dtype="float32") for device in (GPU, "cpu")]
     for engine in engines:
-        engine.load_weights(receive(manifest), 7)
+        engine.load_weights(SharedMemory().receive(manifest), 7)
         for name, parameter in engine.model.named_parameters():
             assert torch.equal(parameter.cpu(), dict(source.named_parameters())[name].cpu()), name
     here, there = (run(engine, [request("a", "hello", 12)])["a"] for engine in engines)
@@ -98,7 +97,7 @@ def test_the_scorer_says_the_same(folder: Path) -> None:
     samples = tuple(make_samples((12, 30, 3, 7, 7), temperatures=(1.0, 0.5)))
     config = fp32(folder).model_dump()
     here, there = (ScoreRole(config, RoleAssignment(0, ParallelLayout.of((0,)), 0, device)) for device in (GPU, "cpu"))
-    publisher = Publisher()
+    publisher = SharedMemory()
     manifest = publisher.publish(1, ((name, p * 1.1) for name, p in there._policy.named_parameters()))
     for model in ("policy", "reference"):
         found, expected = (role.handle(Score(samples, model)).logprobs for role in (here, there))

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,12 @@ YOURS = {"my.toml", "orch.toml"}
 """README says that these are the reader's own."""
 MADE = "runs/quickstart/"
 """The quickstart leaves it."""
+
+
+def test_the_import_order_of_the_docs_is_the_one_that_is_enforced():
+    (contract, *_) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    text = " ".join((ROOT / "docs" / "design.md").read_text(encoding="utf-8").split())
+    assert " > ".join(f"`{layer}`" for layer in contract["layers"]) in text
 
 
 def test_ductile_is_on_the_path_before_it_is_called():

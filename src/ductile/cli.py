@@ -52,6 +52,7 @@ TOOLS = {
     "status": "ductile.launch.run_commands:status",
     "simulate": "ductile.sim.command:main",
     "plan": "ductile.sim.plan_command:main",
+    "replay": "ductile.sim.replay_command:main",
     "report": "ductile.dashboard.report_command:main",
 }
 """Commands that start no slots: they ask a run which is at work, read what one has written down, or reckon."""
@@ -66,6 +67,7 @@ OVERVIEW = f"""ductile {__version__}: elastic RL post-training
   status        what a live run does, slot by slot: ductile status runs/x
   simulate      which way to use the slots is the fastest? in virtual time: ductile simulate @ sim.toml
   plan          the same for a run that was recorded, from what it measured: ductile plan runs/x
+  replay        does the scheduler decide as it did in a run? ductile replay runs/x
   report        a run as one HTML file, who did what when: ductile report runs/x
 
   ductile <command> --help          all keys of a command; --help-all: also those that are not built yet

@@ -3,6 +3,7 @@
     events.jsonl    one line an event: a sentence for a person, fields for a program
     metrics.jsonl   one line a training step
     samples.jsonl   some rollouts of each step, with their rewards, for people to read
+    decisions.jsonl one line a decision of the scheduler: what its policy was asked with, and what it decided
     summary.json    the run in a dozen numbers, written at its end
 
 `Recorder` writes them; what watches a run (the live view, TensorBoard, W&B) is a `Listener` of it. The kernel has a
@@ -42,6 +43,12 @@ class LoggedEvent:
     """What happened, as a sentence for people; "" when there is nothing to say to them."""
     fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
+    @staticmethod
+    def from_row(row: Mapping[str, Any]) -> "LoggedEvent":
+        """The event of a line, whose fields are then all that the line has."""
+        kind, sentence = str(row["kind"]), str(row["sentence"])
+        return LoggedEvent(time_s=float(row["time"]), kind=kind, sentence=sentence, fields=row)
+
 
 class Listener(Protocol):
     """Follows a run. It is called in the orchestrator's event loop and must return at once. One that raises is not
@@ -70,6 +77,7 @@ class Recorder:
         self._events = _Journal(folder / "events.jsonl", self._unwritable)
         self._metrics = _Journal(folder / "metrics.jsonl", self._unwritable)
         self._samples = _Journal(folder / "samples.jsonl", self._unwritable)
+        self._decisions = _Journal(folder / "decisions.jsonl", self._unwritable)
         for journal in (self._events, self._metrics):
             journal.open()
 
@@ -87,6 +95,10 @@ class Recorder:
         for row in rows:
             self._samples.append({"step": step, **row})
 
+    def decision(self, row: Mapping[str, Any]) -> None:
+        """A policy has decided (`ductile.events.decisions`)."""
+        self._decisions.append(row)
+
     def rewind(self, last_step: int) -> int:
         """Drop metrics and samples of steps after `last_step`, which a resume from there repeats. Returns how many
         lines of metrics were dropped."""
@@ -98,7 +110,7 @@ class Recorder:
         return self._metrics.rows()
 
     def is_lost(self) -> bool:
-        """Whether somebody has removed or moved the folder: its files are not those that are written."""
+        """Whether the folder has been removed or moved: its files are not those that are written."""
         return not (self._events.has_its_name() or self._metrics.has_its_name())
 
     def summary(self, values: Mapping[str, Any]) -> None:
@@ -108,7 +120,7 @@ class Recorder:
 
     def close(self) -> None:
         self._tell(lambda listener: listener.close())
-        for journal in (self._events, self._metrics, self._samples):
+        for journal in (self._events, self._metrics, self._samples, self._decisions):
             if lost := journal.close():
                 with suppress(OSError):
                     print(f"ductile: {lost}", file=sys.stderr)
@@ -151,7 +163,7 @@ class _Journal:
         return self._stream
 
     def append(self, value: Mapping[str, Any]) -> None:
-        self._waiting += _line(value).encode(errors=ESCAPED)
+        self._waiting += json_line(value).encode(errors=ESCAPED)
         self._write()
 
     def rows(self) -> list[dict[str, Any]]:
@@ -172,7 +184,7 @@ class _Journal:
         kept = [row for row in rows if row["step"] <= last_step]
         self.close()
         if self._file.exists():
-            write_whole(self._file, "".join(_line(row) for row in kept))
+            write_whole(self._file, "".join(json_line(row) for row in kept))
             self.open()
         return len(rows) - len(kept)
 
@@ -272,8 +284,16 @@ def _ends_whole(file: Path) -> bool:
         return stream.read(1) in (b"", b"\n")
 
 
-def _line(value: Mapping[str, Any]) -> str:
-    return json.dumps(_finite(value), ensure_ascii=False, default=str) + "\n"
+def json_line(value: Mapping[str, Any]) -> str:
+    """The value as JSON, with null for a number that is not finite, and a line's end."""
+    try:
+        return json.dumps(value, ensure_ascii=False, default=_plain, allow_nan=False) + "\n"
+    except ValueError:  # looking for the number takes ten times as long, and most lines have none
+        return json.dumps(_finite(value), ensure_ascii=False, default=str) + "\n"
+
+
+def _plain(value: object) -> object:
+    return dict(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else str(value)
 
 
 def _finite(value: Any) -> Any:

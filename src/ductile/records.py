@@ -5,38 +5,20 @@
 All of them are plain, immutable values without tensors. They cross process borders as msgpack (`ductile.wire.codec`);
 they become tensors in `model.packed`, `trainer.collate` and `generator.engine`, and only there.
 
-Per-token lists of one value always have the same length; `GenerateRequest` and `Sample` check it.
+What they keep of each token is a column (`ductile.columns`). A record may be made with any sequence in a column's
+place, and makes a column of it. The columns of one record always have the same length; the record checks it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import compress
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+from ductile.columns import Column, Floats, Mask, TokenIds, Versions
+from ductile.sampling import Sampling
+
+NO_TOKENS, NO_FLOATS, NO_VERSIONS, NO_MASK = TokenIds(), Floats(), Versions(), Mask()
 
 FinishReason = Literal["stop", "length", "abort"]
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the next token is drawn. Field names and meanings are those of the OpenAI API and its vLLM extensions."""
-
-    temperature: float = 1.0
-    """What logits are divided by; 0 means greedy."""
-    top_p: float = 1.0
-    top_k: int = -1
-    """Tokens of the highest probability that may be drawn; -1 keeps all."""
-    min_p: float = 0.0
-    max_tokens: int = 128
-    stop_token_ids: tuple[int, ...] = ()
-    """Generation ends after one of these tokens, which is part of the output, so that it can be trained on."""
-    stop: tuple[str, ...] = ()
-    """Generation ends when the decoded text contains one of these strings, with special tokens spelled out or without
-    them."""
-    seed: int | None = None
-    """Requests with one seed get the same tokens for the same prompt, whatever else runs in the batch and across a
-    migration. None: the engine derives a seed from its own and the request's id."""
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    """Whether the text that is shown leaves out special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +30,10 @@ class Prompt:
     task: str
     example: int
     """Index into the task's data set; with it the task can score a completion."""
-    token_ids: tuple[int, ...]
+    token_ids: TokenIds
+
+    def __post_init__(self) -> None:
+        _keep_columns(self, token_ids=TokenIds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +42,20 @@ class GenerateRequest:
     earlier, has sampled for it already."""
 
     id: str
-    prompt: tuple[int, ...]
+    prompt: TokenIds
     sampling: Sampling
     group: str = ""
     """Name of the request's rollout group; "" for none. Requests of one group share their prompt's cache blocks."""
-    generated: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    versions: tuple[int, ...] = ()
+    generated: TokenIds = NO_TOKENS
+    logprobs: Floats = NO_FLOATS
+    versions: Versions = NO_VERSIONS
     priority: int = 0
     """Requests of higher priority run first."""
     num_turns: int = 0
     """Finished turns of the request's rollout; their tokens are part of `prompt`."""
 
     def __post_init__(self) -> None:
+        _keep_columns(self, prompt=TokenIds, generated=TokenIds, logprobs=Floats, versions=Versions)
         if not len(self.generated) == len(self.logprobs) == len(self.versions):
             raise ValueError(
                 f"request {self.id}: {len(self.generated)} generated tokens, {len(self.logprobs)} log-probs and "
@@ -82,13 +68,21 @@ class Generation:
     """What a generator returns: all tokens after the prompt, those of `GenerateRequest.generated` included."""
 
     id: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    token_ids: TokenIds
+    logprobs: Floats
     """Natural log, at the request's temperature, over the whole vocabulary: top-k, top-p and min-p say which tokens are
     drawn, not what is reported."""
-    versions: tuple[int, ...]
+    versions: Versions
     """The weight version each token was sampled from."""
     finish_reason: FinishReason
+
+    def __post_init__(self) -> None:
+        _keep_columns(self, token_ids=TokenIds, logprobs=Floats, versions=Versions)
+        if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
+            raise ValueError(
+                f"completion {self.id}: {len(self.token_ids)} tokens, {len(self.logprobs)} log-probs and "
+                f"{len(self.versions)} versions; the three must be equally long"
+            )
 
 
 RewardFailure = Literal["timeout", "lost", "raised", "wrong"]
@@ -102,12 +96,12 @@ class Rollout:
     """One completion of a prompt, with its reward. In a task of several turns it holds all turns, the environment's
     words too."""
 
-    token_ids: tuple[int, ...]
+    token_ids: TokenIds
     """All tokens after the prompt."""
-    mask: tuple[bool, ...]
+    mask: Mask
     """True where the policy sampled the token: these are trained on."""
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
+    logprobs: Floats
+    versions: Versions
     """Weight version that each token was sampled from; -1 where the policy did not sample it."""
     finish_reason: FinishReason
     reward: float | None
@@ -121,9 +115,23 @@ class Rollout:
     failure: RewardFailure | None = None
     """What kind of failure `error` describes; None when `error` is ""."""
 
+    def __post_init__(self) -> None:
+        _keep_columns(self, token_ids=TokenIds, mask=Mask, logprobs=Floats, versions=Versions)
+        if not len(self.token_ids) == len(self.mask) == len(self.logprobs) == len(self.versions):
+            raise ValueError(
+                f"rollout of {len(self.token_ids)} tokens has {len(self.mask)} in its mask, {len(self.logprobs)} "
+                f"log-probs and {len(self.versions)} versions"
+            )
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return self.mask.count(True)
+
     @property
     def oldest_version(self) -> int:
-        return min(compress(self.versions, self.mask), default=-1)
+        sampled = self.versions.array[self.mask.array]
+        return int(sampled.min()) if len(sampled) else -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +144,7 @@ class Completion:
     """Tokens that the policy sampled in the whole rollout, over all its turns."""
     finish_reason: FinishReason = "stop"
     num_turns: int = 1
-    token_ids: tuple[int, ...] = ()
+    token_ids: Sequence[int] = ()
     """Tokens of the last turn; empty when no reward function asks for them."""
 
 
@@ -167,24 +175,26 @@ class Sample:
         weights           0     0     1     1
     """
 
-    token_ids: tuple[int, ...]
-    loss_mask: tuple[bool, ...]
+    token_ids: TokenIds
+    loss_mask: Mask
     """True for the tokens that are trained on."""
-    rollout_logprobs: tuple[float, ...] = ()
+    rollout_logprobs: Floats = NO_FLOATS
     """Log-probs at which the generator sampled the tokens. Empty in SFT."""
-    advantages: tuple[float, ...] = ()
+    advantages: Floats = NO_FLOATS
     """Advantage of each token, 0 where `loss_mask` is false. Empty in SFT."""
-    weights: tuple[float, ...] = ()
+    weights: Floats = NO_FLOATS
     """Each token's share in the un-normalised loss: 1 for token-mean, 1/length for seq-mean. Empty means 1."""
-    old_logprobs: tuple[float, ...] = ()
+    old_logprobs: Floats = NO_FLOATS
     """Log-probs under the trainer's numerics, which a scorer computed. Empty: the trainer takes `rollout_logprobs`."""
-    ref_logprobs: tuple[float, ...] = ()
+    ref_logprobs: Floats = NO_FLOATS
     """Log-probs of the reference model, which a scorer computed. Empty: the loss has no KL term."""
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
+        floats = ("rollout_logprobs", "advantages", "weights", "old_logprobs", "ref_logprobs")
+        _keep_columns(self, token_ids=TokenIds, loss_mask=Mask, **dict.fromkeys(floats, Floats))
         n = len(self.token_ids)
-        for name in ("loss_mask", "rollout_logprobs", "advantages", "weights", "old_logprobs", "ref_logprobs"):
+        for name in floats:
             values = getattr(self, name)
             if values and len(values) != n:
                 raise ValueError(f"sample of {n} tokens has {len(values)} {name}")
@@ -193,6 +203,16 @@ class Sample:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that are trained on."""
+        return self.loss_mask.count(True)
+
+    @property
+    def prompt(self) -> TokenIds | None:
+        """The tokens before the first one that is trained on; None when none is."""
+        return self.token_ids[: self.loss_mask.index(True)] if self.num_trained else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +278,7 @@ class StepReport:
     grad_norm: float
     lr: float
     num_tokens: int
-    """Trained tokens (mask true) of all ranks together."""
+    """Trained tokens (`loss_mask` 1) of all ranks together."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     flops: float = 0.0
     """Floating-point operations since the last step, all ranks together, as `ductile.core.layout.flops` counts them."""
@@ -276,3 +296,11 @@ class TrainProgress:
     """Whether there is an accumulated gradient: the trainer was frozen in the middle of a global batch."""
     sums: dict[str, float] = field(default_factory=dict[str, float])
     """This rank's part of the loss and metrics since the last optimizer step; the parts add up over ranks."""
+
+
+def _keep_columns(record: object, **kinds: type[Column[Any]]) -> None:
+    """Make a column of each of these fields that was made with another sequence."""
+    for name, kind in kinds.items():
+        values = getattr(record, name)
+        if not isinstance(values, kind):
+            object.__setattr__(record, name, kind(values))

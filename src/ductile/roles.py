@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
+from ductile.columns import Floats
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.records import GenerateRequest, Generation, Manifest, Sample, StepReport
 
@@ -146,9 +147,7 @@ class Generators(Protocol):
 
 
 class Scorer(Protocol):
-    async def score(
-        self, samples: Sequence[Sample], model: Literal["policy", "reference"]
-    ) -> list[tuple[float, ...]]: ...
+    async def score(self, samples: Sequence[Sample], model: Literal["policy", "reference"]) -> list[Floats]: ...
 
     async def receive(self, manifest: Manifest) -> None: ...
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from ductile.core.cluster.ledger import Activity
+from ductile.core.cluster.ledger import Activity, SlotLedger
 from ductile.dashboard.follower import NUM_EVENTS, Follower
 from ductile.dashboard.run_display import show, step_line
 from ductile.dashboard.view import BARS, STYLES, SlotView, ViewEvent, ViewState, duration, render, sparkline
@@ -88,9 +88,10 @@ def test_every_activity_has_its_colour_on_the_terminal():
 def test_follower_keeps_the_picture():
     now = [100.0]
     follower = Follower("t", 5, lambda: now[0])
-    follower.on_slot(1, ["generate"], "idle")
+    account = SlotLedger.opened(1, 100.0)
+    follower.on_slot(["generate"], account)
     now[0] = 102
-    follower.on_slot(1, ["generate"], "generate")
+    follower.on_slot(["generate"], account.switch("generate", 102.0))
     follower.on_metrics(0, {"eval_reward": 0.2})
     follower.on_metrics(1, {"reward_mean": 0.3, "loss": 1.0, "tokens_per_s_train": 9.0})
     for number in range(20):
@@ -119,7 +120,7 @@ def test_without_a_terminal_there_is_one_line_a_step():
         for step in (1, 2):
             view.on_metrics(step, {"reward_mean": 0.5, "loss": 0.01, "tokens_per_s_generate": 2310.2, "step_s": 1.26})
             view.on_event(LoggedEvent(0, "reward_error", "Scored 0: the reward of train example 3 raised KeyError."))
-        view.on_slot(0, ["train"], "train")
+        view.on_slot(["train"], SlotLedger.opened(0, 0.0))
         view.close()
     assert out.getvalue().splitlines() == [
         "Held-out reward after step 0: 0.200, over 64 completions.",
@@ -146,9 +147,10 @@ def test_a_step_line_says_how_rewards_failed():
 
 
 def test_a_step_line_says_that_a_step_without_a_gradient_learned_nothing():
-    assert step_line(3, 9, {"reward_mean": 1.0}) == (
+    assert step_line(3, 9, {"reward_mean": 1.0, "train_slots": 2.0}) == (
         "step 3/9  reward 1.000  nothing learned: all rewards of each group are equal"
     )
+    assert step_line(3, 9, {"reward_mean": 1.0}) == "step 3/9  reward 1.000", "`ductile orchestrator` trains nothing"
 
 
 def test_on_a_terminal_the_view_is_live_and_its_last_picture_stays():

@@ -110,7 +110,7 @@ class OnceAStep:
 
 
 class Endless:
-    """It never decides, and keeps the event loop busy for ever."""
+    """It never decides."""
 
     def decide(self, state):
         print("asked", flush=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ductile.cli import main
 from ductile.core.cluster.profile import Setting, StepProfile
 from ductile.launch.control import Run as LiveRun
 from ductile.launch.control import Unfit
@@ -71,6 +72,29 @@ def test_slots_go_everywhere_while_they_work_and_nothing_is_lost(tmp_path, model
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "policy", ["model", "rules", "static", "tests.end_to_end.moves.Keen", "tests.end_to_end.moves.OnceAStep"]
+)
+def test_every_decision_is_made_again_the_same_when_a_run_was_killed_and_resumed_too(
+    tmp_path, model, start, policy, capsys
+):
+    config = write_scheduled(tmp_path, model, policy, max_steps=6)
+    run = start(config)
+    run.until_step(2)
+    run.process.kill()
+    assert run.ends(within_s=60) == -signal.SIGKILL
+    assert main(["replay", str(run.folder)]) == 0
+    resumed = start(config, "--resume")
+    assert resumed.ends(within_s=120) == 0, resumed.said()
+    assert not resumed.events("refused")
+    assert main(["replay", str(run.folder)]) == 0
+    said = capsys.readouterr().out
+    assert f"by the policy {policy} in 1 start" in said
+    assert f"by the policy {policy} in 2 starts" in said
+
+
+@pytest.mark.slow
 def test_the_second_ctrl_c_ends_a_run_whose_policy_never_returns(tmp_path, model, start):
     run = start(write_scheduled(tmp_path, model, "tests.end_to_end.moves.Endless"), module="tests.end_to_end.hasty")
     run.until(lambda: "asked" in run.said().splitlines())
@@ -79,7 +103,7 @@ def test_the_second_ctrl_c_ends_a_run_whose_policy_never_returns(tmp_path, model
     assert run.process.poll() is None
     run.process.send_signal(signal.SIGINT)
     assert run.ends(within_s=30) == 130
-    assert "the policy (moves.py:" in run.said()
+    assert "Stopped at once, as asked" in run.said(), "the policy has a thread of its own"
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ class WritesDown(TrainRole):
                         "prompt": sample.loss_mask.index(True),
                         "logprobs": sample.rollout_logprobs,
                     }
-                    file.write(json.dumps(row) + "\n")
+                    file.write(json.dumps(row, default=list) + "\n")
         return reply
 
     def _write_state(self, epoch: int, side: Side) -> None:

@@ -8,7 +8,7 @@ from ductile.core.layout.spec import ModelSpec
 from ductile.generator.columns import lay_by_columns
 from ductile.generator.engine import Engine
 from ductile.model.transformer import Transformer
-from ductile.weights.subscriber import overwrite
+from ductile.weights.overwrite import overwrite
 
 SPEC = ModelSpec("qwen3", 11, 32, 48, 2, 4, 2, 8)
 

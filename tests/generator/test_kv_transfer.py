@@ -21,7 +21,7 @@ from ductile.model.checkpoint import load_model
 from ductile.model.transformer import Transformer
 from ductile.records import GenerateRequest, Generation, KVHandle, Manifest
 from ductile.roles import RoleAssignment
-from ductile.weights.publisher import Publisher
+from ductile.weights.shared_memory import SharedMemory
 from ductile.wire.messages import Abort, Done, Finished, Forget, Generate, MigratedOut, MigrateOut, Receive
 from tests.generator.conftest import Family, request, run
 from tests.tiny import IM_END, make_model_folder
@@ -362,7 +362,7 @@ Versions = tuple[dict[int, Transformer], dict[int, Manifest]]
 def versions(qwen3: Family, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Versions]:
     folder = make_model_folder(tmp_path_factory.mktemp("second") / "model", "qwen3", seed=1)
     models = {0: load_model(qwen3.folder), 1: load_model(folder)}
-    publisher = Publisher()
+    publisher = SharedMemory()
     manifests = {version: publisher.publish(version, model.named_parameters()) for version, model in models.items()}
     yield models, manifests
     publisher.close()

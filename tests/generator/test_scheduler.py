@@ -102,5 +102,5 @@ def test_the_last_in_order_gives_way_when_blocks_run_out() -> None:
     assert [chunk.sequence for chunk in step(scheduler)] == [first]
     assert scheduler.waiting == [second]
     assert second.blocks == []
-    assert second.tokens == [2, 2, 2, 1, 1], "what it generated is kept"
+    assert list(second.tokens) == [2, 2, 2, 1, 1], "what it generated is kept"
     assert scheduler.num_preempted == 1

@@ -64,6 +64,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("completions", {"prompt": [5, "x"]}, 'prompt is [5, "x"]; it must be a text'),
     ("completions", {"prompt": [[5], [True]]}, "prompt is [[5], [true]]; it must be a text"),
     ("completions", {"prompt": [5, 9999]}, "token id 9999 is not in the vocabulary; ids go from 0 to 101"),
+    ("completions", {"prompt": [5, 2**40]}, "token id 1099511627776 is not in the vocabulary; ids go from 0 to 101"),
+    ("completions", {"prompt": [5, -(2**40)]}, "token id -1099511627776 is not in the vocabulary"),
     ("completions", {"prompt": "x", "seed": 10**4299}, "seed is 1000000000"),
     ("completions", {"prompt": "x", "seed": 2**63 - 1}, "it must be less than 9223372036854774784"),
     ("completions", {"prompt": "x", "n": 2000}, "n is 2000; it must be 1024 or less"),

@@ -1,4 +1,4 @@
-"""A run whose policy never returns, for tests to interrupt: `python -m tests.launch.endless FOLDER`.
+"""A run whose custom function never returns, for tests to interrupt: `python -m tests.launch.endless FOLDER`.
 
 It has trained 7 steps and saved none. It has no slots: what is at stake is the event loop of this process.
 """
@@ -8,20 +8,17 @@ import sys
 from ductile.config.run import RLConfig
 from ductile.launch import interrupt
 from ductile.launch.supervise import supervise
-from ductile.loop.policy_decision import decide
-from tests.core.cluster.scenes import scene
 
 
-class Endless:
-    def decide(self, state):
-        print("asked", flush=True)
-        while True:
-            pass
+def endless():
+    print("asked", flush=True)
+    while True:
+        pass
 
 
 async def run(config, prepared, session):
     session.record.metrics(7, {})
-    decide(Endless(), scene())
+    endless()
 
 
 if __name__ == "__main__":

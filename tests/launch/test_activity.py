@@ -13,9 +13,10 @@ class Seen:
     def __init__(self) -> None:
         self.told: list[tuple[int, tuple[str, ...], str]] = []
 
-    def on_slot(self, slot, roles, doing) -> None:
-        if not self.told or self.told[-1] != (slot, roles, doing):
-            self.told.append((slot, roles, doing))
+    def on_slot(self, roles, account) -> None:
+        doing = account.slot, roles, account.activity
+        if self.told[-1:] != [doing]:
+            self.told.append(doing)
 
 
 def stats(running: int) -> EngineStats:

@@ -116,6 +116,6 @@ def test_the_second_press_ends_a_run_whose_event_loop_is_kept_busy(tmp_path: Pat
         finally:
             process.kill()
     assert process.returncode == 130
-    assert "ductile rl: Stopped at once, as asked: the policy (endless.py:" in said
+    assert "ductile rl: Stopped at once, as asked: something (endless.py:" in said
     assert ") has kept the event loop busy for 1 s, so nothing more was saved." in said
     assert "Nothing was saved yet: steps 1-7 are lost." in said

@@ -31,21 +31,9 @@ from ductile.tasks.prompts import ExampleOrder, PromptPosition, Prompts
 from ductile.tasks.task import score
 
 
-class _NoThreads(VirtualTimeLoop):
-    """Threads know no virtual time: their work is done at once."""
-
-    def run_in_executor(self, executor, func, *args):
-        future = self.create_future()
-        try:
-            future.set_result(func(*args))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-
 def run(work: Coroutine[Any, Any, Any]) -> Any:
     """`asyncio.run` in virtual time. A task that is still alive at the end is an error."""
-    loop = _NoThreads()
+    loop = VirtualTimeLoop()
     try:
         result = loop.run_until_complete(work)
         left = [task for task in asyncio.all_tasks(loop) if not task.done()]

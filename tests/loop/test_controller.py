@@ -1,6 +1,8 @@
 """The controller against a scripted stage: which parts of a change come in which order, and what goes wrong."""
 
 import asyncio
+import threading
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -13,11 +15,15 @@ from ductile.core.cluster.placement import compact
 from ductile.core.cluster.policies.rules import Home
 from ductile.core.cluster.state import SlotState
 from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.events.decisions import DecisionJournal, StateReader, decision_row
+from ductile.loop import controller as controller_module
 from ductile.loop.controller import ElasticController, NotDone
 from ductile.loop.policy_decision import BadDecision
 from ductile.observe import Recorder, read_jsonl
+from ductile.sim.replay import replay_run
 from tests.core.cluster.scenes import id_on, scene
 from tests.loop.doubles import clock, run
+from tests.wire.transports import eventually
 
 T, G, S, B, NONE = ("train",), ("generate",), ("score",), ("train", "generate"), ()
 PART_S = 1.0
@@ -124,7 +130,8 @@ def run_controller(tmp_path, state, policy, during, otherwise=None, broken=(), k
         stage, errors = kind(state), []
         stage.broken |= set(broken)
         record = Recorder(tmp_path, clock=lambda: 0.0)
-        controller = ElasticController(policy, stage, record, otherwise, rest_s=lambda took_s: 0.5)
+        journal = DecisionJournal(record, {"name": "scripted"})
+        controller = ElasticController(policy, stage, record, otherwise, lambda took_s: 0.5, journal)
         try:
             async with controller.at_work(errors.append):
                 await during(controller, stage)
@@ -248,6 +255,25 @@ def test_one_decision_at_a_time_and_events_meanwhile_are_looked_at_together(tmp_
     assert [round(state.now_s, 3) for state in policy.asked] == [0.0, 1.0, 2.0]
 
 
+def test_what_a_policy_is_asked_with_and_decides_is_written_down(tmp_path):
+    """Also what a policy is asked with that fails, and what is decided instead."""
+    policy = Scripted(moved(RoleChange(0, T, B)), moved(RoleChange(0, B, T)), ValueError("enough"))
+    home = Scripted()
+    run_controller(tmp_path, scene(running={2: [10]}), policy, one_event, otherwise=home)
+    rows, reader = read_jsonl(tmp_path / "decisions.jsonl"), StateReader()
+    assert [reader.state(row["state"]) for row in rows] == [*policy.asked, *home.asked]
+    assert [row.get("decision", {}).get("orders") for row in rows] == [
+        [{"slot": 0, "before": ["train"], "after": ["train", "generate"]}],
+        [{"slot": 0, "before": ["train", "generate"], "after": ["train"]}],
+        None,
+        None,
+    ]
+    assert ["refused" in row for row in rows] == [False, False, True, False]
+    assert "ValueError: enough" in rows[2]["refused"]
+    assert rows[3]["decision"] == decision_row(Decision())
+    assert ["policy" in row for row in rows] == [True, False, False, False]
+
+
 def test_nothing_is_asked_when_nothing_happens(tmp_path):
     policy = Scripted()
 
@@ -261,7 +287,7 @@ def test_nothing_is_asked_when_nothing_happens(tmp_path):
 
 async def publish(controller, stage, live_s):
     """Version 7, as the loop does it; `live_s` after it is published, or once the joiners are there."""
-    controller.begin_step(7)
+    await controller.begin_step(7)
     await asyncio.sleep(0.25)
     stage.note("published")
     await controller.joined()
@@ -368,14 +394,14 @@ def test_what_nobody_thought_of_in_settling_ends_the_run_and_nobody_waits_for_it
             raise ZeroDivisionError
 
     async def settling(controller, stage):
-        controller.begin_step(1)
+        await controller.begin_step(1)
         await controller.joined()
         assert clock() == PART_S
         controller.go_on()
         await asyncio.sleep(5)
         assert not stage.held, "training is not to wait for its deadline while the run ends"
         with pytest.raises(ZeroDivisionError):
-            controller.begin_step(2)
+            await controller.begin_step(2)
 
     policy = Scripted(*[moved(RoleChange(0, T, B), hold_training=True) for _ in range(9)])
     _, errors, _ = run_controller(tmp_path, patient(scene(), 60.0), policy, settling, kind=Breaks)
@@ -387,7 +413,7 @@ def test_a_change_that_was_begun_in_settling_is_given_up_with_the_run(tmp_path):
     policy = Scripted(moved(RoleChange(2, G, T), hold_training=True))
 
     async def ends(controller, stage):
-        controller.begin_step(7)
+        await controller.begin_step(7)
         await asyncio.sleep(0.5)
 
     stage, errors, _ = run_controller(tmp_path, scene(), policy, ends)
@@ -550,3 +576,79 @@ def test_the_layout_keeps_its_order_and_joiners_come_last(tmp_path):
         tmp_path, scene(), Scripted(moved(RoleChange(0, T, G), RoleChange(4, G, T))), one_event
     )
     assert stage.layout == ParallelLayout.of((1, 4))
+
+
+class Slow:
+    """Decides nothing, in 0.3 real seconds."""
+
+    def __init__(self):
+        self.num_deciding, self.asked, self.overlapped = 0, [], False
+
+    def decide(self, state):
+        self.overlapped |= self.num_deciding > 0
+        self.num_deciding += 1
+        time.sleep(0.3)
+        self.num_deciding -= 1
+        self.asked.append(state.asked)
+        return Decision()
+
+
+def test_the_event_loop_goes_on_while_the_policy_decides(tmp_path):
+    policy, errors, num_turns = Slow(), [], 0
+
+    async def decides():
+        nonlocal num_turns
+        controller = ElasticController(policy, ScriptedStage(scene()), Recorder(tmp_path))
+        async with controller.at_work(errors.append):
+            controller.notify()
+            while not policy.asked:
+                await asyncio.sleep(0.01)
+                num_turns += 1
+
+    asyncio.run(decides())
+    assert num_turns > 5
+    assert errors == []
+
+
+def test_a_step_that_begins_waits_for_the_decision_that_is_under_way(tmp_path):
+    policy, errors = Slow(), []
+
+    async def begins():
+        controller = ElasticController(policy, ScriptedStage(scene()), Recorder(tmp_path))
+        async with controller.at_work(errors.append):
+            controller.notify()
+            await eventually(lambda: policy.num_deciding)
+            await controller.begin_step(3)
+            assert policy.asked == [True, False], "both decisions were made, the step's own one last"
+
+    asyncio.run(begins())
+    assert not policy.overlapped
+    assert errors == []
+
+
+def test_a_policy_that_does_not_decide_in_time_is_not_asked_any_more(tmp_path, monkeypatch):
+    """A thread takes real time, so the stage and its event loop do too. A replay does not wait for that policy."""
+
+    class Endless:
+        def decide(self, state):
+            assert released.wait(60)
+            return Decision()
+
+    async def story():
+        record = Recorder(tmp_path, clock=lambda: 0.0)
+        journal = DecisionJournal(record, {"name": "static", "pre_process": None, "wait_before_last_iter": None})
+        controller = ElasticController(Endless(), ScriptedStage(scene()), record, Home(), journal=journal)
+        async with controller.at_work(errors.append):
+            await controller.begin_step(0)
+        record.close()
+        return controller.refused
+
+    errors, released = [], threading.Event()
+    monkeypatch.setattr(controller_module, "MOST_DECIDING_S", 0.2)
+    refused = asyncio.run(story())
+    assert not released.is_set(), "the run went on while the policy was still at it"
+    released.set()
+    assert refused.endswith("it was asked, and 0.2 s later it had not decided.")
+    assert errors == []
+    assert ["late" in row for row in read_jsonl(tmp_path / "decisions.jsonl")] == [True, False]
+    assert replay_run(tmp_path).num_decisions == 1

@@ -83,6 +83,7 @@ def test_an_overloaded_server_is_asked_again():
         ([response(token_ids=None)], Refused, "gave no token ids with log-probs"),
         ([response(logprobs=None)], Refused, "gave no token ids with log-probs"),
         ([response(token_ids=[1, 2, 3])], Refused, "gave no token ids with log-probs"),
+        ([response(token_ids=[1, 2**40])], Refused, "gave no token ids with log-probs"),
         ([{"choices": []}], Refused, "gave no token ids with log-probs"),
     ],
 )

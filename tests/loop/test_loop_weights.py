@@ -24,7 +24,7 @@ class UntilAllIsScored:
     def notify(self):
         self.training_pause.set(self.loop.buffer.num_taken < 8 or self.loop.scoring.rollouts > 0)
 
-    def begin_step(self, version):
+    async def begin_step(self, version):
         pass
 
     async def joined(self):
@@ -86,7 +86,7 @@ def test_slots_settle_for_the_next_version_when_the_last_one_is_live(tmp_path):
         def __init__(self, diary):
             self.diary = diary
 
-        def begin_step(self, version):
+        async def begin_step(self, version):
             self.diary.note(f"begin {version}")
 
         async def joined(self):

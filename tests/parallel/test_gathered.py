@@ -13,8 +13,7 @@ from ductile.fabric.groups import Groups
 from ductile.parallel.data import full_tensors, gathered_tensors
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.trainer.trainer import Trainer
-from ductile.weights.publisher import Publisher
-from ductile.weights.subscriber import receive
+from ductile.weights.shared_memory import SharedMemory
 from tests.ranks import run_ranks
 from tests.tiny import make_model_folder
 from tests.trainer.naive import make_samples
@@ -27,7 +26,7 @@ def publishes_before_and_after_a_step(
 ) -> tuple[list[str], bool]:
     context = ParallelContext(groups, ParallelLayout.of(members, dp_replicate=replicas))
     trainer = Trainer(TrainerConfig.model_validate(settings), context)
-    samples, publisher = make_samples((20, 3, 9, 31)), Publisher()
+    samples, publisher = make_samples((20, 3, 9, 31)), SharedMemory()
     before = dict(received(publisher, 0, trainer))
     for version in (1, 2):
         trainer.forward_backward(pack(samples, len(members), SEQ_LEN)[context.data_parallel_rank])
@@ -41,9 +40,9 @@ def publishes_before_and_after_a_step(
     return list(after), all(torch.equal(before[name], after[name]) for name in before)
 
 
-def received(publisher: Publisher, version: int, trainer: Trainer) -> dict[str, torch.Tensor]:
+def received(publisher: SharedMemory, version: int, trainer: Trainer) -> dict[str, torch.Tensor]:
     """Through a real segment: whoever holds gathered memory breaks the next gather."""
-    return receive(publisher.publish(version, gathered_tensors(trainer.model)))
+    return SharedMemory().receive(publisher.publish(version, gathered_tensors(trainer.model)))
 
 
 @pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])

@@ -21,8 +21,7 @@ from ductile.records import Sample
 from ductile.roles import Refused, RoleAssignment
 from ductile.scorer.worker import ScoreRole
 from ductile.trainer.trainer import Trainer
-from ductile.weights.publisher import Publisher
-from ductile.weights.subscriber import WeightsUnavailable, receive
+from ductile.weights.shared_memory import SharedMemory, WeightsUnavailable
 from ductile.wire.messages import Done, EndLease, LeaseWeights, Receive, Score
 from tests.tiny import make_model_folder
 from tests.trainer.naive import make_samples
@@ -60,7 +59,7 @@ def test_policy_and_reference_start_equal_and_part_with_the_first_version(folder
     assert_scores(role.handle(Score(SAMPLES, "policy")).logprobs, initial)
 
     trained = load_model(folder, random_init=True, seed=9)
-    publisher = Publisher()
+    publisher = SharedMemory()
     manifest = publisher.publish(1, ((name, p.detach()) for name, p in trained.named_parameters()))
     assert role.handle(Receive("score", manifest)) == Done()
     assert_scores(role.handle(Score(SAMPLES, "policy")).logprobs, trained)
@@ -81,7 +80,7 @@ def test_the_reference_is_what_lay_at_model_name_when_the_role_began(folder: Pat
 
 def test_another_models_version_is_refused_and_changes_nothing(folder: Path) -> None:
     role = make_role(folder)
-    publisher = Publisher()
+    publisher = SharedMemory()
     with pytest.raises(ValueError, match="version 3 is of another model"):
         role.handle(Receive("score", publisher.publish(3, [("embed.weight", torch.zeros(2, 2))])))
     assert_scores(role.handle(Score(SAMPLES, "policy")).logprobs, load_model(folder))
@@ -125,7 +124,7 @@ def test_a_joiner_has_no_policy_before_it_receives_one_and_then_its_sources(fold
             joiner.handle(command)
 
     trained = load_model(folder, random_init=True, seed=9)
-    publisher, source = Publisher(), make_role(folder)
+    publisher, source = SharedMemory(), make_role(folder)
     source.handle(Receive("score", publisher.publish(4, trained.named_parameters())))
     publisher.close()
     manifest = source.handle(LeaseWeights("score")).manifest
@@ -133,7 +132,7 @@ def test_a_joiner_has_no_policy_before_it_receives_one_and_then_its_sources(fold
     assert joiner.handle(Receive("score", manifest)) == Done()
     assert source.handle(EndLease("score")) == Done()
     with pytest.raises(WeightsUnavailable, match="version 4 is gone"):
-        receive(manifest)
+        SharedMemory().receive(manifest)
     assert_scores(joiner.handle(Score(SAMPLES, "policy")).logprobs, trained)
     again = joiner.handle(LeaseWeights("score")).manifest
     assert (again.version, again.fingerprint) == (4, manifest.fingerprint)
@@ -142,4 +141,4 @@ def test_a_joiner_has_no_policy_before_it_receives_one_and_then_its_sources(fold
     for role in (joiner, source):
         role.close()
     with pytest.raises(WeightsUnavailable, match="version 4 is gone"):
-        receive(again)
+        SharedMemory().receive(again)

@@ -6,6 +6,7 @@ import sys
 import time
 from typing import Any
 
+from ductile.columns import Floats
 from ductile.records import Generation
 from ductile.roles import RoleAssignment
 from ductile.wire.messages import Done, Finished, Generate, OptimStep, Publish, Score, Scores
@@ -32,12 +33,12 @@ class EchoRole:
                 self._waiting += [request.id for request in requests]
                 return Done()
             case Score(samples):
-                return Scores(tuple(tuple(float(token) for token in sample.token_ids) for sample in samples))
+                return Scores(tuple(Floats(sample.token_ids) for sample in samples))
             case OptimStep(loss_denominator):
                 print(f"loss denominator {loss_denominator}", file=sys.stderr)
                 return Done()
             case Publish():
-                return Scores(((float(self._place.epoch), float(self._place.slot)),))
+                return Scores((Floats((self._place.epoch, self._place.slot)),))
             case _:
                 return Done()
 

@@ -19,7 +19,7 @@ from ductile.roles import RoleAssignment, StateKept
 from ductile.trainer.loss import LossInputs, LossOutputs
 from ductile.trainer.trainer import LossFailed
 from ductile.trainer.worker import TrainRole
-from ductile.weights.subscriber import WeightsUnavailable, receive
+from ductile.weights.shared_memory import SharedMemory, WeightsUnavailable
 from ductile.wire.messages import (
     Done,
     ExportModel,
@@ -75,7 +75,7 @@ def live(place: RoleAssignment, settings: dict[str, Any], folder: str) -> dict[s
     manifest = role.handle(Publish(1)).manifest
     published = {}
     if manifest is not None:
-        published = {name: tensor.clone() for name, tensor in receive(manifest).items()}
+        published = {name: tensor.clone() for name, tensor in SharedMemory().receive(manifest).items()}
     role.handle(SaveState(f"{folder}/state"))
     role.handle(ExportModel(f"{folder}/hf", "auto"))
     role.handle(ExportModel(f"{folder}/half", "bfloat16"))
@@ -83,12 +83,14 @@ def live(place: RoleAssignment, settings: dict[str, Any], folder: str) -> dict[s
     role.handle(OptimStep(1.0))
     role.handle(LoadState(f"{folder}/state"))
     again = role.handle(Publish(2)).manifest
-    same = again is None or all(torch.equal(tensor, published[name]) for name, tensor in receive(again).items())
+    same = again is None or all(
+        torch.equal(tensor, published[name]) for name, tensor in SharedMemory().receive(again).items()
+    )
     assert role.handle(Withdraw(2)) == Done()
     gone = manifest is None
     if manifest is not None:
         try:
-            receive(manifest)
+            SharedMemory().receive(manifest)
         except WeightsUnavailable:
             gone = True
     assert not role.has_work()

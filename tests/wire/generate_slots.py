@@ -52,7 +52,7 @@ def base(name: str) -> str:
 
 def token(name: str, position: int) -> int:
     """What any slot samples there for this request."""
-    return zlib.crc32(f"{base(name)}/{position}".encode())
+    return zlib.crc32(f"{base(name)}/{position}".encode()) >> 1  # a token id has 31 bits
 
 
 def completion_of(name: str, length: int) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from ductile.columns import Floats
 from ductile.core.cluster.instances import Instance, instance_on
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.records import Manifest, Sample, StepReport
@@ -47,7 +48,7 @@ def respond(slot: int, command: Command) -> Reply:
         case Publish():
             return Published(MANIFEST if slot == 4 else None)
         case Score(samples):
-            return Scores(tuple(tuple(slot + token / 100 for token in sample.token_ids) for sample in samples))
+            return Scores(tuple(Floats(slot + token / 128 for token in sample.token_ids) for sample in samples))
         case _:
             return Done()
 
@@ -106,7 +107,7 @@ def test_samples_are_scored_by_tokens_and_come_back_in_order(carrier: MemoryTran
         )
         assert [len(score) for score in scores] == lengths
         assert all(
-            math.isclose(score[-1] % 1, (n - 1) / 100, abs_tol=1e-9) for score, n in zip(scores, lengths, strict=True)
+            math.isclose(score[-1] % 1, (n - 1) / 128, abs_tol=1e-9) for score, n in zip(scores, lengths, strict=True)
         )
         asked = [command for _, command in carrier.sent]
         assert all(isinstance(command, Score) and command.model == "reference" for command in asked)

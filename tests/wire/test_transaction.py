@@ -369,6 +369,19 @@ def test_once_a_change_is_taken_back_it_judges_no_death():
     play(story)
 
 
+def test_a_death_is_the_reason_also_where_what_it_broke_is_heard_of_first():
+    async def story():
+        stage = Stage([0, 1])
+        stage.carrier.fail(0, "error", on=Ready)
+        resizing = asyncio.create_task(stage.resize(0, 1, 2))
+        await asyncio.sleep(0.5)
+        stage.mailbox.lose(2, "slot 2 died, as asked")
+        result = await resizing
+        assert (result.outcome, result.reason.partition(" (")[0]) == ("rolled_back", "slot 2 died, as asked")
+
+    play(story)
+
+
 def test_a_joiner_that_dies_after_it_was_ready_is_not_waited_for():
     async def story():
         stage = Stage([0, 1])

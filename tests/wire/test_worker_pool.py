@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from ductile.columns import Floats
 from ductile.core.cluster.instances import Instance, instance_on
 from ductile.records import Manifest, Sample
 from ductile.roles import Late, Refused, SlotLost
@@ -335,7 +336,7 @@ class Scoring:
     async def respond(self, number, command):
         if isinstance(command, Score):
             await asyncio.sleep(self.score_s)
-            return Scores(tuple((float(number),) * len(sample) for sample in command.samples))
+            return Scores(tuple(Floats.full(len(sample), number) for sample in command.samples))
         return await self.cluster.slots.respond(number, command)
 
     async def score(self, num_samples: int = 4) -> set[int]:

@@ -6,7 +6,7 @@ import msgspec
 from pydantic import Field
 
 from ductile.config.section import NotBuilt, Section
-from ductile.records import Sampling
+from ductile.sampling import Sampling
 
 
 class SamplingConfig(Section):

@@ -6,7 +6,7 @@ nothing is refused, never ignored.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ductile.config.cluster import ClusterConfig
 from ductile.config.errors import did_you_mean
@@ -35,11 +35,16 @@ def policy_of(cluster: ClusterConfig) -> "Policy":
     """
     from ductile.config.policy import named_policy
 
-    return named_policy(
-        policy_name(cluster),
-        pre_process=cluster.use_pre_process_policy,
-        wait_before_last_iter=cluster.use_wait_before_last_iter_policy,
-    )
+    return named_policy(**policy_arguments(cluster))
+
+
+def policy_arguments(cluster: ClusterConfig) -> dict[str, Any]:
+    """The arguments of `named_policy` that make the policy of a run."""
+    return {
+        "name": policy_name(cluster),
+        "pre_process": cluster.use_pre_process_policy,
+        "wait_before_last_iter": cluster.use_wait_before_last_iter_policy,
+    }
 
 
 def scheduling_findings(cluster: ClusterConfig) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from ductile.config.model import TrainerModelConfig
 from ductile.config.section import NotBuilt, Section
-from ductile.core.batch.loss_aggregation import LossAggregation
+from ductile.core.batch.aggregation import LossAggregation
 
 
 class AdamWConfig(Section):

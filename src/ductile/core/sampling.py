@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from ductile.records import Sampling
+from ductile.sampling import Sampling
 
 COLDEST = 1e-5
 """Lowest temperature besides 0. Logits divided by less may overflow, and one such request would make the whole engine's

@@ -8,7 +8,7 @@ CAUSES: dict[IdleCause, str] = {
     "queue_full": "a generator without completions to write: the trainer had to catch up first",
     "queue_empty": "a generator or scorer that was sent nothing",
     "waiting_for_batch": "a trainer without finished completions",
-    "held": "a trainer with finished completions that the policy let wait",
+    "held": "a trainer with finished completions that the policy made wait",
     "no_role": "it had no role",
     "lost": "its process was gone",
     "other": "not said",

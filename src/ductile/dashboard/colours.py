@@ -1,4 +1,4 @@
-"""The colour of what a slot does, in every picture."""
+"""The colour of what a slot does, in every chart."""
 
 from ductile.core.cluster.ledger import Activity
 

@@ -1,4 +1,4 @@
-"""A number of each step as a line in a small picture with axes: where its points, ticks and numbers are."""
+"""A number of each step as a line in a small chart with axes: where its points, ticks and numbers are."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Field(NamedTuple):
-    """A picture, and in it the field of the points: left of that are the values, below it the steps."""
+    """A chart, and in it the field of the points: left of that are the values, below it the steps."""
 
     width: float = 360.0
     height: float = 150.0
@@ -33,7 +33,7 @@ CURVES = (
 @dataclass(frozen=True, slots=True)
 class Tick:
     at: float
-    """Distance from the picture's left or top, in its units."""
+    """Distance from the chart's left or top, in its units."""
     text: str
 
 

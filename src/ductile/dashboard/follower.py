@@ -13,15 +13,14 @@ PASSING = frozenset({"held"})
 
 
 class Follower(Listener):
-    """Keeps the picture up to date. `state` may be read from another thread."""
+    """Keeps the view up to date. `state` may be read from another thread."""
 
     def __init__(self, title: str, max_steps: int, clock: Callable[[], float]) -> None:
-        """clock: any clock in seconds."""
+        """clock: that of the slots' accounts."""
         self._clock = clock
         self._began_s = clock()
         self._state = ViewState(title, max_steps)
-        self._ledgers: dict[int, SlotLedger] = {}
-        self._roles: dict[int, tuple[str, ...]] = {}
+        self._slots: dict[int, tuple[tuple[str, ...], SlotLedger]] = {}
 
     def on_event(self, event: LoggedEvent) -> None:
         if not event.sentence or event.kind in PASSING:
@@ -43,23 +42,19 @@ class Follower(Listener):
             off_policy_mean=metrics.get("off_policy_mean", state.off_policy_mean),
         )
 
-    def on_slot(self, slot: int, roles: Sequence[str], doing: Activity) -> None:
-        """What a slot does from now on."""
-        now_s = self._clock()
-        ledger = self._ledgers.get(slot) or SlotLedger.opened(slot, now_s)
-        self._ledgers = {**self._ledgers, slot: ledger.switch(doing, now_s)}
-        self._roles = {**self._roles, slot: tuple(roles)}
+    def on_slot(self, roles: Sequence[str], account: SlotLedger) -> None:
+        """What a slot does from now on, and what it has done."""
+        self._slots = {**self._slots, account.slot: (tuple(roles), account)}
 
     @property
     def state(self) -> ViewState:
         now_s = self._clock()
-        ledgers = sorted(self._ledgers.items())
         return replace(
             self._state,
             elapsed_s=now_s - self._began_s,
             slots=tuple(
-                SlotView(slot, self._roles[slot], ledger.activity, _busy(ledger.totals(now_s)))
-                for slot, ledger in ledgers
+                SlotView(slot, roles, account.activity, _busy(account.totals(now_s)))
+                for slot, (roles, account) in sorted(self._slots.items())
             ),
         )
 

@@ -1,6 +1,6 @@
 """Who did what when, as shapes: one row a slot, one path a slot and activity.
 
-A path instead of a rectangle a span keeps a long run's page small; the picture is drawn in seconds, and the page scales
+A path instead of a rectangle a span keeps a long run's page small; the chart is drawn in seconds, and the page scales
 and moves it.
 """
 

@@ -13,7 +13,7 @@ from typing import Protocol, TextIO
 from rich.console import Console
 from rich.live import Live
 
-from ductile.core.cluster.ledger import Activity
+from ductile.core.cluster.ledger import SlotLedger
 from ductile.dashboard.follower import Follower
 from ductile.dashboard.printable import printable
 from ductile.dashboard.view import render
@@ -35,13 +35,14 @@ OFTEN = frozenset(
 
 
 class RunDisplay(Listener, Protocol):
-    def on_slot(self, slot: int, roles: Sequence[str], doing: Activity) -> None:
-        """What a slot does from now on. Cheap enough for every command and heartbeat."""
+    def on_slot(self, roles: Sequence[str], account: SlotLedger) -> None:
+        """What a slot does from now on, and what it has done since it had its roles. Cheap enough for every command and
+        heartbeat."""
 
 
 @contextmanager
 def show(title: str, max_steps: int, stream: TextIO | None = None) -> Iterator[RunDisplay]:
-    """The last picture stays on the screen."""
+    """The last view stays on the screen."""
     out = stream or sys.stdout
     if not out.isatty():
         yield Lines(max_steps, out)
@@ -116,7 +117,7 @@ def step_line(step: int, max_steps: int, metrics: Mapping[str, float]) -> str:
         for name, form in PARTS
         if name in metrics and (metrics[name] or name not in TROUBLE)
     ]
-    if "reward_mean" in metrics and "loss" not in metrics:
+    if "train_slots" in metrics and "loss" not in metrics:
         parts.append("nothing learned: all rewards of each group are equal")
     return "  ".join([f"step {step:>{len(str(max_steps))}}/{max_steps}", *parts])
 

@@ -5,14 +5,14 @@ without profiles (`core.cluster.profile`) has no ownership timeline, and the rep
 """
 
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ductile.core.cluster.instances import Instance, instances_from
 from ductile.core.cluster.ledger import Activity, IdleCause, Span
 from ductile.core.cluster.profile import Setting, StepProfile
+from ductile.events.run_state import InstanceSpan, RunState
 from ductile.observe import read_jsonl
 
 Row = Mapping[str, Any]
@@ -36,16 +36,6 @@ class ReportEvent:
     """Seconds since the slots had their roles, as the profiles count them; negative before they had them."""
     sentence: str
     kind: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class InstanceSpan:
-    """A generator or scorer, and when it was there. Seconds are those of the timeline."""
-
-    instance: Instance
-    began_s: float
-    ended_s: float | None = None
-    """Moment from which it was gone; None when it was there at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +91,13 @@ def read_run_report(folder: Path) -> RunReport:
     metrics = read_jsonl(folder / "metrics.jsonl")
     if not rows and not metrics:
         raise NoReport(f"{folder} holds no run that has begun: events.jsonl and metrics.jsonl are missing or empty")
-    starts = [place for place, row in enumerate(rows) if row["kind"] == "setting"]
-    latest = rows[starts[-1] :] if starts else rows
-    began_s = float(latest[0]["time"]) if latest else 0.0
-    setting, profiles, instances, missing = _latest_run(latest, began_s)
-    events = [
-        ReportEvent(float(row["time"]) - began_s, str(row["sentence"]), str(row["kind"]))
-        for row in rows
-        if row["sentence"]
-    ]
+    state, missing = RunState.of(rows), list[str]()
+    if state.unreadable:
+        missing.append(f"Who did what when: events.jsonl is of another version of ductile ({state.unreadable}).")
+        state = RunState(state.began_s, sentences=state.sentences)
+    elif not state.profiles:
+        missing.append("Who did what when, and where the time went: this run wrote no profiles of its steps.")
+    events = [ReportEvent(each.time_s - (state.began_s or 0.0), each.sentence, each.kind) for each in state.sentences]
     config = folder / "config.toml"
     if not config.exists():
         missing.append("The configuration: there is no config.toml.")
@@ -117,51 +105,16 @@ def read_run_report(folder: Path) -> RunReport:
         missing.append("Curves: no step is finished.")
     return RunReport(
         folder=str(folder),
-        setting=setting,
-        profiles=profiles,
+        setting=state.setting,
+        profiles=tuple(state.profiles),
         metrics=tuple(metrics),
         decisions=tuple(each for each in events if each.kind in DECISIONS),
         waits=tuple(each for each in events if each.kind == WAITS),
-        num_waits=sum(bool(row.get("holds")) for row in rows if row["kind"] == WAITS),
+        num_waits=sum(bool(each.fields.get("holds")) for each in state.sentences if each.kind == WAITS),
         resizes=tuple(each for each in events if each.kind in RESIZES),
         others=tuple(each for each in events if each.kind not in DECISIONS | RESIZES | {WAITS}),
-        instances=instances,
+        instances=tuple(state.instances.values()),
         samples=tuple(read_jsonl(folder / "samples.jsonl")[-NUM_SAMPLES:]),
         config=tomllib.loads(config.read_text()) if config.exists() else {},
         missing=tuple(missing),
     )
-
-
-def _latest_run(
-    latest: Sequence[Row], began_s: float
-) -> tuple[Setting | None, tuple[StepProfile, ...], tuple[InstanceSpan, ...], list[str]]:
-    settings = [row for row in latest if row["kind"] == "setting"]
-    rows = [row for row in latest if row["kind"] == "profile"]
-    try:
-        setting = Setting.from_fields(settings[-1]) if settings else None
-        profiles = tuple(StepProfile.from_fields(row) for row in rows)
-        instances = tuple(_instances(setting, latest, began_s)) if setting else ()
-    except (KeyError, TypeError, ValueError) as error:
-        what = f"Who did what when: events.jsonl is of another version of ductile ({error!r})."
-        return None, (), (), [what]
-    missing: list[str] = []
-    if not profiles:
-        missing.append("Who did what when, and where the time went: this run wrote no profiles of its steps.")
-    return setting, profiles, instances, missing
-
-
-def _instances(setting: Setting, latest: Sequence[Row], began_s: float) -> Iterator[InstanceSpan]:
-    if setting.version == 1 and any(row["kind"] == "switched" for row in latest):
-        return  # its slots changed roles, and its events name no instances
-    lives = {each.id: InstanceSpan(each, 0.0) for each in setting.instances}
-    for row in latest:
-        if row["kind"] not in ("switched", "slot_lost", "slot_restarted"):
-            continue
-        at_s = float(row["time"]) - began_s
-        if row["kind"] != "slot_lost":
-            lives |= {each.id: InstanceSpan(each, at_s) for each in instances_from(row["began"])}
-        for name, known in lives.items():
-            lost = row["kind"] == "slot_lost" and row["slot"] in known.instance.slots
-            if known.ended_s is None and (lost or name in row.get("ended", ())):
-                lives[name] = replace(known, ended_s=at_s)
-    yield from lives.values()

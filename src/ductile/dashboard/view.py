@@ -25,7 +25,7 @@ class SlotView:
     doing: str
     """An activity of `ductile.core.cluster.ledger`."""
     busy: float
-    """Share of the time since the start in which the slot was not idle, 0 to 1."""
+    """Share of the time since the slot had its roles in which it was not idle, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)

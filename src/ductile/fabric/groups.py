@@ -95,7 +95,7 @@ class Groups:
         self._close(dist.destroy_process_group)
 
     def abort(self) -> None:
-        """`destroy` without waiting for anybody: other members may be dead, or stuck, or not do it."""
+        """`destroy` without waiting for other slots: they may be dead, or stuck, or not do it."""
         self._close(_abort)
 
     def abandon(self, error: BaseException) -> None:

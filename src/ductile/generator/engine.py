@@ -5,7 +5,7 @@ version it was sampled from. Nothing here blocks, sleeps or knows of processes.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -29,7 +29,7 @@ from ductile.generator.text_stream import TextStream
 from ductile.kernels.dispatch import linear
 from ductile.model.transformer import Transformer
 from ductile.records import FinishReason, GenerateRequest, Generation, KVHandle
-from ductile.weights.subscriber import overwrite_all
+from ductile.weights.overwrite import overwrite_all
 from ductile.wire.messages import EngineStats
 
 
@@ -158,7 +158,8 @@ class Engine:
         sequence = self._live.get(id)
         if sequence is None:
             return None
-        return sequence.tokens[len(sequence.request.prompt) + start :], sequence.logprobs[start:]
+        tokens = sequence.tokens[len(sequence.request.prompt) + start :]
+        return tokens.tolist(), sequence.logprobs[start:].tolist()
 
     @torch.inference_mode()
     def step(self) -> list[Generation]:
@@ -185,6 +186,9 @@ class Engine:
         overwrite_all(self.model, tensors, version)
         self.version = version
         self.scheduler.weights_changed(keep_cache=self.config.keep_cache_on_update)
+
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        return self.model.named_parameters()
 
     def num_generated(self) -> dict[str, int]:
         """Tokens generated so far, by request in flight."""

@@ -1,5 +1,6 @@
 """What an engine can serve: a pure function from a request to why not, asked before the request takes any place."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ductile.core.sampling import wrong_sampling
@@ -40,6 +41,13 @@ class SequenceLimits:
             f"{self.max_model_len - 1} and one of the completion"
         )
 
+    def unknown_token(self, tokens: Sequence[int]) -> str:
+        """Why these are no tokens of the model's; empty when they are."""
+        for token in (min(tokens, default=0), max(tokens, default=0)):
+            if not 0 <= token < self.vocab_size:
+                return f"token id {str(token)[:40]} is not in the vocabulary; ids go from 0 to {self.vocab_size - 1}"
+        return ""
+
     def why_not(self, request: GenerateRequest) -> str:
         """Why the request can never be served; empty when it can."""
         num_prompt = len(request.prompt)
@@ -47,12 +55,8 @@ class SequenceLimits:
             return "the prompt has no tokens; it needs at least one"
         if num_prompt >= self.max_model_len:  # first, as it costs nothing however long the prompt is
             return self.too_long(f"{num_prompt}")
-        for tokens in (request.prompt, request.generated):
-            for token in (min(tokens, default=0), max(tokens, default=0)):
-                if not 0 <= token < self.vocab_size:
-                    return (
-                        f"token id {str(token)[:40]} is not in the vocabulary; ids go from 0 to {self.vocab_size - 1}"
-                    )
+        if unknown := self.unknown_token(request.prompt) or self.unknown_token(request.generated):
+            return unknown
         max_len = self.max_len(num_prompt, request.sampling.max_tokens)
         if max_len > self.cache_tokens:
             return (

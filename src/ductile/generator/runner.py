@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from ductile.columns import TokenIds
 from ductile.error_text import error_text
 from ductile.generator.engine import Engine
 from ductile.generator.limits import RequestRefused
@@ -208,7 +209,7 @@ class EngineRunner:
         self._probes.append(mailbox)
         if not self.engine.has_work():
             one_token = Sampling(temperature=0.0, max_tokens=1)
-            self.engine.add(GenerateRequest(PROBE, (0,), one_token))
+            self.engine.add(GenerateRequest(PROBE, TokenIds((0,)), one_token))
 
 
 def _ending(generation: Generation, listener: _Listener) -> Delta:

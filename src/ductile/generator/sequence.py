@@ -1,8 +1,10 @@
 """A request on its way: its tokens so far, what of them is in the cache, and when it ends."""
 
+from array import array
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
+from ductile.columns import Floats, TokenIds, Versions
 from ductile.generator.kv_transfer import RequestKV
 from ductile.generator.text_stream import TextStream
 from ductile.records import FinishReason, GenerateRequest, Generation
@@ -22,10 +24,10 @@ class Sequence:
     """Streams that look for the stop strings; empty when there are none."""
     imported: RequestKV | None = None
     """KV cache that another engine computed of the sequence; None once it has blocks here or the weights changed."""
-    tokens: list[int] = field(init=False)
+    tokens: "array[int]" = field(init=False)
     """Tokens of the prompt, then of the completion."""
-    logprobs: list[float] = field(init=False)
-    versions: list[int] = field(init=False)
+    logprobs: "array[float]" = field(init=False)
+    versions: "array[int]" = field(init=False)
     blocks: list[int] = field(default_factory=list[int])
     keys: list[bytes] = field(default_factory=list[bytes])
     """Content keys of the sequence's full blocks, valid under `weights_serial`."""
@@ -38,9 +40,11 @@ class Sequence:
     """Leading tokens whose keys and values are in the cache, or will be when the scheduled step has run."""
 
     def __post_init__(self) -> None:
-        self.tokens = [*self.request.prompt, *self.request.generated]
-        self.logprobs = list(self.request.logprobs)
-        self.versions = list(self.request.versions)
+        request = self.request
+        # Of 4 bytes a value, as columns have them: a column is made of them by copying.
+        self.tokens = array("i", (request.prompt + request.generated).array.tobytes())
+        self.logprobs = array("f", request.logprobs.array.tobytes())
+        self.versions = array("i", request.versions.array.tobytes())
         for text in self.texts if self.request.generated else ():
             text.push(list(self.request.generated), last=False)
 
@@ -68,9 +72,12 @@ class Sequence:
 
     def so_far(self) -> GenerateRequest:
         """The request with which another engine can go on with the sequence."""
-        completion = tuple(self.tokens[len(self.request.prompt) :])
-        return replace(self.request, generated=completion, logprobs=tuple(self.logprobs), versions=tuple(self.versions))
+        token_ids, logprobs, versions = self._completion()
+        return replace(self.request, generated=token_ids, logprobs=logprobs, versions=versions)
 
     def generation(self, reason: FinishReason) -> Generation:
+        return Generation(self.request.id, *self._completion(), reason)
+
+    def _completion(self) -> tuple[TokenIds, Floats, Versions]:
         completion = self.tokens[len(self.request.prompt) :]
-        return Generation(self.request.id, tuple(completion), tuple(self.logprobs), tuple(self.versions), reason)
+        return TokenIds(completion), Floats(self.logprobs), Versions(self.versions)

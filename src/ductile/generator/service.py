@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 
+from ductile.columns import TokenIds
 from ductile.config.errors import show
 from ductile.fabric.device import peak_memory
 from ductile.generator.engine import Engine
@@ -137,7 +138,7 @@ class Service:
         num_choices = body.n or 1
         requests: list[GenerateRequest] = []
         for number, prompt in enumerate(prompts):
-            shared, room = tuple(prompt), self.limits.room(len(prompt))
+            room = self.limits.room(len(prompt))
             default = room if max_tokens is None else min(max_tokens, room)
             sampling = body.sampling(max(1, default))
             window = self.limits.max_model_len - len(prompt)
@@ -147,6 +148,10 @@ class Service:
                     f"max_tokens is {sampling.max_tokens}, and the prompt has {len(prompt)} tokens; "
                     f"model.max_model_len {self.limits.max_model_len} leaves room for {window}",
                 )
+            try:
+                shared = TokenIds(prompt)
+            except ValueError:  # no vocabulary has ids of more than 32 bits
+                raise RequestRefused(id, self.limits.unknown_token(prompt)) from None
             for choice in range(num_choices):
                 # Each gets a seed of its own, or all would be the same.
                 seeded = sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + choice)

@@ -2,22 +2,23 @@
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ductile.config.inference import InferenceConfig
 from ductile.core.layout.peak import compute_dtype
 from ductile.fabric import heap
 from ductile.generator.engine import Engine
+from ductile.generator.generation_engine import GenerationEngine, KVMigration
 from ductile.generator.kv_transfer import KVTransferBuffer, KVUnavailable, RequestKV
 from ductile.generator.step_profiler import StepProfiler
 from ductile.model.checkpoint import empty_model, load_model, read_spec
 from ductile.records import GenerateRequest, KVHandle
-from ductile.roles import RoleAssignment
+from ductile.roles import Refused, RoleAssignment
 from ductile.tasks.tokenizer import Tokenizer
 from ductile.weights.instance_role import InstanceRole
 from ductile.wire.messages import Abort, Done, EngineStats, Finished, Forget, Generate, MigratedOut, MigrateOut
@@ -33,7 +34,8 @@ class GenerateRole(InstanceRole):
     def __init__(self, settings: dict[str, Any], assignment: RoleAssignment) -> None:
         super().__init__(assignment)
         config = InferenceConfig.model_validate(settings)
-        self._engine = load_engine(config, assignment.device, with_weights=not assignment.joining)
+        with_weights = not assignment.joining
+        self._engine: GenerationEngine = load_engine(config, assignment.device, with_weights=with_weights)
         self._transfer_buffer = KVTransferBuffer()
         self._step_profiler = StepProfiler()
         self._stats_due = time.monotonic()
@@ -84,14 +86,14 @@ class GenerateRole(InstanceRole):
         del self._engine
         heap.trim_all()
 
-    def live_weights(self) -> tuple[int, nn.Module]:
-        return self._engine.version, self._engine.model
+    def live_weights(self) -> tuple[int, Iterable[tuple[str, Tensor]]]:
+        return self._engine.version, self._engine.weights()
 
     def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
         self._engine.load_weights(tensors, version)
 
     def _fetch(self, request: GenerateRequest, handle: KVHandle | None) -> RequestKV | None:
-        if handle is None:
+        if handle is None or not isinstance(self._engine, KVMigration):
             return None
         try:
             return self._engine.fetch(handle, request)
@@ -100,6 +102,8 @@ class GenerateRole(InstanceRole):
             return None
 
     def _migrate_out(self, ids: tuple[str, ...], with_cache: tuple[str, ...]) -> MigratedOut:
+        if not isinstance(self._engine, KVMigration):
+            raise Refused(f"the engine of slot {self._slot} cannot give requests up that it has begun")
         requests, caches = self._engine.migrate_out(ids, frozenset(with_cache))
         self._stats_owed = True
         handles: dict[str, KVHandle] = {}

@@ -120,16 +120,16 @@ class SlotActivity:
         self.on_span(span)  # the callback that is set now, and not when the ledger was made
 
     def _tell(self, slot: int) -> None:
-        self._view.on_slot(slot, self._mailbox.roles(slot), self._write(slot))
+        self._write(slot)
+        self._view.on_slot(self._mailbox.roles(slot), self.ledger.account(slot))
 
-    def _write(self, slot: int) -> Activity:
+    def _write(self, slot: int) -> None:
         activity, cause = self._doing(slot)
         now_s = self._clock()
         if slot not in self._opened:
             self._opened.add(slot)
             self.ledger.open(slot, now_s)
         self.ledger.switch(slot, activity, now_s, cause)
-        return activity
 
     def _doing(self, slot: int) -> tuple[Activity, IdleCause]:
         if slot in self._mailbox.lost:

@@ -132,6 +132,7 @@ class LiveActuator:
             unfinished=self._generators.unfinished(),
             lengths=self._generators.lengths(),
             max_tokens=self._setting.max_tokens,
+            knows_generation=self._measured.knows_generation,
         )
 
     def _roles(self, slot: int) -> tuple[Role, ...]:

@@ -94,7 +94,7 @@ class LocalCluster:
         self._sockets = SocketFolder()
         self._router = Router(self._token, self._sockets.address, self.fail_with)
         self.mailbox = Mailbox(self._router, on_error=self.fail_with)
-        # Every process of the run carries its name, so that anybody can find what belongs together.
+        # Every process of the run carries its name, so that a user can find what belongs together.
         memory = {name: os.environ.get(name, value) for name, value in FREED_MEMORY_STAYS.items()}
         environment = {
             **ONE_THREAD,
@@ -291,7 +291,8 @@ class LocalCluster:
             raise StartFailed(f"{self.mailbox.lost[ended]}; see {self._logs}")
 
     def _not_started(self, slots: Sequence[int]) -> str:
-        missing = ", ".join(str(slot) for slot in slots if slot not in self.mailbox.heard_at_s)
+        silent = [slot for slot in slots if slot not in self.mailbox.heard_at_s]
+        missing = ", ".join(map(str, silent or slots))  # the last one may just have been heard
         limit_s = self._config.start_timeout_s
         return f"slots {missing} did not start within {limit_s:g} s (cluster.start_timeout_s); see {self._logs}"
 

@@ -1,20 +1,18 @@
 """What goes on beside the loop of a run: the books of its slots' time, and the controller that moves its slots."""
 
 import time
-from dataclasses import dataclass
 
 from ductile.config.inference import shared_block_tokens
 from ductile.config.on_disk import read_spec
 from ductile.config.run import RLConfig
-from ductile.config.scheduling import policy_name, policy_of
+from ductile.config.scheduling import policy_arguments, policy_name, policy_of
 from ductile.config.slots import placement_of
 from ductile.core.cluster.cost_model import CostModel
-from ductile.core.cluster.orders import Decision, Policy
-from ductile.core.cluster.policies.model import Model
 from ductile.core.cluster.policies.rules import Home
 from ductile.core.cluster.profile import Setting
 from ductile.core.cluster.staleness import StalenessBound
-from ductile.core.cluster.state import ClusterState, Limits, may_share
+from ductile.core.cluster.state import Limits, may_share
+from ductile.events.decisions import DecisionJournal
 from ductile.launch.actuator import Crew, LiveActuator
 from ductile.launch.profiling import Profiler
 from ductile.loop.compose import Prepared
@@ -22,17 +20,6 @@ from ductile.loop.controller import ElasticController
 from ductile.loop.loop import Loop
 from ductile.loop.monitor import Monitor
 from ductile.observe import Recorder
-
-
-@dataclass(frozen=True, slots=True)
-class OnceMeasured:
-    """Asks a policy that reckons with speeds only when generation's is known: the prior is a guess."""
-
-    policy: Policy
-    measured: CostModel
-
-    def decide(self, state: ClusterState) -> Decision:
-        return self.policy.decide(state) if self.measured.knows_generation else Decision()
 
 
 class Scheduling:
@@ -56,9 +43,9 @@ class Scheduling:
         crew.generators.on_restarted = lambda sentence, lost: self._record.event("restarted", sentence, instance=lost)
         self._profile(setting, measured, began_s)
         if config.cluster.auto_scheduler:
-            policy = policy_of(config.cluster)
-            policy = OnceMeasured(policy, measured) if isinstance(policy, Model) else policy
-            self._controller = ElasticController(policy, actuator, self._record, otherwise=Home())
+            journal = DecisionJournal(self._record, policy_arguments(config.cluster))
+            policy, otherwise = policy_of(config.cluster), Home()
+            self._controller = ElasticController(policy, actuator, self._record, otherwise, journal=journal)
             actuator.on_change(self._controller.notify)
             loop.buffer.on_change = self._controller.notify
         return self._controller

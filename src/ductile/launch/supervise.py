@@ -36,7 +36,6 @@ from ductile.launch.folder import FolderInUse, bench_folder, run_folder
 from ductile.launch.interrupt import Interrupt, interrupts
 from ductile.launch.old_run import FAILED_START, ForgetOldRun, is_aside
 from ductile.launch.processes import StartFailed
-from ductile.loop import policy_decision
 from ductile.loop.bench import Bench, written
 from ductile.loop.progress import CheckpointError, Checkpoints
 from ductile.loop.run_until import SlotDied, Stopped
@@ -177,13 +176,11 @@ def _abandon(config: Config, session: Session, waited_s: float) -> None:
 
 
 def _busy() -> str:
-    """What the main thread is at: the policy, or a line of the program."""
+    """What the main thread is at: the innermost line of the user's code that the run has called, or a line of
+    ductile."""
     frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
-    asking = (policy_decision.__file__, "decide")
-    asks = [number for number, frame in enumerate(frames) if (frame.filename, frame.name) == asking]
-    if asks:
-        return f"the policy{place_in(frames[asks[-1] + 1 :])}"
-    return f"something{place_in(frames[-1:], ours=True)}"
+    began = max(number for number, frame in enumerate(frames) if frame.filename == __file__)
+    return f"something{place_in(frames[began + 1 :]) or place_in(frames[-1:], ours=True)}"
 
 
 def _record_end(session: Session, kind: str, end: _End, **fields: str) -> _End:

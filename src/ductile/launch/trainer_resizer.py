@@ -119,7 +119,7 @@ class TrainerResizer:
         return f"{phase}, to {describe(self._target)}"
 
     def depends_on(self, slot: int) -> bool:
-        """Whether the run ends with this slot; of a lost one, whether it did when it was lost.
+        """Whether the run ends when this slot dies; of a slot that has died, whether it had to end then.
 
         It says no of slots whose deaths a resize judges: the resize ends the run if it must.
         """

@@ -59,7 +59,7 @@ class Buffer:
         self.num_updates = 0
         """Optimizer steps that are done in this step."""
         self.on_change: Callable[[], None] = lambda: None
-        """Called on every change for which `changed` returns."""
+        """Called whenever a waiting call of `changed` returns."""
         self.num_dropped = 0
         """Groups that were too old to train on; their prompts are asked again."""
         self.num_dropped_completions = 0
@@ -223,7 +223,7 @@ class Buffer:
     def _drop_rollouts(self, prompt: Prompt, rollouts: Sequence[Rollout], verdict: Freshness) -> None:
         self.num_dropped += 1
         self.num_dropped_completions += len(rollouts)
-        self.num_dropped_tokens += sum(sum(rollout.mask) for rollout in rollouts)
+        self.num_dropped_tokens += sum(rollout.num_sampled for rollout in rollouts)
         self._drops[prompt.id] += 1
         self._prompts.requeue(prompt)
         self._record.event(

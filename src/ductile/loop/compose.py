@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from ductile.columns import TokenIds
 from ductile.config.imports import ImportPathError, import_object
 from ductile.config.orchestrator import AdvantageConfig, to_sampling
 from ductile.config.run import RLConfig
@@ -258,7 +259,7 @@ def _eval_prompts(
 ) -> list[Prompt]:
     """Held-out prompts that leave room for a completion. Raises TaskError when none does."""
     prompts = [
-        Prompt(f"eval/0/{example}", name, example, tuple(first_turn(tokenizer, messages_of(task, example))))
+        Prompt(f"eval/0/{example}", name, example, TokenIds(first_turn(tokenizer, messages_of(task, example))))
         for example in examples
     ]
     fitting = [prompt for prompt in prompts if len(prompt.token_ids) < max_len_tokens]

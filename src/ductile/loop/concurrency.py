@@ -1,10 +1,32 @@
 """Doing things at the same time without losing sight of any."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from concurrent.futures import Executor, Future
+from typing import Any, ParamSpec, TypeVar
 
 T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class DaemonThreads(Executor):
+    """Runs each call in a thread of its own. Unlike a pool's threads, one that never returns does not keep the process
+    from ending."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future = Future[T]()
+
+        def call() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=call, name=f"ductile {getattr(fn, '__name__', '')}", daemon=True).start()
+        return future
 
 
 async def gather_all(*work: Coroutine[Any, Any, Any]) -> list[Any]:

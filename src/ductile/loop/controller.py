@@ -10,7 +10,8 @@
 A generator whose slots join the trainer ends only when the resize is prepared and the trainer stands still for it:
 until then it generates on. (Where there is no memory for both, it ends first.)
 
-One decision at a time: events that come meanwhile are looked at together, afterwards. Before weights are published the
+One decision at a time: events that come meanwhile are looked at together, afterwards. The policy decides in a thread,
+so that the event loop goes on meanwhile, however many slots there are to compare. Before weights are published the
 slots settle for the step that begins, and nothing is decided until the weights are live. A change goes on beside that:
 its slots may prepare for long, and the loop does not wait for its end. Weights go live when joiners are there, so that
 new rollouts are shared with them; or half a micro-step later, without them. A part that is not done is told in a
@@ -31,9 +32,10 @@ from ductile.core.cluster.instances import Instance, InstanceId, in_order
 from ductile.core.cluster.orders import Decision, Migration, Policy, RoleChange, instances_after, layout_after
 from ductile.core.cluster.state import ClusterState
 from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.loop.concurrency import Pause, gather_all
+from ductile.events.decisions import DecisionJournal
+from ductile.loop.concurrency import DaemonThreads, Pause, gather_all
 from ductile.loop.decisions import DecisionLog, ExecutedDecision
-from ductile.loop.policy_decision import BadDecision, decide
+from ductile.loop.policy_decision import BadDecision, LateDecision, decide
 from ductile.observe import Recorder
 
 LEAST_REST_S = 0.05
@@ -42,7 +44,10 @@ REST = 100.0
 MOST_PATIENCE_S = 60.0
 """Longest time without a decision after changes that failed, in seconds. The first failure costs a second, each further
 one twice the last."""
+MOST_DECIDING_S = 60.0
+"""Longest time that a policy may take for a decision; `model` takes some milliseconds."""
 KEPT = 1 << 16
+_THREADS = DaemonThreads()
 
 
 class NotDone(Exception):
@@ -102,21 +107,23 @@ class ElasticController:
         record: Recorder,
         otherwise: Policy | None = None,
         rest_s: Callable[[float], float] = rest_s,
+        journal: DecisionJournal | None = None,
     ) -> None:
-        """otherwise: asked instead of a policy that has ordered what cannot be; None: that raises BadDecision."""
+        """otherwise: asked instead of a policy that has ordered what cannot be; None: that raises BadDecision. journal:
+        keeps what is decided, and on what, for `ductile replay`; None keeps nothing."""
         self.num_changes = 0
         self.changes: deque[ExecutedDecision] = deque(maxlen=KEPT)
         """The latest changes."""
         self.decide_s: deque[float] = deque(maxlen=KEPT)
         """Real seconds that each decision took the policy."""
         self.deciding_s = 0.0
-        """CPU seconds of this thread that all decisions took: the state, the policy and the check of its orders."""
+        """CPU seconds that all decisions took: the state, the policy and the check of its orders."""
         self.training_pause = Pause()
         """The pause of training that the policy ordered."""
         self.refused = ""
         """Why the policy is not asked any more, as a sentence; empty while it is asked."""
         self._policy, self._actuator, self._log = policy, actuator, DecisionLog(record)
-        self._otherwise, self._rest_s = otherwise, rest_s
+        self._otherwise, self._rest_s, self._journal = otherwise, rest_s, journal
         self._change: asyncio.Task[None] | None = None
         """The change that is under way; None when there is none."""
         self._failed: Exception | None = None
@@ -129,6 +136,8 @@ class ElasticController:
         self._publishing = False
         self._asked = True
         """Whether the policy has been asked in this step."""
+        self._deciding = asyncio.Lock()
+        """Held by the one that asks the policy, which knows no threads, and begins the change that it orders."""
         self._happened = asyncio.Event()
         self._not_before_s = float("-inf")
         self._num_failed = 0
@@ -157,19 +166,22 @@ class ElasticController:
         if self._failed is not None:
             raise self._failed
 
-    def begin_step(self, version: int) -> None:
+    async def begin_step(self, version: int) -> None:
         """The slots begin to do what the step that begins wants of them; unless they are about to change already, and
         then the next decision is the step's first one. Nothing is decided from then until `go_on`, which comes before
-        the next `begin_step`. Raises what has ended the run."""
-        if self._failed is not None:
-            raise self._failed
-        self._publishing, self._asked = True, False
-        self._actuator.begin(version)
-        if self._change is None:
-            self._decide()
+        the next `begin_step`. Waits for a decision that is under way. Raises what has ended the run."""
+        self._publishing = True
+        async with self._deciding:
+            if self._failed is not None:
+                raise self._failed
+            self._asked = False
+            self._actuator.begin(version)
+            if self._change is None:
+                await self._decide()
 
     async def joined(self) -> None:
-        """Returns when the slots that a change has generate or score do so or cannot, or half a micro-step later."""
+        """Wait for the instances that the change under way begins: until they serve or have failed, or for half a
+        micro-step."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._patience_s):
                 await self._joined.wait()
@@ -188,8 +200,9 @@ class ElasticController:
                     await asyncio.sleep(wait_s)
                     continue  # a change that failed meanwhile has put it off
                 self._happened.clear()
-                if not self._publishing and self._change is None and self._failed is None:
-                    self._decide()
+                async with self._deciding:
+                    if not self._publishing and self._change is None and self._failed is None:
+                        await self._decide()
         except Exception as error:
             self._fail(error)
 
@@ -202,15 +215,16 @@ class ElasticController:
         self._hold_training(False)
         self._on_error(error)
 
-    def _decide(self) -> None:
-        """Ask the policy, and begin the change that it orders, if any."""
+    async def _decide(self) -> None:
+        """Ask the policy, and begin the change that it orders, if any. The caller holds `_deciding`."""
         actuator, began_s = self._actuator, time.thread_time()
         at_s, state = actuator.now_s, replace(actuator.state(), asked=self._asked, change=self.num_changes + 1)
         self._asked = True
-        decision = self._ask(state)
+        state_s = time.thread_time() - began_s
+        decision, deciding_s = await self._ask(state)
         # Slots that train hear of a migration after their micro-steps: training that waited waits until they have.
         self._hold_training(decision.hold_training or (state.trainer.held and bool(decision.migrations)))
-        took_s = time.thread_time() - began_s
+        took_s = state_s + deciding_s
         self.deciding_s += took_s
         self._not_before_s = actuator.now_s + self._rest_s(took_s)
         self._log.decided(decision, at_s)
@@ -245,21 +259,36 @@ class ElasticController:
 
     # -- decisions
 
-    def _ask(self, state: ClusterState) -> Decision:
+    async def _ask(self, state: ClusterState) -> tuple[Decision, float]:
+        """The decision, and the CPU seconds that it took."""
         try:
-            return self._decision(state)
+            return await self._decision(state)
         except BadDecision as error:
             if self._otherwise is None:
                 raise
             self.refused = self._log.refused(error)
             self._policy, self._otherwise = self._otherwise, None
-        return self._decision(state)
+        return await self._decision(state)
 
-    def _decision(self, state: ClusterState) -> Decision:
+    async def _decision(self, state: ClusterState) -> tuple[Decision, float]:
         """Raises BadDecision."""
-        decision, took_s = decide(self._policy, state)
+        asking = asyncio.get_running_loop().run_in_executor(_THREADS, _timed, self._policy, state)
+        try:
+            async with asyncio.timeout(MOST_DECIDING_S):
+                decision, took_s, cpu_s = await asking
+        except TimeoutError as error:
+            why = f"at {state.now_s:.1f} s it was asked, and {MOST_DECIDING_S:g} s later it had not decided"
+            if self._journal:
+                self._journal.late(state, why)
+            raise LateDecision(why) from error
+        except BadDecision as error:
+            if self._journal:
+                self._journal.refused(state, str(error))
+            raise
+        if self._journal:
+            self._journal.decided(state, decision)
         self.decide_s.append(took_s)
-        return decision
+        return decision, cpu_s
 
     # -- changes
 
@@ -351,10 +380,16 @@ class _RoleDelta:
             joining=joining,
             keeping=frozenset(order.source for order in decision.migrations if order.target in joining),
             layout=layout,
-            resizes={*layout.slots} != {*before.slots},
+            resizes=layout != before,
             waiting=joins_trainer if state.limits.may_share else frozenset(),
             leaves_trainer=frozenset(before.slots).difference(layout.slots),
         )
+
+
+def _timed(policy: Policy, state: ClusterState) -> tuple[Decision, float, float]:
+    """What `decide` returns, and the CPU seconds that it took. Raises BadDecision."""
+    began_s = time.thread_time()
+    return *decide(policy, state), time.thread_time() - began_s
 
 
 async def _done(*parts: Coroutine[object, object, None]) -> list[str]:

@@ -2,11 +2,23 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
+from ductile.columns import Floats, Mask, TokenIds, Versions
 from ductile.core.cluster.priority import priority as priority_of_turn
-from ductile.records import Completion, GenerateRequest, Generation, Prompt, Rollout, Sampling
+from ductile.records import (
+    NO_FLOATS,
+    NO_MASK,
+    NO_TOKENS,
+    NO_VERSIONS,
+    Completion,
+    GenerateRequest,
+    Generation,
+    Prompt,
+    Rollout,
+    Sampling,
+)
 from ductile.roles import Generators, Task
 from ductile.tasks.conversation import ChatTokenizer, next_turn
 from ductile.tasks.grader import Graded, Graders
@@ -31,25 +43,26 @@ class _Siblings:
 
 @dataclass(slots=True)
 class Tokens:
-    """Everything after the prompt, in the making. The lists stay equally long."""
+    """Everything after the prompt, in the making. The columns stay equally long."""
 
-    ids: list[int] = field(default_factory=list[int])
-    mask: list[bool] = field(default_factory=list[bool])
-    logprobs: list[float] = field(default_factory=list[float])
-    versions: list[int] = field(default_factory=list[int])
+    ids: TokenIds = NO_TOKENS
+    mask: Mask = NO_MASK
+    logprobs: Floats = NO_FLOATS
+    versions: Versions = NO_VERSIONS
 
     def sampled(self, generation: Generation) -> None:
-        self.ids += generation.token_ids
-        self.mask += [True] * len(generation.token_ids)
-        self.logprobs += generation.logprobs
-        self.versions += generation.versions
+        self._add(generation.token_ids, True, generation.logprobs, generation.versions)
 
-    def given(self, token_ids: list[int]) -> None:
+    def given(self, token_ids: TokenIds) -> None:
         """Add tokens of the environment: not sampled by the policy, so not trained on."""
+        num = len(token_ids)
+        self._add(token_ids, False, Floats.full(num, 0.0), Versions.full(num, -1))
+
+    def _add(self, token_ids: TokenIds, sampled: bool, logprobs: Floats, versions: Versions) -> None:
         self.ids += token_ids
-        self.mask += [False] * len(token_ids)
-        self.logprobs += [0.0] * len(token_ids)
-        self.versions += [-1] * len(token_ids)
+        self.mask += Mask.full(len(token_ids), sampled)
+        self.logprobs += logprobs
+        self.versions += versions
 
 
 class Episodes:
@@ -98,7 +111,7 @@ class Episodes:
             generation = await self._generators.generate(
                 GenerateRequest(
                     id=f"{prompt.id}/{member}/{num_turns}",
-                    prompt=prompt.token_ids + tuple(tokens.ids),
+                    prompt=prompt.token_ids + tokens.ids,
                     sampling=_of_turn(sampling, prompt, member, num_turns, room),
                     group=prompt.id,
                     priority=priority * ABOVE_TURNS + siblings.priority(num_turns),
@@ -121,20 +134,20 @@ class Episodes:
             if len(between) >= room - len(generation.token_ids):
                 finish = "length"  # no room for another word of the policy's
                 break
-            tokens.given(between)
+            tokens.given(TokenIds(between))
             messages += reply.messages
         if verdict is None:
-            completion = Completion(text, sum(tokens.mask), finish, num_turns, generation.token_ids)
+            completion = Completion(text, tokens.mask.count(True), finish, num_turns, generation.token_ids)
             siblings.num_grading += 1
             try:
                 verdict = await self._graders.reward(prompt.task, prompt.example, completion)
             finally:
                 siblings.num_grading -= 1
         return Rollout(
-            token_ids=tuple(tokens.ids),
-            mask=tuple(tokens.mask),
-            logprobs=tuple(tokens.logprobs),
-            versions=tuple(tokens.versions),
+            token_ids=tokens.ids,
+            mask=tokens.mask,
+            logprobs=tokens.logprobs,
+            versions=tokens.versions,
             finish_reason=finish,
             reward=verdict.reward,
             metrics=verdict.metrics,

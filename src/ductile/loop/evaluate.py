@@ -113,7 +113,7 @@ class Evaluation:
                 for k in (1 << power for power in range(n.bit_length()))
                 if (shares := [pass_at_k(num, num_solved, k) for num, num_solved in solved if num >= k])
             },
-            length_mean=_mean([float(sum(rollout.mask)) for rollout in rollouts]),
+            length_mean=_mean([float(rollout.num_sampled) for rollout in rollouts]),
             num_completions=len(rollouts),
             reward_error_share=1 - len(rewards) / max(1, len(rollouts)),
             step=step,

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from ductile.columns import Floats, TokenIds, Versions
 from ductile.records import GenerateRequest, Generation, Manifest
 from ductile.roles import Late, Refused, SlotLost
 
@@ -82,7 +83,7 @@ class HttpGenerators:
             request.id,
             request.generated + token_ids,
             request.logprobs + logprobs,
-            request.versions + (self._version,) * len(token_ids),
+            request.versions + Versions.full(len(token_ids), self._version),
             finish_reason,
         )
 
@@ -115,13 +116,13 @@ def _json(response: httpx.Response, url: str) -> Any:
         raise Refused(f"{url} did not respond in JSON: {response.text[:100]!r}") from None
 
 
-def _read(response: Any, base_url: str) -> tuple[tuple[int, ...], tuple[float, ...], Any]:
+def _read(response: Any, base_url: str) -> tuple[TokenIds, Floats, Any]:
     try:
         choice = response["choices"][0]
         token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
         if len(token_ids) == len(logprobs) and choice["finish_reason"] in ("stop", "length", "abort"):
-            return tuple(token_ids), tuple(logprobs), choice["finish_reason"]
-    except (KeyError, IndexError, TypeError):
+            return TokenIds(token_ids), Floats(logprobs), choice["finish_reason"]
+    except (KeyError, IndexError, TypeError, ValueError):
         pass
     raise Refused(
         f"{base_url}/completions gave no token ids with log-probs; the server must understand `return_token_ids` and "

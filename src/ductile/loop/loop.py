@@ -105,7 +105,7 @@ class Loop:
         self.scored = SamplesInFlight()
         """Samples that wait for the trainer to have done what it has."""
         self.sending = SamplesInFlight()
-        """Samples that are out of `scored`, and not yet with the trainer: for one turn of the event loop."""
+        """Samples that are out of `scored`, and that the trainer is about to begin with."""
         self.evaluates = False
         """An evaluation is next, or under way."""
         self.to_evaluate = 0
@@ -131,7 +131,7 @@ class Loop:
                 self.watch.lap()
                 while self.step < self.schedule.max_steps and not self.stop.is_set():
                     await self.train_step(receiving)
-            await self.save_trained()  # before anybody waits for the last weights to arrive
+            await self.save_trained()  # before the run waits for the last weights to arrive
 
     async def train_step(self, receiving: PipelinedTask) -> None:
         """A step: once round the RL loop."""
@@ -247,7 +247,7 @@ class Loop:
         self.buffer.next_version(version)
         if self.controller:
             await receiving.finish()  # slots settle for one version at a time
-            self.controller.begin_step(version)
+            await self.controller.begin_step(version)
         with self.watch("publish"):
             manifest = await self.trainer.publish(version)
         await receiving.start(self.receive(manifest))

@@ -1,4 +1,4 @@
-"""Asks a policy, which may be anybody's: whatever it does comes out as a decision that can be carried out, or as a
+"""Asks a policy, which may be a user's: whatever it does comes out as a decision that can be carried out, or as a
 sentence."""
 
 import inspect
@@ -11,6 +11,10 @@ from ductile.error_text import error_text, error_with_place
 
 class BadDecision(Exception):
     """A policy ordered what cannot be, returned something else than a decision, or failed. The text says what."""
+
+
+class LateDecision(BadDecision):
+    """A policy has not decided in time. Unlike what else it does wrong, that cannot be had again by asking it again."""
 
 
 def decide(policy: Policy, state: ClusterState) -> tuple[Decision, float]:

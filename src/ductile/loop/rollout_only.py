@@ -111,4 +111,4 @@ def write_rollouts(file: Path, step: int, groups: Sequence[RolloutGroup], prepar
                 texts = {"prompt": prompt, "completion": prepared.tokenizer.decode(rollout.token_ids)}
                 row = {"step": step, "prompt_id": group.prompt.id, **texts, **asdict(rollout)}
                 row["prompt_token_ids"] = group.prompt.token_ids
-                stream.write(json.dumps(row, ensure_ascii=False) + "\n")
+                stream.write(json.dumps(row, ensure_ascii=False, default=list) + "\n")

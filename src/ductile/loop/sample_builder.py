@@ -48,7 +48,7 @@ class SampleBuilder:
     def _to_samples(self, group: RolloutGroup) -> list[Sample]:
         try:
             return to_samples(group, self._advantage, self._temperature)
-        except Exception as error:  # the function may be anybody's
+        except Exception as error:  # a custom function may raise anything
             raise CustomCodeFailed(
                 f"orchestrator.advantage failed on prompt {group.prompt.id}: {error_with_place(error)}"
             ) from error

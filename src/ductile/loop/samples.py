@@ -19,7 +19,7 @@ def sample_rows(groups: Sequence[RolloutGroup], tokenizer: ChatTokenizer, num: i
             "metrics": rollout.metrics,
             "error": rollout.error,
             "finish_reason": rollout.finish_reason,
-            "num_tokens": sum(rollout.mask),
+            "num_tokens": rollout.num_sampled,
             "num_turns": rollout.num_turns,
         }
 

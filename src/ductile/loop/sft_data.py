@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ductile.records import Sample
+from ductile.columns import Floats, Mask, TokenIds
+from ductile.records import NO_FLOATS, Sample
 from ductile.tasks.conversation import ChatTokenizer, as_written, end_of_turn, first_turn, next_turn
 from ductile.tasks.rows import conversation, read_rows
 from ductile.tasks.task import TaskError
@@ -33,7 +34,7 @@ def read_conversations(
         token_ids, mask = tokenise(tokenizer, conversation(where, row, ends_with="completion"), loss_on)
         num_cut += len(token_ids) > seq_len
         if any(mask[:seq_len]):
-            samples.append(Sample(tuple(token_ids[:seq_len]), tuple(mask[:seq_len])))
+            samples.append(Sample(TokenIds(token_ids[:seq_len]), Mask(mask[:seq_len])))
         else:
             num_skipped += 1
     if not samples:
@@ -88,14 +89,14 @@ def fake_samples(
     for _ in range(num_samples):
         length = draw.randint(2, seq_len) if variable else seq_len
         ids = [draw.randrange(vocab_size) if random_ids else i % vocab_size for i in range(length)]
-        mask = (False,) + (True,) * (length - 1)
+        mask = Mask.full(1, False) + Mask.full(length - 1, True)
         advantage = draw.choice((-1.0, 1.0))
         samples.append(
             Sample(
-                token_ids=tuple(ids),
+                token_ids=TokenIds(ids),
                 loss_mask=mask,
-                rollout_logprobs=tuple(-1.0 if trained else 0.0 for trained in mask) if for_rl else (),
-                advantages=tuple(advantage if trained else 0.0 for trained in mask) if for_rl else (),
+                rollout_logprobs=Floats(-1.0 * mask.array) if for_rl else NO_FLOATS,
+                advantages=Floats(advantage * mask.array) if for_rl else NO_FLOATS,
             )
         )
     return samples

@@ -59,10 +59,6 @@ class StepMetrics:
         return [rollout for group in self._groups for rollout in group.rollouts]
 
     @property
-    def num_sampled_tokens(self) -> int:
-        return sum(sum(rollout.mask) for rollout in self.rollouts)
-
-    @property
     def num_tokens(self) -> int:
         """Prompt and completion, of every completion."""
         return sum(map(num_tokens, self._groups))
@@ -71,22 +67,18 @@ class StepMetrics:
         rollouts = self.rollouts
         rewards = scored(rollouts)
         reward_mean = _mean(rewards)
-        ages = [
-            self.version - version
-            for rollout in rollouts
-            for version, sampled in zip(rollout.versions, rollout.mask, strict=True)
-            if sampled
-        ]
+        ages = [self.version - rollout.versions.array[rollout.mask.array] for rollout in rollouts]
+        num_sampled = sum(map(len, ages))
         train_s = sum(seconds.get(phase, 0.0) for phase in AT_WORK)
         values = {
             "reward_mean": reward_mean if rewards else nan,
             "reward_std": sqrt(_mean([(reward - reward_mean) ** 2 for reward in rewards])) if rewards else nan,
             "reward_error_share": 1 - len(rewards) / len(rollouts) if rollouts else 0.0,
-            "length_mean": self.num_sampled_tokens / max(1, len(rollouts)),
+            "length_mean": num_sampled / max(1, len(rollouts)),
             "truncated": _mean([float(rollout.finish_reason == "length") for rollout in rollouts]),
             "turns_mean": _mean([float(rollout.num_turns) for rollout in rollouts]),
-            "off_policy_mean": _mean([float(age) for age in ages]),
-            "off_policy_max": float(max(ages, default=0)),
+            "off_policy_mean": sum(int(of_rollout.sum()) for of_rollout in ages) / max(1, num_sampled),
+            "off_policy_max": float(max((int(of_rollout.max(initial=0)) for of_rollout in ages), default=0)),
             **_shares_failed(rollouts),
             "reward_metrics_not_finite": float(sum(list(rollout.metrics.values()).count(None) for rollout in rollouts)),
             "groups_equal": float(sum(all_equal(scored(group.rollouts)) for group in self._groups)),
@@ -103,9 +95,9 @@ class StepMetrics:
         values |= {f"train/{name}": value for name, value in mean_by_name([r.metrics for r in self._reports]).items()}
         values |= {f"reward/{name}": value for name, value in mean_by_name([r.metrics for r in rollouts]).items()}
         values |= {
-            "sampled_tokens": float(self.num_sampled_tokens),
+            "sampled_tokens": float(num_sampled),
             "tokens": float(self.num_tokens),
-            "tokens_per_s_generate": self.num_sampled_tokens / max(step_s, 1e-9),
+            "tokens_per_s_generate": num_sampled / max(step_s, 1e-9),
             "step_s": step_s,
         }
         return values | {f"seconds/{phase}": spent_s for phase, spent_s in seconds.items()}

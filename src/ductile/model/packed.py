@@ -10,8 +10,8 @@ such as the completions of one prompt, share their beginning: it is run once, an
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, compress
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,39 +43,44 @@ class PackedSamples:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], device: str | torch.device = "cpu") -> "PackedSamples":
-        token_ids: list[int] = []
-        positions: list[int] = []
+        token_ids: list[np.ndarray] = []
+        positions: list[np.ndarray] = []
         stems: list[int] = []
         branches: list[tuple[int, ...]] = []
-        rows: list[list[int]] = [[] for _ in samples]
+        rows: list[np.ndarray] = [np.empty(0, np.int64) for _ in samples]
+        scored = [np.flatnonzero(sample.loss_mask.array) for sample in samples]
+        """Places of each sample's scored tokens."""
+        num_laid = 0
 
         def lay(sample: Sample, start: int, end: int) -> None:
-            token_ids.extend(sample.token_ids[start:end])
-            positions.extend(range(start, end))
+            nonlocal num_laid
+            token_ids.append(sample.token_ids.array[start:end])
+            positions.append(np.arange(start, end))
+            num_laid += end - start
 
-        for prompt, members in _by_prompt(samples).items():
-            ends = [_num_seen(samples[index]) for index in members]
-            stem = len(prompt) if len(members) > 1 else ends[0]
-            stem_at = len(token_ids)
+        for members in _by_prompt(samples):
+            ends = [int(scored[index][-1]) for index in members]  # what the last scored token sees
+            stem = int(scored[members[0]][0]) if len(members) > 1 else ends[0]
+            stem_at = num_laid
             lay(samples[members[0]], 0, stem)
             for index, end in zip(members, ends, strict=True):
                 # Where token 0 of the sample would be, if its branch did not begin later.
-                branch_at = len(token_ids) - stem
+                branch_at = num_laid - stem
                 lay(samples[index], stem, end)
-                preceding = (token - 1 for token, scored in enumerate(samples[index].loss_mask) if scored)
-                rows[index] = [(stem_at if token < stem else branch_at) + token for token in preceding]
+                before = scored[index] - 1
+                rows[index] = before + np.where(before < stem, stem_at, branch_at)
             stems.append(stem)
             branches.append(tuple(end - stem for end in ends if end > stem))
         temperatures = None
         if any(sample.temperature != 1.0 for sample in samples):
-            each = [torch.full((sum(sample.loss_mask),), sample.temperature) for sample in samples]
+            each = [torch.full((sample.num_trained,), sample.temperature) for sample in samples]
             temperatures = torch.cat(each).to(device)
-        scored = chain.from_iterable(compress(sample.token_ids, sample.loss_mask) for sample in samples)
-        tokens, places, before, targets = (
-            torch.tensor(values, dtype=torch.int64, device=device)
-            for values in (token_ids, positions, list(chain.from_iterable(rows)), list(scored))
-        )
-        return cls(tokens, places, tuple(stems), tuple(branches), before, targets, temperatures)
+        targets = [sample.token_ids.array[places] for sample, places in zip(samples, scored, strict=True)]
+        as_tensor = [
+            torch.from_numpy(np.concatenate([np.empty(0, np.int64), *parts])).to(device)
+            for parts in (token_ids, positions, rows, targets)
+        ]
+        return cls(as_tensor[0], as_tensor[1], tuple(stems), tuple(branches), as_tensor[2], as_tensor[3], temperatures)
 
     @property
     def work(self) -> ForwardWork:
@@ -91,15 +96,10 @@ class PackedSamples:
         return model(self.token_ids, self.positions, PackedAttention(self.stems, self.branches), head)
 
 
-def _by_prompt(samples: Sequence[Sample]) -> dict[tuple[int, ...], list[int]]:
-    """The tokens before the first scored one, and the indices of the samples that begin with them."""
-    found: dict[tuple[int, ...], list[int]] = {}
+def _by_prompt(samples: Sequence[Sample]) -> list[list[int]]:
+    """Indices of the samples that have a scored token; those with the same tokens before the first are one list."""
+    found: dict[bytes, list[int]] = {}
     for index, sample in enumerate(samples):
-        if any(sample.loss_mask):
-            found.setdefault(sample.token_ids[: sample.loss_mask.index(True)], []).append(index)
-    return found
-
-
-def _num_seen(sample: Sample) -> int:
-    """Tokens before the last scored one."""
-    return len(sample) - 1 - sample.loss_mask[::-1].index(True)
+        if (prompt := sample.prompt) is not None:
+            found.setdefault(prompt.array.tobytes(), []).append(index)
+    return [*found.values()]

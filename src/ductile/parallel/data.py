@@ -148,7 +148,7 @@ def gathered_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
     to its end.
 
     What FSDP2 gathers at once for a forward pass, a layer say, is gathered at once. So a tensor is there until the next
-    one is asked for, and nobody may hold its memory: `Tensor.numpy` would keep FSDP2 from freeing it.
+    one is asked for, and its memory must not be held: `Tensor.numpy` would keep FSDP2 from freeing it.
     """
     names = (parameter.name for parameter in parameters(model.spec))
     with _unsharded(model):

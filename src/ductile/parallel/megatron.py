@@ -69,7 +69,7 @@ class MegatronModule:
         MegatronModule(model, tp_rank, tp_size, parts={"linear_qkv.weight": (4096, 1024, 1024)})
 
     Megatron's own fused qkv is interleaved by key head, not by component: it needs no parts. A padded vocabulary is as
-    long as `lengths` says, by the end of the name; the rows behind are nobody's, and stay as they are.
+    long as `lengths` says, by the end of the name; the rows behind belong to no tensor, and stay as they are.
     """
 
     module: nn.Module

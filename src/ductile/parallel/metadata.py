@@ -1,6 +1,6 @@
 """Reading the metadata of torch's distributed checkpoints without running what a stranger wrote into it.
 
-`.metadata` is a pickle, and `torch.distributed.checkpoint` loads it as one: whoever can write into the folder could
+`.metadata` is a pickle, and `torch.distributed.checkpoint` loads it as one: a user who can write into the folder could
 have the reader call anything. Here a pickle may only name the classes that such a file is made of.
 """
 

@@ -6,7 +6,7 @@
 4. give memory to this rank's shards alone
 5. fill them from the full tensors, one at a time, so that no rank ever holds the whole model
 
-Where somebody else has the shards already, or brings them later, 4 and 5 are theirs: `build_over`.
+Where the caller has the shards already, or brings them later, 4 and 5 are theirs: `build_over`.
 """
 
 from collections.abc import Iterable, MutableMapping

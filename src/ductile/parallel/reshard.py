@@ -259,7 +259,7 @@ class Resharder:
             moved = move.run()
         except Exception as error:  # whatever it is, the others are waiting for this rank
             if time.monotonic() - start >= self._group_exchange.timeout_s:
-                raise  # nobody is left who would still wait for a verdict
+                raise  # no rank still waits for a verdict
             failure = error
         return self._conclude(moved, failure)
 

@@ -4,12 +4,14 @@ It holds the policy, which follows published weights, and the reference: the wei
 disk, as soon as it begins where the loss needs them, and else when they are asked for.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ductile.columns import Floats
 from ductile.config.trainer import TrainerConfig, needs_reference
 from ductile.config.weight_headers import ModelFolderError
 from ductile.core.batch.packing import pack
@@ -21,7 +23,7 @@ from ductile.parallel.parallelize import Precision
 from ductile.records import MicroBatch, Sample
 from ductile.roles import RoleAssignment
 from ductile.weights.instance_role import InstanceRole
-from ductile.weights.subscriber import overwrite_all
+from ductile.weights.overwrite import overwrite_all
 from ductile.wire.messages import Score, Scores
 
 
@@ -50,17 +52,17 @@ class ScoreRole(InstanceRole):
             self.needs_weights(command)
         return Scores(tuple(self.score(command.samples, command.model)))
 
-    def score(self, samples: tuple[Sample, ...], model: Literal["policy", "reference"]) -> list[tuple[float, ...]]:
-        """Log-probs, one list a sample, as long as its tokens; 0 where the mask is false."""
+    def score(self, samples: tuple[Sample, ...], model: Literal["policy", "reference"]) -> list[Floats]:
+        """Log-probs, one column a sample, as long as its tokens; 0 where the mask is false."""
         scoring = self._policy if model == "policy" else self._load_reference()
-        scores: dict[int, tuple[float, ...]] = {}
+        scores: dict[int, Floats] = {}
         (micro_batches,) = pack(samples, num_ranks=1, seq_len=self._config.model.seq_len)
         for micro_batch in micro_batches:
             scores |= self._score(micro_batch, scoring)
         return [scores[id(sample)] for sample in samples]
 
-    def live_weights(self) -> tuple[int, nn.Module]:
-        return self._version, self._policy
+    def live_weights(self) -> tuple[int, Iterable[tuple[str, Tensor]]]:
+        return self._version, self._policy.named_parameters()
 
     def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
         overwrite_all(self._policy, tensors, version)
@@ -79,15 +81,17 @@ class ScoreRole(InstanceRole):
         heap.trim_all()
 
     @torch.no_grad()
-    def _score(self, micro_batch: MicroBatch, model: Transformer) -> dict[int, tuple[float, ...]]:
+    def _score(self, micro_batch: MicroBatch, model: Transformer) -> dict[int, Floats]:
         """Log-probs by the `id` of the sample: its value, all tokens, would be hashed."""
         packed = PackedSamples.of(micro_batch.samples, self._device)
         logprobs, _ = packed.score(model, self._config.model.head_chunk_tokens)
-        in_order = iter(logprobs.tolist())
-        return {
-            id(sample): tuple(next(in_order) if is_scored else 0.0 for is_scored in sample.loss_mask)
-            for sample in micro_batch.samples
-        }
+        scores: dict[int, Floats] = {}
+        of_samples = logprobs.cpu().split([sample.num_trained for sample in micro_batch.samples])
+        for sample, of_sample in zip(micro_batch.samples, of_samples, strict=True):
+            values = np.zeros(len(sample), np.float32)
+            values[sample.loss_mask.array] = of_sample.numpy()
+            scores[id(sample)] = Floats.of(values)
+        return scores
 
     def _load_reference(self) -> Transformer:
         if self._reference is None:

@@ -15,7 +15,7 @@ from ductile.sim.timeline import causes, gantt, svg
 
 
 def compare(config: SimulateConfig) -> list[ArmOutcome]:
-    """Prints a table and a picture of the last arm; writes `simulated.json` and an SVG of each arm to `output_dir`.
+    """Prints a table and a chart of the last arm; writes `simulated.json` and an SVG of each arm to `output_dir`.
 
     Raises NoRecording, PlacementError, ImportPathError, BadDecision, OSError or ValueError, each with a sentence.
     """

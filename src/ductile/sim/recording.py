@@ -19,6 +19,7 @@ from typing import Any
 from ductile.core.cluster.cost import mean_speeds
 from ductile.core.cluster.placement import many
 from ductile.core.cluster.profile import Setting, StepProfile
+from ductile.events.run_state import RunState
 from ductile.observe import read_jsonl
 from ductile.sim.scenario import Scenario, WorkLoad, recorded
 from ductile.tasks.prompts import ExampleOrder
@@ -74,28 +75,27 @@ def read_recording(run: str | Path) -> Recording:
         raise NoRecording(f"there is no run {folder}: write the output_dir of one")
     rows = read_jsonl(folder / "events.jsonl")
     if not rows:
+        if (folder / "summary.json").exists():
+            raise NoRecording(f"{folder} is a run without slots, and without events: write that of `ductile rl`")
         raise NoRecording(f"{folder} holds no run that has begun: its events.jsonl is missing or empty")
-    starts = [place for place, row in enumerate(rows) if row["kind"] == "setting"]
-    if not starts:
+    state = RunState.of(rows)
+    if state.unreadable:
+        raise NoRecording(f"{folder} was recorded by another version of ductile: {state.unreadable} in events.jsonl")
+    if (setting := state.setting) is None:
         raise NoRecording(
-            f"{folder} was recorded without its setting: its events.jsonl has no event of that kind. `ductile rl` "
-            "writes one when its slots have their roles; run it again"
+            f"{folder} was recorded without its setting: its events.jsonl has no event of that kind. Runs of "
+            "`ductile rl` write one when their slots have their roles; other commands write none"
         )
-    latest = rows[starts[-1] :]
-    try:
-        setting = Setting.from_fields(latest[0])
-        profiles = [StepProfile.from_fields(row) for row in latest if row["kind"] == "profile"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise NoRecording(f"{folder} was recorded by another version of ductile: {error!r} in events.jsonl") from error
+    profiles = state.profiles
     if len(profiles) < 2:
         steps = "1 step" if profiles else "no step"
-        raise NoRecording(f"{folder} has profiles of {steps}, and needs two: the first warms up. Let it run on")
+        raise NoRecording(f"{folder} has profiles of {steps}, and needs two: the first warms up. Let it run for longer")
     steps = tuple(profiles[-(MOST_STEPS + 1) :])
     metrics = {row["step"]: row for row in read_jsonl(folder / "metrics.jsonl")}
     places = range(1, len(steps))
     quiet = tuple(place for place in places if metrics.get(steps[place].step, {}).get("eval_reward") is None)
     share = _trained_share(folder, setting, [metrics[step.step] for step in steps if step.step in metrics])
-    by_hand = sum(row["kind"] == "resized" for row in latest) if setting.policy == "static" else 0
+    by_hand = state.num_resized if setting.policy == "static" else 0
     return Recording(folder, setting, steps, quiet or tuple(places), share, by_hand)
 
 

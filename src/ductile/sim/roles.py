@@ -8,6 +8,7 @@ import heapq
 from collections.abc import Sequence
 from typing import Literal
 
+from ductile.columns import Floats, TokenIds, Versions
 from ductile.core.cluster.instances import slots_on
 from ductile.core.cluster.routing import predicted_tokens
 from ductile.loop.controller import ElasticController
@@ -46,8 +47,8 @@ class SimGenerators:
         num_blocks = scenario.blocks(simulated.num_tokens)
         return Generation(
             request.id,
-            (1,) * num_blocks,
-            (-1.0,) * num_blocks,
+            TokenIds.full(num_blocks, 1),
+            Floats.full(num_blocks, -1.0),
             _versions(simulated, num_blocks, scenario.block_tokens),
             "length" if simulated.num_tokens >= scenario.work.max_tokens else "stop",
         )
@@ -130,7 +131,7 @@ class SimScorer:
     def __init__(self, actuator: SimulatedActuator, controller: ElasticController) -> None:
         self._actuator, self._controller = actuator, controller
 
-    async def score(self, samples: Sequence[Sample], model: Literal["policy", "reference"]) -> list[tuple[float, ...]]:
+    async def score(self, samples: Sequence[Sample], model: Literal["policy", "reference"]) -> list[Floats]:
         actuator = self._actuator
         scorers = await actuator.scorers()
         tokens = sum(map(len, samples)) * actuator.scenario.block_tokens
@@ -138,7 +139,7 @@ class SimScorer:
         await actuator.busy("score", slots_on(scorers), seconds)
         actuator.on_scored(len(samples), tokens)
         self._controller.notify()
-        return [(0.0,) * len(sample) for sample in samples]
+        return [Floats.full(len(sample), 0.0) for sample in samples]
 
     async def receive(self, manifest: Manifest) -> None:
         slots = slots_on(self._actuator.instances_of("score"))
@@ -161,14 +162,14 @@ def _row(lengths: Sequence[int], num_ranks: int, seq_len: int) -> tuple[list[int
     return done, [], max(filled)
 
 
-def _versions(simulated: SimulatedRequest, num_blocks: int, block_tokens: int) -> tuple[int, ...]:
+def _versions(simulated: SimulatedRequest, num_blocks: int, block_tokens: int) -> Versions:
     """The weight version of each block."""
     if len(simulated.flips) == 1:
-        return (simulated.flips[0][1],) * num_blocks
+        return Versions.full(num_blocks, simulated.flips[0][1])
     versions: list[int] = []
     for (tokens, version), (until, _) in zip(
         simulated.flips, [*simulated.flips[1:], (simulated.num_tokens, -1)], strict=True
     ):
         versions += [version] * (round(until / block_tokens) - round(tokens / block_tokens))
     versions += [simulated.flips[-1][1]] * (num_blocks - len(versions))
-    return tuple(versions[:num_blocks])
+    return Versions(versions[:num_blocks])

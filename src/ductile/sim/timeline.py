@@ -1,4 +1,4 @@
-"""A run as a picture of who did what when: text for a terminal, SVG for a page.
+"""A run as a chart of which slot did what when: text for a terminal, SVG for a page.
 
 Letters in the text say what a slot did for most of a column's time:
 

@@ -111,7 +111,7 @@ class Graders:
         self._workers.clear()
 
     async def reward(self, task: str, example: int, completion: Completion) -> Graded:
-        token_ids = completion.token_ids if task in self._want_token_ids else ()
+        token_ids = tuple(completion.token_ids) if task in self._want_token_ids else ()
         completion = replace(completion, text=mended(completion.text), token_ids=token_ids)
         scored = await self._ask(Scored, lambda number: AskReward(number, task, example, completion))
         if isinstance(scored, GradingFailed):

@@ -57,8 +57,8 @@ def _libc() -> ctypes.CDLL:
 
 
 def _unshare(network: bool, notes: list[str]) -> bool:
-    """Namespaces of our own: by the rights that we have, or as the root of a user namespace, which anybody may be where
-    the kernel is set so. False where neither is permitted."""
+    """Namespaces of our own: by the rights that we have, or as the root of a user namespace, where the kernel lets any
+    process be that. False where neither is permitted."""
     libc, uid, gid = _libc(), os.getuid(), os.getgid()
     wanted = CLONE_NEWNS | CLONE_NEWPID | (0 if network else CLONE_NEWNET)
     if libc.unshare(wanted):

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ductile.columns import TokenIds
 from ductile.records import Prompt
 from ductile.roles import Task
 from ductile.tasks.conversation import ChatTokenizer, first_turn
@@ -115,4 +116,4 @@ class Prompts:
     def _prompt(self, position: int) -> Prompt:
         epoch, example = self._order[position]
         token_ids = first_turn(self._tokenizer, messages_of(self._task, example))
-        return Prompt(f"train/{epoch}/{example}", "train", example, tuple(token_ids))
+        return Prompt(f"train/{epoch}/{example}", "train", example, TokenIds(token_ids))

@@ -60,7 +60,8 @@ def _finite(number: Real) -> float | None:
 def _asked_for(task: Task, completion: Completion) -> dict[str, Any]:
     """The facts that the reward asks for by name."""
     signature = signature_of(task)
-    return {name: getattr(completion, name) for name in FACTS if signature.wants(name)}
+    facts = {name: getattr(completion, name) for name in FACTS if signature.wants(name)}
+    return facts | ({"token_ids": tuple(facts["token_ids"])} if "token_ids" in facts else {})
 
 
 def signature_of(task: Task) -> RewardSignature:

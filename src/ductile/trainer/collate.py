@@ -4,15 +4,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ductile.columns import Floats, Mask, TokenIds
 from ductile.model.packed import PackedSamples
 from ductile.records import MicroBatch, Sample
 from ductile.trainer.loss import LossInputs
 
-LARGEST = torch.finfo(torch.float32).max
-NOTHING = Sample(token_ids=(0, 0), loss_mask=(False, True))
+NOTHING = Sample(token_ids=TokenIds((0, 0)), loss_mask=Mask((False, True)))
 """Sample that runs in place of an empty micro-batch, so that the rank takes its part in every gather and reduction."""
 
 
@@ -32,25 +33,24 @@ def collate(micro_batch: MicroBatch, required: Sequence[str] = (), device: str |
     """A micro-batch as tensors. Raises ValueError when a sample lacks one of the `required` lists, or has a value that
     fp32 cannot hold."""
     # Samples without a trained token have nothing to say in the loss, and other tokens cannot see them.
-    samples = [sample for sample in micro_batch.samples if any(sample.loss_mask)]
-    num_trained = sum(sum(sample.loss_mask) for sample in samples)
+    samples = [sample for sample in micro_batch.samples if sample.num_trained]
+    num_trained = sum(sample.num_trained for sample in samples)
     for index, sample in enumerate(samples):
         _check(sample, index, required)
     samples = samples or [NOTHING]
 
-    def of_tokens(values: Sequence[Sequence[float]]) -> Tensor:
-        """One value a token, a list a sample (an empty one stands for zeros), to a tensor over trained tokens."""
+    def of_tokens(columns: Sequence[Floats], otherwise: float = 0.0) -> Tensor:
+        """One value a token, a column a sample (an empty one has `otherwise` for each), to a tensor over trained
+        tokens."""
         trained = [
-            value
-            for sample, of_sample in zip(samples, values, strict=True)
-            for value, is_trained in zip(of_sample or (0.0,) * len(sample), sample.loss_mask, strict=True)
-            if is_trained
+            column.array[sample.loss_mask.array] if column else np.full(sample.num_trained, otherwise, np.float32)
+            for sample, column in zip(samples, columns, strict=True)
         ]
-        return torch.tensor(trained, dtype=torch.float32, device=device)
+        return torch.from_numpy(np.concatenate(trained)).to(device)
 
     return Batch(
         packed=PackedSamples.of(samples, device),
-        weights=of_tokens([sample.weights or (1.0,) * len(sample) for sample in samples]),
+        weights=of_tokens([sample.weights for sample in samples], otherwise=1.0),
         num_trained=num_trained,
         loss_inputs=partial(
             LossInputs,
@@ -58,7 +58,9 @@ def collate(micro_batch: MicroBatch, required: Sequence[str] = (), device: str |
             old_logprobs=of_tokens([sample.old_logprobs or sample.rollout_logprobs for sample in samples]),
             reference=of_tokens([sample.ref_logprobs for sample in samples]) if "ref_logprobs" in required else None,
             advantages=of_tokens([sample.advantages for sample in samples]),
-            sequences=torch.tensor([i for i, s in enumerate(samples) for t in s.loss_mask if t], device=device),
+            sequences=torch.from_numpy(
+                np.repeat(np.arange(len(samples)), [sample.num_trained for sample in samples])
+            ).to(device),
         ),
     )
 
@@ -78,5 +80,5 @@ def _check(sample: Sample, index: int, required: Sequence[str]) -> None:
     for name, values in lists.items():
         if not values and name in required:
             raise ValueError(f"sample {index} has no {name}, which the configured loss needs")
-        if not all(abs(value) <= LARGEST for value in values):
+        if not np.isfinite(values.array).all():
             raise ValueError(f"sample {index} has {name} that are not finite numbers in fp32")

@@ -272,7 +272,7 @@ class Preparation:
         carrier, context, after = planned.reader, None, None
         with timed(seconds, "groups"):
             planned.barrier.all_or_none(self._go_on)
-            # From here on nobody leaves before all have made their groups, wanted or not.
+            # From here on no slot leaves before all have made their groups, wanted or not.
             if carrier is None:
                 group = planned.transfer_groups.group(order.slots)
                 carrier = PeerToPeer(group, self._assignment.device, timeout_s)
@@ -294,7 +294,7 @@ class Preparation:
     def _choose(self, exchange: StoreExchange) -> tuple[Carrier | None, str]:
         """The carrier that reads, None where messages are needed, and why."""
         options, device = self._config.resize, torch.device(self._assignment.device).type
-        # Whoever frees memory while it moves must know that it has been read.
+        # A slot that frees memory while it moves must know that it has been read.
         one_sided = options.carrier != "p2p" and options.memory == "shadow"
         carrier, reason = choose_reader(exchange, device, one_sided, self._go_on)
         if options.carrier == "peer_memory" and (carrier is None or carrier.name != options.carrier):

@@ -8,8 +8,8 @@
     Finalize        destroy the old one                            or Rollback: destroy the new one
 
 Nothing here touches what the old trainer needs: its groups, its tensors and its connection to the store are its own. So
-whatever fails, and whoever dies, it can go on as long as its own slots live. A step that needs others gives up after
-`trainer.resize.timeout_s`; the exception is a slot that dies, or is stuck, while NCCL connects.
+whatever fails, and whichever slot dies, it can go on as long as its own slots live. A step that needs others gives up
+after `trainer.resize.timeout_s`; the exception is a slot that dies, or is stuck, while NCCL connects.
 """
 
 import gc

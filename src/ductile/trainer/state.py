@@ -31,7 +31,7 @@ REMEMBERED_LAYOUTS = 32
 
 
 def named_state(trainer: Trainer) -> dict[str, Tensor]:
-    """Parameters and moments: the trainer's own tensors, not copies. Whoever writes into them changes the state."""
+    """Parameters and moments: the trainer's own tensors, not copies. A write into them changes the state."""
     named: dict[str, Tensor] = {}
     for name, parameter in trainer.model.named_parameters():
         named[f"model/{name}"] = parameter.detach()

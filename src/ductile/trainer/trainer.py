@@ -82,12 +82,12 @@ class Trainer:
         """Add to the accumulated gradient; returns this rank's trained tokens.
 
         Equally many micro-batches on every rank. Raises ValueError for a sample that cannot be trained on, before any
-        rank waits for another; LossFailed for a loss function that raises, when nobody waits for this rank any more.
+        rank waits for another; LossFailed for a loss function that raises, when no rank waits for this one any more.
         """
         batches = [collate(micro_batch, self._required, self.device) for micro_batch in micro_batches]
         failures = [failure for batch in batches if (failure := self._run(batch))]
         if self.device.type == "cuda":
-            # The kernels are only queued: whoever times a micro-step, or freezes the trainer after it, needs its end.
+            # The kernels are only queued: timing a micro-step, or freezing the trainer after it, needs their end.
             torch.cuda.synchronize(self.device)
         if failures:
             raise LossFailed(f"trainer.loss failed: {failures[0]}")
@@ -182,7 +182,7 @@ class Trainer:
             # Without trained tokens: zeros for every parameter, whatever a custom loss made of the made-up token.
             weighted = batch.weights * outputs.loss if batch.num_trained else 0.0 * logprobs
             loss = weighted.sum()
-        except Exception as error:  # it may be anybody's
+        except Exception as error:  # a custom loss may raise anything
             traceback.print_exc()
             (0.0 * logprobs).sum().backward()  # the other ranks wait for this one's part
             return error_with_place(error)

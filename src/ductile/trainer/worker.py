@@ -25,7 +25,8 @@ from ductile.trainer.prepare import TrainerPart
 from ductile.trainer.resize import Resize
 from ductile.trainer.state import StatePlans
 from ductile.trainer.trainer import LossFailed, Trainer, spec_of
-from ductile.weights.publisher import Publisher
+from ductile.weights.shared_memory import SharedMemory
+from ductile.weights.weight_transport import WeightTransport
 from ductile.wire.messages import (
     Commit,
     Done,
@@ -68,7 +69,7 @@ class TrainRole:
         `joining`."""
         self._assignment = assignment
         self._config = TrainerConfig.model_validate(settings)
-        self._publisher = Publisher()
+        self._transport: WeightTransport = SharedMemory()
         self._plans = StatePlans(spec_of(self._config), self._config)
         self._resize: Resize | None = None
         self._instance: TrainerPart | None = None
@@ -91,12 +92,12 @@ class TrainRole:
                     return Stepped(self._live.optim_step(loss_denominator))
             case Publish(version=version):
                 with self._keeping_state():
-                    publish = self._first_only(
-                        gathered_tensors, lambda tensors: self._publisher.publish(version, tensors)
+                    manifest = self._first_only(
+                        gathered_tensors, lambda tensors: self._transport.publish(version, tensors)
                     )
-                return Published(publish)
+                return Published(manifest)
             case Withdraw(version=version):
-                self._publisher.withdraw(version)
+                self._transport.withdraw(version)
             case SaveState(path=path):
                 with self._keeping_state():
                     self._save(path)
@@ -133,7 +134,7 @@ class TrainRole:
     def close(self) -> None:
         if self._resize is not None:
             self._roll_back(self._resize.order.epoch)
-        self._publisher.close()
+        self._transport.close()
         if self._instance is not None:
             self._instance.destroy()
         self._instance = None
@@ -142,7 +143,7 @@ class TrainRole:
 
     def _prepare(self, change: ResizeOrder) -> None:
         if self._resize is not None and self._resize.is_committed:
-            self._finalize(self._resize)  # nobody takes back what came before the next change
+            self._finalize(self._resize)  # what came before the next resize is not taken back
         if self._resize is not None:
             raise ValueError(f"change {self._resize.order.epoch} is neither finalized nor rolled back")
         self._resize = Resize(change, self._assignment, self._config, self._plans, self._instance)

@@ -1,14 +1,14 @@
 """What generators and scorers have in common: weights that come by `Receive` and are leased to instances that join."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ductile.roles import NotTaken, Refused, RoleAssignment
-from ductile.weights.publisher import Publisher
-from ductile.weights.subscriber import receive
+from ductile.weights.shared_memory import SharedMemory
+from ductile.weights.weight_transport import WeightTransport, transport_of
 from ductile.wire.messages import Done, EndLease, LeaseWeights, Published, Receive
 
 
@@ -24,11 +24,11 @@ class InstanceRole(ABC):
     def __init__(self, assignment: RoleAssignment) -> None:
         self._slot = assignment.slot
         self._has_weights = not assignment.joining
-        self._leased = Publisher()
+        self._leased: WeightTransport = SharedMemory()
 
     @abstractmethod
-    def live_weights(self) -> tuple[int, nn.Module]:
-        """The version that is live, and the model that has its weights."""
+    def live_weights(self) -> tuple[int, Iterable[tuple[str, Tensor]]]:
+        """The version that is live, and its weights by the model's names."""
 
     @abstractmethod
     def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> None:
@@ -37,12 +37,12 @@ class InstanceRole(ABC):
     def handle(self, command: Any) -> Any:
         match command:
             case Receive(manifest=manifest):
-                self.load_weights(receive(manifest), manifest.version)
+                self.load_weights(transport_of(manifest).receive(manifest), manifest.version)
                 self._has_weights = True
             case LeaseWeights():
                 self.needs_weights(command)
-                version, model = self.live_weights()
-                return Published(self._leased.lease(version, model.named_parameters()))
+                version, weights = self.live_weights()
+                return Published(self._leased.lease(version, weights))
             case EndLease():
                 self._leased.close()
             case _:

@@ -1,11 +1,19 @@
 """Envelopes to bytes and back: msgpack, checked against the types of `ductile.wire.messages` on the way in."""
 
+from typing import Any
+
 import msgspec
 
-from ductile.wire.messages import Envelope
+from ductile.columns import Column
+from ductile.wire.messages import Command, Envelope, Event, ForwardBackward, Generate, Reply, Score
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
-"""No message is larger. A token of a `ForwardBackward` takes about 40 bytes, so this is some six million of them."""
+"""No message is larger. A token of a `ForwardBackward` takes 7 or 8 bytes, and as many more with a scorer's log-probs,
+so this is some 16 million of them."""
+LONG_TOKENS = 1 << 18
+"""Tokens in a message whose encoding takes some milliseconds."""
+LONG_FRAME_BYTES = 1 << 21
+"""Bytes of a frame whose decoding does."""
 
 
 class BadFrame(Exception):
@@ -22,6 +30,20 @@ def encode(envelope: Envelope) -> bytes:
     return frame
 
 
+def is_long(message: Command | Reply | Event) -> bool:
+    """Whether encoding the message would hold an event loop up; all that the orchestrator sends is looked at."""
+    match message:
+        case ForwardBackward(micro_batches):
+            num_tokens = sum(each.num_tokens for each in micro_batches)
+        case Score(samples):
+            num_tokens = sum(map(len, samples))
+        case Generate(requests):
+            num_tokens = sum(len(request.prompt) + len(request.generated) for request in requests)
+        case _:
+            return False
+    return num_tokens > LONG_TOKENS
+
+
 def decode(frame: bytes | memoryview) -> Envelope:
     if len(frame) > MAX_FRAME_BYTES:
         raise BadFrame(f"a frame has {len(frame)} bytes, more than the limit of {MAX_FRAME_BYTES}")
@@ -31,5 +53,15 @@ def decode(frame: bytes | memoryview) -> Envelope:
         raise BadFrame(f"a frame of {len(frame)} bytes is not an Envelope: {error}") from error
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Envelope)
+def _to_bytes(value: object) -> bytes:
+    if isinstance(value, Column):
+        return value.to_bytes()
+    raise TypeError(f"{type(value).__name__} cannot be sent")
+
+
+def _from_bytes(kind: type[Any], data: object) -> Any:
+    return kind.from_bytes(data)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_to_bytes)
+_decoder = msgspec.msgpack.Decoder(Envelope, dec_hook=_from_bytes)

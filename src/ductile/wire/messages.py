@@ -4,10 +4,11 @@ Commands go to one slot and have exactly one reply (its own class, or `Failed`).
 `Envelope` carries epoch and sequence number; a slot refuses an older epoch than the newest it has seen.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
+from ductile.columns import Floats
 from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
 from ductile.core.layout.peak import Arithmetic
 from ductile.records import (
@@ -35,7 +36,7 @@ class AssignRole(Message):
     """Take a role. Reply: `Done` when the role is ready to work (model built, weights loaded, groups joined)."""
 
     role: RoleName
-    settings: dict[str, object]
+    settings: dict[str, Any]
     """The role's config section, dumped (`ductile.config`); the role validates it again on its side."""
     layout: ParallelLayout
     """Layout of the slots that hold this role together (train); of those of the instance otherwise."""
@@ -299,8 +300,8 @@ class Published(Message):
 
 
 class Scores(Message):
-    logprobs: tuple[tuple[float, ...], ...]
-    """One list a sample, as long as its tokens; entry 0 is 0."""
+    logprobs: tuple[Floats, ...]
+    """One column a sample, as long as its tokens; entry 0 is 0."""
 
 
 class MigratedOut(Message):

@@ -6,11 +6,13 @@ Each message has four frames, from a slot:
 
 and three frames to a slot: the second and third of these fall together, since the connection says which slot it is.
 A message without the right token, or one that cannot be read, is dropped and counted; it never stops the others.
+Long messages are encoded and decoded in a thread, so that the event loop goes on meanwhile; the order of what goes to a
+slot, and of what comes, stays.
 """
 
 import asyncio
 import hmac
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 import zmq
@@ -18,7 +20,7 @@ import zmq.asyncio
 
 from ductile.roles import SlotLost
 from ductile.wire.background import start_reported
-from ductile.wire.codec import MAX_FRAME_BYTES, BadFrame, decode, encode
+from ductile.wire.codec import LONG_FRAME_BYTES, MAX_FRAME_BYTES, BadFrame, decode, encode, is_long
 from ductile.wire.messages import Envelope, Hello
 
 
@@ -37,6 +39,8 @@ class Router:
         """Number of messages that were not let in, by reason."""
         self._token = token
         self._connections: dict[int, bytes] = {}
+        self._posting: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """Held for each slot by the one that encodes and sends: a short command must not overtake a long one."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -57,10 +61,12 @@ class Router:
         connection = self._connections.get(slot)
         if connection is None:
             raise SlotLost(f"slot {slot} has not said Hello")
-        try:
-            await self._socket.send_multipart([connection, self._token, encode(envelope)])
-        except zmq.ZMQError as error:
-            raise SlotLost(f"slot {slot} is not connected any more ({error})") from error
+        async with self._posting[slot]:
+            frame = await asyncio.to_thread(encode, envelope) if is_long(envelope.body) else encode(envelope)
+            try:
+                await self._socket.send_multipart([connection, self._token, frame])
+            except zmq.ZMQError as error:
+                raise SlotLost(f"slot {slot} is not connected any more ({error})") from error
 
     async def close(self) -> None:
         if self._receiving:
@@ -70,6 +76,7 @@ class Router:
 
     async def _receive(self, deliver: Callable[[int, Envelope], None]) -> None:
         while True:
+            await asyncio.sleep(0)  # other tasks have a turn between two messages, however many wait here
             frames = await self._socket.recv_multipart()
             if len(frames) != 4:
                 self.dropped["wrong number of frames"] += 1
@@ -79,7 +86,8 @@ class Router:
                 self.dropped["unknown token"] += 1
                 continue
             try:
-                slot, envelope = int(name), decode(payload)
+                long = len(payload) > LONG_FRAME_BYTES
+                slot, envelope = int(name), await asyncio.to_thread(decode, payload) if long else decode(payload)
             except (BadFrame, ValueError):
                 self.dropped["unreadable"] += 1
                 continue

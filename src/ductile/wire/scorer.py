@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
+from ductile.columns import Floats
 from ductile.core.batch.packing import split_by_tokens
 from ductile.core.cluster.instances import Instance, InstanceId
 from ductile.records import Sample
@@ -31,13 +32,13 @@ class RemoteScorer(WorkerPool):
         self._num_scoring: Counter[InstanceId] = Counter()
         """Calls of `score` that need the instance."""
 
-    async def score(self, samples: Sequence[Sample], model: Literal["policy", "reference"]) -> list[tuple[float, ...]]:
+    async def score(self, samples: Sequence[Sample], model: Literal["policy", "reference"]) -> list[Floats]:
         """Waits for a scorer while there is none. The scorers that it begins with stay until it has ended.
 
         What was under way at a scorer that is lost is scored by others. A failure is raised once all scorers have
         replied: Refused or Late.
         """
-        scores: dict[int, tuple[float, ...]] = {}
+        scores: dict[int, Floats] = {}
         left, lost = list(range(len(samples))), set[Instance]()
         while left:
             scorers = await self.some(f"{len(left)} samples", lost)
@@ -51,7 +52,7 @@ class RemoteScorer(WorkerPool):
 
     async def _score(
         self, samples: Sequence[Sample], asked: Mapping[Instance, Sequence[int]], model: Literal["policy", "reference"]
-    ) -> dict[Instance, tuple[tuple[float, ...], ...]]:
+    ) -> dict[Instance, tuple[Floats, ...]]:
         """Log-probs by scorer, from all that are not lost. Raises Refused or Late."""
         commands = {scorer: Score(tuple(samples[index] for index in share), model) for scorer, share in asked.items()}
         names = [scorer.id for scorer in commands]

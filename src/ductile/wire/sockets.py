@@ -1,6 +1,6 @@
 """The folder of a run's sockets on this machine. Only its owner can enter it, so no other user can reach them.
 
-A TCP port on loopback is open to every user of the machine, and ZeroMQ reads whole messages before anybody can look
+A TCP port on loopback is open to every user of the machine, and ZeroMQ reads whole messages before the program can look
 whether they carry the run's token. Slots on other machines will need TCP with CURVE instead: an address says which.
 """
 

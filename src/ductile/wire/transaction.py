@@ -71,6 +71,9 @@ LOOK_S, NUM_LOOKS = 0.1, 25
 heartbeats come every second, also from a slot whose main thread is busy or waits for another. Looks are counted, and
 not seconds: had this process itself been suspended, the heartbeats of that time would wait unread."""
 
+NEWS_LOOKS = 10
+"""Looks for a death that explains another slot's failure: 1 s in all."""
+
 R = TypeVar("R", bound=Reply)
 
 
@@ -157,7 +160,7 @@ class Transaction:
 
     def judges(self, slot: int) -> bool:
         """Whether this transaction rules on what the slot's death means. It does not after the change is committed or
-        taken back: joiners and leavers may still give roles up, and whoever trains is needed as ever."""
+        taken back: joiners and leavers may still give roles up, and the slots that train are needed as ever."""
         return self._judging and slot in self.order.slots
 
     async def run(self) -> ResizeResult:
@@ -332,7 +335,20 @@ class Transaction:
 
     async def _judge(self, phase: Phase, outcomes: Mapping[int, Outcome]) -> None:
         late = {slot: str(outcome) for slot, outcome in outcomes.items() if isinstance(outcome, Late)}
-        self._rule_on(phase, {**outcomes, **await self._kill_silent(late)})
+        dead = await self._kill_silent(late)
+        if any(isinstance(outcome, Refused) for outcome in outcomes.values()):
+            dead |= await self._news_of_deaths()
+        self._rule_on(phase, {**outcomes, **dead})
+
+    async def _news_of_deaths(self) -> dict[int, SlotLost]:
+        """Slots of the change that are dead. What a death breaks elsewhere is often heard of before the death is."""
+        for _ in range(NEWS_LOOKS):
+            if dead := {
+                slot: SlotLost(self._mailbox.lost[slot]) for slot in self.order.slots if slot in self._mailbox.lost
+            }:
+                return dead
+            await asyncio.sleep(LOOK_S)
+        return {}
 
     def _rule_on(self, phase: Phase, outcomes: Mapping[int, Outcome]) -> None:
         dead = {slot: str(said) for slot, said in outcomes.items() if isinstance(said, SlotLost)}

@@ -69,7 +69,7 @@ class WorkerPool:
         self._draining: dict[InstanceId, Instance] = {}
         self._waiting: dict[InstanceId, Instance] = {}
         self._on = {slot: instance for instance in self.instances for slot in instance.slots}
-        """The member on each slot."""
+        """The instance on each slot."""
         self._joining: set[int] = set()
         """Slots of the instances that are about to join."""
         self._lost: dict[InstanceId, str] = {}
@@ -96,10 +96,10 @@ class WorkerPool:
         return in_order((*self.instances, *self._draining.values()))
 
     def on_event(self, instance: Instance, event: Event) -> None:
-        """Called with what the members say, `Died` included: then the instance is none any more."""
+        """Called with what the instances say, `Died` included: then the instance has left the pool."""
 
     def on(self, slot: int) -> Instance | None:
-        """The member that is on this slot."""
+        """The instance that is on this slot."""
         return self._on.get(slot)
 
     def describe(self, instance: Instance) -> str:
@@ -192,7 +192,7 @@ class WorkerPool:
             self._set((*self.instances, instance))
 
     async def release(self, instance: Instance) -> None:
-        """Have the instance's slots release the role. Nothing happens when it is no member, or is lost."""
+        """Have the instance's slots release the role. Nothing happens when it is not in the pool, or is lost."""
         if instance not in self.all_instances:
             return
         self.drain(instance)
@@ -203,7 +203,7 @@ class WorkerPool:
                 raise_worst(await self._mailbox.ask_all(release, self._deadlines.command_s))
 
     async def receive(self, manifest: Manifest) -> None:
-        """Returns when the version is live on every slot of the members that is not lost. Nothing happens when a later
+        """Returns when the version is live on every slot of the instances that is not lost. Nothing happens when a later
         version is live. Raises Refused or Late."""
         async with self.lock.exclusive(f"version {manifest.version} goes live"):
             if self.version is not None and manifest.version < self.version:

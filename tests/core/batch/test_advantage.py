@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ductile.columns import Floats
 from ductile.core.batch.advantage import ADVANTAGES, all_equal, has_advantage, to_samples
 from ductile.records import Prompt, Rollout, RolloutGroup
 
@@ -34,7 +35,7 @@ def test_a_sample_is_the_example_of_its_docstring() -> None:
     sample = to_samples(group_of([1.0, 0.0]), temperature=0.7)[0]
     assert sample.token_ids == (5, 6, 7, 2)
     assert sample.loss_mask == (False, False, True, True)
-    assert sample.rollout_logprobs == (0.0, 0.0, -0.7, -0.1)
+    assert sample.rollout_logprobs == Floats((0.0, 0.0, -0.7, -0.1))
     assert sample.advantages == (0.0, 0.0, 0.5, 0.5)
     assert sample.temperature == 0.7
 

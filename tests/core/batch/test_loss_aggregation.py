@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ductile.columns import Floats
 from ductile.core.batch.loss_aggregation import LossAggregation, loss_denominator, weigh
 from ductile.records import Sample
 
@@ -27,9 +28,11 @@ def mean_by_definition(losses: list[np.ndarray], mode: LossAggregation) -> float
 def test_weighted_sum_over_loss_denominator(mode: LossAggregation, masks: list[list[bool]]) -> None:
     samples = weigh([Sample(tuple(range(len(mask))), tuple(mask)) for mask in masks], mode)
     token_losses = [np.sin(np.arange(len(mask)) + index) for index, mask in enumerate(masks)]
+    weights = [(1 / sum(mask) if any(mask) and mode == "seq_mean_token_mean" else 1.0,) * len(mask) for mask in masks]
+    assert [sample.weights or Floats.full(len(sample), 1.0) for sample in samples] == list(map(Floats, weights))
     total = sum(
-        loss * (sample.weights[i] if sample.weights else 1.0)
-        for sample, losses in zip(samples, token_losses, strict=True)
+        loss * of_sample[i]
+        for sample, losses, of_sample in zip(samples, token_losses, weights, strict=True)
         for i, loss in enumerate(losses)
         if sample.loss_mask[i]
     )

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import sqrt
 
-from numpy import finfo, float32
+import numpy as np
 
+from ductile.columns import Floats, Mask
 from ductile.records import Prompt, Rollout, RolloutGroup, Sample
 
-LARGEST = float(finfo(float32).max)
+LARGEST = float(np.finfo(np.float32).max)
 """Largest advantage: the trainer computes in fp32, where a larger number is infinite."""
 
 Advantage = Callable[[list[float], RolloutGroup], list[float]]
@@ -66,19 +67,19 @@ def all_equal(rewards: Sequence[float]) -> bool:
 
 def has_advantage(samples: Iterable[Sample]) -> bool:
     """Whether any trained token of a group has an advantage. A custom one may give it where all rewards are equal."""
-    return any(any(sample.advantages) for sample in samples)
+    return any(sample.advantages.array.any() for sample in samples)
 
 
 def _to_sample(prompt: Prompt, rollout: Rollout, advantage: float, temperature: float) -> Sample:
     num_before = len(prompt.token_ids)
-    mask = (False,) * num_before + rollout.mask
+    mask = Mask.full(num_before, False) + rollout.mask
     if not num_before and mask:
-        mask = (False, *mask[1:])  # nothing precedes the first token, so nothing predicted it
+        mask = Mask.full(1, False) + mask[1:]  # nothing precedes the first token, so nothing predicted it
     return Sample(
         token_ids=prompt.token_ids + rollout.token_ids,
         loss_mask=mask,
-        rollout_logprobs=(0.0,) * num_before + rollout.logprobs,
-        advantages=tuple(advantage if trained else 0.0 for trained in mask),
+        rollout_logprobs=Floats.full(num_before, 0.0) + rollout.logprobs,
+        advantages=Floats.of(np.where(mask.array, np.float32(advantage), np.float32(0.0))),
         # Greedy completions are trained on as they are without a temperature: a division by 0 has no log-prob.
         temperature=temperature or 1.0,
     )

@@ -104,15 +104,16 @@ def _num_bins_needed(dearest_first: Sequence[Sample], seq_len: int) -> int:
 def _families(dearest_first: Sequence[Sample], seq_len: int) -> list[list[Sample]]:
     """Samples with equal tokens before the first trained one, as many of them as a micro-batch holds."""
     families: list[list[Sample]] = []
-    open_by_prompt: dict[tuple[int, ...], list[Sample]] = {}
+    open_by_prompt: dict[bytes, list[Sample]] = {}
     for sample in dearest_first:
-        prompt = sample.token_ids[: sample.loss_mask.index(True)] if True in sample.loss_mask else None
-        family = open_by_prompt.get(prompt) if prompt is not None else None
+        prompt = sample.prompt
+        key = b"" if prompt is None else prompt.array.tobytes()
+        family = None if prompt is None else open_by_prompt.get(key)
         if family is None or sum(map(len, family)) + len(sample) > seq_len:
             family = list[Sample]()
             families.append(family)
             if prompt is not None:
-                open_by_prompt[prompt] = family
+                open_by_prompt[key] = family
         family.append(sample)
     return families
 

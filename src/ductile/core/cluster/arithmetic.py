@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+FloatArray = npt.NDArray[np.float64]
 
 EQUAL = 1e-9
 """Numbers that differ by less than this share count as equal: a rule decides between them, not the last bit."""
@@ -27,18 +27,18 @@ def whole_times(amount: float, part: float) -> int:
     return int(amount / part * (1 + EQUAL))
 
 
-def ordered_sum(values: Floats) -> Floats:
+def ordered_sum(values: FloatArray) -> FloatArray:
     """[..., n] -> [...]: the sum along the last axis, from the first value to the last."""
     # `cumsum` is sequential by what it returns; `sum` is not.
     return np.cumsum(values, axis=-1)[..., -1] if values.shape[-1] else np.zeros(values.shape[:-1])
 
 
-def dot(left: Floats, right: Floats) -> Floats:
+def dot(left: FloatArray, right: FloatArray) -> FloatArray:
     """[..., n], [n] -> [...]: the ordered sum of the products."""
     return ordered_sum(left * right)
 
 
-def chance_of_any(expected: Floats) -> Floats:
+def chance_of_any(expected: FloatArray) -> FloatArray:
     """`1 - exp(-expected)`, element by element: the chance of at least one event where so many are expected.
 
     A Taylor series for 1/256 of it, then `1 - (1 - p)^2 = p (2 - p)` eight times, in which nothing cancels. The
@@ -53,7 +53,7 @@ def chance_of_any(expected: Floats) -> Floats:
     return chance
 
 
-def mixed_power(base: Floats, exponent: float) -> Floats:
+def mixed_power(base: FloatArray, exponent: float) -> FloatArray:
     """`base` to a power between two whole ones: the mixture of both whose mean exponent is `exponent`.
 
     Groups that have 3.25 members on average are three quarters with 3 members and a quarter with 4. exponent: at least
@@ -69,7 +69,7 @@ def mixed_power(base: Floats, exponent: float) -> Floats:
     return power * ((1.0 - share) + share * base)
 
 
-def interpolate(at: Floats, edges: Floats, values: Floats) -> Floats:
+def interpolate(at: FloatArray, edges: FloatArray, values: FloatArray) -> FloatArray:
     """What `np.interp` does: linear between the ascending `edges`, and the outermost values beyond them."""
     at = np.clip(at, edges[0], edges[-1])
     cell = np.clip(np.searchsorted(edges, at, side="right") - 1, 0, len(edges) - 2)
@@ -77,12 +77,12 @@ def interpolate(at: Floats, edges: Floats, values: Floats) -> Floats:
     return values[cell] * (1.0 - share) + values[cell + 1] * share
 
 
-def least_squares(columns: Sequence[Floats], wanted: Floats) -> list[float]:
+def least_squares(columns: Sequence[FloatArray], wanted: FloatArray) -> list[float]:
     """The coefficients with which the `columns` come nearest to `wanted`, by modified Gram-Schmidt.
 
     A column that the ones before it explain to nine digits gets 0: the measurements cannot tell them apart.
     """
-    basis: list[Floats] = []
+    basis: list[FloatArray] = []
     upper: list[list[float]] = []
     along: list[float] = []
     for column in columns:

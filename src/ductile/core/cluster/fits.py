@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from ductile.core.cluster.arithmetic import Floats, dot, least_squares, ordered_sum
+from ductile.core.cluster.arithmetic import FloatArray, dot, least_squares, ordered_sum
 
 FAR_OFF = 3.0
 """A measurement that took more than so many times what the others lead to expect is left out."""
@@ -87,6 +87,6 @@ def migration_cost(rows: Sequence[tuple[float, float]], expected: Parts) -> Part
     return fit(trim_outliers(rows, fit))
 
 
-def _columns(rows: Sequence[tuple[float, ...]]) -> tuple[Floats, Floats]:
+def _columns(rows: Sequence[tuple[float, ...]]) -> tuple[FloatArray, FloatArray]:
     """The amounts and the seconds of all rows."""
     return np.array([row[0] for row in rows], np.float64), np.array([row[1] for row in rows], np.float64)

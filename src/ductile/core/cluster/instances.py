@@ -7,8 +7,8 @@
 3. Its id says its role, its slots and the change that made it: "generator-2" was there when the run began, and
    "generator-2.7" began in the run's seventh change; "generator-2+1" is the first one that began there because another
    was lost. A slot takes a role on at most once in a change, so no id is used again in a run; and policy, controller,
-   simulator and a replay come to the same ids, without anybody who deals them out. An external server's id is what its
-   owner calls it.
+   simulator and a replay come to the same ids without asking each other. An external server's id is what its owner calls
+   it.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -21,7 +21,7 @@ tail               a generator without sequences, while others still decode thei
 queue_full         a generator without sequences: all that may be started is completed, the trainer has to catch up
 queue_empty        a generator or scorer that could work, and has been sent nothing
 waiting_for_batch  a train slot without finished samples
-held               a train slot that a policy lets wait, although there are samples
+held               a train slot that a policy makes wait, although there are samples
 no_role            a slot without a role
 lost               a slot whose process is gone
 other              no cause was given"""
@@ -171,7 +171,7 @@ def idle_cause(
     """Why a slot with these roles has nothing to do.
 
     others_decode: some generator has sequences. may_start: rollouts that the staleness bound admits and no generator
-    has. samples_ready: samples that are finished and not trained on. held: a policy lets the trainer wait.
+    has. samples_ready: samples that are finished and not trained on. held: a policy makes the trainer wait.
     """
     if not roles:
         return "no_role"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ductile.core.cluster.arithmetic import Floats, interpolate
+from ductile.core.cluster.arithmetic import FloatArray, interpolate
 
 PRIOR_WEIGHT = 2.0
 NUM_CELLS = 96
@@ -23,16 +23,16 @@ NUM_CELLS = 96
 class Survival:
     """`alive[k]` is the chance that a completion has more than `edges[k]` tokens; it falls from 1 to 0 at the limit."""
 
-    edges: Floats
-    alive: Floats
-    rest: Floats
+    edges: FloatArray
+    alive: FloatArray
+    rest: FloatArray
     """Expected tokens that a completion still takes when it has `edges[k]` and goes on."""
 
-    def more_than(self, tokens: Sequence[int] | Floats) -> Floats:
+    def more_than(self, tokens: Sequence[int] | FloatArray) -> FloatArray:
         """P(length > tokens) of a completion."""
         return interpolate(np.asarray(tokens, float), self.edges, self.alive)
 
-    def remaining(self, generated: Sequence[int] | Floats) -> Floats:
+    def remaining(self, generated: Sequence[int] | FloatArray) -> FloatArray:
         """Expected tokens still to come, of completions that have so many and go on."""
         return interpolate(np.asarray(generated, float), self.edges, self.rest)
 
@@ -65,17 +65,17 @@ def survival(
     return Survival(edges, alive, np.minimum(rest, max_tokens - edges))
 
 
-def histogram(lengths: Sequence[int] | Floats, edges: Floats) -> Floats:
+def histogram(lengths: Sequence[int] | FloatArray, edges: FloatArray) -> FloatArray:
     """How many lengths are in each cell; those beyond the last edge count for the last cell."""
     return np.histogram(np.minimum(np.asarray(lengths, float), edges[-1]), edges)[0].astype(float)
 
 
-def _from_here(values: Floats) -> Floats:
+def _from_here(values: FloatArray) -> FloatArray:
     """Sums of each value and all after it."""
     return np.cumsum(values[::-1])[::-1]
 
 
-def _prior(edges: Floats) -> Floats:
+def _prior(edges: FloatArray) -> FloatArray:
     """P(length > edge) = a / (a + edge): half of the completions end within an eighth of the limit."""
     typical = edges[-1] / 8
     return typical / (typical + edges)

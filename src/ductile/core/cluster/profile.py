@@ -1,4 +1,4 @@
-"""What a run writes down of itself so that `ductile plan`, `ductile report` and the simulator can tell its story.
+"""What a run writes down of itself so that `ductile plan`, `ductile report` and the simulator can say what it did.
 
 `events.jsonl` has them as fields of two kinds of events: one `Setting` ("setting") when the slots have their roles, and
 one `StepProfile` ("profile") a step. Both are plain values; `as_fields` and `from_fields` are each other's inverse.

@@ -120,7 +120,7 @@ class TrainerState:
     """Whether the trainer's slots may change now: no resize is under way. A resize waits for the end of the micro-step
     itself."""
     held: bool = False
-    """Whether a decision lets the trainer wait."""
+    """Whether a decision makes the trainer wait."""
     seq_len: int = 2048
     """Most tokens of one micro-batch, which is a data-parallel rank's."""
     dp_replicate: int = 1
@@ -200,6 +200,8 @@ class ClusterState:
     """Most tokens of one completion."""
     asked: bool = True
     """Whether the policy has been asked in this step before."""
+    knows_generation: bool = True
+    """Whether a generator has told how fast it decodes. Until then `speeds` has a guess."""
 
     @property
     def step_begins(self) -> bool:
@@ -216,7 +218,7 @@ class ClusterState:
 
     @property
     def num_external(self) -> int:
-        """Generators that are on no slot: servers of somebody else."""
+        """Generators that are on no slot: external servers."""
         return sum(not each.slots for each in self.instances_of("generate"))
 
     def groups(self, role: Serving) -> tuple[tuple[int, ...], ...]:

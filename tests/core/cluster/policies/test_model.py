@@ -9,7 +9,7 @@ import pytest
 
 from ductile.core.cluster.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
 from ductile.core.cluster.instances import InstanceId, instance_on
-from ductile.core.cluster.orders import roles_after, violations
+from ductile.core.cluster.orders import Decision, roles_after, violations
 from ductile.core.cluster.placement import Placement
 from ductile.core.cluster.policies.model import Model
 from ductile.core.cluster.state import BatchProgress, ClusterState, Lengths, Limits, SlotState, TrainerState, Unfinished
@@ -39,6 +39,11 @@ def test_at_the_start_of_a_step_all_slots_generate_and_training_waits():
     assert all("generate" in roles for roles in roles_after(state, decision).values())
     assert [slot for slot, roles in roles_after(state, decision).items() if "train" in roles] == [0, 1]
     assert decision.hold_training
+
+
+def test_nothing_is_decided_before_generation_is_measured():
+    state = scene(to_start=64, group_size=2, limits=Limits(max_num_seqs=16))
+    assert decide(replace(state, knows_generation=False)) == Decision()
 
 
 def test_train_slots_that_kept_their_generators_need_no_orders_to_generate():

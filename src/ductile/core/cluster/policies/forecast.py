@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ductile.core.cluster.arithmetic import Floats, chance_of_any, dot, interpolate, mixed_power, ordered_sum
+from ductile.core.cluster.arithmetic import FloatArray, chance_of_any, dot, interpolate, mixed_power, ordered_sum
 from ductile.core.cluster.cost import context_transfer
 from ductile.core.cluster.lengths import Survival, histogram
 from ductile.core.cluster.state import ClusterState
@@ -28,12 +28,12 @@ NEVER = 0
 class Work:
     """What is left to do, from a state: generation as a population, training in tokens."""
 
-    ages: Floats
+    ages: FloatArray
     """[NUM_AGES] rollouts under way, by tokens so far."""
     unstarted: float
     round_tokens: float
     """Tokens that every sequence gets in a round: the width of an age."""
-    go_on: Floats
+    go_on: FloatArray
     """[NUM_AGES] the share of an age that goes on to the next."""
     members: float
     """Unfinished rollouts of an unfinished group, on average."""
@@ -91,26 +91,26 @@ def work(state: ClusterState, lengths: Survival) -> Work:
 class Plans:
     """Ways to use the slots from now on, one a row: first in one way, and then in another."""
 
-    generators: Floats
+    generators: FloatArray
     """Generators in the first way, external servers among them."""
-    trainers: Floats
+    trainers: FloatArray
     """Slots that train in the first way; 0 while the trainer is held."""
-    until: Floats
+    until: FloatArray
     """Rollouts that are left when the first way ends; negative when it never does."""
-    then: Floats
+    then: FloatArray
     """Generators in the second way; the slots of no generator train."""
-    resize_s: Floats
+    resize_s: FloatArray
     """Seconds that resizing the trainer for the second way takes."""
-    fill: Floats
+    fill: FloatArray
     """Sequences that a generator should have in the second way: with fewer on average, there are fewer generators; or
     `NEVER`."""
-    delay_train_s: Floats
+    delay_train_s: FloatArray
     """Seconds until the trainer can go on: what resizing costs now."""
-    delay_generate_s: Floats
+    delay_generate_s: FloatArray
     """Seconds added to generation: taking in what migrates, and new generators that are not there yet."""
 
 
-def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> Floats:
+def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> FloatArray:
     """Seconds from now until all is generated and trained on `num_slots` slots, by plan."""
     speeds, full = state.speeds, float(state.limits.max_num_seqs)
     num_plans = len(plans.generators)
@@ -165,7 +165,7 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
     return now_s + busy_s + _rest_s(state, todo, trained, stage.trainers, num_slots)
 
 
-def _rest_s(state: ClusterState, todo: Work, trained: Floats, trainers: Floats, num_slots: int) -> Floats:
+def _rest_s(state: ClusterState, todo: Work, trained: FloatArray, trainers: FloatArray, num_slots: int) -> FloatArray:
     """Seconds that training takes when nothing is left to generate, by plan: the trainer goes on as it is, or takes all
     slots, if that is worth the way there and, when there is another step, back."""
     rest = np.maximum(0.0, todo.ready_tokens + todo.coming_tokens - trained)
@@ -174,7 +174,7 @@ def _rest_s(state: ClusterState, todo: Work, trained: Floats, trainers: Floats, 
     way_s = state.costs.resize_s * (2 if state.batch.steps_left > 1 else 1)
     longest = np.where(rest > 0, todo.longest_tokens, 0.0)
 
-    def seconds(slots: Floats) -> Floats:
+    def seconds(slots: FloatArray) -> FloatArray:
         return np.maximum(rest / _tokens_per_s(state, todo, slots), longest * slots / state.speeds.train.of(slots))
 
     most = np.full_like(stay, float(num_slots))
@@ -185,8 +185,8 @@ def _rest_s(state: ClusterState, todo: Work, trained: Floats, trainers: Floats, 
 class _Stage:
     """How many generators there are and how many slots train in this round, by plan."""
 
-    generators: Floats
-    trainers: Floats
+    generators: FloatArray
+    trainers: FloatArray
     second: npt.NDArray[np.bool_]
     num_slots: int
     size: int
@@ -194,7 +194,7 @@ class _Stage:
     external: int
     """Generators that are on no slot."""
 
-    def advance(self, state: ClusterState, plans: Plans, left: Floats) -> tuple[Floats, Floats]:
+    def advance(self, state: ClusterState, plans: Plans, left: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Go on to the round in which so many rollouts are left. Returns the share of contexts that migrate, and
         for how long the trainer pauses."""
         before, paused_s = self.generators, np.zeros_like(left)
@@ -213,11 +213,11 @@ class _Stage:
             self.generators, self.trainers = fewer, np.where(released > 0, self._others(fewer), self.trainers)
         return np.maximum(0.0, before - self.generators) / before, paused_s
 
-    def _others(self, generators: Floats) -> Floats:
+    def _others(self, generators: FloatArray) -> FloatArray:
         """Slots of none of so many generators."""
         return self.num_slots - self.size * (generators - self.external)
 
-    def _fewer(self, plans: Plans, left: Floats) -> Floats | None:
+    def _fewer(self, plans: Plans, left: FloatArray) -> FloatArray | None:
         """Generators by plan after releases in this round; None when there are none. Only a quarter fewer at once is
         worth a resize."""
         wanted = np.maximum(float(max(1, self.external)), np.ceil(left / np.maximum(plans.fill, 1.0)))
@@ -225,7 +225,9 @@ class _Stage:
         return np.where(may, wanted, self.generators) if may.any() else None
 
 
-def _taken(state: ClusterState, todo: Work, taken: Floats, share_left: Floats, trainers: Floats) -> Floats:
+def _taken(
+    state: ClusterState, todo: Work, taken: FloatArray, share_left: FloatArray, trainers: FloatArray
+) -> FloatArray:
     """Tokens that the trainer has taken by now, of those whose groups are whole."""
     whole = mixed_power(np.minimum(np.maximum(0.0, 1.0 - share_left), 1.0), todo.members)
     there = todo.ready_tokens + todo.coming_tokens * whole
@@ -235,7 +237,7 @@ def _taken(state: ClusterState, todo: Work, taken: Floats, share_left: Floats, t
     return np.maximum(taken, there - enough / 2)
 
 
-def _tokens_per_s(state: ClusterState, todo: Work, slots: Floats) -> Floats:
+def _tokens_per_s(state: ClusterState, todo: Work, slots: FloatArray) -> FloatArray:
     """Tokens that a trainer of so many slots takes per second. Its micro-steps have room left that is too small for
     another sample, and each costs something."""
     per_s, seq_len = state.speeds.train.of(slots), float(state.trainer.seq_len)

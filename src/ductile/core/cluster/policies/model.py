@@ -61,7 +61,7 @@ class Model:
     train it."""
 
     def decide(self, state: ClusterState) -> Decision:
-        if not state.batch.steps_left:
+        if not (state.batch.steps_left and state.knows_generation):
             return Decision()
         if not state.trainer.at_boundary or not state.ready.issuperset(state.trainer.layout.slots):
             return Decision(hold_training=state.trainer.held)

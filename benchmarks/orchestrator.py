@@ -1,0 +1,325 @@
+"""What the orchestrator and the wire cost: a training step of many long completions, with engines and trainers that
+compute nothing.
+
+    python benchmarks/orchestrator.py [--completions 512] [--tokens 32768] [--before CHECKOUT] [--json F]
+
+The loop, the buffer, the sample builder, the sockets, the codec and the slots' processes are the real ones. A generator
+ends each request with the same made-up tokens of a vocabulary as large as Qwen3's, put together as the engine does it;
+a trainer replies at once. `cpu_s_per_mtoken` is what orchestrator and slots use up together for a million generated
+tokens, and `bytes_per_token` what goes over the sockets for one, to and from all slots. `longest_stall_ms` is the
+longest time for which the orchestrator's event loop did nothing else.
+
+`cpu_s_per_mtoken_before` is the same figure of the source in another checkout of this repository, such as
+
+    git worktree add /tmp/before 8e63580 && python benchmarks/orchestrator.py --before /tmp/before
+
+measured by this file with that checkout's `src` in front of the module path.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+# Slots find the roles below by this module's name.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+
+from ductile.config.cluster import ClusterConfig
+from ductile.core.cluster.instances import instance_on
+from ductile.core.cluster.staleness import StalenessBound
+from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.generator.sequence import Sequence
+from ductile.launch.local import LocalCluster
+from ductile.loop.buffer import Buffer
+from ductile.loop.episode import Episodes
+from ductile.loop.loop import Loop, RunSchedule
+from ductile.loop.rollouts import Rollouts
+from ductile.loop.sample_builder import SampleBuilder
+from ductile.observe import Recorder
+from ductile.records import GenerateRequest, Manifest, Sampling, StepReport
+from ductile.roles import RoleAssignment, Task
+from ductile.tasks import grader
+from ductile.tasks.prompts import ExampleOrder, Prompts
+from ductile.wire import router
+from ductile.wire.fanout import assign_role, each_alone
+from ductile.wire.fleet import RemoteGenerators
+from ductile.wire.messages import (
+    Done,
+    Finished,
+    ForwardBackward,
+    ForwardBackwardDone,
+    Generate,
+    OptimStep,
+    Publish,
+    Published,
+    Stepped,
+)
+from ductile.wire.trainer import RemoteTrainer
+from provenance import provenance, write
+
+VOCAB_SIZE, PROMPT_TOKENS, GROUP_SIZE = 151_936, 256, 8
+TRAIN, GENERATE = (0, 1), (2, 3)
+SAMPLES_PER_MICRO_BATCH = 2
+DEADLINE_S = 600.0
+BEAT_S = 0.001
+"""How often the event loop is asked whether it still turns."""
+
+GRADED = vars(grader).get("Graded") or vars(grader)["Verdict"]
+"""Class of a reward, under the name that it has in the checkout."""
+
+
+class Generator:
+    """A generate role that ends every request with the same tokens, one request a step."""
+
+    def __init__(self, settings: dict[str, Any], assignment: RoleAssignment) -> None:
+        self._waiting: list[GenerateRequest] = []
+        num_tokens, draw = int(settings["num_tokens"]), random.Random(assignment.slot)
+        request = GenerateRequest("any", (1,) * PROMPT_TOKENS, Sampling())
+        self._sequence = Sequence(request, (0, 0), 0, PROMPT_TOKENS + num_tokens, ())
+        for _ in range(num_tokens):
+            self._sequence.append(draw.randrange(VOCAB_SIZE), -draw.random(), 0)
+
+    def handle(self, command: Any) -> Any:
+        if isinstance(command, Generate):
+            self._waiting += command.requests
+        return Done()
+
+    def has_work(self) -> bool:
+        return bool(self._waiting)
+
+    def step(self) -> list[Finished]:
+        self._sequence.request = self._waiting.pop(0)
+        return [Finished((self._sequence.generation("length"),))]
+
+    def close(self) -> None:
+        pass
+
+
+class Trainer:
+    """A train role that trains nothing."""
+
+    def __init__(self, settings: dict[str, Any], assignment: RoleAssignment) -> None:
+        self._num_steps = 0
+
+    def handle(self, command: Any) -> Any:
+        match command:
+            case ForwardBackward(micro_batches):
+                num_tokens = sum(each.num_tokens for each in micro_batches)
+                return ForwardBackwardDone(num_tokens, 0.0)
+            case OptimStep():
+                self._num_steps += 1
+                return Stepped(StepReport(self._num_steps, 0.0, 1.0, 1e-6, 1))
+            case Publish(version):
+                return Published(Manifest(version, "shared_memory", "nowhere", 0, 0, ()))
+            case _:
+                return Done()
+
+    def has_work(self) -> bool:
+        return False
+
+    def step(self) -> list[Any]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+class Tokens:
+    """A tokenizer of prompts that are all equally long. It writes nothing, so that none of the time is its own."""
+
+    chat_template = None
+    eos_token_ids = (0,)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [int(text)] * PROMPT_TOKENS
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = True) -> str:
+        return ""
+
+
+class Questions(Task):
+    name = "questions"
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def messages(self, example: int) -> list[dict[str, str]]:
+        return [{"role": "user", "content": str(example)}]
+
+
+class Graders:
+    """Rewards at once, half of them 1."""
+
+    num_errors = 0
+
+    def __init__(self) -> None:
+        self._num_asked = 0
+
+    async def reward(self, task: str, example: int, completion: Any) -> Any:
+        self._num_asked += 1
+        return GRADED(float(self._num_asked % 2))
+
+
+async def stalls(found: list[float]) -> None:
+    """Note how long the event loop took for each turn, until cancelled."""
+    while True:
+        since_s = time.perf_counter()
+        await asyncio.sleep(BEAT_S)
+        found.append(time.perf_counter() - since_s - BEAT_S)
+
+
+def cpu_s(pids: list[int]) -> float:
+    """CPU seconds that these processes have used, all their threads together."""
+    used = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    return sum(int(fields[11]) + int(fields[12]) for fields in used) / os.sysconf("SC_CLK_TCK")
+
+
+def count_bytes(counted: Counter[str]) -> None:
+    """Have the router's frames counted, those that it sends and those that it gets."""
+    encode, decode = router.encode, router.decode
+
+    def counting_encode(envelope: Any) -> bytes:
+        frame = encode(envelope)
+        counted[type(envelope.body).__name__] += len(frame)
+        return frame
+
+    def counting_decode(frame: Any) -> Any:
+        envelope = decode(frame)
+        counted[type(envelope.body).__name__] += len(frame)
+        return envelope
+
+    router.encode, router.decode = counting_encode, counting_decode
+
+
+def make_loop(cluster: LocalCluster, completions: int, num_tokens: int, record: Recorder) -> Loop:
+    length, num_groups = PROMPT_TOKENS + num_tokens, completions // GROUP_SIZE
+    trainer = RemoteTrainer(cluster.mailbox, ParallelLayout.of(TRAIN), DEADLINE_S)
+    instances = [instance_on("generate", (slot,)) for slot in GENERATE]
+    generators = RemoteGenerators(cluster.mailbox, instances, completions // len(GENERATE), 16, DEADLINE_S)
+    task, tokenizer, stop = Questions(num_groups), Tokens(), asyncio.Event()
+    graders: Any = Graders()
+    episodes = Episodes({"train": task}, tokenizer, generators, graders, length)
+    prompts = Prompts(task, tokenizer, ExampleOrder(range(num_groups)), PROMPT_TOKENS)
+    buffer = Buffer(
+        prompts,
+        StalenessBound(num_groups, 0, 0),
+        record,
+        version=0,
+        max_steps=1,
+        timeout_s=DEADLINE_S,
+        stop=stop,
+    )
+
+    async def save(step: int) -> None:
+        pass
+
+    return Loop(
+        RunSchedule(max_steps=1, groups_per_step=num_groups, seq_len=SAMPLES_PER_MICRO_BATCH * length),
+        trainer,
+        generators,
+        None,
+        Rollouts(buffer, episodes, generators, Sampling(max_tokens=num_tokens), GROUP_SIZE),
+        buffer,
+        SampleBuilder(),
+        None,
+        save,
+        lambda step: False,
+        buffer.counts,
+        record,
+        stop,
+    )
+
+
+async def measure(completions: int, num_tokens: int, folder: Path) -> dict[str, float]:
+    """One step, from the first request to the optimizer step's report."""
+    roles: Any = {"train": "orchestrator:Trainer", "generate": "orchestrator:Generator"}
+    slots = (*TRAIN, *GENERATE)
+    counted, turns = Counter[str](), list[float]()
+    async with LocalCluster(slots, ClusterConfig(device="cpu"), folder, roles) as cluster:
+        settings = {"num_tokens": num_tokens}
+        await assign_role(cluster.mailbox, "train", settings, [ParallelLayout.of(TRAIN)], DEADLINE_S)
+        await assign_role(cluster.mailbox, "generate", settings, each_alone(GENERATE), DEADLINE_S)
+        loop = make_loop(cluster, completions, num_tokens, Recorder(folder))
+        count_bytes(counted)
+        pids = [os.getpid(), *(cluster.processes[slot].pid for slot in slots)]
+        watching = asyncio.create_task(stalls(turns))
+        before_s, began_s = [cpu_s([pid]) for pid in pids], time.perf_counter()
+        await loop.run()
+        wall_s = time.perf_counter() - began_s
+        used_s = [cpu_s([pid]) - before for pid, before in zip(pids, before_s, strict=True)]
+        watching.cancel()
+    (row,) = (row for row in loop.record.rows() if row["step"] == 1)
+    generated = completions * num_tokens
+    if row["sampled_tokens"] != generated:
+        raise RuntimeError(f"the step trained {row['sampled_tokens']:.0f} tokens, not {generated}")
+    return {
+        "completions": completions,
+        "tokens_per_completion": num_tokens,
+        "cpu_s_per_mtoken": sum(used_s) / generated * 1e6,
+        "orchestrator_cpu_s_per_mtoken": used_s[0] / generated * 1e6,
+        "bytes_per_token": sum(counted.values()) / generated,
+        "generated_bytes_per_token": counted["Finished"] / generated,
+        "trained_bytes_per_token": counted["ForwardBackward"] / generated,
+        "longest_stall_ms": 1e3 * max(turns),
+        "wall_s": wall_s,
+    }
+
+
+def measure_checkout(checkout: Path, completions: int, num_tokens: int) -> dict[str, float]:
+    """What this file measures with the source of another checkout."""
+    if not (checkout / "src" / "ductile").is_dir():
+        raise SystemExit(f"--before {checkout}: it has no src/ductile")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "before.json"
+        words = ["--completions", str(completions), "--tokens", str(num_tokens), "--json", str(file)]
+        source = os.pathsep.join([str(checkout / "src"), os.environ["PYTHONPATH"]])
+        subprocess.run([sys.executable, __file__, *words], check=True, env=os.environ | {"PYTHONPATH": source})
+        return json.loads(file.read_text())
+
+
+def shown(figures: dict[str, Any]) -> str:
+    return (
+        "{cpu_s_per_mtoken:.3f} CPU seconds a million tokens ({orchestrator_cpu_s_per_mtoken:.3f} of them the "
+        "orchestrator's), {bytes_per_token:.2f} bytes a token ({generated_bytes_per_token:.2f} from the generators, "
+        "{trained_bytes_per_token:.2f} to the trainer); the event loop stood still for at most "
+        "{longest_stall_ms:.0f} ms; {wall_s:.1f} s"
+    ).format(**figures)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--completions", type=int, default=512, help=f"a multiple of {GROUP_SIZE}")
+    parser.add_argument("--tokens", type=int, default=32_768, help="of each completion")
+    parser.add_argument("--before", type=Path, help="another checkout, to compare with")
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    figures: dict[str, Any] = {}
+    if asked.before:
+        before = measure_checkout(asked.before, asked.completions, asked.tokens)
+        figures |= {
+            f"{name}_before": before[name] for name in ("cpu_s_per_mtoken", "bytes_per_token", "longest_stall_ms")
+        }
+        named = ["git", "-C", str(asked.before), "rev-parse", "--short=12", "HEAD"]
+        figures["commit_before"] = subprocess.run(named, capture_output=True, text=True, check=True).stdout.strip()
+    with tempfile.TemporaryDirectory() as folder:
+        figures |= asyncio.run(measure(asked.completions, asked.tokens, Path(folder)))
+    print(shown(figures))
+    if asked.before:
+        figures["times_less_cpu"] = figures["cpu_s_per_mtoken_before"] / figures["cpu_s_per_mtoken"]
+        print(f"{figures['times_less_cpu']:.1f} times less CPU than {asked.before}")
+    write(asked.json, {**provenance("ductile", "msgspec", "numpy"), **figures})
+
+
+if __name__ == "__main__":
+    main()

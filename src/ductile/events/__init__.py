@@ -1,0 +1,1 @@
+"""What a run writes down of itself, as types and as lines of its files, and what its lines come to."""

@@ -1,0 +1,78 @@
+"""Weights by shared memory, between processes of one host: a version's tensors in one sealed memory segment
+(`ductile.fabric.segment`), which readers map. The first of `ductile.weights.weight_transport.WeightTransport`."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ductile.fabric.segment import Segment, SegmentUnavailable, map_segment
+from ductile.records import Manifest, TensorEntry
+
+
+class WeightsUnavailable(Exception):
+    """A manifest's weights cannot be had, or are not what it says. The text names the version and the cause."""
+
+
+class SharedMemory:
+    """The published versions of one process, each in a segment, and a reader of other processes' segments."""
+
+    def __init__(self) -> None:
+        self._offers: dict[int, tuple[Manifest, Segment]] = {}
+
+    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
+        if version in self._offers:
+            raise ValueError(f"version {version} is published already; withdraw it first")
+        segment = Segment(f"ductile-weights-{version}")
+        try:
+            entries = tuple(_append(segment, name, tensor) for name, tensor in tensors)
+            segment.seal()
+        except BaseException:
+            segment.close()
+            raise
+        manifest = Manifest(version, "shared_memory", segment.location, segment.num_bytes, segment.fingerprint, entries)
+        self._offers[version] = manifest, segment
+        return manifest
+
+    def lease(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
+        return self._offers[version][0] if version in self._offers else self.publish(version, tensors)
+
+    def receive(self, manifest: Manifest) -> dict[str, Tensor]:
+        """Views of the publisher's memory, which is mapped and not copied."""
+        try:
+            content = map_segment(manifest.location, manifest.num_bytes, manifest.fingerprint)
+        except SegmentUnavailable as error:
+            raise WeightsUnavailable(f"version {manifest.version} {error}") from error
+        return {entry.name: _view(content, entry, manifest) for entry in manifest.tensors}
+
+    def withdraw(self, version: int) -> None:
+        for older in [offered for offered in self._offers if offered <= version]:
+            self._offers.pop(older)[1].close()
+
+    def close(self) -> None:
+        self.withdraw(max(self._offers, default=0))
+
+
+def _append(segment: Segment, name: str, tensor: Tensor) -> TensorEntry:
+    offset_bytes = segment.append(tensor)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorEntry(name, dtype, tuple(tensor.shape), offset_bytes, tensor.nbytes)
+
+
+def _view(content: Tensor, entry: TensorEntry, manifest: Manifest) -> Tensor:
+    dtype = vars(torch).get(entry.dtype)
+    if not isinstance(dtype, torch.dtype):
+        raise WeightsUnavailable(f"version {manifest.version}: {entry.name} has the unknown dtype {entry.dtype!r}")
+    end = entry.offset_bytes + entry.num_bytes
+    if not 0 <= entry.offset_bytes <= end <= len(content):
+        raise WeightsUnavailable(
+            f"version {manifest.version}: {entry.name} lies at bytes {entry.offset_bytes} to {end} of {len(content)}"
+        )
+    flat = content[entry.offset_bytes : end].view(dtype)
+    try:
+        return flat.view(entry.shape)
+    except RuntimeError as error:
+        raise WeightsUnavailable(
+            f"version {manifest.version}: {entry.name} has {entry.num_bytes} bytes, too many or few for {entry.dtype} "
+            f"{list(entry.shape)}"
+        ) from error

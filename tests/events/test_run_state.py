@@ -1,0 +1,86 @@
+"""What a run's events come to, applied in pieces or whole, of one start or of several."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ductile.core.cluster.instances import instance_on
+from ductile.core.cluster.placement import Placement
+from ductile.core.cluster.profile import Setting, StepProfile
+from ductile.core.cluster.state import Limits
+from ductile.events.run_state import RunState
+from ductile.observe import LoggedEvent
+from tests.core.cluster.scenes import COSTS, SPEEDS
+
+PLACEMENT = Placement((0,), (1, 2), (), "as said")
+FIRST = (instance_on("generate", (1,)), instance_on("generate", (2,)))
+SETTING = Setting(PLACEMENT, Limits(), "model", 2, 4, 2, 64, 128, instances=FIRST).as_fields()
+NEW = instance_on("generate", (0,), birth=1)
+
+
+def profile(step):
+    return StepProfile(step, step - 1.0, float(step), (), (4, 7), 9.0, SPEEDS, COSTS).as_fields()
+
+
+KINDS = {
+    "setting": SETTING,
+    "profile": profile(1),
+    "resized": {"pause_s": 0.1},
+    "held": {"holds": True},
+    "switched": {"began": [{"id": NEW.id, "role": NEW.role, "slots": NEW.slots}], "ended": [FIRST[0].id]},
+    "slot_lost": {"slot": 2},
+    "decided": {"at_s": 1.0},
+    "died": {},
+}
+
+
+def row(time_s, kind, sentence="It is so.", **fields):
+    return {"time": time_s, "kind": kind, "sentence": sentence, **(fields or KINDS[kind])}
+
+
+@st.composite
+def journals(draw):
+    kinds = draw(st.lists(st.sampled_from(sorted(KINDS)), max_size=12))
+    return [row(1000.0 + at, kind, draw(st.sampled_from(["", "It is so."]))) for at, kind in enumerate(kinds)]
+
+
+@given(journals(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_journal_in_pieces_comes_to_what_it_comes_to_whole(rows, data):
+    """As one that is read while the run goes on writing it."""
+    cut = data.draw(st.integers(0, len(rows)))
+    state = RunState.of(rows[:cut])
+    for each in rows[cut:]:
+        state.apply(LoggedEvent.from_row(each))
+    assert state == RunState.of(rows)
+
+
+@given(journals(), journals())
+@settings(max_examples=100, deadline=None)
+def test_a_resumed_run_is_what_it_was_since_and_its_sentences_are_of_all_starts(before, after):
+    resumed = [row(2000.0, "setting", ""), *after]
+    whole, since = RunState.of([*before, *resumed]), RunState.of(resumed)
+    assert replace(whole, sentences=[]) == replace(since, sentences=[])
+    assert whole.sentences == [*RunState.of(before).sentences, *since.sentences]
+
+
+def test_instances_are_there_from_their_beginning_to_their_end():
+    rows = [row(1000.0, "setting"), row(1002.0, "switched"), row(1003.0, "slot_lost"), row(1004.0, "slot_lost")]
+    state = RunState.of(rows)
+    assert [(each.instance, each.began_s, each.ended_s) for each in state.instances.values()] == [
+        (FIRST[0], 0.0, 2.0),
+        (FIRST[1], 0.0, 3.0),
+        (NEW, 2.0, None),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["setting", "profile"])
+def test_what_another_version_wrote_is_told_until_the_next_start(kind):
+    strange = row(1001.0, kind, strange=1)
+    state = RunState.of([row(1000.0, "setting"), strange])
+    assert "KeyError" in state.unreadable
+    state.apply(LoggedEvent.from_row(row(1002.0, "setting")))
+    assert (state.unreadable, state.began_s) == ("", 1002.0)
+    assert list(state.instances) == [each.id for each in FIRST]
