@@ -62,7 +62,7 @@ RACE = 1.1
 """A split that took so much longer than the best one of a round is not the best by bad luck."""
 STOLEN = 7
 """In `_cores`."""
-IN_TURNS = {"auto_scheduler": True, "policy": "ductile.core.cluster.policies.static.InTurns"}
+IN_TURNS = {"auto_scheduler": True, "policy": "ductile.core.scheduling.policies.static.InTurns"}
 
 
 @dataclass(frozen=True)

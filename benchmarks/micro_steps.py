@@ -14,16 +14,16 @@ import tempfile
 import time
 from pathlib import Path
 
+from ductile.cluster.local import LocalCluster
 from ductile.config.cluster import ClusterConfig
 from ductile.config.trainer import TrainerConfig
 from ductile.core.batch.packing import pack
 from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.launch.local import LocalCluster
-from ductile.loop.sft_data import fake_samples
-from ductile.wire.deadlines import Deadlines
-from ductile.wire.fanout import ask_each, assign_role
-from ductile.wire.messages import ForwardBackward, ForwardBackwardDone
-from ductile.wire.trainer import RemoteTrainer
+from ductile.fleet.trainer import RemoteTrainer
+from ductile.messages.workers import ForwardBackward, ForwardBackwardDone
+from ductile.orchestrator.sft_data import fake_samples
+from ductile.transport.deadlines import Deadlines
+from ductile.transport.fanout import ask_each, assign_role
 from provenance import provenance, write
 
 VOCAB_SIZE, SEQ_LEN, DEADLINE_S = 512, 128, 120.0

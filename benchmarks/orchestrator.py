@@ -32,26 +32,15 @@ from typing import Any
 # Slots find the roles below by this module's name.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 
+from ductile.cluster.local import LocalCluster
 from ductile.config.cluster import ClusterConfig
-from ductile.core.cluster.instances import instance_on
-from ductile.core.cluster.staleness import StalenessBound
+from ductile.core.instances.instances import instance_on
 from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.scheduling.staleness import StalenessBound
+from ductile.fleet.generators import RemoteGenerators
+from ductile.fleet.trainer import RemoteTrainer
 from ductile.generator.sequence import Sequence
-from ductile.launch.local import LocalCluster
-from ductile.loop.buffer import Buffer
-from ductile.loop.episode import Episodes
-from ductile.loop.loop import Loop, RunSchedule
-from ductile.loop.rollouts import Rollouts
-from ductile.loop.sample_builder import SampleBuilder
-from ductile.observe import Recorder
-from ductile.records import GenerateRequest, Manifest, Sampling, StepReport
-from ductile.roles import RoleAssignment, Task
-from ductile.tasks import grader
-from ductile.tasks.prompts import ExampleOrder, Prompts
-from ductile.wire import router
-from ductile.wire.fanout import assign_role, each_alone
-from ductile.wire.fleet import RemoteGenerators
-from ductile.wire.messages import (
+from ductile.messages.workers import (
     Done,
     Finished,
     ForwardBackward,
@@ -62,7 +51,18 @@ from ductile.wire.messages import (
     Published,
     Stepped,
 )
-from ductile.wire.trainer import RemoteTrainer
+from ductile.observe import Recorder
+from ductile.orchestrator.buffer import Buffer
+from ductile.orchestrator.episode import Episodes
+from ductile.orchestrator.loop import Loop, RunSchedule
+from ductile.orchestrator.rollouts import Rollouts
+from ductile.orchestrator.sample_builder import SampleBuilder
+from ductile.records import GenerateRequest, Manifest, Sampling, StepReport
+from ductile.roles import RoleAssignment, Task
+from ductile.tasks import grader
+from ductile.tasks.prompts import ExampleOrder, Prompts
+from ductile.transport import router
+from ductile.transport.fanout import assign_role, each_alone
 from provenance import provenance, write
 
 VOCAB_SIZE, PROMPT_TOKENS, GROUP_SIZE = 151_936, 256, 8

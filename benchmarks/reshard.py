@@ -60,6 +60,7 @@ import torch
 import torch.distributed as dist
 
 import ductile
+from ductile.cluster.local import FREED_MEMORY_STAYS
 from ductile.core.layout.layout import Layout, Tensor
 from ductile.core.layout.mesh import Mesh
 from ductile.core.layout.sharding import Shard, place
@@ -71,7 +72,6 @@ from ductile.fabric.choice import choose
 from ductile.fabric.exchange import GroupExchange
 from ductile.fabric.memory import copy
 from ductile.fabric.transfer import Transfer
-from ductile.launch.local import FREED_MEMORY_STAYS
 from peers import reshard as peers
 from provenance import provenance, write
 

@@ -28,15 +28,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ductile.cluster.local import LocalCluster
 from ductile.config.cluster import ClusterConfig
 from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
 from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.launch.local import LocalCluster
+from ductile.elastic.transaction import ResizeOptions, Transaction
+from ductile.fleet.trainer import RemoteTrainer
 from ductile.records import Sample
-from ductile.wire.deadlines import Deadlines
-from ductile.wire.fanout import assign_role
-from ductile.wire.trainer import RemoteTrainer
-from ductile.wire.transaction import ResizeOptions, Transaction
+from ductile.transport.deadlines import Deadlines
+from ductile.transport.fanout import assign_role
 from provenance import provenance, write
 
 LAYOUTS = [(0, 1), (0, 1, 2), (0, 1, 2, 3), (0,), (0, 1), (2, 3)]

@@ -35,8 +35,8 @@ from typing import Any
 
 import tomli_w
 
-from ductile.core.cluster.ledger import Span
-from ductile.core.cluster.profile import StepProfile
+from ductile.core.scheduling.ledger import Span
+from ductile.core.scheduling.profile import StepProfile
 from letters import make_tokenizer
 from peers.every_change import SETTLING
 from provenance import provenance, write

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ductile.core.cluster.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
-from ductile.core.cluster.placement import Placement
-from ductile.core.cluster.state import Limits
+from ductile.core.instances.placement import Placement
+from ductile.core.scheduling.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
+from ductile.core.scheduling.state import Limits
 from ductile.sim.arms import ArmOutcome, run_arms
 from ductile.sim.scenario import DrawLength, Scenario, WorkLoad, lognormal
 from ductile.sim.timeline import causes, gantt

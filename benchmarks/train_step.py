@@ -26,13 +26,13 @@ from ductile.config.trainer import TrainerConfig
 from ductile.core.batch.packing import pack
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.fabric import rendezvous
+from ductile.messages.workers import ForwardBackward, OptimStep
 from ductile.model.checkpoint import load_model
 from ductile.records import MicroBatch, Sample
 from ductile.roles import RoleAssignment
 from ductile.trainer.collate import collate
 from ductile.trainer.loss import make_loss
 from ductile.trainer.worker import TrainRole
-from ductile.wire.messages import ForwardBackward, OptimStep
 from provenance import provenance, write
 
 MODEL = {

@@ -16,9 +16,10 @@ from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
 from ductile.core.batch.loss_aggregation import loss_denominator
 from ductile.core.batch.packing import pack
 from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.fabric.device import peak_memory, peak_of
 from ductile.fabric.groups import Groups
 from ductile.generator.worker import load_engine
+from ductile.kernels.device import peak_memory, peak_of
+from ductile.messages.workers import Receive, Score
 from ductile.parallel.data import full, gathered_tensors
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.roles import RoleAssignment
@@ -27,7 +28,6 @@ from ductile.trainer.state import named_gradient, named_state
 from ductile.trainer.trainer import Trainer
 from ductile.trainer.worker import TrainRole
 from ductile.weights.shared_memory import SharedMemory
-from ductile.wire.messages import Receive, Score
 from tests.generator.conftest import request, run
 from tests.parallel.world import run_world
 from tests.ranks import run_alone

@@ -14,7 +14,7 @@ SOURCE = ROOT / "src" / "ductile"
 PAGE = ROOT / "docs" / "tour.md"
 OUTSIDE = ("src/", "tests/", "docs/", "benchmarks/")
 """Beginnings of the paths that do not begin at `src/ductile/`."""
-VOCABULARY = ("records.py", "roles.py", "wire/messages.py")
+VOCABULARY = ("records.py", "roles.py", "messages/workers.py")
 """Files whose names stand in every line."""
 QUOTED = re.compile(r"`([^`]+)`")
 NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)?")
@@ -43,14 +43,14 @@ def test_every_change_names_the_test_that_holds_it() -> None:
 
 def test_what_is_not_there_is_found() -> None:
     page = """
-1. `loop/loop.py` `Loop.run` and `Loop.go`, `Loop.step`, `Loopy` and `Sample`.
+1. `orchestrator/loop.py` `Loop.run` and `Loop.go`, `Loop.step`, `Loopy` and `Sample`.
 2. `loop/lop.py` `Loop`; `loop/`, `loops/`, `tests/test_tour.py` `PAGE`,
    `NAMES` and `two words`.
 3. `Finished` and `finished`.
 """
     assert wrong(page) == [
-        "loop/loop.py has no Loop.go",
-        "loop/loop.py has no Loopy",
+        "orchestrator/loop.py has no Loop.go",
+        "orchestrator/loop.py has no Loopy",
         "there is no loop/lop.py",
         "there is no loops/",
         "tests/test_tour.py has no NAMES",

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from ductile.config.inference import InferenceConfig
-from ductile.fabric.device import peak_memory
 from ductile.generator.engine import Engine
 from ductile.generator.worker import resolve_dtype
+from ductile.kernels.device import peak_memory
 from ductile.model.checkpoint import empty_model, read_spec
 from ductile.records import GenerateRequest, Sampling
 from gpu_parts.models import make_folder, shape_of

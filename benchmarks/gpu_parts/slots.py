@@ -7,20 +7,20 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from ductile.cluster.local import LocalCluster
 from ductile.config.cluster import ClusterConfig
 from ductile.config.inference import InferenceConfig
 from ductile.config.trainer import TrainerConfig
-from ductile.core.cluster.instances import Instance, instance_on
+from ductile.core.instances.instances import Instance, instance_on
 from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.launch.local import LocalCluster
+from ductile.elastic.transaction import ResizeOptions, ResizeResult, Transaction
+from ductile.fleet.generators import RemoteGenerators
+from ductile.fleet.leases import WeightLeases
+from ductile.fleet.trainer import RemoteTrainer
+from ductile.messages.workers import AssignRole
 from ductile.records import GenerateRequest, Sample, Sampling
-from ductile.wire.deadlines import Deadlines
-from ductile.wire.fanout import assign_role
-from ductile.wire.fleet import RemoteGenerators
-from ductile.wire.leases import WeightLeases
-from ductile.wire.messages import AssignRole
-from ductile.wire.trainer import RemoteTrainer
-from ductile.wire.transaction import ResizeOptions, ResizeResult, Transaction
+from ductile.transport.deadlines import Deadlines
+from ductile.transport.fanout import assign_role
 from gpu_parts.models import make_folder, shape_of
 from gpu_parts.part import Setting
 

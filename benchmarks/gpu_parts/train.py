@@ -24,8 +24,8 @@ from ductile.config.trainer import TrainerConfig
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.layout.peak import Peak, arithmetic_of, compute_dtype
 from ductile.core.layout.spec import ModelSpec
-from ductile.fabric.device import name_of, peak_memory, peak_of
 from ductile.fabric.groups import Groups
+from ductile.kernels.device import name_of, peak_memory, peak_of
 from ductile.model.packed import PackedSamples
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.records import MicroBatch, Sample

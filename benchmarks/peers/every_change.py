@@ -6,10 +6,10 @@ published.
 
 from collections.abc import Sequence
 
-from ductile.core.cluster.migration import change, migrate
-from ductile.core.cluster.orders import Decision, Migration, Order, sentence, violations
-from ductile.core.cluster.placement import Role
-from ductile.core.cluster.state import ClusterState
+from ductile.core.instances.placement import Role
+from ductile.core.scheduling.migration import change, migrate
+from ductile.core.scheduling.orders import Decision, Migration, Order, sentence, violations
+from ductile.core.scheduling.state import ClusterState
 
 Roles = tuple[Role, ...]
 SETTLING = "as a step begins"

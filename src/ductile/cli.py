@@ -48,8 +48,8 @@ COMMANDS = {
     )
 }
 TOOLS = {
-    "resize": "ductile.launch.run_commands:resize",
-    "status": "ductile.launch.run_commands:status",
+    "resize": "ductile.orchestrator.run_commands:resize",
+    "status": "ductile.orchestrator.run_commands:status",
     "simulate": "ductile.sim.command:main",
     "plan": "ductile.sim.plan_command:main",
     "replay": "ductile.sim.replay_command:main",
@@ -117,7 +117,7 @@ def _main(argv: Sequence[str] | None) -> int:
         return _dry_run(command, parsed)
     sys.argv[1:] = without_secrets(sys.argv[1:])  # W&B and benchmarks write it down
     try:
-        return resolve_name(f"ductile.launch.run:run_{name}")(parsed.config)
+        return resolve_name(f"ductile.orchestrator.run:run_{name}")(parsed.config)
     except KeyboardInterrupt:
         return 130
 
@@ -135,7 +135,7 @@ def _check(words: list[str]) -> int:
     if parsed is None:
         return BAD_CONFIG
     from ductile.config.summary import summary
-    from ductile.launch.rehearse import resumes, violation
+    from ductile.orchestrator.rehearse import resumes, violation
 
     what = violation(parsed.config)
     if what:

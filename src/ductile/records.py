@@ -2,8 +2,9 @@
 
     Prompt -> GenerateRequest -> Generation -> Rollout -> RolloutGroup -> Sample -> MicroBatch -> (gradient) -> Manifest
 
-All of them are plain, immutable values without tensors. They cross process borders as msgpack (`ductile.wire.codec`);
-they become tensors in `model.packed`, `trainer.collate` and `generator.engine`, and only there.
+All of them are plain, immutable values without tensors. They cross process borders as msgpack
+(`ductile.transport.codec`); they become tensors in `model.packed`, `trainer.collate` and `generator.engine`, and only
+there.
 
 What they keep of each token is a column (`ductile.columns`). A record may be made with any sequence in a column's
 place, and makes a column of it. The columns of one record always have the same length; the record checks it.

@@ -1,5 +1,5 @@
-"""What the loop may ask of the others. Across processes `wire.trainer`, `wire.fleet` and `wire.scorer` implement
-these; tests do in memory.
+"""What the loop may ask of the others. Across processes `fleet.trainer`, `fleet.generators` and `fleet.scorer`
+implement these; tests do in memory.
 
 Every call either returns or raises a `Failure` within its deadline: `SlotLost` when a process died, `Late` when it did
 not reply.
@@ -19,7 +19,7 @@ Scope = Literal["request", "instance", "slot", "run"]
 class Failure(Exception):
     """A failure that callers decide about by its class; the text is a sentence for people.
 
-    A slot's failure crosses the wire as its code (`ductile.wire.messages.Failed`): both sides have the same class.
+    A slot's failure crosses the wire as its code (`ductile.messages.workers.Failed`): both sides have the same class.
     """
 
     code: ClassVar[str]
@@ -97,7 +97,7 @@ class RoleAssignment:
     rendezvous: str = ""
     """host:port of the run's store, for groups."""
     joining: bool = False
-    """The role's state will come from the slots that hold it now (`wire.messages`: a trainer's with `Prepare`
+    """The role's state will come from the slots that hold it now (`messages.workers`: a trainer's with `Prepare`
     and `TransferState`, weights with `Receive`), not from disk."""
 
 
@@ -189,7 +189,7 @@ class SlotRole(Protocol):
     """
 
     def handle(self, command: Any) -> Any:
-        """Execute one command (`ductile.wire.messages`) and return its reply."""
+        """Execute one command (`ductile.messages.workers`) and return its reply."""
         ...
 
     def has_work(self) -> bool:

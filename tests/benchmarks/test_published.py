@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from ductile.core.cluster.policies.arrange import BOTH
-from ductile.core.cluster.policies.model import Model
-from ductile.core.cluster.policies.rules import Rules
-from ductile.core.cluster.policies.static import InTurns
+from ductile.core.scheduling.policies.arrange import BOTH
+from ductile.core.scheduling.policies.model import Model
+from ductile.core.scheduling.policies.rules import Rules
+from ductile.core.scheduling.policies.static import InTurns
 from ductile.sim.arms import splits
 from ductile.sim.run import simulate
 from published import INPUTS, collocated, scenario, shipped

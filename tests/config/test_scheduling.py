@@ -12,9 +12,9 @@ from ductile.config.parse import parse
 from ductile.config.run import InferenceRunConfig, RLConfig, SFTConfig
 from ductile.config.scheduling import policy_of
 from ductile.config.slots import placement_of
-from ductile.core.cluster.policies.model import Model
-from ductile.core.cluster.policies.rules import Rules
-from ductile.core.cluster.policies.static import InTurns, Static
+from ductile.core.scheduling.policies.model import Model
+from ductile.core.scheduling.policies.rules import Rules
+from ductile.core.scheduling.policies.static import InTurns, Static
 from tests.config.stories import furnish
 
 EXAMPLES = Path(__file__).parents[2] / "examples/scheduling"
@@ -38,7 +38,7 @@ cluster:
     inference: 6-7
 """
 MINE = """\
-from ductile.core.cluster.orders import Decision
+from ductile.core.scheduling.orders import Decision
 
 class Mine:
     def decide(self, state):

@@ -38,7 +38,7 @@ def test_what_is_shown_of_a_command_line(words: list[str], shown: list[str]) -> 
 
 def test_who_writes_the_command_line_down_finds_no_secret(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
-    monkeypatch.setattr("ductile.launch.run.run_orchestrator", lambda config: seen.append(list(sys.argv)) or 0)
+    monkeypatch.setattr("ductile.orchestrator.run.run_orchestrator", lambda config: seen.append(list(sys.argv)) or 0)
     monkeypatch.setattr(sys, "argv", ["ductile", "orchestrator", *COMMAND, "--client.api-key", "sk-1"])
     assert cli.main() == 0
     assert "--client.api-key" in seen[0]

@@ -61,7 +61,7 @@ def _built_leaves(section: type[Section], path: tuple[str, ...] = ()) -> list[tu
 
 @pytest.mark.parametrize(("command", "root"), [(command, root) for command, root, _ in ROOTS])
 def test_every_key_is_read_by_the_command_or_said_to_be_unread(command: str, root: type[Section]) -> None:
-    read = attributes_read("ductile.launch.run", f"run_{command}") | MEANS_ONE_THING.keys()
+    read = attributes_read("ductile.orchestrator.run", f"run_{command}") | MEANS_ONE_THING.keys()
     said = [tuple(key.split(".")) for unread in UNREAD.get(root, ()) for key in unread.keys]
     ignored = {
         dotted(path)
@@ -73,8 +73,8 @@ def test_every_key_is_read_by_the_command_or_said_to_be_unread(command: str, roo
 
 def test_the_guard_sees_the_command() -> None:
     """`heartbeat_timeout_s` is read where slots are started, and the server starts none."""
-    assert "heartbeat_timeout_s" in attributes_read("ductile.launch.run", "run_sft")
-    assert "heartbeat_timeout_s" not in attributes_read("ductile.launch.run", "run_inference")
+    assert "heartbeat_timeout_s" in attributes_read("ductile.orchestrator.run", "run_sft")
+    assert "heartbeat_timeout_s" not in attributes_read("ductile.orchestrator.run", "run_inference")
 
 
 OTHER_VALUES = {

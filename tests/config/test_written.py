@@ -8,7 +8,7 @@ import pytest
 from ductile.config.on_disk import model_findings
 from ductile.config.run import RLConfig, SFTConfig
 from ductile.config.written import WRITTEN, output_findings
-from ductile.launch.folder import run_folder
+from ductile.orchestrator.folder import run_folder
 from tests.config.stories import furnish
 
 

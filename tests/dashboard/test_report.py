@@ -8,20 +8,20 @@ from typing import get_args
 
 import pytest
 
-from ductile.core.cluster.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
-from ductile.core.cluster.instances import Instance, InstanceId, instance_on
-from ductile.core.cluster.ledger import IdleCause, Span
-from ductile.core.cluster.orders import Decision, RoleChange
-from ductile.core.cluster.placement import Placement
-from ductile.core.cluster.profile import Setting, StepProfile
-from ductile.core.cluster.state import Limits
+from ductile.core.instances.instances import Instance, InstanceId, instance_on
+from ductile.core.instances.placement import Placement
+from ductile.core.scheduling.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
+from ductile.core.scheduling.ledger import IdleCause, Span
+from ductile.core.scheduling.orders import Decision, RoleChange
+from ductile.core.scheduling.profile import Setting, StepProfile
+from ductile.core.scheduling.state import Limits
 from ductile.dashboard.causes import CAUSES
 from ductile.dashboard.curve import FIELD, Curve, round_up
 from ductile.dashboard.ownership import MOST_ROWS, ownership
 from ductile.dashboard.report import render
 from ductile.dashboard.report_command import main
 from ductile.dashboard.run_report import read_run_report
-from ductile.loop.decisions import DecisionLog, ExecutedDecision
+from ductile.elastic.decision_log import DecisionLog, ExecutedDecision
 from ductile.observe import Recorder
 
 SPEEDS = Speeds(DecodeSpeed(0.01), 1e4, TrainSpeed(1e3))

@@ -4,11 +4,11 @@ import os
 import random
 from dataclasses import replace
 
-from ductile.core.cluster.cost import DecodeSpeed, SwitchCosts, TrainSpeed
-from ductile.core.cluster.migration import change
-from ductile.core.cluster.orders import Decision, Migration, sentence, violations
-from ductile.core.cluster.placement import Role
-from ductile.core.cluster.policies.model import Model
+from ductile.core.instances.placement import Role
+from ductile.core.scheduling.cost import DecodeSpeed, SwitchCosts, TrainSpeed
+from ductile.core.scheduling.migration import change
+from ductile.core.scheduling.orders import Decision, Migration, sentence, violations
+from ductile.core.scheduling.policies.model import Model
 
 Roles = tuple[Role, ...]
 T: Roles = ("train",)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.cluster.processes import parent_of, processes_with
 from tests.end_to_end.runs import Run, checkpointed_steps, write_config, write_sft
 from tests.full_disk import enlarge, small_disk
-from tests.launch.processes import parent_of, processes_with
 
 ENDS_WITHIN_S = 60.0
 NEVER = 100_000

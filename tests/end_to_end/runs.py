@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ductile.observe import read_jsonl
-from tests.launch.processes import parent_of, processes_with
+from tests.cluster.processes import parent_of, processes_with
 
 CONFIG = """
 model.name = "{model}"

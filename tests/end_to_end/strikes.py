@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from ductile.launch.local import LocalCluster
+from ductile.cluster.local import LocalCluster
 
 How = Literal["kill", "stop", "pause"]
 """pause: stopped for PAUSE_S, and then let go on, as if nothing had been."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ductile.launch.cpu_cap import CapNotPermitted, CpuCap
+from ductile.cluster.cpu_cap import CapNotPermitted, CpuCap
 from ductile.observe import read_jsonl
 from tests.end_to_end.runs import summary, write_config
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from ductile.cli import main
-from ductile.core.cluster.profile import Setting, StepProfile
-from ductile.launch.control import Run as LiveRun
-from ductile.launch.control import Unfit
+from ductile.core.scheduling.profile import Setting, StepProfile
+from ductile.orchestrator.control import Run as LiveRun
+from ductile.orchestrator.control import Unfit
 from tests.end_to_end.runs import summary, write_config
 
 BOTH_RULES = ("--cluster.use-pre-process-policy", "--cluster.use-wait-before-last-iter-policy")

@@ -2,7 +2,7 @@
 
 `written_earlier` is the output folder of a run on four slots: 3 steps, roles changed several times a step by
 `tests.end_to_end.moves.OnceAStep`, a checkpoint of step 3 by two train slots, and the model of that step. Its events
-are of format 1 (`ductile.core.cluster.profile`).
+are of format 1 (`ductile.core.scheduling.profile`).
 """
 
 import json
@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from ductile.cli import main
-from ductile.core.cluster.placement import Placement
+from ductile.core.instances.placement import Placement
 from ductile.dashboard.run_report import read_run_report
 from ductile.observe import read_jsonl
 from ductile.sim.plan import own_case

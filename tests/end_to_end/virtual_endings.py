@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from ductile.core.batch.advantage import mean_baseline
-from ductile.loop.controller import BadDecision, ElasticController
-from ductile.loop.evaluate import RewardsFailed
-from ductile.loop.progress import TRAINER, Checkpoints, Progress
-from ductile.loop.run_until import SlotDied
+from ductile.elastic.controller import BadDecision, ElasticController
 from ductile.observe import Recorder, read_jsonl
+from ductile.orchestrator.evaluate import RewardsFailed
+from ductile.orchestrator.progress import TRAINER, Checkpoints, Progress
+from ductile.orchestrator.run_until import SlotDied
 from ductile.roles import CustomCodeFailed, Late, Refused, SlotLost
 from ductile.tasks.grader import Graded
 from ductile.tasks.task import TaskError
-from tests.core.cluster.scenes import scene
-from tests.loop.doubles import (
+from tests.core.scheduling.scenes import scene
+from tests.elastic.test_controller import Scripted, ScriptedStage
+from tests.orchestrator.doubles import (
     FakeGenerators,
     FakeScorer,
     FakeTrainer,
@@ -35,7 +36,6 @@ from tests.loop.doubles import (
     run,
     write,
 )
-from tests.loop.test_controller import Scripted, ScriptedStage
 
 MAX_STEPS = 10
 LONGEST_S = 20.0

@@ -17,17 +17,18 @@ import torch
 from torch import Tensor
 
 from ductile import cli
+from ductile.cluster import local
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.generator import sampler
 from ductile.generator.worker import GenerateRole
-from ductile.launch import local, run
+from ductile.messages.workers import Commit, ForwardBackward, Freeze
 from ductile.observe import read_jsonl
+from ductile.orchestrator import run
 from ductile.records import RolloutGroup
 from ductile.roles import RoleAssignment
 from ductile.trainer.loss import LossInputs, LossOutputs
 from ductile.trainer.state import named_gradient, named_state, parts_of
 from ductile.trainer.worker import TrainRole
-from ductile.wire.messages import Commit, ForwardBackward, Freeze
 from tests.end_to_end.strikes import Striker, strike_of_environment
 from tests.tiny import IM_END, SPECIALS
 

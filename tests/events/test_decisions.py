@@ -6,13 +6,13 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ductile.core.cluster.instances import InstanceId
-from ductile.core.cluster.orders import Decision, Prediction
-from ductile.core.cluster.state import Unfinished
+from ductile.core.instances.instances import InstanceId
+from ductile.core.scheduling.orders import Decision, Prediction
+from ductile.core.scheduling.state import Unfinished
 from ductile.events.decisions import DecisionJournal, StateReader, StateWriter
 from ductile.observe import Recorder, json_line, read_jsonl
-from tests.core.cluster.policies.test_properties import states
-from tests.core.cluster.scenes import id_on, scene
+from tests.core.scheduling.policies.test_properties import states
+from tests.core.scheduling.scenes import id_on, scene
 
 
 @st.composite

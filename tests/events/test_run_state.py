@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ductile.core.cluster.instances import instance_on
-from ductile.core.cluster.placement import Placement
-from ductile.core.cluster.profile import Setting, StepProfile
-from ductile.core.cluster.state import Limits
+from ductile.core.instances.instances import instance_on
+from ductile.core.instances.placement import Placement
+from ductile.core.scheduling.profile import Setting, StepProfile
+from ductile.core.scheduling.state import Limits
 from ductile.events.run_state import RunState
 from ductile.observe import LoggedEvent
-from tests.core.cluster.scenes import COSTS, SPEEDS
+from tests.core.scheduling.scenes import COSTS, SPEEDS
 
 PLACEMENT = Placement((0,), (1, 2), (), "as said")
 FIRST = (instance_on("generate", (1,)), instance_on("generate", (2,)))

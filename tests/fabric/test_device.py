@@ -1,8 +1,8 @@
 import torch
 
 from ductile.core.layout.peak import Peak
-from ductile.fabric import device
-from ductile.fabric.device import name_of, peak_memory, peak_of
+from ductile.kernels import device
+from ductile.kernels.device import name_of, peak_memory, peak_of
 
 
 def test_a_cpu_is_measured_once_and_only_when_asked(monkeypatch):

@@ -16,13 +16,13 @@ from ductile.generator.engine import Engine
 from ductile.generator.kv_transfer import KVTransferBuffer, KVUnavailable, RequestKV
 from ductile.generator.sampler import sample, stream_key
 from ductile.generator.worker import GenerateRole
+from ductile.messages.workers import Abort, Done, Finished, Forget, Generate, MigratedOut, MigrateOut, Receive
 from ductile.model.attention import PackedAttention
 from ductile.model.checkpoint import load_model
 from ductile.model.transformer import Transformer
 from ductile.records import GenerateRequest, Generation, KVHandle, Manifest
 from ductile.roles import RoleAssignment
 from ductile.weights.shared_memory import SharedMemory
-from ductile.wire.messages import Abort, Done, Finished, Forget, Generate, MigratedOut, MigrateOut, Receive
 from tests.generator.conftest import Family, request, run
 from tests.tiny import IM_END, make_model_folder
 

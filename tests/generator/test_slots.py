@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
+from ductile.cluster.local import LocalCluster
 from ductile.config.cluster import ClusterConfig
 from ductile.config.inference import InferenceConfig
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.generator.worker import load_engine
-from ductile.launch.local import LocalCluster
-from ductile.records import GenerateRequest, Generation
-from ductile.wire.messages import (
+from ductile.messages.workers import (
     AssignRole,
     Done,
     EndLease,
@@ -30,10 +29,11 @@ from ductile.wire.messages import (
     Receive,
     ReleaseRole,
 )
+from ductile.records import GenerateRequest, Generation
+from tests.cluster.processes import is_running
 from tests.generator.conftest import request, run
-from tests.launch.processes import is_running
 from tests.tiny import make_model_folder
-from tests.wire.transports import eventually
+from tests.transport.transports import eventually
 
 MIB = 1 << 20
 ASKED = tuple(request(str(i), "what is 1 + 2? " * 4, 30, temperature=1.0) for i in range(3))

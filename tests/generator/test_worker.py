@@ -16,12 +16,7 @@ from ductile.config.inference import InferenceConfig
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.generator.limits import RequestRefused
 from ductile.generator.worker import GenerateRole
-from ductile.model.checkpoint import load_model
-from ductile.records import GenerateRequest, Generation
-from ductile.roles import Refused, RoleAssignment
-from ductile.tasks.tokenizer import Tokenizer
-from ductile.weights.shared_memory import SharedMemory, WeightsUnavailable
-from ductile.wire.messages import (
+from ductile.messages.workers import (
     Abort,
     Done,
     EndLease,
@@ -36,6 +31,11 @@ from ductile.wire.messages import (
     Receive,
     Withdraw,
 )
+from ductile.model.checkpoint import load_model
+from ductile.records import GenerateRequest, Generation
+from ductile.roles import Refused, RoleAssignment
+from ductile.tasks.tokenizer import Tokenizer
+from ductile.weights.shared_memory import SharedMemory, WeightsUnavailable
 from tests.generator.conftest import Family, request, run
 from tests.ranks import run_alone
 from tests.tiny import make_model_folder

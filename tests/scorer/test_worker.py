@@ -12,6 +12,7 @@ from ductile.config.trainer import TrainerConfig
 from ductile.core.batch.packing import pack
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
+from ductile.messages.workers import Done, EndLease, LeaseWeights, Receive, Score
 from ductile.model.attention import PackedAttention
 from ductile.model.checkpoint import load_model, save_model
 from ductile.model.packed import PackedSamples
@@ -22,7 +23,6 @@ from ductile.roles import Refused, RoleAssignment
 from ductile.scorer.worker import ScoreRole
 from ductile.trainer.trainer import Trainer
 from ductile.weights.shared_memory import SharedMemory, WeightsUnavailable
-from ductile.wire.messages import Done, EndLease, LeaseWeights, Receive, Score
 from tests.tiny import make_model_folder
 from tests.trainer.naive import make_samples
 

@@ -1,7 +1,7 @@
 """A run's folder, written down by a simulated run: what `plan`, `report` and `simulate --run` read."""
 
 from ductile.config.policy import named_policy
-from ductile.core.cluster.profile import Setting, StepProfile
+from ductile.core.scheduling.profile import Setting, StepProfile
 from ductile.observe import Recorder
 from ductile.sim.run import simulate
 from ductile.tasks.prompts import ExampleOrder

@@ -1,6 +1,6 @@
-from ductile.core.cluster.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
-from ductile.core.cluster.placement import place
-from ductile.core.cluster.state import Limits
+from ductile.core.instances.placement import place
+from ductile.core.scheduling.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
+from ductile.core.scheduling.state import Limits
 from ductile.sim.scenario import Scenario, WorkLoad, lognormal
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ductile.core.cluster.cost import DecodeSpeed
-from ductile.core.cluster.instances import instance_on
+from ductile.core.instances.instances import instance_on
+from ductile.core.scheduling.cost import DecodeSpeed
 from ductile.records import GenerateRequest, Sampling
 from ductile.sim.clock import now_s, run
 from ductile.sim.engine import SimulatedEngine, SimulatedRequest

@@ -5,12 +5,12 @@ from itertools import accumulate
 import numpy as np
 import pytest
 
-from ductile.core.cluster.migration import length_model
-from ductile.core.cluster.policies.forecast import NEVER, Plans, forecast, work
-from ductile.core.cluster.policies.model import Model
-from ductile.core.cluster.policies.static import InTurns
+from ductile.core.scheduling.migration import length_model
+from ductile.core.scheduling.policies.forecast import NEVER, Plans, forecast, work
+from ductile.core.scheduling.policies.model import Model
+from ductile.core.scheduling.policies.static import InTurns
 from ductile.sim.run import simulate
-from tests.core.cluster.scenes import scene
+from tests.core.scheduling.scenes import scene
 from tests.sim.scenarios import scenario
 
 

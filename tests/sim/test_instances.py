@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from ductile.core.cluster.instances import Instance, InstanceId
-from ductile.core.cluster.orders import Decision, RoleChange
-from ductile.core.cluster.policies.model import Model
-from ductile.core.cluster.policies.rules import Rules
-from ductile.core.cluster.policies.static import InTurns, Static
-from ductile.core.cluster.state import Limits
-from ductile.loop.policy_decision import BadDecision
+from ductile.core.instances.instances import Instance, InstanceId
+from ductile.core.scheduling.orders import Decision, RoleChange
+from ductile.core.scheduling.policies.model import Model
+from ductile.core.scheduling.policies.rules import Rules
+from ductile.core.scheduling.policies.static import InTurns, Static
+from ductile.core.scheduling.state import Limits
+from ductile.elastic.policy_decision import BadDecision
 from ductile.observe import read_jsonl
 from ductile.sim.run import simulate
 from tests.sim.scenarios import scenario

@@ -11,12 +11,12 @@ from ductile.config.run import RLConfig
 from ductile.config.scheduling import policy_of
 from ductile.config.simulate import SimulateConfig
 from ductile.config.slots import placement_of
-from ductile.core.cluster.placement import Placement
-from ductile.core.cluster.policies.arrange import BOTH
-from ductile.core.cluster.policies.model import Model
-from ductile.core.cluster.policies.names import NAMES
-from ductile.core.cluster.policies.rules import Rules
-from ductile.core.cluster.policies.static import InTurns, Static
+from ductile.core.instances.placement import Placement
+from ductile.core.scheduling.policies.arrange import BOTH
+from ductile.core.scheduling.policies.model import Model
+from ductile.core.scheduling.policies.names import NAMES
+from ductile.core.scheduling.policies.rules import Rules
+from ductile.core.scheduling.policies.static import InTurns, Static
 from ductile.observe import Recorder
 from ductile.sim import command, plan_command
 from ductile.sim.arms import collocate

@@ -7,10 +7,10 @@ import pytest
 
 from ductile.cli import main
 from ductile.config.policy import named_policy
-from ductile.core.cluster.orders import Decision, RoleChange
-from ductile.core.cluster.policies.rules import Home
+from ductile.core.scheduling.orders import Decision, RoleChange
+from ductile.core.scheduling.policies.rules import Home
+from ductile.elastic.policy_decision import BadDecision, decide
 from ductile.events.decisions import DecisionJournal
-from ductile.loop.policy_decision import BadDecision, decide
 from ductile.observe import Recorder, json_line, read_jsonl
 from ductile.sim.run import simulate
 from tests.sim.scenarios import scenario

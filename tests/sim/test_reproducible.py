@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 
-from ductile.core.cluster.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
-from ductile.core.cluster.fits import by_slots, line, migration_cost
-from ductile.core.cluster.policies.model import Model
+from ductile.core.scheduling.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
+from ductile.core.scheduling.fits import by_slots, line, migration_cost
+from ductile.core.scheduling.policies.model import Model
 from ductile.sim.run import simulate
 from tests.sim.scenarios import scenario
 from tests.sim.test_traces import FOLDER, POLICIES, trace

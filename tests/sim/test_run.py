@@ -4,20 +4,20 @@ from dataclasses import replace
 
 import pytest
 
-from ductile.core.cluster.instances import instance_on
-from ductile.core.cluster.ledger import Span
-from ductile.core.cluster.orders import Decision, RoleChange
-from ductile.core.cluster.policies.model import Model
-from ductile.core.cluster.policies.rules import Rules
-from ductile.core.cluster.policies.static import InTurns, Static
-from ductile.loop.policy_decision import BadDecision
+from ductile.core.instances.instances import instance_on
+from ductile.core.scheduling.ledger import Span
+from ductile.core.scheduling.orders import Decision, RoleChange
+from ductile.core.scheduling.policies.model import Model
+from ductile.core.scheduling.policies.rules import Rules
+from ductile.core.scheduling.policies.static import InTurns, Static
+from ductile.elastic.policy_decision import BadDecision
 from ductile.observe import read_jsonl
 from ductile.sim.arms import run_arms
 from ductile.sim.command import main
 from ductile.sim.loads import SimulatedLoads
 from ductile.sim.run import simulate
 from ductile.sim.timeline import causes, gantt, svg
-from tests.core.cluster.scenes import id_on
+from tests.core.scheduling.scenes import id_on
 from tests.sim.scenarios import scenario
 
 POLICIES = [Static(), InTurns(), Rules(), Rules(True, True), Model()]

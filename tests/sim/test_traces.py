@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ductile.core.cluster.policies.model import Model
-from ductile.core.cluster.policies.rules import Rules
+from ductile.core.scheduling.policies.model import Model
+from ductile.core.scheduling.policies.rules import Rules
 from ductile.sim.run import simulate
 from ductile.sim.timeline import gantt
 from tests.sim.scenarios import scenario

@@ -7,9 +7,9 @@ import time
 from typing import Any
 
 from ductile.columns import Floats
+from ductile.messages.workers import Done, Finished, Generate, OptimStep, Publish, Score, Scores
 from ductile.records import Generation
 from ductile.roles import RoleAssignment
-from ductile.wire.messages import Done, Finished, Generate, OptimStep, Publish, Score, Scores
 
 ECHO = {role: "tests.slot.echo:EchoRole" for role in ("train", "generate", "score")}
 

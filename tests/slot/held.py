@@ -13,11 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ductile.core.layout.parallel_layout import ResizeOrder
-from ductile.records import StepReport, TrainProgress
-from ductile.roles import RoleAssignment
-from ductile.slot import link
-from ductile.trainer.worker import TrainRole
-from ductile.wire.messages import (
+from ductile.messages.workers import (
     Commit,
     Done,
     ForwardBackward,
@@ -33,6 +29,10 @@ from ductile.wire.messages import (
     Stepped,
     TransferState,
 )
+from ductile.records import StepReport, TrainProgress
+from ductile.roles import RoleAssignment
+from ductile.slot import link
+from ductile.trainer.worker import TrainRole
 
 link.HEARTBEAT_INTERVAL_S = 0.1
 

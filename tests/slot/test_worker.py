@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from ductile.cluster.local import LocalCluster
 from ductile.config.cluster import ClusterConfig
 from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.launch.local import LocalCluster
-from ductile.records import GenerateRequest, Sample, Sampling
-from ductile.roles import Late, Refused, StaleEpoch
-from ductile.wire.messages import (
+from ductile.messages.workers import (
     AssignRole,
     Done,
     Finished,
@@ -24,8 +22,10 @@ from ductile.wire.messages import (
     Scores,
     Survey,
 )
+from ductile.records import GenerateRequest, Sample, Sampling
+from ductile.roles import Late, Refused, StaleEpoch
 from tests.slot.echo import ECHO
-from tests.wire.transports import eventually
+from tests.transport.transports import eventually
 
 
 class Harness:

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from ductile.tasks.prompts import ExampleOrder, PromptPosition, Prompts, split
 from ductile.tasks.task import TaskError
-from tests.loop.doubles import Count, Letters
+from tests.orchestrator.doubles import Count, Letters
 
 
 def test_order_goes_through_all_examples_once_an_epoch():

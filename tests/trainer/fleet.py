@@ -5,7 +5,7 @@
         fleet.train([0.5, ...])
         fleet.resize(ParallelLayout.of((3, 0, 2)))
 
-It is the dumb twin of `ductile.wire.transaction`: every step goes to everybody, and everybody must do it.
+It is the dumb twin of `ductile.elastic.transaction`: every step goes to everybody, and everybody must do it.
 """
 
 import pickle
@@ -21,10 +21,7 @@ from typing import Any
 from ductile.core.batch.packing import pack
 from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
 from ductile.fabric import rendezvous
-from ductile.records import Sample, StepReport, TrainProgress
-from ductile.roles import RoleAssignment
-from ductile.trainer.worker import TrainRole
-from ductile.wire.messages import (
+from ductile.messages.workers import (
     Commit,
     Finalize,
     ForwardBackward,
@@ -37,6 +34,9 @@ from ductile.wire.messages import (
     StateTransferred,
     TransferState,
 )
+from ductile.records import Sample, StepReport, TrainProgress
+from ductile.roles import RoleAssignment
+from ductile.trainer.worker import TrainRole
 from tests.ranks import start, stop
 
 DEADLINE_S = 60.0

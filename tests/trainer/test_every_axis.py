@@ -8,26 +8,26 @@ import msgspec
 import pytest
 
 from ductile.config.trainer import TrainerConfig
-from ductile.core.cluster.membership import describe, judge
+from ductile.core.instances.membership import describe, judge
 from ductile.core.layout.layout import Layout, Tensor
 from ductile.core.layout.parallel_layout import ParallelDims, ParallelLayout, ResizeOrder
 from ductile.core.layout.sharding import Shard, place
 from ductile.core.layout.spec import ModelSpec
 from ductile.core.transfer.order import stays_put
 from ductile.core.transfer.reshard import Planner
-from ductile.launch.control import Resized
+from ductile.elastic.transaction import ResizeOptions, Transaction
+from ductile.fleet.trainer import RemoteTrainer
+from ductile.messages.workers import AssignRole, Envelope, ForwardBackward, Prepare
+from ductile.orchestrator.control import Resized
 from ductile.parallel import parallelize
 from ductile.trainer.state import StatePlans
-from ductile.wire.codec import decode, encode
-from ductile.wire.deadlines import Deadlines
-from ductile.wire.mailbox import Mailbox
-from ductile.wire.messages import AssignRole, Envelope, ForwardBackward, Prepare
-from ductile.wire.trainer import RemoteTrainer
-from ductile.wire.transaction import ResizeOptions, Transaction
+from ductile.transport.codec import decode, encode
+from ductile.transport.deadlines import Deadlines
+from ductile.transport.mailbox import Mailbox
 from tests.core.transfer.test_reshard import run
-from tests.loop.doubles import clock
-from tests.wire.memory_transport import MemoryTransport
-from tests.wire.train_slots import TrainSlots, play, sample
+from tests.fleet.train_slots import TrainSlots, play, sample
+from tests.orchestrator.doubles import clock
+from tests.transport.memory_transport import MemoryTransport
 
 SPEC = ModelSpec("qwen3", 30, 16, 24, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4, qk_norm=True)
 CONFIG = TrainerConfig.model_validate({"model": {"pp": 2, "dp_replicate": 2, "cp": 2, "tp": 2, "ep": 4}})

@@ -11,6 +11,7 @@ import torch
 from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.fabric.groups import Groups
+from ductile.messages.workers import SaveState
 from ductile.parallel.data import full, local_shard
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.records import StepReport
@@ -18,7 +19,6 @@ from ductile.trainer.checkpoint import load_state
 from ductile.trainer.state import named_gradient, named_state, parts_of
 from ductile.trainer.trainer import Trainer
 from ductile.trainer.worker import TrainRole
-from ductile.wire.messages import SaveState
 from tests.tiny import make_model_folder
 from tests.trainer.fleet import Fleet
 from tests.trainer.naive import make_samples

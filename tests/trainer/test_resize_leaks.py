@@ -10,8 +10,8 @@ import pytest
 
 from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
 from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.messages.workers import Prepare
 from ductile.trainer.worker import TrainRole
-from ductile.wire.messages import Prepare
 from tests.tiny import make_model_folder
 from tests.trainer.fleet import Fleet
 from tests.trainer.naive import make_samples

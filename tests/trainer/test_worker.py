@@ -13,14 +13,7 @@ import torch
 from ductile.config.trainer import SFTLoss, SGDConfig, TrainerConfig
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.fabric import rendezvous
-from ductile.model.checkpoint import load_model
-from ductile.records import MicroBatch, Sample
-from ductile.roles import RoleAssignment, StateKept
-from ductile.trainer.loss import LossInputs, LossOutputs
-from ductile.trainer.trainer import LossFailed
-from ductile.trainer.worker import TrainRole
-from ductile.weights.shared_memory import SharedMemory, WeightsUnavailable
-from ductile.wire.messages import (
+from ductile.messages.workers import (
     Done,
     ExportModel,
     ForwardBackward,
@@ -31,6 +24,13 @@ from ductile.wire.messages import (
     SaveState,
     Withdraw,
 )
+from ductile.model.checkpoint import load_model
+from ductile.records import MicroBatch, Sample
+from ductile.roles import RoleAssignment, StateKept
+from ductile.trainer.loss import LossInputs, LossOutputs
+from ductile.trainer.trainer import LossFailed
+from ductile.trainer.worker import TrainRole
+from ductile.weights.shared_memory import SharedMemory, WeightsUnavailable
 from tests.ranks import result_of, start, stop
 from tests.tiny import IM_END, PAD, make_model_folder
 from tests.trainer.naive import make_samples

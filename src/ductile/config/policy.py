@@ -4,9 +4,9 @@ import inspect
 from typing import Any
 
 from ductile.config.imports import ImportPathError, import_object
-from ductile.core.cluster.orders import Policy
-from ductile.core.cluster.policies.named import policy
-from ductile.core.cluster.policies.names import NAMES
+from ductile.core.scheduling.orders import Policy
+from ductile.core.scheduling.policies.named import policy
+from ductile.core.scheduling.policies.names import NAMES
 
 
 def named_policy(name: str, *, pre_process: bool | None = None, wait_before_last_iter: bool | None = None) -> Policy:

@@ -43,7 +43,7 @@ from ductile.config.slots import placement_of
 from ductile.config.trainer import CustomLoss, LinearSchedule, LossConfig, SchedulerConfig, in_steps, needs_reference
 from ductile.config.unread import unread_findings, unread_notes
 from ductile.config.written import output_findings
-from ductile.core.cluster.placement import Placement, PlacementError, compact
+from ductile.core.instances.placement import Placement, PlacementError, compact
 
 SCORELESS = frozenset({"default", "ipo"})
 """Losses that look at the scorer's log-probs only for their KL term."""

@@ -12,10 +12,10 @@ from ductile.config.cluster import ClusterConfig
 from ductile.config.errors import did_you_mean
 from ductile.config.finding import Finding
 from ductile.config.imports import ImportPathError
-from ductile.core.cluster.policies.names import DEFAULT, NAMES, WITH_OPTIONS
+from ductile.core.scheduling.policies.names import DEFAULT, NAMES, WITH_OPTIONS
 
 if TYPE_CHECKING:  # it loads numpy, and so do policies; most configs name none of their own
-    from ductile.core.cluster.orders import Policy
+    from ductile.core.scheduling.orders import Policy
 
 OPTIONAL = ("use_pre_process_policy", "use_wait_before_last_iter_policy")
 """Keys that `model` takes as permissions, and `rules` as further rules."""

@@ -1,11 +1,11 @@
-"""The placement that a config asks for: `core.cluster.placement` for each command."""
+"""The placement that a config asks for: `core.instances.placement` for each command."""
 
 from typing import cast
 
 from ductile.config.run import InferenceRunConfig, RLConfig, SFTConfig, TrainerRunConfig
 from ductile.config.section import Section
 from ductile.config.trainer import needs_reference
-from ductile.core.cluster.placement import Placement, SlotsGiven, place
+from ductile.core.instances.placement import Placement, SlotsGiven, place
 
 
 def placement_of(config: Section) -> Placement:

@@ -20,8 +20,8 @@ from ductile.config.run import (
 from ductile.config.scheduling import policy_name
 from ductile.config.slots import placement_of
 from ductile.config.written import of_a_run
-from ductile.core.cluster.placement import many
-from ductile.core.cluster.policies.names import described
+from ductile.core.instances.placement import many
+from ductile.core.scheduling.policies.names import described
 
 Row = tuple[str, str]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from ductile.core.cluster.placement import compact
-from ductile.core.cluster.policies.names import described
+from ductile.core.instances.placement import compact
+from ductile.core.scheduling.policies.names import described
 from ductile.dashboard.causes import CAUSES, named
 from ductile.dashboard.colours import COLOURS
 from ductile.dashboard.curve import FIELD, curves

@@ -22,9 +22,9 @@ from typing import Any, cast
 
 import msgspec
 
-from ductile.core.cluster.orders import Decision
-from ductile.core.cluster.profile import FORMAT
-from ductile.core.cluster.state import ClusterState, Unfinished
+from ductile.core.scheduling.orders import Decision
+from ductile.core.scheduling.profile import FORMAT
+from ductile.core.scheduling.state import ClusterState, Unfinished
 from ductile.observe import Recorder
 
 Plain = dict[str, Any]

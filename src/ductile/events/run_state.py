@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ductile.core.cluster.instances import Instance, InstanceId, instances_from
-from ductile.core.cluster.profile import Setting, StepProfile
+from ductile.core.instances.instances import Instance, InstanceId, instances_from
+from ductile.core.scheduling.profile import Setting, StepProfile
 from ductile.observe import LoggedEvent
 
 

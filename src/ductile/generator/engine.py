@@ -27,10 +27,10 @@ from ductile.generator.sequence import Sequence
 from ductile.generator.step_profiler import StepLoad
 from ductile.generator.text_stream import TextStream
 from ductile.kernels.dispatch import linear
+from ductile.messages.workers import EngineStats
 from ductile.model.transformer import Transformer
 from ductile.records import FinishReason, GenerateRequest, Generation, KVHandle
 from ductile.weights.overwrite import overwrite_all
-from ductile.wire.messages import EngineStats
 
 
 class Engine:

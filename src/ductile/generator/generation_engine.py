@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ductile.generator.kv_transfer import RequestKV
 from ductile.generator.step_profiler import StepLoad
+from ductile.messages.workers import EngineStats
 from ductile.records import GenerateRequest, Generation, KVHandle
-from ductile.wire.messages import EngineStats
 
 
 class GenerationEngine(Protocol):

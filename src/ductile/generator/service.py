@@ -14,7 +14,6 @@ from fastapi.responses import StreamingResponse
 
 from ductile.columns import TokenIds
 from ductile.config.errors import show
-from ductile.fabric.device import peak_memory
 from ductile.generator.engine import Engine
 from ductile.generator.limits import Overloaded, RequestRefused
 from ductile.generator.metrics import ServerMetrics
@@ -22,6 +21,7 @@ from ductile.generator.openai_api import SamplingFields, TextRequest, TokenReque
 from ductile.generator.prompts import PromptEncoder
 from ductile.generator.responses import Choice, Format, Json, error, usage
 from ductile.generator.runner import Delta, EngineFailed, EngineRunner, RequestFailed
+from ductile.kernels.device import peak_memory
 from ductile.records import GenerateRequest
 from ductile.tasks.tokenizer import Tokenizer
 

@@ -16,12 +16,12 @@ from ductile.generator.engine import Engine
 from ductile.generator.generation_engine import GenerationEngine, KVMigration
 from ductile.generator.kv_transfer import KVTransferBuffer, KVUnavailable, RequestKV
 from ductile.generator.step_profiler import StepProfiler
+from ductile.messages.workers import Abort, Done, EngineStats, Finished, Forget, Generate, MigratedOut, MigrateOut
 from ductile.model.checkpoint import empty_model, load_model, read_spec
 from ductile.records import GenerateRequest, KVHandle
 from ductile.roles import Refused, RoleAssignment
 from ductile.tasks.tokenizer import Tokenizer
 from ductile.weights.instance_role import InstanceRole
-from ductile.wire.messages import Abort, Done, EngineStats, Finished, Forget, Generate, MigratedOut, MigrateOut
 
 STATS_EVERY_S = 0.5
 

@@ -16,6 +16,7 @@ from ductile.config.trainer import TrainerConfig, needs_reference
 from ductile.config.weight_headers import ModelFolderError
 from ductile.core.batch.packing import pack
 from ductile.fabric import heap
+from ductile.messages.workers import Score, Scores
 from ductile.model.checkpoint import empty_model, load_model, read_spec
 from ductile.model.packed import PackedSamples
 from ductile.model.transformer import Transformer
@@ -24,7 +25,6 @@ from ductile.records import MicroBatch, Sample
 from ductile.roles import RoleAssignment
 from ductile.weights.instance_role import InstanceRole
 from ductile.weights.overwrite import overwrite_all
-from ductile.wire.messages import Score, Scores
 
 
 class ScoreRole(InstanceRole):

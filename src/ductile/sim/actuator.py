@@ -1,7 +1,8 @@
 """The simulated cluster: which slot holds what and does what, which instances there are, what a policy is told.
 
 It keeps the books and decides nothing. The roles (`roles.py`) tell it what begins and ends, the loop's controller has
-it change who holds what (it follows `loop.controller.Actuator`), the ledger hears of every change of a slot's activity.
+it change who holds what (it follows `elastic.controller.Actuator`), the ledger hears of every change of a slot's
+activity.
 """
 
 import asyncio
@@ -10,12 +11,13 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
 
-from ductile.core.cluster.cost import context_transfer
-from ductile.core.cluster.instances import Instance, InstanceId, Serving, in_order
-from ductile.core.cluster.ledger import Activity, Ledger, idle_cause
-from ductile.core.cluster.orders import Migration, RoleChange
-from ductile.core.cluster.placement import SPELLED, Role
-from ductile.core.cluster.state import (
+from ductile.core.instances.instances import Instance, InstanceId, Serving, in_order
+from ductile.core.instances.placement import SPELLED, Role
+from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.scheduling.cost import context_transfer
+from ductile.core.scheduling.ledger import Activity, Ledger, idle_cause
+from ductile.core.scheduling.orders import Migration, RoleChange
+from ductile.core.scheduling.state import (
     IN_FLIGHT,
     BatchProgress,
     ClusterState,
@@ -25,7 +27,6 @@ from ductile.core.cluster.state import (
     Unfinished,
     first_instances,
 )
-from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.sim.engine import SimulatedEngine, SimulatedRequest
 from ductile.sim.loads import SimulatedLoads
 from ductile.sim.scenario import Scenario

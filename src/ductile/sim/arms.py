@@ -7,11 +7,11 @@ from typing import Any
 from ductile.config.errors import did_you_mean
 from ductile.config.imports import ImportPathError
 from ductile.config.policy import named_policy
-from ductile.core.cluster.orders import Policy
-from ductile.core.cluster.placement import Placement, compact
-from ductile.core.cluster.policies.names import NAMES
-from ductile.core.cluster.policies.static import InTurns, Static
-from ductile.loop.policy_decision import BadDecision
+from ductile.core.instances.placement import Placement, compact
+from ductile.core.scheduling.orders import Policy
+from ductile.core.scheduling.policies.names import NAMES
+from ductile.core.scheduling.policies.static import InTurns, Static
+from ductile.elastic.policy_decision import BadDecision
 from ductile.sim.run import Simulated, simulate
 from ductile.sim.scenario import Scenario
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ductile.config.simulate import SimulateConfig
-from ductile.core.cluster.placement import many
+from ductile.core.instances.placement import many
 from ductile.disk import write_whole
 from ductile.observe import write_json
 from ductile.sim.arms import ArmOutcome, run_arms

@@ -6,9 +6,9 @@ from typing import Any
 
 from ductile.config.section import Section
 from ductile.config.simulate import LengthsConfig, LognormalLengths, SimulateConfig
-from ductile.core.cluster.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
-from ductile.core.cluster.placement import place
-from ductile.core.cluster.state import Limits
+from ductile.core.instances.placement import place
+from ductile.core.scheduling.cost import DecodeSpeed, Speeds, SwitchCosts, TrainSpeed
+from ductile.core.scheduling.state import Limits
 from ductile.sim.recording import Recording, recorded_scenario
 from ductile.sim.scenario import DrawLength, Scenario, WorkLoad, lognormal, recorded
 

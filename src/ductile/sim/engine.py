@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import sqrt
 
-from ductile.core.cluster.cost import DecodeSpeed
-from ductile.core.cluster.instances import Instance
+from ductile.core.instances.instances import Instance
+from ductile.core.scheduling.cost import DecodeSpeed
 from ductile.records import GenerateRequest
 
 HAIR = 1e-6

@@ -3,13 +3,13 @@
 import heapq
 from collections import Counter
 
-from ductile.core.cluster.instances import Instance, InstanceId, SortKey, sort_key
-from ductile.core.cluster.routing import GeneratorLoad, Route, route
+from ductile.core.instances.instances import Instance, InstanceId, SortKey, sort_key
+from ductile.core.instances.routing import GeneratorLoad, Route, route
 
 
 class SimulatedLoads:
     def __init__(self, block_tokens: int) -> None:
-        """block_tokens: as `core.cluster.routing.route` has it."""
+        """block_tokens: as `core.instances.routing.route` has it."""
         self._block_tokens = block_tokens
         self._tokens: dict[InstanceId, float] = {}
         self._keys: dict[InstanceId, SortKey] = {}
@@ -39,7 +39,7 @@ class SimulatedLoads:
             del self._groups[group]
 
     def route(self, group: str, prompt_tokens: int) -> Route:
-        """Choose the generator of a request, by `core.cluster.routing.route`: asked about the least loaded one and
+        """Choose the generator of a request, by `core.instances.routing.route`: asked about the least loaded one and
         those of siblings alone, the choice is the same as among all. Raises ValueError when there is none."""
         while self._least and self._tokens.get(self._least[0][1][-1]) != self._least[0][0]:
             heapq.heappop(self._least)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ductile.config.policy import named_policy
-from ductile.core.cluster.orders import Policy
-from ductile.core.cluster.placement import SPELLED, Placement, compact, many
-from ductile.core.cluster.policies.names import described
-from ductile.core.cluster.policies.static import InTurns
-from ductile.core.cluster.profile import Setting
+from ductile.core.instances.placement import SPELLED, Placement, compact, many
+from ductile.core.scheduling.orders import Policy
+from ductile.core.scheduling.policies.names import described
+from ductile.core.scheduling.policies.static import InTurns
+from ductile.core.scheduling.profile import Setting
 from ductile.sim.arms import COLLOCATED, RULES_POLICIES, collocate, named, splits
 from ductile.sim.recording import Recording, recorded_scenario
 from ductile.sim.run import Simulated, simulate

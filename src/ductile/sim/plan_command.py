@@ -25,7 +25,7 @@ def main(words: Sequence[str]) -> int:
     asked = parse_with_folder(parser, words)
     # Help comes at once: what simulates is loaded when there is something to simulate.
     from ductile.config.imports import ImportPathError
-    from ductile.loop.policy_decision import BadDecision
+    from ductile.elastic.policy_decision import BadDecision
     from ductile.sim.recording import read_recording
 
     try:

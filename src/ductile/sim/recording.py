@@ -1,4 +1,5 @@
-"""What a run wrote down of itself (`core.cluster.profile`), as a scenario: its slots, its work, its speeds and costs.
+"""What a run wrote down of itself (`core.scheduling.profile`), as a scenario: its slots, its work, its speeds and
+costs.
 
 1. Of the run since its last start, the latest profiles are taken. The first of them warms up: it is simulated and not
 2. Speeds are the mean of those that the compared steps knew: a machine is not always equally fast. Costs are those of
@@ -16,9 +17,9 @@ from math import fsum, isfinite
 from pathlib import Path
 from typing import Any
 
-from ductile.core.cluster.cost import mean_speeds
-from ductile.core.cluster.placement import many
-from ductile.core.cluster.profile import Setting, StepProfile
+from ductile.core.instances.placement import many
+from ductile.core.scheduling.cost import mean_speeds
+from ductile.core.scheduling.profile import Setting, StepProfile
 from ductile.events.run_state import RunState
 from ductile.observe import read_jsonl
 from ductile.sim.scenario import Scenario, WorkLoad, recorded
@@ -27,7 +28,7 @@ from ductile.tasks.prompts import ExampleOrder
 MOST_STEPS = 10
 """Steps that are compared at most, the latest ones: earlier ones had other lengths and speeds."""
 REST_S = 0.3
-"""Seconds between two decisions: a hundred times what one takes on few slots (`loop.controller`)."""
+"""Seconds between two decisions: a hundred times what one takes on few slots (`elastic.controller`)."""
 
 
 class NoRecording(ValueError):

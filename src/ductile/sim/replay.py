@@ -14,14 +14,14 @@ from typing import Any
 import msgspec
 
 from ductile.config.policy import named_policy
-from ductile.core.cluster.orders import Policy
-from ductile.core.cluster.placement import many
-from ductile.core.cluster.policies.names import described
-from ductile.core.cluster.policies.rules import Home
-from ductile.core.cluster.profile import FORMAT
-from ductile.core.cluster.state import ClusterState
+from ductile.core.instances.placement import many
+from ductile.core.scheduling.orders import Policy
+from ductile.core.scheduling.policies.names import described
+from ductile.core.scheduling.policies.rules import Home
+from ductile.core.scheduling.profile import FORMAT
+from ductile.core.scheduling.state import ClusterState
+from ductile.elastic.policy_decision import BadDecision, decide
 from ductile.events.decisions import StateReader, decision_row
-from ductile.loop.policy_decision import BadDecision, decide
 from ductile.observe import json_line, read_jsonl
 
 Row = Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""The loop's roles in virtual time. They follow the Protocols of `ductile.roles`; seconds are `core.cluster.cost`'s.
+"""The loop's roles in virtual time. They follow the Protocols of `ductile.roles`; seconds are `core.scheduling.cost`'s.
 
 The loop counts tokens in blocks (`Scenario.block_tokens`); time is reckoned in tokens.
 """
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 from ductile.columns import Floats, TokenIds, Versions
-from ductile.core.cluster.instances import slots_on
-from ductile.core.cluster.routing import predicted_tokens
-from ductile.loop.controller import ElasticController
+from ductile.core.instances.instances import slots_on
+from ductile.core.instances.routing import predicted_tokens
+from ductile.elastic.controller import ElasticController
 from ductile.records import GenerateRequest, Generation, Manifest, Sample, StepReport
 from ductile.sim.actuator import SimulatedActuator
 from ductile.sim.engine import SimulatedRequest

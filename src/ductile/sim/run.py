@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ductile.core.cluster.ledger import Activity, IdleCause, Ledger, Span
-from ductile.core.cluster.orders import Policy
-from ductile.core.cluster.staleness import StalenessBound
-from ductile.loop.buffer import Buffer
-from ductile.loop.controller import ElasticController
-from ductile.loop.decisions import ExecutedDecision
-from ductile.loop.episode import Episodes
-from ductile.loop.loop import Loop, RunSchedule
-from ductile.loop.rollouts import Rollouts
-from ductile.loop.sample_builder import SampleBuilder
+from ductile.core.scheduling.ledger import Activity, IdleCause, Ledger, Span
+from ductile.core.scheduling.orders import Policy
+from ductile.core.scheduling.staleness import StalenessBound
+from ductile.elastic.controller import ElasticController
+from ductile.elastic.decision_log import ExecutedDecision
 from ductile.observe import Recorder, Stopwatch
+from ductile.orchestrator.buffer import Buffer
+from ductile.orchestrator.episode import Episodes
+from ductile.orchestrator.loop import Loop, RunSchedule
+from ductile.orchestrator.rollouts import Rollouts
+from ductile.orchestrator.sample_builder import SampleBuilder
 from ductile.records import Sampling
 from ductile.sim.actuator import SimulatedActuator
 from ductile.sim.clock import now_s, run

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from math import exp
 
-from ductile.core.cluster.cost import Speeds, SwitchCosts
-from ductile.core.cluster.instances import Instance
-from ductile.core.cluster.placement import Placement
-from ductile.core.cluster.state import Limits, may_share
+from ductile.core.instances.instances import Instance
+from ductile.core.instances.placement import Placement
 from ductile.core.layout.parallel_layout import ONE_SLOT, ParallelLayout
+from ductile.core.scheduling.cost import Speeds, SwitchCosts
+from ductile.core.scheduling.state import Limits, may_share
 
 DrawLength = Callable[[random.Random], float]
 """Draws the tokens of one completion, before the limit cuts it."""

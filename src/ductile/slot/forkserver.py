@@ -36,7 +36,7 @@ from typing import Any
 from ductile.error_text import error_text
 from ductile.lifeline import fork_tied, leave_signals_to_the_orchestrator, signal_on_parent_death
 from ductile.surrogates import ESCAPED
-from ductile.wire.sockets import remove_folder
+from ductile.transport.sockets import remove_folder
 
 Say = Callable[[str], None]
 EntryPoint = Callable[[dict[str, Any], Say], None]
@@ -184,7 +184,7 @@ def _say(say_fd: int, text: str) -> None:
 
 def _remove_cgroup(path: str) -> None:
     if path:
-        with suppress(OSError):  # the next run sweeps what is still busy (`ductile.launch.cpu_cap`)
+        with suppress(OSError):  # the next run sweeps what is still busy (`ductile.cluster.cpu_cap`)
             os.rmdir(path)
 
 

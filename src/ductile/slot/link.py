@@ -12,9 +12,9 @@ from contextlib import contextmanager
 
 import zmq
 
-from ductile.wire.codec import BadFrame, encode
-from ductile.wire.dealer import Dealer
-from ductile.wire.messages import Envelope, Event, Heartbeat, Hello, Reply
+from ductile.messages.workers import Envelope, Event, Heartbeat, Hello, Reply
+from ductile.transport.codec import BadFrame, encode
+from ductile.transport.dealer import Dealer
 
 HEARTBEAT_INTERVAL_S = 1.0
 

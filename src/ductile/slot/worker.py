@@ -17,13 +17,8 @@ import torch
 
 from ductile.core.layout.peak import Arithmetic
 from ductile.error_text import error_text
-from ductile.fabric.device import name_of, peak_memory, peak_of
-from ductile.roles import Failure, OutOfMemory, Refused, RoleAssignment, SlotRole, StaleEpoch, StateKept
-from ductile.slot.forkserver import Say
-from ductile.slot.link import Link
-from ductile.surrogates import ESCAPED
-from ductile.wire.codec import BadFrame
-from ductile.wire.messages import (
+from ductile.kernels.device import name_of, peak_memory, peak_of
+from ductile.messages.workers import (
     AssignRole,
     Command,
     Done,
@@ -43,6 +38,11 @@ from ductile.wire.messages import (
     Surveyed,
     TrainCommand,
 )
+from ductile.roles import Failure, OutOfMemory, Refused, RoleAssignment, SlotRole, StaleEpoch, StateKept
+from ductile.slot.forkserver import Say
+from ductile.slot.link import Link
+from ductile.surrogates import ESCAPED
+from ductile.transport.codec import BadFrame
 
 
 class SlotSettings(msgspec.Struct, frozen=True):

@@ -31,12 +31,12 @@ from ductile.fabric.exchange import StoreExchange
 from ductile.fabric.groups import Groups, names_of
 from ductile.fabric.p2p import PeerToPeer
 from ductile.fabric.transfer import Transfer, Verify
+from ductile.messages.workers import SlotPhase
 from ductile.observe import timed
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.roles import RoleAssignment
 from ductile.trainer.state import StatePlans, named_state, parts_of
 from ductile.trainer.trainer import Trainer
-from ductile.wire.messages import SlotPhase
 
 _one_at_a_time = threading.Lock()
 """Held by the thread of this process that prepares a change."""

@@ -24,13 +24,13 @@ from ductile.core.layout.parallel_layout import ResizeOrder
 from ductile.core.transfer.plan import Plan
 from ductile.fabric import heap, transfer
 from ductile.fabric.memory import Memory
+from ductile.messages.workers import Frozen, SlotPhase, StateTransferred
 from ductile.observe import timed
 from ductile.records import TrainProgress
 from ductile.roles import RoleAssignment
 from ductile.trainer.prepare import Connected, Preparation, ResizeFailed, TrainerPart, fingerprints
 from ductile.trainer.state import GRADIENT, StatePlans, named_gradient, named_state, parts_of, set_gradient
 from ductile.trainer.trainer import Trainer
-from ductile.wire.messages import Frozen, SlotPhase, StateTransferred
 
 
 class Resize:

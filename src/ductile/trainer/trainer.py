@@ -17,7 +17,7 @@ from ductile.core.layout.flops import ForwardWork, training_flops
 from ductile.core.layout.peak import Arithmetic, arithmetic_of, compute_dtype
 from ductile.core.layout.spec import ModelSpec
 from ductile.error_text import error_with_place
-from ductile.fabric.device import peak_of
+from ductile.kernels.device import peak_of
 from ductile.model.checkpoint import random_tensors, read_spec, read_tensors
 from ductile.model.transformer import Transformer
 from ductile.parallel import data, parallelize

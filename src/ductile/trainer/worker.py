@@ -13,21 +13,7 @@ from ductile.config.trainer import TrainerConfig
 from ductile.core.layout.parallel_layout import ResizeOrder
 from ductile.error_text import error_text
 from ductile.fabric.groups import Groups
-from ductile.model.checkpoint import dtype_named, save_model, stored_dtype
-from ductile.model.transformer import Transformer
-from ductile.parallel.data import full_tensors, gathered_tensors
-from ductile.parallel.parallel_context import ParallelContext
-from ductile.parallel.state import StateError
-from ductile.roles import RoleAssignment, StateKept
-from ductile.tasks.tokenizer import Tokenizer
-from ductile.trainer import checkpoint
-from ductile.trainer.prepare import TrainerPart
-from ductile.trainer.resize import Resize
-from ductile.trainer.state import StatePlans
-from ductile.trainer.trainer import LossFailed, Trainer, spec_of
-from ductile.weights.shared_memory import SharedMemory
-from ductile.weights.weight_transport import WeightTransport
-from ductile.wire.messages import (
+from ductile.messages.workers import (
     Commit,
     Done,
     ExportModel,
@@ -48,6 +34,20 @@ from ductile.wire.messages import (
     TransferState,
     Withdraw,
 )
+from ductile.model.checkpoint import dtype_named, save_model, stored_dtype
+from ductile.model.transformer import Transformer
+from ductile.parallel.data import full_tensors, gathered_tensors
+from ductile.parallel.parallel_context import ParallelContext
+from ductile.parallel.state import StateError
+from ductile.roles import RoleAssignment, StateKept
+from ductile.tasks.tokenizer import Tokenizer
+from ductile.trainer import checkpoint
+from ductile.trainer.prepare import TrainerPart
+from ductile.trainer.resize import Resize
+from ductile.trainer.state import StatePlans
+from ductile.trainer.trainer import LossFailed, Trainer, spec_of
+from ductile.weights.shared_memory import SharedMemory
+from ductile.weights.weight_transport import WeightTransport
 
 T = TypeVar("T")
 Tensors = Iterator[tuple[str, Tensor]]

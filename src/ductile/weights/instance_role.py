@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ductile.messages.workers import Done, EndLease, LeaseWeights, Published, Receive
 from ductile.roles import NotTaken, Refused, RoleAssignment
 from ductile.weights.shared_memory import SharedMemory
 from ductile.weights.weight_transport import WeightTransport, transport_of
-from ductile.wire.messages import Done, EndLease, LeaseWeights, Published, Receive
 
 
 class InstanceRole(ABC):

@@ -1,0 +1,146 @@
+"""So many generators: which slots would that be, and what does it cost to get there?
+
+Slots that train keep their generator beside the trainer's state where there is memory for both, so that the next step
+finds it there: from all generating to some of them training takes migrations alone, and back again nothing.
+
+A generator takes a whole group of slots (`ClusterState.groups`). Groups are ordered once a decision; every number of
+generators is then a slice of one order and a difference of running sums. External servers generate beside all of them.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
+
+from ductile.core.instances.instances import InstanceId
+from ductile.core.instances.placement import Role
+from ductile.core.scheduling.cost import context_transfer
+from ductile.core.scheduling.migration import Remaining, generators_on
+from ductile.core.scheduling.state import ClusterState
+
+BOTH: tuple[Role, ...] = ("train", "generate")
+
+
+class Arrangements:
+    """Which of the slots in `pool` train or generate, for every number of generators among them."""
+
+    def __init__(self, state: ClusterState, pool: Sequence[int], remaining: Remaining) -> None:
+        """pool: slots that may change roles, with whole generators only."""
+        held = {slot.slot: slot.roles for slot in state.slots}
+        trainers = state.trainer.layout.slots
+        rank = {slot: place for place, slot in enumerate(trainers)}
+        at_home, free = {*state.home.generate}, {*pool}
+        self._state, self._held = state, {slot: held[slot] for slot in pool}
+        self.trainers_now = frozenset(trainers).intersection(pool)
+        self.generators_now = frozenset(slot for slot in pool if "generate" in held[slot])
+        groups = [group for group in state.groups("generate") if free.issuperset(group)]
+        here = {each.id: each.slots for each in state.instances_of("generate") if free.issuperset(each.slots)}
+        left, context = dict.fromkeys(here, 0.0), dict.fromkeys(groups, 0.0)
+        for rollout in state.unfinished:
+            if rollout.instance in left:
+                left[rollout.instance] += remaining[rollout.id]
+                if slots := here[rollout.instance]:
+                    context[slots] += rollout.prompt_tokens + rollout.generated
+        self.tokens_left: Mapping[InstanceId, float] = left
+        """Predicted tokens still to come, by generator."""
+        tokens = {slots: left[name] for name, slots in here.items()}
+        # Groups that only generate come first, then those that have the most to migrate; of the trainer's slots, those
+        # that joined last leave it first.
+        self._order = sorted(
+            groups,
+            key=lambda group: (
+                any(slot in rank for slot in group),
+                self.generators_now.isdisjoint(group),
+                -tokens.get(group, 0.0),
+                at_home.isdisjoint(group),
+                -max(rank.get(slot, 0) for slot in group),
+                group,
+            ),
+        )
+        self._context = [0.0, *accumulate(context[group] for group in self._order)]
+        self.num_external = state.num_external
+        sharing = [group for group in groups if not self.trainers_now.isdisjoint(group) and self._generates(group)]
+        # A micro-step would stop sequences of these slots: while there are such, the trainer is held, or they are
+        # migrated.
+        self.shared = bool(sharing) and (state.batch.to_start > 0 or any(context[group] for group in sharing))
+        self._carried_s = context_transfer(1.0, state.speeds, state.costs).seconds
+        several_turns = any(rollout.num_turns for rollout in state.unfinished)
+        self._keeps = state.limits.may_share and not state.batch.to_start and not several_turns
+
+    @property
+    def most(self) -> int:
+        """Most generators that the slots can hold."""
+        return len(self._order)
+
+    @property
+    def working(self) -> list[InstanceId]:
+        """Generators that have or get sequences now."""
+        slots = self.generators_now if self.shared else self.generators_now - self.trainers_now
+        return generators_on(self._state.instances, slots)
+
+    @property
+    def num_generators(self) -> int:
+        """Number of generators on these slots that have or get sequences now."""
+        return len(self.working) - self.num_external
+
+    def generators(self, count: int) -> frozenset[int]:
+        """The slots that only generate, when `count` generators do."""
+        return frozenset(slot for group in self._order[:count] for slot in group)
+
+    def trainers(self, count: int) -> frozenset[int]:
+        return frozenset(self._held).difference(self.generators(count))
+
+    def resizes(self, count: int) -> bool:
+        return self.trainers(count) != self.trainers_now
+
+    def split(self, count: int) -> Mapping[int, tuple[Role, ...]]:
+        """Roles with which `count` generators generate and the other slots train. These have nothing to do with what is
+        generated: where new sequences may come up, they give their generators up."""
+        roles: dict[int, tuple[Role, ...]] = dict.fromkeys(self.generators(count), ("generate",))
+        for slot in self.trainers(count):
+            roles[slot] = BOTH if self._keeps and slot in self.generators_now else ("train",)
+        return roles
+
+    def everybody(self) -> Mapping[int, tuple[Role, ...]]:
+        """Roles with which all slots generate; the trainer's slots keep its state beside their generator, and nothing
+        is moved for it."""
+        return {slot: BOTH if slot in self.trainers_now else ("generate",) for slot in self.generators(self.most)}
+
+    def moved_context(self, count: int) -> float:
+        """Context tokens that migrate when `count` generators generate."""
+        return self._context[-1] - self._context[count]
+
+    def split_delays_s(self, count: int) -> tuple[float, float]:
+        """What `split` costs now, in seconds: of the trainer, and of generation."""
+        costs, generators = self._state.costs, self._order[:count]
+        resize_s = costs.resize_s if self.resizes(count) else 0.0
+        new = sum(not self._generates(group) for group in generators)
+        # A slot that leaves the trainer waits for the resize before it generates.
+        stopped = sum(not self.trainers_now.isdisjoint(group) for group in generators)
+        left_s = self._state.resize_wait_s + resize_s
+        generate_s = self._joining_s(costs.assign_s, new, count) + self._joining_s(left_s, stopped, count)
+        return resize_s, generate_s + self._migrating_s(self.moved_context(count), count)
+
+    def everybody_delays_s(self) -> tuple[float, float]:
+        """What `everybody` costs now, in seconds: of the trainer, and of generation."""
+        new = sum(not self._generates(group) for group in self._order)
+        moved = 0.0 if self._state.batch.to_start else self._context[-1] * new / self.most
+        return 0.0, self._joining_s(self._state.costs.assign_s, new, self.most) + self._migrating_s(moved, new)
+
+    def _generates(self, group: Collection[int]) -> bool:
+        return not self.generators_now.isdisjoint(group)
+
+    def _migrating_s(self, context: float, num_targets: int) -> float:
+        """Seconds that migrations cost generation, on average over all sequences: messages stop only those that they
+        are about."""
+        if not context:
+            return 0.0
+        num_targets += self.num_external
+        return self._state.costs.migration_s * context / self._context[-1] + self._carried_s * context / num_targets
+
+    def _joining_s(self, seconds: float, new: int, count: int) -> float:
+        """Seconds that generation loses because `new` of `count` generators come so much later. Before a step's first
+        rollout new weights wait for them, and the other generators wait for the weights."""
+        share = new / max(1, count + self.num_external)
+        if self._state.unfinished or not new:
+            return seconds * share
+        wait_s = min(seconds, self._state.patience_s)
+        return wait_s + (seconds - wait_s) * share

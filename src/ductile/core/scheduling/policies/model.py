@@ -1,0 +1,287 @@
+"""Move a slot when it shortens what is left, by a prediction from what this run has measured.
+
+1. Lengths seen so far say how many rollouts are left after how many more tokens (`lengths`), measured speeds how long
+   that takes on how many generators, and how fast the others train meanwhile (`forecast`).
+2. Candidates: so many generators, and the other slots train, for every number; or all generate and the trainer waits.
+   Each is followed to the end of the work, with what may sensibly come after it. Leaving things as they are is followed
+   in the same way, and so are the two plain ways to use slots: a split that never changes, and turns (all generate
+   until the last rollout ends, then the trainer trains).
+3. A candidate is taken when it ends the work earlier than leaving the roles as they are does, its cost counted, by more
+   than a margin, and when doing it now is as good as doing it later. Soon after a change, it has to gain twice that.
+4. The slots that move are those with the fewest predicted tokens to migrate; these go to the generators with the
+   least left. Slots that need not give up a role keep it: a step that generates on all slots and then trains on most
+   of them takes migrations, and no resize.
+
+Two permissions say whether training may wait for what train slots generate: `pre_process` until the batch's last part,
+`wait_before_last_iter` in it.
+
+It is asked after events (a micro-step, a rollout that ended, new weights) and never polls. It keeps no state: the same
+`ClusterState` gives the same decision.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import fsum
+
+import numpy as np
+
+from ductile.core.instances.instances import slots_on
+from ductile.core.instances.placement import Role
+from ductile.core.scheduling.arithmetic import EQUAL
+from ductile.core.scheduling.cost import context_transfer
+from ductile.core.scheduling.migration import Remaining, change, generators_on, length_model, remaining_tokens, spread
+from ductile.core.scheduling.orders import Decision, Prediction, instances_after, sentence, violations
+from ductile.core.scheduling.policies.arrange import Arrangements
+from ductile.core.scheduling.policies.forecast import NEVER, Plans, Work, forecast, work
+from ductile.core.scheduling.state import ClusterState
+
+FILLS = (NEVER, 2.0, 8.0, 32.0)
+"""Sequences that a generator should have at least, in the futures that are compared."""
+LATER = (0.9, 0.75, 0.6, 0.45, 0.3, 0.2, 0.1, 0.05, 0.02)
+"""Shares of the rollouts that may be left when a change that is not made now is made."""
+TRAIN: tuple[Role, ...] = ("train",)
+BOTH: tuple[Role, ...] = ("train", "generate")
+ALL = -1
+"""Number of generators that stands for all slots, while training waits."""
+WAITS = "training waits while its slots generate"
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    margin: float = 0.01
+    """A move must gain this share of the time that is left, its cost taken off."""
+    caution: float = 0.25
+    """A move must gain this share of its cost besides."""
+    patience: float = 4.0
+    """Time after a change, in resizes, in which the next one must gain twice as much."""
+    pre_process: bool = True
+    """Train slots may generate, and training wait for it, while more than the batch's last part is left to train."""
+    wait_before_last_iter: bool = True
+    """Train slots may generate in the batch's last part: before it is trained, training may wait until all slots can
+    train it."""
+
+    def decide(self, state: ClusterState) -> Decision:
+        if not (state.batch.steps_left and state.knows_generation):
+            return Decision()
+        if not state.trainer.at_boundary or not state.ready.issuperset(state.trainer.layout.slots):
+            return Decision(hold_training=state.trainer.held)
+        if (recalled := _recall_scorers(state)).orders:
+            return recalled
+        pool = _pool(state)
+        lengths = length_model(state)
+        todo = work(state, lengths)
+        if len(pool) < 2:
+            return Decision()
+        if not todo.to_generate:
+            return self._all_train(state, pool, todo)
+        remaining = remaining_tokens(state, lengths)
+        arrangements = Arrangements(state, pool, remaining)
+        best = self._best(state, len(pool), todo, arrangements)
+        if best is None:
+            return _even_out(state, arrangements, remaining, self.margin, may_wait=self._may_wait(state))
+        count, prediction = best
+        return _decision(state, arrangements, count, prediction, remaining)
+
+    def _best(
+        self, state: ClusterState, num_slots: int, todo: Work, arrangements: Arrangements
+    ) -> tuple[int, Prediction] | None:
+        """The change that pays, if one does."""
+        now, external = arrangements.num_generators, arrangements.num_external
+        size, least = state.limits.slots_per_generator, 0 if external else 1
+        counts = [
+            count
+            for count in _counts(now, least, arrangements.most)
+            if count + external >= state.limits.min_generate
+            and num_slots - size * count >= max(1, state.limits.min_train)
+        ]
+        changes = [count for count in counts if arrangements.shared or arrangements.resizes(count)]
+        rows: list[tuple[float, ...]] = []
+        first: dict[int, int] = {}
+        # The columns are those of `Plans`.
+        trainers = 0 if arrangements.shared else len(arrangements.trainers_now)
+        rows += _futures(state, todo, arrangements, counts, (max(1, now + external), trainers), (0.0, 0.0))
+        num_stays = len(rows)
+        for count in changes:
+            first[count] = len(rows)
+            delays_s = arrangements.split_delays_s(count)
+            first_way = count + external, num_slots - size * count
+            rows += [(*first_way, np.inf, first_way[0], 0.0, fill, *delays_s) for fill in FILLS]
+        more = not arrangements.generators_now.issuperset(arrangements.everybody())
+        if self._may_wait(state) and state.limits.may_share and more:
+            first[ALL] = len(rows)
+            all_generate = arrangements.most + external, 0
+            rows += _futures(state, todo, arrangements, counts, all_generate, arrangements.everybody_delays_s())
+        stays = len(rows)
+        if ALL in first and trainers:
+            kept = max(1, now + external)
+            rows += [(kept, trainers, np.inf, kept, 0.0, fill, 0.0, 0.0) for fill in FILLS]
+        if not first:
+            return None
+        finish_s = forecast(state, todo, Plans(*np.array(rows, float).T), num_slots)
+        never_s, later_s = float(finish_s[0]), float(finish_s[:num_stays].min())
+        # All generating is compared with letting generators end one by one as well: else it would be undone at once.
+        fewer_s = float(finish_s[[int(finish_s[:num_stays].argmin()), *range(stays, len(rows))]].min())
+        if not now + external:
+            never_s = later_s = fewer_s = float("inf")
+        last = dict(zip(first, [*[*first.values()][1:], stays], strict=True))
+        best: tuple[int, Prediction] | None = None
+        for count, start in first.items():
+            go_s = float(finish_s[start : last[count]].min())
+            cost_s = fsum(arrangements.split_delays_s(count) if count != ALL else arrangements.everybody_delays_s())
+            # Generators can always get fewer later: doing so now is compared with never, as long as later is not
+            # better. Getting more is compared with the best that can be made of what there is. Both together cannot go
+            # in circles.
+            stay_s = fewer_s if count == ALL else never_s if count < now else later_s
+            least_s = self.caution * cost_s + self.margin * min(stay_s, go_s)
+            if _changed_lately(state, self.patience):
+                least_s *= 2
+            pays = stay_s - go_s > least_s and go_s <= later_s * (1 + self.margin / 2)
+            # Of candidates that are equally good the first one is taken, not the one that rounding favours.
+            if pays and (best is None or go_s < best[1].go_s * (1 - EQUAL)):
+                best = count, Prediction(stay_s, go_s, cost_s)
+        return best
+
+    def _may_wait(self, state: ClusterState) -> bool:
+        """Whether training may wait for what train slots generate meanwhile."""
+        return self.wait_before_last_iter if state.batch.last_update else self.pre_process
+
+    def _all_train(self, state: ClusterState, pool: Sequence[int], todo: Work) -> Decision:
+        """A decision for when nothing is left to generate: the rest is trained on all slots, when it is worth the way
+        there and back.
+
+        Generators stay where there is memory for both: the next step finds them there.
+        """
+        trainers = {*state.trainer.layout.slots}
+        whole = [each for each in state.instances_of("score") if state.ready.issuperset(each.slots)]
+        scorers = slots_on(whole) if state.batch.all_scored else ()
+        idle = [slot for slot in (*pool, *scorers) if slot not in trainers]
+        tokens, speed = todo.ready_tokens + todo.coming_tokens, state.speeds.train
+        cost_s = state.costs.resize_s
+        back_s = cost_s if state.batch.steps_left > 1 else 0.0
+        stay_s = tokens / speed.of(len(trainers))
+        go_s = cost_s + tokens / speed.of(len(trainers) + len(idle))
+        if not idle or stay_s - go_s <= back_s + self.caution * cost_s + self.margin * stay_s:
+            return Decision()
+        generators = state.of("generate") if state.limits.may_share else ()
+        after: dict[int, tuple[Role, ...]] = {slot: BOTH if slot in generators else TRAIN for slot in idle}
+        orders, prediction = change(state, after), Prediction(stay_s, go_s, cost_s)
+        why = sentence(orders, "nothing is left to generate", _figures(prediction))
+        return Decision(orders, why, prediction=prediction)
+
+
+def _futures(
+    state: ClusterState,
+    todo: Work,
+    arrangements: Arrangements,
+    counts: Sequence[int],
+    now: tuple[int, int],
+    delays_s: tuple[float, float],
+) -> list[tuple[float, ...]]:
+    """Rows of `Plans`: so many generate and train now, for good (the first row) or until it is time for a change."""
+    generators, trainers = now
+    rows: list[tuple[float, ...]] = [(generators, trainers, -1.0, generators, 0.0, NEVER, *delays_s)]
+    for count in counts:
+        if (then := count + arrangements.num_external) < generators:
+            resize_s = state.costs.resize_s if arrangements.resizes(count) else 0.0
+            rows += [
+                (generators, trainers, share * todo.to_generate, then, resize_s, NEVER, *delays_s) for share in LATER
+            ]
+    return rows
+
+
+def _decision(
+    state: ClusterState, arrangements: Arrangements, count: int, prediction: Prediction, remaining: Remaining
+) -> Decision:
+    if count == ALL:
+        count, roles = arrangements.most, arrangements.everybody()
+        pauses = state.batch.missing > 0
+    else:
+        roles = arrangements.split(count)
+        # A trainer that waits goes on waiting until it has its new slots: a micro-step would only delay them.
+        pauses = state.trainer.held and arrangements.resizes(count)
+    generators = arrangements.generators(count)
+    orders = change(state, roles, generators)
+    if count > arrangements.num_generators and not state.batch.to_start:
+        there = generators_on(instances_after(state, Decision(orders)), generators)
+        orders = (*orders, *spread(state, there, remaining))
+    alone = "" if orders else WAITS if pauses else "training goes on"
+    return Decision(orders, sentence(orders, alone, _figures(prediction)), pauses, prediction, topic=alone)
+
+
+def _pool(state: ClusterState) -> tuple[int, ...]:
+    """Slots that may be ordered about and do not score. A generator is among them as a whole or not at all."""
+    free = {slot.slot for slot in state.slots if slot.ready and "score" not in slot.roles}
+    busy = slots_on(each for each in state.instances_of("generate") if not free.issuperset(each.slots))
+    return tuple(sorted(free.difference(busy)))
+
+
+def _counts(now: int, least: int, most: int) -> list[int]:
+    """Numbers of generators worth a thought: all of a small cluster; near and far from now of a large one."""
+    if most <= 16:
+        return list(range(least, most + 1))
+    steps = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    near = {now + sign * step for step in steps for sign in (1, -1)}
+    far = {least, 1, *(most * part // 8 for part in range(1, 9))}
+    return sorted(count for count in near | far if least <= count <= most)
+
+
+def _even_out(
+    state: ClusterState, arrangements: Arrangements, remaining: Remaining, margin: float, *, may_wait: bool
+) -> Decision:
+    """A decision that leaves the roles as they are and evens out what generators have before them, where that pays."""
+    decode = state.speeds.decode
+    # Where train slots generate too, a micro-step would stop their sequences: it was found not to be worth that.
+    pauses = may_wait and arrangements.shared and state.batch.missing > 0
+    stay = Decision(reason=WAITS if pauses else "", hold_training=pauses)
+    generators = arrangements.working
+    before = {name: arrangements.tokens_left[name] for name in generators}
+    if state.batch.to_start or not before:
+        return stay
+    context = arrangements.moved_context(0) / len(state.unfinished)
+    token_s = decode.per_sequence_s + decode.per_context_s * context
+    longest_s = decode.step_s * max(remaining.values())
+    stay_s, even = longest_s + token_s * max(before.values()), fsum(before.values()) / len(before)
+    # The fullest generator cannot get below the average. Most often that does not pay, and no spread need be found.
+    if token_s * (max(before.values()) - even) < state.costs.migration_s + 5 * margin * stay_s:
+        return stay
+    migrations = spread(state, generators, remaining)
+    if not migrations:
+        return stay
+    rollouts = {rollout.id: rollout for rollout in state.unfinished}
+    after, stall_s = dict(before), dict.fromkeys(generators, 0.0)
+    for order in migrations:
+        rollout = rollouts[order.id]
+        after[order.source] -= remaining[order.id]
+        after[order.target] += remaining[order.id]
+        stall_s[order.target] += context_transfer(rollout.context_tokens, state.speeds, state.costs).seconds
+    cost_s = max(stall_s.values()) + state.costs.migration_s
+    go_s = longest_s + token_s * max(after.values()) + cost_s
+    if stay_s - go_s <= cost_s + 5 * margin * stay_s:
+        return stay
+    prediction = Prediction(stay_s, go_s, cost_s)
+    return Decision(migrations, sentence(migrations, _figures(prediction)), pauses, prediction)
+
+
+def _changed_lately(state: ClusterState, patience: float) -> bool:
+    since_s = max(slot.since_s for slot in state.slots)
+    return since_s > 0 and state.now_s - since_s < patience * state.costs.resize_s
+
+
+def _recall_scorers(state: ClusterState) -> Decision:
+    """Slots that score by configuration do so as soon as there is a new batch to generate; and whenever something
+    waits for a score and none of them would give it one, as when a short batch was generated while they were away."""
+    unscored = state.batch.to_score > 0 and not state.of("score")
+    if not unscored and not (state.num_to_generate and state.step_begins):
+        return Decision()
+    away = [slot for slot in state.home.score if slot in state.ready and "score" not in state.roles(slot)]
+    orders = change(state, {slot: state.home.roles(slot) for slot in away})
+    if not orders or violations(state, Decision(orders)):
+        return Decision()
+    why = "rollouts wait for their scores" if unscored else "a new batch begins"
+    return Decision(orders, sentence(orders, why))
+
+
+def _figures(prediction: Prediction) -> str:
+    if prediction.stay_s == float("inf"):
+        return f"cost {prediction.cost_s:.2g} s, nothing would be generated otherwise"
+    return f"cost {prediction.cost_s:.2g} s, net gain {prediction.gain_s:.2g} s"

@@ -1,0 +1,151 @@
+"""Who does what: the command that a slot is at, or its engine's own work, or nothing, and why. Kept in a ledger."""
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import cast
+
+from ductile.concurrency.change_signal import ChangeSignal
+from ductile.core.instances.placement import Role
+from ductile.core.scheduling.ledger import Activity, IdleCause, Ledger, SlotLedger, Span, idle_cause
+from ductile.dashboard.run_display import RunDisplay
+from ductile.messages.workers import EngineStats, Event
+from ductile.transport.mailbox import Mailbox
+
+ACTIVITIES: dict[str, Activity] = {
+    **dict.fromkeys(("ForwardBackward", "OptimStep"), "train"),
+    **dict.fromkeys(("Generate", "Abort"), "generate"),
+    "Score": "score",
+    **dict.fromkeys(("Publish", "Receive", "Withdraw", "SaveState", "LoadState", "ExportModel"), "publish"),
+    **dict.fromkeys(("AssignRole", "ReleaseRole", "MigrateOut", "Forget", "LeaseWeights", "EndLease"), "switch"),
+    **dict.fromkeys(("Prepare", "Ready", "Freeze", "TransferState", "Commit", "Rollback", "Finalize"), "switch"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """Why slots may have nothing to do."""
+
+    may_start: bool = False
+    """There are rollouts that no generator has begun."""
+    samples_ready: bool = False
+    """There is something to train on."""
+    held: bool = False
+    """A policy has the trainer wait."""
+
+
+class SlotActivity:
+    """Keeps the ledger, and `view` told, as long as the mailbox lives."""
+
+    def __init__(self, mailbox: Mailbox, view: RunDisplay, clock: Callable[[], float] = time.monotonic) -> None:
+        self.situation: Callable[[], Situation] = Situation
+        """Says why slots may have nothing to do; asked after everything that happens."""
+        self.on_span: Callable[[Span], None] = lambda span: None
+        """Called with each closed stretch of one activity."""
+        self.ledger = Ledger()
+        self._mailbox, self._view, self._clock = mailbox, view, clock
+        self._opened: set[int] = set()
+        self._command: dict[int, str] = {}
+        self._generating: set[int] = set()
+        self._changing: frozenset[int] = frozenset()
+        self._changed = ChangeSignal()
+        self._known = Situation(), False
+        mailbox.watch(self._on_command)
+        mailbox.subscribe(self._on_event)
+
+    def begin(self, slots: Collection[int]) -> float:
+        """The slots have their roles: from now on everything counts, and what was before does not. Returns when."""
+        now_s = self._clock()
+        self.ledger, self._opened = Ledger(self._on_span), set()
+        for slot in slots:
+            self._tell(slot)
+        return now_s
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Slots that have accounts."""
+        return tuple(sorted(self._opened))
+
+    def account(self, slot: int) -> SlotLedger:
+        """The account of a slot since it got its first role."""
+        return self.ledger.account(slot) if slot in self._opened else SlotLedger.opened(slot, self._clock())
+
+    def changing(self, slots: Collection[int]) -> None:
+        """These slots, and no others, change roles: if they do nothing, that is part of the change."""
+        concerned, self._changing = self._changing.union(slots), frozenset(slots)
+        self._changed.notify_all()
+        for slot in concerned:
+            self._tell(slot)
+
+    async def change_over(self, slot: int) -> None:
+        """Returns when the slot does not change roles."""
+        while slot in self._changing:
+            await self._changed.wait()
+
+    def look_again(self) -> None:
+        """Why slots are idle may have changed."""
+        known = self.situation(), bool(self._generating)
+        if known != self._known:
+            self._known = known
+            for slot in self._opened:
+                self._write(slot)
+
+    def _on_command(self, slot: int, command: str) -> None:
+        self._command[slot] = command
+        if command == "Generate":
+            self._generating.add(slot)
+        elif "generate" not in self._mailbox.roles(slot):
+            self._generating.discard(slot)  # dropped before its engine said that it had nothing left
+        self._tell(slot)
+        self.look_again()
+
+    def _on_event(self, slot: int, event: Event) -> None:
+        if isinstance(event, EngineStats):
+            self._on_stats(slot, event.num_running + event.num_waiting > 0)
+        if slot in self._mailbox.lost:
+            self._generating.discard(slot)
+            self._command.pop(slot, None)
+        self._tell(slot)
+        self.look_again()
+
+    def _on_stats(self, slot: int, works: bool) -> None:
+        """An engine sends its statistics when it runs out of work, too. While it is being sent new work they are from
+        before it."""
+        if works:
+            self._generating.add(slot)
+        elif self._command.get(slot) != "Generate":
+            self._generating.discard(slot)
+
+    def _on_span(self, span: Span) -> None:
+        self.on_span(span)  # the callback that is set now, and not when the ledger was made
+
+    def _tell(self, slot: int) -> None:
+        self._write(slot)
+        self._view.on_slot(self._mailbox.roles(slot), self.ledger.account(slot))
+
+    def _write(self, slot: int) -> None:
+        activity, cause = self._doing(slot)
+        now_s = self._clock()
+        if slot not in self._opened:
+            self._opened.add(slot)
+            self.ledger.open(slot, now_s)
+        self.ledger.switch(slot, activity, now_s, cause)
+
+    def _doing(self, slot: int) -> tuple[Activity, IdleCause]:
+        if slot in self._mailbox.lost:
+            return "idle", "lost"
+        if activity := ACTIVITIES.get(self._command.get(slot, "")):
+            return activity, "other"
+        if slot in self._generating:
+            return "generate", "other"
+        if slot in self._changing:
+            return "switch", "other"
+        situation, others_decode = self._known
+        roles = cast("tuple[Role, ...]", self._mailbox.roles(slot))
+        return "idle", idle_cause(
+            roles,
+            others_decode=others_decode,
+            may_start=int(situation.may_start),
+            samples_ready=int(situation.samples_ready),
+            held=situation.held,
+        )

@@ -1,0 +1,232 @@
+"""Who trains: what may be changed about it, one resize at a time, and what became of the resizes so far."""
+
+import time
+import traceback
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ductile.cluster.local import LocalCluster
+from ductile.cluster.processes import StartFailed
+from ductile.concurrency.change_signal import ChangeSignal
+from ductile.core.instances.membership import describe
+from ductile.core.instances.placement import slots_of
+from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
+from ductile.core.transfer.order import stays_put
+from ductile.elastic.transaction import ResizeOptions, ResizeResult, Transaction, nothing_to_release
+from ductile.error_text import capitalised, error_text
+from ductile.fleet.trainer import RemoteTrainer
+from ductile.observe import Recorder
+from ductile.orchestrator.control import Resized, ResizeRequest, RunFailed, Unfit
+from ductile.roles import SlotLost
+
+NUM_KEPT = 20
+
+
+class TrainerResizer:
+    """Resizes the trainer. Slots that are missing are started for it; those that leave stay, without the role."""
+
+    def __init__(
+        self,
+        cluster: LocalCluster,
+        trainer: RemoteTrainer,
+        options: ResizeOptions,
+        record: Recorder,
+        num_slots: int,
+    ) -> None:
+        """num_slots: how many slots this machine has."""
+        self.history: deque[Resized] = deque(maxlen=NUM_KEPT)
+        self.num_resized = 0
+        self._cluster, self._trainer, self._options, self._record = cluster, trainer, options, record
+        self._num_slots = num_slots
+        self._target: ParallelLayout | None = None
+        """Layout that the change under way leads to; None when no change is under way."""
+        self._transaction: Transaction | None = None
+        self._judged: dict[int, str] = {}
+        """How slots have died whose deaths the resize under way judges."""
+        self._needed: dict[int, bool] = {}
+        """What `depends_on` said of each slot."""
+        self._paused_s = 0.0
+        self._ended = ChangeSignal()
+        cluster.depends_on = self.depends_on
+
+    async def resize(
+        self,
+        after: ParallelLayout,
+        leave: Callable[[], Awaitable[None]] = nothing_to_release,
+    ) -> Resized:
+        """Have the trainer go on in this layout, with its order of slots, and wait for what comes of it.
+
+        leave: called once all is prepared and the trainer stands still; joiners give up their other roles in it.
+
+        Raises Unfit for slots that do not exist, and RunFailed when another change is under way, when a slot does not
+        start, when the trainer is lost, or when the change fails in an unexpected way.
+        """
+        self._refuse_unknown(after.slots)
+        before = self._trainer.layout
+        if self._target is not None:
+            raise RunFailed(f"the trainer is on its way to {describe(self._target)}: one resize at a time")
+        if before == after:
+            sentence = f"Trainer is on {describe(before)} already."
+            return Resized("unchanged", sentence, self._cluster.mailbox.epoch, before, after)
+        self._target, began_s = after, time.monotonic()
+        try:
+            await self._start(after.slots)
+            self._transaction = Transaction(
+                self._cluster.mailbox, self._trainer, after, self._options, self._cluster.condemn, leave=leave
+            )
+            result = await self._transaction.run()
+        except SlotLost as error:
+            self._judged.clear()
+            self._cluster.fail(str(error))
+            raise RunFailed(str(error)) from error
+        except (Unfit, RunFailed):
+            raise
+        except Exception as error:
+            raise RunFailed(self._note_failure(before, after, error)) from error
+        finally:
+            self._target = self._transaction = None
+            self._ended.notify_all()
+            while self._judged:
+                self._note_lost(*self._judged.popitem())
+        return self._note(result, time.monotonic() - began_s)
+
+    async def resize_to(
+        self,
+        after: ParallelLayout,
+        leave: Callable[[], Awaitable[None]] = nothing_to_release,
+    ) -> Resized:
+        """`resize`, in the order of slots that moves least of the state."""
+        self._refuse_unknown(after.slots)
+        before = self._trainer.layout
+        same = set(before.slots) == set(after.slots) and before.dims == after.dims
+        return await self.resize(before if same else stays_put(before, after), leave)
+
+    def layout_of(self, request: ResizeRequest) -> ParallelLayout:
+        """The layout that is asked for. Raises Unfit for one that cannot be."""
+        try:
+            return self._trainer.layout.on(request.train, **request.sizes)
+        except (TypeError, ValueError) as error:
+            raise Unfit(str(error)) from error
+
+    @property
+    def under_way(self) -> str:
+        """ "move, to slots 0-3"; "" when no change is."""
+        if self._target is None:
+            return ""
+        phase = self._transaction.phase if self._transaction else "start"
+        return f"{phase}, to {describe(self._target)}"
+
+    def depends_on(self, slot: int) -> bool:
+        """Whether the run ends when this slot dies; of a slot that has died, whether it had to end then.
+
+        It says no of slots whose deaths a resize judges: the resize ends the run if it must.
+        """
+        if slot not in self._cluster.mailbox.lost:
+            self._needed[slot] = self._is_needed(slot)
+        return self._needed.get(slot, False)
+
+    def _is_needed(self, slot: int) -> bool:
+        trains = slot in self._trainer.layout.slots and not self.judges(slot)
+        return trains or slot in self._trainer.publishers
+
+    async def change_over(self, slot: int) -> None:
+        """Returns when no resize is under way that the slot has a part in."""
+        while self._target is not None and slot in {*self._target.slots, *self._trainer.layout.slots}:
+            await self._ended.wait()
+
+    def judges(self, slot: int) -> bool:
+        """Whether a resize under way rules on what the slot's death means for the run."""
+        return self._transaction is not None and self._transaction.judges(slot)
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics for the row of a step; `seconds/resize` counts from the row before."""
+        paused_s, self._paused_s = self._paused_s, 0.0
+        return {
+            "train_slots": float(len(self._trainer.layout.slots)),
+            "resizes": float(self.num_resized),
+            "seconds/resize": paused_s,
+        }
+
+    def _refuse_unknown(self, slots: Collection[int]) -> None:
+        beyond = [slot for slot in slots if not 0 <= slot < self._num_slots]
+        if beyond:
+            verb = "does" if len(beyond) == 1 else "do"
+            raise Unfit(
+                f"{slots_of(beyond)} {verb} not exist: this machine has slots 0 to {self._num_slots - 1}, as "
+                "deployment.gpus_per_node says; use these, or start the run with another number there"
+            )
+
+    async def _start(self, slots: Sequence[int]) -> None:
+        try:
+            started = await self._cluster.add(slots)
+        except StartFailed as error:
+            raise Unfit(str(error)) from error
+        for slot in started:
+            device, pid = self._cluster.devices[slot], self._cluster.processes[slot].pid
+            sentence = f"Slot {slot} runs on {device}, pid {pid}: it will join the trainer."
+            self._record.event("slot_started", sentence, slot=slot, roles=[], device=device, pid=pid)
+
+    def note_death(self, slot: int, reason: str) -> None:
+        """Write down that a slot has died with which the run does not end. Where a resize judges that, it is written
+        once the resize has ruled that the run goes on; a death that ends the run is told at its end."""
+        if self.depends_on(slot):
+            return
+        if self.judges(slot):
+            self._judged[slot] = reason
+        else:
+            self._note_lost(slot, reason)
+
+    def _note_lost(self, slot: int, reason: str) -> None:
+        self._record.event("slot_lost", f"{capitalised(reason)}.", slot=slot)
+
+    def _note_failure(self, before: ParallelLayout, after: ParallelLayout, error: Exception) -> str:
+        """Write the failure down. Returns its sentence without the full stop."""
+        now = self._trainer.layout
+        sentence = f"Trainer is on {describe(now)}; its resize to {describe(after)} failed: {error_text(error)}"
+        text = "".join(traceback.format_exception(error))
+        self._event(now != before, f"{sentence}.", self._cluster.mailbox.epoch, before, after, traceback=text)
+        return sentence
+
+    def _note(self, result: ResizeResult, took_s: float) -> Resized:
+        order, is_resized = result.order, result.outcome == "resized"
+        measured: dict[str, Any] = {
+            "pause_s": result.pause_s,
+            "took_s": took_s,
+            "seconds": dict(result.seconds),
+            "slot_seconds": dict(result.slot_seconds),
+            "beside": result.beside,
+            "num_bytes": result.num_bytes,
+            "carrier": result.carrier,
+        }
+        sentence, step = sentence_of(result), self._record.last_step or 0
+        resized = Resized(result.outcome, sentence, order.epoch, order.before, order.after, step=step, **measured)
+        self.history.append(resized)
+        self.num_resized += is_resized
+        self._paused_s += result.pause_s
+        self._event(is_resized, sentence, order.epoch, order.before, order.after, **measured)
+        return resized
+
+    def _event(
+        self, is_resized: bool, sentence: str, epoch: int, before: ParallelLayout, after: ParallelLayout, **more: Any
+    ) -> None:
+        self._record.event(
+            "resized" if is_resized else "resize_rolled_back",
+            sentence,
+            epoch=epoch,
+            before=before.slots,
+            before_dims=asdict(before.dims),
+            after=after.slots,
+            after_dims=asdict(after.dims),
+            **more,
+        )
+
+
+def sentence_of(result: ResizeResult) -> str:
+    """ "Trainer resized from slots 0-1 to slots 0-3 in 0.21 s: 412.0 MiB moved."."""
+    order: ResizeOrder = result.order
+    if result.outcome == "rolled_back":
+        return f"Trainer stays on {describe(order.before)} and not {describe(order.after)}: {result.reason}."
+    between = f"from {describe(order.before)} to {describe(order.after)}"
+    return f"Trainer resized {between} in {result.pause_s:.2f} s: {result.num_bytes / 2**20:.1f} MiB moved."

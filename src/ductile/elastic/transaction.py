@@ -1,0 +1,405 @@
+"""A resize of the live trainer: one change, from the first `AssignRole` to the last `ReleaseRole`.
+
+    AssignRole      joiners build what needs no state          training goes on
+    Prepare         groups, skeleton, buffers, plan            training goes on; old slots are told at a boundary; all
+                                                               prepare beside what they do, and are asked meanwhile
+                                                               whether they are ready
+    Freeze          all say their plan's key and progress      ┐
+    TransferState   all say what they sent and received        ├ the pause, at a boundary
+    Commit          the new state is the state                 ┘
+    Finalize        memory for taking back is freed            training goes on
+    ReleaseRole     slots that left give the role up           training goes on
+
+Each is a fan-out with a deadline and one outcome a slot. `ductile.core.instances.membership` says what becomes of a bad
+one: `Rollback`, and the old layout goes on, or the end of the trainer. A slot that is late and silent, too, is
+killed; one that is only slow is not.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+from ductile.concurrency.background import finish
+from ductile.core.instances.membership import (
+    Phase,
+    Ruling,
+    judge,
+    total,
+    violation_in_bytes,
+    violation_in_plans,
+    violation_in_progress,
+)
+from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
+from ductile.error_text import error_text
+from ductile.fleet.trainer import RemoteTrainer
+from ductile.messages.workers import (
+    AssignRole,
+    Command,
+    Commit,
+    Done,
+    Finalize,
+    Freeze,
+    Frozen,
+    Prepare,
+    Readiness,
+    Ready,
+    ReleaseRole,
+    Reply,
+    Rollback,
+    SlotPhase,
+    StateTransferred,
+    TransferState,
+)
+from ductile.observe import timed
+from ductile.roles import Late, Refused, SlotLost
+from ductile.transport.fanout import AFTER_FAILURE_S
+from ductile.transport.mailbox import Mailbox, Outcome
+
+GRACE_S = 1.0
+"""Seconds that slots have beyond the deadline of a step, which they know, too, to say that they waited in vain for
+another slot."""
+
+READY_S, READY_SHARE = 0.02, 0.1
+"""Time between two polls of whether slots are ready: seconds at least, and a share of how long it has taken so far. A
+slot that trains replies between two micro-steps."""
+
+LOOK_S, NUM_LOOKS = 0.1, 25
+"""Seconds between two looks for a sign of life from slots that are late, and number of looks: 2.5 s in all, while
+heartbeats come every second, also from a slot whose main thread is busy or waits for another. Looks are counted, and
+not seconds: had this process itself been suspended, the heartbeats of that time would wait unread."""
+
+NEWS_LOOKS = 10
+"""Looks for a death that explains another slot's failure: 1 s in all."""
+
+R = TypeVar("R", bound=Reply)
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeOptions:
+    """What a change needs to know besides the slots."""
+
+    settings: Mapping[str, object]
+    """Settings of the train role, for joiners."""
+    rendezvous: str
+    timeout_s: float
+    """Seconds that each step of the transaction may take. Slots have the same deadline in their settings."""
+    leave_s: float
+    """Seconds at most that a slot which left keeps a published version for slots that still fetch it."""
+    keeps_old: bool = True
+    """The old state stays whole until `Finalize`; see `ductile.core.instances.membership.judge`."""
+    patience_s: float = 600.0
+    """Seconds for what a slot must do in any case, behind other work that it is busy with: roll back, give the role up.
+    A slot in the middle of a micro-step has as long to prepare."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeResult:
+    """What became of a change."""
+
+    order: ResizeOrder
+    outcome: Literal["resized", "rolled_back"]
+    reason: str
+    """Why it was rolled back; "" when it was not."""
+    pause_s: float
+    """Seconds that the trainer stood still, for this change alone."""
+    seconds: Mapping[str, float]
+    """Seconds that the orchestrator waited, by step of the transaction."""
+    slot_seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Seconds of the slots' work, by phase: the longest of all slots."""
+    beside: tuple[str, ...] = ()
+    """Phases of `slot_seconds` in which the trainer still trained."""
+    num_bytes: int = 0
+    """Bytes that all slots together received."""
+    carrier: str = ""
+    """What moved the bytes, and why."""
+
+
+async def nothing_to_release() -> None:
+    """`leave` of a change whose joiners have no other role to give up."""
+
+
+class _Unfinished(Exception):
+    """A step of the transaction that cannot be followed by the next one."""
+
+    def __init__(self, ruling: Ruling) -> None:
+        super().__init__(ruling.reason)
+        self.ruling = ruling
+
+
+class Transaction:
+    """Carries one change out, once: `await Transaction(...).run()`."""
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        trainer: RemoteTrainer,
+        after: ParallelLayout,
+        options: ResizeOptions,
+        kill: Callable[[int, str], None],
+        clock: Callable[[], float] = time.perf_counter,
+        leave: Callable[[], Awaitable[None]] = nothing_to_release,
+    ) -> None:
+        """kill(slot, sentence): end a slot that does not reply, and lose it in the mailbox. leave: called when all is
+        prepared and the trainer stands still; joiners give up their other roles in it."""
+        self._mailbox, self._trainer, self._options, self._kill, self._clock = mailbox, trainer, options, kill, clock
+        self._leave = leave
+        # Every change has a number of its own, and every command from now on carries it.
+        mailbox.epoch += 1
+        self.order = ResizeOrder(mailbox.epoch, trainer.layout, after)
+        self.phase: Phase = "assign"
+        """The step that is under way, or was the last."""
+        self._seconds: dict[str, float] = {}
+        self._pause_s = 0.0
+        self._moved: dict[int, StateTransferred] = {}
+        self._judging = True
+        self._holding = set(self.order.before.slots)
+        """Slots that are known to hold the role."""
+
+    def judges(self, slot: int) -> bool:
+        """Whether this transaction rules on what the slot's death means. It does not after the change is committed or
+        taken back: joiners and leavers may still give roles up, and the slots that train are needed as ever."""
+        return self._judging and slot in self.order.slots
+
+    async def run(self) -> ResizeResult:
+        """Raises SlotLost when there is no trainer any more; its sentence says what was lost.
+
+        Whatever else comes out of it, being cancelled included, the trainer is as it was.
+        """
+        try:
+            await self._assign()
+            async with self._as_before_unless_done():
+                await self._prepare()
+            async with self._boundary(), self._as_before_unless_done():
+                await self._leave()
+                await self._freeze_and_transfer()
+                await self._step("commit", Commit(self.order.epoch), Done)
+                self._trainer.layout, self._trainer.epoch = self.order.after, self.order.epoch
+        except SlotLost:
+            raise
+        except BaseException as error:
+            self._judging = False
+            await finish(self._dismiss_joiners())
+            if not isinstance(error, _Unfinished):
+                raise
+            return self._result("rolled_back", str(error))
+        return await finish(self._finish())
+
+    async def _finish(self) -> ResizeResult:
+        self._judging = False
+        try:
+            await self._step("finalize", Finalize(self.order.epoch), Done)
+        except _Unfinished as unfinished:
+            raise self._lost(str(unfinished)) from None
+        await self._release(self.order.leavers, self._options.leave_s)
+        return self._result("resized")
+
+    async def _assign(self) -> None:
+        """Have joiners take the role. Only they hear of this: should it fail, there is nothing to take back."""
+        options = self._options
+        assign = AssignRole("train", dict(options.settings), self.order.after, options.rendezvous, joining=True)
+        with self._timed("assign"):
+            outcomes = await self._ask(dict.fromkeys(self.order.joiners, assign))
+        self._holding |= {slot for slot, outcome in outcomes.items() if isinstance(outcome, Done)}
+        await self._judge("assign", outcomes)
+
+    async def _prepare(self) -> None:
+        """Have all slots prepare; they reply at once and prepare beside what they do. Old slots are told at a
+        boundary: in the middle of a micro-step, which may take longer than any deadline of a change, they would not
+        reply, and joiners wait for them as soon as they have begun."""
+        prepare = Prepare(self.order)
+        with self._timed("prepare"):
+            async with self._boundary():
+                outcomes = await self._ask(dict.fromkeys(self.order.before.slots, prepare))
+                await self._judge("prepare", outcomes)
+            await self._judge("prepare", await self._ask(dict.fromkeys(self.order.joiners, prepare)))
+            await self._until_ready()
+
+    async def _until_ready(self) -> None:
+        """Wait until all slots have prepared. If they were frozen earlier, the trainer would stand still meanwhile."""
+        unready, began_s = set(self.order.slots), self._clock()
+        while unready:
+            unready, late = await self._unready(unready)
+            waited_s = self._clock() - began_s
+            for slots, patience_s in ((unready - late, self._options.timeout_s), (late, self._options.patience_s)):
+                if slots and waited_s > patience_s:
+                    first = self._mailbox.describe(min(slots))
+                    self._rule_on_violation("prepare", f"{first} did not prepare within {patience_s:g} s")
+            if unready:
+                await asyncio.sleep(max(READY_S, READY_SHARE * waited_s))
+
+    async def _unready(self, slots: Collection[int]) -> tuple[set[int], set[int]]:
+        """Those of `slots` that have not prepared yet, and old slots among them that are in the middle of a micro-step
+        and have not replied. A slot of the change that has died, also one that had prepared, is judged at once."""
+        gone = [slot for slot in self.order.slots if slot in self._mailbox.lost]
+        outcomes = await self._ask(dict.fromkeys([*sorted(slots), *gone], Ready(self.order.epoch)))
+        late = {slot for slot in self.order.before.slots if isinstance(outcomes.get(slot), Late)}
+        silent = await self._kill_silent({slot: str(outcomes[slot]) for slot in late})
+        late -= silent.keys()
+        heard = {slot: said for slot, said in outcomes.items() if slot not in late}
+        await self._judge("prepare", heard | silent)
+        return {slot for slot in slots if not (isinstance(said := outcomes[slot], Readiness) and said.ready)}, late
+
+    async def _freeze_and_transfer(self) -> None:
+        order = self.order
+        frozen = await self._step("freeze", Freeze(order.epoch, self._trainer.with_gradient), Frozen)
+        progress = {slot: reply.progress for slot, reply in frozen.items() if reply.progress is not None}
+        violation = violation_in_plans({slot: reply.plan_key for slot, reply in frozen.items()})
+        if missing := sorted(set(order.before.slots).difference(progress)):
+            violation = violation or f"slot {missing[0]} does not say how far it is"
+        self._rule_on_violation("freeze", violation or violation_in_progress(progress))
+        self._moved = await self._step("transfer", TransferState(order.epoch, total(progress)), StateTransferred)
+        sent = {slot: reply.sent for slot, reply in self._moved.items()}
+        received = {slot: reply.received for slot, reply in self._moved.items()}
+        self._rule_on_violation("transfer", violation_in_bytes(sent, received))
+
+    @asynccontextmanager
+    async def _boundary(self) -> AsyncIterator[None]:
+        """Keep the trainer still, and count the time as pause."""
+        async with self._trainer.boundary():
+            began_s = self._clock()
+            try:
+                yield
+            finally:
+                self._pause_s += self._clock() - began_s
+
+    @asynccontextmanager
+    async def _as_before_unless_done(self) -> AsyncIterator[None]:
+        """Take the change back when the block is left unfinished, for whatever reason."""
+        try:
+            yield
+        except BaseException as error:
+            await finish(self._roll_back(self._ruling_of(error)))
+            raise
+
+    def _ruling_of(self, error: BaseException) -> Ruling:
+        if isinstance(error, _Unfinished):
+            return error.ruling
+        said = f"the change was given up in {self.phase}: {error_text(error)}"
+        return judge(self.phase, self.order, {}, dict.fromkeys(self.order.slots, said), self._options.keeps_old)
+
+    async def _roll_back(self, ruling: Ruling) -> None:
+        """Roll the change back. Only the slots that train are waited for: no other slot's part is needed."""
+        if ruling.verdict == "stop":
+            raise self._lost(ruling.reason)
+        rollback = dict.fromkeys(self.order.before.slots, Rollback(self.order.epoch))
+        with self._timed("rollback"):
+            outcomes = await self._ask(rollback, self._options.patience_s)
+        try:
+            self._rule_on("rollback", outcomes)
+        except _Unfinished as unfinished:
+            raise self._lost(f"{ruling.reason}; {unfinished}") from None
+
+    async def _dismiss_joiners(self) -> None:
+        await self._insist(self.order.joiners, Rollback(self.order.epoch))
+        await self._release(self.order.joiners, leave_s=0.0)
+
+    async def _release(self, slots: Sequence[int], leave_s: float) -> None:
+        """Have slots that are not in the trainer give the role up."""
+        for slot in slots:
+            await self._trainer.has_withdrawn(slot, leave_s)
+        await self._insist(slots, ReleaseRole("train"))
+
+    async def _insist(self, slots: Sequence[int], command: Command) -> None:
+        """Have slots do what must be done: one that is late, or that holds the role and refuses, is killed."""
+        outcomes = await self._ask(dict.fromkeys(slots, command), self._options.patience_s, after_failure_s=None)
+        for slot, outcome in outcomes.items():
+            if isinstance(outcome, Late) or (isinstance(outcome, Refused) and slot in self._holding):
+                self._kill(slot, f"{outcome}; it has been killed")
+
+    async def _step(self, phase: Phase, command: Command, expected: type[R]) -> dict[int, R]:
+        """Ask all slots that are left. Raises _Unfinished unless all that matter have done it."""
+        with self._timed(phase):
+            outcomes = await self._ask(dict.fromkeys(self.order.slots, command))
+        for slot, outcome in outcomes.items():
+            if not isinstance(outcome, expected | Exception):
+                said = f"{type(command).__name__} with {type(outcome).__name__}"
+                outcomes[slot] = Refused(f"{self._mailbox.describe(slot)} replied to {said}")
+        await self._judge(phase, outcomes)
+        return {slot: outcome for slot, outcome in outcomes.items() if isinstance(outcome, expected)}
+
+    async def _ask(
+        self,
+        commands: Mapping[int, Command],
+        deadline_s: float | None = None,
+        after_failure_s: float | None = AFTER_FAILURE_S,
+    ) -> dict[int, Outcome]:
+        """One outcome of every slot, within the time of a step unless told otherwise; a lost slot is not asked."""
+        alive = {slot: command for slot, command in commands.items() if slot not in self._mailbox.lost}
+        deadline_s = self._options.timeout_s + GRACE_S if deadline_s is None else deadline_s
+        outcomes = await self._mailbox.ask_all(alive, deadline_s, after_failure_s)
+        gone = {slot: SlotLost(self._mailbox.lost[slot]) for slot in commands if slot not in alive}
+        return outcomes | gone
+
+    async def _judge(self, phase: Phase, outcomes: Mapping[int, Outcome]) -> None:
+        late = {slot: str(outcome) for slot, outcome in outcomes.items() if isinstance(outcome, Late)}
+        dead = await self._kill_silent(late)
+        if any(isinstance(outcome, Refused) for outcome in outcomes.values()):
+            dead |= await self._news_of_deaths()
+        self._rule_on(phase, {**outcomes, **dead})
+
+    async def _news_of_deaths(self) -> dict[int, SlotLost]:
+        """Slots of the change that are dead. What a death breaks elsewhere is often heard of before the death is."""
+        for _ in range(NEWS_LOOKS):
+            if dead := {
+                slot: SlotLost(self._mailbox.lost[slot]) for slot in self.order.slots if slot in self._mailbox.lost
+            }:
+                return dead
+            await asyncio.sleep(LOOK_S)
+        return {}
+
+    def _rule_on(self, phase: Phase, outcomes: Mapping[int, Outcome]) -> None:
+        dead = {slot: str(said) for slot, said in outcomes.items() if isinstance(said, SlotLost)}
+        failed = {slot: str(said) for slot, said in outcomes.items() if isinstance(said, Refused | Late)}
+        self._rule(phase, dead, failed)
+
+    async def _kill_silent(self, late: Mapping[int, str]) -> dict[int, SlotLost]:
+        for slot in (silent := await self._silent(late)):
+            self._kill(slot, f"{late[slot]}, and has been killed")
+        return {slot: SlotLost(self._mailbox.lost[slot]) for slot in silent}
+
+    async def _silent(self, late: Collection[int]) -> list[int]:
+        """Slots of `late` that give no sign of life from now on. The others may wait for these, or be slow."""
+        heard_at_s = {slot: self._mailbox.heard_at_s.get(slot) for slot in late}
+        silent = sorted(late)
+        for _ in range(NUM_LOOKS):
+            if not silent:
+                break
+            await asyncio.sleep(LOOK_S)
+            silent = [slot for slot in silent if self._mailbox.heard_at_s.get(slot) == heard_at_s[slot]]
+        return silent
+
+    def _rule_on_violation(self, phase: Phase, violation: str) -> None:
+        """Rule on a violation about all slots together; "" is none."""
+        if violation:
+            self._rule(phase, {}, dict.fromkeys(self.order.slots, violation))
+
+    def _rule(self, phase: Phase, dead: Mapping[int, str], failed: Mapping[int, str]) -> None:
+        ruling = judge(phase, self.order, dead, failed, self._options.keeps_old)
+        if ruling.verdict != "proceed":
+            raise _Unfinished(ruling)
+
+    def _lost(self, sentence: str) -> SlotLost:
+        lost = SlotLost(sentence)
+        self._trainer.lose(lost)
+        return lost
+
+    def _timed(self, phase: Phase) -> AbstractContextManager[None]:
+        self.phase = phase
+        return timed(self._seconds, phase, self._clock)
+
+    def _result(self, outcome: Literal["resized", "rolled_back"], reason: str = "") -> ResizeResult:
+        phases: dict[SlotPhase, None] = dict.fromkeys(name for moved in self._moved.values() for name in moved.seconds)
+        return ResizeResult(
+            order=self.order,
+            outcome=outcome,
+            reason=reason,
+            pause_s=self._pause_s,
+            seconds=self._seconds,
+            slot_seconds={name: max(moved.seconds.get(name, 0.0) for moved in self._moved.values()) for name in phases},
+            beside=tuple(dict.fromkeys(name for moved in self._moved.values() for name in moved.beside)),
+            num_bytes=sum(moved.num_bytes for moved in self._moved.values()),
+            carrier=next((moved.carrier for moved in self._moved.values() if moved.carrier), ""),
+        )

@@ -1,0 +1,137 @@
+"""Leases of the live weights, for instances that join the generators or scorers. They never come from disk, but from
+
+    an instance of the same role   its copy is in the form that the joiner wants
+    for a generator: a scorer
+    the trainer                    as long as its weights are the live version, at a boundary
+    for a scorer: a generator      last, since its copy may be of a smaller dtype
+
+Each in turn, until the joiner has made the version live. Joiners that come at the same time share a lease; the last of
+them ends it.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from ductile.concurrency.background import start
+from ductile.core.instances.instances import Instance, in_order
+from ductile.messages.workers import EndLease, LeaseWeights, Published, Receive
+from ductile.records import Manifest
+from ductile.roles import Failure, Refused, SlotLost
+from ductile.transport.fanout import raise_worst
+from ductile.transport.mailbox import Mailbox
+
+
+class WeightSource(Protocol):
+    """First source of all weights: the trainer of `ductile.fleet.trainer`."""
+
+    def can_lease(self, version: int) -> bool: ...
+
+    async def lease(self, version: int) -> Manifest: ...
+
+    async def withdraw(self, version: int) -> None: ...
+
+
+_Source = Instance | None
+"""Source of a lease: an instance that has the weights, or the trainer (None)."""
+
+
+@dataclass(slots=True, eq=False)
+class _Lease:
+    """An offer of one source, shared by all joiners that read it at the same time."""
+
+    version: int
+    manifest: "asyncio.Task[Manifest]"
+    num_users: int = 0
+
+
+class WeightLeases:
+    """Knows which instance has which version, and leases it from one of them for an instance that joins."""
+
+    def __init__(self, mailbox: Mailbox, trainer: WeightSource, timeout_s: float) -> None:
+        self._mailbox, self._trainer, self._timeout_s = mailbox, trainer, timeout_s
+        self._versions: dict[Instance, int] = {}
+        self._leases: dict[_Source, _Lease] = {}
+
+    def note(self, instance: Instance, version: int) -> None:
+        """The instance, which has slots, has this version live."""
+        self._versions[instance] = version
+
+    def forget(self, instance: Instance) -> None:
+        """The instance is none any more."""
+        self._versions.pop(instance, None)
+
+    async def give(self, joiner: Instance, version: int) -> bool:
+        """Have the slots of `joiner`, which have the role and no weights, make this version live. False: no source has
+        it any more.
+
+        Raises SlotLost when one of the slots is lost, and the first failure when no source could give the weights.
+        """
+        failures: list[Exception] = []
+        for source in self._sources(joiner, version):
+            try:
+                async with self._lease(source, version) as manifest:
+                    receive = dict.fromkeys(joiner.slots, Receive(joiner.role, manifest))
+                    raise_worst(await self._mailbox.ask_all(receive, self._timeout_s))
+            except Failure as error:
+                for slot in joiner.slots:
+                    if slot in self._mailbox.lost:
+                        raise SlotLost(self._mailbox.lost[slot]) from error
+                # A trainer that has gone on meanwhile leases it no more: the next version is on its way.
+                if source is not None or self._trainer.can_lease(version):
+                    failures.append(error)
+            else:
+                self.note(joiner, version)
+                return True
+        if not failures:
+            return False
+        for later in failures[1:]:
+            failures[0].add_note(str(later))
+        raise failures[0]
+
+    def _sources(self, joiner: Instance, version: int) -> list[_Source]:
+        holders = in_order(holder for holder, held in self._versions.items() if held == version)
+        own: list[_Source] = [holder for holder in holders if holder.role == joiner.role]
+        others: list[_Source] = [holder for holder in holders if holder.role != joiner.role]
+        trainer: list[_Source] = [None] if self._trainer.can_lease(version) else []
+        return [*own, *others, *trainer] if joiner.role == "generate" else [*own, *trainer, *others]
+
+    @asynccontextmanager
+    async def _lease(self, source: _Source, version: int) -> AsyncIterator[Manifest]:
+        lease = self._leases.get(source)
+        if lease is None:
+            lease = self._leases[source] = _Lease(version, asyncio.create_task(self._begin(source, version)))
+        elif lease.version != version:
+            raise Refused(f"{self._name(source)} leases out version {lease.version} at the moment, not {version}")
+        lease.num_users += 1
+        try:
+            yield await asyncio.shield(lease.manifest)
+        finally:
+            lease.num_users -= 1
+            if not lease.num_users:
+                del self._leases[source]
+                # Not waited for: a later lease of this source is asked for after this.
+                start(self._end(source, lease))
+
+    async def _begin(self, source: _Source, version: int) -> Manifest:
+        if source is None:
+            return await self._trainer.lease(version)
+        reply = await self._mailbox.ask(source.slots[0], LeaseWeights(source.role), self._timeout_s)
+        manifest = reply.manifest if isinstance(reply, Published) else None
+        if manifest is None or manifest.version != version:
+            offered = "nothing" if manifest is None else f"version {manifest.version}"
+            raise Refused(f"{self._name(source)} was asked for version {version} and offers {offered}")
+        return manifest
+
+    async def _end(self, source: _Source, lease: _Lease) -> None:
+        with suppress(Failure):  # the joiners have heard of a failure; what a lost slot offered is gone with it
+            if source is not None:
+                await self._mailbox.ask(source.slots[0], EndLease(source.role), self._timeout_s)
+            else:
+                await lease.manifest
+                await self._trainer.withdraw(lease.version)
+
+    def _name(self, source: _Source) -> str:
+        return "the trainer" if source is None else self._mailbox.describe(source.slots[0])

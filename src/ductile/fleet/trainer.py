@@ -1,0 +1,311 @@
+"""The trainer behind its Protocol: every command goes to all slots of its layout, one command at a time.
+
+Samples go out in micro-steps: one micro-batch a data-parallel rank, the next one already waiting in the slot, so that
+no slot waits for the orchestrator. Between two of them the trainer may change its layout
+(`ductile.elastic.transaction`): what has not gone out by then is packed anew, for the ranks that there are then. All
+other commands come between two, too.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+from ductile.concurrency.change_signal import ChangeSignal
+from ductile.core.batch.packing import pack
+from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.scheduling.state import IN_FLIGHT
+from ductile.messages.workers import (
+    Command,
+    Done,
+    ExportModel,
+    ForwardBackward,
+    ForwardBackwardDone,
+    LoadState,
+    OptimStep,
+    Publish,
+    Published,
+    SaveState,
+    Stepped,
+    Withdraw,
+)
+from ductile.records import Manifest, MicroBatch, Sample, StepReport
+from ductile.roles import Late, Refused, SlotLost, StateKept
+from ductile.transport.deadlines import Deadlines
+from ductile.transport.fanout import R, ask_each
+from ductile.transport.mailbox import Mailbox
+
+Row = tuple[MicroBatch, ...]
+"""A micro-step: the micro-batch of each data-parallel rank."""
+
+OnMicroStep = Callable[[int, int, float, int], None]
+"""Called after each micro-step with the tokens of its fullest micro-batch, the number of micro-batches (one a
+data-parallel rank), the seconds that the slowest slot worked (how long the command waited in the slot is not counted),
+and the tokens of all micro-batches."""
+
+
+@dataclass(slots=True)
+class _Given:
+    """What one `forward_backward` has yet to do."""
+
+    num_samples: int
+    num_tokens: int
+
+    def did(self, row: Row) -> None:
+        self.num_samples -= sum(len(part.samples) for part in row)
+        self.num_tokens -= sum(part.num_tokens for part in row)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A published version, and the slot that keeps it."""
+
+    slot: int
+    manifest: Manifest
+    num_users: int = 0
+    """Calls of `publish` and `lease` that got the version and have not withdrawn it yet; each withdraws it once."""
+
+
+class RemoteTrainer:
+    """Follows `ductile.roles.TrainerClient`."""
+
+    def __init__(self, mailbox: Mailbox, layout: ParallelLayout, deadlines: Deadlines) -> None:
+        self.layout = layout
+        """Slots that train; a change sets it, within `boundary`."""
+        self.epoch = 0
+        """Membership epoch of the change that made `layout`, set with it; 0 for the one that the run began with."""
+        self.with_gradient = False
+        """A gradient has been accumulated since the last optimizer step."""
+        self.version: int | None = None
+        """Published version that the weights still are; None before the first, and once the weights have changed."""
+        self._mailbox, self._deadlines = mailbox, deadlines
+        self._turn = asyncio.Lock()
+        self._num_waiting = 0
+        """Changes and commands that wait for the next boundary."""
+        self._held = False
+        self._given: list[_Given] = []
+        self._on_micro_step: list[OnMicroStep] = []
+        self._kept: dict[int, _Kept] = {}
+        """Published versions that are not withdrawn yet, by number."""
+        self._changed = ChangeSignal()
+        self._end: SlotLost | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        return self.layout.num_data_parallel
+
+    @property
+    def pending_samples(self) -> int:
+        """Samples that were given to `forward_backward` and are not done yet."""
+        return sum(given.num_samples for given in self._given)
+
+    @property
+    def pending_tokens(self) -> int:
+        """Tokens of the samples that `pending_samples` counts."""
+        return sum(given.num_tokens for given in self._given)
+
+    def on_micro_step(self, callback: OnMicroStep) -> None:
+        """Have `callback` called after every micro-step."""
+        self._on_micro_step.append(callback)
+
+    def hold_training(self, held: bool) -> None:
+        """Hold training, or let it go on. While it is held no micro-step begins; those in flight end."""
+        self._held = held
+        self._changed.notify_all()
+
+    async def forward_backward(self, samples: Sequence[Sample], seq_len: int) -> None:
+        """Raises Late when it is held for too long."""
+        packed_for: ParallelLayout | None = None
+        left: Sequence[Sample] = samples
+        rows: deque[Row] = deque()
+        given = _Given(len(samples), sum(map(len, samples)))
+        self._given.append(given)
+        try:
+            while packed_for is None or rows:
+                await self._released(given)
+                async with self._turn:
+                    self._check()
+                    if packed_for != self.layout:
+                        packed_for = self.layout
+                        rows = deque(zip(*pack(left, self.num_ranks, seq_len), strict=True))
+                    await self._micro_steps(rows, given)
+                left = [sample for row in rows for micro_batch in row for sample in micro_batch.samples]
+        finally:
+            self._given.remove(given)
+
+    async def optim_step(self, loss_denominator: float) -> StepReport:
+        async with self._own_turn():
+            self.version = self.version if loss_denominator == 0 else None
+            replies = await self._all(OptimStep(loss_denominator), Stepped)
+            self.with_gradient = False
+            return replies[self.layout.first].report
+
+    async def publish(self, version: int) -> Manifest:
+        async with self._own_turn():
+            self.version = version
+            return await self._keep(version)
+
+    def can_lease(self, version: int) -> bool:
+        """The weights still are this version, or it is still published."""
+        return version == self.version or self._keeper(version) is not None
+
+    async def lease(self, version: int) -> Manifest:
+        """`publish`, for slots that join. Raises Refused when training has gone on from this version."""
+        keeper = self._keeper(version)
+        if keeper is not None:
+            keeper.num_users += 1
+            return keeper.manifest
+        self._still(version)  # before the turn, which may be long in coming: a change has it, and waits for this joiner
+        async with self._own_turn():
+            self._still(version)
+            return await self._keep(version)
+
+    async def publish_again(self, version: int) -> Manifest | None:
+        """Publish the weights as they are now under the number of the live version, which no slot has any more. None
+        when a later version is on its way."""
+        async with self._own_turn():
+            if any(later > version for later in (*self._kept, self.version or 0)):
+                return None
+            self.version = version
+            return await self._keep(version)
+
+    async def withdraw(self, version: int) -> None:
+        async with self._own_turn():
+            if version in self._kept:
+                self._kept[version].num_users -= 1
+                if self._kept[version].num_users:
+                    return
+            kept = {old: keeper.slot for old, keeper in self._kept.items() if old <= version}
+            # A slot that has left the trainer may be gone by now, and with it what it kept.
+            asked = set(kept.values()).difference(set(self._mailbox.lost).difference(self.layout.slots))
+            await ask_each(self._mailbox, dict.fromkeys(asked, Withdraw(version)), self._deadlines.command_s, Done)
+            for old in kept:
+                del self._kept[old]
+            self._changed.notify_all()
+
+    async def save(self, path: str) -> None:
+        async with self._own_turn():
+            await self._all(SaveState(path), Done)
+
+    async def load(self, path: str) -> None:
+        async with self._own_turn():
+            self.version = None
+            await self._all(LoadState(path), Done)
+            self.with_gradient = False
+
+    async def export(self, path: str, dtype: str) -> None:
+        async with self._own_turn():
+            await self._all(ExportModel(path, dtype), Done)
+
+    @asynccontextmanager
+    async def boundary(self) -> AsyncIterator[None]:
+        """Hold the trainer between two micro-steps, with none in flight: it gets no other command meanwhile."""
+        self._num_waiting += 1
+        try:
+            await self._turn.acquire()
+        finally:
+            self._num_waiting -= 1
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    def lose(self, error: SlotLost) -> None:
+        """There is no trainer any more: every later call raises `error`."""
+        self._end = error
+        self._changed.notify_all()
+
+    @property
+    def publishers(self) -> frozenset[int]:
+        """Slots that keep a version which is not withdrawn yet. A slot that has left the trainer may be among them."""
+        return frozenset(keeper.slot for keeper in self._kept.values())
+
+    async def has_withdrawn(self, slot: int, deadline_s: float) -> None:
+        """Returns when no version is left that `slot` keeps for others, or at the deadline."""
+        with suppress(TimeoutError):
+            await self._changed.wait_for(lambda: slot not in self.publishers, deadline_s)
+
+    @asynccontextmanager
+    async def _own_turn(self) -> AsyncIterator[None]:
+        async with self.boundary():
+            self._check()
+            yield
+
+    def _still(self, version: int) -> None:
+        if self.version != version:
+            raise Refused(f"the trainer has gone on from version {version}, and cannot lease it out")
+
+    def _check(self) -> None:
+        if self._end is not None:
+            raise self._end
+
+    async def _released(self, given: _Given) -> None:
+        try:
+            await self._changed.wait_for(lambda: not self._held or self._end is not None, self._deadlines.patience_s)
+        except TimeoutError:
+            raise Late(
+                f"the scheduling policy held training back for {self._deadlines.patience_s:g} s "
+                f"(cluster.patience_timeout_s), with {given.num_samples} samples waiting"
+            ) from None
+
+    def _keeper(self, version: int) -> _Kept | None:
+        """The keeper of a version; None when it is not published, is just being withdrawn, or its slot is lost."""
+        kept = self._kept.get(version)
+        return kept if kept is not None and kept.num_users and kept.slot not in self._mailbox.lost else None
+
+    async def _keep(self, version: int) -> Manifest:
+        kept = self._keeper(version)
+        if kept is None:
+            first = self.layout.first
+            manifest = (await self._all(Publish(version), Published))[first].manifest
+            if manifest is None:
+                raise Refused(f"{self._mailbox.describe(first)} published version {version} without a manifest")
+            kept = self._kept[version] = _Kept(first, manifest)
+        kept.num_users += 1
+        return kept.manifest
+
+    async def _micro_steps(self, rows: deque[Row], given: _Given) -> None:
+        """Run `rows` from the left, and take them out, until none is left, a change is due or training is held."""
+        in_flight: deque[tuple[Row, asyncio.Task[Mapping[int, ForwardBackwardDone]]]] = deque()
+        try:
+            while True:
+                while rows and len(in_flight) < IN_FLIGHT and not self._num_waiting and not self._held:
+                    row = rows.popleft()
+                    in_flight.append((row, asyncio.create_task(self._micro_step(row))))
+                    self.with_gradient = True
+                if not in_flight:
+                    return
+                row, task = in_flight[0]
+                done = await task
+                in_flight.popleft()
+                given.did(row)
+                self._tell(row, done)
+        finally:
+            for _, task in in_flight:
+                task.cancel()
+            await asyncio.gather(*(task for _, task in in_flight), return_exceptions=True)
+
+    def _tell(self, row: Row, done: Mapping[int, ForwardBackwardDone]) -> None:
+        tokens = [part.num_tokens for part in row]
+        busy_s = max(reply.busy_s for reply in done.values())
+        for callback in self._on_micro_step:
+            callback(max(tokens), len(row), busy_s, sum(tokens))
+
+    async def _micro_step(self, row: Row) -> Mapping[int, ForwardBackwardDone]:
+        return await self._ask(
+            {slot: ForwardBackward((part,)) for slot, part in self.layout.deal(row).items()}, ForwardBackwardDone
+        )
+
+    async def _all(self, command: Command, expected: type[R]) -> Mapping[int, R]:
+        return await self._ask(dict.fromkeys(self.layout.slots, command), expected)
+
+    async def _ask(self, commands: Mapping[int, Command], expected: type[R]) -> Mapping[int, R]:
+        try:
+            try:
+                return await ask_each(self._mailbox, commands, self._deadlines.command_s, expected)
+            except StateKept:  # what was in the way, such as a file system, may be well again
+                return await ask_each(self._mailbox, commands, self._deadlines.command_s, expected)
+        except Late as error:  # whatever else is asked, saving too, would wait behind this as long again
+            self.lose(SlotLost(str(error)))
+            raise

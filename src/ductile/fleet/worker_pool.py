@@ -1,0 +1,265 @@
+"""The instances of a role (generate, score): who takes work, who comes, who goes, and how one is told of something.
+
+    instances  have the live version and take work
+    draining   take no more work, and finish what they have
+    waiting    have no weights: no slot has the live version any more, so the next one is their first
+
+A version goes live on all of them while none joins, so none ends up on another version.
+
+Roles and weights go to every slot of an instance; all else goes to its first slot, which speaks for it. An external
+server has no slot: a `Server` takes its messages, and it keeps the weights that it has.
+"""
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from typing import Protocol
+
+from ductile.concurrency.background import finish, start
+from ductile.concurrency.change_signal import ChangeSignal
+from ductile.concurrency.read_write_lock import ReadWriteLock
+from ductile.core.instances.instances import Instance, InstanceId, Serving, in_order, slots_on
+from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.error_text import error_text
+from ductile.fleet.leases import WeightLeases
+from ductile.messages.workers import AssignRole, Command, Died, Event, Receive, ReleaseRole, Reply
+from ductile.records import Manifest
+from ductile.roles import Failure, Late, Refused, SlotLost
+from ductile.transport.deadlines import Deadlines
+from ductile.transport.fanout import raise_worst
+from ductile.transport.mailbox import Mailbox, Outcome
+
+
+class Server(Protocol):
+    """An instance that is on no slot of ours: it takes the messages that the first slot of another one would."""
+
+    async def ask(self, command: Command, deadline_s: float) -> Reply:
+        """Raises SlotLost, Late or Refused."""
+        ...
+
+    def listen(self, deliver: Callable[[Event], None]) -> None:
+        """Call `deliver` in the event loop with what the server says unasked, and with `Died` when it is gone."""
+        ...
+
+
+class WorkerPool:
+    """Base of the role's client: `ductile.fleet.generators.RemoteGenerators`, `ductile.fleet.scorer.RemoteScorer`."""
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        role: Serving,
+        instances: Iterable[Instance],
+        deadlines: Deadlines,
+        leases: WeightLeases | None,
+        servers: Mapping[InstanceId, Server] | None = None,
+    ) -> None:
+        """leases: None where no instance ever joins. servers: what takes the messages of instances without slots."""
+        self.instances = in_order(instances)
+        self.version: int | None = None
+        """Version that is live; None before the first."""
+        self.num_waiting = 0
+        """Calls of `some` that wait for an instance."""
+        self.lock = ReadWriteLock(deadlines.patience_s)
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when `instances` have changed, or a call of `some` begins to wait for one."""
+        self._servers = dict(servers or {})
+        self._mailbox, self._deadlines, self._leases = mailbox, deadlines, leases
+        self._role: Serving = role
+        self._draining: dict[InstanceId, Instance] = {}
+        self._waiting: dict[InstanceId, Instance] = {}
+        self._on = {slot: instance for instance in self.instances for slot in instance.slots}
+        """The instance on each slot."""
+        self._joining: set[int] = set()
+        """Slots of the instances that are about to join."""
+        self._lost: dict[InstanceId, str] = {}
+        """How external servers have died."""
+        self._changed = ChangeSignal()
+        mailbox.subscribe(self._on_event)
+        for instance in self.instances:
+            if not instance.slots:
+                self._servers[instance.id].listen(lambda event, instance=instance: self._tell(instance, event))
+
+    @property
+    def all_instances(self) -> tuple[Instance, ...]:
+        """All instances of the role, in the order of their slots."""
+        return in_order((*self.instances, *self._draining.values(), *self._waiting.values()))
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Slots of the instances that take work."""
+        return slots_on(self.instances)
+
+    @property
+    def serving(self) -> tuple[Instance, ...]:
+        """Instances that have weights: they can work, though the draining ones get nothing new."""
+        return in_order((*self.instances, *self._draining.values()))
+
+    def on_event(self, instance: Instance, event: Event) -> None:
+        """Called with what the instances say, `Died` included: then the instance has left the pool."""
+
+    def on(self, slot: int) -> Instance | None:
+        """The instance that is on this slot."""
+        return self._on.get(slot)
+
+    def describe(self, instance: Instance) -> str:
+        """ "slot 2 (generate, pid 123)"; of an external server its id."""
+        return self._mailbox.describe(instance.slots[0]) if instance.slots else instance.id
+
+    def why_lost(self, instance: Instance) -> str:
+        """The sentence that says why the instance is lost; "" while it is not."""
+        lost = self._mailbox.lost
+        return next((lost[slot] for slot in instance.slots if slot in lost), self._lost.get(instance.id, ""))
+
+    async def ask(self, instance: Instance, command: Command) -> Reply:
+        """Tell the instance, and wait for its reply. Raises SlotLost, Late or Refused."""
+        if why := self.why_lost(instance):
+            raise SlotLost(why)
+        if instance.slots:
+            return await self._mailbox.ask(instance.slots[0], command, self._deadlines.command_s)
+        try:
+            return await self._servers[instance.id].ask(command, self._deadlines.command_s)
+        except Failure:
+            raise
+        except Exception as error:  # whatever the server's client raises
+            raise Refused(f"{instance.id}: {error_text(error)}") from error
+
+    async def ask_all(self, commands: Mapping[Instance, Command]) -> dict[Instance, Outcome]:
+        """Tell several instances at once; one outcome each, never an exception."""
+        outcomes = await asyncio.gather(*(self._outcome(*item) for item in commands.items()))
+        return dict(zip(commands, outcomes, strict=True))
+
+    async def some(self, what: str, without: Collection[Instance] = ()) -> tuple[Instance, ...]:
+        """The instances that take work, at least one. Raises Late when none comes. what: the work, such as "12
+        samples". without: instances that were lost with it; their connection may end before the news of their death
+        comes."""
+
+        def there() -> tuple[Instance, ...]:
+            return tuple(each for each in self.instances if each not in without)
+
+        if not there():
+            self.num_waiting += 1
+            self.on_change()
+            try:
+                await self._changed.wait_for(lambda: bool(there()), self._deadlines.patience_s)
+            except TimeoutError:
+                raise Late(
+                    f"for {self._deadlines.patience_s:g} s no slot had the role {self._role!r}, for {what}"
+                ) from None
+            finally:
+                self.num_waiting -= 1
+        return there()
+
+    async def admit(self, instance: Instance, settings: Mapping[str, object]) -> bool:
+        """Have the instance's slots take the role and the live weights. True: it takes work. False: it does from the
+        next version on. Raises SlotLost, Refused or Late, and the slots then do not have the role."""
+        slots = instance.slots
+        if self._leases is None:
+            raise ValueError(f"{instance.id} cannot join: there are no weight leases here")
+        for slot in slots:
+            if slot in self._on or slot in self._joining:
+                raise ValueError(f"slot {slot} has the role {self._role!r} already")
+        self._joining.update(slots)
+        try:
+            assign = AssignRole(self._role, dict(settings), ParallelLayout.of(slots), joining=True)
+            raise_worst(await self._mailbox.ask_all(dict.fromkeys(slots, assign), self._deadlines.command_s))
+            async with self.lock.shared(f"{instance.id} joins"):
+                version = self.version
+                takes_work = version is not None and await self._leases.give(instance, version)
+                if why := self.why_lost(instance):
+                    raise SlotLost(why)
+                self._on.update(dict.fromkeys(slots, instance))
+                if takes_work:
+                    self._set((*self.instances, instance))
+                else:
+                    self._waiting[instance.id] = instance
+                return takes_work
+        except BaseException:
+            await finish(self._release_half_joined(instance))
+            raise
+        finally:
+            self._joining.difference_update(slots)
+
+    def drain(self, instance: Instance) -> None:
+        """The instance takes no more work. Nothing happens when it does not take any."""
+        if instance in self.instances:
+            self._draining[instance.id] = instance
+            self._set(each for each in self.instances if each != instance)
+
+    def resume(self, instance: Instance) -> None:
+        """A draining instance takes work again."""
+        if self._draining.pop(instance.id, None):
+            self._set((*self.instances, instance))
+
+    async def release(self, instance: Instance) -> None:
+        """Have the instance's slots release the role. Nothing happens when it is not in the pool, or is lost."""
+        if instance not in self.all_instances:
+            return
+        self.drain(instance)
+        async with self.lock.shared(f"{instance.id} leaves"):
+            if instance in self.all_instances:
+                self._forget(instance)
+                release = dict.fromkeys(instance.slots, ReleaseRole(self._role))
+                raise_worst(await self._mailbox.ask_all(release, self._deadlines.command_s))
+
+    async def receive(self, manifest: Manifest) -> None:
+        """Returns when the version is live on every slot of the instances that is not lost. Nothing happens when a
+        later version is live. Raises Refused or Late."""
+        async with self.lock.exclusive(f"version {manifest.version} goes live"):
+            if self.version is not None and manifest.version < self.version:
+                return
+            commands = dict.fromkeys(sorted(self._on), Receive(self._role, manifest))
+            outcomes = await self._mailbox.ask_all(commands, self._deadlines.command_s)
+            received = {slot: outcome for slot, outcome in outcomes.items() if not isinstance(outcome, SlotLost)}
+            raise_worst(received)
+            self.version = manifest.version
+            for instance in self.all_instances:
+                if self._leases is not None and instance.slots and received.keys() >= {*instance.slots}:
+                    self._leases.note(instance, manifest.version)
+            if self._waiting:
+                self._set((*self.instances, *self._waiting.values()))
+                self._waiting.clear()
+
+    def _on_event(self, slot: int, event: Event) -> None:
+        if instance := self.on(slot):
+            self._tell(instance, event)
+
+    def _tell(self, instance: Instance, event: Event) -> None:
+        if isinstance(event, Died):
+            self._forget(instance)
+            if not instance.slots:
+                self._lost[instance.id] = event.reason
+            for slot in instance.slots:  # at once: what is asked of the slot from now on comes after it
+                start(self._release(slot))
+        self.on_event(instance, event)
+
+    def _forget(self, instance: Instance) -> None:
+        self._draining.pop(instance.id, None)
+        self._waiting.pop(instance.id, None)
+        for slot in instance.slots:
+            self._on.pop(slot, None)
+        if self._leases is not None:
+            self._leases.forget(instance)
+        if instance in self.instances:
+            self._set(each for each in self.instances if each != instance)
+
+    def _set(self, instances: Iterable[Instance]) -> None:
+        self.instances = in_order(instances)
+        self._changed.notify_all()
+        self.on_change()
+
+    async def _outcome(self, instance: Instance, command: Command) -> Outcome:
+        try:
+            return await self.ask(instance, command)
+        except Failure as error:
+            return error
+
+    async def _release_half_joined(self, instance: Instance) -> None:
+        if self._leases is not None:
+            self._leases.forget(instance)
+        await asyncio.gather(*map(self._release, instance.slots))
+
+    async def _release(self, slot: int) -> None:
+        """Have a slot give the role up that may not even have it, or be lost."""
+        with suppress(Failure):
+            await self._mailbox.ask(slot, ReleaseRole(self._role), self._deadlines.command_s)

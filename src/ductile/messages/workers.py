@@ -1,0 +1,382 @@
+"""Everything the orchestrator and a slot say to each other. One class a verb; the class name is the tag on the wire.
+
+Commands go to one slot and have exactly one reply (its own class, or `Failed`). Events are unsolicited.
+`Envelope` carries epoch and sequence number; a slot refuses an older epoch than the newest it has seen.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from ductile.columns import Floats
+from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
+from ductile.core.layout.peak import Arithmetic
+from ductile.records import (
+    GenerateRequest,
+    Generation,
+    KVHandle,
+    Manifest,
+    MicroBatch,
+    Sample,
+    StepReport,
+    TrainProgress,
+)
+
+RoleName = Literal["train", "generate", "score"]
+
+
+class Message(msgspec.Struct, tag=True):
+    pass
+
+
+# -- Commands: any slot ------------------------------------------------------------------------------------------
+
+
+class AssignRole(Message):
+    """Take a role. Reply: `Done` when the role is ready to work (model built, weights loaded, groups joined)."""
+
+    role: RoleName
+    settings: dict[str, Any]
+    """The role's config section, dumped (`ductile.config`); the role validates it again on its side."""
+    layout: ParallelLayout
+    """Layout of the slots that hold this role together (train); of those of the instance otherwise."""
+    rendezvous: str = ""
+    """host:port of the run's store; empty when no groups are needed."""
+    joining: bool = False
+    """Build what needs no state, and read no weights from disk: they come from the slots that have them, by `Prepare`
+    (train) or by `Receive` (generate, score). Until then the role can do nothing else."""
+
+
+class ReleaseRole(Message):
+    """Give the role up and free what it held. Reply: `Done`."""
+
+    role: RoleName
+
+
+class Ping(Message):
+    """Reply: `Done` from the main thread: it proves that the slot executes commands, not only that it lives."""
+
+
+class Stop(Message):
+    """Leave. Reply: `Done`, then the process exits 0."""
+
+
+class Survey(Message):
+    """Say what the device is, can do and has used. Reply: `Surveyed`."""
+
+    measure: Arithmetic | None = None
+    """Arithmetic of which the slot also says how fast it multiplies matrices; None: of none. Where no table knows, the
+    slot measures it, and nothing else should run on the machine meanwhile."""
+
+
+# -- Commands: train -----------------------------------------------------------------------------------------------
+
+
+class ForwardBackward(Message):
+    """Run these micro-batches and add to the accumulated, un-normalised gradient. All train slots get equally many."""
+
+    micro_batches: tuple[MicroBatch, ...]
+
+
+class OptimStep(Message):
+    """Divide the gradient by `loss_denominator`, clip it, step, advance the schedule. Reply: `Stepped`."""
+
+    loss_denominator: float
+    """0: there is no gradient, and only the schedule advances."""
+
+
+class Publish(Message):
+    """Make a version available. Reply: `Published`; only that of the layout's first slot carries the manifest."""
+
+    version: int
+
+
+class Withdraw(Message):
+    """Free what `Publish` of this version and older ones holds. Reply: `Done`."""
+
+    version: int
+
+
+class SaveState(Message):
+    """Write the trainer's state under `path` (DCP). Reply: `Done`."""
+
+    path: str
+
+
+class LoadState(Message):
+    path: str
+
+
+class ExportModel(Message):
+    """Write an HF folder. Reply: `Done`."""
+
+    path: str
+    dtype: str
+    """Dtype of the exported weights, spelled as in `ckpt.export_dtype`."""
+
+
+# -- Commands: train, a resize (docs/resize.md) ------------------------------------------------------------------------
+#
+#     Prepare  ->  Freeze  ->  TransferState  ->  Commit  ->  Finalize      or, after any but the last, Rollback
+#
+# Each goes to all slots of both layouts, and the next one only when all have replied to the one before; `Freeze`
+# only when all are `Ready`, or it would wait for them. Until `Finalize` every slot still has what it had, so that a
+# change can be taken back.
+
+
+class Prepare(Message):
+    """Get ready for a change while training goes on: groups, skeleton, buffers, plan. Reply: `Done` at once: the
+    slot prepares in the background, and says when it is asked whether it is `Ready`."""
+
+    order: ResizeOrder
+
+
+class Ready(Message):
+    """Has this slot prepared? May be asked as often as one likes. Reply: `Readiness`, or `Failed` if it cannot."""
+
+    epoch: int
+
+
+class Freeze(Message):
+    """Nothing runs between this and `Commit` or `Rollback`. Reply: `Frozen`."""
+
+    epoch: int
+    with_gradient: bool
+
+
+class TransferState(Message):
+    """Carry the plan out. Reply: `StateTransferred`, which is this slot's vote for the change; `Failed` is one
+    against it."""
+
+    epoch: int
+    progress: TrainProgress
+    """Progress of the trainer as a whole: sums over all slots."""
+
+
+class Commit(Message):
+    """The new state is the state. Reply: `Done`."""
+
+    epoch: int
+
+
+class Rollback(Message):
+    """The old state stays the state, whatever has been done. Reply: `Done`; a joining slot then has no state."""
+
+    epoch: int
+
+
+class Finalize(Message):
+    """Free what only `Rollback` would need. Reply: `Done`."""
+
+    epoch: int
+
+
+# -- Commands: generate and score --------------------------------------------------------------------------------
+
+
+class Generate(Message):
+    """Take these requests. Reply: `Done` at once; results come later in `Finished` events, each request in one."""
+
+    requests: tuple[GenerateRequest, ...]
+    caches: dict[str, KVHandle] = {}
+    """KV caches that another generator has computed, by request id. A cache that cannot be read any more, or was
+    computed under other weights, is computed again."""
+
+
+class Abort(Message):
+    """Finish these requests now with what they have (`finish_reason="abort"`). None means all. Reply: `Done`."""
+
+    ids: tuple[str, ...] | None = None
+
+
+class MigrateOut(Message):
+    """Give these requests away: this generator forgets them. Reply: `MigratedOut`."""
+
+    ids: tuple[str, ...]
+    with_cache: tuple[str, ...] = ()
+    """Those of `ids` whose KV cache goes along; the slot keeps it for the receivers until `Forget`."""
+
+
+class Forget(Message):
+    """Free the caches that `MigrateOut` kept for others. Reply: `Done`."""
+
+    ids: tuple[str, ...]
+
+
+class LeaseWeights(Message):
+    """Offer the live weights to an instance that joins the role, or another one. Reply: `Published`, whose
+    manifest is good until `EndLease`."""
+
+    role: RoleName
+
+
+class EndLease(Message):
+    """Free what `LeaseWeights` offers. Reply: `Done`."""
+
+    role: RoleName
+
+
+class Receive(Message):
+    """Make the version live. Requests in flight go on under the new weights. Reply: `Done`."""
+
+    role: RoleName
+    manifest: Manifest
+
+
+class Score(Message):
+    """Log-probs of each sample's tokens. Reply: `Scores`."""
+
+    samples: tuple[Sample, ...]
+    model: Literal["policy", "reference"]
+
+
+# -- Replies -------------------------------------------------------------------------------------------------------
+
+
+class Done(Message):
+    pass
+
+
+class Failed(Message):
+    error: str
+    """One sentence for a person."""
+    traceback: str = ""
+    code: str = "refused"
+    """Code of the failure's class (`ductile.roles.REFUSALS`), by which callers decide."""
+
+
+class ForwardBackwardDone(Message):
+    num_tokens: int
+    """Trained tokens on this rank."""
+    busy_s: float
+
+
+class Stepped(Message):
+    report: StepReport
+
+
+class Surveyed(Message):
+    device_name: str
+    """"NVIDIA H200", "cpu"."""
+    used_bytes: int
+    """Peak memory so far: on a GPU what the slot's tensors took, else what its process had resident."""
+    reserved_bytes: int | None
+    """Peak GPU memory that torch has reserved so far; None on a CPU."""
+    peak_flops_per_s: float | None = None
+    """Floating-point operations a second in matrix products; None where `Survey` did not ask for it."""
+    peak_source: Literal["known", "measured"] | None = None
+
+
+class Readiness(Message):
+    ready: bool
+
+
+class Frozen(Message):
+    plan_key: bytes
+    """Key of the plan that the slot made: all slots must have made the same plan before the first byte moves."""
+    progress: TrainProgress | None = None
+    """Progress of this rank; None from a joining slot."""
+
+
+SlotPhase = Literal["carrier", "plan", "groups", "build", "load", "bind", "transfer", "verify", "rebuild"]
+"""A phase of a slot's work for a resize."""
+
+
+class StateTransferred(Message):
+    sent: dict[int, int]
+    """64-bit fingerprint of all that went to each peer, by slot. It must be what the peer says in `received`."""
+    received: dict[int, int]
+    num_bytes: int
+    """Bytes that this slot received."""
+    seconds: dict[SlotPhase, float]
+    carrier: str
+    """What moved the bytes, and why it was chosen: a sentence."""
+    beside: tuple[SlotPhase, ...] = ()
+    """The phases that this slot went through while it trained. All others were in the pause."""
+
+
+class Published(Message):
+    manifest: Manifest | None = None
+
+
+class Scores(Message):
+    logprobs: tuple[Floats, ...]
+    """One column a sample, as long as its tokens; entry 0 is 0."""
+
+
+class MigratedOut(Message):
+    requests: tuple[GenerateRequest, ...]
+    """The requests with the tokens that they have so far, ready to be sent to another generator under the same ids.
+    Requests that ended before are missing: their `Finished` was sent before this."""
+    caches: dict[str, KVHandle] = {}
+
+
+# -- Events (slot to orchestrator) -----------------------------------------------------------------------------------
+
+
+class Hello(Message):
+    pid: int
+    device: str
+
+
+class Heartbeat(Message):
+    """Sent by a side thread every second, also while the main thread works."""
+
+    busy_with: str
+    """Name of the command that the main thread executes; "" when there is none."""
+    busy_for_s: float
+
+
+class Finished(Message):
+    generations: tuple[Generation, ...]
+
+
+class EngineStats(Message):
+    """Sent twice a second while the engine works, and when it has nothing more to do."""
+
+    num_running: int
+    num_waiting: int
+    num_tokens: int
+    """Tokens that the engine has sampled since its start."""
+    num_preempted: int
+    cache_used: float
+    """Share of the KV blocks in use, 0 to 1."""
+    version: int
+    generated: dict[str, int] = {}
+    """Tokens sampled so far, by request in flight."""
+    decoded: tuple[tuple[float, float, float], ...] = ()
+    """Steps since the last statistics that only decoded: (sequences, tokens in their contexts, seconds), each the mean
+    of some steps of about the same size. Steps that copied a migrated cache are neither here nor below."""
+    prefilled: tuple[int, float] = (0, 0.0)
+    """Tokens of prompts or migrated contexts that were computed since the last statistics, and the seconds that this
+    took. A step in which others decoded counts with the seconds that it took longer than one that only decoded."""
+
+
+class Died(Message):
+    """A slot is gone. The slot does not send this: the launcher or the mailbox reports it."""
+
+    reason: str
+
+
+TrainCommand = (
+    ForwardBackward | OptimStep | Publish | Withdraw | SaveState | LoadState | ExportModel
+    | Prepare | Ready | Freeze | TransferState | Commit | Rollback | Finalize
+)  # fmt: skip
+Command = (
+    AssignRole | ReleaseRole | Ping | Stop | Survey | TrainCommand
+    | Generate | Abort | MigrateOut | Forget | LeaseWeights | EndLease | Receive | Score
+)  # fmt: skip
+Reply = (
+    Done | Failed | Surveyed
+    | ForwardBackwardDone | Stepped | Readiness | Frozen | StateTransferred | Published | Scores | MigratedOut
+)  # fmt: skip
+Event = Hello | Heartbeat | Finished | EngineStats | Died
+
+
+class Envelope(msgspec.Struct, frozen=True):
+    """What goes over the socket, with the run's token beside it (`transport.router`, `transport.dealer`)."""
+
+    epoch: int
+    seq: int
+    """Number of the command; its reply carries the same. 0 for events."""
+    body: Command | Reply | Event

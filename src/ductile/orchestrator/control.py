@@ -1,0 +1,219 @@
+"""Talking to a live run from outside, and the words for it.
+
+    run = Run("runs/x")
+    run.status().trainer.slots              (0, 1)
+    run.resize(train=range(4)).sentence     "Trainer resized from slots 0-1 to slots 0-3 in 0.21 s: ..."
+
+A run listens on loopback (`ductile.orchestrator.endpoint`); `control.json` in its folder, which only its owner can
+read, has the address and a random token. A conversation is one line of JSON each way. Nothing in it is executed.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterable
+from math import isfinite
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.fabric.process import start_time
+
+VERSION = 3
+FILE = "control.json"
+MAX_REQUEST_BYTES = 1 << 20
+MAX_RESPONSE_BYTES = 64 << 20
+STATUS_S = 10.0
+RESIZE_S = 600.0
+
+
+class Words(msgspec.Struct, forbid_unknown_fields=True):
+    pass
+
+
+class ResizeRequest(Words, tag="resize"):
+    """Have the trainer go on with these slots, in the order that moves least of its state."""
+
+    train: tuple[int, ...]
+    sizes: dict[str, int] = {}
+    """Sizes of axes as `ParallelDims` names them, such as {"dp_replicate": 2}; the other axes stay as they are, and
+    `dp_shard` is what the slots leave."""
+
+
+class Status(Words, tag="status"):
+    pass
+
+
+class ControlRequest(Words):
+    version: int
+    token: str
+    ask: ResizeRequest | Status
+
+
+class Resized(Words, tag="resized"):
+    """What became of a resize."""
+
+    outcome: Literal["resized", "rolled_back", "unchanged"]
+    sentence: str
+    epoch: int
+    before: ParallelLayout
+    after: ParallelLayout
+    """Layout that was asked for; after a rollback the trainer is on `before`."""
+    pause_s: float = 0.0
+    """Seconds that the trainer stood still."""
+    took_s: float = 0.0
+    """Seconds from the request to the end of the resize, the start of slots included."""
+    seconds: dict[str, float] = {}
+    """Seconds that the orchestrator waited, by step of the transaction."""
+    slot_seconds: dict[str, float] = {}
+    """Seconds of the slots' work, by phase: the longest of all slots."""
+    beside: tuple[str, ...] = ()
+    """Phases of `slot_seconds` in which the trainer still trained."""
+    num_bytes: int = 0
+    carrier: str = ""
+    step: int = 0
+    """Training steps that were done before the resize."""
+
+
+class SlotStatus(Words):
+    slot: int
+    pid: int
+    device: str
+    roles: tuple[str, ...]
+    doing: str
+    """An activity of the ledger: train, generate, score, publish, switch, idle; or "lost"."""
+    seconds: dict[str, float]
+    """Seconds by activity since the slot had its first role; together they are all the time since then."""
+    idle: dict[str, float] = {}
+    """Idle seconds of `seconds`, by cause."""
+
+
+class RunStatus(Words, tag="status"):
+    command: str
+    pid: int
+    step: int
+    max_steps: int
+    running_s: float
+    epoch: int
+    trainer: ParallelLayout
+    changing: str
+    """The step of a resize that is under way, and to where; "" when there is none."""
+    slots: tuple[SlotStatus, ...]
+    changes: tuple[Resized, ...]
+    """The latest resizes, oldest first."""
+    lost: dict[int, str]
+    """Slots that died, with the sentence that says how."""
+
+
+class Response(Words):
+    version: int
+    result: Resized | RunStatus | None = None
+    error: str = ""
+    """Why there is no result, as a sentence; "" when there is one."""
+    unfit: bool = False
+    """What was asked for cannot be, and nothing was tried."""
+
+
+R = TypeVar("R", Resized, RunStatus)
+
+
+class RunFailed(Exception):
+    """The run did not do what was asked for. The text is a sentence."""
+
+
+class Unfit(Exception):
+    """What was asked for cannot be, or there is no live run to ask: nothing was tried. The text is a sentence."""
+
+
+class Run:
+    """A live run, by its folder."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+
+    def resize(self, train: Iterable[int], timeout_s: float = RESIZE_S, **sizes: int) -> Resized:
+        """Change the trainer's slots and wait for what comes of it; a rollback is a result, too.
+
+        sizes: of axes that change, as `ParallelDims` names them: `resize(range(4), dp_replicate=2)`.
+
+        Raises Unfit, or RunFailed when the run ended meanwhile, is in another resize, or does not reply in time.
+        """
+        try:
+            ask = msgspec.convert({"type": "resize", "train": list(train), "sizes": sizes}, ResizeRequest)
+        except (TypeError, msgspec.ValidationError) as error:
+            raise Unfit(
+                f"train is {train!r} and the sizes of axes are {sizes!r}; write slots as numbers, such as range(4) or "
+                "[0, 2, 5], and sizes as numbers, such as dp_replicate=2"
+            ) from error
+        return self._ask(ask, Resized, timeout_s)
+
+    def status(self, timeout_s: float = STATUS_S) -> RunStatus:
+        return self._ask(Status(), RunStatus, timeout_s)
+
+    def _ask(self, ask: ResizeRequest | Status, expected: type[R], timeout_s: float) -> R:
+        if not (isfinite(timeout_s) and timeout_s > 0):
+            raise Unfit(f"the timeout is {timeout_s:g} s; it must be above 0, and finite")
+        host, port, token = self._where()
+        line = msgspec.json.encode(ControlRequest(VERSION, token, ask)) + b"\n"
+        try:
+            with socket.create_connection((host, port), timeout=STATUS_S) as connection:
+                connection.sendall(line)
+                response = msgspec.json.decode(_line(connection, timeout_s), type=Response)
+        except TimeoutError as error:
+            raise RunFailed(
+                f"the run in {self.folder} did not reply within {timeout_s:g} s; it may do it yet (ductile status)"
+            ) from error
+        except (OSError, EOFError) as error:
+            raise RunFailed(f"the run in {self.folder} did not reply: {error or 'it ended'}") from error
+        except msgspec.DecodeError as error:
+            raise RunFailed(f"the run in {self.folder} gave a response that cannot be read: {error}") from error
+        if isinstance(response.result, expected):
+            return response.result
+        raise (Unfit if response.unfit else RunFailed)(response.error or "the run responded with something else")
+
+    def _where(self) -> tuple[str, int, str]:
+        if not self.folder.is_dir():
+            raise Unfit(f"there is no run in {self.folder}: no such folder")
+        try:
+            known: dict[str, Any] = json.loads((self.folder / FILE).read_text())
+            version, pid, started = known["version"], known["pid"], known["started"]
+            machine = str(known["machine"])
+            host, port, token = str(known["host"]), int(known["port"]), str(known["token"])
+        except FileNotFoundError:
+            if (self.folder / "summary.json").exists():
+                raise Unfit(
+                    f"no run is at work in {self.folder}: the last one has ended (or one has just been started, and "
+                    f"has no slots yet). What the last one did: ductile report {self.folder}"
+                ) from None
+            raise Unfit(
+                f"no run is at work in {self.folder}, or it is still starting: its slots have no roles yet"
+            ) from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise Unfit(f"{self.folder / FILE} cannot be read: {error}") from None
+        if start_time(pid) != started:
+            if machine != socket.gethostname():  # the folder is on a file system that several share
+                raise Unfit(f"the run in {self.folder} is, or was, on the machine {machine}: ask it from there")
+            raise Unfit(f"no run is at work in {self.folder}: process {pid}, which wrote its {FILE}, has ended")
+        if version != VERSION:
+            raise Unfit(f"the run in {self.folder} speaks version {version} of the control words, this is {VERSION}")
+        return host, port, token
+
+
+def _line(connection: socket.socket, timeout_s: float) -> bytes:
+    """One line, with its end. Raises TimeoutError, EOFError or OSError."""
+    deadline_s, received = time.monotonic() + timeout_s, b""
+    while not received.endswith(b"\n"):
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        connection.settimeout(left_s)
+        chunk = connection.recv(65536)
+        if not chunk:
+            raise EOFError("it closed the connection")
+        received += chunk
+        if len(received) > MAX_RESPONSE_BYTES:
+            raise OSError(f"its response is longer than {MAX_RESPONSE_BYTES} bytes")
+    return received

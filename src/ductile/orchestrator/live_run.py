@@ -1,0 +1,72 @@
+"""What a live run tells of itself, and does when it is asked to (`ductile resize`, `ductile status`)."""
+
+import os
+import time
+
+from ductile.cluster.local import LocalCluster
+from ductile.elastic.activity import SlotActivity
+from ductile.elastic.trainer_resizer import TrainerResizer
+from ductile.fleet.trainer import RemoteTrainer
+from ductile.messages.workers import Died, Event
+from ductile.orchestrator.control import Resized, ResizeRequest, RunStatus, SlotStatus, Status, Unfit
+from ductile.orchestrator.supervise import Session
+
+
+class LiveRun:
+    def __init__(
+        self,
+        session: Session,
+        cluster: LocalCluster,
+        trainer: RemoteTrainer,
+        activity: SlotActivity,
+        resizer: TrainerResizer,
+        policy: str = "",
+    ) -> None:
+        """policy: that moves the slots of this run; "" when none does."""
+        self._session, self._cluster, self._trainer = session, cluster, trainer
+        self._activity, self._resizer, self._policy = activity, resizer, policy
+        cluster.mailbox.subscribe(self._on_event)
+
+    async def respond(self, ask: ResizeRequest | Status) -> Resized | RunStatus:
+        """Raises Unfit or RunFailed."""
+        if isinstance(ask, ResizeRequest) and self._policy:
+            raise Unfit(
+                f"the slots of this run are moved by its scheduler (cluster.auto_scheduler, policy {self._policy}), "
+                "which would take the change back. Start the run with auto_scheduler = false to resize it by hand"
+            )
+        if isinstance(ask, ResizeRequest):
+            return await self._resizer.resize_to(self._resizer.layout_of(ask))
+        return self.status()
+
+    def status(self) -> RunStatus:
+        return RunStatus(
+            command=self._session.command,
+            pid=os.getpid(),
+            step=self._session.record.last_step or 0,
+            max_steps=self._session.max_steps,
+            running_s=time.perf_counter() - self._session.began_s,
+            epoch=self._cluster.mailbox.epoch,
+            trainer=self._trainer.layout,
+            changing=self._resizer.under_way,
+            slots=tuple(self._slot(slot) for slot in self._cluster.slots),
+            changes=tuple(self._resizer.history),
+            lost=dict(self._cluster.mailbox.lost),
+        )
+
+    def _slot(self, slot: int) -> SlotStatus:
+        process, mailbox = self._cluster.processes.get(slot), self._cluster.mailbox
+        lost = slot in mailbox.lost
+        account, now_s = self._activity.account(slot), time.monotonic()
+        return SlotStatus(
+            slot=slot,
+            pid=process.pid if process else 0,
+            device=self._cluster.devices[slot],
+            roles=() if lost else mailbox.roles(slot),
+            doing="lost" if lost else account.activity,
+            seconds={str(activity): seconds for activity, seconds in account.totals(now_s).items()},
+            idle={str(cause): seconds for cause, seconds in account.idle(now_s).items()},
+        )
+
+    def _on_event(self, slot: int, event: Event) -> None:
+        if isinstance(event, Died):
+            self._resizer.note_death(slot, event.reason)

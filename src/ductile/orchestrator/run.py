@@ -1,0 +1,262 @@
+"""Turns a validated config into processes, and what becomes of them into an exit code.
+
+One function for each command of the CLI.
+
+How a command ends, whatever happens to it, is `ductile.orchestrator.supervise`.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+
+from rich.console import RenderableType
+
+from ductile.cluster.local import ROLES, LocalCluster
+from ductile.config.inference import shared_block_tokens
+from ductile.config.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
+from ductile.config.scheduling import policy_name
+from ductile.config.secrets import secret_of
+from ductile.config.slots import placement_of
+from ductile.config.trainer import TrainerConfig
+from ductile.core.instances.instances import Serving
+from ductile.core.instances.placement import SPELLED, Placement
+from ductile.core.layout.peak import arithmetic_of, compute_dtype
+from ductile.core.scheduling.state import Limits, first_instances
+from ductile.elastic.activity import SlotActivity
+from ductile.elastic.actuator import Crew, pools_of
+from ductile.elastic.recovery import Recovery
+from ductile.elastic.trainer_resizer import TrainerResizer
+from ductile.elastic.transaction import ResizeOptions
+from ductile.fleet.generators import RemoteGenerators
+from ductile.fleet.leases import WeightLeases
+from ductile.fleet.scorer import RemoteScorer
+from ductile.fleet.trainer import RemoteTrainer
+from ductile.messages.workers import RoleName
+from ductile.orchestrator.bench import Bench
+from ductile.orchestrator.compose import Prepared, prepare, run_loop
+from ductile.orchestrator.endpoint import Endpoint
+from ductile.orchestrator.final_summary import batches_summary, rl_summary, rollout_only_summary
+from ductile.orchestrator.http_generators import HttpGenerators
+from ductile.orchestrator.live_run import LiveRun
+from ductile.orchestrator.rollout_only import PreparedRolloutOnly, prepare_rollout_only, run_rollout_only
+from ductile.orchestrator.run_context import RunContext
+from ductile.orchestrator.run_until import SlotDied, Stopped, run_until
+from ductile.orchestrator.scheduling import Scheduling
+from ductile.orchestrator.serving import become_server, bench_server
+from ductile.orchestrator.sft import PreparedBatches, prepare_fake, prepare_sft, run_batches
+from ductile.orchestrator.supervise import Session, supervise
+from ductile.transport.deadlines import Deadlines
+from ductile.transport.fanout import assign_role, each_alone
+
+SlotsConfig = RLConfig | SFTConfig | TrainerRunConfig
+"""Configs of the commands that start slots."""
+START_CANCEL_S = 8.0
+"""A start that is interrupted has processes to stop before it returns."""
+
+
+def run_rl(config: RLConfig) -> int:
+    return supervise("rl", config, prepare, lambda prepared: prepared.schedule.max_steps, _rl, _step)
+
+
+def run_sft(config: SFTConfig) -> int:
+    return supervise("sft", config, prepare_sft, lambda prepared: prepared.max_steps, _batches, _step)
+
+
+def run_trainer(config: TrainerRunConfig) -> int:
+    return supervise("trainer", config, prepare_fake, lambda prepared: prepared.max_steps, _batches)
+
+
+def run_orchestrator(config: OrchestratorRunConfig) -> int:
+    return supervise("orchestrator", config, prepare_rollout_only, lambda prepared: prepared.max_steps, _rollout_only)
+
+
+def run_inference(config: InferenceRunConfig) -> int:
+    server = config.server
+    key = {"api_key": secret_of(server.api_key, server.api_key_var), "api_key_var": None}
+    config = config.model_copy(update={"server": server.model_copy(update=key)})
+    return become_server(config) if config.bench is None else bench_server(config, config.bench)
+
+
+def _step(prepared: Prepared | PreparedBatches) -> int:
+    return prepared.progress.step
+
+
+async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> RenderableType:
+    """Start the slots, give them their roles, run the RL loop."""
+    placement = placement_of(config)
+    async with _slots(config, placement, prepared.trainer, session) as (cluster, activity):
+        trainer, generators, scorer = await run_until(
+            _take_roles(config, prepared, placement, cluster), session.interrupt.graceful, cluster.death()
+        )
+        async with _live(config, prepared.trainer, cluster, trainer, activity, session) as resizer:
+
+            async def change_over(slot: int) -> None:
+                await activity.change_over(slot)
+                await resizer.change_over(slot)
+
+            settings = _settings(config, prepared)
+            recovery = Recovery(
+                cluster,
+                trainer,
+                pools_of(generators, scorer),
+                settings,
+                session.record,
+                config.cluster.max_restarts,
+                change_over,
+                config.cluster.auto_scheduler,
+            )
+            crew = Crew(cluster, trainer, generators, scorer, activity, resizer, recovery, settings)
+            scheduling = Scheduling(config, prepared, crew, session.record)
+            context = _context(session, lambda: crew.slots_by_role, resizer, cluster)
+            rl_loop = run_loop(prepared, trainer, generators, scorer, context, scheduling.watch, scheduling.spent)
+            async with recovery:
+                result = await run_until(rl_loop, session.interrupt.forced)
+    return rl_summary(result)
+
+
+async def _batches(config: SFTConfig | TrainerRunConfig, prepared: PreparedBatches, session: Session) -> RenderableType:
+    """The trainer alone, on data that is there."""
+    placement, timeout_s = placement_of(config), config.cluster.command_timeout_s
+    async with _slots(config, placement, prepared.trainer, session) as (cluster, activity):
+        settings, layout = prepared.trainer.model_dump(mode="json"), prepared.trainer.model.layout(placement.train)
+        taking = assign_role(cluster.mailbox, "train", settings, [layout], timeout_s, cluster.rendezvous)
+        await run_until(taking, session.interrupt.graceful, cluster.death())
+        trainer = RemoteTrainer(cluster.mailbox, layout, Deadlines.of(config.cluster))
+        async with _live(config, prepared.trainer, cluster, trainer, activity, session) as resizer:
+            context = _context(session, lambda: {"train": trainer.layout.slots}, resizer, cluster)
+            summary = await run_until(run_batches(prepared, trainer, context), session.interrupt.forced)
+    return batches_summary(summary, prepared.model_folder)
+
+
+async def _rollout_only(
+    config: OrchestratorRunConfig, prepared: PreparedRolloutOnly, session: Session
+) -> RenderableType:
+    """Rollouts from a server that is not the run's own."""
+    client = config.client
+    api_key = secret_of(client.api_key, client.api_key_var)
+    async with HttpGenerators(str(client.base_url), api_key, client.timeout_s) as generators:
+        running = run_rollout_only(prepared, generators, session.record, session.interrupt.graceful)
+        summary = await run_until(running, session.interrupt.forced)
+    return rollout_only_summary(summary, session.folder)
+
+
+def _context(
+    session: Session, slots: Callable[[], Mapping[str, Sequence[int]]], resizer: TrainerResizer, cluster: LocalCluster
+) -> RunContext:
+    return RunContext(
+        session.record, session.interrupt.graceful, slots, resizer.metrics, cluster.death, session.began_s
+    )
+
+
+def _roles(config: SlotsConfig, placement: Placement) -> dict[RoleName, str]:
+    """The roles that a slot must know: where slots change roles, to train and to generate at least."""
+    moving = ("train", "generate") if config.cluster.auto_scheduler else ()
+    return {role: ROLES[role] for role in SPELLED if placement.of(role) or role in moving}
+
+
+@asynccontextmanager
+async def _slots(
+    config: SlotsConfig, placement: Placement, trainer: TrainerConfig, session: Session
+) -> AsyncIterator[tuple[LocalCluster, SlotActivity]]:
+    """The slots, which have no roles yet, from their start to their end.
+
+    A benchmark measures the devices before the roles are taken (models leave little room to measure in, and what
+    measuring takes is none of the run's memory), and asks for the memory that was used when all is done.
+    """
+    cluster, bench = (
+        LocalCluster(placement.slots, config.cluster, session.logs, _roles(config, placement)),
+        session.bench,
+    )
+    try:
+        activity = await _start(cluster, placement, session)
+        if bench:
+            await _begin(bench, trainer, cluster, session)
+        yield cluster, activity
+        if bench:
+            await _measure_memory(bench, cluster, session)
+    finally:
+        await cluster.stop()
+
+
+async def _start(cluster: LocalCluster, placement: Placement, session: Session) -> SlotActivity:
+    await run_until(cluster.start(), session.interrupt.graceful, cancel_s=START_CANCEL_S)
+    activity = SlotActivity(cluster.mailbox, session.view)
+    for slot in placement.slots:
+        roles, device, pid = placement.roles(slot), cluster.devices[slot], cluster.processes[slot].pid
+        sentence = f"Slot {slot} ({' and '.join(roles)}) runs on {device}, pid {pid}."
+        session.record.event("slot_started", sentence, slot=slot, roles=roles, device=device, pid=pid)
+    return activity
+
+
+async def _begin(bench: Bench, trainer: TrainerConfig, cluster: LocalCluster, session: Session) -> None:
+    device = next(iter(cluster.devices.values()))
+    arithmetic = arithmetic_of(compute_dtype(trainer.model.compute_dtype, device), trainer.matmul_precision, device)
+    await run_until(bench.begin(cluster.survey, arithmetic), session.interrupt.graceful, cluster.death())
+
+
+async def _measure_memory(bench: Bench, cluster: LocalCluster, session: Session) -> None:
+    """Ask the slots how much memory the steps have taken. It is not known where the user stops the run, or a slot dies,
+    before they have replied."""
+    with suppress(Stopped, SlotDied):
+        await run_until(bench.wait_for_replies(), session.interrupt.graceful, cluster.death())
+
+
+@asynccontextmanager
+async def _live(
+    config: SlotsConfig,
+    trainer_config: TrainerConfig,
+    cluster: LocalCluster,
+    trainer: RemoteTrainer,
+    activity: SlotActivity,
+    session: Session,
+) -> AsyncIterator[TrainerResizer]:
+    """Meanwhile the run serves `ductile status` and `ductile resize`. trainer_config: as the slots have it."""
+    options = ResizeOptions(
+        settings=trainer_config.model_dump(mode="json"),
+        rendezvous=cluster.rendezvous,
+        timeout_s=trainer_config.resize.timeout_s,
+        leave_s=config.cluster.command_timeout_s,
+        keeps_old=trainer_config.resize.memory == "shadow",
+        patience_s=config.cluster.command_timeout_s,
+    )
+    num_slots = config.deployment.gpus_per_node * config.cluster.slots_per_device
+    resizer = TrainerResizer(cluster, trainer, options, session.record, num_slots)
+    policy = policy_name(config.cluster) if config.cluster.auto_scheduler else ""
+    live = LiveRun(session, cluster, trainer, activity, resizer, policy)
+    async with Endpoint(session.folder, live.respond):
+        yield resizer
+
+
+def _settings(config: RLConfig, prepared: Prepared) -> dict[Serving, dict[str, object]]:
+    """Settings of the roles; scorers have the trainer's."""
+    return {
+        "generate": config.inference.model_dump(mode="json"),
+        "score": prepared.trainer.model_dump(mode="json"),
+    }
+
+
+async def _take_roles(
+    config: RLConfig, prepared: Prepared, placement: Placement, cluster: LocalCluster
+) -> tuple[RemoteTrainer, RemoteGenerators, RemoteScorer | None]:
+    """Give all slots their roles; they load their models at the same time."""
+    mailbox, timeout_s = cluster.mailbox, config.cluster.command_timeout_s
+    settings = _settings(config, prepared)
+    generate, score = settings["generate"], settings["score"]
+    layout = prepared.trainer.model.layout(placement.train)
+    await asyncio.gather(
+        assign_role(mailbox, "train", score, [layout], timeout_s, cluster.rendezvous),
+        assign_role(mailbox, "generate", generate, each_alone(placement.generate), timeout_s),
+        assign_role(mailbox, "score", score, each_alone(placement.score), timeout_s),
+    )
+    deadlines = Deadlines.of(config.cluster)
+    learner = RemoteTrainer(mailbox, layout, deadlines)
+    leases = WeightLeases(mailbox, learner, timeout_s)
+    num_seqs, block_tokens = config.inference.max_num_seqs, shared_block_tokens(config.inference)
+    instances = first_instances(placement, Limits())
+    generators = [each for each in instances if each.role == "generate"]
+    scorers = [each for each in instances if each.role == "score"]
+    return (
+        learner,
+        RemoteGenerators(mailbox, generators, num_seqs, block_tokens, deadlines, leases=leases),
+        RemoteScorer(mailbox, scorers, deadlines, leases) if scorers else None,
+    )

@@ -1,0 +1,94 @@
+"""`ductile resize` and `ductile status`: asking a live run, from a shell.
+
+0     done
+1     the run did not do it: it was rolled back, the run ended, or another resize is under way
+2     nothing was tried: no live run, or something that cannot be
+130   stopped waiting, with Ctrl-C; the run does it all the same
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from ductile.config.command_line import parse_with_folder, print_error
+from ductile.orchestrator.control import RESIZE_S, Resized, Run, RunFailed, Unfit
+
+DONE, NOT_DONE, UNFIT, INTERRUPTED = 0, 1, 2, 130
+
+
+def resize(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="ductile resize", description="Change the slots that a live run trains on, while it trains."
+    )
+    parser.add_argument("--train", required=True, metavar="SLOTS", help="for example 0-3, or 0,2,5")
+    parser.add_argument(
+        "--dp-replicate", "--replicas", type=int, metavar="N", help="copies of the state; default: as now"
+    )
+    parser.add_argument("--timeout", type=float, default=RESIZE_S, metavar="S", help="how long to wait for it")
+    parser.add_argument("--json", action="store_true", help="print what happened as JSON")
+    asked = parse_with_folder(parser, words)
+    sizes = {} if asked.dp_replicate is None else {"dp_replicate": asked.dp_replicate}
+    try:
+        result = Run(asked.run).resize(slot_list(asked.train), asked.timeout, **sizes)
+    except (Unfit, RunFailed) as error:
+        return _sorry("resize", error)
+    except KeyboardInterrupt:
+        print(
+            f"ductile resize: Stopped waiting; the resize goes on. See: ductile status {asked.run}",
+            file=sys.stderr,
+        )
+        return INTERRUPTED
+    if asked.json:
+        print(msgspec.json.encode(result).decode())
+    else:
+        print(result.sentence)
+        if result.outcome != "unchanged":
+            print(times(result))
+    return NOT_DONE if result.outcome == "rolled_back" else DONE
+
+
+def status(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="ductile status", description="What a live run does, slot by slot.")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    asked = parse_with_folder(parser, words)
+    try:
+        known = Run(asked.run).status()
+    except (Unfit, RunFailed) as error:
+        return _sorry("status", error)
+    if asked.json:
+        print(msgspec.json.encode(known).decode())
+    else:
+        from ductile.orchestrator.status_table import show  # rich takes a while to import
+
+        show(known)
+    return DONE
+
+
+def times(result: Resized) -> str:
+    """What a resize cost, as who asked for it sees it; its phases are in events.jsonl."""
+    what = "resize" if result.outcome == "resized" else "attempt"
+    return f"Training stood still for {result.pause_s:.2f} s of the {result.took_s:.2f} s that the {what} took."
+
+
+def slot_list(text: str) -> tuple[int, ...]:
+    """ "0-1,3" as (0, 1, 3). Raises Unfit."""
+    slots: list[int] = []
+    for word in text.split(","):
+        found = re.fullmatch(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?", word)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
+        if last < first:
+            raise Unfit(
+                f"--train {text}: {word.strip() or 'nothing'!r} is neither a slot nor a range; write 0-3 or 0,2,5"
+            )
+        slots += range(first, last + 1)
+    if len(set(slots)) < len(slots):
+        raise Unfit(f"--train {text} names a slot twice")
+    return tuple(slots)
+
+
+def _sorry(command: str, error: Unfit | RunFailed) -> int:
+    print_error(command, error)
+    return UNFIT if isinstance(error, Unfit) else NOT_DONE

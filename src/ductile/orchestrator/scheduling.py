@@ -1,0 +1,137 @@
+"""What goes on beside the loop of a run: the books of its slots' time, and the controller that moves its slots."""
+
+import time
+
+from ductile.config.inference import shared_block_tokens
+from ductile.config.on_disk import read_spec
+from ductile.config.run import RLConfig
+from ductile.config.scheduling import policy_arguments, policy_name, policy_of
+from ductile.config.slots import placement_of
+from ductile.core.scheduling.cost_model import CostModel
+from ductile.core.scheduling.policies.rules import Home
+from ductile.core.scheduling.profile import Setting
+from ductile.core.scheduling.staleness import StalenessBound
+from ductile.core.scheduling.state import Limits, may_share
+from ductile.elastic.actuator import Crew, LiveActuator
+from ductile.elastic.controller import ElasticController
+from ductile.elastic.monitor import Monitor
+from ductile.elastic.profiling import Profiler
+from ductile.events.decisions import DecisionJournal
+from ductile.observe import Recorder
+from ductile.orchestrator.compose import Prepared
+from ductile.orchestrator.loop import Loop
+
+
+class Scheduling:
+    """Given to `run_loop`: called with the loop before it begins, asked what the slots did when it has ended."""
+
+    def __init__(self, config: RLConfig, prepared: Prepared, crew: Crew, record: Recorder) -> None:
+        self._config, self._prepared, self._crew, self._record = config, prepared, crew, record
+        self._controller: ElasticController | None = None
+        self._began_s = 0.0
+
+    def watch(self, loop: Loop) -> ElasticController | None:
+        """Account for the slots' time from now on. Returns their controller; None without `cluster.auto_scheduler`."""
+        config, crew = self._config, self._crew
+        setting = setting_of(config, self._prepared, crew)
+        measured = CostModel(_cache_bytes_per_token(config, crew))
+        began_s = self._began_s = crew.activity.begin(crew.cluster.slots)
+        bound = StalenessBound(setting.groups_per_step, setting.max_async_level, setting.max_off_policy_steps)
+        monitor = Monitor(loop, crew.trainer, crew.generators, group_size=setting.group_size, steps_ahead=bound.ahead)
+        actuator = LiveActuator(setting, crew, monitor, measured, lambda: time.monotonic() - began_s)
+        crew.generators.on_change = loop.buffer.wake
+        crew.generators.on_restarted = lambda sentence, lost: self._record.event("restarted", sentence, instance=lost)
+        self._profile(setting, measured, began_s)
+        if config.cluster.auto_scheduler:
+            journal = DecisionJournal(self._record, policy_arguments(config.cluster))
+            policy, otherwise = policy_of(config.cluster), Home()
+            self._controller = ElasticController(policy, actuator, self._record, otherwise, journal=journal)
+            actuator.on_change(self._controller.notify)
+            loop.buffer.on_change = self._controller.notify
+        return self._controller
+
+    def spent(self) -> dict[str, object]:
+        """Shares of all slots' time, for the summary."""
+        ledger, now_s = self._crew.activity.ledger, time.monotonic()
+        all_s, totals = max(ledger.slot_seconds(now_s), 1e-9), ledger.totals(now_s)
+        return {
+            "idle_share": totals.get("idle", 0.0) / all_s,
+            "idle_by_cause": {cause: seconds / all_s for cause, seconds in ledger.idle(now_s).items()},
+            "switch_share": totals.get("switch", 0.0) / all_s,
+            "num_switches": self._num_switches(),
+            "policy_refused": (self._controller.refused or None) if self._controller else None,
+            "deciding_share": self._deciding_share(),
+            "time_by_activity": {activity: seconds / all_s for activity, seconds in totals.items()},
+            "expected_gain_s": self._expected_gain_s(),
+        }
+
+    def _deciding_share(self) -> float:
+        """Share of the run's time that the orchestrator spent on decisions; the slots work on meanwhile."""
+        elapsed_s = time.monotonic() - self._began_s
+        return self._controller.deciding_s / max(elapsed_s, 1e-9) if self._controller else 0.0
+
+    def _profile(self, setting: Setting, measured: CostModel, began_s: float) -> None:
+        crew = self._crew
+        profiler = Profiler(
+            self._record,
+            crew.activity,
+            measured,
+            prompt_tokens=lambda: crew.generators.lengths().prompt_mean,
+            num_switches=self._num_switches,
+            num_scorers=lambda: len(crew.scorer.instances) if crew.scorer else 0,
+            num_updates=setting.n_minibatches,
+            began_s=began_s,
+        )
+        crew.generators.on_finished = profiler.on_finished
+        self._record.listeners.append(profiler)
+        profiler.open(setting)
+
+    def _expected_gain_s(self) -> float | None:
+        """Seconds that the policy expected to gain by the decisions that were carried out, summed; None without any."""
+        changes = self._controller.changes if self._controller else ()
+        gains = [change.decision.prediction.gain_s for change in changes if change.decision.prediction]
+        return sum(gains) if gains else None
+
+    def _num_switches(self) -> int:
+        return self._controller.num_changes if self._controller else 0
+
+
+def setting_of(config: RLConfig, prepared: Prepared, crew: Crew) -> Setting:
+    orchestrator, home, on_gpu = config.orchestrator, placement_of(config), _on_gpu(crew)
+    return Setting(
+        home=home,
+        limits=Limits(
+            min_train=1,
+            min_score=1 if home.score else 0,
+            max_num_seqs=config.inference.max_num_seqs,
+            may_share=may_share(home, on_gpu=on_gpu),
+        ),
+        policy=policy_name(config.cluster),
+        num_steps=prepared.schedule.max_steps,
+        groups_per_step=prepared.schedule.groups_per_step,
+        group_size=orchestrator.rollouts_per_example,
+        max_tokens=orchestrator.sampling.max_tokens,
+        seq_len=prepared.schedule.seq_len,
+        n_minibatches=prepared.schedule.n_minibatches,
+        max_async_level=orchestrator.max_async_level,
+        max_off_policy_steps=orchestrator.max_off_policy_steps,
+        block_size=shared_block_tokens(config.inference),
+        use_pre_process_policy=config.cluster.use_pre_process_policy,
+        use_wait_before_last_iter_policy=config.cluster.use_wait_before_last_iter_policy,
+        on_gpu=on_gpu,
+        instances=crew.instances,
+        layout=crew.trainer.layout,
+    )
+
+
+def _on_gpu(crew: Crew) -> bool:
+    return any(device.startswith("cuda") for device in crew.cluster.devices.values())
+
+
+def _cache_bytes_per_token(config: RLConfig, crew: Crew) -> float:
+    spec = read_spec(config.inference.model.name)
+    if spec is None:
+        return 0.0
+    dtype = config.inference.model.dtype
+    is_half = dtype == "bfloat16" or (dtype == "auto" and _on_gpu(crew))
+    return float(2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * (2 if is_half else 4))

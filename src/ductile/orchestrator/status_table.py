@@ -1,0 +1,43 @@
+"""What `ductile status` prints."""
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+
+from ductile.core.instances.membership import describe
+from ductile.orchestrator.control import RunStatus
+
+ACTIVITIES = ("train", "generate", "score", "publish", "switch", "idle")
+NUM_CHANGES = 5
+"""Resizes that are shown: the latest ones."""
+
+
+def show(known: RunStatus) -> None:
+    Console(soft_wrap=True, highlight=False, markup=False).print(status_table(known))
+
+
+def status_table(known: RunStatus) -> RenderableType:
+    """The status of a run, for people to read."""
+    title = f"{known.command}: step {known.step}/{known.max_steps}, epoch {known.epoch}, pid {known.pid}"
+    trainer = f"trainer: {describe(known.trainer)}"
+    if known.changing:
+        trainer += f" (changing: {known.changing})"
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    activities = [name for name in ACTIVITIES if any(name in slot.seconds for slot in known.slots)]
+    for name in ("slot", "pid", "device"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("roles", min_width=len("generate,"))  # one below the other where there is no room: no name is cut
+    table.add_column("doing", no_wrap=True)
+    for name in activities:
+        table.add_column(name, justify="right", no_wrap=True)
+    for slot in known.slots:
+        seconds = [_seconds(slot.seconds.get(name, 0.0)) for name in activities]
+        table.add_row(str(slot.slot), str(slot.pid), slot.device, ", ".join(slot.roles) or "-", slot.doing, *seconds)
+    parts: list[RenderableType] = [title, trainer, table]
+    parts += [f"step {change.step}: {change.sentence}" for change in known.changes[-NUM_CHANGES:]]
+    parts += [f"lost: {sentence}" for sentence in known.lost.values()]
+    return Group(*parts)
+
+
+def _seconds(seconds: float) -> str:
+    """ "4.1 s", "123 s"."""
+    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"

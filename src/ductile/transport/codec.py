@@ -1,0 +1,67 @@
+"""Envelopes to bytes and back: msgpack, checked against the types of `ductile.messages.workers` on the way in."""
+
+from typing import Any
+
+import msgspec
+
+from ductile.columns import Column
+from ductile.messages.workers import Command, Envelope, Event, ForwardBackward, Generate, Reply, Score
+
+MAX_FRAME_BYTES = 256 * 1024 * 1024
+"""No message is larger. A token of a `ForwardBackward` takes 7 or 8 bytes, and as many more with a scorer's log-probs,
+so this is some 16 million of them."""
+LONG_TOKENS = 1 << 18
+"""Tokens in a message whose encoding takes some milliseconds."""
+LONG_FRAME_BYTES = 1 << 21
+"""Bytes of a frame whose decoding does."""
+
+
+class BadFrame(Exception):
+    """A message that cannot be sent or understood. The text is a sentence."""
+
+
+def encode(envelope: Envelope) -> bytes:
+    frame = _encoder.encode(envelope)
+    if len(frame) > MAX_FRAME_BYTES:
+        raise BadFrame(
+            f"{type(envelope.body).__name__} has {len(frame)} bytes on the wire, more than the limit of "
+            f"{MAX_FRAME_BYTES}"
+        )
+    return frame
+
+
+def is_long(message: Command | Reply | Event) -> bool:
+    """Whether encoding the message would hold an event loop up; all that the orchestrator sends is looked at."""
+    match message:
+        case ForwardBackward(micro_batches):
+            num_tokens = sum(each.num_tokens for each in micro_batches)
+        case Score(samples):
+            num_tokens = sum(map(len, samples))
+        case Generate(requests):
+            num_tokens = sum(len(request.prompt) + len(request.generated) for request in requests)
+        case _:
+            return False
+    return num_tokens > LONG_TOKENS
+
+
+def decode(frame: bytes | memoryview) -> Envelope:
+    if len(frame) > MAX_FRAME_BYTES:
+        raise BadFrame(f"a frame has {len(frame)} bytes, more than the limit of {MAX_FRAME_BYTES}")
+    try:
+        return _decoder.decode(frame)
+    except (msgspec.DecodeError, RecursionError, ValueError, OverflowError) as error:
+        raise BadFrame(f"a frame of {len(frame)} bytes is not an Envelope: {error}") from error
+
+
+def _to_bytes(value: object) -> bytes:
+    if isinstance(value, Column):
+        return value.to_bytes()
+    raise TypeError(f"{type(value).__name__} cannot be sent")
+
+
+def _from_bytes(kind: type[Any], data: object) -> Any:
+    return kind.from_bytes(data)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_to_bytes)
+_decoder = msgspec.msgpack.Decoder(Envelope, dec_hook=_from_bytes)

@@ -1,0 +1,39 @@
+"""A slot's socket: the other end of `ductile.transport.router`. One thread makes it, uses it and closes it."""
+
+import hmac
+
+import zmq
+
+from ductile.messages.workers import Envelope
+from ductile.transport.codec import MAX_FRAME_BYTES, BadFrame, decode
+
+
+class Dealer:
+    def __init__(self, address: str, token: bytes, slot: int) -> None:
+        self._token = token
+        self._name = str(slot).encode()
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        """The DEALER socket, for a `zmq.Poller`."""
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.connect(address)
+
+    def send(self, frame: bytes) -> None:
+        """Send an encoded envelope. Does not wait: ZeroMQ's own thread carries it."""
+        self.socket.send_multipart([self._token, self._name, frame])
+
+    def receive(self) -> Envelope | None:
+        """The next envelope, or None when nothing is there. Raises `BadFrame`."""
+        try:
+            frames = self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        if len(frames) != 2 or not hmac.compare_digest(frames[0], self._token):
+            raise BadFrame("a message came without the run's token")
+        return decode(frames[1])
+
+    def close(self, linger_s: float = 1.0) -> None:
+        """Close the socket; messages that were sent have `linger_s` seconds to leave."""
+        self._context.destroy(linger=int(linger_s * 1000))

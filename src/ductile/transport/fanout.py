@@ -1,0 +1,79 @@
+"""One command to each of several slots, and one outcome from each.
+
+If any outcome is bad, the worst is raised: a lost slot before a refusal before lateness, as the later ones usually
+follow from it, and a refusal before one that may be asked again; they are in its notes.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.messages.workers import AssignRole, Command, Done, Reply, RoleName
+from ductile.roles import Failure, Late, Refused, SlotLost
+from ductile.transport.mailbox import Mailbox, Outcome
+
+AFTER_FAILURE_S = 2.0
+"""Seconds that slots have to say why they fail when another of their collective has failed: none can succeed."""
+
+R = TypeVar("R", bound=Reply)
+K = TypeVar("K")
+
+
+async def ask_each(
+    mailbox: Mailbox, commands: Mapping[int, Command], timeout_s: float, expected: type[R]
+) -> dict[int, R]:
+    """All slots' replies, which are of the class `expected`. Raises SlotLost, Refused or Late: the worst outcome."""
+    outcomes = await mailbox.ask_all(commands, timeout_s, AFTER_FAILURE_S)
+    return replies_of(mailbox.describe, commands, outcomes, expected)
+
+
+async def assign_role(
+    mailbox: Mailbox,
+    role: RoleName,
+    settings: Mapping[str, object],
+    layouts: Iterable[ParallelLayout],
+    timeout_s: float,
+    rendezvous: str = "",
+) -> None:
+    """Give the slots their role; those of one layout hold it together, and find each other at `rendezvous`."""
+    commands = {
+        slot: AssignRole(role, dict(settings), layout, rendezvous) for layout in layouts for slot in layout.slots
+    }
+    await ask_each(mailbox, commands, timeout_s, Done)
+
+
+def each_alone(slots: Iterable[int]) -> list[ParallelLayout]:
+    """Layouts of slots that hold a role each by itself."""
+    return [ParallelLayout.of((slot,)) for slot in slots]
+
+
+def replies_of(
+    describe: Callable[[K], str], commands: Mapping[K, Command], outcomes: Mapping[K, Outcome], expected: type[R]
+) -> dict[K, R]:
+    """The replies, which are of the class `expected`. Raises SlotLost, Refused or Late: the worst one.
+
+    describe: who was asked, in words.
+    """
+    raise_worst(outcomes)
+    replies: dict[K, R] = {}
+    for asked, outcome in outcomes.items():
+        if not isinstance(outcome, expected):
+            command = type(commands[asked]).__name__
+            raise Refused(f"{describe(asked)} replied to {command} with {type(outcome).__name__}")
+        replies[asked] = outcome
+    return replies
+
+
+def raise_worst(outcomes: Mapping[Any, Outcome]) -> None:
+    failures = [outcome for outcome in outcomes.values() if isinstance(outcome, Failure)]
+    if failures:
+        worst = min(failures, key=_rank)
+        for other in failures:
+            if other is not worst:
+                worst.add_note(str(other))
+        raise worst
+
+
+def _rank(failure: Failure) -> tuple[int, bool]:
+    kinds = (SlotLost, Refused, Late)
+    return next(place for place, kind in enumerate((*kinds, Failure)) if isinstance(failure, kind)), failure.retryable

@@ -1,0 +1,254 @@
+"""The orchestrator's side of every conversation: ask one slot or many, hear their events, and give the lost ones up.
+
+A mailbox knows no sockets: a `Transport` takes envelopes away and brings others in (`router` across processes). It
+counts what it could not use instead of failing on it: a late or doubled reply is no error.
+"""
+
+import asyncio
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from ductile.messages.workers import (
+    AssignRole,
+    Command,
+    Died,
+    Envelope,
+    Event,
+    Failed,
+    Heartbeat,
+    Hello,
+    ReleaseRole,
+    Reply,
+)
+from ductile.roles import REFUSALS, Failure, Late, Refused, SlotLost
+
+Outcome = Reply | Failure
+"""What became of one command: its reply, or why there is none."""
+
+SlotListener = Callable[[int, Event], None]
+Watcher = Callable[[int, str], None]
+
+
+def _raise(sentence: str, error: Exception) -> None:
+    error.add_note(sentence)
+    raise error
+
+
+class Transport(Protocol):
+    async def post(self, slot: int, envelope: Envelope) -> None:
+        """Take one command to a slot. Raises `SlotLost` when there is no way to it."""
+        ...
+
+    def listen(self, deliver: Callable[[int, Envelope], None]) -> None:
+        """Call `deliver` in the event loop with whatever a slot sends."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingReply:
+    slot: int
+    command: str
+    future: "asyncio.Future[Reply]"
+
+
+class Mailbox:
+    """Commands and replies by sequence number. All of it runs in one event loop."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        clock: Callable[[], float] = time.monotonic,
+        on_error: Callable[[str, Exception], None] = _raise,
+    ) -> None:
+        """on_error: told when a listener raises, with a sentence. Its books are wrong from then on. Without it, asyncio
+        is told."""
+        self.epoch = 0
+        """Membership epoch, sent with every command; a slot refuses an older one than it has seen."""
+        self.lost: dict[int, str] = {}
+        """Slots that were given up, with the sentence that says why."""
+        self.heard_at_s: dict[int, float] = {}
+        """Time at which each slot last said anything, on `clock`."""
+        self.heartbeats: dict[int, Heartbeat] = {}
+        self.unused: Counter[str] = Counter()
+        """Number of messages that came too late to be used, by class."""
+        self._roles: dict[int, list[str]] = {}
+        self._pids: dict[int, int] = {}
+        self._transport = transport
+        self._clock, self._on_error = clock, on_error
+        self._sequence = itertools.count(1)
+        self._pending: dict[int, _PendingReply] = {}
+        self._listeners: list[SlotListener] = []
+        self._watchers: list[Watcher] = []
+        transport.listen(self._deliver)
+
+    async def ask(self, slot: int, command: Command, deadline_s: float) -> Reply:
+        """Send a command and wait for its reply. Raises `SlotLost`, `Late`, or the class of `Refused` that a
+        `Failed` names."""
+        if slot in self.lost:
+            raise SlotLost(self.lost[slot])
+        sequence = next(self._sequence)
+        pending = _PendingReply(slot, type(command).__name__, asyncio.get_running_loop().create_future())
+        self._pending[sequence] = pending
+        self._note_role(slot, command)
+        self._show_running(slot)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._transport.post(slot, Envelope(self.epoch, sequence, command))
+                reply = await pending.future
+        except TimeoutError:
+            raise Late(self._late_sentence(slot, command, deadline_s)) from None
+        finally:
+            del self._pending[sequence]
+            self._show_running(slot)
+        if isinstance(reply, Failed):
+            refused = REFUSALS.get(reply.code, Refused)(f"{self.describe(slot)}: {reply.error}")
+            if reply.traceback:
+                refused.add_note(reply.traceback)
+            raise refused
+        return reply
+
+    async def ask_all(
+        self, commands: Mapping[int, Command], deadline_s: float, after_failure_s: float | None = None
+    ) -> dict[int, Outcome]:
+        """Ask several slots at once; one outcome each, never an exception.
+
+        Commands that run collectives cannot finish without all slots: with `after_failure_s`, the first failure
+        gives the others that long before they count as late.
+        """
+        asked = {asyncio.create_task(self._outcome(slot, c, deadline_s)): slot for slot, c in commands.items()}
+        waiting = set(asked)
+        now_s, give_up_at_s = asyncio.get_running_loop().time, None
+        try:
+            while waiting:
+                patience_s = None if give_up_at_s is None else max(0.0, give_up_at_s - now_s())
+                done, waiting = await asyncio.wait(waiting, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    break
+                failed = any(isinstance(task.result(), Exception) for task in done)
+                if failed and after_failure_s is not None and give_up_at_s is None:
+                    give_up_at_s = now_s() + after_failure_s
+        finally:
+            for task in waiting:
+                task.cancel()
+        return {
+            slot: Late(
+                f"{self.describe(slot)} had not replied to {type(commands[slot]).__name__} when another slot failed"
+            )
+            if task in waiting
+            else task.result()
+            for task, slot in asked.items()
+        }
+
+    def subscribe(self, listener: SlotListener) -> Callable[[], None]:
+        """Have `listener(slot, event)` called for every event, `Died` included. Returns how to end that."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    def watch(self, watcher: Watcher) -> None:
+        """Have `watcher(slot, command)` called with the command a slot is at, whenever that changes; "" is none."""
+        self._watchers.append(watcher)
+
+    def lose(self, slot: int, reason: str) -> None:
+        """Give a slot up: all that is asked of it fails at once, now and later. The first reason stays."""
+        if slot in self.lost:
+            return
+        self.lost[slot] = reason
+        for pending in self._pending.values():
+            if pending.slot == slot and not pending.future.done():
+                pending.future.set_exception(SlotLost(reason))
+        self._tell(slot, Died(reason))
+
+    def welcome(self, slot: int) -> None:
+        """A new process is about to be this slot: nothing is known of it, whatever became of an earlier one."""
+        self.lost.pop(slot, None)
+        for known in (self.heard_at_s, self.heartbeats, self._roles, self._pids):
+            known.pop(slot, None)
+
+    def roles(self, slot: int) -> tuple[str, ...]:
+        """Roles that the slot was told to hold, in the order in which it was told."""
+        return tuple(self._roles.get(slot, ()))
+
+    def silent_for_s(self, slot: int) -> float:
+        """Seconds since the slot last said anything; 0 for one that never did (starting has its own deadline)."""
+        now = self._clock()
+        return now - self.heard_at_s.get(slot, now)
+
+    def describe(self, slot: int) -> str:
+        """ "slot 2 (generate, pid 123)"."""
+        pid = self._pids.get(slot)
+        about = [*self._roles.get(slot, ()), *([f"pid {pid}"] if pid else [])]
+        return f"slot {slot} ({', '.join(about)})" if about else f"slot {slot}"
+
+    def doing(self, slot: int) -> str:
+        """What the slot was last known to do: "running ForwardBackward", "idle"."""
+        beat = self.heartbeats.get(slot)
+        what = self._running(slot) or (beat.busy_with if beat else "")
+        return f"running {what}" if what else "idle"
+
+    def _deliver(self, slot: int, envelope: Envelope) -> None:
+        if slot in self.lost:
+            self.unused[type(envelope.body).__name__] += 1
+            return
+        self.heard_at_s[slot] = self._clock()
+        body = envelope.body
+        match body:
+            case Heartbeat():
+                self.heartbeats[slot] = body
+            case Hello(pid):
+                self._pids[slot] = pid
+            case _:
+                pass
+        if isinstance(body, Died):
+            self.lose(slot, body.reason)
+        elif isinstance(body, Event):
+            self._tell(slot, body)
+        else:
+            pending = self._pending.get(envelope.seq)
+            if pending and pending.slot == slot and isinstance(body, Reply) and not pending.future.done():
+                pending.future.set_result(body)
+            else:
+                self.unused[type(body).__name__] += 1
+
+    def _tell(self, slot: int, event: Event) -> None:
+        # Through the loop: a task that waits for a reply goes on before any listener hears of the event.
+        for listener in self._listeners:
+            asyncio.get_running_loop().call_soon(self._call, listener, slot, event)
+
+    def _call(self, listener: SlotListener, slot: int, event: Event) -> None:
+        try:
+            listener(slot, event)
+        except Exception as error:
+            sentence = f"what {self.describe(slot)} said ({type(event).__name__}) could not be taken in"
+            self._on_error(sentence, error)
+
+    async def _outcome(self, slot: int, command: Command, deadline_s: float) -> Outcome:
+        try:
+            return await self.ask(slot, command, deadline_s)
+        except Failure as error:
+            return error
+
+    def _running(self, slot: int) -> str:
+        """The oldest command without a reply: slots execute them in order."""
+        return next((pending.command for pending in self._pending.values() if pending.slot == slot), "")
+
+    def _show_running(self, slot: int) -> None:
+        for watcher in self._watchers:
+            watcher(slot, self._running(slot))
+
+    def _note_role(self, slot: int, command: Command) -> None:
+        roles = self._roles.setdefault(slot, [])
+        if isinstance(command, AssignRole) and command.role not in roles:
+            roles.append(command.role)
+        elif isinstance(command, ReleaseRole) and command.role in roles:
+            roles.remove(command.role)
+
+    def _late_sentence(self, slot: int, command: Command, deadline_s: float) -> str:
+        sentence = f"{self.describe(slot)} did not reply to {type(command).__name__} within {deadline_s:g} s"
+        beat = self.heartbeats.get(slot)
+        if beat and beat.busy_with:
+            sentence += f"; it has been busy with {beat.busy_with} for {beat.busy_for_s:.0f} s"
+        return sentence

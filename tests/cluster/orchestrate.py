@@ -1,0 +1,32 @@
+"""A small orchestrator for tests to kill: `python -m tests.cluster.orchestrate FOLDER [FRACTION]`.
+
+It starts three slots, gives one of them a command that takes minutes, prints their pids as JSON, and waits.
+"""
+
+import asyncio
+import json
+import signal
+import sys
+from pathlib import Path
+
+from ductile.cluster.local import LocalCluster
+from ductile.config.cluster import ClusterConfig
+from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.messages.workers import AssignRole, OptimStep
+from tests.slot.echo import ECHO
+
+
+async def main(folder: str, fraction: str = "") -> None:
+    config = ClusterConfig(device="cpu", cpu_slot_fraction=float(fraction) if fraction else None)
+    async with LocalCluster([0, 1, 2], config, Path(folder), ECHO) as cluster:
+        await cluster.mailbox.ask(1, AssignRole("train", {"sleep_s": 300}, ParallelLayout.of((1,))), 10)
+        busy = asyncio.create_task(cluster.mailbox.ask(1, OptimStep(1.0), 300))
+        pids = {"slots": [process.pid for process in cluster.processes.values()], "server": cluster._server._server.pid}
+        print(json.dumps(pids), flush=True)
+        await busy
+
+
+if __name__ == "__main__":
+    # Under nohup a process ignores hang-ups, and so do all that it starts.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    asyncio.run(main(*sys.argv[1:]))

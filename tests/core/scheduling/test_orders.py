@@ -1,0 +1,102 @@
+from dataclasses import replace
+
+import pytest
+
+from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.scheduling.migration import change, migrate, remaining_tokens
+from ductile.core.scheduling.orders import Decision, Migration, RoleChange, layout_after, violations
+from ductile.core.scheduling.state import Lengths, Limits
+from tests.core.scheduling.scenes import id_on, scene
+
+GENERATE, TRAIN = ("generate",), ("train",)
+
+
+@pytest.mark.parametrize(
+    ("orders", "sentence"),
+    [
+        ([RoleChange(9, GENERATE, TRAIN)], "there is no slot 9"),
+        ([RoleChange(2, TRAIN, GENERATE)], "slot 2 holds generate, not train"),
+        ([RoleChange(2, GENERATE, GENERATE)], "slot 2 holds generate already"),
+        ([RoleChange(5, GENERATE, ())], "slot 5 is not ready"),
+        ([RoleChange(3, GENERATE, TRAIN), RoleChange(3, GENERATE, ())], "slot 3 is moved 2 times"),
+        ([RoleChange(2, GENERATE, TRAIN)], "rollout 2/0 would be left behind on generator-2"),
+        ([RoleChange(0, TRAIN, GENERATE), RoleChange(1, TRAIN, GENERATE)], "0 slots would train, and 1 is the least"),
+        (
+            [RoleChange(0, TRAIN, ("train", "generate"))],
+            "slot 0 has no memory for a generator beside the trainer's state",
+        ),
+        ([Migration("2/0", id_on(3), id_on(4))], "rollout 2/0 is not on generator-3"),
+        (
+            [Migration("2/0", id_on(2), id_on(0))],
+            "rollout 2/0 cannot go to generator-0, which does not",
+        ),
+        ([Migration("2/0", id_on(2), id_on(3)), Migration("2/0", id_on(2), id_on(4))], "a rollout migrates twice"),
+    ],
+)
+def test_a_decision_with_a_bug_is_refused_with_a_sentence(orders, sentence):
+    state = scene(running={2: [5]}, not_ready=[5], limits=Limits(may_share=False))
+    assert any(said.startswith(sentence) for said in violations(state, Decision(tuple(orders))))
+
+
+def test_the_trainer_s_slots_do_not_change_while_they_change():
+    state = scene(at_boundary=False)
+    assert violations(state, Decision((RoleChange(2, GENERATE, TRAIN),))) == [
+        "the trainer is being resized already: one resize at a time"
+    ]
+
+
+def test_the_trainer_keeps_the_axes_that_a_decision_has_no_say_in():
+    state = scene()
+    state = replace(state, trainer=replace(state.trainer, layout=ParallelLayout.of((0, 1), tp=2)))
+    grow = RoleChange(2, GENERATE, TRAIN), RoleChange(3, GENERATE, TRAIN)
+    assert violations(state, Decision(grow)) == []
+    assert layout_after(state, Decision(grow)) == ParallelLayout.of((0, 1, 2, 3), tp=2)
+    assert violations(state, Decision(grow[:1])) == [
+        "the trainer cannot go on so: the number of slots, 3, must be a multiple of tp 2"
+    ]
+
+
+def test_generators_may_all_go_when_there_is_nothing_to_generate():
+    moves = tuple(RoleChange(slot, GENERATE, TRAIN) for slot in (2, 3, 4, 5))
+    assert violations(scene(), Decision(moves)) == []
+    assert violations(scene(to_start=1), Decision(moves)) == ["0 generators would be left, and 1 is the least"]
+
+
+def test_who_stays_in_the_layout_keeps_its_place():
+    state = scene()
+    decision = Decision(
+        (RoleChange(0, TRAIN, GENERATE), RoleChange(4, GENERATE, TRAIN), RoleChange(3, GENERATE, TRAIN))
+    )
+    assert layout_after(state, decision) == ParallelLayout.of((1, 3, 4))
+
+
+@pytest.mark.parametrize(
+    ("configured", "slots", "expected"), [(2, 3, 1), (2, 4, 2), (4, 6, 2), (4, 8, 4), (1, 4, 1), (3, 4, 1)]
+)
+def test_the_state_has_the_copies_that_the_config_asks_for_where_the_slots_allow_it(configured, slots, expected):
+    """However many there are now: a policy may have gone through a number of slots that does not allow them."""
+    state = scene(placement={"actor": "0", "rollout": "1-7"})
+    state = replace(state, trainer=replace(state.trainer, dp_replicate=configured))
+    joining = tuple(RoleChange(slot, GENERATE, TRAIN) for slot in range(1, slots))
+    assert layout_after(state, Decision(joining)).dims.dp_replicate == expected
+
+
+def test_the_longest_rollouts_go_to_whoever_has_the_least_to_do():
+    state = scene(running={2: [0, 300, 320], 3: [0, 0], 4: []}, lengths=Lengths(tuple(range(1, 400))))
+    left = remaining_tokens(state)
+    assert left["2/0"] > left["2/1"] > left["2/2"]
+    migrations = migrate(state, [id_on(2)], [id_on(3), id_on(4)])
+    assert [order.id for order in migrations] == ["2/0", "2/1", "2/2"]
+    assert {order.target for order in migrations} == {id_on(4)}
+
+
+def test_a_full_generator_gets_no_more_while_another_has_room():
+    state = scene(running={2: [5, 5], 3: [5] * 7, 4: [5] * 8})
+    remaining = {rollout.id: 100.0 if rollout.instance == id_on(3) else 1.0 for rollout in state.unfinished}
+    receivers = [id_on(3), id_on(4)]
+    assert [order.target for order in migrate(state, [id_on(2)], receivers, remaining)] == receivers
+
+
+def test_leaving_without_a_receiver_is_an_error():
+    with pytest.raises(ValueError, match="there is no generator for 1 rollout of generator-2, "):
+        change(scene(running={2: [5]}), dict.fromkeys((2, 3, 4, 5), TRAIN))

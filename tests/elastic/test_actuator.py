@@ -1,0 +1,235 @@
+"""The stage of a live run above slots in memory, in virtual time: what it measures, and as what."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.core.scheduling.cost_model import CostModel, FixedCost
+from ductile.core.scheduling.orders import Migration
+from ductile.elastic.actuator import Crew, LiveActuator
+from ductile.elastic.controller import NotDone
+from ductile.elastic.trainer_resizer import TrainerResizer
+from ductile.elastic.transaction import ResizeOptions, nothing_to_release
+from ductile.fleet.migration import MigrationResult
+from ductile.fleet.trainer import RemoteTrainer
+from ductile.messages.workers import Finalize, ForwardBackward, Freeze
+from ductile.observe import Recorder
+from ductile.transport.deadlines import Deadlines
+from ductile.transport.mailbox import Mailbox
+from tests.core.scheduling.scenes import id_on
+from tests.fleet.train_slots import TrainSlots, play, sample
+from tests.orchestrator.doubles import clock
+from tests.transport.memory_transport import MemoryTransport
+
+NUM_SLOTS = 4
+SEQ_LEN = 10
+
+
+class Told(CostModel):
+    """Of each micro-step, whether it was the first of its trainer (F) or an ordinary one (o), and on how many slots."""
+
+    def __init__(self) -> None:
+        super().__init__(cache_bytes_per_token=1000)
+        self.kinds: list[str] = []
+        self.migrations: list[tuple[float, float]] = []
+        self.fixed_costs: dict[FixedCost, float] = {}
+        """The latest of each."""
+
+    def micro_step(self, tokens_busiest: float, num_slots: int, seconds: float) -> None:
+        self.kinds.append(f"o{num_slots}")
+        super().micro_step(tokens_busiest, num_slots, seconds)
+
+    def first_micro_step(self, tokens_busiest: float, num_slots: int, seconds: float) -> None:
+        self.kinds.append(f"F{num_slots}")
+        super().first_micro_step(tokens_busiest, num_slots, seconds)
+
+    def migrated(self, tokens: float, seconds: float) -> None:
+        self.migrations.append((tokens, seconds))
+        super().migrated(tokens, seconds)
+
+    def took(self, what: FixedCost, seconds: float) -> None:
+        self.fixed_costs[what] = seconds
+        super().took(what, seconds)
+
+    def since(self) -> str:
+        kinds, self.kinds = " ".join(self.kinds), []
+        return kinds
+
+
+class Rig:
+    """A real stage, its real changes and trainer; the slots reply from memory."""
+
+    def __init__(self, folder, *members: int) -> None:
+        self.slots = TrainSlots(ParallelLayout.of(members), NUM_SLOTS)
+        self.carrier = MemoryTransport(dict.fromkeys(self.slots.slots, self.slots.respond))
+        mailbox = Mailbox(self.carrier, clock)
+        self.trainer = RemoteTrainer(mailbox, ParallelLayout.of(members), Deadlines.same(100))
+        self.devices = dict.fromkeys(range(NUM_SLOTS), "cpu")
+        cluster = SimpleNamespace(mailbox=mailbox, add=self.none_started, condemn=mailbox.lose, devices=self.devices)
+        self.record = Recorder(folder)
+        terms = ResizeOptions({}, "127.0.0.1:1", timeout_s=5, leave_s=50)
+        self.resizer = TrainerResizer(cluster, self.trainer, terms, self.record, NUM_SLOTS)
+        self.told = Told()
+        loop = activity = SimpleNamespace()
+        self.generators = SimpleNamespace()
+        crew = Crew(
+            cluster, self.trainer, self.generators, None, activity, self.resizer, SimpleNamespace(under_way=()), {}
+        )
+        self.stage = LiveActuator(None, crew, loop, self.told, clock)
+
+    async def none_started(self, slots):
+        return ()
+
+    async def train(self, num_micro_steps: int) -> str:
+        """Each sample fills a micro-batch. Returns what was told of the micro-steps."""
+        num_samples = num_micro_steps * self.trainer.num_ranks
+        await self.trainer.forward_backward([sample(n, SEQ_LEN) for n in range(num_samples)], SEQ_LEN)
+        await self.trainer.optim_step(1.0)
+        return self.told.since()
+
+    async def resize(self, *members: int) -> None:
+        await self.stage.resize(ParallelLayout.of(members), nothing_to_release)
+
+
+@pytest.fixture
+def told_on(tmp_path):
+    """Have a story told with a rig."""
+
+    def tell(story, *members: int) -> None:
+        async def whole() -> None:
+            rig = Rig(tmp_path, *members)
+            try:
+                await story(rig)
+            finally:
+                rig.record.close()
+            assert rig.slots.wrong == []
+
+        play(whole)
+
+    return tell
+
+
+def test_one_micro_step_is_the_first_of_a_trainer(told_on):
+    async def story(rig: Rig) -> None:
+        assert await rig.train(3) == "F2 o2 o2"
+        assert await rig.train(2) == "o2 o2", "an optimizer step changes nothing"
+        await rig.resize(0, 1, 2)
+        assert await rig.train(3) == "F3 o3 o3"
+        await rig.resize(0, 1)
+        assert await rig.train(2) == "F2 o2"
+
+    told_on(story, 0, 1)
+
+
+def test_there_and_back_is_two_resizes_though_the_slots_are_the_same(told_on):
+    async def story(rig: Rig) -> None:
+        await rig.train(2)
+        await rig.resize(0, 1, 2)
+        await rig.resize(0, 1)
+        assert await rig.train(2) == "F2 o2"
+
+    told_on(story, 0, 1)
+
+
+def test_a_resize_that_nobody_decided_is_one_too(told_on):
+    async def story(rig: Rig) -> None:
+        await rig.train(2)
+        await rig.resizer.resize(ParallelLayout.of((0, 1, 2)))
+        await rig.resizer.resize(ParallelLayout.of((0, 1)))
+        assert await rig.train(2) == "F2 o2"
+
+    told_on(story, 0, 1)
+
+
+def test_a_resize_that_is_rolled_back_has_no_first_micro_step(told_on):
+    async def story(rig: Rig) -> None:
+        await rig.train(2)
+        rig.carrier.fail(2, "error", on=Freeze)
+        with pytest.raises(NotDone, match="stays on slots 0-1"):
+            await rig.resize(0, 1, 2)
+        assert await rig.train(2) == "o2 o2"
+
+    told_on(story, 0, 1)
+
+
+def test_while_the_resize_is_finalized_the_first_micro_step_is_there_already(told_on):
+    async def story(rig: Rig) -> None:
+        rig.slots.work_s = lambda number, command: 0.1 if isinstance(command, Finalize) else 0.01
+        training = asyncio.create_task(rig.train(40))
+        await asyncio.sleep(0.05)
+        await rig.resize(1, 2, 3)
+        assert rig.trainer.pending_samples, "it trains on"
+        kinds = (await training).split()
+        assert [kind for kind in kinds if kind != "o2" and kind != "o3"] == ["F2", "F3"]
+        assert kinds.index("F3") == kinds.index("o3") - 1
+
+    told_on(story, 0, 1)
+
+
+def test_what_first_ones_take_longer_is_a_cost_of_resizing_and_no_speed(told_on):
+    async def story(rig: Rig) -> None:
+        await rig.train(5)
+        usual_s = rig.told.speeds().train.seconds(SEQ_LEN, 2)
+        rig.told.took("resize", 0.0)
+        before_s = rig.told.costs().resize_s
+        rig.slots.work_s = lambda number, command: 3.0 if isinstance(command, ForwardBackward) else 0.01
+        await rig.resizer.resize(ParallelLayout.of((1, 2)))
+        await rig.train(1)
+        assert rig.told.speeds().train.seconds(SEQ_LEN, 2) == pytest.approx(usual_s)
+        assert rig.told.costs().resize_s == pytest.approx(before_s + 3.0 - usual_s)
+
+    told_on(story, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "beside", "prepared_s", "taken_s"),
+    [
+        pytest.param("cpu", ("carrier", "plan", "groups", "build", "load"), 31, 4 + 8 + 16, id="a CPU"),
+        pytest.param("cuda:0", ("carrier", "plan", "groups", "build", "load"), 31, 0, id="one GPU for all"),
+        pytest.param("cuda:0", ("carrier", "plan"), 5, 0, id="NCCL"),
+    ],
+)
+def test_what_is_prepared_in_the_pause_is_not_a_cost_twice(told_on, device, beside, prepared_s, taken_s):
+    async def story(rig: Rig) -> None:
+        rig.devices.update(dict.fromkeys(rig.devices, device))
+        rig.slots.phases |= {"carrier": 1.0, "groups": 2.0, "plan": 4.0, "build": 8.0, "load": 16.0}
+        rig.slots.beside = beside
+        await rig.train(2)
+        await rig.resize(0, 1, 2)
+        assert rig.told.fixed_costs["prepare"] == prepared_s
+        assert rig.told.fixed_costs["resize"] == pytest.approx(rig.resizer.history[-1].pause_s + taken_s)
+
+    told_on(story, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "tokens"),
+    [
+        ({"a": (2, True), "b": (2, True), "c": (3, True)}, 700),  # slot 2 takes 300 and 400 in, slot 3 beside it 500
+        ({"a": (2, True), "b": (3, True), "c": (2, False)}, 400),  # a prompt that is prefilled again is no cache
+        ({"a": (2, False), "b": (3, False), "c": (None, False)}, 0),
+        ({"a": (None, False), "b": (1, False), "c": (None, False)}, None),  # b stays; nothing has migrated
+        ({"a": (3, True), "b": (None, False), "c": (None, True)}, 300),  # to slot 3 instead; the others had ended
+    ],
+)
+def test_caches_are_measured_by_the_slot_that_takes_in_the_most(told_on, outcomes, tokens):
+    """That is how a migration is reckoned: from many sources to one slot, it takes as long as that slot takes."""
+    contexts = {"a": 300, "b": 400, "c": 500}
+    orders = [Migration(name, id_on(source), id_on(2), True) for source, name in enumerate(contexts)]
+
+    async def story(rig: Rig) -> None:
+        async def migrate(migrations):
+            await asyncio.sleep(0.25)
+            found = [(order, *outcomes[order.id]) for order in migrations]
+            return tuple(MigrationResult(order, None if at is None else id_on(at), cache) for order, at, cache in found)
+
+        rig.generators.unfinished = lambda: [
+            SimpleNamespace(id=name, context_tokens=context) for name, context in contexts.items()
+        ]
+        rig.generators.migrate = migrate
+        await rig.stage.migrate(orders)
+        assert rig.told.migrations == ([] if tokens is None else [(tokens, pytest.approx(0.25))])
+
+    told_on(story, 0, 1)

@@ -1,0 +1,229 @@
+"""Generators that are lost come back, above slots in memory and in virtual time: when, with which weights, and how
+often it is tried."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ductile.cluster.processes import StartFailed
+from ductile.elastic.recovery import LASTS_S, LONGEST_PAUSE_S, Recovery, pause_s
+from ductile.messages.workers import AssignRole, LeaseWeights, Publish, Receive
+from ductile.observe import Recorder, read_jsonl
+from tests.fleet.generate_slots import Slot
+from tests.fleet.test_migration import TRAINER, Cluster, is_whole, steps, with_cluster
+from tests.orchestrator.doubles import clock
+
+START_S = 0.5
+
+
+class Reviving:
+    """What a recovery needs of a `LocalCluster`, above the slots of `cluster`."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.inside, self.mailbox = cluster, cluster.mailbox
+        self.devices = dict.fromkeys(cluster.slots.slots, "cpu")
+        self.processes = dict.fromkeys(cluster.slots.slots, self)
+        self.pid = 7
+        self.failed: list[str] = []
+        self.errors: list[Exception] = []
+        self.num_started = 0
+        self.starts_after = 0
+        """Number of attempts to start a slot that fail."""
+
+    def depends_on(self, slot: int) -> bool:
+        return slot == TRAINER
+
+    async def add(self, slots: list[int]) -> list[int]:
+        await asyncio.sleep(START_S)
+        self.num_started += 1
+        if self.num_started <= self.starts_after:
+            raise StartFailed(f"slot {slots[0]} ended with exit code 1")
+        for slot in slots:
+            if slot in self.mailbox.lost:
+                self.mailbox.welcome(slot)
+                self.inside.slots.dead.discard(slot)
+                self.inside.slots.slots[slot] = Slot(slot)
+        return slots
+
+    def condemn(self, slot: int, sentence: str) -> None:
+        self.mailbox.lose(slot, sentence)
+
+    def fail(self, sentence: str) -> None:
+        self.failed.append(sentence)
+
+    def fail_with(self, sentence: str, error: Exception) -> None:
+        self.errors.append(error)
+
+
+@asynccontextmanager
+async def recovering(cluster: Cluster, folder: Path, max_restarts: int = 5, is_scheduled: bool = False, **how: Any):
+    async def change_over(slot: int) -> None:
+        if wait := how.get("change_over"):
+            await wait.wait()
+
+    for slot in cluster.generators.slots:  # those that are there from the start, as if they had been told
+        cluster.mailbox._roles[slot] = ["generate"]
+    record, reviving = Recorder(folder), Reviving(cluster)
+    pools = {"generate": cluster.generators}
+    recovery = Recovery(
+        reviving, cluster.trainer, pools, {"generate": {}}, record, max_restarts, change_over, is_scheduled, clock
+    )
+    async with recovery:
+        yield reviving, recovery
+    record.close()
+    assert not reviving.errors
+
+
+def events(folder: Path) -> list[tuple[str, str]]:
+    return [(row["kind"], row["sentence"]) for row in read_jsonl(folder / "events.jsonl")]
+
+
+def test_one_of_two_generators_comes_back_with_the_live_weights(tmp_path):
+    async def story(cluster: Cluster):
+        async with recovering(cluster, tmp_path) as (_, recovery):
+            await cluster.publish(1)
+            asked = [cluster.ask(name) for name in "abcd"]
+            await steps(5)
+            cluster.slots.kill(0, cluster.mailbox)
+            await asyncio.sleep(0.01)
+            assert recovery.under_way == {0}
+            assert cluster.generators.slots == (1,)
+            await asyncio.sleep(2 * START_S)
+            assert recovery.under_way == frozenset()
+            assert [each.id for each in cluster.generators.instances] == ["generator-0+1", "generator-1"]
+            assert cluster.sent(LeaseWeights)[-1][0] == 1
+            assert cluster.sent(Receive)[-1][0] == 0
+            assert all(is_whole(generation, generation.id) for generation in await asyncio.gather(*asked))
+            assert cluster.slots.slots[0].version == 1
+        assert events(tmp_path) == [("slot_restarted", "Slot 0 generates again after 0.50 s, on cpu, pid 7.")]
+
+    with_cluster(story, generating=(0, 1))
+
+
+def test_a_generator_that_was_lost_before_comes_back_too(tmp_path):
+    async def story(cluster: Cluster):
+        cluster.mailbox._roles[0] = ["generate"]
+        cluster.slots.kill(0, cluster.mailbox)
+        await asyncio.sleep(1)
+        async with recovering(cluster, tmp_path):
+            await asyncio.sleep(1)
+            assert cluster.generators.slots == (0, 1)
+
+    with_cluster(story, generating=(0, 1))
+
+
+def test_requests_wait_for_a_lone_generator(tmp_path):
+    async def story(cluster: Cluster):
+        async with recovering(cluster, tmp_path):
+            asked = cluster.ask("a")
+            for number in (1, 2):
+                await steps(5)
+                cluster.slots.kill(0, cluster.mailbox)
+                await asyncio.sleep(5)
+                assert [each.id for each in cluster.generators.instances] == [f"generator-0+{number}"]
+            assert is_whole(await asked, "a", 60)
+
+    with_cluster(story, generating=(0,), length=lambda name: 60)
+
+
+def test_a_lone_generator_that_is_lost_between_two_optimizer_steps_gets_the_weights_of_that_moment(tmp_path):
+    async def story(cluster: Cluster):
+        async with recovering(cluster, tmp_path):
+            await cluster.publish(1)
+            asked = cluster.ask("a")
+            await steps(5)
+            await cluster.trainer.optim_step(1.0)
+            cluster.slots.kill(0, cluster.mailbox)
+            assert is_whole(await asked, "a")
+            assert cluster.slots.slots[0].version == cluster.generators.version == 1
+            assert [command.version for _, command in cluster.sent(Publish)] == [0, 1, 1]
+            await cluster.publish(2)
+            assert cluster.slots.slots[0].version == 2
+
+    with_cluster(story, generating=(0,))
+
+
+def test_a_slot_that_does_not_start_is_tried_again_ever_later_and_then_given_back(tmp_path):
+    async def story(cluster: Cluster):
+        async with recovering(cluster, tmp_path, max_restarts=3) as (reviving, recovery):
+            reviving.starts_after = 3
+            cluster.slots.kill(0, cluster.mailbox)
+            await asyncio.sleep(3 * START_S + 1 + 2 - 0.1)
+            assert recovery.under_way == {0}
+            await asyncio.sleep(0.2)
+            assert recovery.under_way == frozenset()
+            assert reviving.failed == [], "the other generator goes on"
+            assert is_whole(await cluster.ask("a"), "a")
+        said = "Slot 0 is given back after 3 attempts to start it again (cluster.max_restarts): slot 0 ended with exit"
+        assert events(tmp_path) == [("slot_given_back", f"{said} code 1.")]
+
+    with_cluster(story, generating=(0, 1))
+
+
+def test_a_generator_that_cannot_take_its_role_is_killed_before_the_next_attempt(tmp_path):
+    async def story(cluster: Cluster):
+        async with recovering(cluster, tmp_path) as (reviving, _):
+            cluster.carrier.fail(0, "error", on=AssignRole)
+            cluster.slots.kill(0, cluster.mailbox)
+            await asyncio.sleep(5)
+            assert reviving.num_started == 2
+            assert cluster.generators.slots == (0, 1)
+
+    with_cluster(story, generating=(0, 1))
+
+
+@pytest.mark.parametrize("is_scheduled", [False, True])
+def test_when_the_last_generator_is_given_back_the_run_ends_unless_a_policy_may_make_another(tmp_path, is_scheduled):
+    async def story(cluster: Cluster):
+        async with recovering(cluster, tmp_path, max_restarts=0, is_scheduled=is_scheduled) as (reviving, _):
+            cluster.slots.kill(0, cluster.mailbox)
+            await asyncio.sleep(1)
+            said = (
+                "Slot 0 was killed by SIGKILL; slot 0 was given back after 0 attempts to start it again "
+                "(cluster.max_restarts), and no slot generates"
+            )
+            assert reviving.failed == ([] if is_scheduled else [said])
+
+    with_cluster(story, generating=(0,))
+
+
+def test_attempts_are_counted_anew_once_the_slot_has_worked_for_a_while(tmp_path):
+    async def story(cluster: Cluster):
+        async with recovering(cluster, tmp_path, max_restarts=1) as (reviving, _):
+            for _ in range(3):
+                cluster.slots.kill(0, cluster.mailbox)
+                await asyncio.sleep(LASTS_S + 2)
+            assert reviving.num_started == 3
+            cluster.slots.kill(0, cluster.mailbox)
+            await asyncio.sleep(2)
+            cluster.slots.kill(0, cluster.mailbox)
+            await asyncio.sleep(2)
+            assert reviving.num_started == 4
+        assert [kind for kind, _ in events(tmp_path)] == ["slot_restarted"] * 4 + ["slot_given_back"]
+
+    with_cluster(story, generating=(0, 1))
+
+
+def test_a_slot_is_left_alone_while_it_changes_roles(tmp_path):
+    async def story(cluster: Cluster):
+        over = asyncio.Event()
+        async with recovering(cluster, tmp_path, change_over=over) as (reviving, recovery):
+            cluster.slots.kill(0, cluster.mailbox)
+            await asyncio.sleep(5)
+            assert reviving.num_started == 0
+            assert recovery.under_way == {0}
+            await reviving.add([0])  # the change has started it for another role
+            over.set()
+            await asyncio.sleep(5)
+            assert (reviving.num_started, cluster.generators.slots) == (1, (1,))
+            assert recovery.under_way == frozenset()
+
+    with_cluster(story, generating=(0, 1))
+
+
+def test_pauses_between_attempts_double_up_to_the_longest():
+    assert [pause_s(attempts) for attempts in range(5)] == [0, 1, 2, 4, 8]
+    assert pause_s(40) == LONGEST_PAUSE_S

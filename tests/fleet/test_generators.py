@@ -1,0 +1,282 @@
+"""Generators over the memory transport: where sequences go, what cancelling, silence and death do."""
+
+import asyncio
+import time
+import tracemalloc
+
+import pytest
+
+from ductile.config.cluster import ClusterConfig
+from ductile.fleet.generators import RemoteGenerators
+from ductile.fleet.in_flight import RequestsInFlight
+from ductile.messages.workers import Abort, Command, Done, EngineStats, Finished, Generate, Reply
+from ductile.records import GenerateRequest, Generation, Sampling
+from ductile.roles import Late, Refused, SlotLost
+from ductile.transport.deadlines import Deadlines
+from ductile.transport.mailbox import Mailbox
+from tests.fleet.generate_slots import generator
+from tests.transport.memory_transport import MemoryTransport
+
+
+def request(name: str, group: str = "", max_tokens: int = 10) -> GenerateRequest:
+    return GenerateRequest(name, (1, 2), Sampling(max_tokens=max_tokens), group=group)
+
+
+def finished(name: str, num_tokens: int = 2, reason="stop") -> Finished:
+    return Finished((Generation(name, (7,) * num_tokens, (0.0,) * num_tokens, (0,) * num_tokens, reason),))
+
+
+def stats(num_tokens: int) -> EngineStats:
+    return EngineStats(1, 0, num_tokens, 0, 0.1, 0)
+
+
+class Fleet:
+    """Two generators that complete nothing by themselves."""
+
+    def __init__(self, timeout_s: float = 5.0, clock=time.monotonic, block_tokens: int = 16) -> None:
+        self.carrier = MemoryTransport({0: self._respond, 1: self._respond})
+        self.mailbox = Mailbox(self.carrier)
+        self.generators = RemoteGenerators(
+            self.mailbox, map(generator, (0, 1)), 8, block_tokens, Deadlines.same(timeout_s), clock
+        )
+
+    def _respond(self, slot: int, command: Command) -> Reply:
+        return Done()
+
+    def ask(self, *args, **kwargs) -> "asyncio.Task[Generation]":
+        return asyncio.create_task(self.generators.generate(request(*args, **kwargs)))
+
+    def sent(self, kind: type) -> list:
+        return [(slot, command) for slot, command in self.carrier.sent if isinstance(command, kind)]
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def run(story) -> None:
+    asyncio.run(asyncio.wait_for(story, 20))
+
+
+def test_a_completion_goes_to_who_asked():
+    async def story():
+        fleet = Fleet()
+        first, second = fleet.ask("a"), fleet.ask("b")
+        await settle()
+        fleet.carrier.emit(1, finished("b"))
+        fleet.carrier.emit(0, finished("a", 3, "length"))
+        assert (await first).finish_reason == "length"
+        assert (await second).id == "b"
+        assert fleet.generators.capacity == 16
+        assert [load.remaining_tokens for load in fleet.generators._in_flight.loads(fleet.generators.instances)] == [
+            0,
+            0,
+        ]
+
+    run(story())
+
+
+def test_one_message_a_slot_and_turn():
+    async def story():
+        fleet = Fleet()
+        for n in range(6):
+            fleet.ask(str(n), max_tokens=10 + n)
+        await settle()
+        sent = fleet.sent(Generate)
+        assert sorted(slot for slot, _ in sent) == [0, 1]
+        assert sorted(r.id for _, command in sent for r in command.requests) == list("012345")
+
+    run(story())
+
+
+def test_goes_where_fewest_tokens_are_left_and_siblings_together():
+    async def story():
+        fleet = Fleet()
+        fleet.ask("long", max_tokens=1000)
+        fleet.ask("s0", group="s", max_tokens=20)
+        fleet.ask("s1", group="s", max_tokens=20)
+        fleet.ask("other", max_tokens=20)
+        await settle()
+        where = {r.id: slot for slot, command in fleet.sent(Generate) for r in command.requests}
+        assert where == {"long": 0, "s0": 1, "s1": 1, "other": 1}
+
+    run(story())
+
+
+@pytest.mark.parametrize(("block_tokens", "together"), [(2, True), (3, False), (0, False)])
+def test_siblings_go_together_where_the_cache_shares_their_prompt(block_tokens: int, together: bool):
+    """Of two tokens, as all prompts here. 0: nothing is shared."""
+
+    async def story():
+        fleet = Fleet(block_tokens=block_tokens)
+        fleet.ask("s0", group="s")
+        fleet.ask("s1", group="s")
+        await settle()
+        slots = [slot for slot, command in fleet.sent(Generate) for _ in command.requests]
+        assert slots == ([0, 0] if together else [0, 1])
+
+    run(story())
+
+
+def test_cancelling_aborts():
+    async def story():
+        fleet = Fleet()
+        tasks = [fleet.ask(name) for name in "abcd"]
+        await settle()
+        for task in tasks[:3]:
+            task.cancel()
+        await asyncio.wait(tasks[:3])
+        await settle()
+        aborted = {name for _, command in fleet.sent(Abort) for name in command.ids}
+        assert aborted == {"a", "b", "c"}
+        assert len(fleet.sent(Abort)) == 2, "one message a slot"
+        assert [load.remaining_tokens for load in fleet.generators._in_flight.loads(fleet.generators.instances)] == [
+            0,
+            10,
+        ]
+
+    run(story())
+
+
+def test_the_completion_of_an_aborted_attempt_is_not_that_of_the_second():
+    async def story():
+        fleet = Fleet()
+        first = fleet.ask("a")
+        await settle()
+        first.cancel()
+        await settle()
+        second = fleet.ask("a")
+        await settle()
+        fleet.carrier.emit(0, finished("a", 1, "abort"))
+        await settle()
+        assert not second.done()
+        ((_, command),) = [pair for pair in fleet.sent(Generate) if pair[1].requests[0].id != "a"]
+        fleet.carrier.emit(0, finished(command.requests[0].id, 4))
+        generation = await second
+        assert (generation.id, len(generation.token_ids)) == ("a", 4)
+
+    run(story())
+
+
+def test_what_is_under_way_at_a_generator_that_dies_begins_again_and_nothing_else():
+    async def story():
+        fleet = Fleet()
+        first, second = fleet.ask("a"), fleet.ask("b")
+        await settle()
+        fleet.mailbox.lose(0, "slot 0 was killed by SIGKILL")
+        await settle()
+        assert [command.requests[0].id for slot, command in fleet.sent(Generate) if slot == 1] == ["b", "a"]
+        fleet.carrier.emit(1, finished("b"))
+        fleet.carrier.emit(1, finished("a"))
+        assert [(await first).id, (await second).id] == ["a", "b"]
+
+    run(story())
+
+
+@pytest.mark.parametrize("num_dead", [1, 2])
+def test_a_connection_that_ends_before_the_news_of_the_death_costs_one_attempt(num_dead: int):
+    async def story():
+        fleet = Fleet()
+        dead = {0, 1} if num_dead == 2 else {0}
+        attempts, post = [], fleet.carrier.post
+
+        async def unreachable(slot, envelope):
+            attempts.append(slot)
+            if slot in dead:
+                raise SlotLost(f"slot {slot} is not connected any more")
+            await post(slot, envelope)
+
+        fleet.carrier.post = unreachable
+        task = fleet.ask("a")
+        await settle()
+        await settle()
+        assert attempts == [0, 1]
+        if num_dead == 1:
+            fleet.carrier.emit(1, finished("a"))
+            await task
+        else:
+            assert not task.done()
+            task.cancel()
+            await asyncio.wait([task])
+
+    run(story())
+
+
+def test_a_refusal_reaches_everybody_in_the_message():
+    async def story():
+        fleet = Fleet()
+        fleet.carrier.fail(0, "error", on=Generate)
+        task = fleet.ask("a")
+        with pytest.raises(Refused, match="Generate failed, as asked"):
+            await task
+
+    run(story())
+
+
+def test_late_only_without_any_progress():
+    async def story():
+        now = 100.0
+        fleet = Fleet(timeout_s=0.2, clock=lambda: now)
+        task = fleet.ask("a")
+        await settle()
+        for tokens in (5, 9):
+            now += 0.15
+            fleet.carrier.emit(0, stats(tokens))
+            await asyncio.sleep(0.25)
+            assert not task.done()
+        now += 0.15
+        fleet.carrier.emit(0, stats(9))
+        now += 0.1
+        with pytest.raises(Late, match=r"slot 0 made no progress for 0.2 s while it had to generate a"):
+            await task
+
+    run(story())
+
+
+def test_a_request_that_has_ended_leaves_nothing_behind():
+    async def story():
+        requests = RequestsInFlight(lambda: 0.0)
+
+        def fly(number: int) -> None:
+            requests.close(requests.open(request(f"train/0/{number}")), aborted=False)
+
+        fly(0)
+        tracemalloc.start()
+        before, _ = tracemalloc.get_traced_memory()
+        for number in range(2000):
+            fly(number)
+        after, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert after - before < 10_000  # an entry each would be 200,000
+
+    run(story())
+
+
+def test_each_wait_has_a_deadline_of_its_own():
+    """A generator may be silent for longer than a command may take, and requests may wait for one longer still."""
+
+    async def story():
+        fleet = Fleet(clock=lambda: asyncio.get_running_loop().time())
+        fleet.generators._deadlines = Deadlines(command_s=0.05, progress_s=0.2, patience_s=0.4)
+        stuck = fleet.ask("a")
+        await asyncio.sleep(0.15)
+        assert not stuck.done()
+        with pytest.raises(Late, match=r"no progress for 0\.2 s"):
+            await stuck
+        for slot in (0, 1):
+            fleet.mailbox.lose(slot, "slot was killed")
+        await settle()
+        waiting = fleet.ask("b")
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        with pytest.raises(Late, match=r"for 0\.4 s no slot had the role"):
+            await waiting
+
+    run(story())
+
+
+def test_deadlines_that_are_not_written_are_the_commands():
+    assert Deadlines.of(ClusterConfig(command_timeout_s=9)) == Deadlines.same(9)
+    written = ClusterConfig(command_timeout_s=9, progress_timeout_s=1, patience_timeout_s=2)
+    assert Deadlines.of(written) == Deadlines(9, 1, 2)

@@ -1,0 +1,248 @@
+"""Generators on two slots and on none: who is told what, where requests go, and what becomes of them."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from ductile.core.instances.instances import Instance, InstanceId, instance_on
+from ductile.core.scheduling.orders import Migration
+from ductile.fleet.generators import RemoteGenerators
+from ductile.messages.workers import (
+    AssignRole,
+    Command,
+    Died,
+    Done,
+    Event,
+    Failed,
+    Generate,
+    LeaseWeights,
+    MigrateOut,
+    Receive,
+    ReleaseRole,
+    Reply,
+)
+from ductile.roles import Refused, SlotLost
+from tests.fleet.generate_slots import generator
+from tests.fleet.test_migration import (
+    DEADLINES,
+    TIMEOUT_S,
+    Cluster,
+    Move,
+    as_drawn,
+    is_whole,
+    moves,
+    steps,
+    with_cluster,
+)
+from tests.orchestrator.doubles import clock
+
+PAIR = instance_on("generate", (0, 1))
+ELSEWHERE = Instance(InstanceId("http://elsewhere"), "generate", ())
+BEHIND = 10
+"""Slot of the double that does the server's work."""
+
+
+class Elsewhere:
+    """A server on no slot of the run: `ductile.fleet.worker_pool.Server`, with an engine of the double behind it."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.deliver = cluster, lambda event: None
+        self.asked: list[Command] = []
+        self.raises: Exception | None = None
+        self.dies_at: type[Command] | None = None
+        """Command that it takes, and dies."""
+        cluster.slots.slots[BEHIND].holds, cluster.slots.slots[BEHIND].version = True, 0
+        cluster.mailbox.subscribe(lambda slot, event: self.deliver(event) if slot == BEHIND else None)
+
+    async def ask(self, command: Command, deadline_s: float) -> Reply:
+        self.asked.append(command)
+        if self.raises:
+            raise self.raises
+        if self.dies_at is not None and isinstance(command, self.dies_at):
+            self.deliver(Died("http://elsewhere is gone"))
+            return Done()
+        if BEHIND in self.cluster.mailbox.lost:
+            raise SlotLost("http://elsewhere cannot be reached")
+        reply = await self.cluster.slots.respond(BEHIND, command)
+        if isinstance(reply, Failed):
+            raise Refused(reply.error)
+        return reply
+
+    def listen(self, deliver: Callable[[Event], None]) -> None:
+        self.deliver = deliver
+
+
+class Mixed(Cluster):
+    """A generator on slots 0 and 1, one on slot 2, and one on none."""
+
+    def __init__(self) -> None:
+        super().__init__(generating=(0, 1, 2))
+        self.server = Elsewhere(self)
+        self.generators = RemoteGenerators(
+            self.mailbox,
+            (PAIR, generator(2), ELSEWHERE),
+            8,
+            16,
+            DEADLINES,
+            clock,
+            self.leases,
+            {ELSEWHERE.id: self.server},
+        )
+        self.generators.on_restarted = lambda sentence, lost: self.restarted.append(lost)
+
+    async def publish(self, version: int) -> None:
+        """Whoever owns the server sees to its weights."""
+        await super().publish(version)
+        self.slots.slots[BEHIND].version = version
+
+
+def with_mixed(story: Callable[[Mixed], Coroutine[Any, Any, None]]) -> None:
+    with_cluster(story, Mixed)
+
+
+@settings(max_examples=100, deadline=None)
+@given(moves)
+def test_whatever_happens_each_request_ends_once_with_what_was_sampled_for_it(moves: list[Move]):
+    with_mixed(lambda cluster: as_drawn(cluster, moves))
+
+
+def test_requests_go_to_the_first_slot_and_to_the_server_and_weights_to_every_slot():
+    async def story(cluster: Mixed):
+        asked = {name: cluster.ask(name) for name in "abc"}
+        await steps(2)
+        assert cluster.where() == {"a": "generator-0-1", "b": "generator-2", "c": "http://elsewhere"}
+        assert [slot for slot, _ in cluster.sent(Generate)] == [0, 2]
+        assert [type(command) for command in cluster.server.asked] == [Generate]
+        assert [slot for slot, _ in cluster.sent(Receive)] == [0, 1, 2]
+        assert cluster.generators.capacity == 24
+        assert cluster.generators.slots == (0, 1, 2)
+        for name, task in asked.items():
+            assert is_whole(await task, name)
+
+    with_mixed(story)
+
+
+def test_requests_migrate_between_them_and_nobody_notices():
+    async def story(cluster: Mixed):
+        asked = {name: cluster.ask(name) for name in "abc"}
+        await steps(5)
+        orders = [
+            Migration("a", PAIR.id, ELSEWHERE.id, with_cache=True),
+            Migration("b", InstanceId("generator-2"), PAIR.id),
+            Migration("c", ELSEWHERE.id, InstanceId("generator-2"), with_cache=True),
+        ]
+        results = await cluster.generators.migrate(orders)
+        assert [(result.instance, result.why) for result in results] == [(order.target, "") for order in orders]
+        assert [slot for slot, _ in cluster.sent(MigrateOut)] == [0, 2]
+        assert cluster.where() == {order.id: order.target for order in orders}
+        for name, task in asked.items():
+            assert is_whole(await task, name)
+        assert sorted(cluster.slots.with_cache) == ["a", "c"]
+
+    with_mixed(story)
+
+
+def test_a_server_that_dies_with_a_request_that_has_just_come_is_not_waited_for():
+    async def story(cluster: Mixed):
+        task = cluster.ask("a")
+        await steps(5)
+        cluster.server.dies_at = Generate
+        began_s = clock()
+        await cluster.generators.migrate([Migration("a", PAIR.id, ELSEWHERE.id)])
+        assert ELSEWHERE not in cluster.generators.all_instances
+        assert is_whole(await task, "a")
+        assert clock() - began_s < TIMEOUT_S / 2
+
+    with_mixed(story)
+
+
+def test_whatever_a_server_s_client_raises_is_a_refusal_of_what_was_asked():
+    async def story(cluster: Mixed):
+        cluster.server.raises = ConnectionError("connection refused")
+        tasks = [cluster.ask(name) for name in "abc"]
+        endings = await asyncio.gather(*tasks, return_exceptions=True)
+        (error,) = [ending for ending in endings if isinstance(ending, Exception)]
+        assert isinstance(error, Refused)
+        assert "http://elsewhere: ConnectionError: connection refused" in str(error)
+
+    with_mixed(story)
+
+
+def test_an_instance_of_two_slots_joins_and_leaves_as_a_whole():
+    async def story(cluster: Mixed):
+        joiner = instance_on("generate", (3, 4), birth=1)
+        cluster.carrier.sent.clear()
+        assert await cluster.generators.admit(joiner, {})
+        assert [(slot, command.layout.slots) for slot, command in cluster.sent(AssignRole)] == [
+            (3, (3, 4)),
+            (4, (3, 4)),
+        ]
+        assert [slot for slot, _ in cluster.sent(LeaseWeights)] == [0], "one slot leases the weights out for all"
+        assert [slot for slot, _ in cluster.sent(Receive)] == [3, 4]
+        assert cluster.generators.instances == (PAIR, generator(2), joiner, ELSEWHERE)
+        with pytest.raises(ValueError, match="slot 4 has the role 'generate' already"):
+            await cluster.generators.admit(instance_on("generate", (4, 5), birth=2), {})
+        await cluster.generators.dismiss(joiner)
+        assert [slot for slot, _ in cluster.sent(ReleaseRole)] == [3, 4]
+        assert cluster.generators.instances == (PAIR, generator(2), ELSEWHERE)
+        again = instance_on("generate", (3, 4), birth=3)
+        assert await cluster.generators.admit(again, {})
+        assert again.id != joiner.id
+
+    with_mixed(story)
+
+
+def test_a_half_that_does_not_come_leaves_neither_half_behind():
+    async def story(cluster: Mixed):
+        cluster.carrier.fail(4, "error", on=Receive, times=9)
+        with pytest.raises(Refused, match="Receive failed, as asked"):
+            await cluster.generators.admit(instance_on("generate", (3, 4), birth=1), {})
+        await asyncio.sleep(1)
+        assert sorted(slot for slot, _ in cluster.sent(ReleaseRole)) == [3, 4]
+        assert cluster.generators.instances == (PAIR, generator(2), ELSEWHERE)
+
+    with_mixed(story)
+
+
+def test_with_one_of_its_slots_an_instance_is_lost_and_its_requests_begin_again_elsewhere():
+    async def story(cluster: Mixed):
+        asked = {name: cluster.ask(name) for name in "abc"}
+        await steps(5)
+        cluster.slots.slots[0].live.clear()  # the engine on two slots has stopped with the second one
+        cluster.slots.kill(1, cluster.mailbox)
+        await steps(1)
+        assert cluster.restarted == ["generator-0-1"]
+        assert cluster.generators.instances == (generator(2), ELSEWHERE)
+        assert [slot for slot, _ in cluster.sent(ReleaseRole)] == [0], "the slot that is left may do something else"
+        for name, task in asked.items():
+            assert is_whole(await task, name)
+
+    with_mixed(story)
+
+
+def test_the_slot_that_is_left_of_a_lost_instance_may_join_again_at_once():
+    async def story(cluster: Mixed):
+        cluster.slots.kill(1, cluster.mailbox)
+        assert await asyncio.create_task(cluster.generators.admit(generator(0, birth=1), {}))
+        told = [type(command) for slot, command in cluster.carrier.sent if slot == 0]
+        assert told.index(ReleaseRole) < told.index(AssignRole), "it gives the old role up before it takes the new one"
+
+    with_mixed(story)
+
+
+def test_a_server_that_is_gone_is_none_any_more():
+    async def story(cluster: Mixed):
+        asked = {name: cluster.ask(name) for name in "abc"}
+        await steps(5)
+        cluster.slots.slots[BEHIND].live.clear()
+        cluster.server.deliver(Died("http://elsewhere cannot be reached"))
+        await steps(1)
+        assert cluster.restarted == ["http://elsewhere"]
+        assert cluster.generators.instances == (PAIR, generator(2))
+        for name, task in asked.items():
+            assert is_whole(await task, name)
+
+    with_mixed(story)

@@ -1,0 +1,75 @@
+"""What a command does in which order, with doubles for the processes."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from ductile.config.model import TrainerModelConfig
+from ductile.orchestrator import run
+from ductile.orchestrator import run_until as run_until_module
+from ductile.orchestrator.bench import Bench
+
+
+class Reached(Exception):
+    """Far enough for this test."""
+
+
+async def never(*arguments: object) -> str:
+    return await asyncio.Future()
+
+
+@pytest.mark.parametrize("command", [run._rl, run._batches], ids=["rl", "sft and trainer"])
+def test_devices_are_measured_before_models_are_loaded(command, monkeypatch: pytest.MonkeyPatch):
+    """Else what it takes is the most that a run uses, or more than the models have left."""
+    did: list[str] = []
+
+    async def measure(*arguments: object) -> None:
+        did.append("measure")
+
+    async def take_roles(*arguments: object) -> None:
+        did.append("take roles")
+        raise Reached
+
+    async def nothing(*arguments: object) -> None:
+        pass
+
+    cluster = SimpleNamespace(mailbox=None, rendezvous="", stop=nothing, death=never)
+    monkeypatch.setattr(run_until_module, "CAUSE_S", 0.0)
+    monkeypatch.setattr(run, "placement_of", lambda config: SimpleNamespace(slots=(0,), train=(0,)))
+    monkeypatch.setattr(run, "_roles", lambda config, placement: {})
+    monkeypatch.setattr(run, "LocalCluster", lambda *arguments: cluster)
+    monkeypatch.setattr(run, "_start", nothing)
+    monkeypatch.setattr(run, "_begin", measure)
+    monkeypatch.setattr(run, "_take_roles", take_roles)
+    monkeypatch.setattr(run, "assign_role", take_roles)
+    config = SimpleNamespace(cluster=SimpleNamespace(auto_scheduler=False, command_timeout_s=1.0), bench=object())
+    prepared = SimpleNamespace(trainer=SimpleNamespace(model_dump=lambda mode: {}, model=TrainerModelConfig()))
+    session = SimpleNamespace(logs=None, bench=Bench(), interrupt=SimpleNamespace(graceful=asyncio.Event()))
+    with pytest.raises(Reached):
+        asyncio.run(command(config, prepared, session))
+    assert did == ["measure", "take roles"]
+
+
+@pytest.mark.parametrize("sooner", ["a user", "a death"])
+def test_nobody_waits_for_a_slot_that_does_not_say_its_memory(sooner: str):
+    async def story() -> None:
+        async def ask(measure: object) -> dict[int, object]:
+            return {} if measure else await asyncio.Future()
+
+        async def dead() -> str:
+            return "slot 0 is dead"
+
+        bench = Bench()
+        await bench.begin(ask, "bfloat16")
+        bench.on_metrics(2, {"tokens": 10.0, "step_s": 1.0})
+        interrupt = SimpleNamespace(graceful=asyncio.Event())
+        if sooner == "a user":
+            interrupt.graceful.set()
+        cluster = SimpleNamespace(death=dead if sooner == "a death" else never)
+        async with asyncio.timeout(30.0):
+            await run._measure_memory(bench, cluster, SimpleNamespace(interrupt=interrupt))
+        assert bench.figures()["steps"] == 1
+        assert bench.figures()["peak_memory"] == {"gib": None, "reason": "no slot has said it"}
+
+    asyncio.run(story())

@@ -1,0 +1,275 @@
+import asyncio
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from ductile.config.run import SFTConfig, TrainerRunConfig
+from ductile.observe import Recorder, read_jsonl
+from ductile.orchestrator.progress import CheckpointError
+from ductile.orchestrator.run_context import RunContext
+from ductile.orchestrator.saving import ExportFailed
+from ductile.orchestrator.sft import prepare_fake, prepare_sft, run_batches
+from ductile.orchestrator.sft_data import fake_samples, read_conversations, tokenise
+from ductile.orchestrator.skipped_steps import Diverged
+from ductile.records import StepReport
+from ductile.tasks.task import TaskError
+from ductile.tasks.tokenizer import Tokenizer
+from tests.orchestrator.doubles import read, write
+from tests.tiny import make_tokenizer_files, may_think
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = make_tokenizer_files(tmp_path / "m")
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 102}))
+    return folder
+
+
+@pytest.fixture
+def tokenizer(folder):
+    return Tokenizer.from_folder(folder)
+
+
+def trained_text(tokenizer, token_ids, mask):
+    kept = [token for token, trained in zip(token_ids, mask, strict=True) if trained]
+    return tokenizer.decode(kept, skip_special_tokens=False)
+
+
+CHAT = [
+    {"role": "system", "content": "Short."},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "yo"},
+    {"role": "user", "content": "and"},
+    {"role": "assistant", "content": "me"},
+]
+
+
+def test_completions_are_trained_and_nothing_else(tokenizer):
+    token_ids, mask = tokenise(tokenizer, CHAT)
+    assert token_ids == tokenizer.apply_chat_template(CHAT, add_generation_prompt=False)[:-1]  # without the last "\n"
+    assert trained_text(tokenizer, token_ids, mask) == "yo<|im_end|>me<|im_end|>"
+
+
+def test_a_base_model_learns_to_end_its_turns_as_the_template_does(folder):
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|pad|>"}))
+    base = Tokenizer.from_folder(folder)
+    token_ids, mask = tokenise(base, CHAT)
+    assert token_ids == base.apply_chat_template(CHAT, add_generation_prompt=False)[:-1]
+    assert trained_text(base, token_ids, mask) == "yo<|im_end|>me<|im_end|>"
+
+
+def test_white_space_that_the_template_cuts_is_not_trained(folder):
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    template = settings["chat_template"].replace("message['content']", "message['content'] | trim")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    chat = [*CHAT[:2], {"role": "assistant", "content": "\nyo  "}]
+    token_ids, mask = tokenise(Tokenizer.from_folder(folder), chat)
+    assert trained_text(Tokenizer.from_folder(folder), token_ids, mask) == "yo<|im_end|>"
+
+
+def test_variables_of_the_chat_template_reach_every_sample(tmp_path, folder):
+    data = {"type": "sft", "path": str(tmp_path / "rows.jsonl"), "batch_size": 1, "seq_len": 64}
+    data["chat_template_kwargs"] = {"enable_thinking": False}
+    (sample,) = prepare_sft(config(tmp_path, may_think(folder), data=data)).batch(0)
+    said = Tokenizer.from_folder(folder).decode(sample.token_ids)
+    assert said.count("assistant\n<think></think>") == 1
+
+
+def test_everything_is_trained_when_asked_for(tokenizer):
+    token_ids, mask = tokenise(tokenizer, CHAT, "all")
+    assert mask == [False] + [True] * (len(token_ids) - 1)
+
+
+def test_what_follows_the_last_completion_is_left_out(tokenizer):
+    assert tokenise(tokenizer, [*CHAT, {"role": "user", "content": "bye"}]) == tokenise(tokenizer, CHAT)
+
+
+def rows(tmp_path, *rows):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_cut_and_skipped_samples_are_counted(tmp_path, tokenizer):
+    file = rows(
+        tmp_path,
+        {"prompt": "hi", "completion": "yo"},
+        {"prompt": "hi", "completion": "y" * 100},
+        {"prompt": "h" * 100, "completion": "yo"},
+        {"messages": CHAT[1:3]},
+    )
+    read = read_conversations(str(file), tokenizer, 40, "assistant")
+    assert (len(read.samples), read.num_cut, read.num_skipped) == (3, 2, 1)
+    assert [len(sample) for sample in read.samples][1] == 40
+    assert read.samples[0].token_ids == read.samples[2].token_ids, "prompt/completion is a chat of two messages"
+
+
+def test_no_completion_within_seq_len_is_an_error(tmp_path, tokenizer):
+    file = rows(tmp_path, {"prompt": "h" * 100, "completion": "yo"})
+    with pytest.raises(TaskError, match=r"no completion begins within seq_len = 40 tokens; raise data.seq_len"):
+        read_conversations(str(file), tokenizer, 40, "assistant")
+
+
+def test_fake_samples():
+    fixed = fake_samples(3, 8, 5, step=0)
+    assert [sample.token_ids for sample in fixed] == [(0, 1, 2, 3, 4, 0, 1, 2)] * 3
+    variable = fake_samples(50, 8, 5, step=0, variable=True, random_ids=True, for_rl=True)
+    assert {len(sample) for sample in variable} == set(range(2, 9))
+    assert all(token < 5 for sample in variable for token in sample.token_ids)
+    assert all(sample.advantages and sample.rollout_logprobs and not sample.loss_mask[0] for sample in variable)
+    assert variable == fake_samples(50, 8, 5, step=0, variable=True, random_ids=True, for_rl=True)
+    assert variable != fake_samples(50, 8, 5, step=1, variable=True, random_ids=True, for_rl=True)
+
+
+class Memory:
+    """A trainer that remembers what it saw. Its state is the number of optimizer steps."""
+
+    num_ranks = 2
+
+    def __init__(self):
+        self.seen, self.loss_denominators, self.step, self.slots = [[]], [], 0, [0]
+
+    async def forward_backward(self, samples, seq_len):
+        self.seen[-1] += [sample.token_ids for sample in samples]
+
+    async def optim_step(self, loss_denominator):
+        self.step += 1
+        self.loss_denominators.append(loss_denominator)
+        self.seen.append([])
+        self.slots = [0, 1]  # it has grown
+        return StepReport(self.step, 1 / self.step, 0.1, 1e-3, int(loss_denominator), {"skipped": 0.0})
+
+    async def save(self, path):
+        write(path, str(self.step))
+
+    async def load(self, path):
+        self.step = int(read(path))
+
+    async def export(self, path, dtype):
+        pass
+
+
+def config(tmp_path, folder, **keys):
+    file = rows(tmp_path, *({"prompt": f"{i}", "completion": f"{i}!"} for i in range(10)))
+    data = {"type": "sft", "path": str(file), "batch_size": 4, "seq_len": 64}
+    return SFTConfig.model_validate(
+        {"model": {"name": str(folder), "seq_len": 64}, "data": data, "output_dir": str(tmp_path / "run"), **keys}
+    )
+
+
+def train(prepared, tmp_path, stop_after=None):
+    async def go():
+        record, trainer, stop = Recorder(tmp_path / "run"), Memory(), asyncio.Event()
+        if stop_after is not None:
+            optim_step = trainer.optim_step
+
+            async def then_stop(loss_denominator):
+                if trainer.step + 1 == stop_after:
+                    stop.set()
+                return await optim_step(loss_denominator)
+
+            trainer.optim_step = then_stop
+        summary = await run_batches(prepared, trainer, RunContext(record, stop, lambda: {"train": trainer.slots}))
+        record.close()
+        return trainer, summary
+
+    return asyncio.run(go())
+
+
+def test_one_pass_over_the_data_by_default(tmp_path, folder):
+    trainer, summary = train(prepare_sft(config(tmp_path, folder)), tmp_path)
+    assert summary["steps"] == 3
+    assert (summary["samples"], summary["samples_cut"], summary["slots"]) == (10, 0, {"train": [0, 1]})
+    assert [len(batch) for batch in trainer.seen[:3]] == [4, 4, 4]
+    assert len(Counter(sample for batch in trainer.seen for sample in batch)) == 10
+    assert trainer.loss_denominators == [4 * 3.0] * 3  # digit, "!", end of turn
+    metrics = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in metrics] == [1, 2, 3]
+    assert {"loss", "grad_norm", "lr", "tokens", "tokens_per_s_train", "step_s"} <= metrics[0].keys()
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["loss_last"] == pytest.approx(1 / 3)
+
+
+def test_stop_and_resume_see_the_same_batches(tmp_path, folder):
+    whole, _ = train(prepare_sft(config(tmp_path, folder, max_steps=8, output_dir=str(tmp_path / "w"))), tmp_path / "w")
+    first, summary = train(prepare_sft(config(tmp_path, folder, max_steps=8)), tmp_path, stop_after=3)
+    assert summary["steps"] == 3
+    resumed = prepare_sft(config(tmp_path, folder, max_steps=8, ckpt={"resume_step": -1}))
+    assert resumed.progress.step == 3
+    second, summary = train(resumed, tmp_path)
+    assert summary["steps"] == 8
+    assert first.seen[:3] + second.seen == whole.seen
+    assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 9))
+
+
+def test_resume_from_a_step_that_is_not_there(tmp_path, folder):
+    with pytest.raises(CheckpointError, match="no complete checkpoint of step 5"):
+        prepare_sft(config(tmp_path, folder, ckpt={"resume_step": 5}))
+
+
+def test_bench_makes_up_data_and_saves_nothing(tmp_path, folder):
+    prepared = prepare_sft(config(tmp_path, folder, bench={}))
+    trainer, summary = train(prepared, tmp_path)
+    assert summary["steps"] == 4
+    assert not (tmp_path / "run" / "state").exists()
+    assert trainer.seen[0][0] == tuple(range(64))
+
+
+def test_the_trainer_alone(tmp_path, folder):
+    config = TrainerRunConfig.model_validate(
+        {
+            "model": {"name": str(folder), "seq_len": 32},
+            "data": {"fake": {"batch_size": 3, "generate_samples": True}},
+            "max_steps": 2,
+            "loss": {"type": "grpo", "aggregation": "seq_mean_token_mean"},
+        }
+    )
+    prepared = prepare_fake(config)
+    assert prepared.trainer.loss == config.loss
+    assert prepared.trainer.max_steps == 2
+    trainer, summary = train(prepared, tmp_path)
+    assert summary["steps"] == 2
+    assert trainer.loss_denominators == [3.0, 3.0]
+    assert all(sample.weights for sample in prepared.batch(0))
+
+
+def test_steps_that_are_thrown_away_end_the_run_saved(tmp_path, folder):
+    class Diverging(Memory):
+        async def optim_step(self, loss_denominator):
+            report = await super().optim_step(loss_denominator)
+            return replace(report, metrics={"skipped": float(self.step > 2)})
+
+    prepared = prepare_sft(config(tmp_path, folder, max_steps=9, optim={"type": "adamw", "max_skipped_steps": 2}))
+    record = Recorder(tmp_path / "run")
+    with pytest.raises(
+        Diverged, match=r"the last 2 optimizer steps were not finite \(optim\.max_skipped_steps\).* lower optim\.lr"
+    ):
+        asyncio.run(run_batches(prepared, Diverging(), RunContext(record, asyncio.Event())))
+    assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert (tmp_path / "run" / "state" / "step_4").is_dir()
+
+
+def test_a_resume_with_no_step_to_do_writes_the_model_that_failed(tmp_path, folder):
+    class NoRoom(Memory):
+        async def export(self, path, dtype):
+            raise OSError(28, "No space left on device")
+
+    class Exporting(Memory):
+        async def export(self, path, dtype):
+            write(path, str(self.step))
+
+    def go(trainer, **keys):
+        record = Recorder(tmp_path / "run")
+        prepared = prepare_sft(config(tmp_path, folder, max_steps=2, **keys))
+        summary = asyncio.run(run_batches(prepared, trainer, RunContext(record, asyncio.Event())))
+        record.close()
+        return summary
+
+    with pytest.raises(ExportFailed):
+        go(NoRoom())
+    kinds = [row["kind"] for row in read_jsonl(tmp_path / "run" / "events.jsonl")]
+    assert kinds[-2:] == ["saved", "not_exported"]
+    assert go(Exporting(), ckpt={"resume_step": -1})["steps"] == 2
+    assert read(str(tmp_path / "run" / "model")) == "2"
