@@ -16,9 +16,9 @@ from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.elastic.trainer_resizer import TrainerResizer
 from ductile.elastic.transaction import ResizeOptions
 from ductile.fleet.trainer import RemoteTrainer
+from ductile.messages.control import Resized, ResizeRequest, RunFailed, Unfit
 from ductile.messages.workers import Died, Done, Ping, ReleaseRole
 from ductile.observe import Recorder, read_jsonl
-from ductile.orchestrator.control import Resized, ResizeRequest, RunFailed, Unfit
 from ductile.roles import SlotLost
 from ductile.transport.deadlines import Deadlines
 from ductile.transport.fanout import assign_role

@@ -8,8 +8,8 @@ import pytest
 
 from ductile.cli import main
 from ductile.core.scheduling.profile import Setting, StepProfile
+from ductile.messages.control import Unfit
 from ductile.orchestrator.control import Run as LiveRun
-from ductile.orchestrator.control import Unfit
 from tests.end_to_end.runs import summary, write_config
 
 BOTH_RULES = ("--cluster.use-pre-process-policy", "--cluster.use-wait-before-last-iter-policy")

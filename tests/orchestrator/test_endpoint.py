@@ -15,18 +15,17 @@ import pytest
 from rich.console import Console
 
 from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.orchestrator import control, run_commands
-from ductile.orchestrator.control import (
-    RESIZE_S,
+from ductile.messages.control import (
     Resized,
     ResizeRequest,
     Response,
-    Run,
     RunFailed,
     RunStatus,
     SlotStatus,
     Unfit,
 )
+from ductile.orchestrator import control, run_commands
+from ductile.orchestrator.control import RESIZE_S, Run
 from ductile.orchestrator.endpoint import Endpoint
 from ductile.orchestrator.run_commands import slot_list, times
 from ductile.orchestrator.status_table import status_table

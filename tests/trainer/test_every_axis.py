@@ -17,8 +17,8 @@ from ductile.core.transfer.order import stays_put
 from ductile.core.transfer.reshard import Planner
 from ductile.elastic.transaction import ResizeOptions, Transaction
 from ductile.fleet.trainer import RemoteTrainer
+from ductile.messages.control import Resized
 from ductile.messages.workers import AssignRole, Envelope, ForwardBackward, Prepare
-from ductile.orchestrator.control import Resized
 from ductile.parallel import parallelize
 from ductile.trainer.state import StatePlans
 from ductile.transport.codec import decode, encode

@@ -25,8 +25,8 @@ from ductile.elastic.trainer_resizer import TrainerResizer
 from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.scorer import RemoteScorer
 from ductile.fleet.trainer import RemoteTrainer
+from ductile.messages.control import RunFailed, Unfit
 from ductile.messages.workers import Died, EngineStats, Event, Finished, SlotPhase
-from ductile.orchestrator.control import RunFailed, Unfit
 from ductile.roles import Failure
 
 WAITING: frozenset[SlotPhase] = frozenset({"carrier", "groups"})

@@ -17,8 +17,8 @@ from ductile.core.transfer.order import stays_put
 from ductile.elastic.transaction import ResizeOptions, ResizeResult, Transaction, nothing_to_release
 from ductile.error_text import capitalised, error_text
 from ductile.fleet.trainer import RemoteTrainer
+from ductile.messages.control import Resized, ResizeRequest, RunFailed, Unfit
 from ductile.observe import Recorder
-from ductile.orchestrator.control import Resized, ResizeRequest, RunFailed, Unfit
 from ductile.roles import SlotLost
 
 NUM_KEPT = 20

@@ -1,4 +1,4 @@
-"""Talking to a live run from outside, and the words for it.
+"""Talking to a live run from outside.
 
     run = Run("runs/x")
     run.status().trainer.slots              (0, 1)
@@ -15,14 +15,23 @@ import time
 from collections.abc import Iterable
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.fabric.process import start_time
+from ductile.messages.control import (
+    VERSION,
+    ControlRequest,
+    Resized,
+    ResizeRequest,
+    Response,
+    RunFailed,
+    RunStatus,
+    Status,
+    Unfit,
+)
 
-VERSION = 3
 FILE = "control.json"
 MAX_REQUEST_BYTES = 1 << 20
 MAX_RESPONSE_BYTES = 64 << 20
@@ -30,102 +39,7 @@ STATUS_S = 10.0
 RESIZE_S = 600.0
 
 
-class Words(msgspec.Struct, forbid_unknown_fields=True):
-    pass
-
-
-class ResizeRequest(Words, tag="resize"):
-    """Have the trainer go on with these slots, in the order that moves least of its state."""
-
-    train: tuple[int, ...]
-    sizes: dict[str, int] = {}
-    """Sizes of axes as `ParallelDims` names them, such as {"dp_replicate": 2}; the other axes stay as they are, and
-    `dp_shard` is what the slots leave."""
-
-
-class Status(Words, tag="status"):
-    pass
-
-
-class ControlRequest(Words):
-    version: int
-    token: str
-    ask: ResizeRequest | Status
-
-
-class Resized(Words, tag="resized"):
-    """What became of a resize."""
-
-    outcome: Literal["resized", "rolled_back", "unchanged"]
-    sentence: str
-    epoch: int
-    before: ParallelLayout
-    after: ParallelLayout
-    """Layout that was asked for; after a rollback the trainer is on `before`."""
-    pause_s: float = 0.0
-    """Seconds that the trainer stood still."""
-    took_s: float = 0.0
-    """Seconds from the request to the end of the resize, the start of slots included."""
-    seconds: dict[str, float] = {}
-    """Seconds that the orchestrator waited, by step of the transaction."""
-    slot_seconds: dict[str, float] = {}
-    """Seconds of the slots' work, by phase: the longest of all slots."""
-    beside: tuple[str, ...] = ()
-    """Phases of `slot_seconds` in which the trainer still trained."""
-    num_bytes: int = 0
-    carrier: str = ""
-    step: int = 0
-    """Training steps that were done before the resize."""
-
-
-class SlotStatus(Words):
-    slot: int
-    pid: int
-    device: str
-    roles: tuple[str, ...]
-    doing: str
-    """An activity of the ledger: train, generate, score, publish, switch, idle; or "lost"."""
-    seconds: dict[str, float]
-    """Seconds by activity since the slot had its first role; together they are all the time since then."""
-    idle: dict[str, float] = {}
-    """Idle seconds of `seconds`, by cause."""
-
-
-class RunStatus(Words, tag="status"):
-    command: str
-    pid: int
-    step: int
-    max_steps: int
-    running_s: float
-    epoch: int
-    trainer: ParallelLayout
-    changing: str
-    """The step of a resize that is under way, and to where; "" when there is none."""
-    slots: tuple[SlotStatus, ...]
-    changes: tuple[Resized, ...]
-    """The latest resizes, oldest first."""
-    lost: dict[int, str]
-    """Slots that died, with the sentence that says how."""
-
-
-class Response(Words):
-    version: int
-    result: Resized | RunStatus | None = None
-    error: str = ""
-    """Why there is no result, as a sentence; "" when there is one."""
-    unfit: bool = False
-    """What was asked for cannot be, and nothing was tried."""
-
-
 R = TypeVar("R", Resized, RunStatus)
-
-
-class RunFailed(Exception):
-    """The run did not do what was asked for. The text is a sentence."""
-
-
-class Unfit(Exception):
-    """What was asked for cannot be, or there is no live run to ask: nothing was tried. The text is a sentence."""
 
 
 class Run:

@@ -19,9 +19,7 @@ import msgspec
 
 from ductile.disk import write_whole
 from ductile.fabric.process import start_time
-from ductile.orchestrator.control import (
-    FILE,
-    MAX_REQUEST_BYTES,
+from ductile.messages.control import (
     VERSION,
     ControlRequest,
     Resized,
@@ -32,6 +30,7 @@ from ductile.orchestrator.control import (
     Status,
     Unfit,
 )
+from ductile.orchestrator.control import FILE, MAX_REQUEST_BYTES
 
 READ_S = 5.0
 """Seconds that a client has to send its request, and to take the response."""

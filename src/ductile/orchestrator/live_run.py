@@ -7,8 +7,15 @@ from ductile.cluster.local import LocalCluster
 from ductile.elastic.activity import SlotActivity
 from ductile.elastic.trainer_resizer import TrainerResizer
 from ductile.fleet.trainer import RemoteTrainer
+from ductile.messages.control import (
+    Resized,
+    ResizeRequest,
+    RunStatus,
+    SlotStatus,
+    Status,
+    Unfit,
+)
 from ductile.messages.workers import Died, Event
-from ductile.orchestrator.control import Resized, ResizeRequest, RunStatus, SlotStatus, Status, Unfit
 from ductile.orchestrator.supervise import Session
 
 

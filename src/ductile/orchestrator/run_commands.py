@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import msgspec
 
 from ductile.config.command_line import parse_with_folder, print_error
-from ductile.orchestrator.control import RESIZE_S, Resized, Run, RunFailed, Unfit
+from ductile.messages.control import Resized, RunFailed, Unfit
+from ductile.orchestrator.control import RESIZE_S, Run
 
 DONE, NOT_DONE, UNFIT, INTERRUPTED = 0, 1, 2, 130
 

@@ -4,7 +4,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from ductile.core.instances.membership import describe
-from ductile.orchestrator.control import RunStatus
+from ductile.messages.control import RunStatus
 
 ACTIVITIES = ("train", "generate", "score", "publish", "switch", "idle")
 NUM_CHANGES = 5
