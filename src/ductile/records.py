@@ -160,6 +160,11 @@ class RolloutGroup:
     def oldest_version(self) -> int:
         return min((rollout.oldest_version for rollout in self.rollouts), default=-1)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and completion, summed over the rollouts."""
+        return sum(len(self.prompt.token_ids) + len(rollout.token_ids) for rollout in self.rollouts)
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:

@@ -93,8 +93,8 @@ class Story:
         self.carrier = MemoryTransport(dict.fromkeys(range(4), lambda slot, command: Done()))
         self.mailbox = Mailbox(self.carrier)
         self.activity = SlotActivity(self.mailbox, Seen(), lambda: self.now_s)
-        self.activity.situation = lambda: self.situation
-        self.activity.on_span = self.spans.append
+        self.activity.explain_by(lambda: self.situation)
+        self.activity.on_span.add(self.spans.append)
 
     async def begin(self) -> None:
         for slot, role in ((0, "generate"), (1, "generate"), (2, "train")):

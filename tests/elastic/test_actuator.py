@@ -8,10 +8,11 @@ import pytest
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.scheduling.cost_model import CostModel, FixedCost
 from ductile.core.scheduling.orders import Migration
-from ductile.elastic.actuator import Crew, LiveActuator
+from ductile.elastic.actuator import LiveActuator
 from ductile.elastic.controller import NotDone
 from ductile.elastic.trainer_resizer import TrainerResizer
 from ductile.elastic.transaction import ResizeOptions, nothing_to_release
+from ductile.fleet.fleet import Fleet
 from ductile.fleet.migration import MigrationResult
 from ductile.fleet.trainer import RemoteTrainer
 from ductile.messages.workers import Finalize, ForwardBackward, Freeze
@@ -72,12 +73,12 @@ class Rig:
         terms = ResizeOptions({}, "127.0.0.1:1", timeout_s=5, leave_s=50)
         self.resizer = TrainerResizer(cluster, self.trainer, terms, self.record, NUM_SLOTS)
         self.told = Told()
-        loop = activity = SimpleNamespace()
         self.generators = SimpleNamespace()
-        crew = Crew(
-            cluster, self.trainer, self.generators, None, activity, self.resizer, SimpleNamespace(under_way=()), {}
+        fleet = Fleet(self.trainer, self.generators, None, {})
+        recovery, activity = SimpleNamespace(under_way=()), SimpleNamespace(explain_by=lambda situation: None)
+        self.stage = LiveActuator(
+            None, cluster, fleet, self.resizer, recovery, activity, SimpleNamespace(), self.told, clock
         )
-        self.stage = LiveActuator(None, crew, loop, self.told, clock)
 
     async def none_started(self, slots):
         return ()

@@ -172,7 +172,7 @@ def test_what_a_killed_generator_had_is_said_by_another(harness: Harness):
     async def story():
         undisturbed = await asyncio.gather(*(harness.ask(name) for name in "abcd"))
         restarted: list[str] = []
-        harness.generators.on_restarted = lambda sentence, lost: restarted.append(sentence)
+        harness.generators.on_restarted.add(lambda sentence, lost: restarted.append(sentence))
         asked = [harness.ask(name) for name in "abcd"]
         await harness.in_the_middle()
         lost = [name for name, slot in harness.where().items() if slot == 1]

@@ -10,6 +10,7 @@ import pytest
 
 from ductile.cluster.processes import StartFailed
 from ductile.elastic.recovery import LASTS_S, LONGEST_PAUSE_S, Recovery, pause_s
+from ductile.fleet.fleet import Fleet
 from ductile.messages.workers import AssignRole, LeaseWeights, Publish, Receive
 from ductile.observe import Recorder, read_jsonl
 from tests.fleet.generate_slots import Slot
@@ -67,10 +68,8 @@ async def recovering(cluster: Cluster, folder: Path, max_restarts: int = 5, is_s
     for slot in cluster.generators.slots:  # those that are there from the start, as if they had been told
         cluster.mailbox._roles[slot] = ["generate"]
     record, reviving = Recorder(folder), Reviving(cluster)
-    pools = {"generate": cluster.generators}
-    recovery = Recovery(
-        reviving, cluster.trainer, pools, {"generate": {}}, record, max_restarts, change_over, is_scheduled, clock
-    )
+    fleet = Fleet(cluster.trainer, cluster.generators, None, {"generate": {}})
+    recovery = Recovery(reviving, fleet, record, max_restarts, change_over, is_scheduled, clock)
     async with recovery:
         yield reviving, recovery
     record.close()

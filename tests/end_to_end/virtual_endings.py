@@ -172,7 +172,7 @@ class Policy(Scripted):
 
 def _controller(world: World, stage: Stage) -> ElasticController:
     controller = ElasticController(Policy(world), ScriptedStage(scene()), stage.record, rest_s=lambda took_s: 0.5)
-    stage.buffer.on_change = controller.notify
+    stage.buffer.on_change.add(controller.notify)
     return controller
 
 

@@ -91,7 +91,7 @@ class Mixed(Cluster):
             self.leases,
             {ELSEWHERE.id: self.server},
         )
-        self.generators.on_restarted = lambda sentence, lost: self.restarted.append(lost)
+        self.generators.on_restarted.add(lambda sentence, lost: self.restarted.append(lost))
 
     async def publish(self, version: int) -> None:
         """Whoever owns the server sees to its weights."""

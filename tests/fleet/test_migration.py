@@ -53,7 +53,7 @@ class Cluster:
             clock,
             self.leases,
         )
-        self.generators.on_restarted = lambda sentence, lost: self.restarted.append(sentence)
+        self.generators.on_restarted.add(lambda sentence, lost: self.restarted.append(sentence))
 
     def ask(self, name: str, max_tokens: int = 100) -> "asyncio.Task[Generation]":
         request = GenerateRequest(name, (1, 2, 3), Sampling(max_tokens=max_tokens), group=name)
@@ -536,7 +536,7 @@ class Story:
 async def as_drawn(cluster: Cluster, moves: list[Move]) -> None:
     """Carry the moves out: each request ends once, with what was sampled for it."""
     told: list[str] = []
-    cluster.generators.on_finished = lambda generation: told.append(generation.id)
+    cluster.generators.on_finished.add(lambda generation: told.append(generation.id))
     plot = Story(cluster)
     for what, first, second, seconds in moves:
         plot.move(what, first, second)

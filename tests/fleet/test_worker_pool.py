@@ -36,7 +36,7 @@ def test_a_joiner_gets_the_live_version_from_a_generator():
         await cluster.publish(1)
         await cluster.trainer.optim_step(1.0)
         told: list[tuple[int, ...]] = []
-        cluster.generators.on_change = lambda: told.append(cluster.generators.slots)
+        cluster.generators.on_change.add(lambda: told.append(cluster.generators.slots))
         cluster.carrier.sent.clear()
         assert await cluster.generators.admit(generator(3), {"max_num_seqs": 8})
         await asyncio.sleep(0.01)
@@ -303,7 +303,7 @@ def test_a_slot_that_dies_while_a_version_goes_live():
 def test_what_is_told_of_unfinished_and_finished_completions():
     async def story(cluster: Cluster):
         finished: list[str] = []
-        cluster.generators.on_finished = lambda generation: finished.append(generation.id)
+        cluster.generators.on_finished.add(lambda generation: finished.append(generation.id))
         first, second = cluster.ask("a", max_tokens=50), cluster.ask("b")
         await steps(3)
         (about_a, _) = cluster.generators.unfinished()

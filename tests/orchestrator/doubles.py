@@ -12,6 +12,7 @@ from typing import Any
 from ductile.core.batch.advantage import Advantage, mean_baseline
 from ductile.core.scheduling.staleness import StalenessBound
 from ductile.elastic.controller import ElasticController
+from ductile.elastic.step_accounting import StepAccounting, StepSize
 from ductile.observe import Recorder
 from ductile.orchestrator.buffer import Buffer
 from ductile.orchestrator.episode import Episodes
@@ -278,6 +279,16 @@ class Stage:
                 await saver.save(Progress(step, self.buffer.position()))
             self.saved.append((step, self.buffer.position()))
 
+        size = StepSize(
+            self.max_steps,
+            self.groups_per_step,
+            self.group_size,
+            self.n_minibatches,
+            bound.ahead,
+            scores=self.fake_scorer is not None,
+        )
+        self.accounting = StepAccounting(size, self.buffer, self.rollouts)
+        controller = self.controller(self) if self.controller else None
         self.loop = Loop(
             RunSchedule(
                 max_steps=self.max_steps,
@@ -299,6 +310,7 @@ class Stage:
                 needs_reference=self.needs_reference,
                 drop_zero_advantage=self.drop_zero_advantage,
             ),
+            self.accounting,
             evaluation if held_out else None,
             save,
             lambda step: self.save_interval is not None and step % self.save_interval == 0,
@@ -307,9 +319,9 @@ class Stage:
             self.stop,
             self.step,
             lambda step, groups: self.record.samples(step, sample_rows(groups, tokenizer, 1)),
+            controller,
         )
         meanwhile = asyncio.create_task(during(self)) if during else None
-        controller = self.loop.controller = self.controller(self) if self.controller else None
         try:
             async with controller.at_work(self.buffer.fail) if controller else nullcontext():
                 return await self.loop.run(self.death() if self.death else None)

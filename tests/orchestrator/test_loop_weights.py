@@ -22,7 +22,7 @@ class UntilAllIsScored:
         self.notify()
 
     def notify(self):
-        self.training_pause.set(self.loop.buffer.num_taken < 8 or self.loop.scoring.rollouts > 0)
+        self.training_pause.set(self.loop.buffer.num_taken < 8 or self.loop.accounting.scoring.rollouts > 0)
 
     async def begin_step(self, version):
         pass

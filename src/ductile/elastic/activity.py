@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from ductile.concurrency.change_signal import ChangeSignal
+from ductile.concurrency.listeners import Listeners
 from ductile.core.instances.placement import Role
 from ductile.core.scheduling.ledger import Activity, IdleCause, Ledger, SlotLedger, Span, idle_cause
 from ductile.dashboard.run_display import RunDisplay
@@ -38,10 +39,9 @@ class SlotActivity:
     """Keeps the ledger, and `view` told, as long as the mailbox lives."""
 
     def __init__(self, mailbox: Mailbox, view: RunDisplay, clock: Callable[[], float] = time.monotonic) -> None:
-        self.situation: Callable[[], Situation] = Situation
-        """Says why slots may have nothing to do; asked after everything that happens."""
-        self.on_span: Callable[[Span], None] = lambda span: None
-        """Called with each closed stretch of one activity."""
+        self.on_span = Listeners[[Span]]()
+        """Told of each closed stretch of one activity."""
+        self._situation: Callable[[], Situation] = Situation
         self.ledger = Ledger()
         self._mailbox, self._view, self._clock = mailbox, view, clock
         self._opened: set[int] = set()
@@ -53,10 +53,14 @@ class SlotActivity:
         mailbox.watch(self._on_command)
         mailbox.subscribe(self._on_event)
 
+    def explain_by(self, situation: Callable[[], Situation]) -> None:
+        """Have `situation` say why slots may have nothing to do; it is asked after everything that happens."""
+        self._situation = situation
+
     def begin(self, slots: Collection[int]) -> float:
         """The slots have their roles: from now on everything counts, and what was before does not. Returns when."""
         now_s = self._clock()
-        self.ledger, self._opened = Ledger(self._on_span), set()
+        self.ledger, self._opened = Ledger(self.on_span), set()
         for slot in slots:
             self._tell(slot)
         return now_s
@@ -84,7 +88,7 @@ class SlotActivity:
 
     def look_again(self) -> None:
         """Why slots are idle may have changed."""
-        known = self.situation(), bool(self._generating)
+        known = self._situation(), bool(self._generating)
         if known != self._known:
             self._known = known
             for slot in self._opened:
@@ -115,9 +119,6 @@ class SlotActivity:
             self._generating.add(slot)
         elif self._command.get(slot) != "Generate":
             self._generating.discard(slot)
-
-    def _on_span(self, span: Span) -> None:
-        self.on_span(span)  # the callback that is set now, and not when the ledger was made
 
     def _tell(self, slot: int) -> None:
         self._write(slot)

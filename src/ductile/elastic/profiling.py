@@ -40,7 +40,7 @@ class Profiler(Listener):
         self._spans: dict[int, list[Span]] = {}
         self._lengths: list[int] = []
         self._switched = 0
-        activity.on_span = self._on_span
+        activity.on_span.add(self._on_span)
 
     def open(self, setting: Setting) -> None:
         self._record.event("setting", "", **setting.as_fields())

@@ -13,7 +13,7 @@ until that change is over. What trains is not brought back: the run ends with it
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from types import TracebackType
 
@@ -22,7 +22,7 @@ from ductile.cluster.processes import StartFailed
 from ductile.concurrency.background import start_reported
 from ductile.core.instances.instances import Instance, Serving, instance_on
 from ductile.error_text import capitalised
-from ductile.fleet.trainer import RemoteTrainer
+from ductile.fleet.fleet import Fleet
 from ductile.fleet.worker_pool import WorkerPool
 from ductile.messages.workers import Died, Event
 from ductile.observe import Recorder
@@ -44,18 +44,16 @@ class Recovery:
     def __init__(
         self,
         cluster: LocalCluster,
-        trainer: RemoteTrainer,
-        pools: Mapping[Serving, WorkerPool],
-        settings: Mapping[Serving, Mapping[str, object]],
+        fleet: Fleet,
         record: Recorder,
         max_restarts: int,
         change_over: Callable[[int], Awaitable[None]],
         is_scheduled: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """settings: of the roles. change_over: returns when the slot does not change roles. is_scheduled: a policy may
+        """change_over: returns when the slot does not change roles. is_scheduled: a policy may
         give the role of a slot that is given back to another one."""
-        self._cluster, self._trainer, self._pools, self._settings = cluster, trainer, pools, settings
+        self._cluster, self._fleet = cluster, fleet
         self._record, self._max_restarts, self._clock = record, max_restarts, clock
         self._change_over, self._is_scheduled = change_over, is_scheduled
         self._restarting: dict[int, tuple[Serving, ...]] = {}
@@ -88,7 +86,7 @@ class Recovery:
 
     def _on_event(self, slot: int, event: Event) -> None:
         held = self._cluster.mailbox.roles(slot)
-        roles = tuple(role for role in self._pools if held.count(role))
+        roles = tuple(role for role in self._fleet.pools if held.count(role))
         if not isinstance(event, Died) or not roles or slot in self._restarting or self._cluster.depends_on(slot):
             return
         self._restarting[slot] = roles
@@ -124,8 +122,8 @@ class Recovery:
         self._num_restarted[slot] += 1
         instances = [instance_on(role, (slot,), restart=self._num_restarted[slot]) for role in roles]
         for instance in instances:
-            pool = self._pools[instance.role]
-            takes_work = await pool.admit(instance, self._settings[instance.role])
+            pool = self._fleet.pools[instance.role]
+            takes_work = await pool.admit(instance, self._fleet.settings[instance.role])
             if not takes_work and pool.version is not None and not pool.instances:
                 await self._publish_again(pool, pool.version)
         self._works_since_s[slot] = self._clock()
@@ -134,11 +132,11 @@ class Recovery:
     async def _publish_again(self, pool: WorkerPool, version: int) -> None:
         """No slot has the live version any more: the last one was lost while the trainer was between two optimizer
         steps of a batch. Its weights of this moment go live in their place, or it would wait for work for ever."""
-        if manifest := await self._trainer.publish_again(version):
+        if manifest := await self._fleet.trainer.publish_again(version):
             try:
                 await pool.receive(manifest)
             finally:
-                await self._trainer.withdraw(version)
+                await self._fleet.trainer.withdraw(version)
 
     def _note(self, slot: int, roles: Sequence[Serving], instances: Sequence[Instance], seconds: float) -> None:
         device, pid = self._cluster.devices[slot], self._cluster.processes[slot].pid
@@ -161,5 +159,5 @@ class Recovery:
         self._record.event("slot_given_back", f"Slot {slot} is given back {tried}: {why}.", slot=slot, roles=roles)
         for role in roles:
             coming = any(role in others for other, others in self._restarting.items() if other != slot)
-            if not (self._is_scheduled or coming or self._pools[role].all_instances):
+            if not (self._is_scheduled or coming or self._fleet.pools[role].all_instances):
                 self._cluster.fail(f"{capitalised(why)}; slot {slot} was given back {tried}, and no slot {VERBS[role]}")

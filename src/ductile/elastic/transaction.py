@@ -146,9 +146,7 @@ class Transaction:
         prepared and the trainer stands still; joiners give up their other roles in it."""
         self._mailbox, self._trainer, self._options, self._kill, self._clock = mailbox, trainer, options, kill, clock
         self._leave = leave
-        # Every change has a number of its own, and every command from now on carries it.
-        mailbox.epoch += 1
-        self.order = ResizeOrder(mailbox.epoch, trainer.layout, after)
+        self.order = ResizeOrder(mailbox.next_epoch(), trainer.layout, after)
         self.phase: Phase = "assign"
         """The step that is under way, or was the last."""
         self._seconds: dict[str, float] = {}
@@ -176,7 +174,7 @@ class Transaction:
                 await self._leave()
                 await self._freeze_and_transfer()
                 await self._step("commit", Commit(self.order.epoch), Done)
-                self._trainer.layout, self._trainer.epoch = self.order.after, self.order.epoch
+                self._trainer.go_on_in(self.order.after, self.order.epoch)
         except SlotLost:
             raise
         except BaseException as error:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from ductile.concurrency.background import finish
+from ductile.concurrency.listeners import Listeners
 from ductile.core.instances.instances import Instance, InstanceId
 from ductile.core.instances.routing import route
 from ductile.core.scheduling.orders import Migration
@@ -46,10 +47,10 @@ class RemoteGenerators(WorkerPool):
     ) -> None:
         """max_num_seqs: of one generator. block_tokens: as `core.instances.routing.route` has it.
         leases, servers: as `WorkerPool` has them."""
-        self.on_finished: Callable[[Generation], None] = lambda generation: None
-        """Called with every completion, as it comes."""
-        self.on_restarted: Callable[[str, InstanceId | None], None] = lambda sentence, lost: None
-        """Called with a sentence and the lost generator when a request begins again, because its generator was lost;
+        self.on_finished = Listeners[[Generation]]()
+        """Told of every completion, as it comes."""
+        self.on_restarted = Listeners[[str, InstanceId | None]]()
+        """Told with a sentence and the lost generator when a request begins again, because its generator was lost;
         None where it was between two."""
         super().__init__(mailbox, "generate", instances, deadlines, leases, servers)
         self._max_num_seqs, self._block_tokens = max_num_seqs, block_tokens

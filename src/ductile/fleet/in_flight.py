@@ -33,7 +33,6 @@ class InFlight:
     """Tokens that are still to come, as predicted."""
     num_lost: int = 0
     """Generators that were lost while they had the request."""
-
     migrating: bool = False
     """The request migrates to `instance`, and the reply is waited for. Should that one be lost, the migration goes
     on."""
@@ -91,6 +90,10 @@ class RequestsInFlight:
         if aborted:  # an entry for each request that was ever made would only grow
             self._num_aborted[entry.request.id] += 1
         self._changed.notify_all()
+
+    def note_migrating(self, entries: Iterable[InFlight], *, migrating: bool) -> None:
+        for entry in entries:
+            entry.migrating = migrating
 
     def note_instance(self, entry: InFlight, instance: Instance | None) -> None:
         """Note that the request is at this generator from now on; None: at none."""

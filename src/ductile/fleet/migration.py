@@ -134,13 +134,12 @@ class Migrator:
         caches = {migrating.entry.name: migrating.cache for migrating in requests if migrating.cache is not None}
         for entry in entries:
             self._in_flight.note_instance(entry, instance)
-            entry.migrating = True
+        self._in_flight.note_migrating(entries, migrating=True)
         try:
             generate = Generate(tuple(entry.on_wire for entry in entries), caches)
             await self._pool.ask(instance, generate)
         finally:
-            for entry in entries:
-                entry.migrating = False
+            self._in_flight.note_migrating(entries, migrating=False)
         if why := self._pool.why_lost(instance):  # just after it had said that it takes them
             raise SlotLost(why)
 

@@ -72,7 +72,7 @@ class RemoteTrainer:
 
     def __init__(self, mailbox: Mailbox, layout: ParallelLayout, deadlines: Deadlines) -> None:
         self.layout = layout
-        """Slots that train; a change sets it, within `boundary`."""
+        """Slots that train."""
         self.epoch = 0
         """Membership epoch of the change that made `layout`, set with it; 0 for the one that the run began with."""
         self.with_gradient = False
@@ -104,6 +104,10 @@ class RemoteTrainer:
     def pending_tokens(self) -> int:
         """Tokens of the samples that `pending_samples` counts."""
         return sum(given.num_tokens for given in self._given)
+
+    def go_on_in(self, layout: ParallelLayout, epoch: int) -> None:
+        """Have the trainer go on in another layout; called within `boundary`."""
+        self.layout, self.epoch = layout, epoch
 
     def on_micro_step(self, callback: OnMicroStep) -> None:
         """Have `callback` called after every micro-step."""

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from ductile.concurrency.background import finish, start
 from ductile.concurrency.change_signal import ChangeSignal
+from ductile.concurrency.listeners import Listeners
 from ductile.concurrency.read_write_lock import ReadWriteLock
 from ductile.core.instances.instances import Instance, InstanceId, Serving, in_order, slots_on
 from ductile.core.layout.parallel_layout import ParallelLayout
@@ -61,8 +62,8 @@ class WorkerPool:
         self.num_waiting = 0
         """Calls of `some` that wait for an instance."""
         self.lock = ReadWriteLock(deadlines.patience_s)
-        self.on_change: Callable[[], None] = lambda: None
-        """Called when `instances` have changed, or a call of `some` begins to wait for one."""
+        self.on_change = Listeners[[]]()
+        """Told when `instances` have changed, or a call of `some` begins to wait for one."""
         self._servers = dict(servers or {})
         self._mailbox, self._deadlines, self._leases = mailbox, deadlines, leases
         self._role: Serving = role

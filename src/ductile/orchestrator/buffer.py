@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ductile.concurrency.change_signal import ChangeSignal
+from ductile.concurrency.listeners import Listeners
 from ductile.core.batch.chunking import chunk
 from ductile.core.scheduling.staleness import Freshness, StalenessBound, admission, freshness
 from ductile.observe import Recorder
@@ -30,11 +31,6 @@ class _Finished:
     group: RolloutGroup
     num_tokens: int
     oldest_version: int
-
-
-def num_tokens(group: RolloutGroup) -> int:
-    """Tokens of prompt and completion, summed over the rollouts."""
-    return sum(len(group.prompt.token_ids) + len(rollout.token_ids) for rollout in group.rollouts)
 
 
 class Buffer:
@@ -58,8 +54,8 @@ class Buffer:
         """Groups that the trainer has taken in this step."""
         self.num_updates = 0
         """Optimizer steps that are done in this step."""
-        self.on_change: Callable[[], None] = lambda: None
-        """Called whenever a waiting call of `changed` returns."""
+        self.on_change = Listeners[[]]()
+        """Told whenever a waiting call of `changed` returns."""
         self.num_dropped = 0
         """Groups that were too old to train on; their prompts are asked again."""
         self.num_dropped_completions = 0
@@ -106,7 +102,7 @@ class Buffer:
 
     def put(self, group: RolloutGroup) -> None:
         del self._running[group.prompt.id]
-        self._waiting.append(_Finished(group, num_tokens(group), group.oldest_version))
+        self._waiting.append(_Finished(group, group.num_tokens, group.oldest_version))
         self.wake()
 
     def stale_in_flight(self) -> list[str]:

@@ -20,6 +20,7 @@ from ductile.config.trainer import TrainerConfig, loss_aggregation, needs_refere
 from ductile.core.batch.advantage import ADVANTAGES, Advantage
 from ductile.core.scheduling.staleness import StalenessBound
 from ductile.elastic.controller import ElasticController
+from ductile.elastic.step_accounting import StepAccounting, StepSize
 from ductile.observe import Recorder
 from ductile.orchestrator.buffer import Buffer
 from ductile.orchestrator.episode import Episodes
@@ -134,12 +135,13 @@ async def run_loop(
     generators: Generators,
     scorer: Scorer | None,
     context: RunContext,
-    watch: Callable[[Loop], ElasticController | None] = lambda loop: None,
+    watch: Callable[[Buffer, StepAccounting], ElasticController | None] = lambda buffer, accounting: None,
     spent: Callable[[], Mapping[str, object]] = dict,
 ) -> RunResult:
     """Run until `max_steps` or `context.stop`; writes metrics, checkpoints, `model/` and `summary.json`.
 
-    watch: told of the loop before it begins; returns the controller that moves slots between roles meanwhile, or None.
+    watch: told of the step's books before the loop begins; returns the controller that moves slots between roles
+    meanwhile, or None.
     spent: what the slots did with their time, for the summary.
     Raises what a role raises (SlotLost, Late, Refused), SlotDied, CustomCodeFailed, and TaskError when a task cannot be
     made in a grader; what was trained is saved by then.
@@ -158,6 +160,9 @@ async def run_loop(
         episodes = Episodes(prepared.tasks, prepared.tokenizer, generators, graders, max_len_tokens)
         buffer = _buffer(prepared, record, context.stop)
         sampling, group_size = to_sampling(orchestrator.sampling), orchestrator.rollouts_per_example
+        rollouts = Rollouts(buffer, episodes, generators, sampling, group_size)
+        accounting = StepAccounting(_step_size(prepared, scorer), buffer, rollouts)
+        controller = watch(buffer, accounting)
         evaluation = _evaluation(prepared, episodes, record)
 
         async def save(step: int) -> None:
@@ -172,9 +177,10 @@ async def run_loop(
             trainer=trainer,
             generators=generators,
             scorer=scorer,
-            rollouts=Rollouts(buffer, episodes, generators, sampling, group_size),
+            rollouts=rollouts,
             buffer=buffer,
             sample_builder=_sample_builder(prepared, scorer),
+            accounting=accounting,
             evaluation=evaluation if prepared.eval_prompts else None,
             save=save,
             save_due=saver.is_due,
@@ -183,9 +189,9 @@ async def run_loop(
             stop=context.stop,
             step=progress.step,
             show=show,
+            controller=controller,
         )
-        loop.controller = watch(loop)
-        async with loop.controller.at_work(buffer.fail) if loop.controller else nullcontext():
+        async with controller.at_work(buffer.fail) if controller else nullcontext():
             await loop.run(context.death_watch())
     since_start_s = context.wall_s()
     summary = summarise_rl(record.rows(), context.slots(), earlier_s + since_start_s)
@@ -210,6 +216,25 @@ def _evaluation(prepared: Prepared, episodes: Episodes, record: Recorder) -> Eva
     )
 
 
+def _step_size(prepared: Prepared, scorer: Scorer | None) -> StepSize:
+    schedule = prepared.schedule
+    return StepSize(
+        schedule.max_steps,
+        schedule.groups_per_step,
+        prepared.config.orchestrator.rollouts_per_example,
+        schedule.n_minibatches,
+        _staleness_bound(prepared).ahead,
+        scores=scorer is not None,
+    )
+
+
+def _staleness_bound(prepared: Prepared) -> StalenessBound:
+    orchestrator = prepared.config.orchestrator
+    return StalenessBound(
+        prepared.schedule.groups_per_step, orchestrator.max_async_level, orchestrator.max_off_policy_steps
+    )
+
+
 def _buffer(prepared: Prepared, record: Recorder, stop: asyncio.Event) -> Buffer:
     orchestrator, progress, cluster = prepared.config.orchestrator, prepared.progress, prepared.config.cluster
     prompts = Prompts(
@@ -222,9 +247,7 @@ def _buffer(prepared: Prepared, record: Recorder, stop: asyncio.Event) -> Buffer
     )
     return Buffer(
         prompts,
-        StalenessBound(
-            prepared.schedule.groups_per_step, orchestrator.max_async_level, orchestrator.max_off_policy_steps
-        ),
+        _staleness_bound(prepared),
         record,
         version=progress.step,
         max_steps=prepared.schedule.max_steps,

@@ -8,12 +8,13 @@ Put together by `ductile.orchestrator.compose`:
     buffer   = Buffer(prompts, staleness bound)       which groups are under way, which may be trained on
     rollouts = Rollouts(buffer, episodes)             prompt -> GenerateRequests -> scored RolloutGroup -> buffer
     builder  = SampleBuilder(scorer)                  RolloutGroup -> Samples
-    Loop(schedule, trainer, generators, scorer, rollouts, buffer, builder, ...).run()
+    Loop(schedule, trainer, generators, scorer, rollouts, buffer, builder, accounting, ...).run()
 
 Written only against the Protocols of `ductile.roles`: processes, tests and simulations run this same page.
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +23,9 @@ from ductile.concurrency.structured import PipelinedTask, cancel_on, gather_all,
 from ductile.core.batch.chunking import shares
 from ductile.core.batch.rewards import too_many_failed
 from ductile.elastic.controller import ElasticController
+from ductile.elastic.step_accounting import StepAccounting
 from ductile.observe import Recorder, Stopwatch
-from ductile.orchestrator.buffer import Buffer, num_tokens
+from ductile.orchestrator.buffer import Buffer
 from ductile.orchestrator.evaluate import Evaluation, RewardsFailed
 from ductile.orchestrator.rollouts import Rollouts
 from ductile.orchestrator.sample_builder import SampleBuilder
@@ -54,22 +56,6 @@ class RunSchedule:
         return step == self.max_steps or (interval is not None and step % interval == 0)
 
 
-@dataclass(frozen=True, slots=True)
-class SamplesInFlight:
-    """Samples between the buffer and the trainer: their rollouts are taken, and the trainer does not have them yet."""
-
-    rollouts: int = 0
-    tokens: int = 0
-    """Tokens of prompts and completions."""
-
-    @staticmethod
-    def of(groups: Sequence[RolloutGroup]) -> "SamplesInFlight":
-        return SamplesInFlight(sum(len(group.rollouts) for group in groups), sum(map(num_tokens, groups)))
-
-    def __add__(self, other: "SamplesInFlight") -> "SamplesInFlight":
-        return SamplesInFlight(self.rollouts + other.rollouts, self.tokens + other.tokens)
-
-
 class Loop:
     def __init__(
         self,
@@ -80,6 +66,7 @@ class Loop:
         rollouts: Rollouts,
         buffer: Buffer,
         sample_builder: SampleBuilder,
+        accounting: StepAccounting,
         evaluation: Evaluation | None,
         save: Callable[[int], Awaitable[None]],
         save_due: Callable[[int], bool],
@@ -88,28 +75,19 @@ class Loop:
         stop: asyncio.Event,
         step: int = 0,
         show: Callable[[int, Sequence[RolloutGroup]], None] = lambda step, groups: None,
+        controller: ElasticController | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """save(step): writes a checkpoint. save_due(step): whether to, in the middle of the run. counts: further
         metrics, of the run so far. stop: once set, the running step is the last. step: what is done already.
-        show(step, groups): told of each step's rollouts; must not raise."""
+        show(step, groups): told of each step's rollouts; must not raise. controller: moves slots between roles; None:
+        slots keep the roles that they have. clock: of the step's metrics."""
         self.schedule, self.trainer, self.generators, self.scorer = schedule, trainer, generators, scorer
         self.rollouts, self.buffer, self.sample_builder, self.evaluation = rollouts, buffer, sample_builder, evaluation
         self.save, self.save_due, self.counts, self.show = SaveOncePerStep(save, step, record), save_due, counts, show
         self.record, self.stop, self.step = record, stop, step
-        self.watch = Stopwatch()
+        self.accounting, self.controller, self.watch = accounting, controller, Stopwatch(clock)
         self.skips = SkippedSteps(schedule.max_skipped_steps, record, table="trainer.")
-        self.controller: ElasticController | None = None
-        """Moves slots between roles; None: slots keep the roles that they have."""
-        self.scoring = SamplesInFlight()
-        """Samples that are being scored: out of the buffer, and not yet in `scored`."""
-        self.scored = SamplesInFlight()
-        """Samples that wait for the trainer to have done what it has."""
-        self.sending = SamplesInFlight()
-        """Samples that are out of `scored`, and that the trainer is about to begin with."""
-        self.evaluates = False
-        """An evaluation is next, or under way."""
-        self.to_evaluate = 0
-        """Rollouts that the next evaluation will ask for, and has not asked for yet."""
 
     async def run(self, death: Coroutine[Any, Any, str] | None = None) -> int:
         """Train until `max_steps` or `stop`. Returns the step.
@@ -175,7 +153,7 @@ class Loop:
                     chunk = await self.take_while_held(training, num_groups - len(groups), num_groups)
                 if samples:
                     await training.start(self.forward_backward(samples))
-                    self.scored, self.sending = SamplesInFlight(), self.scored
+                    self.accounting.sends()
         # The weights and the books of what they were trained on belong together.
         await undisturbed(self.update(groups, loss_denominator, step_metrics, ends_step))
 
@@ -202,11 +180,11 @@ class Loop:
             self.save.step_ends(self.step)
 
     async def score(self, chunk: Sequence[RolloutGroup]) -> list[Sample]:
-        """Turn groups into the samples that are trained on, which are then in `scored`."""
-        self.scoring = SamplesInFlight.of(chunk)
+        """Turn groups into the samples that are trained on."""
+        self.accounting.scoring_begins(chunk)
         with self.watch("score"):
             samples = await self.sample_builder.build(chunk)
-        self.scored, self.scoring = (self.scored + self.scoring if samples else self.scored), SamplesInFlight()
+        self.accounting.scoring_ends(is_trained_on=bool(samples))
         if self.scorer and self.controller:
             self.controller.notify()
         return samples
@@ -233,7 +211,7 @@ class Loop:
             )
 
     async def forward_backward(self, samples: Sequence[Sample]) -> None:
-        self.sending = SamplesInFlight()  # from now on the trainer says what is left
+        self.accounting.sent()
         with self.watch("forward_backward"):
             await self.trainer.forward_backward(samples, self.schedule.seq_len)
 
@@ -242,8 +220,7 @@ class Loop:
 
         Slots begin to change roles before that; nothing is decided about them until it is done.
         """
-        self.evaluates = evaluates and self.evaluation is not None
-        self.to_evaluate = self.evaluation.num_completions if self.evaluation and evaluates else 0
+        self.accounting.evaluation_comes(self.evaluation.num_completions if self.evaluation and evaluates else 0)
         self.buffer.next_version(version)
         if self.controller:
             await receiving.finish()  # slots settle for one version at a time
@@ -268,10 +245,10 @@ class Loop:
 
     async def evaluate(self) -> dict[str, float]:
         """Held-out rewards of the current weights, as metrics. Nothing is published meanwhile. `stop` cuts it short."""
-        self.to_evaluate = 0  # from now on they are with the generators
+        self.accounting.evaluation_begins()
         report = None
         if self.evaluation is not None and not self.stop.is_set():
             with self.watch("evaluate"):
                 report = await cancel_on(self.stop, self.evaluation.run(self.step))
-        self.evaluates = False
+        self.accounting.evaluation_ends()
         return report.metrics() if report else {}

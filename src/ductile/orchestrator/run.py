@@ -18,15 +18,14 @@ from ductile.config.scheduling import policy_name
 from ductile.config.secrets import secret_of
 from ductile.config.slots import placement_of
 from ductile.config.trainer import TrainerConfig
-from ductile.core.instances.instances import Serving
 from ductile.core.instances.placement import SPELLED, Placement
 from ductile.core.layout.peak import arithmetic_of, compute_dtype
 from ductile.core.scheduling.state import Limits, first_instances
 from ductile.elastic.activity import SlotActivity
-from ductile.elastic.actuator import Crew, pools_of
 from ductile.elastic.recovery import Recovery
 from ductile.elastic.trainer_resizer import TrainerResizer
 from ductile.elastic.transaction import ResizeOptions
+from ductile.fleet.fleet import Fleet
 from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.leases import WeightLeases
 from ductile.fleet.scorer import RemoteScorer
@@ -85,30 +84,23 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
     """Start the slots, give them their roles, run the RL loop."""
     placement = placement_of(config)
     async with _slots(config, placement, prepared.trainer, session) as (cluster, activity):
-        trainer, generators, scorer = await run_until(
+        fleet = await run_until(
             _take_roles(config, prepared, placement, cluster), session.interrupt.graceful, cluster.death()
         )
-        async with _live(config, prepared.trainer, cluster, trainer, activity, session) as resizer:
+        async with _live(config, prepared.trainer, cluster, fleet.trainer, activity, session) as resizer:
 
             async def change_over(slot: int) -> None:
                 await activity.change_over(slot)
                 await resizer.change_over(slot)
 
-            settings = _settings(config, prepared)
             recovery = Recovery(
-                cluster,
-                trainer,
-                pools_of(generators, scorer),
-                settings,
-                session.record,
-                config.cluster.max_restarts,
-                change_over,
-                config.cluster.auto_scheduler,
+                cluster, fleet, session.record, config.cluster.max_restarts, change_over, config.cluster.auto_scheduler
             )
-            crew = Crew(cluster, trainer, generators, scorer, activity, resizer, recovery, settings)
-            scheduling = Scheduling(config, prepared, crew, session.record)
-            context = _context(session, lambda: crew.slots_by_role, resizer, cluster)
-            rl_loop = run_loop(prepared, trainer, generators, scorer, context, scheduling.watch, scheduling.spent)
+            scheduling = Scheduling(config, prepared, cluster, fleet, resizer, recovery, activity, session.record)
+            context = _context(session, lambda: fleet.slots_by_role, resizer, cluster)
+            rl_loop = run_loop(
+                prepared, fleet.trainer, fleet.generators, fleet.scorer, context, scheduling.watch, scheduling.spent
+            )
             async with recovery:
                 result = await run_until(rl_loop, session.interrupt.forced)
     return rl_summary(result)
@@ -227,36 +219,27 @@ async def _live(
         yield resizer
 
 
-def _settings(config: RLConfig, prepared: Prepared) -> dict[Serving, dict[str, object]]:
-    """Settings of the roles; scorers have the trainer's."""
-    return {
-        "generate": config.inference.model_dump(mode="json"),
-        "score": prepared.trainer.model_dump(mode="json"),
-    }
-
-
-async def _take_roles(
-    config: RLConfig, prepared: Prepared, placement: Placement, cluster: LocalCluster
-) -> tuple[RemoteTrainer, RemoteGenerators, RemoteScorer | None]:
+async def _take_roles(config: RLConfig, prepared: Prepared, placement: Placement, cluster: LocalCluster) -> Fleet:
     """Give all slots their roles; they load their models at the same time."""
     mailbox, timeout_s = cluster.mailbox, config.cluster.command_timeout_s
-    settings = _settings(config, prepared)
-    generate, score = settings["generate"], settings["score"]
+    generate = config.inference.model_dump(mode="json")
+    train = score = prepared.trainer.model_dump(mode="json")
     layout = prepared.trainer.model.layout(placement.train)
     await asyncio.gather(
-        assign_role(mailbox, "train", score, [layout], timeout_s, cluster.rendezvous),
+        assign_role(mailbox, "train", train, [layout], timeout_s, cluster.rendezvous),
         assign_role(mailbox, "generate", generate, each_alone(placement.generate), timeout_s),
         assign_role(mailbox, "score", score, each_alone(placement.score), timeout_s),
     )
     deadlines = Deadlines.of(config.cluster)
-    learner = RemoteTrainer(mailbox, layout, deadlines)
-    leases = WeightLeases(mailbox, learner, timeout_s)
+    trainer = RemoteTrainer(mailbox, layout, deadlines)
+    leases = WeightLeases(mailbox, trainer, timeout_s)
     num_seqs, block_tokens = config.inference.max_num_seqs, shared_block_tokens(config.inference)
     instances = first_instances(placement, Limits())
     generators = [each for each in instances if each.role == "generate"]
     scorers = [each for each in instances if each.role == "score"]
-    return (
-        learner,
+    return Fleet(
+        trainer,
         RemoteGenerators(mailbox, generators, num_seqs, block_tokens, deadlines, leases=leases),
         RemoteScorer(mailbox, scorers, deadlines, leases) if scorers else None,
+        {"generate": generate, "score": score},
     )

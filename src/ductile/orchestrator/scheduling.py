@@ -2,6 +2,7 @@
 
 import time
 
+from ductile.cluster.local import LocalCluster
 from ductile.config.inference import shared_block_tokens
 from ductile.config.on_disk import read_spec
 from ductile.config.run import RLConfig
@@ -10,49 +11,75 @@ from ductile.config.slots import placement_of
 from ductile.core.scheduling.cost_model import CostModel
 from ductile.core.scheduling.policies.rules import Home
 from ductile.core.scheduling.profile import Setting
-from ductile.core.scheduling.staleness import StalenessBound
 from ductile.core.scheduling.state import Limits, may_share
-from ductile.elastic.actuator import Crew, LiveActuator
+from ductile.elastic.activity import SlotActivity
+from ductile.elastic.actuator import LiveActuator
 from ductile.elastic.controller import ElasticController
-from ductile.elastic.monitor import Monitor
 from ductile.elastic.profiling import Profiler
+from ductile.elastic.recovery import Recovery
+from ductile.elastic.step_accounting import StepAccounting
+from ductile.elastic.trainer_resizer import TrainerResizer
 from ductile.events.decisions import DecisionJournal
+from ductile.fleet.fleet import Fleet
 from ductile.observe import Recorder
+from ductile.orchestrator.buffer import Buffer
 from ductile.orchestrator.compose import Prepared
-from ductile.orchestrator.loop import Loop
 
 
 class Scheduling:
-    """Given to `run_loop`: called with the loop before it begins, asked what the slots did when it has ended."""
+    """Given to `run_loop`: called before the loop begins, asked what the slots did when it has ended."""
 
-    def __init__(self, config: RLConfig, prepared: Prepared, crew: Crew, record: Recorder) -> None:
-        self._config, self._prepared, self._crew, self._record = config, prepared, crew, record
+    def __init__(
+        self,
+        config: RLConfig,
+        prepared: Prepared,
+        cluster: LocalCluster,
+        fleet: Fleet,
+        resizer: TrainerResizer,
+        recovery: Recovery,
+        activity: SlotActivity,
+        record: Recorder,
+    ) -> None:
+        self._config, self._prepared, self._record = config, prepared, record
+        self._cluster, self._fleet, self._resizer, self._recovery = cluster, fleet, resizer, recovery
+        self._activity = activity
         self._controller: ElasticController | None = None
         self._began_s = 0.0
 
-    def watch(self, loop: Loop) -> ElasticController | None:
+    def watch(self, buffer: Buffer, accounting: StepAccounting) -> ElasticController | None:
         """Account for the slots' time from now on. Returns their controller; None without `cluster.auto_scheduler`."""
-        config, crew = self._config, self._crew
-        setting = setting_of(config, self._prepared, crew)
-        measured = CostModel(_cache_bytes_per_token(config, crew))
-        began_s = self._began_s = crew.activity.begin(crew.cluster.slots)
-        bound = StalenessBound(setting.groups_per_step, setting.max_async_level, setting.max_off_policy_steps)
-        monitor = Monitor(loop, crew.trainer, crew.generators, group_size=setting.group_size, steps_ahead=bound.ahead)
-        actuator = LiveActuator(setting, crew, monitor, measured, lambda: time.monotonic() - began_s)
-        crew.generators.on_change = loop.buffer.wake
-        crew.generators.on_restarted = lambda sentence, lost: self._record.event("restarted", sentence, instance=lost)
+        config, fleet = self._config, self._fleet
+        on_gpu = any(device.startswith("cuda") for device in self._cluster.devices.values())
+        setting = setting_of(config, self._prepared, fleet, on_gpu=on_gpu)
+        measured = CostModel(_cache_bytes_per_token(config, on_gpu=on_gpu))
+        began_s = self._began_s = self._activity.begin(self._cluster.slots)
+        actuator = LiveActuator(
+            setting,
+            self._cluster,
+            fleet,
+            self._resizer,
+            self._recovery,
+            self._activity,
+            accounting,
+            measured,
+            lambda: time.monotonic() - began_s,
+        )
+        fleet.generators.on_change.add(buffer.wake)
+        fleet.generators.on_restarted.add(
+            lambda sentence, lost: self._record.event("restarted", sentence, instance=lost)
+        )
         self._profile(setting, measured, began_s)
         if config.cluster.auto_scheduler:
             journal = DecisionJournal(self._record, policy_arguments(config.cluster))
             policy, otherwise = policy_of(config.cluster), Home()
             self._controller = ElasticController(policy, actuator, self._record, otherwise, journal=journal)
-            actuator.on_change(self._controller.notify)
-            loop.buffer.on_change = self._controller.notify
+            actuator.on_change.add(self._controller.notify)
+            buffer.on_change.add(self._controller.notify)
         return self._controller
 
     def spent(self) -> dict[str, object]:
         """Shares of all slots' time, for the summary."""
-        ledger, now_s = self._crew.activity.ledger, time.monotonic()
+        ledger, now_s = self._activity.ledger, time.monotonic()
         all_s, totals = max(ledger.slot_seconds(now_s), 1e-9), ledger.totals(now_s)
         return {
             "idle_share": totals.get("idle", 0.0) / all_s,
@@ -71,18 +98,18 @@ class Scheduling:
         return self._controller.deciding_s / max(elapsed_s, 1e-9) if self._controller else 0.0
 
     def _profile(self, setting: Setting, measured: CostModel, began_s: float) -> None:
-        crew = self._crew
+        fleet = self._fleet
         profiler = Profiler(
             self._record,
-            crew.activity,
+            self._activity,
             measured,
-            prompt_tokens=lambda: crew.generators.lengths().prompt_mean,
+            prompt_tokens=lambda: fleet.generators.lengths().prompt_mean,
             num_switches=self._num_switches,
-            num_scorers=lambda: len(crew.scorer.instances) if crew.scorer else 0,
+            num_scorers=lambda: len(fleet.scorer.instances) if fleet.scorer else 0,
             num_updates=setting.n_minibatches,
             began_s=began_s,
         )
-        crew.generators.on_finished = profiler.on_finished
+        fleet.generators.on_finished.add(profiler.on_finished)
         self._record.listeners.append(profiler)
         profiler.open(setting)
 
@@ -96,8 +123,8 @@ class Scheduling:
         return self._controller.num_changes if self._controller else 0
 
 
-def setting_of(config: RLConfig, prepared: Prepared, crew: Crew) -> Setting:
-    orchestrator, home, on_gpu = config.orchestrator, placement_of(config), _on_gpu(crew)
+def setting_of(config: RLConfig, prepared: Prepared, fleet: Fleet, *, on_gpu: bool) -> Setting:
+    orchestrator, home = config.orchestrator, placement_of(config)
     return Setting(
         home=home,
         limits=Limits(
@@ -119,19 +146,15 @@ def setting_of(config: RLConfig, prepared: Prepared, crew: Crew) -> Setting:
         use_pre_process_policy=config.cluster.use_pre_process_policy,
         use_wait_before_last_iter_policy=config.cluster.use_wait_before_last_iter_policy,
         on_gpu=on_gpu,
-        instances=crew.instances,
-        layout=crew.trainer.layout,
+        instances=fleet.instances,
+        layout=fleet.trainer.layout,
     )
 
 
-def _on_gpu(crew: Crew) -> bool:
-    return any(device.startswith("cuda") for device in crew.cluster.devices.values())
-
-
-def _cache_bytes_per_token(config: RLConfig, crew: Crew) -> float:
+def _cache_bytes_per_token(config: RLConfig, *, on_gpu: bool) -> float:
     spec = read_spec(config.inference.model.name)
     if spec is None:
         return 0.0
     dtype = config.inference.model.dtype
-    is_half = dtype == "bfloat16" or (dtype == "auto" and _on_gpu(crew))
+    is_half = dtype == "bfloat16" or (dtype == "auto" and on_gpu)
     return float(2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * (2 if is_half else 4))

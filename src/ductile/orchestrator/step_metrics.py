@@ -28,7 +28,6 @@ from math import nan, sqrt
 
 from ductile.core.batch.advantage import all_equal
 from ductile.core.batch.rewards import scored
-from ductile.orchestrator.buffer import num_tokens
 from ductile.records import REWARD_FAILURES, Rollout, RolloutGroup, StepReport
 
 AT_WORK = ("forward_backward", "optim_step")
@@ -61,7 +60,7 @@ class StepMetrics:
     @property
     def num_tokens(self) -> int:
         """Prompt and completion, of every completion."""
-        return sum(map(num_tokens, self._groups))
+        return sum(group.num_tokens for group in self._groups)
 
     def row(self, step_s: float, seconds: Mapping[str, float]) -> dict[str, float]:
         rollouts = self.rollouts

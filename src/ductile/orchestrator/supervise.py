@@ -115,7 +115,7 @@ def supervise(
             record.listeners.append(ForgetOldRun(folder))
             _add_sinks(record, config)
             view = stack.enter_context(show(f"ductile {command}: {folder}", max_steps(prepared)))
-            record.listeners += [view, bench] if bench else [view]
+            record.listeners.extend([view, bench] if bench else [view])
             if is_aside(folder):
                 when = "as soon as this one has done its first step or evaluation (clean = true)"
                 record.event("replaces", f"The run that is in {folder} is deleted {when}.")

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
 
+from ductile.concurrency.listeners import Listeners
 from ductile.core.instances.instances import Instance, InstanceId, Serving, in_order
 from ductile.core.instances.placement import SPELLED, Role
 from ductile.core.layout.parallel_layout import ParallelLayout
@@ -65,9 +66,9 @@ class SimulatedActuator:
         """Rollouts since the run began."""
         self.trained_tokens = 0
         self.step_s: list[float] = []
-        self.on_finished: Callable[[list[SimulatedRequest]], None] = lambda requests: None
-        self.on_capacity: Callable[[], None] = lambda: None
-        """Called when slots begin or cease to take requests."""
+        self.on_finished = Listeners[[list[SimulatedRequest]]]()
+        self.on_capacity = Listeners[[]]()
+        """Told when slots begin or cease to take requests."""
         self._loads = SimulatedLoads(scenario.cache_block)
         self._generates, self._scores = asyncio.Event(), asyncio.Event()
         self._doing: dict[Activity, Counter[int]] = {activity: Counter() for activity in DOING}
@@ -284,11 +285,11 @@ class SimulatedActuator:
         if not simulated.generated and scenario.cache_block and self._loads.siblings(simulated.request.group, target):
             context %= scenario.cache_block  # the full blocks of the prompt are there
         if simulated.generated:
-            simulated.prefill_s = context_transfer(context, scenario.speeds, scenario.costs).seconds
+            prefill_s = context_transfer(context, scenario.speeds, scenario.costs).seconds
         else:  # no generator has a cache of it
-            simulated.prefill_s = context / scenario.speeds.prefill_tokens_per_s
+            prefill_s = context / scenario.speeds.prefill_tokens_per_s
         self._loads.add(target, simulated.request.group, simulated.predicted_tokens)
-        engine.add(simulated)
+        engine.add(simulated, prefill_s)
         self._refresh_all(engine.instance)
         self.look_again()
 
@@ -322,6 +323,17 @@ class SimulatedActuator:
         self._to_score_tokens -= tokens
         self._ready += rollouts
         self._ready_tokens += tokens
+
+    def now_live(self, version: int) -> None:
+        """Every generator samples from this version."""
+        self.live_version = version
+        for engine in self.engines.values():
+            engine.flip(version)
+        self.look_again()
+
+    def on_updated(self) -> None:
+        """An optimizer step is done."""
+        self.num_updates += 1
 
     def on_trained(self, rollouts: int, tokens: int) -> None:
         self.trained += rollouts

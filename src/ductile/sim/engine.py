@@ -64,7 +64,8 @@ class SimulatedEngine:
         self._timer: asyncio.TimerHandle | None = None
         self._touched = False
 
-    def add(self, simulated: SimulatedRequest) -> None:
+    def add(self, simulated: SimulatedRequest, prefill_s: float = 0.0) -> None:
+        simulated.prefill_s = prefill_s
         self.requests[simulated.request.id] = simulated
         self.catch_up()
         if len(self._ends) < self._max_num_seqs:

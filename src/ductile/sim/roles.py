@@ -21,7 +21,7 @@ class SimGenerators:
     def __init__(self, actuator: SimulatedActuator, controller: ElasticController) -> None:
         self._actuator, self._controller = actuator, controller
         self._num_finished = self._finished_tokens = 0
-        actuator.on_finished = self._on_finished
+        actuator.on_finished.add(self._on_finished)
 
     @property
     def capacity(self) -> int:
@@ -59,10 +59,7 @@ class SimGenerators:
         slots = slots_on(actuator.instances_of("generate"))
         actuator.stall(slots, seconds)
         await actuator.busy("publish", slots, seconds)
-        actuator.live_version = manifest.version
-        for engine in actuator.engines.values():
-            engine.flip(manifest.version)
-        actuator.look_again()
+        actuator.now_live(manifest.version)
 
     def _on_finished(self, requests: Sequence[SimulatedRequest]) -> None:
         for simulated in requests:
@@ -104,7 +101,7 @@ class SimTrainer:
             return StepReport(actuator.num_updates, loss=0.0, grad_norm=0.0, lr=0.0, num_tokens=0)
         async with actuator.boundary:
             await actuator.busy("train", actuator.layout.slots, actuator.scenario.speeds.optim_s)
-        actuator.num_updates += 1
+        actuator.on_updated()
         self._controller.notify()
         return StepReport(actuator.num_updates, loss=0.0, grad_norm=0.0, lr=0.0, num_tokens=int(loss_denominator))
 

@@ -11,7 +11,8 @@ from ductile.core.scheduling.orders import Policy
 from ductile.core.scheduling.staleness import StalenessBound
 from ductile.elastic.controller import ElasticController
 from ductile.elastic.decision_log import ExecutedDecision
-from ductile.observe import Recorder, Stopwatch
+from ductile.elastic.step_accounting import StepAccounting, StepSize
+from ductile.observe import Recorder
 from ductile.orchestrator.buffer import Buffer
 from ductile.orchestrator.episode import Episodes
 from ductile.orchestrator.loop import Loop, RunSchedule
@@ -110,7 +111,7 @@ def _loop(scenario: Scenario, actuator: SimulatedActuator, controller: ElasticCo
         timeout_s=PATIENCE_S,
         stop=stop,
     )
-    actuator.on_capacity = buffer.wake
+    actuator.on_capacity.add(buffer.wake)
     rollouts = Rollouts(
         buffer,
         Episodes({"train": task}, tokenizer, generators, NoGraders(), max_blocks),
@@ -118,7 +119,8 @@ def _loop(scenario: Scenario, actuator: SimulatedActuator, controller: ElasticCo
         Sampling(max_tokens=scenario.blocks(work.max_tokens)),
         work.group_size,
     )
-    loop = Loop(
+    size = StepSize(work.num_steps, work.groups_per_step, work.group_size, work.n_minibatches, scores=scenario.score)
+    return Loop(
         RunSchedule(
             work.num_steps, work.groups_per_step, work.n_minibatches, max(1, work.seq_len // scenario.block_tokens)
         ),
@@ -128,15 +130,16 @@ def _loop(scenario: Scenario, actuator: SimulatedActuator, controller: ElasticCo
         rollouts,
         buffer,
         SampleBuilder(scorer, drop_zero_advantage=False),
+        StepAccounting(size, buffer, rollouts),
         evaluation=None,
         save=_nothing,
         save_due=lambda step: False,
         counts=dict,
         record=record,
         stop=stop,
+        controller=controller,
+        clock=now_s,
     )
-    loop.watch, loop.controller = Stopwatch(now_s), controller
-    return loop
 
 
 async def _nothing(step: int) -> None:

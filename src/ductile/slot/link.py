@@ -39,6 +39,10 @@ class Link:
         self._thread = threading.Thread(target=self._run, args=(address, token, slot), name="link", daemon=True)
         self._thread.start()
 
+    def enter(self, epoch: int) -> None:
+        """The latest command is of this epoch."""
+        self.epoch = epoch
+
     def send(self, sequence: int, body: Reply | Event) -> None:
         """Send a reply (its command's number) or an event (0). Raises `BadFrame` when it is too large."""
         self._outbox.append(encode(Envelope(self.epoch, sequence, body)))

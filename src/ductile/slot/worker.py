@@ -113,7 +113,7 @@ class Worker:
     def _execute(self, epoch: int, command: Command) -> Reply:
         if epoch < self._link.epoch:
             raise StaleEpoch(f"the command is of epoch {epoch}, this slot is in epoch {self._link.epoch}")
-        self._link.epoch = epoch
+        self._link.enter(epoch)
         match command:
             case Ping():
                 return Done()

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from ductile.parallel import state
-from ductile.trainer.optimizer import set_num_updates
 from ductile.trainer.state import named_state
 from ductile.trainer.trainer import Trainer
 
@@ -26,6 +25,4 @@ def load_state(trainer: Trainer, path: str | Path) -> None:
     """
     counts = {"step": torch.tensor(0), "num_updates": torch.tensor(0)}
     state.load(named_state(trainer) | counts, path, trainer.context)
-    trainer.forget_gradient()
-    trainer.step, trainer.num_updates = int(counts["step"]), int(counts["num_updates"])
-    set_num_updates(trainer.optimizer, trainer.optimizer_state, trainer.num_updates)
+    trainer.go_on_at(int(counts["step"]), int(counts["num_updates"]))

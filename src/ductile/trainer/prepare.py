@@ -56,6 +56,13 @@ class TrainerPart:
     trainer: Trainer | None
     """The slot's part of the trainer; None before it is built, and once it has failed."""
 
+    def hold(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def drop(self) -> None:
+        """Free the slot's part of the trainer; the groups stay."""
+        self.trainer = None
+
     def destroy(self) -> None:
         self.trainer = None  # before its groups: what refers to them would keep their sockets open
         self.groups.destroy()
@@ -284,7 +291,7 @@ class Preparation:
         if self._config.resize.memory == "shadow":
             if after is not None and context is not None:
                 with timed(seconds, "build"):
-                    after.trainer = self._build(context, planned.plans[True], connected.room)
+                    after.hold(self._build(context, planned.plans[True], connected.room))
             self._go_on()
             with timed(seconds, "load"):
                 self._load(planned, connected)

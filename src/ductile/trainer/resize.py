@@ -128,7 +128,7 @@ class Resize:
             if self._before is not None and self._before.trainer is not None:
                 state |= parts_of(named_state(self._before.trainer))
                 state |= self._old_gradient() if progress.with_gradient else {}
-                self._before.trainer = None
+                self._before.drop()
                 gc.collect()  # its modules refer to each other in circles, and to the state
             buffers, moved = transfer.stream(
                 plan,
@@ -141,7 +141,7 @@ class Resize:
         with timed(seconds, "rebuild"):
             if connected.after is not None and connected.context is not None:
                 gradient = {name: buffers.pop(name) for name in list(buffers) if name.startswith(GRADIENT)}
-                connected.after.trainer = Trainer(self._config, connected.context, device, buffers)
+                connected.after.hold(Trainer(self._config, connected.context, device, buffers))
                 _go_on(connected.after, progress, gradient)
         return moved
 

@@ -140,6 +140,12 @@ class Trainer:
         self.optimizer.zero_grad()
         self._sums = {}
 
+    def go_on_at(self, step: int, num_updates: int) -> None:
+        """Take up a loaded state: its counts are the trainer's, and there is no gradient."""
+        self.forget_gradient()
+        self.step, self.num_updates = step, num_updates
+        set_num_updates(self.optimizer, self.optimizer_state, num_updates)
+
     def progress(self) -> TrainProgress:
         """What there is besides tensors, with this rank's sums."""
         sums = {name: value.item() for name, value in self._sums.items()}

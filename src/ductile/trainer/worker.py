@@ -76,9 +76,8 @@ class TrainRole:
         if not assignment.joining:
             self._instance = TrainerPart(Groups.at(assignment, self._config.dist_timeout_seconds), None)
             with self._in_step() as instance:
-                instance.trainer = Trainer(
-                    self._config, ParallelContext(instance.groups, assignment.layout), assignment.device
-                )
+                context = ParallelContext(instance.groups, assignment.layout)
+                instance.hold(Trainer(self._config, context, assignment.device))
 
     def handle(self, command: Any) -> Any:
         match command:
@@ -221,7 +220,7 @@ class TrainRole:
         except LossFailed:
             raise  # the trainer is as good as before, and can be saved
         except Exception as error:
-            instance.trainer = None
+            instance.drop()
             instance.groups.abandon(error)
             raise
 

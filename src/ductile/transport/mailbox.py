@@ -85,6 +85,11 @@ class Mailbox:
         self._watchers: list[Watcher] = []
         transport.listen(self._deliver)
 
+    def next_epoch(self) -> int:
+        """The number of a new membership: every command from now on carries it."""
+        self.epoch += 1
+        return self.epoch
+
     async def ask(self, slot: int, command: Command, deadline_s: float) -> Reply:
         """Send a command and wait for its reply. Raises `SlotLost`, `Late`, or the class of `Refused` that a
         `Failed` names."""

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from ductile.elastic.monitor import Monitor
+from ductile.elastic.step_accounting import SamplesInFlight
 from tests.orchestrator.doubles import FakeGenerators, FakeScorer, FakeTrainer, Stage, run
 
 
@@ -34,9 +34,9 @@ def watched(tmp_path, every_s=0.1, steps_ahead=0, **changes):
     ToldTrainer.books = books
 
     async def watch(stage):
-        monitor = Monitor(stage.loop, books, books, group_size=stage.group_size, steps_ahead=steps_ahead)
         while not stage.ended:
-            seen.append(monitor.batch())
+            pending = SamplesInFlight(books.pending_samples, books.pending_tokens)
+            seen.append(stage.accounting.batch(pending, books.num_waiting))
             await asyncio.sleep(every_s)
 
     class Watched(Stage):
