@@ -13,10 +13,11 @@ from ductile.config.inference import InferenceConfig
 from ductile.config.trainer import TrainerConfig
 from ductile.core.instances.instances import Instance, instance_on
 from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.elastic.transaction import ResizeOptions, ResizeResult, Transaction
+from ductile.elastic.transaction import ResizeOptions, Transaction
 from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.leases import WeightLeases
 from ductile.fleet.trainer import RemoteTrainer
+from ductile.messages.control import Resized
 from ductile.messages.workers import AssignRole
 from ductile.records import GenerateRequest, Sample, Sampling
 from ductile.transport.deadlines import Deadlines
@@ -76,7 +77,7 @@ class Slots:
         if report.metrics["skipped"]:
             raise RuntimeError("the gradient is not finite")
 
-    async def resize(self, trainer: RemoteTrainer, after: Sequence[int]) -> ResizeResult:
+    async def resize(self, trainer: RemoteTrainer, after: Sequence[int]) -> Resized:
         transaction = Transaction(self.mailbox, trainer, ParallelLayout.of(after), self.terms, self.cluster.condemn)
         result = await transaction.run()
         if result.outcome != "resized":

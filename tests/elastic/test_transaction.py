@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.elastic.transaction import ResizeOptions, ResizeResult, Transaction
+from ductile.elastic.transaction import ResizeOptions, Transaction
 from ductile.fleet.trainer import RemoteTrainer
+from ductile.messages.control import Resized
 from ductile.messages.workers import (
     AssignRole,
     Commit,
@@ -57,7 +58,7 @@ class Stage:
         self.killed: list[int] = []
         self._beating: list[asyncio.Task[None]] = []
 
-    async def resize(self, *members: int, replicas: int = 1) -> ResizeResult:
+    async def resize(self, *members: int, replicas: int = 1) -> Resized:
         after = ParallelLayout.of(members, dp_replicate=replicas)
         return await Transaction(self.mailbox, self.trainer, after, self.terms, self.kill, clock).run()
 

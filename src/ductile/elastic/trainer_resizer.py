@@ -7,14 +7,16 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
+
 from ductile.cluster.local import LocalCluster
 from ductile.cluster.processes import StartFailed
 from ductile.concurrency.change_signal import ChangeSignal
 from ductile.core.instances.membership import describe
 from ductile.core.instances.placement import slots_of
-from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
+from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.transfer.order import stays_put
-from ductile.elastic.transaction import ResizeOptions, ResizeResult, Transaction, nothing_to_release
+from ductile.elastic.transaction import ResizeOptions, Transaction, nothing_to_release
 from ductile.error_text import capitalised, error_text
 from ductile.fleet.trainer import RemoteTrainer
 from ductile.messages.control import Resized, ResizeRequest, RunFailed, Unfit
@@ -22,6 +24,9 @@ from ductile.observe import Recorder
 from ductile.roles import SlotLost
 
 NUM_KEPT = 20
+
+MEASURED = ("pause_s", "took_s", "seconds", "slot_seconds", "beside", "num_bytes", "carrier")
+"""Fields of `Resized` that its event has, too."""
 
 
 class TrainerResizer:
@@ -76,7 +81,7 @@ class TrainerResizer:
             self._transaction = Transaction(
                 self._cluster.mailbox, self._trainer, after, self._options, self._cluster.condemn, leave=leave
             )
-            result = await self._transaction.run()
+            resized = await self._transaction.run()
         except SlotLost as error:
             self._judged.clear()
             self._cluster.fail(str(error))
@@ -90,7 +95,7 @@ class TrainerResizer:
             self._ended.notify_all()
             while self._judged:
                 self._note_lost(*self._judged.popitem())
-        return self._note(result, time.monotonic() - began_s)
+        return self._note(resized, time.monotonic() - began_s)
 
     async def resize_to(
         self,
@@ -189,23 +194,14 @@ class TrainerResizer:
         self._event(now != before, f"{sentence}.", self._cluster.mailbox.epoch, before, after, traceback=text)
         return sentence
 
-    def _note(self, result: ResizeResult, took_s: float) -> Resized:
-        order, is_resized = result.order, result.outcome == "resized"
-        measured: dict[str, Any] = {
-            "pause_s": result.pause_s,
-            "took_s": took_s,
-            "seconds": dict(result.seconds),
-            "slot_seconds": dict(result.slot_seconds),
-            "beside": result.beside,
-            "num_bytes": result.num_bytes,
-            "carrier": result.carrier,
-        }
-        sentence, step = sentence_of(result), self._record.last_step or 0
-        resized = Resized(result.outcome, sentence, order.epoch, order.before, order.after, step=step, **measured)
+    def _note(self, resized: Resized, took_s: float) -> Resized:
+        resized = msgspec.structs.replace(resized, took_s=took_s, step=self._record.last_step or 0)
+        is_resized = resized.outcome == "resized"
         self.history.append(resized)
         self.num_resized += is_resized
-        self._paused_s += result.pause_s
-        self._event(is_resized, sentence, order.epoch, order.before, order.after, **measured)
+        self._paused_s += resized.pause_s
+        measured = {name: getattr(resized, name) for name in MEASURED}
+        self._event(is_resized, resized.sentence, resized.epoch, resized.before, resized.after, **measured)
         return resized
 
     def _event(
@@ -221,12 +217,3 @@ class TrainerResizer:
             after_dims=asdict(after.dims),
             **more,
         )
-
-
-def sentence_of(result: ResizeResult) -> str:
-    """ "Trainer resized from slots 0-1 to slots 0-3 in 0.21 s: 412.0 MiB moved."."""
-    order: ResizeOrder = result.order
-    if result.outcome == "rolled_back":
-        return f"Trainer stays on {describe(order.before)} and not {describe(order.after)}: {result.reason}."
-    between = f"from {describe(order.before)} to {describe(order.after)}"
-    return f"Trainer resized {between} in {result.pause_s:.2f} s: {result.num_bytes / 2**20:.1f} MiB moved."

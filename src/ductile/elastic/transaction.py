@@ -19,13 +19,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from ductile.concurrency.background import finish
 from ductile.core.instances.membership import (
     Phase,
     Ruling,
+    describe,
     judge,
     total,
     violation_in_bytes,
@@ -35,6 +36,7 @@ from ductile.core.instances.membership import (
 from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
 from ductile.error_text import error_text
 from ductile.fleet.trainer import RemoteTrainer
+from ductile.messages.control import Resized
 from ductile.messages.workers import (
     AssignRole,
     Command,
@@ -95,28 +97,6 @@ class ResizeOptions:
     A slot in the middle of a micro-step has as long to prepare."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResizeResult:
-    """What became of a change."""
-
-    order: ResizeOrder
-    outcome: Literal["resized", "rolled_back"]
-    reason: str
-    """Why it was rolled back; "" when it was not."""
-    pause_s: float
-    """Seconds that the trainer stood still, for this change alone."""
-    seconds: Mapping[str, float]
-    """Seconds that the orchestrator waited, by step of the transaction."""
-    slot_seconds: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Seconds of the slots' work, by phase: the longest of all slots."""
-    beside: tuple[str, ...] = ()
-    """Phases of `slot_seconds` in which the trainer still trained."""
-    num_bytes: int = 0
-    """Bytes that all slots together received."""
-    carrier: str = ""
-    """What moved the bytes, and why."""
-
-
 async def nothing_to_release() -> None:
     """`leave` of a change whose joiners have no other role to give up."""
 
@@ -161,7 +141,7 @@ class Transaction:
         taken back: joiners and leavers may still give roles up, and the slots that train are needed as ever."""
         return self._judging and slot in self.order.slots
 
-    async def run(self) -> ResizeResult:
+    async def run(self) -> Resized:
         """Raises SlotLost when there is no trainer any more; its sentence says what was lost.
 
         Whatever else comes out of it, being cancelled included, the trainer is as it was.
@@ -185,7 +165,7 @@ class Transaction:
             return self._result("rolled_back", str(error))
         return await finish(self._finish())
 
-    async def _finish(self) -> ResizeResult:
+    async def _finish(self) -> Resized:
         self._judging = False
         try:
             await self._step("finalize", Finalize(self.order.epoch), Done)
@@ -388,11 +368,14 @@ class Transaction:
         self.phase = phase
         return timed(self._seconds, phase, self._clock)
 
-    def _result(self, outcome: Literal["resized", "rolled_back"], reason: str = "") -> ResizeResult:
+    def _result(self, outcome: Literal["resized", "rolled_back"], reason: str = "") -> Resized:
         phases: dict[SlotPhase, None] = dict.fromkeys(name for moved in self._moved.values() for name in moved.seconds)
-        return ResizeResult(
-            order=self.order,
+        return Resized(
             outcome=outcome,
+            sentence=self._sentence(outcome, reason),
+            epoch=self.order.epoch,
+            before=self.order.before,
+            after=self.order.after,
             reason=reason,
             pause_s=self._pause_s,
             seconds=self._seconds,
@@ -401,3 +384,11 @@ class Transaction:
             num_bytes=sum(moved.num_bytes for moved in self._moved.values()),
             carrier=next((moved.carrier for moved in self._moved.values() if moved.carrier), ""),
         )
+
+    def _sentence(self, outcome: Literal["resized", "rolled_back"], reason: str) -> str:
+        """ "Trainer resized from slots 0-1 to slots 0-3 in 0.21 s: 412.0 MiB moved."."""
+        before, after = describe(self.order.before), describe(self.order.after)
+        if outcome == "rolled_back":
+            return f"Trainer stays on {before} and not {after}: {reason}."
+        num_bytes = sum(moved.num_bytes for moved in self._moved.values())
+        return f"Trainer resized from {before} to {after} in {self._pause_s:.2f} s: {num_bytes / 2**20:.1f} MiB moved."

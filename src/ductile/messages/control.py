@@ -7,7 +7,7 @@ import msgspec
 
 from ductile.core.layout.parallel_layout import ParallelLayout
 
-VERSION = 3
+VERSION = 4
 
 
 class Words(msgspec.Struct, forbid_unknown_fields=True):
@@ -42,6 +42,8 @@ class Resized(Words, tag="resized"):
     before: ParallelLayout
     after: ParallelLayout
     """Layout that was asked for; after a rollback the trainer is on `before`."""
+    reason: str = ""
+    """Why it was rolled back; "" when it was not."""
     pause_s: float = 0.0
     """Seconds that the trainer stood still."""
     took_s: float = 0.0
