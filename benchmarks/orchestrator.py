@@ -9,11 +9,7 @@ a trainer replies at once. `cpu_s_per_mtoken` is what orchestrator and slots use
 tokens, and `bytes_per_token` what goes over the sockets for one, to and from all slots. `longest_stall_ms` is the
 longest time for which the orchestrator's event loop did nothing else.
 
-`cpu_s_per_mtoken_before` is the same figure of the source in another checkout of this repository, such as
-
-    git worktree add /tmp/before 8e63580 && python benchmarks/orchestrator.py --before /tmp/before
-
-measured by this file with that checkout's `src` in front of the module path.
+`cpu_s_per_mtoken_before` is the same figure of another checkout of this repository, measured by its own copy of this file.
 """
 
 import argparse
@@ -37,6 +33,7 @@ from ductile.config.cluster import ClusterConfig
 from ductile.core.instances.instances import instance_on
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.scheduling.staleness import StalenessBound
+from ductile.elastic.step_accounting import StepAccounting, StepSize
 from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.trainer import RemoteTrainer
 from ductile.generator.sequence import Sequence
@@ -59,9 +56,10 @@ from ductile.orchestrator.rollouts import Rollouts
 from ductile.orchestrator.sample_builder import SampleBuilder
 from ductile.records import GenerateRequest, Manifest, Sampling, StepReport
 from ductile.roles import RoleAssignment, Task
-from ductile.tasks import grader
+from ductile.tasks.grader import Graded
 from ductile.tasks.prompts import ExampleOrder, Prompts
 from ductile.transport import router
+from ductile.transport.deadlines import Deadlines
 from ductile.transport.fanout import assign_role, each_alone
 from provenance import provenance, write
 
@@ -71,9 +69,6 @@ SAMPLES_PER_MICRO_BATCH = 2
 DEADLINE_S = 600.0
 BEAT_S = 0.001
 """How often the event loop is asked whether it still turns."""
-
-GRADED = vars(grader).get("Graded") or vars(grader)["Verdict"]
-"""Class of a reward, under the name that it has in the checkout."""
 
 
 class Generator:
@@ -168,7 +163,7 @@ class Graders:
 
     async def reward(self, task: str, example: int, completion: Any) -> Any:
         self._num_asked += 1
-        return GRADED(float(self._num_asked % 2))
+        return Graded(float(self._num_asked % 2))
 
 
 async def stalls(found: list[float]) -> None:
@@ -204,9 +199,10 @@ def count_bytes(counted: Counter[str]) -> None:
 
 def make_loop(cluster: LocalCluster, completions: int, num_tokens: int, record: Recorder) -> Loop:
     length, num_groups = PROMPT_TOKENS + num_tokens, completions // GROUP_SIZE
-    trainer = RemoteTrainer(cluster.mailbox, ParallelLayout.of(TRAIN), DEADLINE_S)
+    deadlines = Deadlines.same(DEADLINE_S)
+    trainer = RemoteTrainer(cluster.mailbox, ParallelLayout.of(TRAIN), deadlines)
     instances = [instance_on("generate", (slot,)) for slot in GENERATE]
-    generators = RemoteGenerators(cluster.mailbox, instances, completions // len(GENERATE), 16, DEADLINE_S)
+    generators = RemoteGenerators(cluster.mailbox, instances, completions // len(GENERATE), 16, deadlines)
     task, tokenizer, stop = Questions(num_groups), Tokens(), asyncio.Event()
     graders: Any = Graders()
     episodes = Episodes({"train": task}, tokenizer, generators, graders, length)
@@ -224,14 +220,17 @@ def make_loop(cluster: LocalCluster, completions: int, num_tokens: int, record: 
     async def save(step: int) -> None:
         pass
 
+    rollouts = Rollouts(buffer, episodes, generators, Sampling(max_tokens=num_tokens), GROUP_SIZE)
+    size = StepSize(max_steps=1, groups_per_step=num_groups, group_size=GROUP_SIZE)
     return Loop(
         RunSchedule(max_steps=1, groups_per_step=num_groups, seq_len=SAMPLES_PER_MICRO_BATCH * length),
         trainer,
         generators,
         None,
-        Rollouts(buffer, episodes, generators, Sampling(max_tokens=num_tokens), GROUP_SIZE),
+        rollouts,
         buffer,
         SampleBuilder(),
+        StepAccounting(size, buffer, rollouts),
         None,
         save,
         lambda step: False,
@@ -277,14 +276,15 @@ async def measure(completions: int, num_tokens: int, folder: Path) -> dict[str, 
 
 
 def measure_checkout(checkout: Path, completions: int, num_tokens: int) -> dict[str, float]:
-    """What this file measures with the source of another checkout."""
-    if not (checkout / "src" / "ductile").is_dir():
-        raise SystemExit(f"--before {checkout}: it has no src/ductile")
+    """What another checkout measures of itself."""
+    script = checkout / "benchmarks" / Path(__file__).name
+    if not script.is_file():
+        raise SystemExit(f"--before {checkout}: it has no benchmarks/{script.name}")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "before.json"
         words = ["--completions", str(completions), "--tokens", str(num_tokens), "--json", str(file)]
-        source = os.pathsep.join([str(checkout / "src"), os.environ["PYTHONPATH"]])
-        subprocess.run([sys.executable, __file__, *words], check=True, env=os.environ | {"PYTHONPATH": source})
+        path = {"PYTHONPATH": str(checkout / "src")}
+        subprocess.run([sys.executable, str(script), *words], check=True, env=os.environ | path)
         return json.loads(file.read_text())
 
 
