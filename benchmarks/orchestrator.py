@@ -9,7 +9,8 @@ a trainer replies at once. `cpu_s_per_mtoken` is what orchestrator and slots use
 tokens, and `bytes_per_token` what goes over the sockets for one, to and from all slots. `longest_stall_ms` is the
 longest time for which the orchestrator's event loop did nothing else.
 
-`cpu_s_per_mtoken_before` is the same figure of another checkout of this repository, measured by its own copy of this file.
+`cpu_s_per_mtoken_before` is the same figure of another checkout of this repository, measured by its own copy of this
+file.
 """
 
 import argparse
