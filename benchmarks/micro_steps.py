@@ -19,11 +19,12 @@ from ductile.config.cluster import ClusterConfig
 from ductile.config.trainer import TrainerConfig
 from ductile.core.batch.packing import pack
 from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.fleet.assign_role import assign_role
 from ductile.fleet.trainer import RemoteTrainer
 from ductile.messages.workers import ForwardBackward, ForwardBackwardDone
 from ductile.orchestrator.sft_data import fake_samples
 from ductile.transport.deadlines import Deadlines
-from ductile.transport.fanout import ask_each, assign_role
+from ductile.transport.fanout import ask_each
 from provenance import provenance, write
 
 VOCAB_SIZE, SEQ_LEN, DEADLINE_S = 512, 128, 120.0

@@ -35,6 +35,7 @@ from ductile.core.instances.instances import instance_on
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.scheduling.staleness import StalenessBound
 from ductile.elastic.step_accounting import StepAccounting, StepSize
+from ductile.fleet.assign_role import assign_role, each_alone
 from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.trainer import RemoteTrainer
 from ductile.generator.sequence import Sequence
@@ -61,7 +62,6 @@ from ductile.tasks.grader import Graded
 from ductile.tasks.prompts import ExampleOrder, Prompts
 from ductile.transport import router
 from ductile.transport.deadlines import Deadlines
-from ductile.transport.fanout import assign_role, each_alone
 from provenance import provenance, write
 
 VOCAB_SIZE, PROMPT_TOKENS, GROUP_SIZE = 151_936, 256, 8

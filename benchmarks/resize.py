@@ -33,10 +33,10 @@ from ductile.config.cluster import ClusterConfig
 from ductile.config.trainer import AdamWConfig, SFTLoss, TrainerConfig
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.elastic.transaction import ResizeOptions, Transaction
+from ductile.fleet.assign_role import assign_role
 from ductile.fleet.trainer import RemoteTrainer
 from ductile.records import Sample
 from ductile.transport.deadlines import Deadlines
-from ductile.transport.fanout import assign_role
 from provenance import provenance, write
 
 LAYOUTS = [(0, 1), (0, 1, 2), (0, 1, 2, 3), (0,), (0, 1), (2, 3)]

@@ -14,6 +14,7 @@ from ductile.config.trainer import TrainerConfig
 from ductile.core.instances.instances import Instance, instance_on
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.elastic.transaction import ResizeOptions, Transaction
+from ductile.fleet.assign_role import assign_role
 from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.leases import WeightLeases
 from ductile.fleet.trainer import RemoteTrainer
@@ -21,7 +22,6 @@ from ductile.messages.control import Resized
 from ductile.messages.workers import AssignRole
 from ductile.records import GenerateRequest, Sample, Sampling
 from ductile.transport.deadlines import Deadlines
-from ductile.transport.fanout import assign_role
 from gpu_parts.models import make_folder, shape_of
 from gpu_parts.part import Setting
 

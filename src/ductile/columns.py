@@ -43,7 +43,7 @@ class Column(Sequence[T]):
     forms: ClassVar[tuple[int, ...]] = (0, 4)
     """Forms in which the column may travel."""
     _array: "Array | None"
-    """The values; None for runs that nobody has asked the values of."""
+    """The values; None for runs whose values have not been asked for."""
     _runs: "tuple[Array, Array] | None"
     """Values and lengths of the runs that came over the wire."""
 
@@ -61,7 +61,7 @@ class Column(Sequence[T]):
 
     @classmethod
     def of(cls, array: Array) -> Self:
-        """The column of an array of the right dtype, which nobody changes any more."""
+        """The column of an array of the right dtype, which is not changed any more."""
         column = cls.__new__(cls)
         column._array, column._length, column._runs = _frozen(array), len(array), None
         return column

@@ -15,6 +15,7 @@ from ductile.config.trainer import TrainerConfig
 from ductile.core.instances.instances import instance_on
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.scheduling.orders import Migration
+from ductile.fleet.assign_role import assign_role
 from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.leases import WeightLeases
 from ductile.fleet.scorer import RemoteScorer
@@ -22,7 +23,6 @@ from ductile.fleet.trainer import RemoteTrainer
 from ductile.messages.workers import LeaseWeights
 from ductile.records import GenerateRequest, Generation, Sample, Sampling
 from ductile.transport.deadlines import Deadlines
-from ductile.transport.fanout import assign_role
 from tests.core.scheduling.scenes import id_on
 from tests.tiny import make_model_folder
 from tests.transport.transports import eventually

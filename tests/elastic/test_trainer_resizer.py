@@ -15,13 +15,13 @@ from ductile.config.trainer import TrainerConfig
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.elastic.trainer_resizer import TrainerResizer
 from ductile.elastic.transaction import ResizeOptions
+from ductile.fleet.assign_role import assign_role
 from ductile.fleet.trainer import RemoteTrainer
 from ductile.messages.control import Resized, ResizeRequest, RunFailed, Unfit
 from ductile.messages.workers import Died, Done, Ping, ReleaseRole
 from ductile.observe import Recorder, read_jsonl
 from ductile.roles import SlotLost
 from ductile.transport.deadlines import Deadlines
-from ductile.transport.fanout import assign_role
 from tests.cluster.processes import is_running
 from tests.fleet.train_slots import sample
 from tests.slot.held import HELD_ECHO, HELD_TRAINER, POINTS, arm, reached

@@ -225,7 +225,7 @@ def test_micro_steps_tell_how_long_the_slowest_slot_worked_and_not_how_long_it_w
         slots, _, trainer = make(ParallelLayout.of((0, 1)))
         slots.work_s = lambda slot, command: 0.01 + 0.02 * slot
         told: list[tuple[int, int, float, int]] = []
-        trainer.on_micro_step(lambda *about: told.append(about))
+        trainer.on_micro_step.add(lambda *about: told.append(about))
         await trainer.forward_backward([sample(n, 3 + n) for n in range(6)], SEQ_LEN)
         assert len(told) == 2
         assert [(num_slots, seconds) for _, num_slots, seconds, _ in told] == [(2, 0.03)] * 2

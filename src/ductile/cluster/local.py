@@ -12,6 +12,7 @@ from types import TracebackType
 
 from ductile.cluster.cpu_cap import CpuCap
 from ductile.cluster.processes import ForkedProcess, ProcessServer, StartFailed, all_ended
+from ductile.cluster.survey import survey
 from ductile.concurrency.background import start_reported
 from ductile.config.cluster import ClusterConfig
 from ductile.core.layout.peak import Arithmetic
@@ -21,7 +22,6 @@ from ductile.roles import Failure
 from ductile.transport.mailbox import Mailbox
 from ductile.transport.router import Router
 from ductile.transport.sockets import SocketFolder
-from ductile.transport.survey import survey
 
 ROLES: dict[RoleName, str] = {
     "train": "ductile.trainer.worker:TrainRole",
@@ -178,7 +178,7 @@ class LocalCluster:
             self._death.exception()  # it may be that nothing awaits it any more
 
     async def survey(self, measure: Arithmetic | None = None) -> dict[int, Surveyed]:
-        """`ductile.transport.survey` of all slots. What it measures is also measured of slots that `add` starts
+        """`ductile.cluster.survey` of all slots. What it measures is also measured of slots that `add` starts
         later."""
         self._measured = measure or self._measured
         return await survey(self.mailbox, self.slots, self._config.command_timeout_s, measure)

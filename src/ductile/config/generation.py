@@ -37,7 +37,7 @@ def sampling_findings(key: str, sampling: SamplingConfig, spec: ModelSpec | None
 
 
 def sampling_warnings(key: str, sampling: SamplingConfig) -> list[str]:
-    """A remark where completions are drawn from a part of the vocabulary."""
+    """A warning where completions are drawn from a part of the vocabulary."""
     filters = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
     names = " and ".join(f"{key}.{name}" for name, cuts in filters.items() if cuts)
     why = "completions are drawn from the likeliest tokens only, while the loss takes them for draws from all tokens"

@@ -28,7 +28,7 @@ def policy_name(cluster: ClusterConfig) -> str:
 
 
 def policy_of(cluster: ClusterConfig) -> "Policy":
-    """The policy of a run: what `launch` gives to the one that carries decisions out.
+    """The policy of a run: what `orchestrator.scheduling` gives to the controller.
 
     Raises ImportPathError when it is the user's own and cannot be had. `preflight` has asked already, so a config that
     was found good raises only when the file has changed since.

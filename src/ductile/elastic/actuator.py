@@ -59,7 +59,7 @@ class LiveActuator:
         self.on_change = Listeners[[]]()
         """Told whenever something happened that may matter to a policy."""
         activity.explain_by(self._situation)
-        fleet.trainer.on_micro_step(self._on_micro_step)
+        fleet.trainer.on_micro_step.add(self._on_micro_step)
         cluster.mailbox.subscribe(self._on_event)
 
     @property

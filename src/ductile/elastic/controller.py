@@ -12,9 +12,9 @@ until then it generates on. (Where there is no memory for both, it ends first.)
 
 One decision at a time: events that come meanwhile are looked at together, afterwards. The policy decides in a thread,
 so that the event loop goes on meanwhile, however many slots there are to compare. Before weights are published the
-slots settle for the step that begins, and nothing is decided until the weights are live. A change goes on beside that:
-its slots may prepare for long, and the loop does not wait for its end. Weights go live when joiners are there, so that
-new rollouts are shared with them; or half a micro-step later, without them. A part that is not done is told in a
+slots take the roles of the step that begins, and nothing is decided until the weights are live. A change goes on beside
+that: its slots may prepare for long, and the loop does not wait for its end. Weights go live when joiners are there, so
+that new rollouts are shared with them; or half a micro-step later, without them. A part that is not done is told in a
 sentence; the slots then have the roles that they really have, and the next decision sees those.
 
 It knows no slots and no instances: an `Actuator` has them.

@@ -81,7 +81,7 @@ class Recovery:
 
     @property
     def under_way(self) -> frozenset[int]:
-        """Slots that are lost and to come back; nobody else gives them a role."""
+        """Slots that are lost and to come back; policies do not give them a role."""
         return frozenset(self._restarting)
 
     def _on_event(self, slot: int, event: Event) -> None:

@@ -132,7 +132,8 @@ class StepAccounting:
         return len(self._waiting) * self._size.group_size + held.rollouts
 
     def batch(self, pending: SamplesInFlight, num_queued: int) -> BatchProgress:
-        """How far the step is; pending and num_queued as above. A last evaluation is a step that trains nothing:
+        """How far the step is. pending: samples that the trainer has been given and not done yet. num_queued: requests
+        that wait because there is no generator. A last evaluation is a step that trains nothing:
         generators are needed once more."""
         size, waiting = self._size, self._waiting
         with_trainer = pending + self.sending + self.scored

@@ -124,7 +124,7 @@ class TrainerResizer:
         return f"{phase}, to {describe(self._target)}"
 
     def depends_on(self, slot: int) -> bool:
-        """Whether the run ends when this slot dies; of a slot that has died, whether it had to end then.
+        """Whether the run ends when this slot dies, or, if it is dead, whether the run had to end at its death.
 
         It says no of slots whose deaths a resize judges: the resize ends the run if it must.
         """

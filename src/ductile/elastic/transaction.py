@@ -73,7 +73,7 @@ LOOK_S, NUM_LOOKS = 0.1, 25
 heartbeats come every second, also from a slot whose main thread is busy or waits for another. Looks are counted, and
 not seconds: had this process itself been suspended, the heartbeats of that time would wait unread."""
 
-NEWS_LOOKS = 10
+DEATH_LOOKS = 10
 """Looks for a death that explains another slot's failure: 1 s in all."""
 
 R = TypeVar("R", bound=Reply)
@@ -133,7 +133,7 @@ class Transaction:
         self._pause_s = 0.0
         self._moved: dict[int, StateTransferred] = {}
         self._judging = True
-        self._holding = set(self.order.before.slots)
+        self._with_role = set(self.order.before.slots)
         """Slots that are known to hold the role."""
 
     def judges(self, slot: int) -> bool:
@@ -180,7 +180,7 @@ class Transaction:
         assign = AssignRole("train", dict(options.settings), self.order.after, options.rendezvous, joining=True)
         with self._timed("assign"):
             outcomes = await self._ask(dict.fromkeys(self.order.joiners, assign))
-        self._holding |= {slot for slot, outcome in outcomes.items() if isinstance(outcome, Done)}
+        self._with_role |= {slot for slot, outcome in outcomes.items() if isinstance(outcome, Done)}
         await self._judge("assign", outcomes)
 
     async def _prepare(self) -> None:
@@ -271,20 +271,20 @@ class Transaction:
             raise self._lost(f"{ruling.reason}; {unfinished}") from None
 
     async def _dismiss_joiners(self) -> None:
-        await self._insist(self.order.joiners, Rollback(self.order.epoch))
+        await self._ask_until_done(self.order.joiners, Rollback(self.order.epoch))
         await self._release(self.order.joiners, leave_s=0.0)
 
     async def _release(self, slots: Sequence[int], leave_s: float) -> None:
         """Have slots that are not in the trainer give the role up."""
         for slot in slots:
             await self._trainer.has_withdrawn(slot, leave_s)
-        await self._insist(slots, ReleaseRole("train"))
+        await self._ask_until_done(slots, ReleaseRole("train"))
 
-    async def _insist(self, slots: Sequence[int], command: Command) -> None:
+    async def _ask_until_done(self, slots: Sequence[int], command: Command) -> None:
         """Have slots do what must be done: one that is late, or that holds the role and refuses, is killed."""
         outcomes = await self._ask(dict.fromkeys(slots, command), self._options.patience_s, after_failure_s=None)
         for slot, outcome in outcomes.items():
-            if isinstance(outcome, Late) or (isinstance(outcome, Refused) and slot in self._holding):
+            if isinstance(outcome, Late) or (isinstance(outcome, Refused) and slot in self._with_role):
                 self._kill(slot, f"{outcome}; it has been killed")
 
     async def _step(self, phase: Phase, command: Command, expected: type[R]) -> dict[int, R]:
@@ -315,12 +315,12 @@ class Transaction:
         late = {slot: str(outcome) for slot, outcome in outcomes.items() if isinstance(outcome, Late)}
         dead = await self._kill_silent(late)
         if any(isinstance(outcome, Refused) for outcome in outcomes.values()):
-            dead |= await self._news_of_deaths()
+            dead |= await self._late_deaths()
         self._rule_on(phase, {**outcomes, **dead})
 
-    async def _news_of_deaths(self) -> dict[int, SlotLost]:
+    async def _late_deaths(self) -> dict[int, SlotLost]:
         """Slots of the change that are dead. What a death breaks elsewhere is often heard of before the death is."""
-        for _ in range(NEWS_LOOKS):
+        for _ in range(DEATH_LOOKS):
             if dead := {
                 slot: SlotLost(self._mailbox.lost[slot]) for slot in self.order.slots if slot in self._mailbox.lost
             }:

@@ -34,7 +34,7 @@ class RunState:
     instances: dict[InstanceId, InstanceSpan] = field(default_factory=dict[InstanceId, InstanceSpan])
     """Generators and scorers in the order in which they began; none of a run whose events do not name them."""
     num_resized: int = 0
-    """Resizes of the trainer, whoever asked for them."""
+    """Resizes of the trainer, those by a policy and those by `ductile resize`."""
     unreadable: str = ""
     """What is wrong with an event that another version of ductile wrote; empty when all are read."""
     sentences: list[LoggedEvent] = field(default_factory=list[LoggedEvent])

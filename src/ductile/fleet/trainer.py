@@ -8,11 +8,12 @@ other commands come between two, too.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from ductile.concurrency.change_signal import ChangeSignal
+from ductile.concurrency.listeners import Listeners
 from ductile.core.batch.packing import pack
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.scheduling.state import IN_FLIGHT
@@ -38,11 +39,6 @@ from ductile.transport.mailbox import Mailbox
 
 Row = tuple[MicroBatch, ...]
 """A micro-step: the micro-batch of each data-parallel rank."""
-
-OnMicroStep = Callable[[int, int, float, int], None]
-"""Called after each micro-step with the tokens of its fullest micro-batch, the number of micro-batches (one a
-data-parallel rank), the seconds that the slowest slot worked (how long the command waited in the slot is not counted),
-and the tokens of all micro-batches."""
 
 
 @dataclass(slots=True)
@@ -85,7 +81,10 @@ class RemoteTrainer:
         """Changes and commands that wait for the next boundary."""
         self._held = False
         self._given: list[_Given] = []
-        self._on_micro_step: list[OnMicroStep] = []
+        self.on_micro_step = Listeners[[int, int, float, int]]()
+        """Told after each micro-step the tokens of its fullest micro-batch, the number of micro-batches (one a
+        data-parallel rank), the seconds that the slowest slot worked (how long the command waited in the slot is not
+        counted), and the tokens of all micro-batches."""
         self._kept: dict[int, _Kept] = {}
         """Published versions that are not withdrawn yet, by number."""
         self._changed = ChangeSignal()
@@ -108,10 +107,6 @@ class RemoteTrainer:
     def go_on_in(self, layout: ParallelLayout, epoch: int) -> None:
         """Have the trainer go on in another layout; called within `boundary`."""
         self.layout, self.epoch = layout, epoch
-
-    def on_micro_step(self, callback: OnMicroStep) -> None:
-        """Have `callback` called after every micro-step."""
-        self._on_micro_step.append(callback)
 
     def hold_training(self, held: bool) -> None:
         """Hold training, or let it go on. While it is held no micro-step begins; those in flight end."""
@@ -293,8 +288,7 @@ class RemoteTrainer:
     def _tell(self, row: Row, done: Mapping[int, ForwardBackwardDone]) -> None:
         tokens = [part.num_tokens for part in row]
         busy_s = max(reply.busy_s for reply in done.values())
-        for callback in self._on_micro_step:
-            callback(max(tokens), len(row), busy_s, sum(tokens))
+        self.on_micro_step(max(tokens), len(row), busy_s, sum(tokens))
 
     async def _micro_step(self, row: Row) -> Mapping[int, ForwardBackwardDone]:
         return await self._ask(

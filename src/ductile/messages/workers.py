@@ -353,7 +353,7 @@ class EngineStats(Message):
 
 
 class Died(Message):
-    """A slot is gone. The slot does not send this: the launcher or the mailbox reports it."""
+    """A slot is gone. The slot does not send this: the cluster or the mailbox reports it."""
 
     reason: str
 

@@ -223,7 +223,7 @@ class Loop:
         self.accounting.evaluation_comes(self.evaluation.num_completions if self.evaluation and evaluates else 0)
         self.buffer.next_version(version)
         if self.controller:
-            await receiving.finish()  # slots settle for one version at a time
+            await receiving.finish()  # slots change roles for one version at a time
             await self.controller.begin_step(version)
         with self.watch("publish"):
             manifest = await self.trainer.publish(version)

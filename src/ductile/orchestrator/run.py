@@ -25,6 +25,7 @@ from ductile.elastic.activity import SlotActivity
 from ductile.elastic.recovery import Recovery
 from ductile.elastic.trainer_resizer import TrainerResizer
 from ductile.elastic.transaction import ResizeOptions
+from ductile.fleet.assign_role import assign_role, each_alone
 from ductile.fleet.fleet import Fleet
 from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.leases import WeightLeases
@@ -45,7 +46,6 @@ from ductile.orchestrator.serving import become_server, bench_server
 from ductile.orchestrator.sft import PreparedBatches, prepare_fake, prepare_sft, run_batches
 from ductile.orchestrator.supervise import Session, supervise
 from ductile.transport.deadlines import Deadlines
-from ductile.transport.fanout import assign_role, each_alone
 
 SlotsConfig = RLConfig | SFTConfig | TrainerRunConfig
 """Configs of the commands that start slots."""

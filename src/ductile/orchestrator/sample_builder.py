@@ -54,5 +54,5 @@ class SampleBuilder:
             ) from error
 
     def loss_denominator(self, samples: Sequence[Sample]) -> float:
-        """Their share in what the summed loss of an optimizer step is divided by."""
+        """Share of these samples in what the summed loss of an optimizer step is divided by."""
         return loss_denominator(samples, self._loss_aggregation)

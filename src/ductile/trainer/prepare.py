@@ -56,7 +56,7 @@ class TrainerPart:
     trainer: Trainer | None
     """The slot's part of the trainer; None before it is built, and once it has failed."""
 
-    def hold(self, trainer: Trainer) -> None:
+    def attach(self, trainer: Trainer) -> None:
         self.trainer = trainer
 
     def drop(self) -> None:
@@ -291,7 +291,7 @@ class Preparation:
         if self._config.resize.memory == "shadow":
             if after is not None and context is not None:
                 with timed(seconds, "build"):
-                    after.hold(self._build(context, planned.plans[True], connected.room))
+                    after.attach(self._build(context, planned.plans[True], connected.room))
             self._go_on()
             with timed(seconds, "load"):
                 self._load(planned, connected)

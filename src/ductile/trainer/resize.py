@@ -141,7 +141,7 @@ class Resize:
         with timed(seconds, "rebuild"):
             if connected.after is not None and connected.context is not None:
                 gradient = {name: buffers.pop(name) for name in list(buffers) if name.startswith(GRADIENT)}
-                connected.after.hold(Trainer(self._config, connected.context, device, buffers))
+                connected.after.attach(Trainer(self._config, connected.context, device, buffers))
                 _go_on(connected.after, progress, gradient)
         return moved
 

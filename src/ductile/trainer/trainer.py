@@ -65,7 +65,7 @@ class Trainer:
         self.num_updates = 0
         """Optimizer steps that changed the weights: not those that were skipped, or had nothing to learn."""
         self._optim = supported(config.optim)
-        self._lr_at(0)  # complains now about a schedule without an end
+        self._lr_at(0)  # raises now for a schedule without an end
         if self.device.type == "cuda":
             # On a CPU it could turn fp32 products into bf16 ones, and fp32 there means fp32.
             torch.set_float32_matmul_precision(config.matmul_precision)

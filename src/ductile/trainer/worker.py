@@ -77,7 +77,7 @@ class TrainRole:
             self._instance = TrainerPart(Groups.at(assignment, self._config.dist_timeout_seconds), None)
             with self._in_step() as instance:
                 context = ParallelContext(instance.groups, assignment.layout)
-                instance.hold(Trainer(self._config, context, assignment.device))
+                instance.attach(Trainer(self._config, context, assignment.device))
 
     def handle(self, command: Any) -> Any:
         match command:

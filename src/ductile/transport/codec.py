@@ -13,7 +13,7 @@ so this is some 16 million of them."""
 LONG_TOKENS = 1 << 18
 """Tokens in a message whose encoding takes some milliseconds."""
 LONG_FRAME_BYTES = 1 << 21
-"""Bytes of a frame whose decoding does."""
+"""Bytes of a frame whose decoding takes some milliseconds."""
 
 
 class BadFrame(Exception):

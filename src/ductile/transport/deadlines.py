@@ -12,7 +12,7 @@ class Deadlines:
     progress_s: float
     """Seconds that a generator with requests may go without a new token."""
     patience_s: float
-    """Seconds that work waits for somebody else: a request for a generator, samples for a scorer, an instance that
+    """Seconds that work waits for other work: a request for a generator, samples for a scorer, an instance that
     leaves for its last work, training for a policy that holds it."""
 
     @staticmethod

@@ -4,11 +4,10 @@ If any outcome is bad, the worst is raised: a lost slot before a refusal before 
 follow from it, and a refusal before one that may be asked again; they are in its notes.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.messages.workers import AssignRole, Command, Done, Reply, RoleName
+from ductile.messages.workers import Command, Reply
 from ductile.roles import Failure, Late, Refused, SlotLost
 from ductile.transport.mailbox import Mailbox, Outcome
 
@@ -25,26 +24,6 @@ async def ask_each(
     """All slots' replies, which are of the class `expected`. Raises SlotLost, Refused or Late: the worst outcome."""
     outcomes = await mailbox.ask_all(commands, timeout_s, AFTER_FAILURE_S)
     return replies_of(mailbox.describe, commands, outcomes, expected)
-
-
-async def assign_role(
-    mailbox: Mailbox,
-    role: RoleName,
-    settings: Mapping[str, object],
-    layouts: Iterable[ParallelLayout],
-    timeout_s: float,
-    rendezvous: str = "",
-) -> None:
-    """Give the slots their role; those of one layout hold it together, and find each other at `rendezvous`."""
-    commands = {
-        slot: AssignRole(role, dict(settings), layout, rendezvous) for layout in layouts for slot in layout.slots
-    }
-    await ask_each(mailbox, commands, timeout_s, Done)
-
-
-def each_alone(slots: Iterable[int]) -> list[ParallelLayout]:
-    """Layouts of slots that hold a role each by itself."""
-    return [ParallelLayout.of((slot,)) for slot in slots]
 
 
 def replies_of(

@@ -10,7 +10,7 @@ only one resize, its first.
     training        a third of the prefill speed: forward and backward are three times the work of forward alone
     a resize        as long as the weights took to be published, for each of parameters, two moments and the gradient;
                     0.5 s before any were. Preparing it takes as long again
-    a grant         as long as the weights took to be published and received; 1 s before any were
+    an assignment   as long as the weights took to be published and received; 1 s before any were
     release, optimizer step, publish, receive     0.05 s, nothing
     a migration     50 ms, and a cache that can travel does so at 1 GB/s
 """

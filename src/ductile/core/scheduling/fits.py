@@ -14,7 +14,7 @@ from ductile.core.scheduling.arithmetic import FloatArray, dot, least_squares, o
 FAR_OFF = 3.0
 """A measurement that took more than so many times what the others lead to expect is left out."""
 SPEED_NOISE = 0.1
-"""Share by which a machine's pace differs from one minute to another."""
+"""Share by which a machine's speed differs from one minute to another."""
 OVERHEAD = 0.05
 """Share of a token's time that a further train slot adds for all slots, give or take, before anything is measured."""
 EXPECTED_BYTES = 4e6

@@ -1,7 +1,7 @@
 """What a policy sees: which slot has which roles, what is under way, what is left to do, and how fast things go.
 
-All are plain values of one instant; the time is among them. `launch` and `sim` fill them in, `policies/` decide on
-them, tests write them down by hand.
+All are plain values of one instant; the time is among them. `elastic.actuator` and `sim` fill them in, `policies/`
+decide on them, tests write them down by hand.
 """
 
 from collections import Counter

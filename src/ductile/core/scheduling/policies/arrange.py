@@ -99,7 +99,7 @@ class Arrangements:
             roles[slot] = BOTH if self._keeps and slot in self.generators_now else ("train",)
         return roles
 
-    def everybody(self) -> Mapping[int, tuple[Role, ...]]:
+    def all_generate(self) -> Mapping[int, tuple[Role, ...]]:
         """Roles with which all slots generate; the trainer's slots keep its state beside their generator, and nothing
         is moved for it."""
         return {slot: BOTH if slot in self.trainers_now else ("generate",) for slot in self.generators(self.most)}
@@ -120,7 +120,7 @@ class Arrangements:
         return resize_s, generate_s + self._migrating_s(self.moved_context(count), count)
 
     def everybody_delays_s(self) -> tuple[float, float]:
-        """What `everybody` costs now, in seconds: of the trainer, and of generation."""
+        """What `all_generate` costs now, in seconds: of the trainer, and of generation."""
         new = sum(not self._generates(group) for group in self._order)
         moved = 0.0 if self._state.batch.to_start else self._context[-1] * new / self.most
         return 0.0, self._joining_s(self._state.costs.assign_s, new, self.most) + self._migrating_s(moved, new)

@@ -106,7 +106,7 @@ class Model:
             delays_s = arrangements.split_delays_s(count)
             first_way = count + external, num_slots - size * count
             rows += [(*first_way, np.inf, first_way[0], 0.0, fill, *delays_s) for fill in FILLS]
-        more = not arrangements.generators_now.issuperset(arrangements.everybody())
+        more = not arrangements.generators_now.issuperset(arrangements.all_generate())
         if self._may_wait(state) and state.limits.may_share and more:
             first[ALL] = len(rows)
             all_generate = arrangements.most + external, 0
@@ -193,7 +193,7 @@ def _decision(
     state: ClusterState, arrangements: Arrangements, count: int, prediction: Prediction, remaining: Remaining
 ) -> Decision:
     if count == ALL:
-        count, roles = arrangements.most, arrangements.everybody()
+        count, roles = arrangements.most, arrangements.all_generate()
         pauses = state.batch.missing > 0
     else:
         roles = arrangements.split(count)
