@@ -10,7 +10,7 @@ from ductile.config.errors import ConfigError
 from ductile.config.imports import ImportPathError
 from ductile.config.parse import parse
 from ductile.config.run import InferenceRunConfig, RLConfig, SFTConfig
-from ductile.config.scheduling import policy_of
+from ductile.config.scheduling import policy_of, replaced_roles
 from ductile.config.slots import placement_of
 from ductile.core.scheduling.policies.model import Model
 from ductile.core.scheduling.policies.rules import Rules
@@ -186,3 +186,16 @@ def test_slots_with_one_role_are_not_scheduled(here, root, words, command, asked
         parse(root, [*words, *asked])
     (problem,) = error.value.problems
     assert f"the slots of `ductile {command}` have one role" in problem.what
+
+
+@pytest.mark.parametrize(
+    ("keys", "roles"),
+    [
+        ({}, set()),
+        ({"auto_scheduler": True}, {"generate"}),
+        ({"auto_scheduler": True, "policy": "my.Policy"}, {"generate"}),
+        ({"auto_scheduler": True, "policy": "rules"}, set()),
+    ],
+)
+def test_only_model_and_own_policies_make_other_slots_generate_for_one_that_is_given_back(keys, roles) -> None:
+    assert replaced_roles(ClusterConfig(**keys)) == roles

@@ -8,6 +8,7 @@ import pytest
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.scheduling.cost_model import CostModel, FixedCost
 from ductile.core.scheduling.orders import Migration
+from ductile.core.scheduling.state import Unfinished
 from ductile.elastic.actuator import LiveActuator
 from ductile.elastic.controller import NotDone
 from ductile.elastic.trainer_resizer import TrainerResizer
@@ -20,6 +21,7 @@ from ductile.observe import Recorder
 from ductile.transport.deadlines import Deadlines
 from ductile.transport.mailbox import Mailbox
 from tests.core.scheduling.scenes import id_on
+from tests.fleet.generate_slots import generator
 from tests.fleet.train_slots import TrainSlots, play, sample
 from tests.orchestrator.doubles import clock
 from tests.transport.memory_transport import MemoryTransport
@@ -68,16 +70,24 @@ class Rig:
         mailbox = Mailbox(self.carrier, clock)
         self.trainer = RemoteTrainer(mailbox, ParallelLayout.of(members), Deadlines.same(100))
         self.devices = dict.fromkeys(range(NUM_SLOTS), "cpu")
-        cluster = SimpleNamespace(mailbox=mailbox, add=self.none_started, condemn=mailbox.lose, devices=self.devices)
+        cluster = SimpleNamespace(
+            mailbox=mailbox,
+            add=self.none_started,
+            condemn=mailbox.lose,
+            devices=self.devices,
+            slots=tuple(range(NUM_SLOTS)),
+        )
         self.record = Recorder(folder)
         terms = ResizeOptions({}, "127.0.0.1:1", timeout_s=5, leave_s=50)
         self.resizer = TrainerResizer(cluster, self.trainer, terms, self.record, NUM_SLOTS)
         self.told = Told()
         self.generators = SimpleNamespace()
         fleet = Fleet(self.trainer, self.generators, None, {})
-        recovery, activity = SimpleNamespace(under_way=()), SimpleNamespace(explain_by=lambda situation: None)
+        self.recovery, activity = SimpleNamespace(under_way=()), SimpleNamespace(explain_by=lambda situation: None)
+        accounting = SimpleNamespace(batch=lambda pending, num_queued: None)
+        setting = SimpleNamespace(home=None, limits=None, seq_len=SEQ_LEN, max_tokens=9)
         self.stage = LiveActuator(
-            None, cluster, fleet, self.resizer, recovery, activity, SimpleNamespace(), self.told, clock
+            setting, cluster, fleet, self.resizer, self.recovery, activity, accounting, self.told, clock
         )
 
     async def none_started(self, slots):
@@ -110,6 +120,21 @@ def told_on(tmp_path):
         play(whole)
 
     return tell
+
+
+def test_a_policy_is_not_told_of_what_is_on_a_slot_that_is_started_again(told_on):
+    async def story(rig: Rig) -> None:
+        instances = (generator(2), generator(3))
+        rig.generators.all_instances, rig.generators.slots, rig.generators.num_waiting = instances, (2, 3), 0
+        rig.generators.unfinished = lambda: tuple(Unfinished(f"{each.id}/0", each.id, 3, 0, 9) for each in instances)
+        rig.generators.lengths = lambda: None
+        rig.recovery.under_way = frozenset({2})
+        state = rig.stage.state()
+        assert [slot.slot for slot in state.slots] == [0, 1, 3]
+        assert [each.id for each in state.instances] == [id_on(3)]
+        assert [each.instance for each in state.unfinished] == [id_on(3)]
+
+    told_on(story, 0, 1)
 
 
 def test_one_micro_step_is_the_first_of_a_trainer(told_on):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ductile.cluster.processes import StartFailed
-from ductile.elastic.recovery import LASTS_S, LONGEST_PAUSE_S, Recovery, pause_s
+from ductile.elastic.recovery import GIVE_UP_S, LASTS_S, LONGEST_PAUSE_S, Recovery, pause_s
 from ductile.fleet.fleet import Fleet
 from ductile.messages.workers import AssignRole, LeaseWeights, Publish, Receive
 from ductile.observe import Recorder, read_jsonl
@@ -29,13 +29,14 @@ class Reviving:
         self.processes = dict.fromkeys(cluster.slots.slots, self)
         self.pid = 7
         self.failed: list[str] = []
+        self.trains: set[int] = set()
         self.errors: list[Exception] = []
         self.num_started = 0
         self.starts_after = 0
         """Number of attempts to start a slot that fail."""
 
     def depends_on(self, slot: int) -> bool:
-        return slot == TRAINER
+        return slot == TRAINER or slot in self.trains
 
     async def add(self, slots: list[int]) -> list[int]:
         await asyncio.sleep(START_S)
@@ -69,7 +70,7 @@ async def recovering(cluster: Cluster, folder: Path, max_restarts: int = 5, is_s
         cluster.mailbox._roles[slot] = ["generate"]
     record, reviving = Recorder(folder), Reviving(cluster)
     fleet = Fleet(cluster.trainer, cluster.generators, None, {"generate": {}})
-    recovery = Recovery(reviving, fleet, record, max_restarts, change_over, is_scheduled, clock)
+    recovery = Recovery(reviving, fleet, record, max_restarts, change_over, is_scheduled, how.get("replaced", ()), clock)
     async with recovery:
         yield reviving, recovery
     record.close()
@@ -174,17 +175,18 @@ def test_a_generator_that_cannot_take_its_role_is_killed_before_the_next_attempt
     with_cluster(story, generating=(0, 1))
 
 
-@pytest.mark.parametrize("is_scheduled", [False, True])
-def test_when_the_last_generator_is_given_back_the_run_ends_unless_a_policy_may_make_another(tmp_path, is_scheduled):
+@pytest.mark.parametrize("replaced", [(), ("score",), ("generate",)])
+def test_when_the_last_generator_is_given_back_the_run_ends_unless_a_policy_makes_another(tmp_path, replaced):
     async def story(cluster: Cluster):
-        async with recovering(cluster, tmp_path, max_restarts=0, is_scheduled=is_scheduled) as (reviving, _):
+        recovery = recovering(cluster, tmp_path, max_restarts=0, is_scheduled=True, replaced=replaced)
+        async with recovery as (reviving, _):
             cluster.slots.kill(0, cluster.mailbox)
             await asyncio.sleep(1)
             said = (
                 "Slot 0 was killed by SIGKILL; slot 0 was given back after 0 attempts to start it again "
                 "(cluster.max_restarts), and no slot generates"
             )
-            assert reviving.failed == ([] if is_scheduled else [said])
+            assert reviving.failed == ([] if "generate" in replaced else [said])
 
     with_cluster(story, generating=(0,))
 
@@ -206,19 +208,70 @@ def test_attempts_are_counted_anew_once_the_slot_has_worked_for_a_while(tmp_path
     with_cluster(story, generating=(0, 1))
 
 
-def test_a_slot_is_left_alone_while_it_changes_roles(tmp_path):
+@pytest.mark.parametrize("is_scheduled", [False, True])
+def test_a_slot_is_left_alone_while_it_changes_roles(tmp_path, is_scheduled):
+    """A policy uses a slot that the change has started. Without one the slot gets its roles back."""
+
     async def story(cluster: Cluster):
         over = asyncio.Event()
-        async with recovering(cluster, tmp_path, change_over=over) as (reviving, recovery):
+        watched = recovering(cluster, tmp_path, is_scheduled=is_scheduled, change_over=over)
+        async with watched as (reviving, recovery):
             cluster.slots.kill(0, cluster.mailbox)
             await asyncio.sleep(5)
             assert reviving.num_started == 0
             assert recovery.under_way == {0}
-            await reviving.add([0])  # the change has started it for another role
+            await reviving.add([0])  # the change has started it
             over.set()
             await asyncio.sleep(5)
-            assert (reviving.num_started, cluster.generators.slots) == (1, (1,))
+            assert cluster.generators.slots == ((1,) if is_scheduled else (0, 1))
             assert recovery.under_way == frozenset()
+
+    with_cluster(story, generating=(0, 1))
+
+
+def test_a_slot_that_a_resize_takes_while_the_next_attempt_rests_is_left_to_the_trainer(tmp_path):
+    async def story(cluster: Cluster):
+        async with recovering(cluster, tmp_path) as (reviving, recovery):
+            reviving.starts_after = 1
+            cluster.slots.kill(0, cluster.mailbox)
+            await asyncio.sleep(START_S + 0.5)
+            await reviving.add([0])
+            reviving.trains.add(0)
+            await asyncio.sleep(5)
+            assert recovery.under_way == frozenset()
+            assert [slot for slot, _ in cluster.sent(AssignRole)] == []
+            assert 0 not in cluster.mailbox.lost
+
+    with_cluster(story, generating=(0, 1))
+
+
+@pytest.mark.parametrize("is_scheduled", [False, True])
+def test_a_slot_that_is_lost_between_two_roles_comes_back_for_the_policy(tmp_path, is_scheduled):
+    async def story(cluster: Cluster):
+        cluster.mailbox._roles[3] = ["train"]  # it was about to join the trainer, which stays as it is
+        async with recovering(cluster, tmp_path, is_scheduled=is_scheduled) as (_, recovery):
+            cluster.slots.kill(3, cluster.mailbox)
+            await asyncio.sleep(5)
+            assert recovery.under_way == frozenset()
+            assert (3 in cluster.mailbox.lost) == (not is_scheduled)
+        said = [("slot_restarted", "Slot 3 runs again after 0.50 s, on cpu, pid 7.")]
+        assert events(tmp_path) == (said if is_scheduled else [])
+
+    with_cluster(story, generating=(0, 1))
+
+
+def test_the_end_of_the_run_does_not_wait_for_a_slot_that_hangs_as_it_comes_back(tmp_path):
+    async def story(cluster: Cluster):
+        async with recovering(cluster, tmp_path) as (_, recovery):
+            cluster.slots.delay(0, AssignRole, 50.0)
+            cluster.slots.kill(0, cluster.mailbox)
+            await asyncio.sleep(START_S + 1)
+            assert recovery.under_way == {0}
+            began_s = clock()
+        assert clock() - began_s <= GIVE_UP_S
+        cluster.slots.kill(1, cluster.mailbox)
+        await asyncio.sleep(5)
+        assert recovery.under_way <= {0}, "after the end nothing is begun"
 
     with_cluster(story, generating=(0, 1))
 

@@ -153,10 +153,12 @@ class LocalCluster:
             if self._measured:
                 await survey(self.mailbox, new, self._config.command_timeout_s, self._measured)
         except (TimeoutError, StartFailed, Failure) as error:
+            why = str(error) or self._not_started(new)
             for slot in new:
                 if slot in self.processes:
-                    self.condemn(slot, f"slot {slot} was not needed, as another one did not start")
-            raise StartFailed(str(error) or self._not_started(new)) from None
+                    other = f"slot {slot} was not needed, as another one did not start"
+                    self.condemn(slot, other if len(new) > 1 else why)
+            raise StartFailed(why) from None
         return new
 
     def condemn(self, slot: int, sentence: str) -> None:
@@ -171,8 +173,11 @@ class LocalCluster:
 
     def fail_with(self, sentence: str, error: Exception) -> None:
         """Have `death` raise this error: the orchestrator itself has failed, and a run must not go on from wrong books.
-        The first failure stays."""
-        if not self._death.done():
+        The first failure stays; a later one is written to stderr."""
+        if self._death.done():
+            what = {"message": f"{capitalised(sentence)}.", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(what)
+        else:
             error.add_note(f"{capitalised(sentence)}.")
             self._death.set_exception(error)
             self._death.exception()  # it may be that nothing awaits it any more

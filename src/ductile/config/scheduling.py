@@ -15,6 +15,7 @@ from ductile.config.imports import ImportPathError
 from ductile.core.scheduling.policies.names import DEFAULT, NAMES, WITH_OPTIONS
 
 if TYPE_CHECKING:  # it loads numpy, and so do policies; most configs name none of their own
+    from ductile.core.instances.instances import Serving
     from ductile.core.scheduling.orders import Policy
 
 OPTIONAL = ("use_pre_process_policy", "use_wait_before_last_iter_policy")
@@ -45,6 +46,14 @@ def policy_arguments(cluster: ClusterConfig) -> dict[str, Any]:
         "pre_process": cluster.use_pre_process_policy,
         "wait_before_last_iter": cluster.use_wait_before_last_iter_policy,
     }
+
+
+def replaced_roles(cluster: ClusterConfig) -> frozenset["Serving"]:
+    """Roles of a slot that is given back which the policy gives to other slots. The other built-in policies know the
+    configured slots only, and none makes a scorer elsewhere."""
+    name = policy_name(cluster)
+    makes_generators = cluster.auto_scheduler and (name == "model" or name not in NAMES)
+    return frozenset({"generate"}) if makes_generators else frozenset()
 
 
 def scheduling_findings(cluster: ClusterConfig) -> Iterator[Finding]:

@@ -70,12 +70,16 @@ class LiveActuator:
 
     def state(self) -> ClusterState:
         changing = {move.slot for move in self._moves}
+        there = {*self._cluster.slots} - {*self._cluster.mailbox.lost} - self._recovery.under_way
+        # What is on a slot that is being started again is nothing that a policy could move.
+        instances = tuple(each for each in self._fleet.instances if there.issuperset(each.slots))
+        names = {each.id for each in instances}
         return ClusterState(
             now_s=self.now_s,
             slots=tuple(
                 SlotState(slot, roles, self._since_s.get(slot, 0.0), slot not in changing and self._serves(slot, roles))
                 for slot in self._cluster.slots
-                if slot not in self._cluster.mailbox.lost and slot not in self._recovery.under_way
+                if slot in there
                 for roles in [self._roles(slot)]
             ),
             batch=self._accounting.batch(self._pending(), self._generators.num_waiting),
@@ -91,8 +95,8 @@ class LiveActuator:
             costs=self._measured.costs(),
             home=self._setting.home,
             limits=self._setting.limits,
-            instances=self._fleet.instances,
-            unfinished=self._generators.unfinished(),
+            instances=instances,
+            unfinished=tuple(each for each in self._generators.unfinished() if each.instance in names),
             lengths=self._generators.lengths(),
             max_tokens=self._setting.max_tokens,
             knows_generation=self._measured.knows_generation,
@@ -169,7 +173,7 @@ class LiveActuator:
             where = slots_of(instance.slots)
             raise NotDone(f"{where} cannot score: this run has no scorer (cluster.component_placement.inference)")
         async with self._or_not_done(), self._measuring("assign"):
-            await pool.admit(instance, self._fleet.settings[instance.role])
+            await self._fleet.admit(instance)
 
     async def resize(self, layout: ParallelLayout, leave: Callable[[], Awaitable[None]]) -> None:
         try:

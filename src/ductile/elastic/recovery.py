@@ -7,13 +7,14 @@
     given back  after `cluster.max_restarts` attempts in a row: the event `slot_given_back`, and the run goes on without
 
 Attempts are in a row until the slot has worked for LASTS_S. A slot that changes roles when it is lost is left alone
-until that change is over. What trains is not brought back: the run ends with it.
+until that change is over; where a policy moves the slots, one that was lost between two roles comes back without any.
+What trains is not brought back: the run ends with it.
 """
 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import asdict
 from types import TracebackType
 
@@ -23,13 +24,14 @@ from ductile.concurrency.background import start_reported
 from ductile.core.instances.instances import Instance, Serving, instance_on
 from ductile.error_text import capitalised
 from ductile.fleet.fleet import Fleet
-from ductile.fleet.worker_pool import WorkerPool
 from ductile.messages.workers import Died, Event
 from ductile.observe import Recorder
 from ductile.roles import Failure
 
 LONGEST_PAUSE_S = 30.0
 LASTS_S = 60.0
+GIVE_UP_S = 1.0
+"""Seconds that restarts have to end once the run ends."""
 VERBS: dict[Serving, str] = {"generate": "generates", "score": "scores"}
 
 
@@ -49,13 +51,14 @@ class Recovery:
         max_restarts: int,
         change_over: Callable[[int], Awaitable[None]],
         is_scheduled: bool,
+        replaced: Collection[Serving] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """change_over: returns when the slot does not change roles. is_scheduled: a policy may
-        give the role of a slot that is given back to another one."""
+        """change_over: returns when the slot does not change roles. is_scheduled: a policy moves the slots. replaced:
+        roles of a slot that is given back which the policy gives to others."""
         self._cluster, self._fleet = cluster, fleet
         self._record, self._max_restarts, self._clock = record, max_restarts, clock
-        self._change_over, self._is_scheduled = change_over, is_scheduled
+        self._change_over, self._is_scheduled, self._replaced = change_over, is_scheduled, frozenset(replaced)
         self._restarting: dict[int, tuple[Serving, ...]] = {}
         """Roles of the slots that are lost and to come back."""
         self._num_restarted: Counter[int] = Counter()
@@ -64,9 +67,10 @@ class Recovery:
         """Attempts in a row, by slot."""
         self._works_since_s: dict[int, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        cluster.mailbox.subscribe(self._on_event)
+        self._unsubscribe: Callable[[], None] = lambda: None
 
     async def __aenter__(self) -> "Recovery":
+        self._unsubscribe = self._cluster.mailbox.subscribe(self._on_event)
         for slot, reason in self._cluster.mailbox.lost.items():  # since the slots got their roles
             self._on_event(slot, Died(reason))
         return self
@@ -74,10 +78,13 @@ class Recovery:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
+        """Give up what is under way. It is not waited for: a slot may hang in the middle of it, and all slots are about
+        to be stopped."""
+        self._unsubscribe()
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=GIVE_UP_S)
 
     @property
     def under_way(self) -> frozenset[int]:
@@ -87,7 +94,9 @@ class Recovery:
     def _on_event(self, slot: int, event: Event) -> None:
         held = self._cluster.mailbox.roles(slot)
         roles = tuple(role for role in self._fleet.pools if held.count(role))
-        if not isinstance(event, Died) or not roles or slot in self._restarting or self._cluster.depends_on(slot):
+        if not isinstance(event, Died) or slot in self._restarting or self._cluster.depends_on(slot):
+            return
+        if not roles and not self._is_scheduled:
             return
         self._restarting[slot] = roles
         if self._clock() - self._works_since_s.get(slot, self._clock()) > LASTS_S:
@@ -98,22 +107,34 @@ class Recovery:
         task.add_done_callback(self._tasks.discard)
 
     async def _bring_back(self, slot: int, roles: Sequence[Serving], why: str) -> None:
-        began_s = self._clock()
+        """roles: those that it had. A slot that was between two roles comes back without one, for the policy to use."""
+        began_s, has_paused = self._clock(), False
         try:
-            await self._change_over(slot)
-            while slot in self._cluster.mailbox.lost:  # unless the change has started it anew
+            while True:
+                await self._change_over(slot)
+                missing = [role for role in roles if self._fleet.pools[role].on(slot) is None]
+                if self._cluster.depends_on(slot):
+                    return  # a resize has started it for the trainer
+                if slot not in self._cluster.mailbox.lost and (self._is_scheduled or not missing):
+                    return  # a change has started it, and the policy gives it what roles it has
                 if self._num_attempts[slot] >= self._max_restarts:
                     self._retire(slot, roles, why)
                     return
-                await asyncio.sleep(pause_s(self._num_attempts[slot]))
+                if not has_paused:
+                    await asyncio.sleep(pause_s(self._num_attempts[slot]))
+                    has_paused = True
+                    continue  # a change may have begun meanwhile
                 self._num_attempts[slot] += 1
+                has_paused = False
                 try:
-                    instances = await self._restart(slot, roles)
+                    instances = await self._restart(slot, missing)
                 except (Failure, StartFailed) as error:
                     why = str(error)
-                    self._cluster.condemn(slot, f"{why}; it has been killed")
+                    if not self._cluster.depends_on(slot):
+                        self._cluster.condemn(slot, f"{why}; it has been killed")
                 else:
                     self._note(slot, roles, instances, self._clock() - began_s)
+                    return
         finally:
             del self._restarting[slot]
 
@@ -122,25 +143,13 @@ class Recovery:
         self._num_restarted[slot] += 1
         instances = [instance_on(role, (slot,), restart=self._num_restarted[slot]) for role in roles]
         for instance in instances:
-            pool = self._fleet.pools[instance.role]
-            takes_work = await pool.admit(instance, self._fleet.settings[instance.role])
-            if not takes_work and pool.version is not None and not pool.instances:
-                await self._publish_again(pool, pool.version)
+            await self._fleet.admit(instance)
         self._works_since_s[slot] = self._clock()
         return instances
 
-    async def _publish_again(self, pool: WorkerPool, version: int) -> None:
-        """No slot has the live version any more: the last one was lost while the trainer was between two optimizer
-        steps of a batch. Its weights of this moment go live in their place, or it would wait for work for ever."""
-        if manifest := await self._fleet.trainer.publish_again(version):
-            try:
-                await pool.receive(manifest)
-            finally:
-                await self._fleet.trainer.withdraw(version)
-
     def _note(self, slot: int, roles: Sequence[Serving], instances: Sequence[Instance], seconds: float) -> None:
         device, pid = self._cluster.devices[slot], self._cluster.processes[slot].pid
-        does = " and ".join(VERBS[role] for role in roles)
+        does = " and ".join(VERBS[role] for role in roles) or "runs"
         self._record.event(
             "slot_restarted",
             f"Slot {slot} {does} again after {seconds:.2f} s, on {device}, pid {pid}.",
@@ -159,5 +168,5 @@ class Recovery:
         self._record.event("slot_given_back", f"Slot {slot} is given back {tried}: {why}.", slot=slot, roles=roles)
         for role in roles:
             coming = any(role in others for other, others in self._restarting.items() if other != slot)
-            if not (self._is_scheduled or coming or self._fleet.pools[role].all_instances):
+            if not (role in self._replaced or coming or self._fleet.pools[role].all_instances):
                 self._cluster.fail(f"{capitalised(why)}; slot {slot} was given back {tried}, and no slot {VERBS[role]}")

@@ -85,7 +85,8 @@ class RunState:
                 pass
 
     def _begin(self, instances: Iterable[Instance], at_s: float) -> None:
-        self.instances |= {each.id: InstanceSpan(each, at_s) for each in instances}
+        for each in instances:  # one that came back while slots changed roles is told twice
+            self.instances.setdefault(each.id, InstanceSpan(each, at_s))
 
     def _end(self, instances: Iterable[InstanceId], at_s: float) -> None:
         for name in instances:

@@ -31,6 +31,24 @@ class Fleet:
         """All generators and scorers, as things are now."""
         return in_order(instance for pool in self.pools.values() for instance in pool.all_instances)
 
+    async def admit(self, instance: Instance) -> None:
+        """Have the instance's slots take its role and the live weights. Raises SlotLost, Refused or Late, and the slots
+        then do not have the role.
+
+        No slot may have the live version any more: the last one was lost while the trainer was between two optimizer
+        steps of a batch. Then its weights of this moment go live in their place, or it would wait for work for ever.
+        """
+        pool = self.pools[instance.role]
+        takes_work = await pool.admit(instance, self.settings[instance.role])
+        version = pool.version
+        if takes_work or version is None or pool.instances:
+            return
+        if manifest := await self.trainer.publish_again(version):
+            try:
+                await pool.receive(manifest)
+            finally:
+                await self.trainer.withdraw(version)
+
     @property
     def slots_by_role(self) -> Mapping[str, tuple[int, ...]]:
         """Slots by role, as things are now."""

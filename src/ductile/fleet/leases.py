@@ -19,7 +19,7 @@ from ductile.concurrency.background import start
 from ductile.core.instances.instances import Instance, in_order
 from ductile.messages.workers import EndLease, LeaseWeights, Published, Receive
 from ductile.records import Manifest
-from ductile.roles import Failure, Refused, SlotLost
+from ductile.roles import Failure, Late, Refused, SlotLost
 from ductile.transport.fanout import raise_worst
 from ductile.transport.mailbox import Mailbox
 
@@ -71,16 +71,22 @@ class WeightLeases:
         """
         failures: list[Exception] = []
         for source in self._sources(joiner, version):
+            is_late = False
             try:
                 async with self._lease(source, version) as manifest:
                     receive = dict.fromkeys(joiner.slots, Receive(joiner.role, manifest))
-                    raise_worst(await self._mailbox.ask_all(receive, self._timeout_s))
+                    outcomes = await self._mailbox.ask_all(receive, self._timeout_s)
+                    is_late = any(isinstance(outcome, Late) for outcome in outcomes.values())
+                    raise_worst(outcomes)
             except Failure as error:
+                if is_late:
+                    raise  # it would be as late with the weights of another source
                 for slot in joiner.slots:
                     if slot in self._mailbox.lost:
                         raise SlotLost(self._mailbox.lost[slot]) from error
-                # A trainer that has gone on meanwhile leases it no more: the next version is on its way.
-                if source is not None or self._trainer.can_lease(version):
+                # A trainer that has gone on meanwhile leases it no more: the next version is on its way. And that a
+                # source is lost says nothing of the joiner.
+                if self._trainer.can_lease(version) if source is None else not isinstance(error, SlotLost):
                     failures.append(error)
             else:
                 self.note(joiner, version)

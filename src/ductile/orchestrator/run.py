@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from ductile.cluster.local import ROLES, LocalCluster
 from ductile.config.inference import shared_block_tokens
 from ductile.config.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
-from ductile.config.scheduling import policy_name
+from ductile.config.scheduling import policy_name, replaced_roles
 from ductile.config.secrets import secret_of
 from ductile.config.slots import placement_of
 from ductile.config.trainer import TrainerConfig
@@ -94,7 +94,13 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
                 await resizer.change_over(slot)
 
             recovery = Recovery(
-                cluster, fleet, session.record, config.cluster.max_restarts, change_over, config.cluster.auto_scheduler
+                cluster,
+                fleet,
+                session.record,
+                config.cluster.max_restarts,
+                change_over,
+                is_scheduled=config.cluster.auto_scheduler,
+                replaced=replaced_roles(config.cluster),
             )
             scheduling = Scheduling(config, prepared, cluster, fleet, resizer, recovery, activity, session.record)
             context = _context(session, lambda: fleet.slots_by_role, resizer, cluster)

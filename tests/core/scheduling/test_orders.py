@@ -62,6 +62,13 @@ def test_generators_may_all_go_when_there_is_nothing_to_generate():
     assert violations(scene(to_start=1), Decision(moves)) == ["0 generators would be left, and 1 is the least"]
 
 
+def test_a_floor_that_is_broken_before_a_decision_is_not_its_fault():
+    """The only scorer may just be started again."""
+    state = scene(to_start=1, limits=Limits(min_score=1))
+    assert not any(each.role == "score" for each in state.instances)
+    assert violations(state, Decision((RoleChange(2, GENERATE, TRAIN),))) == []
+
+
 def test_who_stays_in_the_layout_keeps_its_place():
     state = scene()
     decision = Decision(

@@ -208,14 +208,16 @@ def _wrong_migrations(state: ClusterState, decision: Decision, instances: Iterab
 def _broken_floors(
     state: ClusterState, after: Mapping[int, tuple[Role, ...]], instances: Iterable[Instance]
 ) -> Iterator[str]:
+    """A floor that was broken before, as a lost instance is being started again, need not be mended by the decision."""
     limits, num_train = state.limits, sum("train" in roles for roles in after.values())
-    held = Counter(each.role for each in instances)
+    held, before = Counter(each.role for each in instances), Counter(each.role for each in state.instances)
+    min_generate, min_score = min(limits.min_generate, before["generate"]), min(limits.min_score, before["score"])
     if num_train < max(1, limits.min_train):
         yield f"{many(num_train, 'slot')} would train, and {max(1, limits.min_train)} is the least"
-    if state.num_to_generate and held["generate"] < limits.min_generate:
-        yield f"{many(held['generate'], 'generator')} would be left, and {limits.min_generate} is the least"
-    if (state.num_to_generate or state.batch.to_score) and held["score"] < limits.min_score:
-        yield f"{many(held['score'], 'scorer')} would be left, and {limits.min_score} is the least"
+    if state.num_to_generate and held["generate"] < min_generate:
+        yield f"{many(held['generate'], 'generator')} would be left, and {min_generate} is the least"
+    if (state.num_to_generate or state.batch.to_score) and held["score"] < min_score:
+        yield f"{many(held['score'], 'scorer')} would be left, and {min_score} is the least"
 
 
 def _wrong_layout(state: ClusterState, decision: Decision) -> Iterator[str]:
