@@ -10,8 +10,8 @@ from ductile.core.instances.instances import instance_on
 from ductile.core.instances.placement import Placement
 from ductile.core.scheduling.profile import Setting, StepProfile
 from ductile.core.scheduling.state import Limits
+from ductile.events.lines import read_event
 from ductile.events.run_state import RunState
-from ductile.observe import LoggedEvent
 from tests.core.scheduling.scenes import COSTS, SPEEDS
 
 PLACEMENT = Placement((0,), (1, 2), (), "as said")
@@ -27,12 +27,19 @@ def profile(step):
 KINDS = {
     "setting": SETTING,
     "profile": profile(1),
-    "resized": {"pause_s": 0.1},
-    "held": {"holds": True},
-    "switched": {"began": [{"id": NEW.id, "role": NEW.role, "slots": NEW.slots}], "ended": [FIRST[0].id]},
+    "resized": {"epoch": 1, "before": [0], "after": [0, 1], "pause_s": 0.1},
+    "held": {"at_s": 1.0, "holds": True},
+    "switched": {
+        "at_s": 1.0,
+        "seconds": 0.5,
+        "slots": [0],
+        "began": [{"id": NEW.id, "role": NEW.role, "slots": NEW.slots}],
+        "ended": [FIRST[0].id],
+    },
     "slot_lost": {"slot": 2},
     "decided": {"at_s": 1.0},
-    "died": {},
+    "died": {"code": "slot_died"},
+    "slept": {"of": "a later version"},
 }
 
 
@@ -53,7 +60,7 @@ def test_a_journal_in_pieces_comes_to_what_it_comes_to_whole(rows, data):
     cut = data.draw(st.integers(0, len(rows)))
     state = RunState.of(rows[:cut])
     for each in rows[cut:]:
-        state.apply(LoggedEvent.from_row(each))
+        state.apply(read_event(each))
     assert state == RunState.of(rows)
 
 
@@ -81,6 +88,6 @@ def test_what_another_version_wrote_is_told_until_the_next_start(kind):
     strange = row(1001.0, kind, strange=1)
     state = RunState.of([row(1000.0, "setting"), strange])
     assert "KeyError" in state.unreadable
-    state.apply(LoggedEvent.from_row(row(1002.0, "setting")))
+    state.apply(read_event(row(1002.0, "setting")))
     assert (state.unreadable, state.began_s) == ("", 1002.0)
     assert list(state.instances) == [each.id for each in FIRST]

@@ -5,11 +5,10 @@ from dataclasses import replace
 
 from ductile.core.scheduling.ledger import Activity, SlotLedger
 from ductile.dashboard.view import SlotView, ViewEvent, ViewState
-from ductile.observe import Listener, LoggedEvent
+from ductile.events.scheduling import TrainingHeld
+from ductile.observe import Listener, RunEvent
 
 NUM_EVENTS = 6
-PASSING = frozenset({"held"})
-"""Kinds of events that come several times a step and that the slots' own rows show: training waits, or goes on."""
 
 
 class Follower(Listener):
@@ -22,9 +21,9 @@ class Follower(Listener):
         self._state = ViewState(title, max_steps)
         self._slots: dict[int, tuple[tuple[str, ...], SlotLedger]] = {}
 
-    def on_event(self, event: LoggedEvent) -> None:
-        if not event.sentence or event.kind in PASSING:
-            return
+    def on_event(self, event: RunEvent) -> None:
+        if not event.sentence or isinstance(event, TrainingHeld):
+            return  # it is for programs, or comes several times a step and the slots' own rows show it
         shown = ViewEvent(self._clock() - self._began_s, event.sentence)
         self._state = replace(self._state, events=(*self._state.events, shown)[-NUM_EVENTS:])
 

@@ -17,20 +17,13 @@ from ductile.core.scheduling.ledger import SlotLedger
 from ductile.dashboard.follower import Follower
 from ductile.dashboard.printable import printable
 from ductile.dashboard.view import render
-from ductile.observe import Listener, LoggedEvent
+from ductile.events.rollouts import GroupDropped, PromptDroppedTwice, PromptSkipped, RewardError
+from ductile.events.scheduling import TrainingHeld
+from ductile.events.steps import NothingToLearn, StepSkipped
+from ductile.observe import Listener, RunEvent
 
 REFRESH_HZ = 2
-OFTEN = frozenset(
-    {
-        "group_dropped",
-        "prompt_dropped_twice",
-        "step_skipped",
-        "reward_error",
-        "prompt_skipped",
-        "nothing_to_learn",
-        "held",
-    }
-)
+OFTEN = (GroupDropped, PromptDroppedTwice, StepSkipped, RewardError, PromptSkipped, NothingToLearn, TrainingHeld)
 """Events that may come in hundreds: the first of each kind is printed, all are in events.jsonl."""
 
 
@@ -68,15 +61,15 @@ class Lines(RunDisplay):
 
     def __init__(self, max_steps: int, stream: TextIO) -> None:
         self._max_steps, self._stream = max_steps, stream
-        self._shown: set[str] = set()
+        self._shown: set[type[RunEvent]] = set()
 
-    def on_event(self, event: LoggedEvent) -> None:
+    def on_event(self, event: RunEvent) -> None:
         if not event.sentence:
             return  # it is for programs
-        if event.kind in OFTEN:
-            if event.kind in self._shown:
+        if isinstance(event, OFTEN):
+            if type(event) in self._shown:
                 return
-            self._shown.add(event.kind)
+            self._shown.add(type(event))
             self._print(f"{event.sentence} (Further ones like this are in events.jsonl.)")
         else:
             self._print(event.sentence)

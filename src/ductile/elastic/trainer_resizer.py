@@ -4,7 +4,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from ductile.cluster.local import LocalCluster
@@ -16,6 +15,8 @@ from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
 from ductile.core.transfer.order import stays_put
 from ductile.elastic.transaction import ResizeOptions, ResizeResult, Transaction, nothing_to_release
 from ductile.error_text import capitalised, error_text
+from ductile.events.resizes import ResizeRolledBack, TrainerResized
+from ductile.events.slots import SlotStarted, SlotWasLost
 from ductile.fleet.trainer import RemoteTrainer
 from ductile.messages.control import Resized, ResizeRequest, RunFailed, Unfit
 from ductile.observe import Recorder
@@ -166,7 +167,7 @@ class TrainerResizer:
         for slot in started:
             device, pid = self._cluster.devices[slot], self._cluster.processes[slot].pid
             sentence = f"Slot {slot} runs on {device}, pid {pid}: it will join the trainer."
-            self._record.event("slot_started", sentence, slot=slot, roles=[], device=device, pid=pid)
+            self._record.event(SlotStarted(slot=slot, roles=(), device=device, pid=pid, sentence=sentence))
 
     def note_death(self, slot: int, reason: str) -> None:
         """Write down that a slot has died with which the run does not end. Where a resize judges that, it is written
@@ -179,7 +180,7 @@ class TrainerResizer:
             self._note_lost(slot, reason)
 
     def _note_lost(self, slot: int, reason: str) -> None:
-        self._record.event("slot_lost", f"{capitalised(reason)}.", slot=slot)
+        self._record.event(SlotWasLost(slot, sentence=f"{capitalised(reason)}."))
 
     def _note_failure(self, before: ParallelLayout, after: ParallelLayout, error: Exception) -> str:
         """Write the failure down. Returns its sentence without the full stop."""
@@ -211,16 +212,16 @@ class TrainerResizer:
     def _event(
         self, is_resized: bool, sentence: str, epoch: int, before: ParallelLayout, after: ParallelLayout, **more: Any
     ) -> None:
-        self._record.event(
-            "resized" if is_resized else "resize_rolled_back",
-            sentence,
+        ended = (TrainerResized if is_resized else ResizeRolledBack)(
             epoch=epoch,
             before=before.slots,
-            before_dims=asdict(before.dims),
+            before_dims=before.dims,
             after=after.slots,
-            after_dims=asdict(after.dims),
+            after_dims=after.dims,
+            sentence=sentence,
             **more,
         )
+        self._record.event(ended)
 
 
 def sentence_of(result: ResizeResult) -> str:

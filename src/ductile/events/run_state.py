@@ -1,6 +1,6 @@
-"""What a run has told of itself by its events, one applied after the other: what `ductile report` and `plan` go by.
+"""What a run has told of itself by its events, applied one after the other: what `ductile report` and `plan` go by.
 
-Each start or resume of a run begins with its `setting`. What was told of slots, instances and steps before that is of
+Each start or resume of a run begins with its `WorkBegan`. What was told of slots, instances and steps before that is of
 another start, and is dropped; sentences are kept from all starts.
 """
 
@@ -8,9 +8,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ductile.core.instances.instances import Instance, InstanceId, instances_from
+from ductile.core.instances.instances import Instance, InstanceId
 from ductile.core.scheduling.profile import Setting, StepProfile
-from ductile.observe import LoggedEvent
+from ductile.events.lines import KINDS, UnreadEvent, read_event
+from ductile.events.resizes import TrainerResized
+from ductile.events.scheduling import OrdersDone
+from ductile.events.slots import SlotRestarted, SlotWasLost
+from ductile.events.steps import StepProfiled, WorkBegan
+from ductile.observe import RunEvent
+
+GOES_BY = frozenset({WorkBegan, StepProfiled, TrainerResized, OrdersDone, SlotRestarted, SlotWasLost})
+"""Events without which the state is not that of the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +44,11 @@ class RunState:
     num_resized: int = 0
     """Resizes of the trainer, whoever asked for them."""
     unreadable: str = ""
-    """What is wrong with an event that another version of ductile wrote; empty when all are read."""
-    sentences: list[LoggedEvent] = field(default_factory=list[LoggedEvent])
+    """What is wrong with an event that the state goes by and another version of ductile wrote; empty when all are
+    read."""
+    unread_kinds: set[str] = field(default_factory=set[str])
+    """Kinds of events that another version of ductile wrote and the state does without."""
+    sentences: list[RunEvent] = field(default_factory=list[RunEvent])
     """Events of all starts that have a sentence."""
 
     @staticmethod
@@ -45,42 +56,40 @@ class RunState:
         """The state after all events of an `events.jsonl`."""
         state = RunState()
         for row in rows:
-            state.apply(LoggedEvent.from_row(row))
+            state.apply(read_event(row))
         return state
 
-    def apply(self, event: LoggedEvent) -> None:
-        """Take one more event in. What it should have and has not is told in `unreadable`."""
+    def apply(self, event: RunEvent) -> None:
+        """Take one more event in."""
         if event.sentence:
             self.sentences.append(event)
-        if event.kind == "setting":
+        kind = KINDS.get(event.written) if isinstance(event, UnreadEvent) else type(event)
+        if kind is WorkBegan:
             self.began_s, self.setting, self.profiles, self.instances = event.time_s, None, [], {}
-            self.num_resized, self.unreadable = 0, ""
-        elif self.began_s is None:
+            self.num_resized, self.unreadable, self.unread_kinds = 0, "", set()
+        if self.began_s is None:
             self.began_s = event.time_s
-        try:
-            self._apply(event, event.time_s - (self.began_s or 0.0))
-        except (KeyError, TypeError, ValueError) as error:
-            self.unreadable = self.unreadable or repr(error)
-
-    def _apply(self, event: LoggedEvent, at_s: float) -> None:
-        match event.kind:
-            case "setting":
-                self.setting = Setting.from_fields(event.fields)
-                self.instances = {each.id: InstanceSpan(each, 0.0) for each in self.setting.instances}
-            case "profile":
-                self.profiles.append(StepProfile.from_fields(event.fields))
-            case "resized":
+        at_s = event.time_s - self.began_s
+        match event:
+            case UnreadEvent(why=why) if kind in GOES_BY:
+                self.unreadable = self.unreadable or why
+            case UnreadEvent(written=written):
+                self.unread_kinds.add(written)
+            case WorkBegan(setting=setting):
+                self.setting, self.instances = setting, {each.id: InstanceSpan(each, 0.0) for each in setting.instances}
+            case StepProfiled(profile=profile):
+                self.profiles.append(profile)
+            case TrainerResized():
                 self.num_resized += 1
-            case "switched" if self.setting and self.setting.version == 1:
+            case OrdersDone(began=None):
                 self.instances = {}  # slots change roles, and events of this format name no instances
-            case "switched" if self.setting:
-                self._begin(instances_from(event.fields["began"]), at_s)
-                self._end(event.fields["ended"], at_s)
-            case "slot_restarted":
-                self._begin(instances_from(event.fields["began"]), at_s)
-            case "slot_lost":
-                lost = [name for name, each in self.instances.items() if event.fields["slot"] in each.instance.slots]
-                self._end(lost, at_s)
+            case OrdersDone(began=tuple(began), ended=ended) if self.setting:
+                self._begin(began, at_s)
+                self._end(ended, at_s)
+            case SlotRestarted(began=began):
+                self._begin(began, at_s)
+            case SlotWasLost(slot=slot):
+                self._end([name for name, each in self.instances.items() if slot in each.instance.slots], at_s)
             case _:
                 pass
 

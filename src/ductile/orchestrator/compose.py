@@ -20,6 +20,7 @@ from ductile.config.trainer import TrainerConfig, loss_aggregation, needs_refere
 from ductile.core.batch.advantage import ADVANTAGES, Advantage
 from ductile.core.scheduling.staleness import StalenessBound
 from ductile.elastic.controller import ElasticController
+from ductile.events.rollouts import PromptSkipped
 from ductile.observe import Recorder
 from ductile.orchestrator.buffer import Buffer
 from ductile.orchestrator.episode import Episodes
@@ -218,7 +219,7 @@ def _buffer(prepared: Prepared, record: Recorder, stop: asyncio.Event) -> Buffer
         ExampleOrder(prepared.train_examples, orchestrator.seed, orchestrator.shuffle),
         prepared.config.inference.model.max_model_len - 1,
         progress.prompts,
-        on_too_long=lambda sentence: record.event("prompt_skipped", sentence),
+        on_too_long=lambda sentence: record.event(PromptSkipped(sentence=sentence)),
     )
     return Buffer(
         prompts,

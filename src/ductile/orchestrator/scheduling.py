@@ -17,6 +17,7 @@ from ductile.elastic.controller import ElasticController
 from ductile.elastic.monitor import Monitor
 from ductile.elastic.profiling import Profiler
 from ductile.events.decisions import DecisionJournal
+from ductile.events.rollouts import RequestRestarted
 from ductile.observe import Recorder
 from ductile.orchestrator.compose import Prepared
 from ductile.orchestrator.loop import Loop
@@ -40,7 +41,9 @@ class Scheduling:
         monitor = Monitor(loop, crew.trainer, crew.generators, group_size=setting.group_size, steps_ahead=bound.ahead)
         actuator = LiveActuator(setting, crew, monitor, measured, lambda: time.monotonic() - began_s)
         crew.generators.on_change = loop.buffer.wake
-        crew.generators.on_restarted = lambda sentence, lost: self._record.event("restarted", sentence, instance=lost)
+        crew.generators.on_restarted = lambda sentence, lost: self._record.event(
+            RequestRestarted(lost, sentence=sentence)
+        )
         self._profile(setting, measured, began_s)
         if config.cluster.auto_scheduler:
             journal = DecisionJournal(self._record, policy_arguments(config.cluster))
