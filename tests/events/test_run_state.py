@@ -69,8 +69,21 @@ def test_a_journal_in_pieces_comes_to_what_it_comes_to_whole(rows, data):
 def test_a_resumed_run_is_what_it_was_since_and_its_sentences_are_of_all_starts(before, after):
     resumed = [row(2000.0, "setting", ""), *after]
     whole, since = RunState.of([*before, *resumed]), RunState.of(resumed)
-    assert replace(whole, sentences=[]) == replace(since, sentences=[])
-    assert whole.sentences == [*RunState.of(before).sentences, *since.sentences]
+    earlier = RunState.of(before)
+    assert replace(whole, sentences=[], waits=[]) == replace(since, sentences=[], waits=[])
+    assert whole.sentences == [*earlier.sentences, *since.sentences]
+    assert whole.waits == [*earlier.waits, *since.waits]
+
+
+@given(journals(), st.integers(1, 3))
+@settings(max_examples=100, deadline=None)
+def test_a_live_run_keeps_the_latest_of_what_a_report_has_all_of(rows, num_kept):
+    live, whole = RunState(num_kept), RunState.of(rows)
+    for each in rows:
+        live.on_event(read_event(each))
+    for name in ("profiles", "resizes", "waits", "sentences"):
+        assert getattr(live, name) == getattr(whole, name)[-num_kept:]
+    assert live.instances == {name: each for name, each in whole.instances.items() if each.ended_s is None}
 
 
 def test_instances_are_there_from_their_beginning_to_their_end():

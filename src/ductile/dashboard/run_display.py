@@ -1,7 +1,7 @@
 """The run on the user's terminal: a live view where there is one, else a line a step.
 
-with show("ductile rl: runs/quickstart", max_steps=60) as view:
-    record.listeners.append(view)
+with show("ductile rl: runs/quickstart", max_steps=60, run=state) as view:
+    record.listeners += [state, view]
 """
 
 import sys
@@ -18,6 +18,7 @@ from ductile.dashboard.follower import Follower
 from ductile.dashboard.printable import printable
 from ductile.dashboard.view import render
 from ductile.events.rollouts import GroupDropped, PromptDroppedTwice, PromptSkipped, RewardError
+from ductile.events.run_state import RunState
 from ductile.events.scheduling import TrainingHeld
 from ductile.events.steps import NothingToLearn, StepSkipped
 from ductile.observe import Listener, RunEvent
@@ -34,13 +35,13 @@ class RunDisplay(Listener, Protocol):
 
 
 @contextmanager
-def show(title: str, max_steps: int, stream: TextIO | None = None) -> Iterator[RunDisplay]:
-    """The last view stays on the screen."""
+def show(title: str, max_steps: int, run: RunState, stream: TextIO | None = None) -> Iterator[RunDisplay]:
+    """The last view stays on the screen. run: follows the same run as the display."""
     out = stream or sys.stdout
     if not out.isatty():
         yield Lines(max_steps, out)
         return
-    follower = Follower(title, max_steps, time.monotonic)
+    follower = Follower(title, max_steps, run, time.monotonic, time.time())
     live = Live(
         console=Console(file=out),
         get_renderable=lambda: render(follower.state),

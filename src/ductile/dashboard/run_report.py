@@ -5,7 +5,7 @@ without profiles (`core.scheduling.profile`) has no ownership timeline, and the 
 """
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,10 @@ from ductile.core.scheduling.ledger import Activity, IdleCause, Span
 from ductile.core.scheduling.profile import Setting, StepProfile
 from ductile.events.resizes import ResizeRolledBack, TrainerResized
 from ductile.events.run_state import InstanceSpan, RunState
-from ductile.events.scheduling import OrdersDone, OrdersGiven, PolicyFailed, TrainingHeld
+from ductile.events.scheduling import OrdersDone, OrdersGiven, PolicyFailed
 from ductile.observe import RunEvent, read_jsonl
 
 Row = Mapping[str, Any]
-Kinds = tuple[type[RunEvent], ...]
 
 RESIZES = (TrainerResized, ResizeRolledBack)
 DECISIONS = (OrdersGiven, OrdersDone, PolicyFailed)
@@ -94,15 +93,16 @@ def read_run_report(folder: Path) -> RunReport:
     state, missing = RunState.of(rows), list[str]()
     if state.unreadable:
         missing.append(f"Who did what when: events.jsonl is of another version of ductile ({state.unreadable}).")
-        state = RunState(state.began_s, unread_kinds=state.unread_kinds, sentences=state.sentences)
+        state = RunState(
+            began_s=state.began_s, unread_kinds=state.unread_kinds, waits=state.waits, sentences=state.sentences
+        )
     elif not state.profiles:
         missing.append("Who did what when, and where the time went: this run wrote no profiles of its steps.")
     if state.unread_kinds:
         kinds = ", ".join(sorted(state.unread_kinds))
         missing.append(f"What some events have besides their sentences: another version of ductile wrote {kinds}.")
 
-    def shown(of: Kinds, but: Kinds = ()) -> tuple[ReportEvent, ...]:
-        events = (each for each in state.sentences if isinstance(each, of) and not isinstance(each, but))
+    def shown(events: Iterable[RunEvent]) -> tuple[ReportEvent, ...]:
         return tuple(ReportEvent(each.time_s - (state.began_s or 0.0), each.sentence) for each in events)
 
     config = folder / "config.toml"
@@ -115,11 +115,11 @@ def read_run_report(folder: Path) -> RunReport:
         setting=state.setting,
         profiles=tuple(state.profiles),
         metrics=tuple(metrics),
-        decisions=shown(DECISIONS),
-        waits=shown((TrainingHeld,)),
-        num_waits=sum(isinstance(each, TrainingHeld) and each.holds for each in state.sentences),
-        resizes=shown(RESIZES),
-        others=shown((RunEvent,), but=(*DECISIONS, *RESIZES, TrainingHeld)),
+        decisions=shown(each for each in state.sentences if isinstance(each, DECISIONS)),
+        waits=shown(state.waits),
+        num_waits=sum(each.holds for each in state.waits),
+        resizes=shown(each for each in state.sentences if isinstance(each, RESIZES)),
+        others=shown(each for each in state.sentences if not isinstance(each, DECISIONS + RESIZES)),
         instances=tuple(state.instances.values()),
         samples=tuple(read_jsonl(folder / "samples.jsonl")[-NUM_SAMPLES:]),
         config=tomllib.loads(config.read_text()) if config.exists() else {},

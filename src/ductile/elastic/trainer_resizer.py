@@ -2,7 +2,6 @@
 
 import time
 import traceback
-from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
@@ -22,8 +21,6 @@ from ductile.messages.control import Resized, ResizeRequest, RunFailed, Unfit
 from ductile.observe import Recorder
 from ductile.roles import SlotLost
 
-NUM_KEPT = 20
-
 
 class TrainerResizer:
     """Resizes the trainer. Slots that are missing are started for it; those that leave stay, without the role."""
@@ -37,7 +34,6 @@ class TrainerResizer:
         num_slots: int,
     ) -> None:
         """num_slots: how many slots this machine has."""
-        self.history: deque[Resized] = deque(maxlen=NUM_KEPT)
         self.num_resized = 0
         self._cluster, self._trainer, self._options, self._record = cluster, trainer, options, record
         self._num_slots = num_slots
@@ -201,9 +197,8 @@ class TrainerResizer:
             "num_bytes": result.num_bytes,
             "carrier": result.carrier,
         }
-        sentence, step = sentence_of(result), self._record.last_step or 0
-        resized = Resized(result.outcome, sentence, order.epoch, order.before, order.after, step=step, **measured)
-        self.history.append(resized)
+        sentence = sentence_of(result)
+        resized = Resized(result.outcome, sentence, order.epoch, order.before, order.after, **measured)
         self.num_resized += is_resized
         self._paused_s += result.pause_s
         self._event(is_resized, sentence, order.epoch, order.before, order.after, **measured)
@@ -218,6 +213,7 @@ class TrainerResizer:
             before_dims=before.dims,
             after=after.slots,
             after_dims=after.dims,
+            step=self._record.last_step or 0,
             sentence=sentence,
             **more,
         )

@@ -11,6 +11,8 @@ class _ResizeEnded(RunEvent):
     """Slots of the trainer before, in rank order."""
     after: tuple[int, ...]
     """Slots that were asked for, in rank order."""
+    step: int = 0
+    """Training steps that were done before."""
     before_dims: ParallelDims | None = None
     """Sizes of the axes before; None in runs of format 1, which had only replicas."""
     after_dims: ParallelDims | None = None

@@ -36,6 +36,7 @@ from ductile.disk import FULL, named
 from ductile.error_text import capitalised, error_with_place, place_in
 from ductile.events.checkpoints import OldRunReplaced
 from ductile.events.ending import EndedAsAsked, EndedByDeath, EndedByFailure, StopAsked
+from ductile.events.run_state import RunState
 from ductile.observe import Recorder, RunEvent
 from ductile.orchestrator.bench import Bench, written
 from ductile.orchestrator.folder import FolderInUse, bench_folder, run_folder
@@ -50,6 +51,8 @@ from ductile.tasks.task import TaskError
 from ductile.tasks.tokenizer import TokenizerError
 
 DONE, FAILED, NOT_STARTED, INTERRUPTED = 0, 1, 2, 130
+NUM_KEPT = 20
+"""Events of a sort that a live run remembers: more than are shown of it."""
 
 UNFIT = (
     TaskError, TokenizerError, ImportPathError, CheckpointError, FolderInUse, SinkMissing, StartFailed,
@@ -72,6 +75,8 @@ class Session:
     """The benchmark that this run is; None when it is none."""
     folder: Path
     record: Recorder
+    state: RunState
+    """What the run has told since this process began."""
     view: RunDisplay
     interrupt: Interrupt = field(default_factory=Interrupt)
     began_s: float = field(default_factory=time.perf_counter)
@@ -117,12 +122,13 @@ def supervise(
             stack.callback(record.close)
             record.listeners.append(ForgetOldRun(folder))
             _add_sinks(record, config)
-            view = stack.enter_context(show(f"ductile {command}: {folder}", max_steps(prepared)))
-            record.listeners += [view, bench] if bench else [view]
+            state = RunState(num_kept=NUM_KEPT)
+            view = stack.enter_context(show(f"ductile {command}: {folder}", max_steps(prepared), state))
+            record.listeners += [state, view, bench] if bench else [state, view]
             if is_aside(folder):
                 when = "as soon as this one has done its first step or evaluation (clean = true)"
                 record.event(OldRunReplaced(sentence=f"The run that is in {folder} is deleted {when}."))
-            session = Session(command, max_steps(prepared), bench, folder, record, view)
+            session = Session(command, max_steps(prepared), bench, folder, record, state, view)
             end = asyncio.run(_run(session, run(config, prepared, session), partial(_abandon, config, session)))
             if bench and config.bench and end.summary:
                 end = replace(end, summary=written(bench.figures(), bench.table(), config.bench.output_json))
