@@ -44,7 +44,7 @@ class BatchesReady(RunEvent, tag="data"):
 
 
 class NothingToLearn(RunEvent, tag="nothing_to_learn"):
-    """In all groups of an optimizer step no rollout beats its siblings; the weights stay as they are."""
+    """No rollout of an optimizer step beats its siblings, in any group; the weights stay as they are."""
 
 
 class StepSkipped(RunEvent, tag="step_skipped"):
