@@ -235,7 +235,7 @@ def test_waiting_is_no_decision(tmp_path):
     record = Recorder(run, clock=lambda: 1001.0)
     for holds in (True, False, True):
         sentence = "Training waits." if holds else "Training goes on."
-        record.event(TrainingHeld(at_s=1.0, holds=holds, sentence=sentence))
+        record.event(TrainingHeld(at_s=1.0, waits=holds, sentence=sentence))
     record.close()
     report = read_run_report(run)
     assert [each.sentence for each in report.decisions] == ["Slot 1 generate → train: nothing is left to generate."]

@@ -117,7 +117,7 @@ def read_run_report(folder: Path) -> RunReport:
         metrics=tuple(metrics),
         decisions=shown(each for each in state.sentences if isinstance(each, DECISIONS)),
         waits=shown(state.waits),
-        num_waits=sum(each.holds for each in state.waits),
+        num_waits=sum(each.waits for each in state.waits),
         resizes=shown(each for each in state.sentences if isinstance(each, RESIZES)),
         others=shown(each for each in state.sentences if not isinstance(each, DECISIONS + RESIZES)),
         instances=tuple(state.instances.values()),

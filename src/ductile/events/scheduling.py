@@ -1,5 +1,7 @@
 """Events of the policy that moves slots between roles. Times are seconds since the run's slots had their roles."""
 
+from msgspec import field
+
 from ductile.core.instances.instances import Instance, InstanceId
 from ductile.observe import RunEvent
 
@@ -18,7 +20,7 @@ class TrainingHeld(RunEvent, tag="held"):
     """The policy has training wait, lets it go on, or waits for something else; it gives no orders."""
 
     at_s: float
-    holds: bool = False
+    waits: bool = field(default=False, name="holds")
     """Whether training waits from now on."""
 
 
