@@ -1,4 +1,4 @@
-"""docs/glossary.md has each record, each class of the roles and each kind of event under the name that the code has,
+"""docs/glossary.md has each record, each class of the roles and each event under the name that the code has,
 and no other names.
 
 The tests read the source files and import none.
@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "ductile"
 PAGE = ROOT / "docs" / "glossary.md"
 QUOTED = re.compile(r"`([^`]+)`")
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def test_every_record_and_role_has_a_row() -> None:
@@ -23,14 +22,20 @@ def test_every_record_and_role_has_a_row() -> None:
     assert not missing, f"docs/glossary.md has no row for {missing}: its first column has each name in backticks"
 
 
-def test_every_kind_of_event_has_a_row() -> None:
-    missing = sorted(kinds_of_the_tree() - first_column(events_of(PAGE.read_text(encoding="utf-8"))))
-    advice = "where this is a place in a file, write the kind there as a literal"
-    assert not missing, f"docs/glossary.md has no row under Events for {missing}; {advice}"
+def test_every_event_has_a_row_with_its_kind_and_its_class() -> None:
+    written = set(chain.from_iterable(events_of_the_tree().items()))
+    missing = sorted(written - first_column(events_of(PAGE.read_text(encoding="utf-8"))))
+    assert not missing, f"docs/glossary.md has no row under Events for {missing}"
+
+
+def test_every_event_is_written_by_something() -> None:
+    called = set(chain.from_iterable(names_called(parsed(file)) for file in SOURCE.rglob("*.py")))
+    unwritten = sorted(set(events_of_the_tree().values()) - called)
+    assert not unwritten, f"nothing makes events of {unwritten}"
 
 
 def test_every_word_of_the_first_column_is_a_name_of_the_code() -> None:
-    kinds = kinds_of_the_tree()
+    kinds = set(events_of_the_tree())
     names = set(chain.from_iterable(names_of(parsed(file)) for file in SOURCE.rglob("*.py")))
     text = PAGE.read_text(encoding="utf-8")
     wrong = sorted(first_column(text) - names - kinds)
@@ -54,38 +59,23 @@ def test_the_first_column_is_read_from_every_table() -> None:
     assert first_column(events_of(text)) == {"f"}
 
 
-def test_kinds_are_read_from_literals_conditions_variables_and_parameters() -> None:
+def test_events_are_classes_with_a_tag() -> None:
     source = """
-class Log:
-    def event(self, kind, sentence, **fields):
-        return LoggedEvent(time(), kind, sentence, fields)
+class Base(RunEvent):
+    pass
 
-    def full(self):
-        return LoggedEvent(time(), "full", "")
+class Saved(Base, tag="saved"):
+    pass
 
-    def one(self, before):
-        self.record.event("back" if before else "on", "")
-        kind = "two" if before else "one"
-        listener = lambda sentence: self.record.event(kind, sentence)
-        self._told("three")
-
-    def _told(self, kind):
-        self.record.event(kind, "")
-
-def told(where, kind):
-    where.record.event(kind, "")
-
-told(None, "four")
-told(None, kind="five")
-asked = asyncio.Event()
+class Unread(Base, tag=""):
+    pass
 """
-    expected = {"full", "back", "on", "one", "two", "three", "four", "five"}
-    assert set(kinds(ast.parse(source), "a.py")) == expected
+    assert events(ast.parse(source)) == {"saved": "Saved"}
 
 
-def test_where_a_kind_cannot_be_read_the_place_stands_for_it() -> None:
-    for source in ('record.event(f"{x}d", "")', "record.event(kind, '')", "def f(kind): record.event(kind, '')"):
-        assert set(kinds(ast.parse(source), "a.py")) == {"a.py:1"}
+def test_calls_are_found_where_a_class_is_chosen() -> None:
+    source = "record.event(Saved(3))\n(Resized if done else Back)(1)\nended(Died)\n"
+    assert set(names_called(ast.parse(source))) == {"Saved", "Resized", "Back", "done", "ended"}
 
 
 def test_names_are_what_the_code_defines() -> None:
@@ -156,71 +146,31 @@ def names_of(tree: ast.AST) -> Iterator[str]:
                 pass
 
 
-def kinds_of_the_tree() -> set[str]:
-    return {kind for file in SOURCE.rglob("*.py") for kind in kinds(parsed(file), str(file.relative_to(ROOT)))}
+def events_of_the_tree() -> dict[str, str]:
+    """Kinds of events in `events.jsonl`, each with the name of its class."""
+    files = [*(SOURCE / "events").glob("*.py"), SOURCE / "observe.py"]
+    return {kind: name for file in files for kind, name in events(parsed(file)).items()}
 
 
-def kinds(tree: ast.Module, file: str) -> Iterator[str]:
-    """Kinds of the events that the module makes, by `anything.event(kind, ...)` or `LoggedEvent(time_s, kind, ...)`.
-
-    Where a kind cannot be read from the source, the place stands for it: "src/ductile/observe.py:72".
-    """
-    for call, function in _calls(tree, None):
-        match call:
-            case ast.Call(func=ast.Attribute(attr="event"), args=[kind, *_]):
-                yield from _texts(kind, function, tree, f"{file}:{call.lineno}")
-            case ast.Call(func=ast.Name(id="LoggedEvent"), args=[_, kind, *_]):
-                yield from _texts(kind, function, tree, f"{file}:{call.lineno}")
-            case _:
-                pass
+def events(tree: ast.Module) -> dict[str, str]:
+    """Kind and name of each class of the module that has a tag."""
+    return {
+        _text(keyword.value): node.name
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+        for keyword in node.keywords
+        if keyword.arg == "tag" and _text(keyword.value)
+    }
 
 
-def _calls(node: ast.AST, function: Function | None) -> Iterator[tuple[ast.Call, Function | None]]:
-    """Each call and the function around it. A lambda belongs to the function in which it stands."""
-    if isinstance(node, ast.Call):
-        yield node, function
-    around = node if isinstance(node, Function) else function
-    for child in ast.iter_child_nodes(node):
-        yield from _calls(child, around)
-
-
-def _texts(kind: ast.expr, function: Function | None, tree: ast.Module, where: str) -> set[str]:
-    """What `kind` may be: a literal, one of two, what its variable is set to, or what its function is called with."""
-    match kind:
-        case ast.Constant(value=str(text)):
-            return {text}
-        case ast.IfExp(body=body, orelse=orelse):
-            return _texts(body, function, tree, where) | _texts(orelse, function, tree, where)
-        case ast.Name(id=name) if function is not None:
-            if function.name == "event":
-                return set()  # every call of it is read where it stands
-            values = [*_assigned(name, function), *_passed(name, function, tree)]
-            if values:
-                return {text for value in values for text in _texts(value, None, tree, where)}
-        case _:
-            pass
-    return {where}
-
-
-def _assigned(name: str, function: Function) -> Iterator[ast.expr]:
-    for node in ast.walk(function):
-        match node:
-            case ast.Assign(targets=[ast.Name(id=target)], value=value) if target == name:
-                yield value
-            case ast.AnnAssign(target=ast.Name(id=target), value=ast.expr() as value) if target == name:
-                yield value
-            case _:
-                pass
-
-
-def _passed(name: str, function: Function, tree: ast.Module) -> Iterator[ast.expr]:
-    """What the calls in the module pass as the argument `name` of the function."""
-    positional = [each.arg for each in (*function.args.posonlyargs, *function.args.args) if each.arg != "self"]
+def names_called(tree: ast.Module) -> Iterator[str]:
+    """Names of what the module calls; of a conditional expression that is called, all names in it."""
     for node in ast.walk(tree):
         match node:
-            case ast.Call(func=ast.Name(id=called) | ast.Attribute(attr=called)) if called == function.name:
-                yield from (keyword.value for keyword in node.keywords if keyword.arg == name)
-                yield from (value for each, value in zip(positional, node.args, strict=False) if each == name)
+            case ast.Call(func=ast.Name(id=name)):
+                yield name
+            case ast.Call(func=ast.IfExp() as either):
+                yield from (each.id for each in ast.walk(either) if isinstance(each, ast.Name))
             case _:
                 pass
 

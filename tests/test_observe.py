@@ -6,7 +6,9 @@ from contextlib import suppress
 import pytest
 
 from ductile.disk import DiskError
-from ductile.observe import Recorder, Stopwatch, read_jsonl, timed
+from ductile.events.checkpoints import CheckpointSaved, StartedAnew
+from ductile.events.rollouts import RewardError
+from ductile.observe import JournalUnwritable, Recorder, Stopwatch, read_jsonl, timed
 from tests.full_disk import fill, small_disk
 
 
@@ -28,7 +30,7 @@ def test_events_metrics_and_summary(tmp_path):
     record = Recorder(tmp_path, clock=lambda: 12.5)
     watcher = Watcher()
     record.listeners.append(watcher)
-    record.event("saved", "Saved step 3.", step=3)
+    record.event(CheckpointSaved(3, "/there", sentence="Saved step 3."))
     record.metrics(3, {"loss": 0.5, "kl": float("nan")})
     record.summary({"steps": 3})
     assert json.loads((tmp_path / "events.jsonl").read_text()) == {
@@ -36,6 +38,7 @@ def test_events_metrics_and_summary(tmp_path):
         "kind": "saved",
         "sentence": "Saved step 3.",
         "step": 3,
+        "path": "/there",
     }
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 3, "time": 12.5, "loss": 0.5, "kl": None}
     assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 3}
@@ -47,8 +50,8 @@ def test_events_metrics_and_summary(tmp_path):
 
 def test_a_line_is_on_disk_when_the_process_is_killed(tmp_path):
     code = (
-        "import os, pathlib, signal; from ductile.observe import Recorder\n"
-        f"r = Recorder(pathlib.Path({str(tmp_path)!r})); r.event('a', 'One.'); r.metrics(1, {{'x': 1}})\n"
+        "import os, pathlib, signal; from ductile.observe import Recorder, RunEvent\n"
+        f"r = Recorder(pathlib.Path({str(tmp_path)!r})); r.event(RunEvent(sentence='One.')); r.metrics(1, {{'x': 1}})\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -9
@@ -75,9 +78,9 @@ def test_a_journal_is_read_to_its_last_whole_line_and_continued(tmp_path, end):
     file.write_bytes('{"kind": "a", "sentence": "→"}\n'.encode() + end)
     assert [row["kind"] for row in read_jsonl(file)] == ["a"]
     record = Recorder(tmp_path)
-    record.event("b", "Gone on.")
+    record.event(StartedAnew(sentence="Gone on."))
     record.close()
-    assert [row["kind"] for row in read_jsonl(file)] == ["a", "b"]
+    assert [row["kind"] for row in read_jsonl(file)] == ["a", "started_anew"]
 
 
 def test_lines_wait_for_a_full_disk(tmp_path):
@@ -105,7 +108,7 @@ def test_lines_wait_for_a_full_disk(tmp_path):
 
 def test_a_line_may_hold_what_other_readers_take_for_a_line_s_end(tmp_path):
     record = Recorder(tmp_path)
-    record.event("reward_error", "Scored 0: it said \u2028 and \x85.")
+    record.event(RewardError("", sentence="Scored 0: it said \u2028 and \x85."))
     record.close()
     assert [row["sentence"] for row in read_jsonl(tmp_path / "events.jsonl")] == ["Scored 0: it said \u2028 and \x85."]
 
@@ -113,7 +116,7 @@ def test_a_line_may_hold_what_other_readers_take_for_a_line_s_end(tmp_path):
 def test_half_a_character_ends_nothing(tmp_path):
     record, watcher = Recorder(tmp_path), Watcher()
     record.listeners.append(watcher)
-    record.event("reward_error", "Scored 0: no name in '\ud83d'.", answer="\ud83d")
+    record.event(RewardError(traceback="\ud83d", sentence="Scored 0: no name in '\ud83d'."))
     record.metrics(1, {"reward/\ud83d": 1.0})
     assert record.rewind(1) == 0
     record.close()
@@ -129,8 +132,8 @@ def test_a_watcher_that_fails_is_told_no_more_and_the_others_are(tmp_path):
 
     record, watcher = Recorder(tmp_path), Watcher()
     record.listeners += [Gone(), watcher]
-    record.event("saved", "Saved step 3.")
-    record.event("saved", "Saved step 4.")
+    record.event(CheckpointSaved(3, "", sentence="Saved step 3."))
+    record.event(CheckpointSaved(4, "", sentence="Saved step 4."))
     record.close()
     sentences = ["Saved step 3.", "Gone is not told of the run any more: OSError: [Errno 5] Input/output error."]
     assert [row["sentence"] for row in read_jsonl(tmp_path / "events.jsonl")] == [*sentences, "Saved step 4."]
@@ -142,12 +145,12 @@ def test_what_the_disk_has_no_room_for_ends_nothing_and_is_told(tmp_path, capsys
         (tmp_path / name).symlink_to("/dev/full")
     record, watcher = Recorder(tmp_path), Watcher()
     record.listeners.append(watcher)
-    record.event("saved", "Saved step 3.")
-    record.event("saved", "Saved step 4.")
+    record.event(CheckpointSaved(3, "", sentence="Saved step 3."))
+    record.event(CheckpointSaved(4, "", sentence="Saved step 4."))
     record.metrics(3, {"loss": 0.5})
     record.samples(3, [{"reward": 0.5}])
     record.close()
-    told = [event.sentence for event in watcher.events if event.kind == "journal_unwritable"]
+    told = [event.sentence for event in watcher.events if isinstance(event, JournalUnwritable)]
     assert len(told) == 3
     assert told[0].startswith(f"{tmp_path / 'events.jsonl'} cannot be written: No space left on device (")
     assert capsys.readouterr().err.splitlines() == [

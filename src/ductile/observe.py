@@ -21,10 +21,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, Self, TypeVar, cast
+
+import msgspec
 
 from ductile.disk import named, write_whole
 from ductile.error_text import error_text
@@ -33,28 +34,47 @@ from ductile.surrogates import ESCAPED, escaped
 K = TypeVar("K", bound=str)
 
 
-@dataclass(frozen=True, slots=True)
-class LoggedEvent:
-    time_s: float
-    """Unix time."""
-    kind: str
-    """What happened, as a word for programs: "saved", "slot_lost", "group_dropped"."""
-    sentence: str
-    """What happened, as a sentence for people; "" when there is nothing to say to them."""
-    fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
+class RunEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", rename={"time_s": "time"}):
+    """Something that has happened in a run. Each kind is a class in `ductile.events`, whose tag is the word for it in
+    `events.jsonl`, and whose fields are those of the line."""
 
-    @staticmethod
-    def from_row(row: Mapping[str, Any]) -> "LoggedEvent":
-        """The event of a line, whose fields are then all that the line has."""
-        kind, sentence = str(row["kind"]), str(row["sentence"])
-        return LoggedEvent(time_s=float(row["time"]), kind=kind, sentence=sentence, fields=row)
+    sentence: str = ""
+    """What happened, as a sentence for people; "" when there is nothing to say to them."""
+    time_s: float = 0.0
+    """Unix time, rounded to milliseconds; the recorder sets it."""
+
+    def as_row(self) -> dict[str, Any]:
+        """The event as a line has it."""
+        kind = type(self).__struct_config__.tag
+        return {"time": self.time_s, "kind": kind, "sentence": self.sentence, **self.as_fields()}
+
+    def as_fields(self) -> dict[str, Any]:
+        """What the line has for programs; a field that is None is left out."""
+        fields = cast(dict[str, Any], msgspec.to_builtins(self, enc_hook=_builtin))
+        return {name: value for name, value in fields.items() if value is not None}
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> Self:
+        """The event of a line. Raises KeyError, TypeError or ValueError when something is missing or is another
+        type's."""
+        return msgspec.convert(row, cls)
+
+
+class ListenerFailed(RunEvent, tag="listener_failed"):
+    """A listener raises and is told no more of the run."""
+
+    traceback: str
+
+
+class JournalUnwritable(RunEvent, tag="journal_unwritable"):
+    """A file of the run cannot be written and its lines wait in memory; only listeners are told."""
 
 
 class Listener(Protocol):
     """Follows a run. It is called in the orchestrator's event loop and must return at once. One that raises is not
     called again. A listener overrides what it follows."""
 
-    def on_event(self, event: LoggedEvent) -> None:
+    def on_event(self, event: RunEvent) -> None:
         """Something has happened."""
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -81,9 +101,10 @@ class Recorder:
         for journal in (self._events, self._metrics):
             journal.open()
 
-    def event(self, kind: str, sentence: str, **fields: Any) -> None:
-        event = LoggedEvent(self.clock(), kind, escaped(sentence), fields)
-        self._events.append({"time": round(event.time_s, 3), "kind": kind, "sentence": event.sentence, **fields})
+    def event(self, event: RunEvent) -> None:
+        time_s = round(self.clock(), 3)
+        event = msgspec.structs.replace(event, time_s=time_s, sentence=escaped(event.sentence))
+        self._events.append(event.as_row())
         self._tell(lambda listener: listener.on_event(event))
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
@@ -134,10 +155,10 @@ class Recorder:
                     self.listeners.remove(listener)
                 why = error_text(error)
                 sentence = f"{type(listener).__name__} is not told of the run any more: {why}."
-                self.event("listener_failed", sentence, traceback=traceback.format_exc())
+                self.event(ListenerFailed(sentence=sentence, traceback=traceback.format_exc()))
 
     def _unwritable(self, sentence: str) -> None:
-        event = LoggedEvent(self.clock(), "journal_unwritable", sentence)
+        event = JournalUnwritable(sentence=sentence, time_s=self.clock())
         self._tell(lambda listener: listener.on_event(event))
 
 
@@ -290,6 +311,11 @@ def json_line(value: Mapping[str, Any]) -> str:
         return json.dumps(value, ensure_ascii=False, default=_plain, allow_nan=False) + "\n"
     except ValueError:  # looking for the number takes ten times as long, and most lines have none
         return json.dumps(_finite(value), ensure_ascii=False, default=str) + "\n"
+
+
+def _builtin(value: object) -> object:
+    """What msgspec takes for a value of a type that it does not know, such as numpy's float64, which is a float."""
+    return float(value) if isinstance(value, float) else str(value)
 
 
 def _plain(value: object) -> object:

@@ -14,7 +14,11 @@ from ductile.core.scheduling.ledger import Activity, SlotLedger
 from ductile.dashboard.follower import NUM_EVENTS, Follower
 from ductile.dashboard.run_display import show, step_line
 from ductile.dashboard.view import BARS, STYLES, SlotView, ViewEvent, ViewState, duration, render, sparkline
-from ductile.observe import LoggedEvent
+from ductile.events.checkpoints import CheckpointSaved
+from ductile.events.rollouts import RewardError
+from ductile.events.run_state import RunState
+from ductile.events.scheduling import TrainingHeld
+from ductile.events.steps import Evaluated
 
 
 def text_of(state, width=100):
@@ -86,8 +90,8 @@ def test_every_activity_has_its_colour_on_the_terminal():
 
 
 def test_follower_keeps_the_picture():
-    now = [100.0]
-    follower = Follower("t", 5, lambda: now[0])
+    now, run = [100.0], RunState()
+    follower = Follower("t", 5, run, lambda: now[0], began_s=1000.0)
     account = SlotLedger.opened(1, 100.0)
     follower.on_slot(["generate"], account)
     now[0] = 102
@@ -95,31 +99,32 @@ def test_follower_keeps_the_picture():
     follower.on_metrics(0, {"eval_reward": 0.2})
     follower.on_metrics(1, {"reward_mean": 0.3, "loss": 1.0, "tokens_per_s_train": 9.0})
     for number in range(20):
-        follower.on_event(LoggedEvent(0, "x", f"event {number}"))
+        run.apply(CheckpointSaved(number, "", sentence=f"event {number}", time_s=999.5 + number))
     now[0] = 108
     state = follower.state
     assert (state.step, state.rewards, state.eval_rewards, state.losses) == (1, (0.3,), (0.2,), (1.0,))
     assert state.elapsed_s == 8
     assert state.slots == (SlotView(1, ("generate",), "generate", 0.75),)
-    assert [event.sentence for event in state.events] == [f"event {number}" for number in range(14, 20)]
+    assert state.events == tuple(ViewEvent(number - 0.5, f"event {number}") for number in range(14, 20))
 
 
 def test_waiting_does_not_push_the_other_events_out_of_the_picture():
-    follower = Follower("ductile rl", 4, clock=lambda: 0.0)
-    follower.on_event(LoggedEvent(0, "saved", "Saved step 1."))
+    run = RunState()
+    follower = Follower("ductile rl", 4, run, clock=lambda: 0.0, began_s=0.0)
+    run.apply(CheckpointSaved(1, "", sentence="Saved step 1."))
     for _ in range(NUM_EVENTS):
-        follower.on_event(LoggedEvent(0, "held", "Training waits."))
+        run.apply(TrainingHeld(0.0, True, sentence="Training waits."))
     assert [event.sentence for event in follower.state.events] == ["Saved step 1."]
 
 
 def test_without_a_terminal_there_is_one_line_a_step():
     out = io.StringIO()
-    with show("t", 12, out) as view:
+    with show("t", 12, RunState(), out) as view:
         view.on_metrics(0, {"eval_reward": 0.2})
-        view.on_event(LoggedEvent(0, "evaluated", "Held-out reward after step 0: 0.200, over 64 completions."))
+        view.on_event(Evaluated(0, 0.2, sentence="Held-out reward after step 0: 0.200, over 64 completions."))
         for step in (1, 2):
             view.on_metrics(step, {"reward_mean": 0.5, "loss": 0.01, "tokens_per_s_generate": 2310.2, "step_s": 1.26})
-            view.on_event(LoggedEvent(0, "reward_error", "Scored 0: the reward of train example 3 raised KeyError."))
+            view.on_event(RewardError("", sentence="Scored 0: the reward of train example 3 raised KeyError."))
         view.on_slot(["train"], SlotLedger.opened(0, 0.0))
         view.close()
     assert out.getvalue().splitlines() == [
@@ -155,8 +160,8 @@ def test_a_step_line_says_that_a_step_without_a_gradient_learned_nothing():
 
 def test_on_a_terminal_the_view_is_live_and_its_last_picture_stays():
     code = (
-        "from ductile.dashboard.run_display import show\n"
-        "with show('a run', 3) as view:\n"
+        "from ductile.dashboard.run_display import show; from ductile.events.run_state import RunState\n"
+        "with show('a run', 3, RunState()) as view:\n"
         "    view.on_metrics(1, {'reward_mean': 0.5}); view.on_metrics(3, {'reward_mean': 0.75})\n"
     )
     master, slave = pty.openpty()

@@ -11,7 +11,7 @@ from rich.console import Console
 from ductile.dashboard.printable import printable
 from ductile.dashboard.run_display import Lines
 from ductile.dashboard.view import ViewEvent, ViewState, render
-from ductile.observe import LoggedEvent
+from ductile.events.rollouts import RewardError
 from ductile.orchestrator.final_summary import _one_line
 
 EVIL = "\x1b]52;c;cm0=\a\x9b2J\x1b[31m\r\n\u202etxt\ud83d"
@@ -48,7 +48,7 @@ def test_nothing_is_left_that_steers(text: str) -> None:
 def test_everything_that_tells_of_a_run_uses_it() -> None:
     out = io.StringIO()
     lines = Lines(3, out)
-    lines.on_event(LoggedEvent(0.0, "reward_error", EVIL))
+    lines.on_event(RewardError("", sentence=EVIL))
     console = Console(file=out, force_terminal=True, color_system=None, width=200)
     console.print(render(ViewState("rl", 3, events=(ViewEvent(0.0, EVIL),))))
     out.write(_one_line(EVIL))

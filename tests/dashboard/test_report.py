@@ -22,6 +22,10 @@ from ductile.dashboard.report import render
 from ductile.dashboard.report_command import main
 from ductile.dashboard.run_report import read_run_report
 from ductile.elastic.decision_log import DecisionLog, ExecutedDecision
+from ductile.events.resizes import TrainerResized
+from ductile.events.scheduling import OrdersGiven, TrainingHeld
+from ductile.events.slots import SlotStarted, SlotWasLost
+from ductile.events.steps import StepProfiled, WorkBegan
 from ductile.observe import Recorder
 
 SPEEDS = Speeds(DecodeSpeed(0.01), 1e4, TrainSpeed(1e3))
@@ -49,10 +53,10 @@ def write_run(folder, *, profiles=True, said="Slot 1 generate → train: nothing
     record = Recorder(folder, clock=lambda: 1000.0)
     setting = Setting(Placement((0,), (1,), (), "as said"), Limits(), "model", 2, 4, 2, 64, 128)
     if profiles:
-        record.event("setting", "The model decides.", **setting.as_fields())
-    record.event("slot_started", "Slot 0 (train) runs on cpu.", slot=0)
-    record.event("decided", said, at_s=1.5, cost_s=0.1, gain_s=0.5)
-    record.event("resized", "Trainer resized from slot 0 to slots 0-1 in 0.21 s.")
+        record.event(WorkBegan(setting, sentence="The model decides."))
+    record.event(SlotStarted(0, ("train",), "cpu", 1, sentence="Slot 0 (train) runs on cpu."))
+    record.event(OrdersGiven(1.5, 0.1, 0.5, sentence=said))
+    record.event(TrainerResized(1, (0,), (0, 1), sentence="Trainer resized from slot 0 to slots 0-1 in 0.21 s."))
     for step in (1, 2):
         start_s = 2.0 * (step - 1)
         spans = (
@@ -63,7 +67,7 @@ def write_run(folder, *, profiles=True, said="Slot 1 generate → train: nothing
         )
         profile = StepProfile(step, start_s, start_s + 2.0, spans, (4, 7), 9.0, SPEEDS, SwitchCosts(), num_switches=1)
         if profiles:
-            record.event("profile", f"Step {step} took 2 s.", **profile.as_fields())
+            record.event(StepProfiled(profile, sentence=f"Step {step} took 2 s."))
         row = {"reward_mean": 0.25 * step, "length_mean": 20.0 + step, "step_s": 2.0, "seconds/publish": 0.012}
         record.metrics(step, {**row, "tokens_per_s_generate": 100.0})
     record.close()
@@ -94,11 +98,11 @@ def test_the_file_tells_the_run_and_needs_nothing_else(tmp_path, capsys):
 def test_events_are_told_in_the_timeline_s_seconds_and_those_without_a_sentence_are_not(tmp_path):
     now_s = [1000.0]
     record = Recorder(tmp_path, clock=lambda: now_s[0])
-    record.event("slot_started", "Slot 0 runs.")
+    record.event(SlotStarted(0, ("train",), "cpu", 1, sentence="Slot 0 runs."))
     now_s[0] = 1001.5
-    record.event("setting", "", **Setting(Placement((0,), (1,), (), ""), Limits(), "m", 2, 4, 2, 64, 128).as_fields())
+    record.event(WorkBegan(Setting(Placement((0,), (1,), (), ""), Limits(), "m", 2, 4, 2, 64, 128)))
     now_s[0] = 1004.0
-    record.event("decided", "Slot 1 trains.", at_s=2.5)
+    record.event(OrdersGiven(2.5, sentence="Slot 1 trains."))
     record.close()
     report = read_run_report(tmp_path)
     assert [(each.after_s, each.sentence) for each in report.decisions] == [(2.5, "Slot 1 trains.")]
@@ -114,12 +118,12 @@ def test_instances_are_told_from_their_beginning_to_their_end(tmp_path):
     server = Instance(InstanceId("http://there"), "generate", ())
     setting = Setting(Placement((0,), (1, 2, 3), (), ""), Limits(), "model", 2, 4, 2, 64, 128)
     first = (instance_on("generate", (1,)), instance_on("generate", (2, 3)), server)
-    record.event("setting", "", **replace(setting, instances=first).as_fields())
+    record.event(WorkBegan(replace(setting, instances=first)))
     now_s[0] = 1002.0
     change = ExecutedDecision(1.0, 1.0, Decision((RoleChange(1, ("generate",), ("train",)),)))
     DecisionLog(record).changed(change, first, (*first[1:], instance_on("generate", (0,), birth=1)))
     now_s[0] = 1003.0
-    record.event("slot_lost", "Slot 3 was killed.", slot=3)
+    record.event(SlotWasLost(3, sentence="Slot 3 was killed."))
     record.close()
     report = read_run_report(tmp_path)
     assert [(life.instance.id, life.began_s, life.ended_s) for life in report.instances] == [
@@ -230,10 +234,11 @@ def test_waiting_is_no_decision(tmp_path):
     run = write_run(tmp_path / "run")
     record = Recorder(run, clock=lambda: 1001.0)
     for holds in (True, False, True):
-        record.event("held", "Training waits." if holds else "Training goes on.", at_s=1.0, holds=holds)
+        sentence = "Training waits." if holds else "Training goes on."
+        record.event(TrainingHeld(at_s=1.0, waits=holds, sentence=sentence))
     record.close()
     report = read_run_report(run)
-    assert [each.kind for each in report.decisions] == ["decided"]
+    assert [each.sentence for each in report.decisions] == ["Slot 1 generate → train: nothing is left to generate."]
     assert [each.sentence for each in report.waits] == ["Training waits.", "Training goes on.", "Training waits."]
     assert "Training waited 2 times" in Page(render(report)).text
 
@@ -248,9 +253,21 @@ def test_profiles_of_another_version_are_said_and_not_drawn(tmp_path):
     assert "Who did what when:" in Page(render(report)).text
 
 
+def test_events_of_another_version_are_shown_by_their_sentences_and_the_timeline_is_drawn(tmp_path):
+    run = write_run(tmp_path / "run")
+    with (run / "events.jsonl").open("a") as stream:
+        stream.write('{"time": 1001.0, "kind": "slept", "sentence": "Slot 1 slept."}\n')
+        stream.write('{"time": 1002.0, "kind": "saved", "sentence": "Saved step 1."}\n')
+    report = read_run_report(run)
+    assert [each.sentence for each in report.others][-2:] == ["Slot 1 slept.", "Saved step 1."]
+    assert len(report.profiles) == 2
+    (missing,) = report.missing
+    assert missing.endswith("another version of ductile wrote saved, slept.")
+
+
 def test_a_run_that_has_just_begun_is_told_too(tmp_path):
     record = Recorder(tmp_path)
-    record.event("slot_started", "Slot 0 runs.")
+    record.event(SlotStarted(0, ("train",), "cpu", 1, sentence="Slot 0 runs."))
     record.close()
     assert "no step is finished" in Page(render(read_run_report(tmp_path))).text
 

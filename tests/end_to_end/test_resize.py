@@ -74,6 +74,7 @@ def test_rl_is_resized_in_the_middle_of_its_loop(tmp_path: Path, model: Path, st
     live = LiveRun(run.folder)
     assert live.resize(train=[5, 1], timeout_s=60).outcome == "resized", "a slot may train and generate"
     assert set(live.status().trainer.slots) == {1, 5}
+    assert [set(change.after) for change in live.status().changes] == [{0, 4, 5}, {1, 5}]
     run.until_step(run.metrics()[-1]["step"] + 2)
     run.process.send_signal(signal.SIGINT)
     assert run.ends(within_s=30) == 130, run.said()

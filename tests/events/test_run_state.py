@@ -10,8 +10,8 @@ from ductile.core.instances.instances import instance_on
 from ductile.core.instances.placement import Placement
 from ductile.core.scheduling.profile import Setting, StepProfile
 from ductile.core.scheduling.state import Limits
+from ductile.events.lines import read_event
 from ductile.events.run_state import RunState
-from ductile.observe import LoggedEvent
 from tests.core.scheduling.scenes import COSTS, SPEEDS
 
 PLACEMENT = Placement((0,), (1, 2), (), "as said")
@@ -27,12 +27,19 @@ def profile(step):
 KINDS = {
     "setting": SETTING,
     "profile": profile(1),
-    "resized": {"pause_s": 0.1},
-    "held": {"holds": True},
-    "switched": {"began": [{"id": NEW.id, "role": NEW.role, "slots": NEW.slots}], "ended": [FIRST[0].id]},
+    "resized": {"epoch": 1, "before": [0], "after": [0, 1], "pause_s": 0.1},
+    "held": {"at_s": 1.0, "holds": True},
+    "switched": {
+        "at_s": 1.0,
+        "seconds": 0.5,
+        "slots": [0],
+        "began": [{"id": NEW.id, "role": NEW.role, "slots": NEW.slots}],
+        "ended": [FIRST[0].id],
+    },
     "slot_lost": {"slot": 2},
     "decided": {"at_s": 1.0},
-    "died": {},
+    "died": {"code": "slot_died"},
+    "slept": {"of": "a later version"},
 }
 
 
@@ -53,7 +60,7 @@ def test_a_journal_in_pieces_comes_to_what_it_comes_to_whole(rows, data):
     cut = data.draw(st.integers(0, len(rows)))
     state = RunState.of(rows[:cut])
     for each in rows[cut:]:
-        state.apply(LoggedEvent.from_row(each))
+        state.apply(read_event(each))
     assert state == RunState.of(rows)
 
 
@@ -62,8 +69,21 @@ def test_a_journal_in_pieces_comes_to_what_it_comes_to_whole(rows, data):
 def test_a_resumed_run_is_what_it_was_since_and_its_sentences_are_of_all_starts(before, after):
     resumed = [row(2000.0, "setting", ""), *after]
     whole, since = RunState.of([*before, *resumed]), RunState.of(resumed)
-    assert replace(whole, sentences=[]) == replace(since, sentences=[])
-    assert whole.sentences == [*RunState.of(before).sentences, *since.sentences]
+    earlier = RunState.of(before)
+    assert replace(whole, sentences=[], waits=[]) == replace(since, sentences=[], waits=[])
+    assert whole.sentences == [*earlier.sentences, *since.sentences]
+    assert whole.waits == [*earlier.waits, *since.waits]
+
+
+@given(journals(), st.integers(1, 3))
+@settings(max_examples=100, deadline=None)
+def test_a_live_run_keeps_the_latest_of_what_a_report_has_all_of(rows, num_kept):
+    live, whole = RunState(num_kept), RunState.of(rows)
+    for each in rows:
+        live.on_event(read_event(each))
+    for name in ("profiles", "resizes", "waits", "sentences"):
+        assert getattr(live, name) == getattr(whole, name)[-num_kept:]
+    assert live.instances == {name: each for name, each in whole.instances.items() if each.ended_s is None}
 
 
 def test_instances_are_there_from_their_beginning_to_their_end():
@@ -81,6 +101,6 @@ def test_what_another_version_wrote_is_told_until_the_next_start(kind):
     strange = row(1001.0, kind, strange=1)
     state = RunState.of([row(1000.0, "setting"), strange])
     assert "KeyError" in state.unreadable
-    state.apply(LoggedEvent.from_row(row(1002.0, "setting")))
+    state.apply(read_event(row(1002.0, "setting")))
     assert (state.unreadable, state.began_s) == ("", 1002.0)
     assert list(state.instances) == [each.id for each in FIRST]

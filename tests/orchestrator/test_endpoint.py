@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.events.resizes import TrainerResized
 from ductile.messages.control import (
     Resized,
     ResizeRequest,
@@ -43,11 +44,7 @@ STATUS = RunStatus(
         SlotStatus(0, 11, "cpu", ("train",), "train", {"train": 2.0, "idle": 1.0}),
         SlotStatus(1, 12, "cpu", (), "lost", {"idle": 3.0}),
     ),
-    changes=(
-        Resized(
-            "resized", "Trainer resized.", 2, ParallelLayout.of((0,)), ParallelLayout.of((0, 1), dp_replicate=2), step=2
-        ),
-    ),
+    changes=(TrainerResized(epoch=2, before=(0,), after=(0, 1), step=2, sentence="Trainer resized."),),
     lost={1: "slot 1 was killed by SIGKILL"},
 )
 

@@ -12,6 +12,7 @@ import pytest
 
 from ductile.config.trainer import CheckpointConfig
 from ductile.disk import DiskError
+from ductile.events.checkpoints import ModelExported
 from ductile.observe import Recorder, read_jsonl
 from ductile.orchestrator.progress import CheckpointError, Checkpoints, Progress
 from ductile.orchestrator.saving import ExportFailed, Saver, is_time, lacks_model, where_to_begin
@@ -300,7 +301,7 @@ def test_a_model_is_missing_when_it_is_of_another_step(tmp_path):
     model.mkdir()
     assert not lacks_model(model, 4), "nobody knows of which step it is"
     for step in (2, 4):
-        record.event("exported", "", step=step)
+        record.event(ModelExported(step))
         assert lacks_model(model, 4) == (step != 4)
     record.close()
 

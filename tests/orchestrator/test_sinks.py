@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from ductile.observe import LoggedEvent
+from ductile.events.checkpoints import CheckpointSaved
 from ductile.orchestrator.sinks import SinkMissing, TensorboardSink, WandbSink
 
 
@@ -14,7 +14,7 @@ def test_tensorboard_reads_what_was_written(tmp_path):
     sink = TensorboardSink(tmp_path)
     for step, loss in ((1, 0.5), (2, 0.25)):
         sink.on_metrics(step, {"loss": loss, "seconds/wait": 1.0})
-    sink.on_event(LoggedEvent(0.0, "saved", "Saved."))
+    sink.on_event(CheckpointSaved(1, "", sentence="Saved."))
     sink.close()
     reader = EventAccumulator(str(tmp_path))
     reader.Reload()

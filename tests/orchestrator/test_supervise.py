@@ -11,6 +11,7 @@ import pytest
 from ductile.cluster.processes import StartFailed
 from ductile.config.run import RLConfig, TrainerRunConfig
 from ductile.config.written import output_findings
+from ductile.events.steps import BatchesReady
 from ductile.observe import read_jsonl
 from ductile.orchestrator.evaluate import RewardsFailed
 from ductile.orchestrator.old_run import set_aside
@@ -295,7 +296,7 @@ def test_a_start_that_never_began_is_started_again_without_clean(tmp_path: Path)
 
 def test_done_prints_the_closing_and_keeps_the_config(tmp_path: Path, capsys):
     async def run(config, prepared, session: Session):
-        session.record.event("data", "Two samples.")
+        session.record.event(BatchesReady(samples=2, sentence="Two samples."))
         session.record.metrics(1, {"loss": 0.5})
         return "[model] is in there"
 

@@ -2,6 +2,9 @@
 
 from ductile.config.policy import named_policy
 from ductile.core.scheduling.profile import Setting, StepProfile
+from ductile.events.scheduling import OrdersGiven
+from ductile.events.slots import SlotStarted
+from ductile.events.steps import StepProfiled, WorkBegan
 from ductile.observe import Recorder
 from ductile.sim.run import simulate
 from ductile.tasks.prompts import ExampleOrder
@@ -28,11 +31,12 @@ def record_run(folder, scenario, policy="static", **setting):
             on_gpu=scenario.on_gpu,
             **setting,
         )
-        record.event("setting", f"{policy} decides.", **said.as_fields())
+        record.event(WorkBegan(said, sentence=f"{policy} decides."))
         for slot in scenario.placement.slots:
-            record.event("slot_started", f"Slot {slot} runs.", slot=slot, roles=scenario.placement.roles(slot))
+            roles = scenario.placement.roles(slot)
+            record.event(SlotStarted(slot, roles, "cpu", 1, sentence=f"Slot {slot} runs."))
         for change in result.changes:
-            record.event("decided", f"{change.decision.reason}.", at_s=change.at_s)
+            record.event(OrdersGiven(change.at_s, sentence=f"{change.decision.reason}."))
         start_s, order = 0.0, ExampleOrder(range(work.num_steps * work.groups_per_step), work.seed)
         for step, seconds in enumerate(result.step_s, 1):
             end_s = start_s + seconds if step < work.num_steps else result.wall_s
@@ -48,7 +52,7 @@ def record_run(folder, scenario, policy="static", **setting):
                 speeds=scenario.speeds,
                 costs=scenario.costs,
             )
-            record.event("profile", f"Step {step} took {seconds:.2f} s.", **profile.as_fields())
+            record.event(StepProfiled(profile, sentence=f"Step {step} took {seconds:.2f} s."))
             record.metrics(
                 step,
                 {

@@ -17,6 +17,8 @@ from ductile.core.scheduling.policies.model import Model
 from ductile.core.scheduling.policies.names import NAMES
 from ductile.core.scheduling.policies.rules import Rules
 from ductile.core.scheduling.policies.static import InTurns, Static
+from ductile.events.checkpoints import CheckpointSaved
+from ductile.events.resizes import TrainerResized
 from ductile.observe import Recorder
 from ductile.sim import command, plan_command
 from ductile.sim.arms import collocate
@@ -135,7 +137,7 @@ def test_a_recording_that_ends_in_the_middle_of_a_line_is_read_to_the_line_befor
 
 def _no_profiles(folder):
     record = Recorder(folder)
-    record.event("saved", "Saved.")
+    record.event(CheckpointSaved(1, "", sentence="Saved."))
     record.close()
 
 
@@ -300,7 +302,7 @@ def test_resizes_by_hand_are_told_and_those_of_a_scheduler_are_simulated(tmp_pat
     record_run(tmp_path, scenario(groups_per_step=4, num_steps=3), policy)
     record = Recorder(tmp_path)
     for _ in range(2):
-        record.event("resized", "Trainer resized.")
+        record.event(TrainerResized(1, (0,), (0, 1), sentence="Trainer resized."))
     record.close()
     said = _predicted_from(tmp_path, tmp_path, capsys)[0]
     assert ("resized by hand 2 times" in said) == told

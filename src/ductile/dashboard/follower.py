@@ -1,32 +1,25 @@
-"""Turns what a run reports into a `ViewState`."""
+"""Turns what a run reports into a `ViewState`: its `RunState`, its metrics, and what its slots do this moment."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ductile.core.scheduling.ledger import Activity, SlotLedger
 from ductile.dashboard.view import SlotView, ViewEvent, ViewState
-from ductile.observe import Listener, LoggedEvent
+from ductile.events.run_state import RunState
+from ductile.observe import Listener
 
 NUM_EVENTS = 6
-PASSING = frozenset({"held"})
-"""Kinds of events that come several times a step and that the slots' own rows show: training waits, or goes on."""
 
 
 class Follower(Listener):
     """Keeps the view up to date. `state` may be read from another thread."""
 
-    def __init__(self, title: str, max_steps: int, clock: Callable[[], float]) -> None:
-        """clock: that of the slots' accounts."""
-        self._clock = clock
-        self._began_s = clock()
+    def __init__(self, title: str, max_steps: int, run: RunState, clock: Callable[[], float], began_s: float) -> None:
+        """clock: that of the slots' accounts. began_s: Unix time of now."""
+        self._run, self._clock = run, clock
+        self._began_s, self._began_unix_s = clock(), began_s
         self._state = ViewState(title, max_steps)
         self._slots: dict[int, tuple[tuple[str, ...], SlotLedger]] = {}
-
-    def on_event(self, event: LoggedEvent) -> None:
-        if not event.sentence or event.kind in PASSING:
-            return
-        shown = ViewEvent(self._clock() - self._began_s, event.sentence)
-        self._state = replace(self._state, events=(*self._state.events, shown)[-NUM_EVENTS:])
 
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         state = self._state
@@ -52,6 +45,10 @@ class Follower(Listener):
         return replace(
             self._state,
             elapsed_s=now_s - self._began_s,
+            events=tuple(
+                ViewEvent(max(0.0, event.time_s - self._began_unix_s), event.sentence)
+                for event in self._run.sentences[-NUM_EVENTS:]
+            ),
             slots=tuple(
                 SlotView(slot, roles, account.activity, _busy(account.totals(now_s)))
                 for slot, (roles, account) in sorted(self._slots.items())

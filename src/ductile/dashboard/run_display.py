@@ -1,7 +1,7 @@
 """The run on the user's terminal: a live view where there is one, else a line a step.
 
-with show("ductile rl: runs/quickstart", max_steps=60) as view:
-    record.listeners.append(view)
+with show("ductile rl: runs/quickstart", max_steps=60, run=state) as view:
+    record.listeners += [state, view]
 """
 
 import sys
@@ -17,20 +17,14 @@ from ductile.core.scheduling.ledger import SlotLedger
 from ductile.dashboard.follower import Follower
 from ductile.dashboard.printable import printable
 from ductile.dashboard.view import render
-from ductile.observe import Listener, LoggedEvent
+from ductile.events.rollouts import GroupDropped, PromptDroppedTwice, PromptSkipped, RewardError
+from ductile.events.run_state import RunState
+from ductile.events.scheduling import TrainingHeld
+from ductile.events.steps import NothingToLearn, StepSkipped
+from ductile.observe import Listener, RunEvent
 
 REFRESH_HZ = 2
-OFTEN = frozenset(
-    {
-        "group_dropped",
-        "prompt_dropped_twice",
-        "step_skipped",
-        "reward_error",
-        "prompt_skipped",
-        "nothing_to_learn",
-        "held",
-    }
-)
+OFTEN = (GroupDropped, PromptDroppedTwice, StepSkipped, RewardError, PromptSkipped, NothingToLearn, TrainingHeld)
 """Events that may come in hundreds: the first of each kind is printed, all are in events.jsonl."""
 
 
@@ -41,13 +35,13 @@ class RunDisplay(Listener, Protocol):
 
 
 @contextmanager
-def show(title: str, max_steps: int, stream: TextIO | None = None) -> Iterator[RunDisplay]:
-    """The last view stays on the screen."""
+def show(title: str, max_steps: int, run: RunState, stream: TextIO | None = None) -> Iterator[RunDisplay]:
+    """The last view stays on the screen. run: follows the same run as the display."""
     out = stream or sys.stdout
     if not out.isatty():
         yield Lines(max_steps, out)
         return
-    follower = Follower(title, max_steps, time.monotonic)
+    follower = Follower(title, max_steps, run, time.monotonic, time.time())
     live = Live(
         console=Console(file=out),
         get_renderable=lambda: render(follower.state),
@@ -68,15 +62,15 @@ class Lines(RunDisplay):
 
     def __init__(self, max_steps: int, stream: TextIO) -> None:
         self._max_steps, self._stream = max_steps, stream
-        self._shown: set[str] = set()
+        self._shown: set[type[RunEvent]] = set()
 
-    def on_event(self, event: LoggedEvent) -> None:
+    def on_event(self, event: RunEvent) -> None:
         if not event.sentence:
             return  # it is for programs
-        if event.kind in OFTEN:
-            if event.kind in self._shown:
+        if isinstance(event, OFTEN):
+            if type(event) in self._shown:
                 return
-            self._shown.add(event.kind)
+            self._shown.add(type(event))
             self._print(f"{event.sentence} (Further ones like this are in events.jsonl.)")
         else:
             self._print(event.sentence)

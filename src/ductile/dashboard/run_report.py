@@ -5,22 +5,22 @@ without profiles (`core.scheduling.profile`) has no ownership timeline, and the 
 """
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ductile.core.scheduling.ledger import Activity, IdleCause, Span
 from ductile.core.scheduling.profile import Setting, StepProfile
+from ductile.events.resizes import ResizeRolledBack, TrainerResized
 from ductile.events.run_state import InstanceSpan, RunState
-from ductile.observe import read_jsonl
+from ductile.events.scheduling import OrdersDone, OrdersGiven, PolicyFailed
+from ductile.observe import RunEvent, read_jsonl
 
 Row = Mapping[str, Any]
 
-RESIZES = frozenset({"resized", "resize_rolled_back"})
-DECISIONS = frozenset({"decided", "switched", "refused"})
-WAITS = "held"
-"""Kind of the events in which training begins to wait, or goes on: several a step."""
+RESIZES = (TrainerResized, ResizeRolledBack)
+DECISIONS = (OrdersGiven, OrdersDone, PolicyFailed)
 NUM_SAMPLES = 64
 
 
@@ -35,7 +35,6 @@ class ReportEvent:
     after_s: float
     """Seconds since the slots had their roles, as the profiles count them; negative before they had them."""
     sentence: str
-    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +93,18 @@ def read_run_report(folder: Path) -> RunReport:
     state, missing = RunState.of(rows), list[str]()
     if state.unreadable:
         missing.append(f"Who did what when: events.jsonl is of another version of ductile ({state.unreadable}).")
-        state = RunState(state.began_s, sentences=state.sentences)
+        state = RunState(
+            began_s=state.began_s, unread_kinds=state.unread_kinds, waits=state.waits, sentences=state.sentences
+        )
     elif not state.profiles:
         missing.append("Who did what when, and where the time went: this run wrote no profiles of its steps.")
-    events = [ReportEvent(each.time_s - (state.began_s or 0.0), each.sentence, each.kind) for each in state.sentences]
+    if state.unread_kinds:
+        kinds = ", ".join(sorted(state.unread_kinds))
+        missing.append(f"What some events have besides their sentences: another version of ductile wrote {kinds}.")
+
+    def shown(events: Iterable[RunEvent]) -> tuple[ReportEvent, ...]:
+        return tuple(ReportEvent(each.time_s - (state.began_s or 0.0), each.sentence) for each in events)
+
     config = folder / "config.toml"
     if not config.exists():
         missing.append("The configuration: there is no config.toml.")
@@ -108,11 +115,11 @@ def read_run_report(folder: Path) -> RunReport:
         setting=state.setting,
         profiles=tuple(state.profiles),
         metrics=tuple(metrics),
-        decisions=tuple(each for each in events if each.kind in DECISIONS),
-        waits=tuple(each for each in events if each.kind == WAITS),
-        num_waits=sum(bool(each.fields.get("holds")) for each in state.sentences if each.kind == WAITS),
-        resizes=tuple(each for each in events if each.kind in RESIZES),
-        others=tuple(each for each in events if each.kind not in DECISIONS | RESIZES | {WAITS}),
+        decisions=shown(each for each in state.sentences if isinstance(each, DECISIONS)),
+        waits=shown(state.waits),
+        num_waits=sum(each.waits for each in state.waits),
+        resizes=shown(each for each in state.sentences if isinstance(each, RESIZES)),
+        others=shown(each for each in state.sentences if not isinstance(each, DECISIONS + RESIZES)),
         instances=tuple(state.instances.values()),
         samples=tuple(read_jsonl(folder / "samples.jsonl")[-NUM_SAMPLES:]),
         config=tomllib.loads(config.read_text()) if config.exists() else {},

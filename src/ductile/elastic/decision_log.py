@@ -1,19 +1,20 @@
 """What a run writes down of its policy's decisions: events with a sentence each.
 
-decided     orders, and why; with what the policy expects of them
-held        training waits, or goes on again, or there is something to say; no slot changes roles for it
-switched    a change is done, or what of it is not
-refused     the policy is not asked any more
+`OrdersGiven`    orders, and why; with what the policy expects of them
+`TrainingHeld`   training waits, or goes on again, or there is something to say; no slot changes roles for it
+`OrdersDone`     a change is done, or what of it is not
+`PolicyFailed`   the policy is not asked any more
 """
 
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from ductile.config.command_line import as_sentence
 from ductile.core.instances.instances import Instance, in_order
 from ductile.core.scheduling.orders import Decision, sentence
 from ductile.error_text import capitalised
+from ductile.events.scheduling import OrdersDone, OrdersGiven, PolicyFailed, TrainingHeld
 from ductile.observe import Recorder
 
 
@@ -39,12 +40,12 @@ class DecisionLog:
         pauses, began = decision.hold_training, decision.hold_training != self._training_held
         topic = decision.topic or decision.reason
         if decision.orders:
-            self._record.event(
-                "decided", as_sentence(capitalised(decision.reason)), at_s=round(at_s, 3), **_expected(decision)
-            )
+            expected, why = decision.prediction, as_sentence(capitalised(decision.reason))
+            costs = (expected.cost_s, expected.gain_s) if expected else ()
+            self._record.event(OrdersGiven(round(at_s, 3), *costs, sentence=why))
         elif began or (decision.reason and topic != self._topic):
             said = decision.reason or ("training waits" if pauses else "training goes on")
-            self._record.event("held", as_sentence(capitalised(said)), at_s=round(at_s, 3), holds=pauses)
+            self._record.event(TrainingHeld(round(at_s, 3), pauses, sentence=as_sentence(capitalised(said))))
         self._training_held = pauses
         if decision.orders or decision.reason or began:
             self._topic = topic
@@ -55,26 +56,21 @@ class DecisionLog:
         said = f"Done in {change.seconds:.2f} s: {what}."
         if change.failures:
             said = f"Not all was done of {what}: {'; '.join(change.failures)}."
-        self._record.event(
-            "switched",
-            said,
+        switched = OrdersDone(
             at_s=round(change.at_s, 3),
             seconds=round(change.seconds, 4),
-            slots=sorted({move.slot for move in change.decision.moves}),
+            slots=tuple(sorted({move.slot for move in change.decision.moves})),
             num_migrations=len(change.decision.migrations),
             failures=change.failures,
-            began=[asdict(each) for each in in_order({*after}.difference(before))],
-            ended=[each.id for each in in_order({*before}.difference(after))],
+            began=in_order({*after}.difference(before)),
+            ended=tuple(each.id for each in in_order({*before}.difference(after))),
+            sentence=said,
         )
+        self._record.event(switched)
 
     def refused(self, error: Exception) -> str:
         """Write down that the policy is not asked any more; call it while `error` is handled. Returns the sentence."""
         why = as_sentence(str(error))
         said = f"The policy is not asked any more, and the slots go back to what the configuration gave them: {why}"
-        self._record.event("refused", said, traceback=traceback.format_exc())
+        self._record.event(PolicyFailed(traceback=traceback.format_exc(), sentence=said))
         return said
-
-
-def _expected(decision: Decision) -> dict[str, float]:
-    prediction = decision.prediction
-    return {"cost_s": prediction.cost_s, "gain_s": prediction.gain_s} if prediction else {}

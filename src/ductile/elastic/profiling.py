@@ -8,6 +8,7 @@ from ductile.core.scheduling.cost_model import CostModel
 from ductile.core.scheduling.ledger import Span
 from ductile.core.scheduling.profile import Setting, StepProfile
 from ductile.elastic.activity import SlotActivity
+from ductile.events.steps import StepProfiled, WorkBegan
 from ductile.observe import Listener, Recorder
 from ductile.records import Generation
 
@@ -43,7 +44,7 @@ class Profiler(Listener):
         activity.on_span.add(self._on_span)
 
     def open(self, setting: Setting) -> None:
-        self._record.event("setting", "", **setting.as_fields())
+        self._record.event(WorkBegan(setting))
 
     def on_finished(self, generation: Generation) -> None:
         if not generation.id.startswith("eval/"):  # an evaluation's completions are no part of a step
@@ -85,7 +86,7 @@ class Profiler(Listener):
         )
         self._step_began_s, self._switched = end_s, num_switches
         self._spans, self._lengths = {}, []
-        self._record.event("profile", "", **profile.as_fields())
+        self._record.event(StepProfiled(profile))
 
     def _on_span(self, span: Span) -> None:
         """Spans that are still open at a step's end are cut there: what was told of them is not told again."""

@@ -15,7 +15,6 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import asdict
 from types import TracebackType
 
 from ductile.cluster.local import LocalCluster
@@ -23,6 +22,7 @@ from ductile.cluster.processes import StartFailed
 from ductile.concurrency.background import start_reported
 from ductile.core.instances.instances import Instance, Serving, instance_on
 from ductile.error_text import capitalised
+from ductile.events.slots import SlotGivenBack, SlotRestarted
 from ductile.fleet.fleet import Fleet
 from ductile.messages.workers import Died, Event
 from ductile.observe import Recorder
@@ -150,22 +150,22 @@ class Recovery:
     def _note(self, slot: int, roles: Sequence[Serving], instances: Sequence[Instance], seconds: float) -> None:
         device, pid = self._cluster.devices[slot], self._cluster.processes[slot].pid
         does = " and ".join(VERBS[role] for role in roles) or "runs"
-        self._record.event(
-            "slot_restarted",
-            f"Slot {slot} {does} again after {seconds:.2f} s, on {device}, pid {pid}.",
+        restarted = SlotRestarted(
             slot=slot,
-            roles=roles,
+            roles=tuple(roles),
             device=device,
             pid=pid,
             seconds=round(seconds, 3),
             num_attempts=self._num_attempts[slot],
-            began=[asdict(instance) for instance in instances],
+            began=tuple(instances),
+            sentence=f"Slot {slot} {does} again after {seconds:.2f} s, on {device}, pid {pid}.",
         )
+        self._record.event(restarted)
 
     def _retire(self, slot: int, roles: Sequence[Serving], why: str) -> None:
         attempts = self._num_attempts[slot]
         tried = f"after {attempts} attempt{'s' * (attempts != 1)} to start it again (cluster.max_restarts)"
-        self._record.event("slot_given_back", f"Slot {slot} is given back {tried}: {why}.", slot=slot, roles=roles)
+        self._record.event(SlotGivenBack(slot, tuple(roles), sentence=f"Slot {slot} is given back {tried}: {why}."))
         for role in roles:
             coming = any(role in others for other, others in self._restarting.items() if other != slot)
             if not (role in self._replaced or coming or self._fleet.pools[role].all_instances):

@@ -2,9 +2,7 @@
 
 import time
 import traceback
-from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -18,12 +16,12 @@ from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.transfer.order import stays_put
 from ductile.elastic.transaction import ResizeOptions, Transaction, nothing_to_release
 from ductile.error_text import capitalised, error_text
+from ductile.events.resizes import ResizeRolledBack, TrainerResized
+from ductile.events.slots import SlotStarted, SlotWasLost
 from ductile.fleet.trainer import RemoteTrainer
 from ductile.messages.control import Resized, ResizeRequest, RunFailed, Unfit
 from ductile.observe import Recorder
 from ductile.roles import SlotLost
-
-NUM_KEPT = 20
 
 MEASURED = ("pause_s", "took_s", "seconds", "slot_seconds", "beside", "num_bytes", "carrier")
 """Fields of `Resized` that its event has, too."""
@@ -41,7 +39,6 @@ class TrainerResizer:
         num_slots: int,
     ) -> None:
         """num_slots: how many slots this machine has."""
-        self.history: deque[Resized] = deque(maxlen=NUM_KEPT)
         self.num_resized = 0
         self._cluster, self._trainer, self._options, self._record = cluster, trainer, options, record
         self._num_slots = num_slots
@@ -171,7 +168,7 @@ class TrainerResizer:
         for slot in started:
             device, pid = self._cluster.devices[slot], self._cluster.processes[slot].pid
             sentence = f"Slot {slot} runs on {device}, pid {pid}: it will join the trainer."
-            self._record.event("slot_started", sentence, slot=slot, roles=[], device=device, pid=pid)
+            self._record.event(SlotStarted(slot=slot, roles=(), device=device, pid=pid, sentence=sentence))
 
     def note_death(self, slot: int, reason: str) -> None:
         """Write down that a slot has died with which the run does not end. Where a resize judges that, it is written
@@ -184,7 +181,7 @@ class TrainerResizer:
             self._note_lost(slot, reason)
 
     def _note_lost(self, slot: int, reason: str) -> None:
-        self._record.event("slot_lost", f"{capitalised(reason)}.", slot=slot)
+        self._record.event(SlotWasLost(slot, sentence=f"{capitalised(reason)}."))
 
     def _note_failure(self, before: ParallelLayout, after: ParallelLayout, error: Exception) -> str:
         """Write the failure down. Returns its sentence without the full stop."""
@@ -195,9 +192,8 @@ class TrainerResizer:
         return sentence
 
     def _note(self, resized: Resized, took_s: float) -> Resized:
-        resized = msgspec.structs.replace(resized, took_s=took_s, step=self._record.last_step or 0)
+        resized = msgspec.structs.replace(resized, took_s=took_s)
         is_resized = resized.outcome == "resized"
-        self.history.append(resized)
         self.num_resized += is_resized
         self._paused_s += resized.pause_s
         measured = {name: getattr(resized, name) for name in MEASURED}
@@ -207,13 +203,14 @@ class TrainerResizer:
     def _event(
         self, is_resized: bool, sentence: str, epoch: int, before: ParallelLayout, after: ParallelLayout, **more: Any
     ) -> None:
-        self._record.event(
-            "resized" if is_resized else "resize_rolled_back",
-            sentence,
+        ended = (TrainerResized if is_resized else ResizeRolledBack)(
             epoch=epoch,
             before=before.slots,
-            before_dims=asdict(before.dims),
+            before_dims=before.dims,
             after=after.slots,
-            after_dims=asdict(after.dims),
+            after_dims=after.dims,
+            step=self._record.last_step or 0,
+            sentence=sentence,
             **more,
         )
+        self._record.event(ended)

@@ -1,16 +1,30 @@
-"""What a run has told of itself by its events, one applied after the other: what `ductile report` and `plan` go by.
+"""What a run has told of itself by its events, applied one after the other: what the live view, `ductile status`,
+`ductile report` and `ductile plan` go by.
 
-Each start or resume of a run begins with its `setting`. What was told of slots, instances and steps before that is of
+Each start or resume of a run begins with its `WorkBegan`. What was told of slots, instances and steps before that is of
 another start, and is dropped; sentences are kept from all starts.
+
+What changes without an event is asked where it is: metrics come to listeners of their own, and the seconds of a slot's
+ledger, the roles of this moment and the phase of a resize are with the run's own processes (`LiveRun`).
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from ductile.core.instances.instances import Instance, InstanceId, instances_from
+from ductile.core.instances.instances import Instance, InstanceId
 from ductile.core.scheduling.profile import Setting, StepProfile
-from ductile.observe import LoggedEvent
+from ductile.events.lines import KINDS, UnreadEvent, read_event
+from ductile.events.resizes import ResizeRolledBack, TrainerResized
+from ductile.events.scheduling import OrdersDone, TrainingHeld
+from ductile.events.slots import SlotRestarted, SlotWasLost
+from ductile.events.steps import StepProfiled, WorkBegan
+from ductile.observe import Listener, RunEvent
+
+T = TypeVar("T")
+
+GOES_BY = frozenset({WorkBegan, StepProfiled, TrainerResized, OrdersDone, SlotRestarted, SlotWasLost})
+"""Events without which the state is not that of the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,65 +38,80 @@ class InstanceSpan:
 
 
 @dataclass(slots=True)
-class RunState:
+class RunState(Listener):
     """A run since its latest start or resume."""
 
+    num_kept: int | None = None
+    """How many profiles, resizes, waits and sentences are kept, the latest of each; the instances that have ended are
+    not. None: all are kept, and the instances too."""
     began_s: float | None = None
     """Unix time at which the slots had their roles, or of the first event where none says so; None before any event."""
     setting: Setting | None = None
     profiles: list[StepProfile] = field(default_factory=list[StepProfile])
     instances: dict[InstanceId, InstanceSpan] = field(default_factory=dict[InstanceId, InstanceSpan])
     """Generators and scorers in the order in which they began; none of a run whose events do not name them."""
-    num_resized: int = 0
-    """Resizes of the trainer, those by a policy and those by `ductile resize`."""
+    resizes: list[TrainerResized | ResizeRolledBack] = field(default_factory=list[TrainerResized | ResizeRolledBack])
+    """Resizes of the trainer, done or not, those by a policy and those by `ductile resize`."""
+    waits: list[TrainingHeld] = field(default_factory=list[TrainingHeld])
+    """Events of all starts in which training began to wait, or went on: several a step."""
     unreadable: str = ""
-    """What is wrong with an event that another version of ductile wrote; empty when all are read."""
-    sentences: list[LoggedEvent] = field(default_factory=list[LoggedEvent])
-    """Events of all starts that have a sentence."""
+    """What is wrong with an event that the state goes by and another version of ductile wrote; empty when all are
+    read."""
+    unread_kinds: set[str] = field(default_factory=set[str])
+    """Kinds of events that another version of ductile wrote and the state does without."""
+    sentences: list[RunEvent] = field(default_factory=list[RunEvent])
+    """All other events of all starts that have a sentence."""
 
     @staticmethod
     def of(rows: Iterable[Mapping[str, Any]]) -> "RunState":
         """The state after all events of an `events.jsonl`."""
         state = RunState()
         for row in rows:
-            state.apply(LoggedEvent.from_row(row))
+            state.apply(read_event(row))
         return state
 
-    def apply(self, event: LoggedEvent) -> None:
-        """Take one more event in. What it should have and has not is told in `unreadable`."""
-        if event.sentence:
-            self.sentences.append(event)
-        if event.kind == "setting":
+    def apply(self, event: RunEvent) -> None:
+        """Take one more event in."""
+        if event.sentence and not isinstance(event, TrainingHeld):
+            self._keep(self.sentences, event)
+        kind = KINDS.get(event.written) if isinstance(event, UnreadEvent) else type(event)
+        if kind is WorkBegan:
             self.began_s, self.setting, self.profiles, self.instances = event.time_s, None, [], {}
-            self.num_resized, self.unreadable = 0, ""
-        elif self.began_s is None:
+            self.resizes, self.unreadable, self.unread_kinds = [], "", set()
+        if self.began_s is None:
             self.began_s = event.time_s
-        try:
-            self._apply(event, event.time_s - (self.began_s or 0.0))
-        except (KeyError, TypeError, ValueError) as error:
-            self.unreadable = self.unreadable or repr(error)
-
-    def _apply(self, event: LoggedEvent, at_s: float) -> None:
-        match event.kind:
-            case "setting":
-                self.setting = Setting.from_fields(event.fields)
-                self.instances = {each.id: InstanceSpan(each, 0.0) for each in self.setting.instances}
-            case "profile":
-                self.profiles.append(StepProfile.from_fields(event.fields))
-            case "resized":
-                self.num_resized += 1
-            case "switched" if self.setting and self.setting.version == 1:
+        at_s = event.time_s - self.began_s
+        match event:
+            case UnreadEvent(why=why) if kind in GOES_BY:
+                self.unreadable = self.unreadable or why
+            case UnreadEvent(written=written):
+                self.unread_kinds.add(written)
+            case WorkBegan(setting=setting):
+                self.setting, self.instances = setting, {each.id: InstanceSpan(each, 0.0) for each in setting.instances}
+            case StepProfiled(profile=profile):
+                self._keep(self.profiles, profile)
+            case TrainerResized() | ResizeRolledBack():
+                self._keep(self.resizes, event)
+            case TrainingHeld():
+                self._keep(self.waits, event)
+            case OrdersDone(began=None):
                 self.instances = {}  # slots change roles, and events of this format name no instances
-            case "switched" if self.setting:
-                self._begin(instances_from(event.fields["began"]), at_s)
-                self._end(event.fields["ended"], at_s)
-            case "slot_restarted":
-                self._begin(instances_from(event.fields["began"]), at_s)
-            case "slot_lost":
-                lost = [name for name, each in self.instances.items() if event.fields["slot"] in each.instance.slots]
-                self._end(lost, at_s)
+            case OrdersDone(began=tuple(began), ended=ended) if self.setting:
+                self._begin(began, at_s)
+                self._end(ended, at_s)
+            case SlotRestarted(began=began):
+                self._begin(began, at_s)
+            case SlotWasLost(slot=slot):
+                self._end([name for name, each in self.instances.items() if slot in each.instance.slots], at_s)
             case _:
                 pass
+
+    on_event = apply
+
+    def _keep(self, kept: list[T], latest: T) -> None:
+        kept.append(latest)
+        if self.num_kept is not None:
+            del kept[: -self.num_kept]
 
     def _begin(self, instances: Iterable[Instance], at_s: float) -> None:
         for each in instances:  # one that came back while slots changed roles is told twice
@@ -90,5 +119,7 @@ class RunState:
 
     def _end(self, instances: Iterable[InstanceId], at_s: float) -> None:
         for name in instances:
-            if name in self.instances and self.instances[name].ended_s is None:
+            if self.num_kept is not None:
+                self.instances.pop(name, None)
+            elif name in self.instances and self.instances[name].ended_s is None:
                 self.instances[name] = replace(self.instances[name], ended_s=at_s)

@@ -6,6 +6,7 @@ from typing import Literal
 import msgspec
 
 from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.events.resizes import ResizeRolledBack, TrainerResized
 
 VERSION = 4
 
@@ -56,8 +57,6 @@ class Resized(Words, tag="resized"):
     """Phases of `slot_seconds` in which the trainer still trained."""
     num_bytes: int = 0
     carrier: str = ""
-    step: int = 0
-    """Training steps that were done before the resize."""
 
 
 class SlotStatus(Words):
@@ -84,7 +83,7 @@ class RunStatus(Words, tag="status"):
     changing: str
     """The step of a resize that is under way, and to where; "" when there is none."""
     slots: tuple[SlotStatus, ...]
-    changes: tuple[Resized, ...]
+    changes: tuple[TrainerResized | ResizeRolledBack, ...]
     """The latest resizes, oldest first."""
     lost: dict[int, str]
     """Slots that died, with the sentence that says how."""

@@ -15,6 +15,7 @@ from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.listeners import Listeners
 from ductile.core.batch.chunking import chunk
 from ductile.core.scheduling.staleness import Freshness, StalenessBound, admission, freshness
+from ductile.events.rollouts import GroupDropped, PromptDroppedTwice
 from ductile.observe import Recorder
 from ductile.records import Prompt, Rollout, RolloutGroup
 from ductile.roles import Late
@@ -222,17 +223,15 @@ class Buffer:
         self.num_dropped_tokens += sum(rollout.num_sampled for rollout in rollouts)
         self._drops[prompt.id] += 1
         self._prompts.requeue(prompt)
-        self._record.event(
-            "group_dropped", f"Dropped {prompt.id} and ask it again: {verdict.reason}.", prompt=prompt.id
-        )
+        sentence = f"Dropped {prompt.id} and ask it again: {verdict.reason}."
+        self._record.event(GroupDropped(prompt.id, sentence=sentence))
         if self._drops[prompt.id] == 2:
-            self._record.event(
-                "prompt_dropped_twice",
+            sentence = (
                 f"{prompt.id} was dropped twice: its completions take longer than orchestrator.max_off_policy_steps "
                 f"({self._bound.max_off_policy_steps}) steps. Completions as long as these are not trained on; raise "
-                "it, or lower orchestrator.sampling.max_tokens.",
-                prompt=prompt.id,
+                "it, or lower orchestrator.sampling.max_tokens."
             )
+            self._record.event(PromptDroppedTwice(prompt.id, sentence=sentence))
         self.wake()
 
     def wake(self) -> None:

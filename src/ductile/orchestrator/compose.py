@@ -21,6 +21,7 @@ from ductile.core.batch.advantage import ADVANTAGES, Advantage
 from ductile.core.scheduling.staleness import StalenessBound
 from ductile.elastic.controller import ElasticController
 from ductile.elastic.step_accounting import StepAccounting, StepSize
+from ductile.events.rollouts import PromptSkipped
 from ductile.observe import Recorder
 from ductile.orchestrator.buffer import Buffer
 from ductile.orchestrator.episode import Episodes
@@ -243,7 +244,7 @@ def _buffer(prepared: Prepared, record: Recorder, stop: asyncio.Event) -> Buffer
         ExampleOrder(prepared.train_examples, orchestrator.seed, orchestrator.shuffle),
         prepared.config.inference.model.max_model_len - 1,
         progress.prompts,
-        on_too_long=lambda sentence: record.event("prompt_skipped", sentence),
+        on_too_long=lambda sentence: record.event(PromptSkipped(sentence=sentence)),
     )
     return Buffer(
         prompts,

@@ -6,6 +6,7 @@ from math import comb, nan
 
 from ductile.concurrency.structured import gather_all
 from ductile.core.batch.rewards import scored, too_many_failed
+from ductile.events.steps import Evaluated
 from ductile.observe import Recorder
 from ductile.orchestrator.episode import Episodes
 from ductile.orchestrator.transcript import transcript
@@ -93,12 +94,9 @@ class Evaluation:
         if why := too_many_failed(rollouts, self._max_reward_error_share):
             raise RewardsFailed(f"in the evaluation after step {step}, {why}")
         self.last = self._report(rollouts, step)
-        self._record.event(
-            "evaluated",
-            f"Held-out reward after step {step}: {self.last.reward_mean:.3f}, over {len(rollouts)} completions.",
-            step=step,
-            reward=self.last.reward_mean,
-        )
+        reward = self.last.reward_mean
+        sentence = f"Held-out reward after step {step}: {reward:.3f}, over {len(rollouts)} completions."
+        self._record.event(Evaluated(step, reward, sentence=sentence))
         return self.last
 
     def _report(self, rollouts: list[Rollout], step: int) -> EvalReport:

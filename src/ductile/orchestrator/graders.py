@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from ductile.config.orchestrator import GradersConfig, TaskConfig
+from ductile.events.rollouts import GradersNotFenced, RewardError
 from ductile.observe import Recorder
 from ductile.tasks.grader import Graders
 
@@ -11,12 +12,12 @@ def graders_of(tasks: Mapping[str, TaskConfig | None], config: GradersConfig, re
     """tasks: by the name that calls use; None is left out."""
 
     def tell(sentence: str, traceback: str) -> None:
-        record.event("reward_error", f"No reward: {sentence}.", traceback=traceback)
+        record.event(RewardError(traceback, sentence=f"No reward: {sentence}."))
 
     return Graders(
         {name: task.model_dump() for name, task in tasks.items() if task is not None},
         config,
         on_error=tell,
-        on_note=lambda sentence: record.event("graders_not_fenced", sentence),
+        on_note=lambda sentence: record.event(GradersNotFenced(sentence=sentence)),
         log=record.folder / "logs" / "graders.log",
     )

@@ -1,4 +1,8 @@
-"""What a live run tells of itself, and does when it is asked to (`ductile resize`, `ductile status`)."""
+"""What a live run tells of itself, and does when it is asked to (`ductile resize`, `ductile status`).
+
+Its latest resizes are those of its `RunState`. What is no event is asked of who knows it this moment: roles and deaths
+of the mailbox, the phase of a resize of the resizer, seconds of the slots' ledger.
+"""
 
 import os
 import time
@@ -56,7 +60,7 @@ class LiveRun:
             trainer=self._trainer.layout,
             changing=self._resizer.under_way,
             slots=tuple(self._slot(slot) for slot in self._cluster.slots),
-            changes=tuple(self._resizer.history),
+            changes=tuple(self._session.state.resizes),
             lost=dict(self._cluster.mailbox.lost),
         )
 

@@ -24,6 +24,7 @@ from ductile.core.batch.chunking import shares
 from ductile.core.batch.rewards import too_many_failed
 from ductile.elastic.controller import ElasticController
 from ductile.elastic.step_accounting import StepAccounting
+from ductile.events.steps import NothingToLearn
 from ductile.observe import Recorder, Stopwatch
 from ductile.orchestrator.buffer import Buffer
 from ductile.orchestrator.evaluate import Evaluation, RewardsFailed
@@ -171,7 +172,7 @@ class Loop:
             sentence = (
                 f"Step {self.step + 1} learns nothing: in each of its {len(groups)} groups all rewards are equal."
             )
-            self.record.event("nothing_to_learn", sentence)
+            self.record.event(NothingToLearn(sentence=sentence))
             await self.trainer.optim_step(0.0)  # the learning rate follows the batches
         self.buffer.mark_trained(groups)
         step_metrics.add(groups, report)

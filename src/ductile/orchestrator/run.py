@@ -27,6 +27,7 @@ from ductile.elastic.trainer_resizer import TrainerResizer
 from ductile.elastic.transaction import ResizeOptions
 from ductile.fleet.assign_role import assign_role, each_alone
 from ductile.fleet.fleet import Fleet
+from ductile.events.slots import SlotStarted
 from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.leases import WeightLeases
 from ductile.fleet.scorer import RemoteScorer
@@ -182,7 +183,7 @@ async def _start(cluster: LocalCluster, placement: Placement, session: Session) 
     for slot in placement.slots:
         roles, device, pid = placement.roles(slot), cluster.devices[slot], cluster.processes[slot].pid
         sentence = f"Slot {slot} ({' and '.join(roles)}) runs on {device}, pid {pid}."
-        session.record.event("slot_started", sentence, slot=slot, roles=roles, device=device, pid=pid)
+        session.record.event(SlotStarted(slot, roles, device, pid, sentence=sentence))
     return activity
 
 

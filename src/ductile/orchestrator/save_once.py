@@ -7,6 +7,7 @@ from typing import Any
 
 from ductile.concurrency.structured import undisturbed
 from ductile.config.command_line import as_sentence
+from ductile.events.checkpoints import CheckpointNotSaved, ModelNotExported
 from ductile.observe import Recorder
 from ductile.orchestrator.run_until import run_until
 from ductile.orchestrator.saving import ExportFailed
@@ -41,12 +42,12 @@ class SaveOncePerStep:
             await self._save(step)
         except ExportFailed as error:
             self._saved = step
-            self._record.event("not_exported", as_sentence(str(error)))
+            self._record.event(ModelNotExported(sentence=as_sentence(str(error))))
             raise
         except Exception as error:
             since = "What was trained since the last checkpoint cannot be saved"
             what = since if self._saved else "Nothing of this run is saved"
-            self._record.event("not_saved", as_sentence(f"{what}: {error}"))
+            self._record.event(CheckpointNotSaved(sentence=as_sentence(f"{what}: {error}")))
             raise
         self._saved = step
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from ductile.config.command_line import as_sentence
 from ductile.config.trainer import CheckpointConfig
 from ductile.disk import folder_bytes, require_room
+from ductile.events.checkpoints import CheckpointRenamed, CheckpointSaved, ModelExported, RunResumed, StartedAnew
 from ductile.observe import Recorder, read_jsonl
 from ductile.orchestrator.progress import TRAINER, CheckpointError, Checkpoints, Progress
 from ductile.roles import Failure, TrainerClient
@@ -55,7 +56,8 @@ class Saver:
         began_s = self._clock()
         if progress.step not in self._checkpoints.steps():
             path = await self._write(progress)
-            self._record.event("saved", f"Saved step {progress.step} to {path}.", step=progress.step, path=str(path))
+            sentence = f"Saved step {progress.step} to {path}."
+            self._record.event(CheckpointSaved(progress.step, str(path), sentence=sentence))
         await self._export(progress.step)
         self._since_s = self._clock()
         self._took_s = self._since_s - began_s
@@ -83,7 +85,7 @@ class Saver:
                 f"The model of step {step} cannot be written: {as_sentence(str(error))} The checkpoint of step {step} "
                 "has all that was trained, and --resume writes the model from it"
             ) from error
-        self._record.event("exported", f"The model of step {step} is in {folder}.", step=step)
+        self._record.event(ModelExported(step, sentence=f"The model of step {step} is in {folder}."))
 
     async def resume(self, progress: Progress, asked: bool) -> None:
         """Load what `progress` belongs to, set aside what was written after it, and write the model that is missing.
@@ -93,16 +95,17 @@ class Saver:
         if progress.step:  # first of all: what cannot be loaded must not cost what could be
             await self._trainer.load(str(self._checkpoints.path(progress.step) / TRAINER))
         for sentence in await asyncio.to_thread(self._checkpoints.tidy, progress.step):
-            self._record.event("checkpoint_renamed", sentence)
+            self._record.event(CheckpointRenamed(sentence=sentence))
         num_dropped = self._record.rewind(progress.step if progress.step else -1)
         if progress.step:
             again = f"; the metrics of {num_dropped} later steps are written anew" if num_dropped else ""
-            self._record.event("resumed", f"Resumed after step {progress.step}{again}.", step=progress.step)
+            sentence = f"Resumed after step {progress.step}{again}."
+            self._record.event(RunResumed(progress.step, sentence=sentence))
             if self._model_folder and await asyncio.to_thread(lacks_model, self._model_folder, progress.step):
                 await self._export(progress.step)
         elif asked:
-            where = self._checkpoints.folder
-            self._record.event("started_anew", f"There is no checkpoint in {where} yet: started from the beginning.")
+            sentence = f"There is no checkpoint in {self._checkpoints.folder} yet: started from the beginning."
+            self._record.event(StartedAnew(sentence=sentence))
         self._since_s = self._clock()
 
 

@@ -21,6 +21,7 @@ from ductile.elastic.step_accounting import StepAccounting
 from ductile.elastic.trainer_resizer import TrainerResizer
 from ductile.events.decisions import DecisionJournal
 from ductile.fleet.fleet import Fleet
+from ductile.events.rollouts import RequestRestarted
 from ductile.observe import Recorder
 from ductile.orchestrator.buffer import Buffer
 from ductile.orchestrator.compose import Prepared
@@ -66,7 +67,7 @@ class Scheduling:
         )
         fleet.generators.on_change.add(buffer.wake)
         fleet.generators.on_restarted.add(
-            lambda sentence, lost: self._record.event("restarted", sentence, instance=lost)
+            lambda sentence, lost: self._record.event(RequestRestarted(lost, sentence=sentence))
         )
         self._profile(setting, measured, began_s)
         if config.cluster.auto_scheduler:

@@ -14,6 +14,7 @@ from ductile.concurrency.structured import undisturbed
 from ductile.config.run import FakeData, SFTConfig, TrainerRunConfig
 from ductile.config.trainer import CheckpointConfig, SFTLoss, TrainerConfig, loss_aggregation
 from ductile.core.batch.loss_aggregation import loss_denominator, weigh
+from ductile.events.steps import BatchesReady
 from ductile.observe import Stopwatch
 from ductile.orchestrator.progress import Checkpoints, Progress
 from ductile.orchestrator.run_context import RunContext
@@ -40,7 +41,7 @@ class PreparedBatches:
     max_steps: int
     sentence: str
     """Sentence about the data."""
-    facts: Mapping[str, float] = field(default_factory=dict[str, float])
+    facts: Mapping[str, int] = field(default_factory=dict[str, int])
     """Facts about the data, for the summary."""
     ckpt: CheckpointConfig = field(default_factory=CheckpointConfig)
     checkpoints: Checkpoints | None = None
@@ -51,7 +52,7 @@ class PreparedBatches:
 
 def prepare_sft(config: SFTConfig) -> PreparedBatches:
     """Raises TaskError, TokenizerError or CheckpointError, each with a sentence."""
-    data, bench, facts = config.data, config.bench is not None, dict[str, float]()
+    data, bench, facts = config.data, config.bench is not None, dict[str, int]()
     if bench or isinstance(data, FakeData):
         fake = data if isinstance(data, FakeData) else FakeData(batch_size=data.batch_size, seq_len=data.seq_len)
         batch = _fake_batch(fake, vocab_size=_vocab_size(str(config.model.name)))
@@ -141,7 +142,7 @@ async def run_batches(
         await run_until(
             saver.resume(prepared.progress, asked=prepared.ckpt.resume_step is not None), death=context.death_watch()
         )
-    record.event("data", prepared.sentence, **prepared.facts)
+    record.event(BatchesReady(**prepared.facts, sentence=prepared.sentence))
     earlier_s = sum(row.get("step_s") or 0.0 for row in record.rows())
     training = _Training(prepared, trainer, saver, context)
     await saved_in_the_end(

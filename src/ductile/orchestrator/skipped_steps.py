@@ -1,6 +1,7 @@
 """Optimizer steps that were thrown away, as their gradient was not finite: each is told, and only so many endured."""
 
 from ductile.core.instances.placement import many
+from ductile.events.steps import StepSkipped
 from ductile.observe import Recorder
 from ductile.records import StepReport
 from ductile.roles import Failure
@@ -25,13 +26,11 @@ class SkippedSteps:
             self._in_a_row = 0
             return
         self._in_a_row += 1
-        self._record.event(
-            "step_skipped",
+        sentence = (
             f"Optimizer step {report.step} was thrown away: its gradient is not finite (loss {report.loss:g}). The "
-            "weights are those of before.",
-            step=report.step,
-            in_a_row=self._in_a_row,
+            "weights are those of before."
         )
+        self._record.event(StepSkipped(report.step, self._in_a_row, sentence=sentence))
 
     def check(self) -> None:
         """Raises Diverged when the last steps were all thrown away."""

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from msgspec import structs
 from rich.console import Console, RenderableType
 
 from ductile.cluster.cpu_cap import CapNotPermitted
@@ -33,7 +34,10 @@ from ductile.dashboard.printable import printable
 from ductile.dashboard.run_display import RunDisplay, show
 from ductile.disk import FULL, named
 from ductile.error_text import capitalised, error_with_place, place_in
-from ductile.observe import Recorder
+from ductile.events.checkpoints import OldRunReplaced
+from ductile.events.ending import EndedAsAsked, EndedByDeath, EndedByFailure, StopAsked
+from ductile.events.run_state import RunState
+from ductile.observe import Recorder, RunEvent
 from ductile.orchestrator.bench import Bench, written
 from ductile.orchestrator.folder import FolderInUse, bench_folder, run_folder
 from ductile.orchestrator.interrupt import Interrupt, interrupts
@@ -47,6 +51,8 @@ from ductile.tasks.task import TaskError
 from ductile.tasks.tokenizer import TokenizerError
 
 DONE, FAILED, NOT_STARTED, INTERRUPTED = 0, 1, 2, 130
+NUM_KEPT = 20
+"""Events of a sort that a live run remembers: more than are shown of it."""
 
 UNFIT = (
     TaskError, TokenizerError, ImportPathError, CheckpointError, FolderInUse, SinkMissing, StartFailed,
@@ -69,6 +75,8 @@ class Session:
     """The benchmark that this run is; None when it is none."""
     folder: Path
     record: Recorder
+    state: RunState
+    """What the run has told since this process began."""
     view: RunDisplay
     interrupt: Interrupt = field(default_factory=Interrupt)
     began_s: float = field(default_factory=time.perf_counter)
@@ -114,12 +122,13 @@ def supervise(
             stack.callback(record.close)
             record.listeners.append(ForgetOldRun(folder))
             _add_sinks(record, config)
-            view = stack.enter_context(show(f"ductile {command}: {folder}", max_steps(prepared)))
-            record.listeners.extend([view, bench] if bench else [view])
+            state = RunState(num_kept=NUM_KEPT)
+            view = stack.enter_context(show(f"ductile {command}: {folder}", max_steps(prepared), state))
+            record.listeners.extend([state, view, bench] if bench else [state, view])
             if is_aside(folder):
                 when = "as soon as this one has done its first step or evaluation (clean = true)"
-                record.event("replaces", f"The run that is in {folder} is deleted {when}.")
-            session = Session(command, max_steps(prepared), bench, folder, record, view)
+                record.event(OldRunReplaced(sentence=f"The run that is in {folder} is deleted {when}."))
+            session = Session(command, max_steps(prepared), bench, folder, record, state, view)
             end = asyncio.run(_run(session, run(config, prepared, session), partial(_abandon, config, session)))
             if bench and config.bench and end.summary:
                 end = replace(end, summary=written(bench.figures(), bench.table(), config.bench.output_json))
@@ -139,27 +148,30 @@ def supervise(
 async def _run(session: Session, running: Awaitable[RenderableType], abandon: Callable[[float], None]) -> _End:
     def on_asked() -> None:
         after = " after this step" if session.record.last_step is not None else ""
-        session.record.event("stopping", f"Stopping{after}; press again to stop at once.")
+        session.record.event(StopAsked(sentence=f"Stopping{after}; press again to stop at once."))
 
     with interrupts(session.interrupt, on_asked, abandon):
         try:
             summary = await running
         except Stopped:
-            return _record_end(session, "stopped", _End(INTERRUPTED, "stopped at once, as asked"))
+            return _record_end(session, EndedAsAsked(), _End(INTERRUPTED, "stopped at once, as asked"))
         except SlotDied as error:
-            return _record_end(session, "died", _End(FAILED, str(error)), code=error.code)
+            return _record_end(session, EndedByDeath(error.code), _End(FAILED, str(error)))
         except Failure as error:
-            return _record_end(session, "failed", _End(FAILED, str(error)), code=error.code)
+            return _record_end(session, EndedByFailure(error.code), _End(FAILED, str(error)))
         except Exception as error:
             if session.record.last_step is not None:
                 sentence = str(error) if isinstance(error, UNFIT) else error_with_place(error, ours=True)
-                session.record.event("failed", as_sentence(capitalised(sentence)), traceback=traceback.format_exc())
+                failed = EndedByFailure(traceback=traceback.format_exc(), sentence=as_sentence(capitalised(sentence)))
+                session.record.event(failed)
             raise
         if session.record.is_lost():
             said = "was removed or moved while the run was at work: only what was saved after that is there"
-            return _record_end(session, "failed", _End(FAILED, f"the folder {session.folder} {said}", summary))
+            lost = _End(FAILED, f"the folder {session.folder} {said}", summary)
+            return _record_end(session, EndedByFailure(), lost)
         if session.interrupt.graceful.is_set():
-            return _record_end(session, "stopped", _End(INTERRUPTED, "stopped after a whole step, as asked", summary))
+            stopped = _End(INTERRUPTED, "stopped after a whole step, as asked", summary)
+            return _record_end(session, EndedAsAsked(), stopped)
         return _End(DONE, summary=summary)
 
 
@@ -183,8 +195,8 @@ def _busy() -> str:
     return f"something{place_in(frames[began + 1 :]) or place_in(frames[-1:], ours=True)}"
 
 
-def _record_end(session: Session, kind: str, end: _End, **fields: str) -> _End:
-    session.record.event(kind, as_sentence(capitalised(end.sentence)), **fields)
+def _record_end(session: Session, event: RunEvent, end: _End) -> _End:
+    session.record.event(structs.replace(event, sentence=as_sentence(capitalised(end.sentence))))
     return end
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from ductile.core.instances.placement import many
 from ductile.core.scheduling.cost import mean_speeds
 from ductile.core.scheduling.profile import Setting, StepProfile
+from ductile.events.resizes import TrainerResized
 from ductile.events.run_state import RunState
 from ductile.observe import read_jsonl
 from ductile.sim.scenario import Scenario, WorkLoad, recorded
@@ -96,7 +97,8 @@ def read_recording(run: str | Path) -> Recording:
     places = range(1, len(steps))
     quiet = tuple(place for place in places if metrics.get(steps[place].step, {}).get("eval_reward") is None)
     share = _trained_share(folder, setting, [metrics[step.step] for step in steps if step.step in metrics])
-    by_hand = state.num_resized if setting.policy == "static" else 0
+    num_resized = sum(isinstance(each, TrainerResized) for each in state.resizes)
+    by_hand = num_resized if setting.policy == "static" else 0
     return Recording(folder, setting, steps, quiet or tuple(places), share, by_hand)
 
 

@@ -9,6 +9,7 @@ from ductile.core.scheduling.cost import DecodeSpeed, Speeds, SwitchCosts, Train
 from ductile.core.scheduling.ledger import Span
 from ductile.core.scheduling.profile import Setting, StepProfile
 from ductile.core.scheduling.state import Limits
+from ductile.events.steps import StepProfiled
 from ductile.observe import Recorder, read_jsonl
 
 
@@ -48,7 +49,7 @@ def test_a_step_comes_back_from_the_events_of_a_run(tmp_path):
         num_switches=2,
     )
     record = Recorder(tmp_path)
-    record.event("profile", "Step 3 took 0.75 s.", **profile.as_fields())
+    record.event(StepProfiled(profile, sentence="Step 3 took 0.75 s."))
     record.close()
     (row,) = read_jsonl(tmp_path / "events.jsonl")
     assert StepProfile.from_fields(row) == profile

@@ -1,0 +1,44 @@
+"""Events of what is written to go on from, and of going on from it."""
+
+from ductile.observe import RunEvent
+
+
+class OldRunReplaced(RunEvent, tag="replaces"):
+    """`clean` is set and the folder has a run: it is deleted when the new one has done its first step or evaluation."""
+
+
+class RunResumed(RunEvent, tag="resumed"):
+    """The run goes on from a checkpoint."""
+
+    step: int
+    """Step of the checkpoint."""
+
+
+class StartedAnew(RunEvent, tag="started_anew"):
+    """A run that is asked to go on finds no checkpoint and starts from the beginning."""
+
+
+class CheckpointRenamed(RunEvent, tag="checkpoint_renamed"):
+    """A checkpoint that is damaged, or later than the step that the run goes on from, has another name."""
+
+
+class CheckpointSaved(RunEvent, tag="saved"):
+    """A checkpoint is complete."""
+
+    step: int
+    path: str
+
+
+class ModelExported(RunEvent, tag="exported"):
+    """The model's Hugging Face folder is written."""
+
+    step: int | None = None
+    """Training step of the model; None in runs of format 1, which did not say it."""
+
+
+class CheckpointNotSaved(RunEvent, tag="not_saved"):
+    """What was trained since the last checkpoint cannot be saved."""
+
+
+class ModelNotExported(RunEvent, tag="not_exported"):
+    """A checkpoint is complete, and the model's Hugging Face folder cannot be written."""

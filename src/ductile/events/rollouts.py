@@ -1,0 +1,41 @@
+"""Events of prompts, requests, rollouts and their rewards."""
+
+from ductile.core.instances.instances import InstanceId
+from ductile.observe import RunEvent
+
+
+class PromptSkipped(RunEvent, tag="prompt_skipped"):
+    """A prompt is too long for the model and is not asked."""
+
+
+class GroupDropped(RunEvent, tag="group_dropped"):
+    """A group is too old to train on; its prompt is asked again."""
+
+    prompt: str
+    """Id of the prompt."""
+
+
+class PromptDroppedTwice(RunEvent, tag="prompt_dropped_twice"):
+    """A prompt's groups are too old for the second time: its completions take longer than `max_off_policy_steps`
+    allows."""
+
+    prompt: str
+    """Id of the prompt."""
+
+
+class RequestRestarted(RunEvent, tag="restarted"):
+    """A request begins again because its generator is lost."""
+
+    instance: InstanceId | None = None
+    """Generator that is lost; None when the request waited for one."""
+
+
+class RewardError(RunEvent, tag="reward_error"):
+    """A reward or a reply cannot be computed."""
+
+    traceback: str
+    """Traceback of the user's code; "" when it raised nothing."""
+
+
+class GradersNotFenced(RunEvent, tag="graders_not_fenced"):
+    """Something that graders are to be kept from, such as the network, cannot be kept from them on this machine."""

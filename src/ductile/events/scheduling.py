@@ -1,0 +1,50 @@
+"""Events of the policy that moves slots between roles. Times are seconds since the run's slots had their roles."""
+
+from msgspec import field
+
+from ductile.core.instances.instances import Instance, InstanceId
+from ductile.observe import RunEvent
+
+
+class OrdersGiven(RunEvent, tag="decided"):
+    """The policy gives orders; the sentence is its reason."""
+
+    at_s: float
+    cost_s: float | None = None
+    """Seconds that the policy expects the change to cost; None when it expects nothing in numbers."""
+    gain_s: float | None = None
+    """Seconds that the policy expects the change to save; None when it expects nothing in numbers."""
+
+
+class TrainingHeld(RunEvent, tag="held"):
+    """The policy has training wait, lets it go on, or waits for something else; it gives no orders."""
+
+    at_s: float
+    waits: bool = field(default=False, name="holds")
+    """Whether training waits from now on."""
+
+
+class OrdersDone(RunEvent, tag="switched"):
+    """A decision is carried out."""
+
+    at_s: float
+    """Moment of the decision."""
+    seconds: float
+    """Seconds from the decision to its end."""
+    slots: tuple[int, ...]
+    """Slots that were to change roles."""
+    num_migrations: int = 0
+    """Requests that were to go to another generator."""
+    failures: tuple[str, ...] = ()
+    """What of the decision is not done, in sentences."""
+    began: tuple[Instance, ...] | None = None
+    """Instances that began; None in runs of format 1, which had none."""
+    ended: tuple[InstanceId, ...] = ()
+    """Instances that ended."""
+
+
+class PolicyFailed(RunEvent, tag="refused"):
+    """The policy fails, or orders what cannot be carried out: it is asked no more, and slots return to their
+    placement."""
+
+    traceback: str

@@ -1,0 +1,43 @@
+"""Events of slots: their processes begin, are lost, and come back."""
+
+from ductile.core.instances.instances import Instance
+from ductile.core.instances.placement import Role
+from ductile.observe import RunEvent
+
+
+class SlotStarted(RunEvent, tag="slot_started"):
+    """A slot's process runs, on its device."""
+
+    slot: int
+    roles: tuple[Role, ...]
+    """Roles that it is to have now; none of a slot that will join the trainer."""
+    device: str
+    pid: int
+
+
+class SlotWasLost(RunEvent, tag="slot_lost"):
+    """A slot is lost that does not train; the run goes on."""
+
+    slot: int
+
+
+class SlotRestarted(RunEvent, tag="slot_restarted"):
+    """A lost generator or scorer is back."""
+
+    slot: int
+    roles: tuple[Role, ...]
+    device: str
+    pid: int
+    seconds: float
+    """Seconds from its loss until it worked again."""
+    num_attempts: int
+    """Starts that it took, the one that succeeded included."""
+    began: tuple[Instance, ...]
+    """Instances that began on it."""
+
+
+class SlotGivenBack(RunEvent, tag="slot_given_back"):
+    """A lost generator or scorer cannot be started again; the run goes on without it."""
+
+    slot: int
+    roles: tuple[Role, ...]
