@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ductile.cluster.cluster import StartFailed
 from ductile.cluster.local import FREED_MEMORY_STAYS, LocalCluster
-from ductile.cluster.processes import ForkedProcess, ProcessServer, StartFailed
+from ductile.cluster.processes import ForkedProcess, ProcessServer
 from ductile.config.cluster import ClusterConfig
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.messages.workers import AssignRole, Generate, OptimStep, Ping, Survey

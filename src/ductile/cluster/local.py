@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from ductile.cluster.cluster import StartFailed
 from ductile.cluster.cpu_cap import CpuCap
-from ductile.cluster.processes import ForkedProcess, ProcessServer, StartFailed, all_ended
+from ductile.cluster.processes import ForkedProcess, ProcessServer, all_ended
 from ductile.concurrency.background import start_reported
 from ductile.config.cluster import ClusterConfig
 from ductile.core.layout.peak import Arithmetic

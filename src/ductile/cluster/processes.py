@@ -13,11 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ductile.cluster.cluster import StartFailed
 from ductile.concurrency.background import start_reported
-
-
-class StartFailed(Exception):
-    """A process could not be started. The text says which, why, and which log to read."""
 
 
 @dataclass(slots=True)

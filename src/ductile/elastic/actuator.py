@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from ductile.cluster.local import LocalCluster
+from ductile.cluster.cluster import Cluster
 from ductile.core.instances.instances import Instance, InstanceId, Serving, in_order
 from ductile.core.instances.placement import SPELLED, Role, slots_of
 from ductile.core.layout.parallel_layout import ParallelLayout
@@ -37,7 +37,7 @@ WAITING: frozenset[SlotPhase] = frozenset({"carrier", "groups"})
 class Crew:
     """What a run has, once its slots have their roles."""
 
-    cluster: LocalCluster
+    cluster: Cluster
     trainer: RemoteTrainer
     generators: RemoteGenerators
     scorer: RemoteScorer | None
@@ -245,7 +245,7 @@ class LiveActuator:
     @asynccontextmanager
     async def _or_not_done(self) -> AsyncIterator[None]:
         """Turn a slot's failure into NotDone. Whether the run can go on without a lost slot is decided elsewhere
-        (`LocalCluster.depends_on`)."""
+        (`Cluster.depends_on`)."""
         try:
             yield
         except Failure as error:

@@ -17,8 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from types import TracebackType
 
-from ductile.cluster.local import LocalCluster
-from ductile.cluster.processes import StartFailed
+from ductile.cluster.cluster import Cluster, StartFailed
 from ductile.concurrency.background import start_reported
 from ductile.core.instances.instances import Instance, Serving, instance_on
 from ductile.error_text import capitalised
@@ -43,7 +42,7 @@ class Recovery:
 
     def __init__(
         self,
-        cluster: LocalCluster,
+        cluster: Cluster,
         trainer: RemoteTrainer,
         pools: Mapping[Serving, WorkerPool],
         settings: Mapping[Serving, Mapping[str, object]],

@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ductile.cluster.local import LocalCluster
-from ductile.cluster.processes import StartFailed
+from ductile.cluster.cluster import Cluster, StartFailed
 from ductile.concurrency.change_signal import ChangeSignal
 from ductile.core.instances.membership import describe
 from ductile.core.instances.placement import slots_of
@@ -29,7 +28,7 @@ class TrainerResizer:
 
     def __init__(
         self,
-        cluster: LocalCluster,
+        cluster: Cluster,
         trainer: RemoteTrainer,
         options: ResizeOptions,
         record: Recorder,

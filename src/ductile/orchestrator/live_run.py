@@ -3,7 +3,7 @@
 import os
 import time
 
-from ductile.cluster.local import LocalCluster
+from ductile.cluster.cluster import Cluster
 from ductile.elastic.activity import SlotActivity
 from ductile.elastic.trainer_resizer import TrainerResizer
 from ductile.fleet.trainer import RemoteTrainer
@@ -23,7 +23,7 @@ class LiveRun:
     def __init__(
         self,
         session: Session,
-        cluster: LocalCluster,
+        cluster: Cluster,
         trainer: RemoteTrainer,
         activity: SlotActivity,
         resizer: TrainerResizer,
