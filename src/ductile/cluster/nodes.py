@@ -1,110 +1,96 @@
-"""Slots on this machine: one process each, forked by the process server, heard through the mailbox, never orphaned."""
+"""The slots of one run: one process each, started by its node, heard through the mailbox, never orphaned."""
 
 import asyncio
 import os
 import secrets
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol, Self
 
 from ductile.cluster.cluster import StartFailed
-from ductile.cluster.cpu_cap import CpuCap
-from ductile.cluster.processes import ForkedProcess, ProcessServer, all_ended
+from ductile.cluster.node import Devices, Node, slot_of
+from ductile.cluster.processes import ForkedProcess, all_ended
 from ductile.concurrency.background import start_reported
 from ductile.config.cluster import ClusterConfig
 from ductile.core.layout.peak import Arithmetic
 from ductile.error_text import capitalised
+from ductile.messages.agents import NodeSettings
 from ductile.messages.workers import Done, Event, Hello, RoleName, Stop, Surveyed
 from ductile.roles import Failure
 from ductile.transport.mailbox import Mailbox
 from ductile.transport.router import Router
-from ductile.transport.sockets import SocketFolder
 from ductile.transport.survey import survey
-
-ROLES: dict[RoleName, str] = {
-    "train": "ductile.trainer.worker:TrainRole",
-    "generate": "ductile.generator.worker:GenerateRole",
-    "score": "ductile.scorer.worker:ScoreRole",
-}
-
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-
-FREED_MEMORY_STAYS = {
-    "GLIBC_TUNABLES": ":".join(
-        f"glibc.malloc.{name}={value}"
-        for name, value in {"hugetlb": 1, "mmap_threshold": 1 << 25, "trim_threshold": 1 << 30}.items()
-    )
-}
-"""A training step frees what the next one takes again. Tensors of up to 32 MiB come out of a heap that gives memory
-back to the kernel only when it has 1 GiB to spare, in huge pages where the kernel has them: otherwise 4 % of a step is
-page faults and address look-ups. glibc reads it when a process starts; where the variable is set already, it stays."""
 
 STOP_S = 2.0
 """How long slots have to leave by themselves. One that waits in a collective for a dead peer never will."""
-KILL_S = 5.0
 CHECK_S = 1.0
 
 
-class LocalCluster:
-    """The slots of one run, from start to stop:
+class SlotNode(Protocol):
+    """What a cluster asks of a node: `Node` on this machine, `RemoteNode` on another one."""
 
-        async with LocalCluster(range(4), config.cluster, logs) as cluster:
-            ...  cluster.mailbox, cluster.rendezvous
-            sentence = await cluster.death()
+    async def start(self) -> Devices:
+        """Returns when slots can be started there. Raises StartFailed or CapNotPermitted."""
+        ...
+
+    async def start_slot(self, slot: int) -> ForkedProcess:
+        """Returns when the slot's process is there. Raises StartFailed."""
+        ...
+
+    async def stop(self) -> None:
+        """Kill what is left of the node's processes."""
+        ...
+
+
+class NodesCluster(ABC):
+    """A `Cluster` over nodes; a subclass says which there are.
 
     A slot that ends, or is silent for `heartbeat_timeout_s`, is lost in the mailbox within milliseconds, and `death`
     returns if the run depends on it. Slots may be added at any time. Leaving the block stops everything: politely
     first, then with SIGKILL.
     """
 
+    _router: Router
+
     def __init__(
-        self, slots: Sequence[int], config: ClusterConfig, logs: Path, roles: Mapping[RoleName, str] = ROLES
+        self, slots: Sequence[int], config: ClusterConfig, logs: Path, roles: Mapping[RoleName, str], host: str
     ) -> None:
+        """host: address of this machine at which the run's processes find each other."""
         self.slots = tuple(slots)
         self.rendezvous = ""
-        """host:port of the run's store."""
         self.devices: dict[int, str] = {}
         self.processes: dict[int, ForkedProcess] = {}
         self.depends_on: Callable[[int], bool] = lambda slot: True
-        """Whether the run ends when this slot is lost."""
         self._measured: Arithmetic | None = None
         """Arithmetic that the slots were measured at, as slots that are added later will be; None: not measured."""
-        self._num_devices: int | None = None
-        """Devices of the machine; None where slots are processes, of which there may be any number."""
-        self._config = config
-        self._logs = logs
+        self._config, self._logs, self._roles, self._host = config, logs, roles, host
         self._adding = asyncio.Lock()
-        self._roles = dict(roles)
-        self._cap: CpuCap | None = None
-        self._store: ForkedProcess | None = None
         self._stopping = True
         self._watching: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> "LocalCluster":
+    @abstractmethod
+    def _open(self) -> tuple[Node, list[SlotNode]]:
+        """Make the router, the node of this machine, which has the run's store, and the nodes of the slots."""
+
+    @abstractmethod
+    def _node_of(self, slot: int) -> int:
+        """The slot's node, by its place among those of `_open`."""
+
+    async def __aenter__(self) -> Self:
         await self.start()
         return self
 
     async def start(self) -> None:
-        """Returns when every slot has said Hello. Raises StartFailed or CapNotPermitted, with nothing left running."""
-        self._stopping = False
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._token = secrets.token_bytes(32)
-        self._sockets = SocketFolder()
-        self._router = Router(self._token, self._sockets.address, self.fail_with)
+        self._home, self._nodes = self._open()
         self.mailbox = Mailbox(self._router, on_error=self.fail_with)
-        # Every process of the run carries its name, so that a user can find what belongs together.
-        memory = {name: os.environ.get(name, value) for name, value in FREED_MEMORY_STAYS.items()}
-        environment = {
-            **ONE_THREAD,
-            **memory,
-            "TOKENIZERS_PARALLELISM": "false",
-            "DUCTILE_RUN": f"{os.getpid()}-{id(self):x}",
-        }
-        log, sockets = self._logs / "processes.log", self._sockets.path
-        self._server = ProcessServer(log, environment, self._on_exit, self.fail_with, sockets)
+        self._stopping = False
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
                 await self._start()
@@ -121,17 +107,9 @@ class LocalCluster:
         await self.stop()
 
     async def death(self) -> str:
-        """Wait until a process that the run needs is lost; returns the sentence. Raises the error of a mistake of the
-        orchestrator's own, which ends the run, too."""
         return await asyncio.shield(self._death)
 
     async def add(self, slots: Sequence[int]) -> list[int]:
-        """Start those of the slots that do not run; returns them when all have said Hello, and how fast they are where
-        the others have.
-
-        Raises StartFailed, with none of the new ones running. A slot that was lost starts anew, with nothing of its
-        earlier life.
-        """
         async with self._adding:  # two that want the same slot get one process
             return await self._add(slots)
 
@@ -139,7 +117,7 @@ class LocalCluster:
         new = [slot for slot in slots if slot not in self.processes or slot in self.mailbox.lost]
         if not new:
             return []
-        self.devices |= {slot: self._device_of(slot) for slot in new}
+        self.devices |= self._devices_of(new)
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
                 for slot in new:
@@ -149,7 +127,7 @@ class LocalCluster:
                 self.slots = tuple(sorted({*self.slots, *new}))
                 with self._greetings(new) as greeted:
                     for slot in new:
-                        self.processes[slot] = await self._fork_slot(slot)
+                        self.processes[slot] = await self._nodes[self._node_of(slot)].start_slot(slot)
                     await self._greeted_or_ended(greeted, new)
             if self._measured:
                 await survey(self.mailbox, new, self._config.command_timeout_s, self._measured)
@@ -161,34 +139,25 @@ class LocalCluster:
         return new
 
     def condemn(self, slot: int, sentence: str) -> None:
-        """Kill a slot, and lose it at once."""
         self._lose(slot, sentence)
         self.processes[slot].signal(signal.SIGKILL)
 
     def fail(self, sentence: str) -> None:
-        """Have `death` return: the run cannot go on. The first sentence stays."""
         if not self._death.done():
             self._death.set_result(sentence)
 
     def fail_with(self, sentence: str, error: Exception) -> None:
-        """Have `death` raise this error: the orchestrator itself has failed, and a run must not go on from wrong books.
-        The first failure stays."""
         if not self._death.done():
             error.add_note(f"{capitalised(sentence)}.")
             self._death.set_exception(error)
             self._death.exception()  # it may be that nothing awaits it any more
 
     async def survey(self, measure: Arithmetic | None = None) -> dict[int, Surveyed]:
-        """`ductile.transport.survey` of all slots. What it measures is also measured of slots that `add` starts
-        later."""
         self._measured = measure or self._measured
         return await survey(self.mailbox, self.slots, self._config.command_timeout_s, measure)
 
     async def stop(self) -> None:
-        """Stop all slots: `Stop` first, SIGKILL for those that do not follow. Returns when none is left.
-
-        Called again, it does nothing.
-        """
+        """Stop all slots: `Stop` first, SIGKILL for those that do not follow."""
         if self._stopping:
             return  # or never started
         self._stopping = True
@@ -198,70 +167,47 @@ class LocalCluster:
         outcomes = await self.mailbox.ask_all(dict.fromkeys(alive, Stop()), STOP_S)
         willing = [slot for slot, outcome in outcomes.items() if isinstance(outcome, Done)]
         await all_ended([self.processes[slot] for slot in willing], STOP_S)
-        await self._server.stop(KILL_S)
+        await asyncio.gather(*(node.stop() for node in self._all_nodes))
         await self._router.close()
-        self._sockets.remove()
-        if self._cap:
-            self._cap.close()
+
+    @property
+    def _all_nodes(self) -> list[SlotNode]:
+        nodes: list[SlotNode] = [self._home, *self._nodes]
+        return list(dict.fromkeys(nodes))
 
     async def _start(self) -> None:
-        if self._config.cpu_slot_fraction is not None:
-            self._cap = CpuCap(self._config.cpu_slot_fraction)
-        modules = sorted({path.partition(":")[0] for path in self._roles.values()} | {"ductile.slot.worker"})
-        await self._server.start([*modules, "ductile.slot.store"], self._config.start_timeout_s)
-        self._num_devices = await self._count_devices()
-        self.devices = {slot: self._device_of(slot) for slot in sorted(self.slots, reverse=True)}
-        self._store = await self._fork("store", "ductile.slot.store:host")
-        self.rendezvous = f"127.0.0.1:{await self._output_of(self._store)}"
+        starting = {node: asyncio.create_task(node.start()) for node in self._all_nodes}
+        try:
+            await asyncio.gather(*starting.values())
+        finally:
+            for task in starting.values():
+                task.cancel()
+        self._devices = [starting[node].result() for node in self._nodes]
+        self.devices = self._devices_of(sorted(self.slots, reverse=True))
+        self.rendezvous = await self._home.host_store(self._host)
         with self._greetings(self.slots) as greeted:
             for slot in self.slots:
-                self.processes[slot] = await self._fork_slot(slot)
+                self.processes[slot] = await self._nodes[self._node_of(slot)].start_slot(slot)
             await self._or_death(greeted)
         self._watching = start_reported(self._watch(), "it is not seen any more which slots are silent", self.fail_with)
 
-    async def _count_devices(self) -> int | None:
-        if self._config.device == "cpu":
-            return None
-        counting = await self._fork("devices", "ductile.slot.store:count_devices")
-        num_devices = int(await self._output_of(counting))
-        return None if num_devices == 0 and self._config.device == "auto" else num_devices
+    def _devices_of(self, slots: Sequence[int]) -> dict[int, str]:
+        return {slot: self._devices[self._node_of(slot)].of(slot) for slot in slots}
 
-    def _device_of(self, slot: int) -> str:
-        if self._num_devices is None:
-            return "cpu"
-        each = self._config.slots_per_device
-        if slot >= self._num_devices * each:
-            shared = f", with {each} slots on each (cluster.slots_per_device)" if each > 1 else ""
-            instead = "Use fewer slots, put several roles on one slot, raise cluster.slots_per_device, or say "
-            if self._num_devices == 0:
-                shared, instead = " that torch can use", 'A CPU build of torch ("+cpu" in its version) sees none. Say '
-            raise StartFailed(
-                f"slot {slot} has no device: this machine has {self._num_devices} CUDA devices{shared}. {instead}"
-                'cluster.device = "cpu"'
-            )
-        return f"cuda:{slot // each}"
-
-    async def _fork_slot(self, slot: int) -> ForkedProcess:
-        arguments = {
-            "slot": slot,
-            "address": self._router.address,
-            "token": self._token.hex(),
-            "orchestrator": os.getpid(),
-            "device": self.devices[slot],
-            "roles": self._roles,
-        }
-        cgroup = self._cap.group(slot) if self._cap else ""
-        log = self._logs / f"slot_{slot}.log"
-        return await self._server.fork(_name(slot), "ductile.slot.worker:main", arguments, log, cgroup)
-
-    async def _fork(self, name: str, entry: str) -> ForkedProcess:
-        return await self._server.fork(name, entry, {}, self._logs / "processes.log")
-
-    async def _output_of(self, process: ForkedProcess) -> str:
-        await process.heard.wait()
-        if process.code:
-            raise StartFailed(f"the process {process.name!r} {process.ending}; see {self._logs / 'processes.log'}")
-        return process.said[0]
+    def _settings(self, node: int = 0, first_slot: int = 0) -> NodeSettings:
+        return NodeSettings(
+            run=f"{os.getpid()}-{id(self):x}",
+            address=self._router.address,
+            token=self._token.hex(),
+            logs=str(self._logs),
+            roles={str(role): path for role, path in self._roles.items()},
+            device=self._config.device,
+            slots_per_device=self._config.slots_per_device,
+            cpu_slot_fraction=self._config.cpu_slot_fraction,
+            start_timeout_s=self._config.start_timeout_s,
+            node=node,
+            first_slot=first_slot,
+        )
 
     @contextmanager
     def _greetings(self, slots: Sequence[int]) -> "Iterator[asyncio.Future[None]]":
@@ -304,9 +250,9 @@ class LocalCluster:
             raise StartFailed(f"{self._death.result()}; see {self._logs}")
 
     def _on_exit(self, process: ForkedProcess) -> None:
-        if self._stopping or process.name == "devices":
+        if self._stopping:
             return
-        slot = next((slot for slot in self.slots if process.name == _name(slot)), None)
+        slot = slot_of(process.name)
         if slot is None:
             self.fail(f"the process {process.name!r} (pid {process.pid}) {process.ending}")
         else:
@@ -340,7 +286,3 @@ class LocalCluster:
                         f"{self.mailbox.describe(slot)} was silent for {silent_s:.0f} s while "
                         f"{self.mailbox.doing(slot)} (cluster.heartbeat_timeout_s = {limit_s:g}) and has been killed",
                     )
-
-
-def _name(slot: int) -> str:
-    return f"slot-{slot}"

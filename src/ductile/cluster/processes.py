@@ -38,6 +38,12 @@ class ForkedProcess:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, signum)
 
+    def end(self, code: int) -> None:
+        """Note that it has ended."""
+        self.code = code
+        self.heard.set()
+        self.ended.set()
+
     @property
     def ending(self) -> str:
         """ "was killed by SIGKILL", "ended with exit code 1 (ValueError: ...)"."""
@@ -204,9 +210,7 @@ class ProcessServer:
                 self._end(process, -signal.SIGKILL)
 
     def _end(self, process: ForkedProcess, code: int) -> None:
-        process.code = code
-        process.heard.set()
-        process.ended.set()
+        process.end(code)
         self._on_exit(process)
 
 
