@@ -1,4 +1,4 @@
-"""What everything above a cluster relies on, of the real one and of its double in memory."""
+"""What everything above a cluster relies on, of the real ones and of their double in memory."""
 
 import asyncio
 import os
@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from ductile.cluster.agents import AgentCluster
 from ductile.cluster.cluster import Cluster
 from ductile.cluster.local import LocalCluster
+from ductile.cluster.nodes import NodesCluster
 from ductile.config.cluster import ClusterConfig
 from ductile.messages.workers import Died, Done, Ping
 from ductile.roles import SlotLost
@@ -29,7 +31,19 @@ Harness = tuple[Cluster, Callable[[int], None], Callable[[], set[int]]]
 
 @asynccontextmanager
 async def local(folder: Path) -> AsyncIterator[Harness]:
-    cluster = LocalCluster(SLOTS, ClusterConfig(device="cpu"), folder, ECHO)
+    async with real(LocalCluster(SLOTS, ClusterConfig(device="cpu"), folder, ECHO)) as harness:
+        yield harness
+
+
+@asynccontextmanager
+async def agents(folder: Path) -> AsyncIterator[Harness]:
+    """Slots 0 and 1 behind one agent, slot 2 behind another one."""
+    async with real(AgentCluster(SLOTS, ClusterConfig(device="cpu"), folder, [(), ()], 2, ECHO)) as harness:
+        yield harness
+
+
+@asynccontextmanager
+async def real(cluster: NodesCluster) -> AsyncIterator[Harness]:
     await cluster.start()
     seen: set[int] = set()
 
@@ -51,7 +65,7 @@ async def memory(folder: Path) -> AsyncIterator[Harness]:
     yield cluster, cluster.kill, lambda: {cluster.processes[slot].pid for slot in cluster.running}
 
 
-@pytest.fixture(params=[local, memory], ids=lambda make: make.__name__)
+@pytest.fixture(params=[local, agents, memory], ids=lambda make: make.__name__)
 def play(request: pytest.FixtureRequest, tmp_path: Path):
     """Have a story take place in a cluster of two slots."""
     make: Callable[[Path], AbstractAsyncContextManager[Harness]] = request.param

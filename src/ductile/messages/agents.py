@@ -51,10 +51,10 @@ class NodeReady(AgentMessage):
     """CUDA devices of the node; None where slots are processes, of which there may be any number."""
 
 
-class NodeNotReady(AgentMessage):
-    """There will be no slots on the node. The agent ends."""
+class NodeLost(AgentMessage):
+    """There are no slots on the node from now on: the agent kills those that are left, and ends."""
 
-    sentence: str
+    why: str
 
 
 class SlotStarted(AgentMessage):
@@ -77,7 +77,7 @@ class SlotEnded(AgentMessage):
 
 
 ToAgent = Renew | StartSlot | SignalSlot
-FromAgent = Renew | AgentHello | NodeReady | NodeNotReady | SlotStarted | SlotNotStarted | SlotEnded
+FromAgent = Renew | AgentHello | NodeReady | NodeLost | SlotStarted | SlotNotStarted | SlotEnded
 
 
 class NodeSettings(msgspec.Struct, frozen=True):
