@@ -60,7 +60,7 @@ import torch
 import torch.distributed as dist
 
 import ductile
-from ductile.cluster.local import FREED_MEMORY_STAYS
+from ductile.cluster.node import FREED_MEMORY_STAYS
 from ductile.core.layout.layout import Layout, Tensor
 from ductile.core.layout.mesh import Mesh
 from ductile.core.layout.sharding import Shard, place

@@ -44,7 +44,7 @@ def test_every_change_names_the_test_that_holds_it() -> None:
 def test_what_is_not_there_is_found() -> None:
     page = """
 1. `orchestrator/loop.py` `Loop.run` and `Loop.go`, `Loop.step`, `Loopy` and `Sample`.
-2. `loop/lop.py` `Loop`; `loop/`, `loops/`, `tests/test_tour.py` `PAGE`,
+2. `loop/lop.py` `Loop`; `orchestrator/`, `loops/`, `tests/test_tour.py` `PAGE`,
    `NAMES` and `two words`.
 3. `Finished` and `finished`.
 """

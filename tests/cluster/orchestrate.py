@@ -1,6 +1,7 @@
-"""A small orchestrator for tests to kill: `python -m tests.cluster.orchestrate FOLDER [FRACTION]`.
+"""A small orchestrator for tests to kill: `python -m tests.cluster.orchestrate FOLDER [FRACTION | agents]`.
 
-It starts three slots, gives one of them a command that takes minutes, prints their pids as JSON, and waits.
+It starts three slots, gives one of them a command that takes minutes, prints their pids as JSON, and waits. With
+"agents" the slots are behind an agent.
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
+from ductile.cluster.agents import AgentCluster
 from ductile.cluster.local import LocalCluster
 from ductile.config.cluster import ClusterConfig
 from ductile.core.layout.parallel_layout import ParallelLayout
@@ -17,11 +19,19 @@ from tests.slot.echo import ECHO
 
 
 async def main(folder: str, fraction: str = "") -> None:
-    config = ClusterConfig(device="cpu", cpu_slot_fraction=float(fraction) if fraction else None)
-    async with LocalCluster([0, 1, 2], config, Path(folder), ECHO) as cluster:
+    behind_agent = fraction == "agents"
+    config = ClusterConfig(device="cpu", cpu_slot_fraction=None if behind_agent or not fraction else float(fraction))
+    async with (
+        AgentCluster([0, 1, 2], config, Path(folder), [()], 3, ECHO)
+        if behind_agent
+        else LocalCluster([0, 1, 2], config, Path(folder), ECHO)
+    ) as cluster:
         await cluster.mailbox.ask(1, AssignRole("train", {"sleep_s": 300}, ParallelLayout.of((1,))), 10)
         busy = asyncio.create_task(cluster.mailbox.ask(1, OptimStep(1.0), 300))
-        pids = {"slots": [process.pid for process in cluster.processes.values()], "server": cluster._server._server.pid}
+        server = cluster._home._server._server.pid
+        pids = {"slots": [process.pid for process in cluster.processes.values()], "server": server}
+        if behind_agent:
+            pids["agent"] = cluster._nodes[0]._agent.pid
         print(json.dumps(pids), flush=True)
         await busy
 

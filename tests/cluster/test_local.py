@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from ductile.cluster.local import FREED_MEMORY_STAYS, LocalCluster
-from ductile.cluster.processes import ForkedProcess, ProcessServer, StartFailed
+from ductile.cluster.cluster import StartFailed
+from ductile.cluster.local import LocalCluster
+from ductile.cluster.node import FREED_MEMORY_STAYS, Devices
+from ductile.cluster.processes import ForkedProcess, ProcessServer
 from ductile.config.cluster import ClusterConfig
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.messages.workers import AssignRole, Generate, OptimStep, Ping, Survey
 from ductile.records import GenerateRequest, Sampling
 from ductile.roles import Late, Refused, SlotLost
+from ductile.transport.sockets import LOOPBACK
 from tests.cluster.processes import is_running
 from tests.slot.echo import ECHO
 from tests.transport.transports import eventually
@@ -133,7 +136,8 @@ def test_a_silent_slot_is_lost_and_killed(tmp_path: Path):
 def test_a_helper_process_that_dies_ends_the_run_too(tmp_path: Path, name: str):
     async def story():
         async with LocalCluster([0], CPU, tmp_path, ECHO) as cluster:
-            pid = {"store": cluster._store, "server": cluster._server._server}[name].pid
+            server = cluster._home._server
+            pid = {"store": server._processes["store"], "server": server._server}[name].pid
             slots = [process.pid for process in cluster.processes.values()]
             os.kill(pid, signal.SIGKILL)
             sentence = await asyncio.wait_for(cluster.death(), 5)
@@ -181,12 +185,12 @@ def test_more_slots_than_devices_are_refused(tmp_path: Path):
     run(story())
 
 
-def test_neighbours_share_a_gpu_where_it_has_several_slots(tmp_path: Path):
-    cluster = LocalCluster([0], ClusterConfig(device="cuda", slots_per_device=2), tmp_path, ECHO)
-    cluster._num_devices = 2
-    assert [cluster._device_of(slot) for slot in range(4)] == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
+def test_neighbours_share_a_gpu_where_it_has_several_slots():
+    devices = Devices(2, slots_per_device=2)
+    assert [devices.of(slot) for slot in range(4)] == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
     with pytest.raises(StartFailed, match=r"slot 4 has no device: .* 2 CUDA devices, with 2 slots on each"):
-        cluster._device_of(4)
+        devices.of(4)
+    assert [Devices(2, 2, first_slot=4).of(slot) for slot in (4, 7)] == ["cuda:0", "cuda:1"], "of another node"
 
 
 def test_a_fork_that_is_given_up_leaves_no_process(tmp_path: Path):
@@ -194,7 +198,7 @@ def test_a_fork_that_is_given_up_leaves_no_process(tmp_path: Path):
         exited: list[ForkedProcess] = []
         server = ProcessServer(tmp_path / "log", {}, exited.append)
         await server.start(["ductile.slot.store"], 30)
-        hosting = ("store", "ductile.slot.store:host", {}, tmp_path / "log")
+        hosting = ("store", "ductile.slot.store:host", {"host": LOOPBACK}, tmp_path / "log")
         for _ in range(10):
             forking = asyncio.create_task(server.fork(*hosting))
             await asyncio.sleep(0)

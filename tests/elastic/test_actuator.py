@@ -20,6 +20,7 @@ from ductile.messages.workers import Finalize, ForwardBackward, Freeze
 from ductile.observe import Recorder, read_jsonl
 from ductile.transport.deadlines import Deadlines
 from ductile.transport.mailbox import Mailbox
+from tests.cluster.memory_cluster import MemoryCluster
 from tests.core.scheduling.scenes import id_on
 from tests.fleet.generate_slots import generator
 from tests.fleet.train_slots import TrainSlots, play, sample
@@ -69,14 +70,8 @@ class Rig:
         self.carrier = MemoryTransport(dict.fromkeys(self.slots.slots, self.slots.respond))
         mailbox = Mailbox(self.carrier, clock)
         self.trainer = RemoteTrainer(mailbox, ParallelLayout.of(members), Deadlines.same(100))
-        self.devices = dict.fromkeys(range(NUM_SLOTS), "cpu")
-        cluster = SimpleNamespace(
-            mailbox=mailbox,
-            add=self.none_started,
-            condemn=mailbox.lose,
-            devices=self.devices,
-            slots=tuple(range(NUM_SLOTS)),
-        )
+        cluster = MemoryCluster(mailbox, range(NUM_SLOTS))
+        self.devices = cluster.devices
         self.record = Recorder(folder)
         terms = ResizeOptions({}, "127.0.0.1:1", timeout_s=5, leave_s=50)
         self.resizer = TrainerResizer(cluster, self.trainer, terms, self.record, NUM_SLOTS)
@@ -89,9 +84,6 @@ class Rig:
         self.stage = LiveActuator(
             setting, cluster, fleet, self.resizer, self.recovery, activity, accounting, self.told, clock
         )
-
-    async def none_started(self, slots):
-        return ()
 
     async def train(self, num_micro_steps: int) -> str:
         """Each sample fills a micro-batch. Returns what was told of the micro-steps."""

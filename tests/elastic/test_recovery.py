@@ -8,56 +8,16 @@ from typing import Any
 
 import pytest
 
-from ductile.cluster.processes import StartFailed
 from ductile.elastic.recovery import GIVE_UP_S, LASTS_S, LONGEST_PAUSE_S, Recovery, pause_s
 from ductile.fleet.fleet import Fleet
 from ductile.messages.workers import AssignRole, LeaseWeights, Publish, Receive
 from ductile.observe import Recorder, read_jsonl
+from tests.cluster.memory_cluster import MemoryCluster
 from tests.fleet.generate_slots import Slot
 from tests.fleet.test_migration import TRAINER, Cluster, is_whole, steps, with_cluster
 from tests.orchestrator.doubles import clock
 
 START_S = 0.5
-
-
-class Reviving:
-    """What a recovery needs of a `LocalCluster`, above the slots of `cluster`."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.inside, self.mailbox = cluster, cluster.mailbox
-        self.devices = dict.fromkeys(cluster.slots.slots, "cpu")
-        self.processes = dict.fromkeys(cluster.slots.slots, self)
-        self.pid = 7
-        self.failed: list[str] = []
-        self.trains: set[int] = set()
-        self.errors: list[Exception] = []
-        self.num_started = 0
-        self.starts_after = 0
-        """Number of attempts to start a slot that fail."""
-
-    def depends_on(self, slot: int) -> bool:
-        return slot == TRAINER or slot in self.trains
-
-    async def add(self, slots: list[int]) -> list[int]:
-        await asyncio.sleep(START_S)
-        self.num_started += 1
-        if self.num_started <= self.starts_after:
-            raise StartFailed(f"slot {slots[0]} ended with exit code 1")
-        for slot in slots:
-            if slot in self.mailbox.lost:
-                self.mailbox.welcome(slot)
-                self.inside.slots.dead.discard(slot)
-                self.inside.slots.slots[slot] = Slot(slot)
-        return slots
-
-    def condemn(self, slot: int, sentence: str) -> None:
-        self.mailbox.lose(slot, sentence)
-
-    def fail(self, sentence: str) -> None:
-        self.failed.append(sentence)
-
-    def fail_with(self, sentence: str, error: Exception) -> None:
-        self.errors.append(error)
 
 
 @asynccontextmanager
@@ -68,13 +28,19 @@ async def recovering(cluster: Cluster, folder: Path, max_restarts: int = 5, is_s
 
     for slot in cluster.generators.slots:  # those that are there from the start, as if they had been told
         cluster.mailbox._roles[slot] = ["generate"]
-    record, reviving = Recorder(folder), Reviving(cluster)
+
+    def begin(slot: int) -> None:
+        cluster.slots.dead.discard(slot)
+        cluster.slots.slots[slot] = Slot(slot)
+
+    record, slots = Recorder(folder), MemoryCluster(cluster.mailbox, list(cluster.slots.slots), begin, START_S)
+    slots.depends_on = lambda slot: slot == TRAINER
     fleet = Fleet(cluster.trainer, cluster.generators, None, {"generate": {}})
-    recovery = Recovery(reviving, fleet, record, max_restarts, change_over, is_scheduled, how.get("replaced", ()), clock)
+    recovery = Recovery(slots, fleet, record, max_restarts, change_over, is_scheduled, how.get("replaced", ()), clock)
     async with recovery:
-        yield reviving, recovery
+        yield slots, recovery
     record.close()
-    assert not reviving.errors
+    assert not slots.errors
 
 
 def events(folder: Path) -> list[tuple[str, str]]:
@@ -148,14 +114,14 @@ def test_a_lone_generator_that_is_lost_between_two_optimizer_steps_gets_the_weig
 
 def test_a_slot_that_does_not_start_is_tried_again_ever_later_and_then_given_back(tmp_path):
     async def story(cluster: Cluster):
-        async with recovering(cluster, tmp_path, max_restarts=3) as (reviving, recovery):
-            reviving.starts_after = 3
+        async with recovering(cluster, tmp_path, max_restarts=3) as (slots, recovery):
+            slots.num_refused = 3
             cluster.slots.kill(0, cluster.mailbox)
             await asyncio.sleep(3 * START_S + 1 + 2 - 0.1)
             assert recovery.under_way == {0}
             await asyncio.sleep(0.2)
             assert recovery.under_way == frozenset()
-            assert reviving.failed == [], "the other generator goes on"
+            assert slots.sentences == [], "the other generator goes on"
             assert is_whole(await cluster.ask("a"), "a")
         said = "Slot 0 is given back after 3 attempts to start it again (cluster.max_restarts): slot 0 ended with exit"
         assert events(tmp_path) == [("slot_given_back", f"{said} code 1.")]
@@ -165,11 +131,11 @@ def test_a_slot_that_does_not_start_is_tried_again_ever_later_and_then_given_bac
 
 def test_a_generator_that_cannot_take_its_role_is_killed_before_the_next_attempt(tmp_path):
     async def story(cluster: Cluster):
-        async with recovering(cluster, tmp_path) as (reviving, _):
+        async with recovering(cluster, tmp_path) as (slots, _):
             cluster.carrier.fail(0, "error", on=AssignRole)
             cluster.slots.kill(0, cluster.mailbox)
             await asyncio.sleep(5)
-            assert reviving.num_started == 2
+            assert slots.num_started == 2
             assert cluster.generators.slots == (0, 1)
 
     with_cluster(story, generating=(0, 1))
@@ -179,30 +145,30 @@ def test_a_generator_that_cannot_take_its_role_is_killed_before_the_next_attempt
 def test_when_the_last_generator_is_given_back_the_run_ends_unless_a_policy_makes_another(tmp_path, replaced):
     async def story(cluster: Cluster):
         recovery = recovering(cluster, tmp_path, max_restarts=0, is_scheduled=True, replaced=replaced)
-        async with recovery as (reviving, _):
+        async with recovery as (slots, _):
             cluster.slots.kill(0, cluster.mailbox)
             await asyncio.sleep(1)
             said = (
                 "Slot 0 was killed by SIGKILL; slot 0 was given back after 0 attempts to start it again "
                 "(cluster.max_restarts), and no slot generates"
             )
-            assert reviving.failed == ([] if "generate" in replaced else [said])
+            assert slots.sentences == ([] if "generate" in replaced else [said])
 
     with_cluster(story, generating=(0,))
 
 
 def test_attempts_are_counted_anew_once_the_slot_has_worked_for_a_while(tmp_path):
     async def story(cluster: Cluster):
-        async with recovering(cluster, tmp_path, max_restarts=1) as (reviving, _):
+        async with recovering(cluster, tmp_path, max_restarts=1) as (slots, _):
             for _ in range(3):
                 cluster.slots.kill(0, cluster.mailbox)
                 await asyncio.sleep(LASTS_S + 2)
-            assert reviving.num_started == 3
+            assert slots.num_started == 3
             cluster.slots.kill(0, cluster.mailbox)
             await asyncio.sleep(2)
             cluster.slots.kill(0, cluster.mailbox)
             await asyncio.sleep(2)
-            assert reviving.num_started == 4
+            assert slots.num_started == 4
         assert [kind for kind, _ in events(tmp_path)] == ["slot_restarted"] * 4 + ["slot_given_back"]
 
     with_cluster(story, generating=(0, 1))
@@ -215,12 +181,12 @@ def test_a_slot_is_left_alone_while_it_changes_roles(tmp_path, is_scheduled):
     async def story(cluster: Cluster):
         over = asyncio.Event()
         watched = recovering(cluster, tmp_path, is_scheduled=is_scheduled, change_over=over)
-        async with watched as (reviving, recovery):
+        async with watched as (slots, recovery):
             cluster.slots.kill(0, cluster.mailbox)
             await asyncio.sleep(5)
-            assert reviving.num_started == 0
+            assert slots.num_started == 0
             assert recovery.under_way == {0}
-            await reviving.add([0])  # the change has started it
+            await slots.add([0])  # the change has started it
             over.set()
             await asyncio.sleep(5)
             assert cluster.generators.slots == ((1,) if is_scheduled else (0, 1))
@@ -231,12 +197,12 @@ def test_a_slot_is_left_alone_while_it_changes_roles(tmp_path, is_scheduled):
 
 def test_a_slot_that_a_resize_takes_while_the_next_attempt_rests_is_left_to_the_trainer(tmp_path):
     async def story(cluster: Cluster):
-        async with recovering(cluster, tmp_path) as (reviving, recovery):
-            reviving.starts_after = 1
+        async with recovering(cluster, tmp_path) as (slots, recovery):
+            slots.num_refused = 1
             cluster.slots.kill(0, cluster.mailbox)
-            await asyncio.sleep(START_S + 0.5)
-            await reviving.add([0])
-            reviving.trains.add(0)
+            await asyncio.sleep(START_S + 0.1)
+            await slots.add([0])
+            slots.depends_on = lambda slot: slot in (0, TRAINER)
             await asyncio.sleep(5)
             assert recovery.under_way == frozenset()
             assert [slot for slot, _ in cluster.sent(AssignRole)] == []
@@ -254,7 +220,7 @@ def test_a_slot_that_is_lost_between_two_roles_comes_back_for_the_policy(tmp_pat
             await asyncio.sleep(5)
             assert recovery.under_way == frozenset()
             assert (3 in cluster.mailbox.lost) == (not is_scheduled)
-        said = [("slot_restarted", "Slot 3 runs again after 0.50 s, on cpu, pid 7.")]
+        said = [("slot_restarted", "Slot 3 runs again after 0.50 s, on cpu, pid 10.")]
         assert events(tmp_path) == (said if is_scheduled else [])
 
     with_cluster(story, generating=(0, 1))

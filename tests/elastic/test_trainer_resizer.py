@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Coroutine, Iterable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -378,7 +379,7 @@ def test_a_slot_that_ends_at_once_is_told_of_and_nobody_goes_on_listening(
 ):
     async def story():
         listeners = len(echo.mailbox._listeners)
-        monkeypatch.setattr(echo.cluster, "_device_of", lambda slot: "cuda:99")
+        monkeypatch.setattr(echo.cluster._home, "_devices", SimpleNamespace(of=lambda slot: "cuda:99"))
         with pytest.raises(Unfit, match=r"slot 6.* ended with exit code 1 \("):
             await echo.resizer.resize(echo.on([0, 6]))
         monkeypatch.undo()

@@ -13,6 +13,7 @@ from ductile.config.run import InferenceRunConfig
 from ductile.orchestrator import run
 from ductile.records import Completion
 from ductile.tasks.grader import Graders
+from ductile.transport.sockets import LOOPBACK
 
 LIBRARIES = ("torch", "msgspec", "pydantic", "numpy", "zmq", "json", "tokenizers", "safetensors", "fastapi")
 
@@ -48,7 +49,7 @@ def test_the_process_server_and_what_it_forks(trap: Path):
         server = ProcessServer(trap.parent / "log", {}, lambda process: None)
         try:
             await server.start(["ductile.slot.worker", "ductile.slot.store"], 60)
-            process = await server.fork("store", "ductile.slot.store:host", {}, trap.parent / "log")
+            process = await server.fork("store", "ductile.slot.store:host", {"host": LOOPBACK}, trap.parent / "log")
             await asyncio.wait_for(process.heard.wait(), 60)
             return process.said
         finally:

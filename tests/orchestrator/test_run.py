@@ -9,14 +9,13 @@ from ductile.config.model import TrainerModelConfig
 from ductile.orchestrator import run
 from ductile.orchestrator import run_until as run_until_module
 from ductile.orchestrator.bench import Bench
+from ductile.transport.mailbox import Mailbox
+from tests.cluster.memory_cluster import MemoryCluster
+from tests.transport.memory_transport import MemoryTransport
 
 
 class Reached(Exception):
     """Far enough for this test."""
-
-
-async def never(*arguments: object) -> str:
-    return await asyncio.Future()
 
 
 @pytest.mark.parametrize("command", [run._rl, run._batches], ids=["rl", "sft and trainer"])
@@ -34,7 +33,7 @@ def test_devices_are_measured_before_models_are_loaded(command, monkeypatch: pyt
     async def nothing(*arguments: object) -> None:
         pass
 
-    cluster = SimpleNamespace(mailbox=None, rendezvous="", stop=nothing, death=never)
+    cluster = MemoryCluster(Mailbox(MemoryTransport({})), [0])
     monkeypatch.setattr(run_until_module, "CAUSE_S", 0.0)
     monkeypatch.setattr(run, "placement_of", lambda config: SimpleNamespace(slots=(0,), train=(0,)))
     monkeypatch.setattr(run, "_roles", lambda config, placement: {})
@@ -57,16 +56,15 @@ def test_nobody_waits_for_a_slot_that_does_not_say_its_memory(sooner: str):
         async def ask(measure: object) -> dict[int, object]:
             return {} if measure else await asyncio.Future()
 
-        async def dead() -> str:
-            return "slot 0 is dead"
-
         bench = Bench()
         await bench.begin(ask, "bfloat16")
         bench.on_metrics(2, {"tokens": 10.0, "step_s": 1.0})
         interrupt = SimpleNamespace(graceful=asyncio.Event())
         if sooner == "a user":
             interrupt.graceful.set()
-        cluster = SimpleNamespace(death=dead if sooner == "a death" else never)
+        cluster = MemoryCluster(Mailbox(MemoryTransport({})), [0])
+        if sooner == "a death":
+            cluster.kill(0)
         async with asyncio.timeout(30.0):
             await run._measure_memory(bench, cluster, SimpleNamespace(interrupt=interrupt))
         assert bench.figures()["steps"] == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ductile.cluster.processes import StartFailed
+from ductile.cluster.cluster import StartFailed
 from ductile.config.run import RLConfig, TrainerRunConfig
 from ductile.config.written import output_findings
 from ductile.events.steps import BatchesReady

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from ductile.columns import Floats, Mask, TokenIds, Versions
 from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.messages.agents import FromAgent, NodeReady, Renew, SignalSlot, SlotEnded, StartSlot, ToAgent
 from ductile.messages.workers import AssignRole, Done, Envelope, Finished, ForwardBackward, Generate, Ping, Score
 from ductile.records import GenerateRequest, Generation, MicroBatch, Sample, Sampling
 from ductile.transport import codec
-from ductile.transport.codec import BadFrame, decode, encode, is_long
+from ductile.transport.codec import BadFrame, decode, decode_as, encode, encode_message, is_long
 
 SAMPLE = Sample((5, 6, 7), (False, True, True), rollout_logprobs=(0.0, -0.7, float("-inf")), advantages=(0.0, 0.5, 0.5))
 MESSAGES = [
@@ -118,3 +119,24 @@ def test_too_large_is_refused_on_both_sides(monkeypatch: pytest.MonkeyPatch):
         encode(Envelope(0, 1, MESSAGES[1]))
     with pytest.raises(BadFrame, match="more than the limit of 20"):
         decode(frame)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (ToAgent, StartSlot(3)),
+        (ToAgent, SignalSlot(3, 99, 9)),
+        (ToAgent, Renew()),
+        (FromAgent, Renew()),
+        (FromAgent, NodeReady(None)),
+        (FromAgent, SlotEnded(3, 99, -9, "")),
+    ],
+)
+def test_a_message_of_an_agent_or_to_it_is_read_only_where_it_belongs(kind, message):
+    assert decode_as(kind, encode_message(message)) == message
+    other = FromAgent if kind is ToAgent else ToAgent
+    if not isinstance(message, Renew):
+        with pytest.raises(BadFrame, match="is not what was expected"):
+            decode_as(other, encode_message(message))
+    with pytest.raises(BadFrame, match="is not what was expected"):
+        decode_as(kind, b"garbage")

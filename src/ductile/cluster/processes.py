@@ -13,11 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ductile.cluster.cluster import StartFailed
 from ductile.concurrency.background import start_reported
-
-
-class StartFailed(Exception):
-    """A process could not be started. The text says which, why, and which log to read."""
 
 
 @dataclass(slots=True)
@@ -40,6 +37,12 @@ class ForkedProcess:
         if self.code is None and self.pidfd is not None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, signum)
+
+    def end(self, code: int) -> None:
+        """Note that it has ended."""
+        self.code = code
+        self.heard.set()
+        self.ended.set()
 
     @property
     def ending(self) -> str:
@@ -207,9 +210,7 @@ class ProcessServer:
                 self._end(process, -signal.SIGKILL)
 
     def _end(self, process: ForkedProcess, code: int) -> None:
-        process.code = code
-        process.heard.set()
-        process.ended.set()
+        process.end(code)
         self._on_exit(process)
 
 

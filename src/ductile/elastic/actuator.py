@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
-from ductile.cluster.local import LocalCluster
+from ductile.cluster.cluster import Cluster
 from ductile.concurrency.listeners import Listeners
 from ductile.core.instances.instances import Instance, InstanceId
 from ductile.core.instances.placement import SPELLED, Role, slots_of
@@ -35,7 +35,7 @@ class LiveActuator:
     def __init__(
         self,
         setting: Setting,
-        cluster: LocalCluster,
+        cluster: Cluster,
         fleet: Fleet,
         resizer: TrainerResizer,
         recovery: Recovery,
@@ -220,7 +220,7 @@ class LiveActuator:
     @asynccontextmanager
     async def _or_not_done(self) -> AsyncIterator[None]:
         """Turn a slot's failure into NotDone. Whether the run can go on without a lost slot is decided elsewhere
-        (`LocalCluster.depends_on`)."""
+        (`Cluster.depends_on`)."""
         try:
             yield
         except Failure as error:

@@ -17,8 +17,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from types import TracebackType
 
-from ductile.cluster.local import LocalCluster
-from ductile.cluster.processes import StartFailed
+from ductile.cluster.cluster import Cluster, StartFailed
 from ductile.concurrency.background import start_reported
 from ductile.core.instances.instances import Instance, Serving, instance_on
 from ductile.error_text import capitalised
@@ -45,7 +44,7 @@ class Recovery:
 
     def __init__(
         self,
-        cluster: LocalCluster,
+        cluster: Cluster,
         fleet: Fleet,
         record: Recorder,
         max_restarts: int,

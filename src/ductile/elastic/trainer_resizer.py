@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 
-from ductile.cluster.local import LocalCluster
-from ductile.cluster.processes import StartFailed
+from ductile.cluster.cluster import Cluster, StartFailed
 from ductile.concurrency.change_signal import ChangeSignal
 from ductile.core.instances.membership import describe
 from ductile.core.instances.placement import slots_of
@@ -32,7 +31,7 @@ class TrainerResizer:
 
     def __init__(
         self,
-        cluster: LocalCluster,
+        cluster: Cluster,
         trainer: RemoteTrainer,
         options: ResizeOptions,
         record: Recorder,

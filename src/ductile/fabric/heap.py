@@ -1,5 +1,5 @@
 """The C library's heap, which keeps what was freed for the next allocation
-(`ductile.cluster.local.FREED_MEMORY_STAYS`), and what torch keeps on a GPU in the same way."""
+(`ductile.cluster.node.FREED_MEMORY_STAYS`), and what torch keeps on a GPU in the same way."""
 
 import ctypes
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store, TCPStore
 
-LOOPBACK = "127.0.0.1"
+from ductile.transport.sockets import LOOPBACK
 
 
 def host_store(host: str = LOOPBACK, timeout_s: float = 60.0) -> TCPStore:

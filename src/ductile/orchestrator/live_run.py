@@ -7,7 +7,7 @@ of the mailbox, the phase of a resize of the resizer, seconds of the slots' ledg
 import os
 import time
 
-from ductile.cluster.local import LocalCluster
+from ductile.cluster.cluster import Cluster
 from ductile.elastic.activity import SlotActivity
 from ductile.elastic.trainer_resizer import TrainerResizer
 from ductile.fleet.trainer import RemoteTrainer
@@ -27,7 +27,7 @@ class LiveRun:
     def __init__(
         self,
         session: Session,
-        cluster: LocalCluster,
+        cluster: Cluster,
         trainer: RemoteTrainer,
         activity: SlotActivity,
         resizer: TrainerResizer,

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, suppress
 
 from rich.console import RenderableType
 
+from ductile.cluster.cluster import Cluster
 from ductile.cluster.local import ROLES, LocalCluster
 from ductile.config.inference import shared_block_tokens
 from ductile.config.run import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
@@ -25,9 +26,9 @@ from ductile.elastic.activity import SlotActivity
 from ductile.elastic.recovery import Recovery
 from ductile.elastic.trainer_resizer import TrainerResizer
 from ductile.elastic.transaction import ResizeOptions
+from ductile.events.slots import SlotStarted
 from ductile.fleet.assign_role import assign_role, each_alone
 from ductile.fleet.fleet import Fleet
-from ductile.events.slots import SlotStarted
 from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.leases import WeightLeases
 from ductile.fleet.scorer import RemoteScorer
@@ -140,7 +141,7 @@ async def _rollout_only(
 
 
 def _context(
-    session: Session, slots: Callable[[], Mapping[str, Sequence[int]]], resizer: TrainerResizer, cluster: LocalCluster
+    session: Session, slots: Callable[[], Mapping[str, Sequence[int]]], resizer: TrainerResizer, cluster: Cluster
 ) -> RunContext:
     return RunContext(
         session.record, session.interrupt.graceful, slots, resizer.metrics, cluster.death, session.began_s
@@ -156,7 +157,7 @@ def _roles(config: SlotsConfig, placement: Placement) -> dict[RoleName, str]:
 @asynccontextmanager
 async def _slots(
     config: SlotsConfig, placement: Placement, trainer: TrainerConfig, session: Session
-) -> AsyncIterator[tuple[LocalCluster, SlotActivity]]:
+) -> AsyncIterator[tuple[Cluster, SlotActivity]]:
     """The slots, which have no roles yet, from their start to their end.
 
     A benchmark measures the devices before the roles are taken (models leave little room to measure in, and what
@@ -177,7 +178,7 @@ async def _slots(
         await cluster.stop()
 
 
-async def _start(cluster: LocalCluster, placement: Placement, session: Session) -> SlotActivity:
+async def _start(cluster: Cluster, placement: Placement, session: Session) -> SlotActivity:
     await run_until(cluster.start(), session.interrupt.graceful, cancel_s=START_CANCEL_S)
     activity = SlotActivity(cluster.mailbox, session.view)
     for slot in placement.slots:
@@ -187,13 +188,13 @@ async def _start(cluster: LocalCluster, placement: Placement, session: Session) 
     return activity
 
 
-async def _begin(bench: Bench, trainer: TrainerConfig, cluster: LocalCluster, session: Session) -> None:
+async def _begin(bench: Bench, trainer: TrainerConfig, cluster: Cluster, session: Session) -> None:
     device = next(iter(cluster.devices.values()))
     arithmetic = arithmetic_of(compute_dtype(trainer.model.compute_dtype, device), trainer.matmul_precision, device)
     await run_until(bench.begin(cluster.survey, arithmetic), session.interrupt.graceful, cluster.death())
 
 
-async def _measure_memory(bench: Bench, cluster: LocalCluster, session: Session) -> None:
+async def _measure_memory(bench: Bench, cluster: Cluster, session: Session) -> None:
     """Ask the slots how much memory the steps have taken. It is not known where the user stops the run, or a slot dies,
     before they have replied."""
     with suppress(Stopped, SlotDied):
@@ -204,7 +205,7 @@ async def _measure_memory(bench: Bench, cluster: LocalCluster, session: Session)
 async def _live(
     config: SlotsConfig,
     trainer_config: TrainerConfig,
-    cluster: LocalCluster,
+    cluster: Cluster,
     trainer: RemoteTrainer,
     activity: SlotActivity,
     session: Session,
@@ -226,7 +227,7 @@ async def _live(
         yield resizer
 
 
-async def _take_roles(config: RLConfig, prepared: Prepared, placement: Placement, cluster: LocalCluster) -> Fleet:
+async def _take_roles(config: RLConfig, prepared: Prepared, placement: Placement, cluster: Cluster) -> Fleet:
     """Give all slots their roles; they load their models at the same time."""
     mailbox, timeout_s = cluster.mailbox, config.cluster.command_timeout_s
     generate = config.inference.model_dump(mode="json")

@@ -13,7 +13,7 @@ CAUSE_S = 1.0
 
 
 class SlotDied(Failure):
-    """A process that the run needs is gone. The text is the sentence of `LocalCluster.death`."""
+    """A process that the run needs is gone. The text is the sentence of `Cluster.death`."""
 
     code = "slot_died"
 

@@ -2,7 +2,7 @@
 
 import time
 
-from ductile.cluster.local import LocalCluster
+from ductile.cluster.cluster import Cluster
 from ductile.config.inference import shared_block_tokens
 from ductile.config.on_disk import read_spec
 from ductile.config.run import RLConfig
@@ -20,8 +20,8 @@ from ductile.elastic.recovery import Recovery
 from ductile.elastic.step_accounting import StepAccounting
 from ductile.elastic.trainer_resizer import TrainerResizer
 from ductile.events.decisions import DecisionJournal
-from ductile.fleet.fleet import Fleet
 from ductile.events.rollouts import RequestRestarted
+from ductile.fleet.fleet import Fleet
 from ductile.observe import Recorder
 from ductile.orchestrator.buffer import Buffer
 from ductile.orchestrator.compose import Prepared
@@ -34,7 +34,7 @@ class Scheduling:
         self,
         config: RLConfig,
         prepared: Prepared,
-        cluster: LocalCluster,
+        cluster: Cluster,
         fleet: Fleet,
         resizer: TrainerResizer,
         recovery: Recovery,

@@ -23,8 +23,8 @@ from typing import TypeVar
 from msgspec import structs
 from rich.console import Console, RenderableType
 
+from ductile.cluster.cluster import StartFailed
 from ductile.cluster.cpu_cap import CapNotPermitted
-from ductile.cluster.processes import StartFailed
 from ductile.config.command_line import as_sentence
 from ductile.config.dump import to_table, write_resolved
 from ductile.config.imports import ImportPathError

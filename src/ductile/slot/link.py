@@ -1,4 +1,4 @@
-"""A slot's side thread: its socket, its heartbeats, and its eye on the orchestrator. It never does work of its own."""
+"""A slot's side thread: its socket, its heartbeats, and its eye on its owner. It never does work of its own."""
 
 import os
 import queue
@@ -22,16 +22,17 @@ HEARTBEAT_INTERVAL_S = 1.0
 class Link:
     """Connects the main thread, which calls the methods, with the orchestrator.
 
-    When the orchestrator ends, so does this process, at once, whatever the main thread does.
+    When the slot's owner on this host ends, the orchestrator or its agent, so does this process, at once, whatever the
+    main thread does.
     """
 
-    def __init__(self, address: str, token: bytes, slot: int, device: str, orchestrator: int) -> None:
+    def __init__(self, address: str, token: bytes, slot: int, device: str, owner: int) -> None:
         self.inbox: queue.SimpleQueue[Envelope] = queue.SimpleQueue()
         """Commands, in the order in which they were sent."""
         self.epoch = 0
         """Membership epoch that every message sent carries: that of the latest command."""
         self._outbox: deque[bytes] = deque()
-        self._orchestrator_fd = os.pidfd_open(orchestrator)
+        self._owner_fd = os.pidfd_open(owner)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._busy: tuple[str, float] = ("", 0.0)
         self._leaving = False
@@ -78,7 +79,7 @@ class Link:
         poller = zmq.Poller()
         poller.register(dealer.socket, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
-        poller.register(self._orchestrator_fd, zmq.POLLIN)
+        poller.register(self._owner_fd, zmq.POLLIN)
         beat_at_s = time.monotonic()
         while True:
             leaving = self._leaving
@@ -91,7 +92,7 @@ class Link:
                 dealer.send(encode(Envelope(self.epoch, 0, self._heartbeat(now_s))))
                 beat_at_s = now_s + HEARTBEAT_INTERVAL_S
             ready = dict(poller.poll(max(0, int((beat_at_s - now_s) * 1000))))
-            if self._orchestrator_fd in ready:
+            if self._owner_fd in ready:
                 os._exit(0)
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)

@@ -10,8 +10,8 @@ from ductile.slot.forkserver import Say
 
 
 def host(arguments: dict[str, Any], say: Say) -> None:
-    """Say the store's port and serve until killed."""
-    store = host_store()
+    """Say the store's port on the address `host` and serve until killed."""
+    store = host_store(arguments["host"])
     say(str(store.port))
     while True:
         signal.pause()

@@ -52,8 +52,9 @@ class SlotSettings(msgspec.Struct, frozen=True):
     address: str
     token: str
     """The run's token, in hex."""
-    orchestrator: int
-    """Process id of the orchestrator: the slot ends when that process does."""
+    owner: int
+    """Process id of the slot's owner on this host, the orchestrator or its agent: the slot ends when that process
+    does."""
     device: str
     """"cpu" or "cuda:0"."""
     roles: dict[str, str]
@@ -194,7 +195,7 @@ def main(arguments: dict[str, Any], say: Say) -> None:
         torch.set_num_interop_threads(1)
     else:
         torch.cuda.set_device(settings.device)
-    link = Link(settings.address, bytes.fromhex(settings.token), settings.slot, settings.device, settings.orchestrator)
+    link = Link(settings.address, bytes.fromhex(settings.token), settings.slot, settings.device, settings.owner)
     try:
         Worker(settings, link).run()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Envelopes to bytes and back: msgpack, checked against the types of `ductile.messages.workers` on the way in."""
+"""Messages to bytes and back: msgpack, checked against the types of `ductile.messages` on the way in."""
 
 from typing import Any
 
@@ -28,6 +28,19 @@ def encode(envelope: Envelope) -> bytes:
             f"{MAX_FRAME_BYTES}"
         )
     return frame
+
+
+def encode_message(message: msgspec.Struct) -> bytes:
+    """A message that is no `Envelope`."""
+    return _encoder.encode(message)
+
+
+def decode_as(kind: Any, frame: bytes) -> Any:
+    """The message, which is of this kind. Raises BadFrame."""
+    try:
+        return msgspec.msgpack.decode(frame, type=kind)
+    except (msgspec.DecodeError, RecursionError, ValueError, OverflowError) as error:
+        raise BadFrame(f"a frame of {len(frame)} bytes is not what was expected: {error}") from error
 
 
 def is_long(message: Command | Reply | Event) -> bool:

@@ -5,7 +5,8 @@ import hmac
 import zmq
 
 from ductile.messages.workers import Envelope
-from ductile.transport.codec import MAX_FRAME_BYTES, BadFrame, decode
+from ductile.transport.codec import BadFrame, decode
+from ductile.transport.frames import connect
 
 
 class Dealer:
@@ -15,10 +16,7 @@ class Dealer:
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         """The DEALER socket, for a `zmq.Poller`."""
-        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self.socket.setsockopt(zmq.SNDHWM, 0)
-        self.socket.setsockopt(zmq.RCVHWM, 0)
-        self.socket.connect(address)
+        connect(self.socket, address)
 
     def send(self, frame: bytes) -> None:
         """Send an encoded envelope. Does not wait: ZeroMQ's own thread carries it."""

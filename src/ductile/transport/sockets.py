@@ -1,7 +1,8 @@
 """The folder of a run's sockets on this machine. Only its owner can enter it, so no other user can reach them.
 
 A TCP port on loopback is open to every user of the machine, and ZeroMQ reads whole messages before the program can look
-whether they carry the run's token. Slots on other machines will need TCP with CURVE instead: an address says which.
+whether they carry the run's token. Slots on other machines come by TCP all the same (`ductile.cluster.agents`), with
+the token in clear text: that is for networks in which all are trusted. An address says which it is.
 """
 
 import fcntl
@@ -11,6 +12,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+LOOPBACK = "127.0.0.1"
+"""Address that only processes of this machine reach."""
 MAX_PATH_BYTES = 107
 """Longest path of a socket that the kernel takes (`sun_path`), without the zero at its end."""
 _PREFIX, _SOCKET, _LOCK, _UNNAMED = "ductile-sockets-", "slots", "lock", "lock.new"

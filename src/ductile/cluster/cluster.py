@@ -1,0 +1,95 @@
+"""Who is there: the slots of a run as everything above sees them, wherever their processes are."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from ductile.core.layout.peak import Arithmetic
+from ductile.messages.workers import Surveyed
+from ductile.transport.mailbox import Mailbox
+
+
+class StartFailed(Exception):
+    """A process could not be started. The text says which, why, and which log to read."""
+
+
+class SlotProcess(Protocol):
+    @property
+    def pid(self) -> int:
+        """Process id on the slot's own node."""
+        ...
+
+
+class Cluster(Protocol):
+    """The slots of one run, from start to stop.
+
+    The death of a slot is reported once: by the event `Died` of `mailbox`, which has the sentence in `lost` from then
+    on, and by `death` where the run depends on the slot. The double for tests is `tests/cluster/memory_cluster.py`.
+    """
+
+    depends_on: Callable[[int], bool]
+    """Whether the run ends when this slot is lost."""
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """All slots that were ever started, also those that are lost."""
+        ...
+
+    @property
+    def devices(self) -> Mapping[int, str]:
+        """Device of each slot, on its own node: "cpu" or "cuda:0"."""
+        ...
+
+    @property
+    def processes(self) -> Mapping[int, SlotProcess]:
+        """Process of each slot, the latest where there was more than one."""
+        ...
+
+    @property
+    def mailbox(self) -> Mailbox:
+        """Every conversation with the slots, by slot number."""
+        ...
+
+    @property
+    def rendezvous(self) -> str:
+        """host:port of the run's store, as every slot reaches it."""
+        ...
+
+    async def start(self) -> None:
+        """Returns when every slot has said Hello. Raises StartFailed or CapNotPermitted, with nothing left running."""
+        ...
+
+    async def add(self, slots: Sequence[int]) -> list[int]:
+        """Start those of the slots that do not run; returns them when all have said Hello, and how fast they are where
+        the others have.
+
+        Raises StartFailed, with none of the new ones running. A slot that was lost starts anew, with nothing of its
+        earlier life.
+        """
+        ...
+
+    async def survey(self, measure: Arithmetic | None = None) -> dict[int, Surveyed]:
+        """`ductile.cluster.survey` of all slots. What it measures is also measured of slots that `add` starts
+        later."""
+        ...
+
+    async def death(self) -> str:
+        """Wait until a process that the run needs is lost; returns the sentence. Raises the error of a mistake of the
+        orchestrator's own, which ends the run, too."""
+        ...
+
+    def condemn(self, slot: int, sentence: str) -> None:
+        """Kill a slot, and lose it at once."""
+        ...
+
+    def fail(self, sentence: str) -> None:
+        """Have `death` return: the run cannot go on. The first sentence stays."""
+        ...
+
+    def fail_with(self, sentence: str, error: Exception) -> None:
+        """Have `death` raise this error: the orchestrator itself has failed, and a run must not go on from wrong books.
+        The first failure stays; a later one is written to stderr."""
+        ...
+
+    async def stop(self) -> None:
+        """Stop all slots. Returns when none is left. Called again, it does nothing."""
+        ...

@@ -1,0 +1,293 @@
+"""The slots of one run: one process each, started by its node, heard through the mailbox, never orphaned."""
+
+import asyncio
+import os
+import secrets
+import signal
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from ductile.cluster.cluster import StartFailed
+from ductile.cluster.node import Devices, Node, slot_of
+from ductile.cluster.processes import ForkedProcess, all_ended
+from ductile.cluster.survey import survey
+from ductile.concurrency.background import start_reported
+from ductile.config.cluster import ClusterConfig
+from ductile.core.layout.peak import Arithmetic
+from ductile.error_text import capitalised
+from ductile.messages.agents import NodeSettings
+from ductile.messages.workers import Done, Event, Hello, RoleName, Stop, Surveyed
+from ductile.roles import Failure
+from ductile.transport.mailbox import Mailbox
+from ductile.transport.router import Router
+
+STOP_S = 2.0
+"""How long slots have to leave by themselves. One that waits in a collective for a dead peer never will."""
+CHECK_S = 1.0
+
+
+class SlotNode(Protocol):
+    """What a cluster asks of a node: `Node` on this machine, `RemoteNode` on another one."""
+
+    async def start(self) -> Devices:
+        """Returns when slots can be started there. Raises StartFailed or CapNotPermitted."""
+        ...
+
+    async def start_slot(self, slot: int) -> ForkedProcess:
+        """Returns when the slot's process is there. Raises StartFailed."""
+        ...
+
+    async def stop(self) -> None:
+        """Kill what is left of the node's processes."""
+        ...
+
+
+class NodesCluster(ABC):
+    """A `Cluster` over nodes; a subclass says which there are.
+
+    A slot that ends, or is silent for `heartbeat_timeout_s`, is lost in the mailbox within milliseconds, and `death`
+    returns if the run depends on it. Slots may be added at any time. Leaving the block stops everything: politely
+    first, then with SIGKILL.
+    """
+
+    _router: Router
+
+    def __init__(
+        self, slots: Sequence[int], config: ClusterConfig, logs: Path, roles: Mapping[RoleName, str], host: str
+    ) -> None:
+        """host: address of this machine at which the run's processes find each other."""
+        self.slots = tuple(slots)
+        self.rendezvous = ""
+        self.devices: dict[int, str] = {}
+        self.processes: dict[int, ForkedProcess] = {}
+        self.depends_on: Callable[[int], bool] = lambda slot: True
+        self._measured: Arithmetic | None = None
+        """Arithmetic that the slots were measured at, as slots that are added later will be; None: not measured."""
+        self._config, self._logs, self._roles, self._host = config, logs, roles, host
+        self._adding = asyncio.Lock()
+        self._stopping = True
+        self._watching: asyncio.Task[None] | None = None
+
+    @abstractmethod
+    def _open(self) -> tuple[Node, list[SlotNode]]:
+        """Make the router, the node of this machine, which has the run's store, and the nodes of the slots."""
+
+    @abstractmethod
+    def _node_of(self, slot: int) -> int:
+        """The slot's node, by its place among those of `_open`."""
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def start(self) -> None:
+        self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._token = secrets.token_bytes(32)
+        self._home, self._nodes = self._open()
+        self.mailbox = Mailbox(self._router, on_error=self.fail_with)
+        self._stopping = False
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                await self._start()
+        except TimeoutError:
+            await self.stop()
+            raise StartFailed(self._not_started(self.slots)) from None
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def death(self) -> str:
+        return await asyncio.shield(self._death)
+
+    async def add(self, slots: Sequence[int]) -> list[int]:
+        async with self._adding:  # two that want the same slot get one process
+            return await self._add(slots)
+
+    async def _add(self, slots: Sequence[int]) -> list[int]:
+        new = [slot for slot in slots if slot not in self.processes or slot in self.mailbox.lost]
+        if not new:
+            return []
+        self.devices |= self._devices_of(new)
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                for slot in new:
+                    if slot in self.processes:
+                        await self.processes[slot].ended.wait()
+                    self.mailbox.welcome(slot)
+                self.slots = tuple(sorted({*self.slots, *new}))
+                with self._greetings(new) as greeted:
+                    for slot in new:
+                        self.processes[slot] = await self._nodes[self._node_of(slot)].start_slot(slot)
+                    await self._greeted_or_ended(greeted, new)
+            if self._measured:
+                await survey(self.mailbox, new, self._config.command_timeout_s, self._measured)
+        except (TimeoutError, StartFailed, Failure) as error:
+            why = str(error) or self._not_started(new)
+            for slot in new:
+                if slot in self.processes:
+                    other = f"slot {slot} was not needed, as another one did not start"
+                    self.condemn(slot, other if len(new) > 1 else why)
+            raise StartFailed(why) from None
+        return new
+
+    def condemn(self, slot: int, sentence: str) -> None:
+        self._lose(slot, sentence)
+        self.processes[slot].signal(signal.SIGKILL)
+
+    def fail(self, sentence: str) -> None:
+        if not self._death.done():
+            self._death.set_result(sentence)
+
+    def fail_with(self, sentence: str, error: Exception) -> None:
+        if self._death.done():
+            what = {"message": f"{capitalised(sentence)}.", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(what)
+        else:
+            error.add_note(f"{capitalised(sentence)}.")
+            self._death.set_exception(error)
+            self._death.exception()  # it may be that nothing awaits it any more
+
+    async def survey(self, measure: Arithmetic | None = None) -> dict[int, Surveyed]:
+        self._measured = measure or self._measured
+        return await survey(self.mailbox, self.slots, self._config.command_timeout_s, measure)
+
+    async def stop(self) -> None:
+        """Stop all slots: `Stop` first, SIGKILL for those that do not follow."""
+        if self._stopping:
+            return  # or never started
+        self._stopping = True
+        if self._watching:
+            self._watching.cancel()
+        alive = [slot for slot, process in self.processes.items() if process.code is None]
+        outcomes = await self.mailbox.ask_all(dict.fromkeys(alive, Stop()), STOP_S)
+        willing = [slot for slot, outcome in outcomes.items() if isinstance(outcome, Done)]
+        await all_ended([self.processes[slot] for slot in willing], STOP_S)
+        await asyncio.gather(*(node.stop() for node in self._all_nodes))
+        await self._router.close()
+
+    @property
+    def _all_nodes(self) -> list[SlotNode]:
+        nodes: list[SlotNode] = [self._home, *self._nodes]
+        return list(dict.fromkeys(nodes))
+
+    async def _start(self) -> None:
+        starting = {node: asyncio.create_task(node.start()) for node in self._all_nodes}
+        try:
+            await asyncio.gather(*starting.values())
+        finally:
+            for task in starting.values():
+                task.cancel()
+        self._devices = [starting[node].result() for node in self._nodes]
+        self.devices = self._devices_of(sorted(self.slots, reverse=True))
+        self.rendezvous = await self._home.host_store(self._host)
+        with self._greetings(self.slots) as greeted:
+            for slot in self.slots:
+                self.processes[slot] = await self._nodes[self._node_of(slot)].start_slot(slot)
+            await self._or_death(greeted)
+        self._watching = start_reported(self._watch(), "it is not seen any more which slots are silent", self.fail_with)
+
+    def _devices_of(self, slots: Sequence[int]) -> dict[int, str]:
+        return {slot: self._devices[self._node_of(slot)].of(slot) for slot in slots}
+
+    def _settings(self, node: int = 0, first_slot: int = 0) -> NodeSettings:
+        return NodeSettings(
+            run=f"{os.getpid()}-{id(self):x}",
+            address=self._router.address,
+            token=self._token.hex(),
+            logs=str(self._logs),
+            roles={str(role): path for role, path in self._roles.items()},
+            device=self._config.device,
+            slots_per_device=self._config.slots_per_device,
+            cpu_slot_fraction=self._config.cpu_slot_fraction,
+            start_timeout_s=self._config.start_timeout_s,
+            node=node,
+            first_slot=first_slot,
+        )
+
+    @contextmanager
+    def _greetings(self, slots: Sequence[int]) -> "Iterator[asyncio.Future[None]]":
+        """Done when each of the slots, of which there is at least one, has said Hello."""
+        missing = set(slots)
+        greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def listen(slot: int, event: Event) -> None:
+            if isinstance(event, Hello):
+                missing.discard(slot)
+                if not missing and not greeted.done():
+                    greeted.set_result(None)
+
+        leave = self.mailbox.subscribe(listen)
+        try:
+            yield greeted
+        finally:
+            leave()
+
+    async def _greeted_or_ended(self, greeted: "asyncio.Future[None]", slots: Sequence[int]) -> None:
+        endings = [asyncio.create_task(self.processes[slot].ended.wait()) for slot in slots]
+        try:
+            await asyncio.wait([greeted, *endings], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for ending in endings:
+                ending.cancel()
+        if not greeted.done():
+            ended = next(slot for slot in slots if self.processes[slot].code is not None)
+            raise StartFailed(f"{self.mailbox.lost[ended]}; see {self._logs}")
+
+    def _not_started(self, slots: Sequence[int]) -> str:
+        silent = [slot for slot in slots if slot not in self.mailbox.heard_at_s]
+        missing = ", ".join(map(str, silent or slots))  # the last one may just have been heard
+        limit_s = self._config.start_timeout_s
+        return f"slots {missing} did not start within {limit_s:g} s (cluster.start_timeout_s); see {self._logs}"
+
+    async def _or_death(self, future: "asyncio.Future[None]") -> None:
+        await asyncio.wait([future, self._death], return_when=asyncio.FIRST_COMPLETED)
+        if not future.done():
+            raise StartFailed(f"{self._death.result()}; see {self._logs}")
+
+    def _on_exit(self, process: ForkedProcess) -> None:
+        if self._stopping:
+            return
+        slot = slot_of(process.name)
+        if slot is None:
+            self.fail(f"the process {process.name!r} (pid {process.pid}) {process.ending}")
+        else:
+            self._lose(slot, f"{self.mailbox.describe(slot)} {process.ending} while {self.mailbox.doing(slot)}")
+
+    def _lose(self, slot: int, sentence: str) -> None:
+        if slot in self.mailbox.lost:
+            return
+        needed = self.depends_on(slot)
+        self.mailbox.lose(slot, sentence)
+        if needed:
+            self.fail(sentence)
+
+    async def _watch(self) -> None:
+        """Lose slots that are silent for too long, by the second."""
+        limit_s = self._config.heartbeat_timeout_s
+        checked_s = time.monotonic()
+        awake_since_s = checked_s
+        while True:
+            await asyncio.sleep(CHECK_S)
+            now_s = time.monotonic()
+            if now_s - checked_s > 2 * CHECK_S:
+                # We ourselves were stopped (Ctrl-Z, a suspended laptop): the heartbeats wait unread.
+                awake_since_s = now_s
+            checked_s = now_s
+            for slot, process in self.processes.items():
+                silent_s = min(self.mailbox.silent_for_s(slot), now_s - awake_since_s)
+                if silent_s > limit_s and process.code is None and slot not in self.mailbox.lost:
+                    self.condemn(
+                        slot,
+                        f"{self.mailbox.describe(slot)} was silent for {silent_s:.0f} s while "
+                        f"{self.mailbox.doing(slot)} (cluster.heartbeat_timeout_s = {limit_s:g}) and has been killed",
+                    )
