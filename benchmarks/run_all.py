@@ -33,6 +33,7 @@ BENCHMARKS: dict[str, str] = {
     "role_changes": "",
     "plan": "",
     "decisions": "",
+    "orchestrator": "",
     "schedules": "",
     "published": "",
     "elastic": f"--keep {RUNS}",
