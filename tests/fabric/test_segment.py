@@ -1,5 +1,6 @@
 """What one process lets others read: it arrives whole or not at all, and nothing of it stays behind."""
 
+import mmap
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ductile.fabric import segment as segment_module
 from ductile.fabric.segment import ALIGNMENT_BYTES, Segment, SegmentUnavailable, map_segment
 
 TENSORS = [torch.arange(5.0), torch.tensor(7), torch.empty(0), torch.arange(6.0).reshape(2, 3).T.bfloat16()]
@@ -52,9 +54,35 @@ def test_nobody_can_change_it(segment: Segment) -> None:
     fd = os.open(segment.location, os.O_RDWR)
     with pytest.raises(PermissionError):
         os.pwrite(fd, b"x", 0)
+    with pytest.raises(PermissionError):
+        mmap.mmap(fd, segment.num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    for size_bytes in (0, 1 << 20):
+        with pytest.raises(PermissionError):
+            os.truncate(fd, size_bytes)
     os.close(fd)
     with pytest.raises(PermissionError):
         segment.append(torch.ones(1))
+
+
+def test_nor_where_the_kernel_knows_no_seal_of_future_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment_module, "F_SEAL_FUTURE_WRITE", 1 << 30)
+    segment = sealed(*TENSORS)
+    with pytest.raises(PermissionError):
+        segment.append(torch.ones(1))
+    segment.close()
+
+
+def test_it_is_sealed_while_the_kernel_holds_a_page_of_it() -> None:
+    """A pipe holds pages that are spliced into it, as the kernel holds those that it moves."""
+    segment = Segment("ductile-test")
+    segment.append(torch.arange(4096.0))
+    source, (taker, giver) = os.open(segment.location, os.O_RDONLY), os.pipe()
+    assert os.splice(source, giver, 8192, offset_src=0) > 0
+    segment.seal()
+    assert torch.equal(read(segment).view(torch.float32), torch.arange(4096.0))
+    for fd in (source, taker, giver):
+        os.close(fd)
+    segment.close()
 
 
 def test_readers_do_not_disturb_each_other(segment: Segment) -> None:

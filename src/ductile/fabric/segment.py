@@ -13,6 +13,7 @@ last reader unmaps it. Once sealed, not even its owner can change it.
 """
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -57,7 +58,12 @@ class Segment:
 
     def seal(self) -> None:
         """Seal the segment: nothing can be added or changed any more."""
-        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS | F_SEAL_FUTURE_WRITE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_WRITE)  # Linux before 5.1
 
     def close(self) -> None:
         """Free it. Readers that map it keep what they have."""
@@ -79,7 +85,11 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+F_SEAL_FUTURE_WRITE = 0x0010
+"""As in linux/fcntl.h; fcntl has it from Python 3.13 on. A segment is never mapped for writing, so this keeps it as it
+is, like F_SEAL_WRITE. That one fails with EBUSY while somebody else holds one of its pages, as the kernel does to move
+it."""
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def map_segment(location: str, num_bytes: int, fingerprint: int) -> Tensor:
