@@ -60,13 +60,13 @@ class RunEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", rena
         return msgspec.convert(row, cls)
 
 
-class ListenerFailed(RunEvent, tag="listener_failed"):
+class ListenerFailed(RunEvent, tag="listener_failed", frozen=True):
     """A listener raises and is told no more of the run."""
 
     traceback: str
 
 
-class JournalUnwritable(RunEvent, tag="journal_unwritable"):
+class JournalUnwritable(RunEvent, tag="journal_unwritable", frozen=True):
     """A file of the run cannot be written and its lines wait in memory; only listeners are told."""
 
 

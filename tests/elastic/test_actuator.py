@@ -12,8 +12,9 @@ from ductile.core.scheduling.state import Unfinished
 from ductile.elastic.actuator import LiveActuator
 from ductile.elastic.controller import NotDone
 from ductile.elastic.trainer_resizer import TrainerResizer
-from ductile.elastic.transaction import ResizeOptions, nothing_to_release
+from ductile.elastic.transaction import ResizeOptions
 from ductile.fleet.fleet import Fleet
+from ductile.fleet.release import Release
 from ductile.fleet.migration import MigrationResult
 from ductile.fleet.trainer import RemoteTrainer
 from ductile.messages.workers import Finalize, ForwardBackward, Freeze
@@ -74,10 +75,10 @@ class Rig:
         self.devices = cluster.devices
         self.record = Recorder(folder)
         terms = ResizeOptions({}, "127.0.0.1:1", timeout_s=5, leave_s=50)
-        self.resizer = TrainerResizer(cluster, self.trainer, terms, self.record, NUM_SLOTS)
         self.told = Told()
         self.generators = SimpleNamespace()
         fleet = Fleet(self.trainer, self.generators, None, {})
+        self.resizer = TrainerResizer(cluster, self.trainer, terms, self.record, NUM_SLOTS, fleet)
         self.recovery, activity = SimpleNamespace(under_way=()), SimpleNamespace(explain_by=lambda situation: None)
         accounting = SimpleNamespace(batch=lambda pending, num_queued: None)
         setting = SimpleNamespace(home=None, limits=None, seq_len=SEQ_LEN, max_tokens=9)
@@ -93,7 +94,7 @@ class Rig:
         return self.told.since()
 
     async def resize(self, *members: int) -> None:
-        await self.stage.resize(ParallelLayout.of(members), nothing_to_release)
+        await self.stage.resize(ParallelLayout.of(members), Release())
 
 
 @pytest.fixture
@@ -248,7 +249,7 @@ def test_caches_are_measured_by_the_slot_that_takes_in_the_most(told_on, outcome
             SimpleNamespace(id=name, context_tokens=context) for name, context in contexts.items()
         ]
         rig.generators.migrate = migrate
-        await rig.stage.migrate(orders)
+        assert await rig.stage.release(Release(tuple(orders))) == []
         assert rig.told.migrations == ([] if tokens is None else [(tokens, pytest.approx(0.25))])
 
     told_on(story, 0, 1)

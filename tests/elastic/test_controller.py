@@ -70,6 +70,21 @@ class ScriptedStage:
         assert not moves or not self.under_way, "one change at a time"
         self.under_way = len(moves)
 
+    async def release(self, release):
+        failures = []
+        if release.migrations:
+            failures += await self.done(self.migrate(release.migrations))
+        for said in await asyncio.gather(*(self.done(self.dismiss(each)) for each in release.instances)):
+            failures += said
+        return failures
+
+    async def done(self, part):
+        try:
+            await part
+        except NotDone as error:
+            return [str(error)]
+        return []
+
     async def migrate(self, migrations):
         await self.part("migrate " + " ".join(f"{each.id}>{each.target}" for each in migrations))
         self.where = self.where | {each.id: each.target for each in migrations}
@@ -87,14 +102,15 @@ class ScriptedStage:
             held = (*self.roles[slot], instance.role)
             self.roles[slot] = tuple(name for name in ("train", "generate", "score") if name in held)
 
-    async def resize(self, layout, leave):
+    async def resize(self, layout, release):
         await self.part("prepare")
-        await leave()
+        failures = await self.release(release)
         await self.part(f"resize {' '.join(map(str, sorted(layout.slots)))}")
         for slot in {*self.layout.slots} ^ {*layout.slots}:
             others = tuple(held for held in self.roles[slot] if held != "train")
             self.roles[slot] = ("train", *others) if slot in layout.slots else others
         self.layout = layout
+        return failures
 
     async def part(self, what):
         self.note(what)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.elastic.transaction import ResizeOptions, Transaction
+from ductile.fleet.release import Release
 from ductile.fleet.trainer import RemoteTrainer
 from ductile.messages.control import Resized
 from ductile.messages.workers import (
@@ -31,6 +32,7 @@ from ductile.messages.workers import (
 from ductile.roles import SlotLost
 from ductile.transport.deadlines import Deadlines
 from ductile.transport.mailbox import Mailbox
+from tests.fleet.generate_slots import generator
 from tests.fleet.train_slots import TrainSlots, play, sample
 from tests.orchestrator.doubles import clock
 from tests.transport.memory_transport import FaultKind, MemoryTransport
@@ -427,6 +429,32 @@ def test_whatever_ends_a_change_it_is_taken_back(step: str, how: str, monkeypatc
         await stage.train()
         assert stage.slots.trained == [list(range(12))]
         assert stage.slots.wrong == []
+
+    play(story)
+
+
+def test_roles_are_released_once_all_is_prepared_and_a_part_that_is_not_does_not_end_the_resize():
+    release = Release((), (generator(2),))
+
+    class Releasing:
+        async def release(self, asked: Release) -> list[str]:
+            assert asked is release
+            assert stages[0].sent(Prepare) == [0, 1, 2]
+            assert stages[0].sent(Ready)
+            assert stages[0].sent(Freeze) == []
+            return ["generator-2 goes on generating"]
+
+    stages: list[Stage] = []
+
+    async def story():
+        stage = Stage([0, 1])
+        stages.append(stage)
+        after = ParallelLayout.of((0, 1, 2))
+        resized = await Transaction(
+            stage.mailbox, stage.trainer, after, stage.terms, stage.kill, clock, release, Releasing()
+        ).run()
+        assert (resized.outcome, resized.not_released) == ("resized", ("generator-2 goes on generating",))
+        assert stage.sent(Freeze) == [0, 1, 2]
 
     play(story)
 

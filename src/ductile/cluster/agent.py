@@ -36,8 +36,8 @@ from ductile.messages.agents import (
     Renew,
     SignalSlot,
     SlotEnded,
-    SlotNotStarted,
-    SlotStarted,
+    SlotNotSpawned,
+    SlotSpawned,
     StartSlot,
     ToAgent,
 )
@@ -130,10 +130,10 @@ class Agent:
         try:
             process = await self._node.start_slot(slot)
         except (StartFailed, CapNotPermitted) as error:
-            self._outbox.put_nowait(SlotNotStarted(slot, str(error)))
+            self._outbox.put_nowait(SlotNotSpawned(slot, str(error)))
             return
         self._processes[slot] = process
-        self._outbox.put_nowait(SlotStarted(slot, process.pid))
+        self._outbox.put_nowait(SlotSpawned(slot, process.pid))
         if process.code is not None:  # it ended before it could be announced
             self._on_exit(process)
 

@@ -30,8 +30,8 @@ from ductile.messages.agents import (
     Renew,
     SignalSlot,
     SlotEnded,
-    SlotNotStarted,
-    SlotStarted,
+    SlotNotSpawned,
+    SlotSpawned,
     StartSlot,
     ToAgent,
 )
@@ -178,14 +178,14 @@ class RemoteNode:
                 self._ready.set_result(Devices(num_devices, self._settings.slots_per_device, self._settings.first_slot))
             case NodeLost(why):
                 self._lose(f"ended: {why}")
-            case SlotStarted(slot, pid):
+            case SlotSpawned(slot, pid):
                 process = self._processes[slot] = RemoteProcess(slot, pid, lambda message: start(self._send(message)))
                 starting = self._starting.get(slot)
                 if starting is not None and not starting.done():
                     starting.set_result(process)
                 else:
                     process.signal(signal.SIGKILL)  # too late: `start_slot` has given it up
-            case SlotNotStarted(slot, sentence):
+            case SlotNotSpawned(slot, sentence):
                 starting = self._starting.get(slot)
                 if starting is not None and not starting.done():
                     starting.set_exception(StartFailed(sentence))

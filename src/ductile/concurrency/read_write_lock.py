@@ -1,7 +1,7 @@
 """Slots join and requests migrate side by side; a version goes live alone. asyncio has no lock of this kind, and
 other libraries' locks wait without a deadline."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
 from ductile.concurrency.change_signal import ChangeSignal
@@ -20,14 +20,14 @@ class ReadWriteLock:
         self._changed = ChangeSignal()
 
     @asynccontextmanager
-    async def shared(self, what: str) -> AsyncIterator[None]:
+    async def shared(self, what: str) -> AsyncGenerator[None]:
         """what: "slot 3 joins"."""
         await self._until(lambda: not self._exclusive and not self._num_waiting_exclusive, what)
         async with self._holding(what):
             yield
 
     @asynccontextmanager
-    async def exclusive(self, what: str) -> AsyncIterator[None]:
+    async def exclusive(self, what: str) -> AsyncGenerator[None]:
         self._num_waiting_exclusive += 1
         try:
             await self._until(lambda: not self._holders, what)
@@ -38,7 +38,7 @@ class ReadWriteLock:
             yield
 
     @asynccontextmanager
-    async def _holding(self, what: str, exclusive: bool = False) -> AsyncIterator[None]:
+    async def _holding(self, what: str, exclusive: bool = False) -> AsyncGenerator[None]:
         self._holders.append(what)
         self._exclusive = exclusive
         try:

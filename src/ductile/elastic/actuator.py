@@ -4,17 +4,16 @@ Every field of the state is a fact: roles as the slots were told, books of the s
 their generators said last, speeds as measured. What a part of a change cost is measured, too.
 """
 
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from ductile.cluster.cluster import Cluster
 from ductile.concurrency.listeners import Listeners
-from ductile.core.instances.instances import Instance, InstanceId
+from ductile.core.instances.instances import Instance
 from ductile.core.instances.placement import SPELLED, Role, slots_of
 from ductile.core.layout.parallel_layout import ParallelLayout
-from ductile.core.scheduling.cost_model import CostModel, FixedCost
-from ductile.core.scheduling.orders import Migration, RoleChange
+from ductile.core.scheduling.cost_model import CostModel
+from ductile.core.scheduling.orders import RoleChange
 from ductile.core.scheduling.profile import Setting
 from ductile.core.scheduling.state import ClusterState, SlotState, TrainerState
 from ductile.elastic.activity import Situation, SlotActivity
@@ -23,6 +22,7 @@ from ductile.elastic.recovery import Recovery
 from ductile.elastic.step_accounting import SamplesInFlight, StepAccounting
 from ductile.elastic.trainer_resizer import TrainerResizer
 from ductile.fleet.fleet import Fleet
+from ductile.fleet.release import Release
 from ductile.messages.control import RunFailed, Unfit
 from ductile.messages.workers import Died, EngineStats, Event, Finished, SlotPhase
 from ductile.roles import Failure
@@ -59,6 +59,8 @@ class LiveActuator:
         self.on_change = Listeners[[]]()
         """Told whenever something happened that may matter to a policy."""
         activity.explain_by(self._situation)
+        fleet.on_migrated.add(measured.migrated)
+        fleet.on_released.add(partial(measured.took, "release"))
         fleet.trainer.on_micro_step.add(self._on_micro_step)
         cluster.mailbox.subscribe(self._on_event)
 
@@ -146,48 +148,36 @@ class LiveActuator:
                 self._generators.drain(instance)
         self._activity.changing([move.slot for move in moves])
 
-    async def migrate(self, migrations: Sequence[Migration]) -> None:
-        contexts = {rollout.id: rollout.context_tokens for rollout in self._generators.unfinished()}
-        began_s = self.now_s
-        async with self._or_not_done():
-            results = await self._generators.migrate(migrations)
-        # A target takes caches in one after another, several targets at once.
-        taken_in = Counter[InstanceId]()
-        for result in results:
-            if result.instance is not None and result.instance != result.order.source:
-                taken_in[result.instance] += contexts.get(result.order.id, 0) if result.with_cache else 0
-        if taken_in:  # otherwise all had ended, and no generator was asked
-            self._measured.migrated(max(taken_in.values()), self.now_s - began_s)
-
-    async def dismiss(self, instance: Instance) -> None:
-        if instance.role == "generate":
-            left = sum(rollout.instance == instance.id for rollout in self._generators.unfinished())
-            if left:  # they could not migrate, and the change is not to wait for their end
-                raise NotDone(f"{instance.id} goes on generating: {left} of its rollouts could not migrate")
-        async with self._or_not_done(), self._measuring("release"):
-            await self._fleet.pools[instance.role].dismiss(instance)
+    async def release(self, release: Release) -> list[str]:
+        return await self._fleet.release(release)
 
     async def admit(self, instance: Instance) -> None:
         pool = self._fleet.pools.get(instance.role)
         if pool is None:
             where = slots_of(instance.slots)
             raise NotDone(f"{where} cannot score: this run has no scorer (cluster.component_placement.inference)")
-        async with self._or_not_done(), self._measuring("assign"):
-            await self._fleet.admit(instance)
-
-    async def resize(self, layout: ParallelLayout, leave: Callable[[], Awaitable[None]]) -> None:
+        began_s = self.now_s
         try:
-            resized = await self._resizer.resize_to(layout, leave)
+            await self._fleet.admit(instance)
+        except Failure as error:
+            # Whether the run can go on without a lost slot is decided elsewhere (`Cluster.depends_on`).
+            raise NotDone(str(error)) from error
+        self._measured.took("assign", self.now_s - began_s)
+
+    async def resize(self, layout: ParallelLayout, release: Release) -> list[str]:
+        try:
+            resized = await self._resizer.resize_to(layout, release)
         except (Unfit, RunFailed) as error:
             raise NotDone(str(error)) from error
         if resized.outcome == "rolled_back":
-            raise NotDone(resized.sentence.rstrip("."))
+            raise NotDone("; ".join([*resized.not_released, resized.sentence.rstrip(".")]))
         if resized.outcome == "resized":
             # What was done in the pause is in its seconds already.
             beside = {phase: resized.slot_seconds.get(phase, 0.0) for phase in resized.beside}
             self._measured.took("resize", resized.pause_s + self._taken_s(beside, layout))
             # The slots' own work: how long messages wait for micro-steps depends on how long those are.
             self._measured.took("prepare", sum(beside.values()))
+        return list(resized.not_released)
 
     def _taken_s(self, beside: Mapping[str, float], layout: ParallelLayout) -> float:
         """What preparing took from training and generating. On a CPU it runs on the slot's own core, beside them; a GPU
@@ -216,18 +206,3 @@ class LiveActuator:
                     self.on_change()
             case _:
                 pass
-
-    @asynccontextmanager
-    async def _or_not_done(self) -> AsyncIterator[None]:
-        """Turn a slot's failure into NotDone. Whether the run can go on without a lost slot is decided elsewhere
-        (`Cluster.depends_on`)."""
-        try:
-            yield
-        except Failure as error:
-            raise NotDone(str(error)) from error
-
-    @asynccontextmanager
-    async def _measuring(self, what: FixedCost) -> AsyncIterator[None]:
-        began_s = self.now_s
-        yield
-        self._measured.took(what, self.now_s - began_s)

@@ -23,7 +23,7 @@ It knows no slots and no instances: an `Actuator` has them.
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -36,6 +36,7 @@ from ductile.core.scheduling.state import ClusterState
 from ductile.elastic.decision_log import DecisionLog, ExecutedDecision
 from ductile.elastic.policy_decision import BadDecision, LateDecision, decide
 from ductile.events.decisions import DecisionJournal
+from ductile.fleet.release import Release
 from ductile.observe import Recorder
 
 LEAST_REST_S = 0.05
@@ -74,22 +75,20 @@ class Actuator(Protocol):
         """These slots, and no others, change roles. A generator that is about to end gets no new requests."""
         ...
 
-    async def migrate(self, migrations: Sequence[Migration]) -> None:
-        """Rollouts that have ended meanwhile stay out of it."""
-        ...
-
-    async def dismiss(self, instance: Instance) -> None:
-        """The instance generates or scores no more."""
+    async def release(self, release: Release) -> list[str]:
+        """Rollouts migrate, but for those that have ended meanwhile; then instances generate or score no more. Returns a
+        sentence, without its full stop, for each part that was not done."""
         ...
 
     async def admit(self, instance: Instance) -> None:
         """The instance generates or scores, with the live weights."""
         ...
 
-    async def resize(self, layout: ParallelLayout, leave: Callable[[], Awaitable[None]]) -> None:
+    async def resize(self, layout: ParallelLayout, release: Release) -> list[str]:
         """The trainer goes on with these slots from a boundary between two micro-steps on.
 
-        leave: called before that, once all is prepared and no slot trains.
+        release: what is released before that, once all is prepared and no slot trains. Returns a sentence for each part
+        of it that was not done.
         """
         ...
 
@@ -147,7 +146,7 @@ class ElasticController:
         self._happened.set()
 
     @asynccontextmanager
-    async def at_work(self, on_error: Callable[[BaseException], None]) -> AsyncIterator[None]:
+    async def at_work(self, on_error: Callable[[BaseException], None]) -> AsyncGenerator[None]:
         """Meanwhile the policy is asked after events. A change that is under way at the end is given up, and training
         is released.
 
@@ -294,20 +293,9 @@ class ElasticController:
 
     async def _carry_out(self, state: ClusterState, decision: Decision, delta: "_RoleDelta") -> list[str]:
         """Carry the parts out. Returns a sentence for each that was not done."""
-        actuator, failures = self._actuator, list[str]()
+        actuator = self._actuator
         later = {each for each in delta.begin if not delta.leaves_trainer.isdisjoint(each.slots)}
         waiting = {each.id for each in state.instances if not delta.waiting.isdisjoint(each.slots)}
-
-        async def leave(instances: set[InstanceId]) -> None:
-            migrations = [
-                order
-                for order in decision.migrations
-                if order.source in instances and order.target not in delta.joining
-            ]
-            if migrations:
-                failures.extend(await _done(actuator.migrate(migrations)))
-            going = instances - delta.keeping
-            failures.extend(await _done(*(actuator.dismiss(each) for each in delta.end if each.id in going)))
 
         async def begin() -> list[str]:
             said = await _done(*(actuator.admit(each) for each in delta.begin if each not in later))
@@ -315,38 +303,42 @@ class ElasticController:
                 self._joined.set()
             return said
 
-        async def resize() -> list[str]:
+        async def resize() -> tuple[bool, list[str]]:
             if not delta.resizes:
-                return []
-            return await _done(actuator.resize(delta.layout, lambda: leave(waiting)))
+                return True, []
+            try:
+                return True, await actuator.resize(delta.layout, delta.release_of(waiting))
+            except NotDone as error:
+                return False, [str(error)]
 
         try:
-            await leave({each.id for each in state.instances} - waiting)
+            failures = await actuator.release(delta.release_of({each.id for each in state.instances} - waiting))
             self._hold_training(decision.hold_training)
-            resized, others = await gather_all(resize(), begin())
-            failures += [*resized, *others]
-            if not resized:
+            (resized, said), others = await gather_all(resize(), begin())
+            failures += [*said, *others]
+            if resized:
                 failures += await _done(*(actuator.admit(each) for each in delta.begin if each in later))
             self._joined.set()
-            failures += await self._finish_migrations(decision, delta)
+            failures += await self._finish_migrations(delta)
         finally:
             actuator.changing(())
         return failures
 
-    async def _finish_migrations(self, decision: Decision, delta: "_RoleDelta") -> list[str]:
-        """Hand rollouts to new generators that are really there. One that keeps rollouts goes on generating."""
-        late = [order for order in decision.migrations if order.target in delta.joining]
-        if not late:
+    async def _finish_migrations(self, delta: "_RoleDelta") -> list[str]:
+        """Have rollouts migrate to new generators that are really there. One that keeps rollouts goes on generating."""
+        if not delta.late_migrations:
             return []
         there = {each.id for each in self._actuator.state().instances}
-        missed = {order.source for order in late if order.target not in there}
-        to_migrate = [order for order in late if order.target in there]
-        failures = await _done(self._actuator.migrate(to_migrate)) if to_migrate else list[str]()
+        missed = {order.source for order in delta.late_migrations if order.target not in there}
         leaving = [each for each in delta.end if each.id in delta.keeping]
-        failures += [
+        staying = [
             f"{each.id} goes on generating, as its rollouts have nowhere to go" for each in leaving if each.id in missed
         ]
-        return failures + await _done(*(self._actuator.dismiss(each) for each in leaving if each.id not in missed))
+        release = Release(
+            tuple(order for order in delta.late_migrations if order.target in there),
+            tuple(each for each in leaving if each.id not in missed),
+        )
+        return [*staying, *await self._actuator.release(release)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,10 +349,10 @@ class _RoleDelta:
     """Instances that are there now and are not to be."""
     begin: tuple[Instance, ...]
     """Instances that are to be there and are not yet."""
-    joining: frozenset[InstanceId]
-    """Generators among those that begin."""
-    keeping: frozenset[InstanceId]
-    """Generators whose rollouts go to new generators: they cannot leave before the new ones are there."""
+    migrations: tuple[Migration, ...]
+    """Migrations to generators that are there."""
+    late_migrations: tuple[Migration, ...]
+    """Migrations to generators that begin: they come last."""
     layout: ParallelLayout
     resizes: bool
     waiting: frozenset[int]
@@ -372,17 +364,29 @@ class _RoleDelta:
         before, layout = state.trainer.layout, layout_after(state, decision)
         there = instances_after(state, decision)
         begin = in_order({*there}.difference(state.instances))
-        joining = frozenset(each.id for each in begin if each.role == "generate")
+        joining = {each.id for each in begin if each.role == "generate"}
         joins_trainer = frozenset(layout.slots).difference(before.slots)
         return _RoleDelta(
             end=in_order({*state.instances}.difference(there)),
             begin=begin,
-            joining=joining,
-            keeping=frozenset(order.source for order in decision.migrations if order.target in joining),
+            migrations=tuple(order for order in decision.migrations if order.target not in joining),
+            late_migrations=tuple(order for order in decision.migrations if order.target in joining),
             layout=layout,
             resizes=layout != before,
             waiting=joins_trainer if state.limits.may_share else frozenset(),
             leaves_trainer=frozenset(before.slots).difference(layout.slots),
+        )
+
+    @property
+    def keeping(self) -> frozenset[InstanceId]:
+        """Generators whose rollouts go to new generators: they cannot end before the new ones are there."""
+        return frozenset(order.source for order in self.late_migrations)
+
+    def release_of(self, instances: Collection[InstanceId]) -> Release:
+        """What of these instances can be released before new generators are there."""
+        return Release(
+            tuple(order for order in self.migrations if order.source in instances),
+            tuple(each for each in self.end if each.id in instances and each.id not in self.keeping),
         )
 
 

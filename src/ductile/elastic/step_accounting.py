@@ -1,4 +1,4 @@
-"""Where the rollouts of a step are, between the prompts and the gradient: what policies are told of the step.
+"""How far the rollouts of a step are, between the prompts and the gradient: what policies are told of the step.
 
     to start -> generating -> partial -> waiting -> scoring -> scored -> sending -> pending -> trained
 

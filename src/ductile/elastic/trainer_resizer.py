@@ -2,7 +2,7 @@
 
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -13,10 +13,12 @@ from ductile.core.instances.membership import describe
 from ductile.core.instances.placement import slots_of
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.transfer.order import stays_put
-from ductile.elastic.transaction import ResizeOptions, Transaction, nothing_to_release
+from ductile.elastic.transaction import ResizeOptions, Transaction
 from ductile.error_text import capitalised, error_text
 from ductile.events.resizes import ResizeRolledBack, TrainerResized
 from ductile.events.slots import SlotStarted, SlotWasLost
+from ductile.fleet.fleet import Fleet
+from ductile.fleet.release import Release
 from ductile.fleet.trainer import RemoteTrainer
 from ductile.messages.control import Resized, ResizeRequest, RunFailed, Unfit
 from ductile.observe import Recorder
@@ -36,11 +38,12 @@ class TrainerResizer:
         options: ResizeOptions,
         record: Recorder,
         num_slots: int,
+        fleet: Fleet | None = None,
     ) -> None:
-        """num_slots: how many slots this machine has."""
+        """num_slots: how many slots this machine has. fleet: has the trainer; None where there is nothing else."""
         self.num_resized = 0
         self._cluster, self._trainer, self._options, self._record = cluster, trainer, options, record
-        self._num_slots = num_slots
+        self._num_slots, self._fleet = num_slots, fleet
         self._target: ParallelLayout | None = None
         """Layout that the change under way leads to; None when no change is under way."""
         self._transaction: Transaction | None = None
@@ -52,14 +55,10 @@ class TrainerResizer:
         self._ended = ChangeSignal()
         cluster.depends_on = self.depends_on
 
-    async def resize(
-        self,
-        after: ParallelLayout,
-        leave: Callable[[], Awaitable[None]] = nothing_to_release,
-    ) -> Resized:
+    async def resize(self, after: ParallelLayout, release: Release | None = None) -> Resized:
         """Have the trainer go on in this layout, with its order of slots, and wait for what comes of it.
 
-        leave: called once all is prepared and the trainer stands still; joiners give up their other roles in it.
+        release: what is released once all is prepared and the trainer stands still, such as joiners' other roles.
 
         Raises Unfit for slots that do not exist, and RunFailed when another change is under way, when a slot does not
         start, when the trainer is lost, or when the change fails in an unexpected way.
@@ -74,8 +73,9 @@ class TrainerResizer:
         self._target, began_s = after, time.monotonic()
         try:
             await self._start(after.slots)
+            mailbox, kill = self._cluster.mailbox, self._cluster.condemn
             self._transaction = Transaction(
-                self._cluster.mailbox, self._trainer, after, self._options, self._cluster.condemn, leave=leave
+                mailbox, self._trainer, after, self._options, kill, release=release, fleet=self._fleet
             )
             resized = await self._transaction.run()
         except SlotLost as error:
@@ -93,16 +93,12 @@ class TrainerResizer:
                 self._note_lost(*self._judged.popitem())
         return self._note(resized, time.monotonic() - began_s)
 
-    async def resize_to(
-        self,
-        after: ParallelLayout,
-        leave: Callable[[], Awaitable[None]] = nothing_to_release,
-    ) -> Resized:
+    async def resize_to(self, after: ParallelLayout, release: Release | None = None) -> Resized:
         """`resize`, in the order of slots that moves least of the state."""
         self._refuse_unknown(after.slots)
         before = self._trainer.layout
         same = set(before.slots) == set(after.slots) and before.dims == after.dims
-        return await self.resize(before if same else stays_put(before, after), leave)
+        return await self.resize(before if same else stays_put(before, after), release)
 
     def layout_of(self, request: ResizeRequest) -> ParallelLayout:
         """The layout that is asked for. Raises Unfit for one that cannot be."""

@@ -4,7 +4,8 @@
     Prepare         groups, skeleton, buffers, plan            training goes on; old slots are told at a boundary; all
                                                                prepare beside what they do, and are asked meanwhile
                                                                whether they are ready
-    Freeze          all say their plan's key and progress      ┐
+    (release)       joiners' other roles (`Fleet.release`)     ┐
+    Freeze          all say their plan's key and progress      │
     TransferState   all say what they sent and received        ├ the pause, at a boundary
     Commit          the new state is the state                 ┘
     Finalize        memory for taking back is freed            training goes on
@@ -17,7 +18,7 @@ killed; one that is only slow is not.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -35,6 +36,8 @@ from ductile.core.instances.membership import (
 )
 from ductile.core.layout.parallel_layout import ParallelLayout, ResizeOrder
 from ductile.error_text import error_text
+from ductile.fleet.fleet import Fleet
+from ductile.fleet.release import Release
 from ductile.fleet.trainer import RemoteTrainer
 from ductile.messages.control import Resized
 from ductile.messages.workers import (
@@ -97,10 +100,6 @@ class ResizeOptions:
     A slot in the middle of a micro-step has as long to prepare."""
 
 
-async def nothing_to_release() -> None:
-    """`leave` of a change whose joiners have no other role to give up."""
-
-
 class _Unfinished(Exception):
     """A step of the transaction that cannot be followed by the next one."""
 
@@ -120,12 +119,15 @@ class Transaction:
         options: ResizeOptions,
         kill: Callable[[int, str], None],
         clock: Callable[[], float] = time.perf_counter,
-        leave: Callable[[], Awaitable[None]] = nothing_to_release,
+        release: Release | None = None,
+        fleet: Fleet | None = None,
     ) -> None:
-        """kill(slot, sentence): end a slot that does not reply, and lose it in the mailbox. leave: called when all is
-        prepared and the trainer stands still; joiners give up their other roles in it."""
+        """kill(slot, sentence): end a slot that does not reply, and lose it in the mailbox. release: what the fleet
+        releases when all is prepared and the trainer stands still, such as the joiners' other roles. fleet: may be None
+        where there is nothing to release."""
         self._mailbox, self._trainer, self._options, self._kill, self._clock = mailbox, trainer, options, kill, clock
-        self._leave = leave
+        self._release_first, self._fleet = release, fleet
+        self._not_released: tuple[str, ...] = ()
         self.order = ResizeOrder(mailbox.next_epoch(), trainer.layout, after)
         self.phase: Phase = "assign"
         """The step that is under way, or was the last."""
@@ -151,7 +153,7 @@ class Transaction:
             async with self._as_before_unless_done():
                 await self._prepare()
             async with self._boundary(), self._as_before_unless_done():
-                await self._leave()
+                await self._release_roles()
                 await self._freeze_and_transfer()
                 await self._step("commit", Commit(self.order.epoch), Done)
                 self._trainer.go_on_in(self.order.after, self.order.epoch)
@@ -220,6 +222,11 @@ class Transaction:
         await self._judge("prepare", heard | silent)
         return {slot for slot in slots if not (isinstance(said := outcomes[slot], Readiness) and said.ready)}, late
 
+    async def _release_roles(self) -> None:
+        """Release what must be released before the freeze. What cannot be stays as it is, and the resize goes on."""
+        if self._fleet and self._release_first:
+            self._not_released = tuple(await self._fleet.release(self._release_first))
+
     async def _freeze_and_transfer(self) -> None:
         order = self.order
         frozen = await self._step("freeze", Freeze(order.epoch, self._trainer.with_gradient), Frozen)
@@ -234,7 +241,7 @@ class Transaction:
         self._rule_on_violation("transfer", violation_in_bytes(sent, received))
 
     @asynccontextmanager
-    async def _boundary(self) -> AsyncIterator[None]:
+    async def _boundary(self) -> AsyncGenerator[None]:
         """Keep the trainer still, and count the time as pause."""
         async with self._trainer.boundary():
             began_s = self._clock()
@@ -244,7 +251,7 @@ class Transaction:
                 self._pause_s += self._clock() - began_s
 
     @asynccontextmanager
-    async def _as_before_unless_done(self) -> AsyncIterator[None]:
+    async def _as_before_unless_done(self) -> AsyncGenerator[None]:
         """Take the change back when the block is left unfinished, for whatever reason."""
         try:
             yield
@@ -377,6 +384,7 @@ class Transaction:
             before=self.order.before,
             after=self.order.after,
             reason=reason,
+            not_released=self._not_released,
             pause_s=self._pause_s,
             seconds=self._seconds,
             slot_seconds={name: max(moved.seconds.get(name, 0.0) for moved in self._moved.values()) for name in phases},

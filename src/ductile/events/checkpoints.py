@@ -3,42 +3,42 @@
 from ductile.observe import RunEvent
 
 
-class OldRunReplaced(RunEvent, tag="replaces"):
+class OldRunReplaced(RunEvent, tag="replaces", frozen=True):
     """`clean` is set and the folder has a run: it is deleted when the new one has done its first step or evaluation."""
 
 
-class RunResumed(RunEvent, tag="resumed"):
+class RunResumed(RunEvent, tag="resumed", frozen=True):
     """The run goes on from a checkpoint."""
 
     step: int
     """Step of the checkpoint."""
 
 
-class StartedAnew(RunEvent, tag="started_anew"):
+class StartedAnew(RunEvent, tag="started_anew", frozen=True):
     """A run that is asked to go on finds no checkpoint and starts from the beginning."""
 
 
-class CheckpointRenamed(RunEvent, tag="checkpoint_renamed"):
+class CheckpointRenamed(RunEvent, tag="checkpoint_renamed", frozen=True):
     """A checkpoint that is damaged, or later than the step that the run goes on from, has another name."""
 
 
-class CheckpointSaved(RunEvent, tag="saved"):
+class CheckpointSaved(RunEvent, tag="saved", frozen=True):
     """A checkpoint is complete."""
 
     step: int
     path: str
 
 
-class ModelExported(RunEvent, tag="exported"):
+class ModelExported(RunEvent, tag="exported", frozen=True):
     """The model's Hugging Face folder is written."""
 
     step: int | None = None
     """Training step of the model; None in runs of format 1, which did not say it."""
 
 
-class CheckpointNotSaved(RunEvent, tag="not_saved"):
+class CheckpointNotSaved(RunEvent, tag="not_saved", frozen=True):
     """What was trained since the last checkpoint cannot be saved."""
 
 
-class ModelNotExported(RunEvent, tag="not_exported"):
+class ModelNotExported(RunEvent, tag="not_exported", frozen=True):
     """A checkpoint is complete, and the model's Hugging Face folder cannot be written."""

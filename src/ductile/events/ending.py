@@ -3,22 +3,22 @@
 from ductile.observe import RunEvent
 
 
-class StopAsked(RunEvent, tag="stopping"):
+class StopAsked(RunEvent, tag="stopping", frozen=True):
     """The run is asked to end, and does when the step that is under way is done."""
 
 
-class EndedAsAsked(RunEvent, tag="stopped"):
+class EndedAsAsked(RunEvent, tag="stopped", frozen=True):
     """The run ends because it was asked to."""
 
 
-class EndedByDeath(RunEvent, tag="died"):
+class EndedByDeath(RunEvent, tag="died", frozen=True):
     """The run ends because a process is lost that it needs."""
 
     code: str
     """Code of the failure (`ductile.roles.Failure`)."""
 
 
-class EndedByFailure(RunEvent, tag="failed"):
+class EndedByFailure(RunEvent, tag="failed", frozen=True):
     """The run ends with an error."""
 
     code: str | None = None

@@ -50,7 +50,7 @@ KINDS: dict[str, type[RunEvent]] = {
 """Every kind of event, by its word in the file."""
 
 
-class UnreadEvent(RunEvent, tag=""):
+class UnreadEvent(RunEvent, tag="", frozen=True):
     """A line that is no event of this version: its kind is unknown, or it lacks a field. Its sentence is read."""
 
     written: str

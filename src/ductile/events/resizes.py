@@ -4,7 +4,7 @@ from ductile.core.layout.parallel_layout import ParallelDims
 from ductile.observe import RunEvent
 
 
-class _ResizeEnded(RunEvent):
+class _ResizeEnded(RunEvent, frozen=True):
     epoch: int
     """Membership epoch in which the trainer goes on."""
     before: tuple[int, ...]
@@ -36,9 +36,9 @@ class _ResizeEnded(RunEvent):
     """Traceback of a resize that failed in an unexpected way."""
 
 
-class TrainerResized(_ResizeEnded, tag="resized"):
+class TrainerResized(_ResizeEnded, tag="resized", frozen=True):
     """The trainer has another layout."""
 
 
-class ResizeRolledBack(_ResizeEnded, tag="resize_rolled_back"):
+class ResizeRolledBack(_ResizeEnded, tag="resize_rolled_back", frozen=True):
     """A resize is aborted, and the trainer goes on as before."""

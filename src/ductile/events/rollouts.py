@@ -4,18 +4,18 @@ from ductile.core.instances.instances import InstanceId
 from ductile.observe import RunEvent
 
 
-class PromptSkipped(RunEvent, tag="prompt_skipped"):
+class PromptSkipped(RunEvent, tag="prompt_skipped", frozen=True):
     """A prompt is too long for the model and is not asked."""
 
 
-class GroupDropped(RunEvent, tag="group_dropped"):
+class GroupDropped(RunEvent, tag="group_dropped", frozen=True):
     """A group is too old to train on; its prompt is asked again."""
 
     prompt: str
     """Id of the prompt."""
 
 
-class PromptDroppedTwice(RunEvent, tag="prompt_dropped_twice"):
+class PromptDroppedTwice(RunEvent, tag="prompt_dropped_twice", frozen=True):
     """A prompt's groups are too old for the second time: its completions take longer than `max_off_policy_steps`
     allows."""
 
@@ -23,19 +23,19 @@ class PromptDroppedTwice(RunEvent, tag="prompt_dropped_twice"):
     """Id of the prompt."""
 
 
-class RequestRestarted(RunEvent, tag="restarted"):
+class RequestRestarted(RunEvent, tag="restarted", frozen=True):
     """A request begins again because its generator is lost."""
 
     instance: InstanceId | None = None
     """Generator that is lost; None when the request waited for one."""
 
 
-class RewardError(RunEvent, tag="reward_error"):
+class RewardError(RunEvent, tag="reward_error", frozen=True):
     """A reward or a reply cannot be computed."""
 
     traceback: str
     """Traceback of the user's code; "" when it raised nothing."""
 
 
-class GradersNotFenced(RunEvent, tag="graders_not_fenced"):
+class GradersNotFenced(RunEvent, tag="graders_not_fenced", frozen=True):
     """Something that graders are to be kept from, such as the network, cannot be kept from them on this machine."""

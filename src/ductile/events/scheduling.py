@@ -6,7 +6,7 @@ from ductile.core.instances.instances import Instance, InstanceId
 from ductile.observe import RunEvent
 
 
-class OrdersGiven(RunEvent, tag="decided"):
+class OrdersGiven(RunEvent, tag="decided", frozen=True):
     """The policy gives orders; the sentence is its reason."""
 
     at_s: float
@@ -16,7 +16,7 @@ class OrdersGiven(RunEvent, tag="decided"):
     """Seconds that the policy expects the change to save; None when it expects nothing in numbers."""
 
 
-class TrainingHeld(RunEvent, tag="held"):
+class TrainingHeld(RunEvent, tag="held", frozen=True):
     """The policy has training wait, lets it go on, or waits for something else; it gives no orders."""
 
     at_s: float
@@ -24,7 +24,7 @@ class TrainingHeld(RunEvent, tag="held"):
     """Whether training waits from now on."""
 
 
-class OrdersDone(RunEvent, tag="switched"):
+class OrdersDone(RunEvent, tag="switched", frozen=True):
     """A decision is carried out."""
 
     at_s: float
@@ -43,7 +43,7 @@ class OrdersDone(RunEvent, tag="switched"):
     """Instances that ended."""
 
 
-class PolicyFailed(RunEvent, tag="refused"):
+class PolicyFailed(RunEvent, tag="refused", frozen=True):
     """The policy fails, or orders what cannot be carried out: it is asked no more, and slots return to their
     placement."""
 

@@ -5,7 +5,7 @@ from ductile.core.instances.placement import Role
 from ductile.observe import RunEvent
 
 
-class SlotStarted(RunEvent, tag="slot_started"):
+class SlotStarted(RunEvent, tag="slot_started", frozen=True):
     """A slot's process runs, on its device."""
 
     slot: int
@@ -15,13 +15,13 @@ class SlotStarted(RunEvent, tag="slot_started"):
     pid: int
 
 
-class SlotWasLost(RunEvent, tag="slot_lost"):
+class SlotWasLost(RunEvent, tag="slot_lost", frozen=True):
     """A slot is lost that does not train; the run goes on."""
 
     slot: int
 
 
-class SlotRestarted(RunEvent, tag="slot_restarted"):
+class SlotRestarted(RunEvent, tag="slot_restarted", frozen=True):
     """A lost generator or scorer is back."""
 
     slot: int
@@ -36,7 +36,7 @@ class SlotRestarted(RunEvent, tag="slot_restarted"):
     """Instances that began on it."""
 
 
-class SlotGivenBack(RunEvent, tag="slot_given_back"):
+class SlotGivenBack(RunEvent, tag="slot_given_back", frozen=True):
     """A lost generator or scorer cannot be started again; the run goes on without it."""
 
     slot: int

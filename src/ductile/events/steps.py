@@ -7,7 +7,7 @@ from ductile.core.scheduling.profile import Setting, StepProfile
 from ductile.observe import RunEvent
 
 
-class WorkBegan(RunEvent, tag="setting"):
+class WorkBegan(RunEvent, tag="setting", frozen=True):
     """The slots have their roles and the work begins. The fields of its line are those of the run's `Setting`."""
 
     setting: Setting
@@ -20,7 +20,7 @@ class WorkBegan(RunEvent, tag="setting"):
         return cls(setting=Setting.from_fields(row), sentence=row["sentence"], time_s=row["time"])
 
 
-class StepProfiled(RunEvent, tag="profile"):
+class StepProfiled(RunEvent, tag="profile", frozen=True):
     """A step is done. The fields of its line are those of its `StepProfile`."""
 
     profile: StepProfile
@@ -33,7 +33,7 @@ class StepProfiled(RunEvent, tag="profile"):
         return cls(profile=StepProfile.from_fields(row), sentence=row["sentence"], time_s=row["time"])
 
 
-class BatchesReady(RunEvent, tag="data"):
+class BatchesReady(RunEvent, tag="data", frozen=True):
     """`ductile sft` or `ductile trainer` has its batches. Batches that are made up have no counts."""
 
     samples: int | None = None
@@ -43,11 +43,11 @@ class BatchesReady(RunEvent, tag="data"):
     """Samples that are left out."""
 
 
-class NothingToLearn(RunEvent, tag="nothing_to_learn"):
+class NothingToLearn(RunEvent, tag="nothing_to_learn", frozen=True):
     """No rollout of an optimizer step beats its siblings, in any group; the weights stay as they are."""
 
 
-class StepSkipped(RunEvent, tag="step_skipped"):
+class StepSkipped(RunEvent, tag="step_skipped", frozen=True):
     """An optimizer step is thrown away because its gradient is not finite."""
 
     step: int
@@ -56,7 +56,7 @@ class StepSkipped(RunEvent, tag="step_skipped"):
     """Optimizer steps up to this one that were thrown away one after the other."""
 
 
-class Evaluated(RunEvent, tag="evaluated"):
+class Evaluated(RunEvent, tag="evaluated", frozen=True):
     """Held-out prompts are scored."""
 
     step: int

@@ -1,12 +1,19 @@
 """The roles of a run as the orchestrator asks them: the trainer, the generators and the scorers, if there are any."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from ductile.core.instances.instances import Instance, Serving, in_order
+from ductile.concurrency.listeners import Listeners
+from ductile.concurrency.structured import gather_all
+from ductile.core.instances.instances import Instance, InstanceId, Serving, in_order
+from ductile.core.scheduling.orders import Migration
 from ductile.fleet.generators import RemoteGenerators
+from ductile.fleet.release import Release
 from ductile.fleet.scorer import RemoteScorer
 from ductile.fleet.trainer import RemoteTrainer
+from ductile.roles import Failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +26,11 @@ class Fleet:
     scorer: RemoteScorer | None
     settings: Mapping[Serving, Mapping[str, object]]
     """Settings of the roles, for slots that take them on."""
+    on_migrated: Listeners[[int, float]] = field(default_factory=Listeners[[int, float]])
+    """Told how many tokens of KV caches the generator took in that took in the most, and how many seconds it all
+    took."""
+    on_released: Listeners[[float]] = field(default_factory=Listeners[[float]])
+    """Told how many seconds an instance took to end."""
 
     @property
     def pools(self) -> dict[Serving, RemoteGenerators | RemoteScorer]:
@@ -48,6 +60,46 @@ class Fleet:
                 await pool.receive(manifest)
             finally:
                 await self.trainer.withdraw(version)
+
+    async def release(self, release: Release) -> list[str]:
+        """Have the rollouts migrate, and then the instances end. Returns a sentence, without its full stop, for each part
+        that was not done."""
+        failures = list[str]()
+        if release.migrations:
+            try:
+                await self._migrate(release.migrations)
+            except Failure as error:
+                failures.append(str(error))
+        ended: list[str] = await gather_all(*(self._end(instance) for instance in release.instances))
+        return [*failures, *filter(None, ended)]
+
+    async def _migrate(self, migrations: Sequence[Migration]) -> None:
+        contexts = {rollout.id: rollout.context_tokens for rollout in self.generators.unfinished()}
+        now_s = asyncio.get_running_loop().time
+        began_s = now_s()
+        results = await self.generators.migrate(migrations)
+        # A target takes caches in one after another, several targets at once.
+        taken_in = Counter[InstanceId]()
+        for result in results:
+            if result.instance is not None and result.instance != result.order.source:
+                taken_in[result.instance] += contexts.get(result.order.id, 0) if result.with_cache else 0
+        if taken_in:  # otherwise all had ended, and no generator was asked
+            self.on_migrated(max(taken_in.values()), now_s() - began_s)
+
+    async def _end(self, instance: Instance) -> str:
+        """Have the instance end. Returns why it goes on, or ""."""
+        if instance.role == "generate":
+            left = sum(rollout.instance == instance.id for rollout in self.generators.unfinished())
+            if left:  # they could not migrate, and the change is not to wait for their end
+                return f"{instance.id} goes on generating: {left} of its rollouts could not migrate"
+        now_s = asyncio.get_running_loop().time
+        began_s = now_s()
+        try:
+            await self.pools[instance.role].dismiss(instance)
+        except Failure as error:
+            return str(error)
+        self.on_released(now_s() - began_s)
+        return ""
 
     @property
     def slots_by_role(self) -> Mapping[str, tuple[int, ...]]:

@@ -10,7 +10,7 @@ them ends it.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -105,7 +105,7 @@ class WeightLeases:
         return [*own, *others, *trainer] if joiner.role == "generate" else [*own, *trainer, *others]
 
     @asynccontextmanager
-    async def _lease(self, source: _Source, version: int) -> AsyncIterator[Manifest]:
+    async def _lease(self, source: _Source, version: int) -> AsyncGenerator[Manifest]:
         lease = self._leases.get(source)
         if lease is None:
             lease = self._leases[source] = _Lease(version, asyncio.create_task(self._begin(source, version)))

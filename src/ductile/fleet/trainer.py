@@ -8,7 +8,7 @@ other commands come between two, too.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
@@ -198,7 +198,7 @@ class RemoteTrainer:
             await self._all(ExportModel(path, dtype), Done)
 
     @asynccontextmanager
-    async def boundary(self) -> AsyncIterator[None]:
+    async def boundary(self) -> AsyncGenerator[None]:
         """Hold the trainer between two micro-steps, with none in flight: it gets no other command meanwhile."""
         self._num_waiting += 1
         try:
@@ -226,7 +226,7 @@ class RemoteTrainer:
             await self._changed.wait_for(lambda: slot not in self.publishers, deadline_s)
 
     @asynccontextmanager
-    async def _own_turn(self) -> AsyncIterator[None]:
+    async def _own_turn(self) -> AsyncGenerator[None]:
         async with self.boundary():
             self._check()
             yield

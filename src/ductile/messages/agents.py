@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 
-class AgentMessage(msgspec.Struct, tag=True, frozen=True):
+class AgentMessage(msgspec.Struct, tag=True):
     pass
 
 
@@ -22,7 +22,7 @@ class Renew(AgentMessage):
 
 
 class StartSlot(AgentMessage):
-    """Reply: `SlotStarted` or `SlotNotStarted`. The slot itself says `Hello` to the orchestrator."""
+    """Reply: `SlotSpawned` or `SlotNotSpawned`. The slot itself says `Hello` to the orchestrator."""
 
     slot: int
 
@@ -57,12 +57,12 @@ class NodeLost(AgentMessage):
     why: str
 
 
-class SlotStarted(AgentMessage):
+class SlotSpawned(AgentMessage):
     slot: int
     pid: int
 
 
-class SlotNotStarted(AgentMessage):
+class SlotNotSpawned(AgentMessage):
     slot: int
     sentence: str
 
@@ -77,7 +77,7 @@ class SlotEnded(AgentMessage):
 
 
 ToAgent = Renew | StartSlot | SignalSlot
-FromAgent = Renew | AgentHello | NodeReady | NodeLost | SlotStarted | SlotNotStarted | SlotEnded
+FromAgent = Renew | AgentHello | NodeReady | NodeLost | SlotSpawned | SlotNotSpawned | SlotEnded
 
 
 class NodeSettings(msgspec.Struct, frozen=True):

@@ -45,6 +45,8 @@ class Resized(Words, tag="resized"):
     """Layout that was asked for; after a rollback the trainer is on `before`."""
     reason: str = ""
     """Why it was rolled back; "" when it was not."""
+    not_released: tuple[str, ...] = ()
+    """Parts of a change of roles that were to be done before the freeze and were not, a sentence for each."""
     pause_s: float = 0.0
     """Seconds that the trainer stood still."""
     took_s: float = 0.0

@@ -26,7 +26,13 @@ RoleName = Literal["train", "generate", "score"]
 
 
 class Message(msgspec.Struct, tag=True):
-    pass
+    def roles_after(self, roles: tuple[RoleName, ...]) -> tuple[RoleName, ...]:
+        """Roles of a slot that had `roles` and has done what the message says."""
+        return roles
+
+    def count_tokens(self) -> int:
+        """Number of tokens that the message carries data of; what encoding it takes goes by that."""
+        return 0
 
 
 # -- Commands: any slot ------------------------------------------------------------------------------------------
@@ -46,11 +52,17 @@ class AssignRole(Message):
     """Build what needs no state, and read no weights from disk: they come from the slots that have them, by `Prepare`
     (train) or by `Receive` (generate, score). Until then the role can do nothing else."""
 
+    def roles_after(self, roles: tuple[RoleName, ...]) -> tuple[RoleName, ...]:
+        return roles if self.role in roles else (*roles, self.role)
+
 
 class ReleaseRole(Message):
     """Give the role up and free what it held. Reply: `Done`."""
 
     role: RoleName
+
+    def roles_after(self, roles: tuple[RoleName, ...]) -> tuple[RoleName, ...]:
+        return tuple(role for role in roles if role != self.role)
 
 
 class Ping(Message):
@@ -76,6 +88,9 @@ class ForwardBackward(Message):
     """Run these micro-batches and add to the accumulated, un-normalised gradient. All train slots get equally many."""
 
     micro_batches: tuple[MicroBatch, ...]
+
+    def count_tokens(self) -> int:
+        return sum(each.num_tokens for each in self.micro_batches)
 
 
 class OptimStep(Message):
@@ -182,6 +197,9 @@ class Generate(Message):
     """KV caches that another generator has computed, by request id. A cache that cannot be read any more, or was
     computed under other weights, is computed again."""
 
+    def count_tokens(self) -> int:
+        return sum(len(request.prompt) + len(request.generated) for request in self.requests)
+
 
 class Abort(Message):
     """Finish these requests now with what they have (`finish_reason="abort"`). None means all. Reply: `Done`."""
@@ -228,6 +246,9 @@ class Score(Message):
 
     samples: tuple[Sample, ...]
     model: Literal["policy", "reference"]
+
+    def count_tokens(self) -> int:
+        return sum(map(len, self.samples))
 
 
 # -- Replies -------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ How a command ends, whatever happens to it, is `ductile.orchestrator.supervise`.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from rich.console import RenderableType
@@ -89,7 +89,7 @@ async def _rl(config: RLConfig, prepared: Prepared, session: Session) -> Rendera
         fleet = await run_until(
             _take_roles(config, prepared, placement, cluster), session.interrupt.graceful, cluster.death()
         )
-        async with _live(config, prepared.trainer, cluster, fleet.trainer, activity, session) as resizer:
+        async with _live(config, prepared.trainer, cluster, fleet.trainer, activity, session, fleet) as resizer:
 
             async def change_over(slot: int) -> None:
                 await activity.change_over(slot)
@@ -157,7 +157,7 @@ def _roles(config: SlotsConfig, placement: Placement) -> dict[RoleName, str]:
 @asynccontextmanager
 async def _slots(
     config: SlotsConfig, placement: Placement, trainer: TrainerConfig, session: Session
-) -> AsyncIterator[tuple[Cluster, SlotActivity]]:
+) -> AsyncGenerator[tuple[Cluster, SlotActivity]]:
     """The slots, which have no roles yet, from their start to their end.
 
     A benchmark measures the devices before the roles are taken (models leave little room to measure in, and what
@@ -209,8 +209,10 @@ async def _live(
     trainer: RemoteTrainer,
     activity: SlotActivity,
     session: Session,
-) -> AsyncIterator[TrainerResizer]:
-    """Meanwhile the run serves `ductile status` and `ductile resize`. trainer_config: as the slots have it."""
+    fleet: Fleet | None = None,
+) -> AsyncGenerator[TrainerResizer]:
+    """Meanwhile the run serves `ductile status` and `ductile resize`. trainer_config: as the slots have it. fleet: has
+    the trainer; None where there is nothing else."""
     options = ResizeOptions(
         settings=trainer_config.model_dump(mode="json"),
         rendezvous=cluster.rendezvous,
@@ -220,7 +222,7 @@ async def _live(
         patience_s=config.cluster.command_timeout_s,
     )
     num_slots = config.deployment.gpus_per_node * config.cluster.slots_per_device
-    resizer = TrainerResizer(cluster, trainer, options, session.record, num_slots)
+    resizer = TrainerResizer(cluster, trainer, options, session.record, num_slots, fleet)
     policy = policy_name(config.cluster) if config.cluster.auto_scheduler else ""
     live = LiveRun(session, cluster, trainer, activity, resizer, policy)
     async with Endpoint(session.folder, live.respond):

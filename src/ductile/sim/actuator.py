@@ -7,7 +7,7 @@ activity.
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
 
@@ -28,6 +28,7 @@ from ductile.core.scheduling.state import (
     Unfinished,
     first_instances,
 )
+from ductile.fleet.release import Release
 from ductile.sim.engine import SimulatedEngine, SimulatedRequest
 from ductile.sim.loads import SimulatedLoads
 from ductile.sim.scenario import Scenario
@@ -121,7 +122,13 @@ class SimulatedActuator:
             self._loads.close(engine.instance)
         self._look_for_generators()
 
-    async def migrate(self, migrations: Sequence[Migration]) -> None:
+    async def release(self, release: Release) -> list[str]:
+        if release.migrations:
+            await self._migrate(release.migrations)
+        await asyncio.gather(*(self._end(instance) for instance in release.instances))
+        return []
+
+    async def _migrate(self, migrations: Sequence[Migration]) -> None:
         """Move rollouts, with all that they have so far; those that have ended stay out of it. The others decode on."""
         for order in migrations:
             if order.id in self.engines[order.source].requests:
@@ -132,7 +139,7 @@ class SimulatedActuator:
             if simulated := self._migrating.pop(order.id, None):
                 self._put(simulated, order.target)
 
-    async def dismiss(self, instance: Instance) -> None:
+    async def _end(self, instance: Instance) -> None:
         self._set(tuple(each for each in self.instances if each != instance))
         if instance.role == "generate":
             self._loads.close(instance)
@@ -148,17 +155,18 @@ class SimulatedActuator:
         self.assign({slot: in_order_of_roles(*self.roles[slot], instance.role) for slot in instance.slots})
         self._begin(instance)
 
-    async def resize(self, layout: ParallelLayout, leave: Callable[[], Awaitable[None]]) -> None:
+    async def resize(self, layout: ParallelLayout, release: Release) -> list[str]:
         before, after = self.layout.slots, layout.slots
         await self._micro_steps_pass(IN_FLIGHT)  # before its slots are told
         await asyncio.sleep(self.scenario.costs.prepare_s)
         await self._micro_steps_pass(1)  # before they say that they are ready
         async with self.boundary:
-            await leave()
+            await self.release(release)
             await self._switch({*before, *after}, self.scenario.costs.resize_s)
             self.layout = layout
             self.assign({slot: without("train", self.roles[slot]) for slot in {*before} - {*after}})
             self.assign({slot: in_order_of_roles(*self.roles[slot], "train") for slot in {*after} - {*before}})
+        return []
 
     async def _micro_steps_pass(self, count: int) -> None:
         """Messages to slots that train wait for those that were sent before; where no slot trains, they do not wait."""

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from ductile.columns import Column
-from ductile.messages.workers import Command, Envelope, Event, ForwardBackward, Generate, Reply, Score
+from ductile.messages.workers import Envelope, Message
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 """No message is larger. A token of a `ForwardBackward` takes 7 or 8 bytes, and as many more with a scorer's log-probs,
@@ -43,18 +43,9 @@ def decode_as(kind: Any, frame: bytes) -> Any:
         raise BadFrame(f"a frame of {len(frame)} bytes is not what was expected: {error}") from error
 
 
-def is_long(message: Command | Reply | Event) -> bool:
-    """Whether encoding the message would hold an event loop up; all that the orchestrator sends is looked at."""
-    match message:
-        case ForwardBackward(micro_batches):
-            num_tokens = sum(each.num_tokens for each in micro_batches)
-        case Score(samples):
-            num_tokens = sum(map(len, samples))
-        case Generate(requests):
-            num_tokens = sum(len(request.prompt) + len(request.generated) for request in requests)
-        case _:
-            return False
-    return num_tokens > LONG_TOKENS
+def is_long(message: Message) -> bool:
+    """Whether encoding the message would hold an event loop up."""
+    return message.count_tokens() > LONG_TOKENS
 
 
 def decode(frame: bytes | memoryview) -> Envelope:

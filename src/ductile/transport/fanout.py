@@ -55,4 +55,5 @@ def raise_worst(outcomes: Mapping[Any, Outcome]) -> None:
 
 def _rank(failure: Failure) -> tuple[int, bool]:
     kinds = (SlotLost, Refused, Late)
-    return next(place for place, kind in enumerate((*kinds, Failure)) if isinstance(failure, kind)), failure.retryable
+    place = next((place for place, kind in enumerate(kinds) if isinstance(failure, kind)), len(kinds))
+    return place, failure.retryable

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ductile.messages.workers import (
-    AssignRole,
     Command,
     Died,
     Envelope,
@@ -21,8 +20,8 @@ from ductile.messages.workers import (
     Failed,
     Heartbeat,
     Hello,
-    ReleaseRole,
     Reply,
+    RoleName,
 )
 from ductile.roles import REFUSALS, Failure, Late, Refused, SlotLost
 
@@ -75,7 +74,7 @@ class Mailbox:
         self.heartbeats: dict[int, Heartbeat] = {}
         self.unused: Counter[str] = Counter()
         """Number of messages that came too late to be used, by class."""
-        self._roles: dict[int, list[str]] = {}
+        self._roles: dict[int, tuple[RoleName, ...]] = {}
         self._pids: dict[int, int] = {}
         self._transport = transport
         self._clock, self._on_error = clock, on_error
@@ -98,7 +97,7 @@ class Mailbox:
         sequence = next(self._sequence)
         pending = _PendingReply(slot, type(command).__name__, asyncio.get_running_loop().create_future())
         self._pending[sequence] = pending
-        self._note_role(slot, command)
+        self._roles[slot] = command.roles_after(self.roles(slot))
         self._show_running(slot)
         try:
             async with asyncio.timeout(deadline_s):
@@ -173,9 +172,9 @@ class Mailbox:
         for known in (self.heard_at_s, self.heartbeats, self._roles, self._pids):
             known.pop(slot, None)
 
-    def roles(self, slot: int) -> tuple[str, ...]:
-        """Roles that the slot was told to hold, in the order in which it was told."""
-        return tuple(self._roles.get(slot, ()))
+    def roles(self, slot: int) -> tuple[RoleName, ...]:
+        """Roles that the slot was told to take, in the order in which it was told."""
+        return self._roles.get(slot, ())
 
     def silent_for_s(self, slot: int) -> float:
         """Seconds since the slot last said anything; 0 for one that never did (starting has its own deadline)."""
@@ -185,7 +184,7 @@ class Mailbox:
     def describe(self, slot: int) -> str:
         """ "slot 2 (generate, pid 123)"."""
         pid = self._pids.get(slot)
-        about = [*self._roles.get(slot, ()), *([f"pid {pid}"] if pid else [])]
+        about = [*self.roles(slot), *([f"pid {pid}"] if pid else [])]
         return f"slot {slot} ({', '.join(about)})" if about else f"slot {slot}"
 
     def doing(self, slot: int) -> str:
@@ -243,13 +242,6 @@ class Mailbox:
     def _show_running(self, slot: int) -> None:
         for watcher in self._watchers:
             watcher(slot, self._running(slot))
-
-    def _note_role(self, slot: int, command: Command) -> None:
-        roles = self._roles.setdefault(slot, [])
-        if isinstance(command, AssignRole) and command.role not in roles:
-            roles.append(command.role)
-        elif isinstance(command, ReleaseRole) and command.role in roles:
-            roles.remove(command.role)
 
     def _late_sentence(self, slot: int, command: Command, deadline_s: float) -> str:
         sentence = f"{self.describe(slot)} did not reply to {type(command).__name__} within {deadline_s:g} s"
