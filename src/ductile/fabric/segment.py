@@ -86,9 +86,9 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 F_SEAL_FUTURE_WRITE = 0x0010
-"""As in linux/fcntl.h; fcntl has it from Python 3.13 on. A segment is never mapped for writing, so this keeps it as it
-is, like F_SEAL_WRITE. That one fails with EBUSY while somebody else holds one of its pages, as the kernel does to move
-it."""
+"""The value in linux/fcntl.h; fcntl has it from Python 3.13 on. A segment is never mapped for writing, so this keeps it
+as it is, like F_SEAL_WRITE. That one fails with EBUSY while somebody else holds one of its pages, as the kernel does to
+move it."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
