@@ -14,8 +14,8 @@ from ductile.elastic.controller import NotDone
 from ductile.elastic.trainer_resizer import TrainerResizer
 from ductile.elastic.transaction import ResizeOptions
 from ductile.fleet.fleet import Fleet
-from ductile.fleet.release import Release
 from ductile.fleet.migration import MigrationResult
+from ductile.fleet.release import Release
 from ductile.fleet.trainer import RemoteTrainer
 from ductile.messages.workers import Finalize, ForwardBackward, Freeze
 from ductile.observe import Recorder, read_jsonl

@@ -192,7 +192,8 @@ class RemoteNode:
             case SlotEnded(slot, pid, code, error):
                 process = self._processes[slot]
                 if process.pid == pid and process.code is None:
-                    process.said += [error] if error else []
+                    if error:
+                        process.said.append(error)
                     process.end(code)
                     self._on_exit(process)
             case Renew() | AgentHello():

@@ -3,11 +3,9 @@
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import cast
 
 from ductile.concurrency.change_signal import ChangeSignal
 from ductile.concurrency.listeners import Listeners
-from ductile.core.instances.placement import Role
 from ductile.core.scheduling.ledger import Activity, IdleCause, Ledger, SlotLedger, Span, idle_cause
 from ductile.dashboard.run_display import RunDisplay
 from ductile.messages.workers import EngineStats, Event
@@ -142,7 +140,7 @@ class SlotActivity:
         if slot in self._changing:
             return "switch", "other"
         situation, others_decode = self._known
-        roles = cast("tuple[Role, ...]", self._mailbox.roles(slot))
+        roles = self._mailbox.roles(slot)
         return "idle", idle_cause(
             roles,
             others_decode=others_decode,

@@ -76,8 +76,8 @@ class Actuator(Protocol):
         ...
 
     async def release(self, release: Release) -> list[str]:
-        """Rollouts migrate, but for those that have ended meanwhile; then instances generate or score no more. Returns a
-        sentence, without its full stop, for each part that was not done."""
+        """Rollouts migrate, but for those that have ended meanwhile; then instances generate or score no more. Returns
+        a sentence, without its full stop, for each part that was not done."""
         ...
 
     async def admit(self, instance: Instance) -> None:

@@ -92,7 +92,7 @@ class Recovery:
 
     def _on_event(self, slot: int, event: Event) -> None:
         held = self._cluster.mailbox.roles(slot)
-        roles = tuple(role for role in self._fleet.pools if held.count(role))
+        roles: tuple[Serving, ...] = tuple(role for role in self._fleet.pools if held.count(role))
         if not isinstance(event, Died) or slot in self._restarting or self._cluster.depends_on(slot):
             return
         if not roles and not self._is_scheduled:
@@ -111,7 +111,7 @@ class Recovery:
         try:
             while True:
                 await self._change_over(slot)
-                missing = [role for role in roles if self._fleet.pools[role].on(slot) is None]
+                missing: list[Serving] = [role for role in roles if self._fleet.pools[role].on(slot) is None]
                 if self._cluster.depends_on(slot):
                     return  # a resize has started it for the trainer
                 if slot not in self._cluster.mailbox.lost and (self._is_scheduled or not missing):

@@ -62,8 +62,8 @@ class Fleet:
                 await self.trainer.withdraw(version)
 
     async def release(self, release: Release) -> list[str]:
-        """Have the rollouts migrate, and then the instances end. Returns a sentence, without its full stop, for each part
-        that was not done."""
+        """Have the rollouts migrate, and then the instances end. Returns a sentence, without its full stop, for each
+        part that was not done."""
         failures = list[str]()
         if release.migrations:
             try:

@@ -51,7 +51,7 @@ class FrameRouter:
 
     async def send(self, connection: bytes, payload: bytes) -> None:
         """Raises `zmq.ZMQError` when the connection is gone."""
-        await self._socket.send_multipart([connection, self._token, payload])
+        await self._socket.send_multipart([connection, self._token, payload])  # pyright: ignore[reportUnknownMemberType]
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -67,7 +67,8 @@ class FrameDealer:
         connect(self._socket, address)
 
     async def send(self, payload: bytes) -> None:
-        await self._socket.send_multipart([*self._prefix, payload])
+        # pyzmq's stub leaves open what a sequence of parts is made of.
+        await self._socket.send_multipart([*self._prefix, payload])  # pyright: ignore[reportUnknownMemberType]
 
     async def receive(self) -> bytes:
         """The payload of the next message that carries the token."""

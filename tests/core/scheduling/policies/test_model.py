@@ -49,9 +49,32 @@ def test_at_the_start_of_a_step_all_slots_generate_and_training_waits():
     assert decision.hold_training
 
 
-def test_nothing_is_decided_before_generation_is_measured():
-    state = scene(to_start=64, group_size=2, limits=Limits(max_num_seqs=16))
-    assert decide(replace(state, knows_generation=False)) == Decision()
+def test_a_run_s_first_step_begins_on_all_slots_though_nothing_is_measured():
+    state = replace(scene(to_start=64, group_size=2), knows_generation=False)
+    decision = decide(state)
+    assert roles_after(state, decision) == {slot: BOTH if slot < 2 else ("generate",) for slot in range(6)}
+    assert decision.hold_training
+    began = scene(roles=ALL_GENERATE, running={slot: [10] * 8 for slot in range(6)}, held=True)
+    assert decide(replace(began, knows_generation=False)) == Decision(hold_training=True), "until it is measured"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"limits": Limits(may_share=False)},
+        {"to_start": 4},
+        {"to_start": 20, "running": {slot: [10] for slot in range(2, 6)}},
+    ],
+    ids=["a train slot has no memory for a generator", "so few rollouts need no more generators", "the step has begun"],
+)
+def test_nothing_is_decided_before_generation_is_measured_where_more_generators_cannot_help(changed):
+    state = replace(scene(**{"to_start": 64, "group_size": 2, **changed}), knows_generation=False)
+    assert decide(state) == Decision()
+
+
+def test_without_the_permission_a_run_s_first_step_begins_as_configured():
+    state = replace(scene(to_start=64, group_size=2), knows_generation=False)
+    assert Model(pre_process=False).decide(state) == Decision()
 
 
 def test_train_slots_that_kept_their_generators_need_no_orders_to_generate():

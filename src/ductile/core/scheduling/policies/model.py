@@ -12,6 +12,8 @@
    least left. Slots that need not give up a role keep it: a step that generates on all slots and then trains on most
    of them takes migrations, and no resize.
 
+Before anything is measured, a run's first step begins on all slots: there is nothing to train yet.
+
 Two permissions say whether training may wait for what train slots generate: `pre_process` until the batch's last part,
 `wait_before_last_iter` in it.
 
@@ -61,10 +63,12 @@ class Model:
     train it."""
 
     def decide(self, state: ClusterState) -> Decision:
-        if not (state.batch.steps_left and state.knows_generation):
+        if not state.batch.steps_left:
             return Decision()
         if not state.trainer.at_boundary or not state.ready.issuperset(state.trainer.layout.slots):
             return Decision(hold_training=state.trainer.held)
+        if not state.knows_generation:
+            return self._unmeasured(state)
         if (recalled := _recall_scorers(state)).orders:
             return recalled
         pool = _pool(state)
@@ -140,6 +144,17 @@ class Model:
             if pays and (best is None or go_s < best[1].go_s * (1 - EQUAL)):
                 best = count, Prediction(stay_s, go_s, cost_s)
         return best
+
+    def _unmeasured(self, state: ClusterState) -> Decision:
+        """A decision for when no generator has told how fast it is: a run's first step begins with nothing to train, so
+        that all slots generate, where that is permitted."""
+        begins = not state.unfinished and state.batch.to_start > len(state.instances_of("generate"))
+        if not (begins and self._may_wait(state) and state.limits.may_share):
+            return Decision(hold_training=state.trainer.held)
+        arrangements = Arrangements(state, _pool(state), {})
+        orders = change(state, arrangements.all_generate(), arrangements.generators(arrangements.most))
+        why = "nothing is measured yet, and there is nothing to train" if orders else WAITS
+        return Decision(orders, sentence(orders, why), hold_training=True, topic="" if orders else WAITS)
 
     def _may_wait(self, state: ClusterState) -> bool:
         """Whether training may wait for what train slots generate meanwhile."""
