@@ -17,6 +17,7 @@ from rich.console import Console
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.events.resizes import TrainerResized
 from ductile.messages.control import (
+    VERSION,
     Resized,
     ResizeRequest,
     Response,
@@ -98,7 +99,7 @@ def test_a_run_is_asked_and_replies(tmp_path: Path):
     ("change", "sentence"),
     [
         ({"token": "0" * 64}, "does not have the run's token"),
-        ({"version": 1}, "speaks version 3 of the control words"),
+        ({"version": 1}, f"speaks version {VERSION} of the control words"),
         ({"ask": {"type": "explode"}}, "the request is none: Invalid value 'explode'"),
         ({"ask": {"type": "resize", "train": ["0"]}}, "the request is none: Expected `int`"),
         ({"ask": {"type": "status", "also": 1}}, "the request is none: Object contains unknown field `also`"),
@@ -107,7 +108,7 @@ def test_a_run_is_asked_and_replies(tmp_path: Path):
 )
 def test_what_is_not_understood_is_refused(tmp_path: Path, change: dict[str, Any], sentence: str):
     def story(known: dict[str, Any]) -> None:
-        request = {"version": 3, "token": known["token"], "ask": {"type": "status"}} | change
+        request = {"version": VERSION, "token": known["token"], "ask": {"type": "status"}} | change
         reply = say(known, json.dumps(request).encode() + b"\n")
         assert reply.unfit
         assert sentence in reply.error
@@ -190,7 +191,7 @@ def test_a_run_that_ends_meanwhile_or_does_not_reply(tmp_path: Path, monkeypatch
             Run(tmp_path).resize([0], timeout_s=0.2)
         # This one is still waiting when the run ends.
         connection = socket.create_connection((known["host"], known["port"]), timeout=10)
-        request = {"version": 3, "token": known["token"], "ask": {"type": "status"}}
+        request = {"version": VERSION, "token": known["token"], "ask": {"type": "status"}}
         connection.sendall(json.dumps(request).encode() + b"\n")
         assert asked.wait(10)
         waiting.append(connection)
