@@ -175,8 +175,8 @@ def test_other_tasks_have_a_turn_between_two_messages_however_many_wait():
         async def others():
             nonlocal num_turns
             while True:
-                await asyncio.sleep(0)
                 num_turns += 1
+                await asyncio.sleep(0)
 
         router.listen(lambda slot, envelope: heard_at.append(num_turns))
         dealer = Dealer(router.address, TOKEN, 0)

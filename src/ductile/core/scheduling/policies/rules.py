@@ -144,9 +144,11 @@ def _cheapest_to_free(state: ClusterState, generators: Sequence[Instance]) -> li
 
 def _orders(state: ClusterState, roles: Mapping[int, tuple[Role, ...]]) -> tuple[Order, ...]:
     """The orders that change slots to `roles`, of those slots that may be ordered about; none while others are still
-    needed where they are, because the slots that should take their place are not ready."""
-    may_move = state.ready
-    moved = {slot: after for slot, after in roles.items() if slot in may_move}
+    needed where they are, because the slots that should take their place are not ready. The slots of one generator
+    change together."""
+    busy = {slot.slot for slot in state.slots} - state.ready
+    busy |= {slot for group in state.groups("generate") if not busy.isdisjoint(group) for slot in group}
+    moved = {slot: after for slot, after in roles.items() if slot not in busy}
     after = {slot.slot: moved.get(slot.slot, slot.roles) for slot in state.slots}
     if state.unfinished and not any("generate" in held for held in after.values()) and not state.num_external:
         return ()
