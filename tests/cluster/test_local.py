@@ -175,6 +175,22 @@ def test_a_role_that_cannot_be_imported_is_told_at_the_start(tmp_path: Path):
     run(story())
 
 
+def test_a_process_server_that_never_was_ready_is_told_by_start_alone(tmp_path: Path):
+    """Were its end reported too, and before the reason, nobody would hear what could not be imported."""
+
+    async def story():
+        exited: list[ForkedProcess] = []
+        server = ProcessServer(tmp_path / "log", {}, exited.append)
+        with pytest.raises(StartFailed, match=r"importing ductile.nowhere failed"):
+            await server.start(["ductile.nowhere"], 30.0)
+        assert server._hearing is not None
+        await asyncio.wait_for(server._hearing, 10)
+        await server.stop(5.0)
+        assert exited == []
+
+    run(story())
+
+
 def test_more_slots_than_devices_are_refused(tmp_path: Path):
     async def story():
         config = ClusterConfig(device="cuda")

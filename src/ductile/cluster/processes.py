@@ -58,7 +58,8 @@ class ForkedProcess:
 class ProcessServer:
     """Owns the server process. `on_exit(process)` is called in the event loop for each one that ends, wanted or not.
 
-    When the server itself ends, it is reported first; the kernel has killed all its processes, which come after.
+    When the server itself ends, it is reported first; the kernel has killed all its processes, which come after. One
+    that ends before it is ready is not reported: `start` raises why.
     """
 
     def __init__(
@@ -200,6 +201,8 @@ class ProcessServer:
     async def _server_ended(self) -> None:
         if not self._ready.done():
             self._ready.set_exception(StartFailed(f"the process server ended while starting; see {self._log}"))
+        if self._ready.cancelled() or self._ready.exception():
+            return
         assert self._server is not None
         server = ForkedProcess("process server", self._server.pid, None, code=self._server.wait(1.0))
         self._on_exit(server)
