@@ -137,7 +137,8 @@ def test_a_helper_process_that_dies_ends_the_run_too(tmp_path: Path, name: str):
     async def story():
         async with LocalCluster([0], CPU, tmp_path, ECHO) as cluster:
             server = cluster._home._server
-            pid = {"store": server._processes["store"], "server": server._server}[name].pid
+            processes = {process.name: process for process in server._processes.values()}
+            pid = {"store": processes["store"], "server": server._server}[name].pid
             slots = [process.pid for process in cluster.processes.values()]
             os.kill(pid, signal.SIGKILL)
             sentence = await asyncio.wait_for(cluster.death(), 5)
@@ -227,6 +228,28 @@ def test_a_fork_that_is_given_up_leaves_no_process(tmp_path: Path):
         assert_gone([process.pid for process in exited])
         await server.stop(5)
         assert_gone([again.pid])
+
+    run(story())
+
+
+def test_a_process_that_comes_after_its_deadline_is_killed_and_is_not_taken_for_the_next_one(tmp_path: Path):
+    async def story():
+        exited: list[ForkedProcess] = []
+        server = ProcessServer(tmp_path / "log", {}, exited.append)
+        await server.start(["ductile.slot.store"], 30)
+        assert server._server is not None
+        hosting = ("store", "ductile.slot.store:host", {"host": LOOPBACK}, tmp_path / "log")
+        os.kill(server._server.pid, signal.SIGSTOP)
+        with pytest.raises(StartFailed, match="did not start store"):
+            await server.fork(*hosting, deadline_s=0.2)
+        os.kill(server._server.pid, signal.SIGCONT)
+        second = await server.fork(*hosting)
+        await eventually(lambda: len(server._processes) == 1)
+        assert [process.pid for process in server._processes.values()] == [second.pid]
+        assert is_running(second.pid)
+        assert exited == []
+        await server.stop(5)
+        assert_gone([second.pid])
 
     run(story())
 

@@ -37,14 +37,14 @@ class ScriptedStage:
         self.roles = {slot.slot: slot.roles for slot in state.slots}
         self.layout = state.trainer.layout
         self.instances = state.instances
-        self.under_way, self.where = 0, {}
+        self.under_way, self.where, self.lost = 0, {}, set()
 
     @property
     def now_s(self):
         return clock()
 
     def state(self):
-        slots = tuple(SlotState(slot, roles) for slot, roles in self.roles.items())
+        slots = tuple(SlotState(slot, roles, ready=slot not in self.lost) for slot, roles in self.roles.items())
         trainer = replace(self.scene.trainer, layout=self.layout, held=self.held)
         unfinished = tuple(
             each._replace(instance=self.where.get(each.id, each.instance)) for each in self.scene.unfinished
@@ -668,3 +668,58 @@ def test_a_policy_that_does_not_decide_in_time_is_not_asked_any_more(tmp_path, m
     assert errors == []
     assert ["late" in row for row in read_jsonl(tmp_path / "decisions.jsonl")] == [True, False]
     assert replay_run(tmp_path).num_decisions == 1
+
+
+def test_a_decision_about_a_slot_that_was_lost_meanwhile_is_not_carried_out(tmp_path):
+    class Kills:
+        """The slot that it would move is lost while it decides."""
+
+        def decide(self, state):
+            if stage.lost:
+                return Decision()
+            stage.lost.add(2)
+            return Decision((RoleChange(2, G, T),), reason="nothing left to generate")
+
+    async def story():
+        record = Recorder(tmp_path)
+        controller = ElasticController(Kills(), stage, record)
+        async with controller.at_work(errors.append):
+            controller.notify()
+            await asyncio.sleep(10)
+        record.close()
+        assert controller.num_changes == 0
+
+    stage, errors = ScriptedStage(scene()), []
+    run(story())
+    assert [errors, stage.diary] == [[], []]
+    told = [row["sentence"] for row in read_jsonl(tmp_path / "events.jsonl")]
+    assert told == ["Not carried out, as slot 2 was lost meanwhile: nothing left to generate."]
+
+
+def test_when_the_run_fails_a_change_that_hangs_is_not_waited_for(tmp_path):
+    class Stuck(ScriptedStage):
+        async def resize(self, layout, release):
+            try:
+                await asyncio.sleep(600)
+            finally:
+                await asyncio.sleep(60)  # taking it back hangs, too
+
+    async def story():
+        stage = Stuck(scene())
+        orders = [Decision((RoleChange(2, G, T),)), Decision()]
+        policy = type("Once", (), {"decide": lambda self, state: orders.pop(0)})()
+        controller = ElasticController(policy, stage, Recorder(tmp_path))
+        began_s = clock()
+
+        async def fails():
+            async with controller.at_work(lambda error: None):
+                controller.notify()
+                await asyncio.sleep(5)
+                raise OSError("a slot is lost")
+
+        with pytest.raises(OSError, match="a slot is lost"):
+            await fails()
+        assert clock() - began_s <= 5 + controller_module.GIVE_UP_S
+        await asyncio.sleep(60)
+
+    run(story())

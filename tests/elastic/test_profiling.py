@@ -31,7 +31,7 @@ def profiled(tmp_path, during):
             CostModel(),
             prompt_tokens=lambda: 7.0,
             num_switches=lambda: int(run.now_s // 4),
-            num_scorers=lambda: 2,
+            scorer_seconds=lambda: 2.0,
             num_updates=2,
             began_s=run.now_s,
             clock=lambda: run.now_s,

@@ -16,6 +16,7 @@ from tests.cluster.memory_cluster import MemoryCluster
 from tests.fleet.generate_slots import Slot
 from tests.fleet.test_migration import TRAINER, Cluster, is_whole, steps, with_cluster
 from tests.orchestrator.doubles import clock
+from tests.transport.transports import eventually
 
 START_S = 0.5
 
@@ -141,18 +142,25 @@ def test_a_generator_that_cannot_take_its_role_is_killed_before_the_next_attempt
     with_cluster(story, generating=(0, 1))
 
 
+@pytest.mark.parametrize("has_another", [False, True])
 @pytest.mark.parametrize("replaced", [(), ("score",), ("generate",)])
-def test_when_the_last_generator_is_given_back_the_run_ends_unless_a_policy_makes_another(tmp_path, replaced):
+def test_when_the_last_generator_is_given_back_the_run_ends_unless_a_policy_makes_another(
+    tmp_path, replaced, has_another
+):
+    """It takes no slot from the trainer that is the last one."""
+
     async def story(cluster: Cluster):
         recovery = recovering(cluster, tmp_path, max_restarts=0, is_scheduled=True, replaced=replaced)
         async with recovery as (slots, _):
+            if not has_another:
+                slots.slots = (0, TRAINER)
             cluster.slots.kill(0, cluster.mailbox)
             await asyncio.sleep(1)
             said = (
                 "Slot 0 was killed by SIGKILL; slot 0 was given back after 0 attempts to start it again "
                 "(cluster.max_restarts), and no slot generates"
             )
-            assert slots.sentences == ([] if "generate" in replaced else [said])
+            assert slots.sentences == ([] if "generate" in replaced and has_another else [said])
 
     with_cluster(story, generating=(0,))
 
@@ -195,9 +203,12 @@ def test_a_slot_is_left_alone_while_it_changes_roles(tmp_path, is_scheduled):
     with_cluster(story, generating=(0, 1))
 
 
-def test_a_slot_that_a_resize_takes_while_the_next_attempt_rests_is_left_to_the_trainer(tmp_path):
+@pytest.mark.parametrize("is_scheduled", [False, True])
+def test_a_slot_that_a_resize_takes_while_the_next_attempt_rests_keeps_its_roles_unless_a_policy_gives_them(
+    tmp_path, is_scheduled
+):
     async def story(cluster: Cluster):
-        async with recovering(cluster, tmp_path) as (slots, recovery):
+        async with recovering(cluster, tmp_path, is_scheduled=is_scheduled) as (slots, recovery):
             slots.num_refused = 1
             cluster.slots.kill(0, cluster.mailbox)
             await asyncio.sleep(START_S + 0.1)
@@ -205,7 +216,8 @@ def test_a_slot_that_a_resize_takes_while_the_next_attempt_rests_is_left_to_the_
             slots.depends_on = lambda slot: slot in (0, TRAINER)
             await asyncio.sleep(5)
             assert recovery.under_way == frozenset()
-            assert [slot for slot, _ in cluster.sent(AssignRole)] == []
+            assert slots.num_started == 2
+            assert cluster.generators.slots == ((1,) if is_scheduled else (0, 1))
             assert 0 not in cluster.mailbox.lost
 
     with_cluster(story, generating=(0, 1))
@@ -245,3 +257,35 @@ def test_the_end_of_the_run_does_not_wait_for_a_slot_that_hangs_as_it_comes_back
 def test_pauses_between_attempts_double_up_to_the_longest():
     assert [pause_s(attempts) for attempts in range(5)] == [0, 1, 2, 4, 8]
     assert pause_s(40) == LONGEST_PAUSE_S
+
+
+def test_a_generator_that_dies_again_while_the_weights_of_the_moment_are_published_is_brought_back_again(tmp_path):
+    async def story(cluster: Cluster):
+        async with recovering(cluster, tmp_path) as (slots, recovery):
+            await cluster.publish(1)
+            asked = cluster.ask("a")
+            await steps(5)
+            await cluster.trainer.optim_step(1.0)
+            cluster.slots.kill(0, cluster.mailbox)
+            await eventually(lambda: cluster.sent(Receive)[2:])  # versions 0 and 1, and the one of the moment
+            cluster.slots.kill(0, cluster.mailbox)
+            await asyncio.sleep(5)
+            assert recovery.under_way == frozenset()
+            assert slots.num_started == 2
+            assert cluster.generators.slots == (0,)
+            assert is_whole(await asked, "a")
+
+    with_cluster(story, generating=(0,))
+
+
+def test_whoever_waits_for_a_slot_is_told_when_it_is_back_or_given_back(tmp_path):
+    async def story(cluster: Cluster):
+        for max_restarts in (5, 0):
+            async with recovering(cluster, tmp_path / str(max_restarts), max_restarts) as (_, recovery):
+                told = list[frozenset[int]]()
+                recovery.on_change.add(lambda recovery=recovery, told=told: told.append(recovery.under_way))
+                cluster.slots.kill(0, cluster.mailbox)
+                await asyncio.sleep(5)
+                assert told == [frozenset()]
+
+    with_cluster(story, generating=(0, 1))

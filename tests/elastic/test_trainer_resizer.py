@@ -19,7 +19,7 @@ from ductile.elastic.transaction import ResizeOptions
 from ductile.fleet.assign_role import assign_role
 from ductile.fleet.trainer import RemoteTrainer
 from ductile.messages.control import Resized, ResizeRequest, RunFailed, Unfit
-from ductile.messages.workers import Died, Done, Ping, ReleaseRole
+from ductile.messages.workers import Done, Ping, ReleaseRole
 from ductile.observe import Recorder, read_jsonl
 from ductile.roles import SlotLost
 from ductile.transport.deadlines import Deadlines
@@ -68,9 +68,7 @@ class Harness:
         self.trainer = RemoteTrainer(self.mailbox, LAYOUT, Deadlines.same(30))
         terms = ResizeOptions(self.settings, self.cluster.rendezvous, self.timeout_s, leave_s=5)
         self.resizer = TrainerResizer(self.cluster, self.trainer, terms, self.record, NUM_SLOTS)
-        unsubscribe = self.mailbox.subscribe(
-            lambda slot, event: self.resizer.note_death(slot, event.reason) if isinstance(event, Died) else None
-        )
+        unsubscribe = self.mailbox.subscribe(self.resizer.on_event)
         self.num_steps = 0
         training = asyncio.create_task(self._train())
         try:

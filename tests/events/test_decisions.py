@@ -76,10 +76,12 @@ def test_a_line_has_what_differs_from_the_line_before(tmp_path):
     assert first["policy"] == {"name": "model"}
     assert first["decision"] == {}
     assert second == {
+        "number": 2,
         "state": {"now_s": 101.5, "unfinished": {"grown": {"generator-2": [2, 3], "generator-3": [1, 3]}}},
         "decision": {"reason": "it is so", "prediction": {"stay_s": 2.0, "go_s": None, "cost_s": 0.0}},
     }
     assert third == {
+        "number": 3,
         "state": {"unfinished": {"gone": [0], "new": [[2, ["new", "generator-3", 1, 0, 9, "", 0]]]}},
         "refused": "it failed",
     }

@@ -245,7 +245,9 @@ def test_a_slot_that_never_becomes_empty_cannot_leave():
     async def story(cluster: Cluster):
         asked = cluster.ask("a")
         await steps(1)
-        with pytest.raises(Late, match=r"slot 0 still had 1 requests after 60 s, and cannot leave"):
+        with pytest.raises(
+            Late, match=r"slot 0 still had 1 requests after 60 s \(cluster.patience_timeout_s\), and cannot leave"
+        ):
             await cluster.generators.dismiss(generator(0))
         assert cluster.generators.slots == (1, 2)
         cluster.generators.resume(cluster.generators.on(0))
@@ -277,7 +279,7 @@ def test_requests_wait_for_a_generator_and_not_for_ever():
         await cluster.generators.admit(generator(1), {})
         assert is_whole(await asked, "a")
         await cluster.generators.dismiss(generator(1))
-        with pytest.raises(Late, match="for 60 s no slot had the role 'generate', for request b"):
+        with pytest.raises(Late, match=r"patience_timeout_s\) no slot had the role 'generate', for request b"):
             await cluster.ask("b")
         assert cluster.generators.num_waiting == 0
 
@@ -454,7 +456,7 @@ def test_samples_wait_for_a_scorer_and_not_for_ever():
         assert await scoring.scorer.admit(scorer(4), {})
         assert await waiting == {4}
         await scoring.scorer.dismiss(scorer(4))
-        with pytest.raises(Late, match="for 60 s no slot had the role 'score', for 4 samples"):
+        with pytest.raises(Late, match=r"patience_timeout_s\) no slot had the role 'score', for 4 samples"):
             await scoring.score()
 
     with_cluster(story)

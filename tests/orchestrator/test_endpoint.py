@@ -293,3 +293,11 @@ def test_the_picture_cuts_nothing_on_a_terminal_of_80_columns():
     assert "…" not in text
     for word in (*seconds, "train,", "28305", "2646 s", "123 s", "0.0 s", "33.0 s", "0.3 s", "1345 s"):
         assert word in text
+
+
+def test_a_run_that_has_failed_is_told_with_its_reason(tmp_path: Path):
+    (tmp_path / "events.jsonl").write_text(
+        '{"time": 1.0, "kind": "failed", "sentence": "The disk is full.", "traceback": ""}\n'
+    )
+    with pytest.raises(Unfit, match=r"the last one has ended\. The disk is full\. What it did: ductile report"):
+        Run(tmp_path).status()

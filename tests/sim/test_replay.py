@@ -92,8 +92,9 @@ def test_every_decision_of_a_run_and_of_its_resume_is_made_again(tmp_path, capsy
     said = capsys.readouterr().out
     assert said.startswith(f"{len(rows)} decisions")
     assert how in said
-    assert said.endswith("all are equal.\n")
-    assert sum("refused" in row for row in rows) == (2 if "Fails" in how else 0)
+    failed = " In 2 of them the policy failed, as it did in the run." if "Fails" in how else ""
+    assert said.endswith(f"all are equal.{failed}\n")
+    assert sum("refused" in row for row in rows) == (2 if failed else 0)
 
 
 def test_the_first_decision_that_differs_is_shown_in_words_and_whole(tmp_path, capsys):
@@ -147,3 +148,27 @@ def test_a_last_line_that_a_kill_has_cut_is_left_out(tmp_path, capsys):
     record_decisions(tmp_path, model(), scenario())
     assert main(["replay", str(tmp_path)]) == 0
     assert f"{2 * len(rows) - 1} decisions" in capsys.readouterr().out
+
+
+def test_a_half_written_last_line_is_left_out_and_told(tmp_path, capsys):
+    rows, file = record_decisions(tmp_path, model(), scenario()), tmp_path / "decisions.jsonl"
+    file.write_bytes(file.read_bytes()[:-10])
+    assert main(["replay", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{len(rows) - 1} decisions")
+    assert said.endswith("all are equal. The last line is half written, and was left out.\n")
+
+
+def test_a_line_that_is_missing_in_the_middle_is_told(tmp_path, capsys):
+    record_decisions(tmp_path, model(), scenario())
+    file = tmp_path / "decisions.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([*lines[:3], *lines[4:]]))
+    assert main(["replay", str(tmp_path)]) == 2
+    assert "of start 1, line 4 is missing or cannot be read; the next one is 5" in capsys.readouterr().err
+
+
+def test_another_program_s_file_is_told(tmp_path, capsys):
+    (tmp_path / "decisions.jsonl").write_text('{"policy": {"name": "model"}}\n')
+    assert main(["replay", str(tmp_path)]) == 2
+    assert "cannot be read, or is no file of decisions" in capsys.readouterr().err

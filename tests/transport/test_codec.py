@@ -124,7 +124,7 @@ def test_too_large_is_refused_on_both_sides(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (ToAgent, StartSlot(3)),
+        (ToAgent, StartSlot(3, 1)),
         (ToAgent, SignalSlot(3, 99, 9)),
         (ToAgent, Renew()),
         (FromAgent, Renew()),

@@ -100,8 +100,8 @@ class Agent:
                 print(f"dropped a message: {error}", file=sys.stderr)
                 continue
             match message:
-                case StartSlot(slot):
-                    start_reported(self._start_slot(slot), f"slot {slot} cannot be started", self._on_error)
+                case StartSlot(slot, attempt):
+                    start_reported(self._start_slot(slot, attempt), f"slot {slot} cannot be started", self._on_error)
                 case SignalSlot(slot, pid, signum):
                     process = self._processes.get(slot)
                     if process is not None and process.pid == pid:
@@ -126,14 +126,14 @@ class Agent:
         else:
             self._outbox.put_nowait(NodeReady(devices.num_devices))
 
-    async def _start_slot(self, slot: int) -> None:
+    async def _start_slot(self, slot: int, attempt: int) -> None:
         try:
             process = await self._node.start_slot(slot)
         except (StartFailed, CapNotPermitted) as error:
-            self._outbox.put_nowait(SlotNotSpawned(slot, str(error)))
+            self._outbox.put_nowait(SlotNotSpawned(slot, attempt, str(error)))
             return
         self._processes[slot] = process
-        self._outbox.put_nowait(SlotSpawned(slot, process.pid))
+        self._outbox.put_nowait(SlotSpawned(slot, attempt, process.pid))
         if process.code is not None:  # it ended before it could be announced
             self._on_exit(process)
 

@@ -1,6 +1,7 @@
 """A run over several machines: each has an agent (`ductile.cluster.agent`), and the orchestrator a lease of each."""
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -84,7 +85,9 @@ class RemoteNode:
         self._log = Path(settings.logs) / f"agent_{settings.node}.log"
         self._frames = FrameRouter(bytes.fromhex(settings.token), f"tcp://{host}:*")
         self._ready: asyncio.Future[Devices] = asyncio.get_running_loop().create_future()
+        self._attempts = itertools.count(1)
         self._starting: dict[int, asyncio.Future[ForkedProcess]] = {}
+        """Starts that are waited for, by the number of the attempt."""
         self._processes: dict[int, RemoteProcess] = {}
         self._connection: bytes | None = None
         self._num_silent = 0
@@ -105,15 +108,16 @@ class RemoteNode:
     async def start_slot(self, slot: int) -> ForkedProcess:
         if self._lost:
             raise StartFailed(f"slot {slot} cannot be started: it {self._lost}; see {self._log}")
-        started = self._starting[slot] = asyncio.get_running_loop().create_future()
+        attempt = next(self._attempts)
+        started = self._starting[attempt] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(START_SLOT_S):
-                await self._send(StartSlot(slot))
+                await self._send(StartSlot(slot, attempt))
                 return await started
         except TimeoutError:
             raise StartFailed(f"the agent of node {self._settings.node} did not start slot {slot}") from None
         finally:
-            del self._starting[slot]
+            del self._starting[attempt]
 
     async def stop(self) -> None:
         if self._agent is not None:
@@ -178,20 +182,21 @@ class RemoteNode:
                 self._ready.set_result(Devices(num_devices, self._settings.slots_per_device, self._settings.first_slot))
             case NodeLost(why):
                 self._lose(f"ended: {why}")
-            case SlotSpawned(slot, pid):
-                process = self._processes[slot] = RemoteProcess(slot, pid, lambda message: start(self._send(message)))
-                starting = self._starting.get(slot)
+            case SlotSpawned(slot, attempt, pid):
+                process = RemoteProcess(slot, pid, lambda message: start(self._send(message)))
+                starting = self._starting.get(attempt)
                 if starting is not None and not starting.done():
+                    self._processes[slot] = process
                     starting.set_result(process)
                 else:
                     process.signal(signal.SIGKILL)  # too late: `start_slot` has given it up
-            case SlotNotSpawned(slot, sentence):
-                starting = self._starting.get(slot)
+            case SlotNotSpawned(_, attempt, sentence):
+                starting = self._starting.get(attempt)
                 if starting is not None and not starting.done():
                     starting.set_exception(StartFailed(sentence))
             case SlotEnded(slot, pid, code, error):
-                process = self._processes[slot]
-                if process.pid == pid and process.code is None:
+                process = self._processes.get(slot)
+                if process is not None and process.pid == pid and process.code is None:
                     if error:
                         process.said.append(error)
                     process.end(code)

@@ -6,13 +6,15 @@ import secrets
 import signal
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
 from ductile.cluster.cluster import StartFailed
+from ductile.cluster.cpu_cap import CapNotPermitted
 from ductile.cluster.node import Devices, Node, slot_of
 from ductile.cluster.processes import ForkedProcess, all_ended
 from ductile.cluster.survey import survey
@@ -69,7 +71,8 @@ class NodesCluster(ABC):
         self._measured: Arithmetic | None = None
         """Arithmetic that the slots were measured at, as slots that are added later will be; None: not measured."""
         self._config, self._logs, self._roles, self._host = config, logs, roles, host
-        self._adding = asyncio.Lock()
+        self._starting: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """One a slot: two that want the same slot get one process, and nobody else waits for it."""
         self._stopping = True
         self._watching: asyncio.Task[None] | None = None
 
@@ -110,7 +113,9 @@ class NodesCluster(ABC):
         return await asyncio.shield(self._death)
 
     async def add(self, slots: Sequence[int]) -> list[int]:
-        async with self._adding:  # two that want the same slot get one process
+        async with AsyncExitStack() as starting:
+            for slot in sorted(slots):  # in this order everywhere, so that nobody waits for each other
+                await starting.enter_async_context(self._starting[slot])
             return await self._add(slots)
 
     async def _add(self, slots: Sequence[int]) -> list[int]:
@@ -120,9 +125,8 @@ class NodesCluster(ABC):
         self.devices |= self._devices_of(new)
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
+                await self._earlier_ended(new)
                 for slot in new:
-                    if slot in self.processes:
-                        await self.processes[slot].ended.wait()
                     self.mailbox.welcome(slot)
                 self.slots = tuple(sorted({*self.slots, *new}))
                 with self._greetings(new) as greeted:
@@ -131,7 +135,7 @@ class NodesCluster(ABC):
                     await self._greeted_or_ended(greeted, new)
             if self._measured:
                 await survey(self.mailbox, new, self._config.command_timeout_s, self._measured)
-        except (TimeoutError, StartFailed, Failure) as error:
+        except (TimeoutError, StartFailed, CapNotPermitted, Failure) as error:
             why = str(error) or self._not_started(new)
             for slot in new:
                 if slot in self.processes:
@@ -242,6 +246,15 @@ class NodesCluster(ABC):
         if not greeted.done():
             ended = next(slot for slot in slots if self.processes[slot].code is not None)
             raise StartFailed(f"{self.mailbox.lost[ended]}; see {self._logs}")
+
+    async def _earlier_ended(self, slots: Sequence[int]) -> None:
+        """Waits for the earlier processes of lost slots. Raises StartFailed: one that hangs in a driver stays for long
+        after SIGKILL."""
+        earlier = [self.processes[slot] for slot in slots if slot in self.processes]
+        await all_ended(earlier, self._config.start_timeout_s / 2)
+        if staying := [f"{process.name} (pid {process.pid})" for process in earlier if process.code is None]:
+            limit_s = self._config.start_timeout_s / 2
+            raise StartFailed(f"{', '.join(staying)} had been killed, and had not ended {limit_s:g} s later")
 
     def _not_started(self, slots: Sequence[int]) -> str:
         silent = [slot for slot in slots if slot not in self.mailbox.heard_at_s]

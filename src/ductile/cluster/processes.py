@@ -1,6 +1,7 @@
 """The orchestrator's end of the process server (`ductile.slot.forkserver`): start, hear, kill and count processes."""
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -76,7 +77,13 @@ class ProcessServer:
         self._environment = dict(environment)
         self._on_exit = on_exit
         self._processes: dict[str, ForkedProcess] = {}
+        """Processes by the server's name for them, `NAME#NUMBER`: an earlier one of the same name may end later."""
         self._starting: dict[str, asyncio.Future[ForkedProcess]] = {}
+        """Processes that were asked for and are waited for, by the server's name."""
+        self._unwanted: set[str] = set()
+        """Server's names of processes that were started after their deadline: nobody was given them."""
+        self._numbers = itertools.count(1)
+        self._sending = asyncio.Lock()
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -99,15 +106,17 @@ class ProcessServer:
     ) -> ForkedProcess:
         """Start one process: `entry` is "package.module:function", called with `arguments`.
 
-        Cancelled, it leaves none: a second process of this name would share the first one's place.
+        Cancelled, it leaves none. One that starts after the deadline is killed, and its end is not reported.
         """
         if self._control is None:
             raise StartFailed(f"{name} cannot be started: the process server is not running")
-        request = {"start": name, "entry": entry, "arguments": arguments, "log": str(log), "cgroup": cgroup}
-        started = self._starting[name] = asyncio.get_running_loop().create_future()
+        key = f"{name}#{next(self._numbers)}"
+        request = {"start": key, "entry": entry, "arguments": arguments, "log": str(log), "cgroup": cgroup}
+        started = self._starting[key] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(deadline_s):
-                await asyncio.get_running_loop().sock_sendall(self._control, json.dumps(request).encode() + b"\n")
+                async with self._sending:
+                    await asyncio.get_running_loop().sock_sendall(self._control, json.dumps(request).encode() + b"\n")
                 return await asyncio.shield(started)
         except asyncio.CancelledError:
             await _end_process(started, deadline_s)
@@ -115,7 +124,7 @@ class ProcessServer:
         except (TimeoutError, OSError) as error:
             raise StartFailed(f"the process server did not start {name} ({error or 'no reply'})") from error
         finally:
-            del self._starting[name]
+            del self._starting[key]
 
     async def stop(self, deadline_s: float) -> None:
         """Kill whatever is left, wait for all of it, then end the server. Nothing runs afterwards."""
@@ -177,26 +186,19 @@ class ProcessServer:
                 self._ready.set_result(None)
             case {"failed": str(why)}:
                 self._ready.set_exception(StartFailed(f"{why}; see {self._log}"))
-            case {"started": str(name), "pid": int(pid)}:
-                self._forget(name)
-                process = self._processes[name] = ForkedProcess(name, pid, _open_pidfd(pid))
-                starting = self._starting.get(name)
+            case {"started": str(key), "pid": int(pid)}:
+                process = self._processes[key] = ForkedProcess(key.rpartition("#")[0], pid, _open_pidfd(pid))
+                starting = self._starting.get(key)
                 if starting is not None and not starting.done():
                     starting.set_result(process)
-                else:
-                    process.signal(signal.SIGKILL)  # too late: `fork` has given it up
-            case {"said": str(name), "text": str(text)}:
-                self._processes[name].said.append(text)
-                self._processes[name].heard.set()
-            case {"exited": str(name), "code": int(code)}:
-                self._end(self._processes[name], code)
-
-    def _forget(self, name: str) -> None:
-        """An earlier process of this name has ended, or no other could have been asked for."""
-        earlier = self._processes.get(name)
-        if earlier is not None and earlier.pidfd is not None:
-            os.close(earlier.pidfd)
-            earlier.pidfd = None
+                else:  # too late: `fork` has given it up
+                    self._unwanted.add(key)
+                    process.signal(signal.SIGKILL)
+            case {"said": str(key), "text": str(text)}:
+                self._processes[key].said.append(text)
+                self._processes[key].heard.set()
+            case {"exited": str(key), "code": int(code)}:
+                self._end(key, code)
 
     async def _server_ended(self) -> None:
         if not self._ready.done():
@@ -206,15 +208,20 @@ class ProcessServer:
         assert self._server is not None
         server = ForkedProcess("process server", self._server.pid, None, code=self._server.wait(1.0))
         self._on_exit(server)
-        for process in self._processes.values():
-            if process.code is None:
-                if process.pidfd is not None:
-                    await _ending_of(process.pidfd)
-                self._end(process, -signal.SIGKILL)
+        for key, process in list(self._processes.items()):
+            if process.pidfd is not None:
+                await _ending_of(process.pidfd)
+            self._end(key, -signal.SIGKILL)
 
-    def _end(self, process: ForkedProcess, code: int) -> None:
+    def _end(self, key: str, code: int) -> None:
+        process = self._processes.pop(key)
         process.end(code)
-        self._on_exit(process)
+        if process.pidfd is not None:
+            os.close(process.pidfd)
+            process.pidfd = None
+        if key not in self._unwanted:
+            self._on_exit(process)
+        self._unwanted.discard(key)
 
 
 async def all_ended(processes: Iterable[ForkedProcess], deadline_s: float) -> None:

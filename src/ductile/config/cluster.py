@@ -32,12 +32,13 @@ class ClusterConfig(Section):
     GPU."""
     cpu_slot_fraction: float | None = Field(default=None, gt=0, le=1)
     """Cap each slot's process to this share of one core (cgroup v1 or v2 `cpu` controller; needs permission)."""
-    heartbeat_timeout_s: float = Field(default=30.0, gt=0)
-    """A slot whose side thread is silent for longer counts as lost."""
+    heartbeat_timeout_s: float = Field(default=30.0, ge=2)
+    """A slot whose side thread is silent for longer counts as lost. It says something every second."""
     command_timeout_s: float = Field(default=600.0, gt=0)
     """The longest that one command to a slot may take."""
     progress_timeout_s: float | None = Field(default=None, gt=0)
-    """The longest that a generator with requests may go without a new token. Absent: as `command_timeout_s`."""
+    """The longest that a generator with requests may go without a new token; then it is killed, and counts as lost.
+    Absent: as `command_timeout_s`."""
     group_timeout_s: float | None = Field(default=None, gt=0)
     """The longest that the trainer waits for a prompt group to train on: at least as long as a whole group takes to
     generate and to grade. Absent: as `command_timeout_s`."""

@@ -45,6 +45,8 @@ REST = 100.0
 MOST_PATIENCE_S = 60.0
 """Longest time without a decision after changes that failed, in seconds. The first failure costs a second, each further
 one twice the last."""
+GIVE_UP_S = 1.0
+"""Seconds that a change has to end once the run has failed."""
 MOST_DECIDING_S = 60.0
 """Longest time that a policy may take for a decision; `model` takes some milliseconds."""
 KEPT = 1 << 16
@@ -148,19 +150,23 @@ class ElasticController:
     @asynccontextmanager
     async def at_work(self, on_error: Callable[[BaseException], None]) -> AsyncGenerator[None]:
         """Meanwhile the policy is asked after events. A change that is under way at the end is given up, and training
-        is released.
+        is released. When the block raises, the change is hardly waited for: a slot may hang in the middle of it, and
+        all slots are about to be stopped.
 
         on_error: told at once of what ends the run. When the block ends well all the same, that is raised.
         """
         self._on_error = on_error
-        watching = asyncio.create_task(self._watch())
+        watching, limit_s = asyncio.create_task(self._watch()), None
         try:
             yield
+        except BaseException:
+            limit_s = GIVE_UP_S
+            raise
         finally:
             tasks = [task for task in (watching, self._change) if task is not None]
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.wait(tasks, timeout=limit_s)
             self._hold_training(False)
         if self._failed is not None:
             raise self._failed
@@ -226,6 +232,10 @@ class ElasticController:
         took_s = state_s + deciding_s
         self.deciding_s += took_s
         self._not_before_s = actuator.now_s + self._rest_s(took_s)
+        if gone := self._not_ready(state, decision):
+            self._log.dropped(decision, gone, at_s)
+            self.notify()
+            return
         self._log.decided(decision, at_s)
         if decision.orders:
             delta, self._patience_s = _RoleDelta.of(state, decision), state.patience_s
@@ -233,6 +243,17 @@ class ElasticController:
                 self._joined.clear()
             actuator.changing(decision.moves)
             self._change = asyncio.create_task(self._make(state, decision, delta, at_s))
+
+    def _not_ready(self, state: ClusterState, decision: Decision) -> set[int]:
+        """Slots of the decision that were lost while the policy decided. They come back by themselves."""
+        if not decision.orders:
+            return set()
+        now = self._actuator.state()
+        ready = {slot.slot for slot in now.slots if slot.ready}
+        moved = {move.slot for move in decision.moves}
+        ends = {order.source for order in decision.migrations} | {order.target for order in decision.migrations}
+        slots = moved.union(*(each.slots for each in state.instances if each.id in ends))
+        return {slot.slot for slot in state.slots if slot.ready and slot.slot in slots} - ready
 
     async def _make(self, state: ClusterState, decision: Decision, delta: "_RoleDelta", at_s: float) -> None:
         """Carry the change out, and note what became of it. The loop does not wait for this task."""

@@ -7,7 +7,7 @@
 """
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ductile.config.command_line import as_sentence
@@ -49,6 +49,12 @@ class DecisionLog:
         self._training_held = pauses
         if decision.orders or decision.reason or began:
             self._topic = topic
+
+    def dropped(self, decision: Decision, gone: Collection[int], at_s: float) -> None:
+        """The decision is not carried out: these slots were lost while it was made."""
+        lost = ", ".join(map(str, sorted(gone)))
+        why = f"Not carried out, as slot {lost} was lost meanwhile: {decision.reason or sentence(decision.moves)}"
+        self._record.event(TrainingHeld(round(at_s, 3), decision.hold_training, sentence=as_sentence(why)))
 
     def changed(self, change: ExecutedDecision, before: Sequence[Instance], after: Sequence[Instance]) -> None:
         """A change is at its end. before, after: the instances that were and are there."""

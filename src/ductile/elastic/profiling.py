@@ -26,17 +26,18 @@ class Profiler(Listener):
         cost_model: CostModel,
         prompt_tokens: Callable[[], float],
         num_switches: Callable[[], int],
-        num_scorers: Callable[[], int],
+        scorer_seconds: Callable[[], float],
         num_updates: int,
         began_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """num_updates: optimizer steps of a step. began_s: on `clock`, when the slots had their roles."""
+        """scorer_seconds: as `RemoteScorer` has them; 0 without scorers. num_updates: optimizer
+        steps of a step. began_s: on `clock`, when the slots had their roles."""
         self._record, self._activity, self._cost_model = record, activity, cost_model
         self._prompt_tokens, self._num_switches = prompt_tokens, num_switches
-        self._num_scorers, self._num_updates = num_scorers, num_updates
+        self._scorer_seconds, self._num_updates = scorer_seconds, num_updates
         self._began_s, self._clock = began_s, clock
-        self._step_began_s = 0.0
+        self._step_began_s = self._scored_s = 0.0
         self._reported_until_s: dict[int, float] = {}
         self._spans: dict[int, list[Span]] = {}
         self._lengths: list[int] = []
@@ -64,8 +65,10 @@ class Profiler(Listener):
             self._cost_model.took("publish", metrics["seconds/publish"])
         if "seconds/receive" in metrics:
             self._cost_model.took("receive", metrics["seconds/receive"])
-        if num_scorers := self._num_scorers():
-            self._cost_model.scored(metrics["tokens"], metrics["seconds/score"] * num_scorers)
+        scorer_seconds = self._scorer_seconds()
+        if scorer_seconds > self._scored_s:
+            self._cost_model.scored(metrics["tokens"], scorer_seconds - self._scored_s)
+            self._scored_s = scorer_seconds
 
     def _tell(self, step: int, now_s: float) -> None:
         for slot in self._activity.slots:

@@ -19,6 +19,7 @@ from types import TracebackType
 
 from ductile.cluster.cluster import Cluster, StartFailed
 from ductile.concurrency.background import start_reported
+from ductile.concurrency.listeners import Listeners
 from ductile.core.instances.instances import Instance, Serving, instance_on
 from ductile.error_text import capitalised
 from ductile.events.slots import SlotGivenBack, SlotRestarted
@@ -55,6 +56,8 @@ class Recovery:
     ) -> None:
         """change_over: returns when the slot does not change roles. is_scheduled: a policy moves the slots. replaced:
         roles of a slot that is given back which the policy gives to others."""
+        self.on_change = Listeners[[]]()
+        """Told when a slot is not `under_way` any more: it is back, given back, or left to a resize."""
         self._cluster, self._fleet = cluster, fleet
         self._record, self._max_restarts, self._clock = record, max_restarts, clock
         self._change_over, self._is_scheduled, self._replaced = change_over, is_scheduled, frozenset(replaced)
@@ -112,8 +115,6 @@ class Recovery:
             while True:
                 await self._change_over(slot)
                 missing: list[Serving] = [role for role in roles if self._fleet.pools[role].on(slot) is None]
-                if self._cluster.depends_on(slot):
-                    return  # a resize has started it for the trainer
                 if slot not in self._cluster.mailbox.lost and (self._is_scheduled or not missing):
                     return  # a change has started it, and the policy gives it what roles it has
                 if self._num_attempts[slot] >= self._max_restarts:
@@ -131,11 +132,15 @@ class Recovery:
                     why = str(error)
                     if not self._cluster.depends_on(slot):
                         self._cluster.condemn(slot, f"{why}; it has been killed")
-                else:
-                    self._note(slot, roles, instances, self._clock() - began_s)
-                    return
+                    continue
+                if died_again := self._cluster.mailbox.lost.get(slot):
+                    why = died_again  # its death was not listened to, as the slot was still under way
+                    continue
+                self._note(slot, roles, instances, self._clock() - began_s)
+                return
         finally:
             del self._restarting[slot]
+            self.on_change()
 
     async def _restart(self, slot: int, roles: Sequence[Serving]) -> list[Instance]:
         await self._cluster.add([slot])
@@ -167,5 +172,11 @@ class Recovery:
         self._record.event(SlotGivenBack(slot, tuple(roles), sentence=f"Slot {slot} is given back {tried}: {why}."))
         for role in roles:
             coming = any(role in others for other, others in self._restarting.items() if other != slot)
-            if not (role in self._replaced or coming or self._fleet.pools[role].all_instances):
+            if not (self._is_replaced(role, slot) or coming or self._fleet.pools[role].all_instances):
                 self._cluster.fail(f"{capitalised(why)}; slot {slot} was given back {tried}, and no slot {VERBS[role]}")
+
+    def _is_replaced(self, role: Serving, without: int) -> bool:
+        """Whether the policy gives the role to another slot: it takes none from the last one that can train."""
+        mailbox, coming = self._cluster.mailbox, self._restarting.keys() - {without}
+        there = [slot for slot in self._cluster.slots if slot not in mailbox.lost or slot in coming]
+        return role in self._replaced and sum(mailbox.roles(slot) != ("score",) for slot in there) > 1

@@ -21,6 +21,7 @@ from ductile.fleet.fleet import Fleet
 from ductile.fleet.release import Release
 from ductile.fleet.trainer import RemoteTrainer
 from ductile.messages.control import Resized, ResizeRequest, RunFailed, Unfit
+from ductile.messages.workers import Died, Event
 from ductile.observe import Recorder
 from ductile.roles import SlotLost
 
@@ -49,8 +50,6 @@ class TrainerResizer:
         self._transaction: Transaction | None = None
         self._judged: dict[int, str] = {}
         """How slots have died whose deaths the resize under way judges."""
-        self._needed: dict[int, bool] = {}
-        """What `depends_on` said of each slot."""
         self._paused_s = 0.0
         self._ended = ChangeSignal()
         cluster.depends_on = self.depends_on
@@ -116,15 +115,10 @@ class TrainerResizer:
         return f"{phase}, to {describe(self._target)}"
 
     def depends_on(self, slot: int) -> bool:
-        """Whether the run ends when this slot dies, or, if it is dead, whether the run had to end at its death.
+        """Whether the run cannot go on without this slot.
 
         It says no of slots whose deaths a resize judges: the resize ends the run if it must.
         """
-        if slot not in self._cluster.mailbox.lost:
-            self._needed[slot] = self._is_needed(slot)
-        return self._needed.get(slot, False)
-
-    def _is_needed(self, slot: int) -> bool:
         trains = slot in self._trainer.layout.slots and not self.judges(slot)
         return trains or slot in self._trainer.publishers
 
@@ -165,15 +159,15 @@ class TrainerResizer:
             sentence = f"Slot {slot} runs on {device}, pid {pid}: it will join the trainer."
             self._record.event(SlotStarted(slot=slot, roles=(), device=device, pid=pid, sentence=sentence))
 
-    def note_death(self, slot: int, reason: str) -> None:
+    def on_event(self, slot: int, event: Event) -> None:
         """Write down that a slot has died with which the run does not end. Where a resize judges that, it is written
         once the resize has ruled that the run goes on; a death that ends the run is told at its end."""
-        if self.depends_on(slot):
+        if not isinstance(event, Died) or self.depends_on(slot):
             return
         if self.judges(slot):
-            self._judged[slot] = reason
+            self._judged[slot] = event.reason
         else:
-            self._note_lost(slot, reason)
+            self._note_lost(slot, event.reason)
 
     def _note_lost(self, slot: int, reason: str) -> None:
         self._record.event(SlotWasLost(slot, sentence=f"{capitalised(reason)}."))

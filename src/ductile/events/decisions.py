@@ -1,11 +1,11 @@
 """A policy's decisions as lines of `decisions.jsonl`: all that it was asked with, and what it decided.
 
-    {"version": 2, "policy": {"name": "model", ...}, "state": {"now_s": 0.2, "slots": [...], ...}, "decision": {}}
-    {"state": {"now_s": 9.5, "batch": {"ready": 8}, "unfinished": {"gone": [3]}}, "decision": {"orders": [...], ...}}
+    {"version": 2, "policy": {"name": "model", ...}, "number": 1, "state": {"now_s": 0.2, ...}, "decision": {}}
+    {"number": 2, "state": {"now_s": 9.5, "batch": {"ready": 8}}, "decision": {"orders": [...], ...}}
 
-1. The first line of each start of a run names the policy and has the whole state. Every further one has of the state
-   what differs from the line before: of a record its changed fields; of a list of records those that changed, by their
-   places; of a list of numbers how many are dropped at its start and which are added at its end.
+1. The first line of each start of a run names the policy and has the whole state; its lines are numbered. Every further
+   one has of the state what differs from the line before: of a record its changed fields; of a list of records those
+   that changed, by their places; of a list of numbers how many are dropped at its start and which are added at its end.
 2. Of unfinished rollouts it has the places of those that are `gone`, each `new` one with its place, and the tokens by
    which the others have `grown`: for each generator [how many rollouts, tokens of each, how many, tokens, ...].
 3. Of a decision it has what is not empty; instead of one it has a sentence, `refused` where the policy failed or `late`
@@ -42,6 +42,7 @@ class DecisionJournal:
         self._record = record
         self._first: Plain = {"version": FORMAT, "policy": policy}
         self._states = StateWriter()
+        self._number = 0
 
     def decided(self, state: ClusterState, decision: Decision) -> None:
         self._append(state, decision=decision_row(decision))
@@ -55,7 +56,9 @@ class DecisionJournal:
         self._append(state, late=why)
 
     def _append(self, state: ClusterState, **outcome: Any) -> None:
-        self._record.decision({**self._first, "state": self._states.difference(state), **outcome})
+        self._number += 1
+        row = {**self._first, "number": self._number, "state": self._states.difference(state), **outcome}
+        self._record.decision(row)
         self._first = {}
 
 

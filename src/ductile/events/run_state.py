@@ -17,7 +17,7 @@ from ductile.core.scheduling.profile import Setting, StepProfile
 from ductile.events.lines import KINDS, UnreadEvent, read_event
 from ductile.events.resizes import ResizeRolledBack, TrainerResized
 from ductile.events.scheduling import OrdersDone, TrainingHeld
-from ductile.events.slots import SlotRestarted, SlotWasLost
+from ductile.events.slots import SlotGivenBack, SlotRestarted, SlotWasLost
 from ductile.events.steps import StepProfiled, WorkBegan
 from ductile.observe import Listener, RunEvent
 
@@ -50,6 +50,8 @@ class RunState(Listener):
     profiles: list[StepProfile] = field(default_factory=list[StepProfile])
     instances: dict[InstanceId, InstanceSpan] = field(default_factory=dict[InstanceId, InstanceSpan])
     """Generators and scorers in the order in which they began; none of a run whose events do not name them."""
+    given_back: set[int] = field(default_factory=set[int])
+    """Lost slots that are not started again."""
     resizes: list[TrainerResized | ResizeRolledBack] = field(default_factory=list[TrainerResized | ResizeRolledBack])
     """Resizes of the trainer, done or not, those by a policy and those by `ductile resize`."""
     waits: list[TrainingHeld] = field(default_factory=list[TrainingHeld])
@@ -77,7 +79,7 @@ class RunState(Listener):
         kind = KINDS.get(event.written) if isinstance(event, UnreadEvent) else type(event)
         if kind is WorkBegan:
             self.began_s, self.setting, self.profiles, self.instances = event.time_s, None, [], {}
-            self.resizes, self.unreadable, self.unread_kinds = [], "", set()
+            self.given_back, self.resizes, self.unreadable, self.unread_kinds = set(), [], "", set()
         if self.began_s is None:
             self.began_s = event.time_s
         at_s = event.time_s - self.began_s
@@ -99,8 +101,11 @@ class RunState(Listener):
             case OrdersDone(began=tuple(began), ended=ended) if self.setting:
                 self._begin(began, at_s)
                 self._end(ended, at_s)
-            case SlotRestarted(began=began):
+            case SlotRestarted(slot=slot, began=began):
+                self.given_back.discard(slot)
                 self._begin(began, at_s)
+            case SlotGivenBack(slot=slot):
+                self.given_back.add(slot)
             case SlotWasLost(slot=slot):
                 self._end([name for name, each in self.instances.items() if slot in each.instance.slots], at_s)
             case _:

@@ -31,13 +31,14 @@ class SlotRestarted(RunEvent, tag="slot_restarted", frozen=True):
     seconds: float
     """Seconds from its loss until it worked again."""
     num_attempts: int
-    """Starts that it took, the one that succeeded included."""
+    """Starts in a row, the one that succeeded included: also those before it was lost again within a minute."""
     began: tuple[Instance, ...]
     """Instances that began on it."""
 
 
 class SlotGivenBack(RunEvent, tag="slot_given_back", frozen=True):
-    """A lost generator or scorer cannot be started again; the run goes on without it."""
+    """A lost generator or scorer, or a slot between two roles, is not started again. The run goes on without it, or
+    ends where it was the last of a role."""
 
     slot: int
     roles: tuple[Role, ...]

@@ -54,7 +54,7 @@ class Dispatch:
     async def _tell_generate(self, instance: Instance, requests: Sequence[InFlight]) -> None:
         try:
             await self._pool.ask(instance, Generate(tuple(entry.on_wire for entry in requests)))
-        except Failure as error:
+        except Exception as error:  # a message that cannot be sent, too: else these requests wait, and nobody hears why
             for entry in requests:
                 if entry.instance == instance:
                     entry.fail(error)

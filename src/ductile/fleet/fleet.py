@@ -13,7 +13,7 @@ from ductile.fleet.generators import RemoteGenerators
 from ductile.fleet.release import Release
 from ductile.fleet.scorer import RemoteScorer
 from ductile.fleet.trainer import RemoteTrainer
-from ductile.roles import Failure
+from ductile.roles import Failure, SlotLost
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,8 @@ class Fleet:
                 await pool.receive(manifest)
             finally:
                 await self.trainer.withdraw(version)
+        if why := pool.why_lost(instance):
+            raise SlotLost(why)  # `receive` goes on without instances that are lost
 
     async def release(self, release: Release) -> list[str]:
         """Have the rollouts migrate, and then the instances end. Returns a sentence, without its full stop, for each

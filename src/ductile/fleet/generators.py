@@ -9,6 +9,7 @@ migration  requests that go to another generator
 import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NoReturn
 
 from ductile.concurrency.background import finish
 from ductile.concurrency.listeners import Listeners
@@ -23,12 +24,14 @@ from ductile.fleet.migration import MigrationResult, Migrator
 from ductile.fleet.worker_pool import Server, WorkerPool
 from ductile.messages.workers import Died, EngineStats, Event, Finished
 from ductile.records import GenerateRequest, Generation
-from ductile.roles import Failure, Late, SlotLost
+from ductile.roles import Failure, Late, NotTaken, SlotLost
 from ductile.transport.deadlines import Deadlines
 from ductile.transport.mailbox import Mailbox
 
 MOST_LOST = 5
 """Generators that may be lost with one request before it fails."""
+NOT_TAKEN_S = 0.1
+"""Seconds until a request is sent again that an instance did not take."""
 
 
 class RemoteGenerators(WorkerPool):
@@ -44,15 +47,16 @@ class RemoteGenerators(WorkerPool):
         clock: Callable[[], float] = time.monotonic,
         leases: WeightLeases | None = None,
         servers: Mapping[InstanceId, Server] | None = None,
+        condemn: Callable[[int, str], None] | None = None,
     ) -> None:
         """max_num_seqs: of one generator. block_tokens: as `core.instances.routing.route` has it.
-        leases, servers: as `WorkerPool` has them."""
+        leases, servers, condemn: as `WorkerPool` has them."""
         self.on_finished = Listeners[[Generation]]()
         """Told of every completion, as it comes."""
         self.on_restarted = Listeners[[str, InstanceId | None]]()
         """Told with a sentence and the lost generator when a request begins again, because its generator was lost;
         None where it was between two."""
-        super().__init__(mailbox, "generate", instances, deadlines, leases, servers)
+        super().__init__(mailbox, "generate", instances, deadlines, leases, servers, condemn)
         self._max_num_seqs, self._block_tokens = max_num_seqs, block_tokens
         self._in_flight = RequestsInFlight(clock)
         self._dispatch = Dispatch(self)
@@ -64,8 +68,8 @@ class RemoteGenerators(WorkerPool):
     async def generate(self, request: GenerateRequest) -> Generation:
         """Waits for a generator while there is none. Raises SlotLost, Late or Refused.
 
-        What was under way at a generator that is lost begins again at another one. A request that MOST_LOST generators
-        were lost with fails: it may be what ends them.
+        What was under way at a generator that is lost begins again at another one; a generator that makes no progress
+        is killed. A request that MOST_LOST generators were lost with fails: it may be what ends them.
         """
         entry, aborted = self._in_flight.open(request), False
         lost = set[Instance]()
@@ -78,6 +82,8 @@ class RemoteGenerators(WorkerPool):
                     if entry.instance is not None and isinstance(error, SlotLost):
                         lost.add(entry.instance)
                     self._begin_again(entry, error)
+                    if isinstance(error, NotTaken):  # nothing tells when the instance takes requests again
+                        await asyncio.sleep(NOT_TAKEN_S)
         except (asyncio.CancelledError, Late):
             aborted = True
             self._dispatch.abort(entry)
@@ -93,7 +99,7 @@ class RemoteGenerators(WorkerPool):
         except TimeoutError:
             left = len(self._in_flight.at(instance))
             described = self.describe(instance)
-            waited = f"{self._deadlines.patience_s:g} s"
+            waited = f"{self._deadlines.patience_s:g} s (cluster.patience_timeout_s)"
             raise Late(f"{described} still had {left} requests after {waited}, and cannot leave") from None
         await self.release(instance)
         self._in_flight.forget(instance)
@@ -125,19 +131,35 @@ class RemoteGenerators(WorkerPool):
             limit_s = self._deadlines.progress_s
             patience_s = self._in_flight.patience_s(entry, limit_s)
             if patience_s <= 0 and entry.instance is not None:
-                who = self.describe(entry.instance)
-                raise Late(f"{who} made no progress for {limit_s:g} s while it had to generate {entry.request.id}")
+                self._kill(entry.instance, entry.request.id, limit_s)
             await asyncio.wait([entry.completion], timeout=patience_s)
         return entry.completion.result()
+
+    def _kill(self, instance: Instance, request: str, limit_s: float) -> NoReturn:
+        """Kill a generator that makes no progress. Raises SlotLost; Late for an external server, which is not ours to
+        kill."""
+        said = (
+            f"{self.describe(instance)} made no progress for {limit_s:g} s (cluster.progress_timeout_s) while it had "
+            f"to generate {request}"
+        )
+        if not instance.slots:
+            raise Late(said)
+        for slot in instance.slots:
+            self._condemn(slot, f"{said}, and has been killed")
+        raise SlotLost(self.why_lost(instance))
 
     def _begin_again(self, entry: InFlight, error: Failure) -> None:
         """Raises `error` if it must not."""
         if not error.retryable:
             raise error
         lost = entry.where
-        if entry.num_lost + 1 == MOST_LOST:
-            raise SlotLost(f"{error}; {MOST_LOST} generators were lost while they had {entry.request.id}") from error
-        self._in_flight.reopen(entry)
+        if isinstance(error, SlotLost):
+            if entry.num_lost + 1 == MOST_LOST:
+                said = f"{error}; {MOST_LOST} generators were lost while they had {entry.request.id}"
+                raise SlotLost(said) from error
+        elif entry.num_not_taken * NOT_TAKEN_S > self._deadlines.patience_s:
+            raise error
+        self._in_flight.reopen(entry, is_lost=isinstance(error, SlotLost))
         self.on_restarted(f"Request {entry.request.id} begins again: {error}.", lost)
 
     async def _migrate(self, migrations: Sequence[Migration]) -> tuple[MigrationResult, ...]:

@@ -33,6 +33,8 @@ class InFlight:
     """Tokens that are still to come, as predicted."""
     num_lost: int = 0
     """Generators that were lost while they had the request."""
+    num_not_taken: int = 0
+    """How often a generator did not take the request."""
     migrating: bool = False
     """The request migrates to `instance`, and the reply is waited for. Should that one be lost, the migration goes
     on."""
@@ -77,9 +79,10 @@ class RequestsInFlight:
         self._by_name[name] = entry
         return entry
 
-    def reopen(self, entry: InFlight) -> None:
-        """Make the request ready to begin again: its generator was lost, with the tokens that were generated there."""
-        entry.num_lost += 1
+    def reopen(self, entry: InFlight, *, is_lost: bool) -> None:
+        """Make the request ready to begin again: its generator was lost with its tokens, or has not taken it."""
+        entry.num_lost += is_lost
+        entry.num_not_taken += not is_lost
         entry.generated = len(entry.request.generated)
         entry.completion = asyncio.get_running_loop().create_future()
         self.note_instance(entry, None)

@@ -1,7 +1,8 @@
 """The scorers behind one call: `score` splits samples among the score slots and puts the log-probs back in order."""
 
+import asyncio
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 from ductile.columns import Floats
@@ -26,9 +27,12 @@ class RemoteScorer(WorkerPool):
         instances: Iterable[Instance],
         deadlines: Deadlines,
         leases: WeightLeases | None = None,
+        condemn: Callable[[int, str], None] | None = None,
     ) -> None:
-        """leases: as `WorkerPool` has them."""
-        super().__init__(mailbox, "score", instances, deadlines, leases)
+        """leases, condemn: as `WorkerPool` has them."""
+        super().__init__(mailbox, "score", instances, deadlines, leases, condemn=condemn)
+        self.scorer_seconds = 0.0
+        """Seconds of all scorers together that they have been asked to score."""
         self._num_scoring: Counter[InstanceId] = Counter()
         """Calls of `score` that need the instance."""
 
@@ -57,9 +61,12 @@ class RemoteScorer(WorkerPool):
         commands = {scorer: Score(tuple(samples[index] for index in share), model) for scorer, share in asked.items()}
         names = [scorer.id for scorer in commands]
         self._num_scoring.update(names)
+        now_s = asyncio.get_running_loop().time
+        began_s = now_s()
         try:
             outcomes = await self.ask_all(commands)
         finally:
+            self.scorer_seconds += (now_s() - began_s) * len(commands)
             self._num_scoring.subtract(names)
             self._changed.notify_all()
         there = {scorer: outcome for scorer, outcome in outcomes.items() if not isinstance(outcome, SlotLost)}
@@ -72,7 +79,7 @@ class RemoteScorer(WorkerPool):
         try:
             await self._changed.wait_for(lambda: not self._num_scoring[instance.id], self._deadlines.patience_s)
         except TimeoutError:
-            waited = f"{self._deadlines.patience_s:g} s"
+            waited = f"{self._deadlines.patience_s:g} s (cluster.patience_timeout_s)"
             raise Late(f"{self.describe(instance)} was still scoring after {waited}") from None
         await self.release(instance)
         del self._num_scoring[instance.id]

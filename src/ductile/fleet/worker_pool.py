@@ -54,8 +54,11 @@ class WorkerPool:
         deadlines: Deadlines,
         leases: WeightLeases | None,
         servers: Mapping[InstanceId, Server] | None = None,
+        condemn: Callable[[int, str], None] | None = None,
     ) -> None:
-        """leases: None where no instance ever joins. servers: what takes the messages of instances without slots."""
+        """leases: None where no instance ever joins. servers: what takes the messages of instances without slots.
+        condemn(slot, sentence): kills a slot that hangs, which is lost from then on (`Cluster.condemn`); None gives it
+        up without that."""
         self.instances = in_order(instances)
         self.version: int | None = None
         """Version that is live; None before the first."""
@@ -66,6 +69,7 @@ class WorkerPool:
         """Told when `instances` have changed, or a call of `some` begins to wait for one."""
         self._servers = dict(servers or {})
         self._mailbox, self._deadlines, self._leases = mailbox, deadlines, leases
+        self._condemn = condemn or mailbox.lose
         self._role: Serving = role
         self._draining: dict[InstanceId, Instance] = {}
         self._waiting: dict[InstanceId, Instance] = {}
@@ -145,7 +149,8 @@ class WorkerPool:
                 await self._changed.wait_for(lambda: bool(there()), self._deadlines.patience_s)
             except TimeoutError:
                 raise Late(
-                    f"for {self._deadlines.patience_s:g} s no slot had the role {self._role!r}, for {what}"
+                    f"for {self._deadlines.patience_s:g} s (cluster.patience_timeout_s) no slot had the role "
+                    f"{self._role!r}, for {what}"
                 ) from None
             finally:
                 self.num_waiting -= 1
@@ -163,7 +168,9 @@ class WorkerPool:
         self._joining.update(slots)
         try:
             assign = AssignRole(self._role, dict(settings), ParallelLayout.of(slots), joining=True)
-            raise_worst(await self._mailbox.ask_all(dict.fromkeys(slots, assign), self._deadlines.command_s))
+            outcomes = await self._mailbox.ask_all(dict.fromkeys(slots, assign), self._deadlines.command_s)
+            self._condemn_late(outcomes)
+            raise_worst(outcomes)
             async with self.lock.shared(f"{instance.id} joins"):
                 version = self.version
                 takes_work = version is not None and await self._leases.give(instance, version)
@@ -254,6 +261,12 @@ class WorkerPool:
             return await self.ask(instance, command)
         except Failure as error:
             return error
+
+    def _condemn_late(self, outcomes: Mapping[int, Outcome]) -> None:
+        """Kill the slots that hang as they take their first role: they would not release it in time, either."""
+        for slot, outcome in outcomes.items():
+            if isinstance(outcome, Late) and self._mailbox.roles(slot) == (self._role,):
+                self._condemn(slot, f"{outcome}; it has been killed")
 
     async def _release_half_joined(self, instance: Instance) -> None:
         if self._leases is not None:

@@ -25,6 +25,8 @@ class StartSlot(AgentMessage):
     """Reply: `SlotSpawned` or `SlotNotSpawned`. The slot itself says `Hello` to the orchestrator."""
 
     slot: int
+    attempt: int
+    """Number of the start among all of the node; the reply has it, too."""
 
 
 class SignalSlot(AgentMessage):
@@ -59,11 +61,13 @@ class NodeLost(AgentMessage):
 
 class SlotSpawned(AgentMessage):
     slot: int
+    attempt: int
     pid: int
 
 
 class SlotNotSpawned(AgentMessage):
     slot: int
+    attempt: int
     sentence: str
 
 

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ductile.events.ending import EndedAsAsked, EndedByDeath, EndedByFailure
 from ductile.fabric.process import start_time
 from ductile.messages.control import (
     VERSION,
@@ -31,10 +32,12 @@ from ductile.messages.control import (
     Status,
     Unfit,
 )
+from ductile.observe import read_jsonl
 
 FILE = "control.json"
 MAX_REQUEST_BYTES = 1 << 20
 MAX_RESPONSE_BYTES = 64 << 20
+ENDINGS = {event.__struct_config__.tag for event in (EndedAsAsked, EndedByDeath, EndedByFailure)}
 STATUS_S = 10.0
 RESIZE_S = 600.0
 
@@ -97,6 +100,11 @@ class Run:
             machine = str(known["machine"])
             host, port, token = str(known["host"]), int(known["port"]), str(known["token"])
         except FileNotFoundError:
+            if ended := self._ending():
+                raise Unfit(
+                    f"no run is at work in {self.folder}: the last one has ended. {ended} What it did: ductile report "
+                    f"{self.folder}"
+                ) from None
             if (self.folder / "summary.json").exists():
                 raise Unfit(
                     f"no run is at work in {self.folder}: the last one has ended (or one has just been started, and "
@@ -114,6 +122,11 @@ class Run:
         if version != VERSION:
             raise Unfit(f"the run in {self.folder} speaks version {version} of the control words, this is {VERSION}")
         return host, port, token
+
+    def _ending(self) -> str:
+        """How the last run has ended, as a sentence; "" when it has not, or did all that it was to do."""
+        latest = next(iter(read_jsonl(self.folder / "events.jsonl")[-1:]), {})
+        return str(latest.get("sentence", "")) if latest.get("kind") in ENDINGS else ""
 
 
 def _line(connection: socket.socket, timeout_s: float) -> bytes:

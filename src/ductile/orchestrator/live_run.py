@@ -19,7 +19,6 @@ from ductile.messages.control import (
     Status,
     Unfit,
 )
-from ductile.messages.workers import Died, Event
 from ductile.orchestrator.supervise import Session
 
 
@@ -36,7 +35,6 @@ class LiveRun:
         """policy: that moves the slots of this run; "" when none does."""
         self._session, self._cluster, self._trainer = session, cluster, trainer
         self._activity, self._resizer, self._policy = activity, resizer, policy
-        cluster.mailbox.subscribe(self._on_event)
 
     async def respond(self, ask: ResizeRequest | Status) -> Resized | RunStatus:
         """Raises Unfit or RunFailed."""
@@ -67,17 +65,14 @@ class LiveRun:
     def _slot(self, slot: int) -> SlotStatus:
         process, mailbox = self._cluster.processes.get(slot), self._cluster.mailbox
         lost = slot in mailbox.lost
+        gone = "given back" if slot in self._session.state.given_back else "lost"
         account, now_s = self._activity.account(slot), time.monotonic()
         return SlotStatus(
             slot=slot,
             pid=process.pid if process else 0,
             device=self._cluster.devices[slot],
             roles=() if lost else mailbox.roles(slot),
-            doing="lost" if lost else account.activity,
+            doing=gone if lost else account.activity,
             seconds={str(activity): seconds for activity, seconds in account.totals(now_s).items()},
             idle={str(cause): seconds for cause, seconds in account.idle(now_s).items()},
         )
-
-    def _on_event(self, slot: int, event: Event) -> None:
-        if isinstance(event, Died):
-            self._resizer.note_death(slot, event.reason)

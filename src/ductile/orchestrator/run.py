@@ -225,8 +225,12 @@ async def _live(
     resizer = TrainerResizer(cluster, trainer, options, session.record, num_slots, fleet)
     policy = policy_name(config.cluster) if config.cluster.auto_scheduler else ""
     live = LiveRun(session, cluster, trainer, activity, resizer, policy)
-    async with Endpoint(session.folder, live.respond):
-        yield resizer
+    leave = cluster.mailbox.subscribe(resizer.on_event)
+    try:
+        async with Endpoint(session.folder, live.respond):
+            yield resizer
+    finally:
+        leave()
 
 
 async def _take_roles(config: RLConfig, prepared: Prepared, placement: Placement, cluster: Cluster) -> Fleet:
@@ -249,7 +253,9 @@ async def _take_roles(config: RLConfig, prepared: Prepared, placement: Placement
     scorers = [each for each in instances if each.role == "score"]
     return Fleet(
         trainer,
-        RemoteGenerators(mailbox, generators, num_seqs, block_tokens, deadlines, leases=leases),
-        RemoteScorer(mailbox, scorers, deadlines, leases) if scorers else None,
+        RemoteGenerators(
+            mailbox, generators, num_seqs, block_tokens, deadlines, leases=leases, condemn=cluster.condemn
+        ),
+        RemoteScorer(mailbox, scorers, deadlines, leases, cluster.condemn) if scorers else None,
         {"generate": generate, "score": score},
     )

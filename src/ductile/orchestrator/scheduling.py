@@ -76,6 +76,7 @@ class Scheduling:
             self._controller = ElasticController(policy, actuator, self._record, otherwise, journal=journal)
             actuator.on_change.add(self._controller.notify)
             buffer.on_change.add(self._controller.notify)
+            self._recovery.on_change.add(self._controller.notify)
         return self._controller
 
     def spent(self) -> dict[str, object]:
@@ -106,7 +107,7 @@ class Scheduling:
             measured,
             prompt_tokens=lambda: fleet.generators.lengths().prompt_mean,
             num_switches=self._num_switches,
-            num_scorers=lambda: len(fleet.scorer.instances) if fleet.scorer else 0,
+            scorer_seconds=lambda: fleet.scorer.scorer_seconds if fleet.scorer else 0.0,
             num_updates=setting.n_minibatches,
             began_s=began_s,
         )

@@ -7,11 +7,9 @@ reason, prediction, to the last bit.
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from ductile.config.policy import named_policy
 from ductile.core.instances.placement import many
@@ -68,6 +66,12 @@ class Replayed:
     """Decisions among them that have orders."""
     policies: tuple[str, ...]
     difference: Difference | None
+    num_refused: int = 0
+    """Decisions among them in which the policy failed, as in the run: from then on it was not asked any more."""
+    num_late: int = 0
+    """Further decisions that were not in time in the run; they are not made again."""
+    is_cut: bool = False
+    """Whether the last line of the file is half written, as a killed run leaves it."""
 
     @property
     def sentence(self) -> str:
@@ -77,30 +81,45 @@ class Replayed:
         return (
             f"{many(self.num_decisions, 'decision')}, {self.num_orders} of them with orders, made again by the "
             f"{policies} {'; '.join(self.policies)} in {many(self.num_starts, 'start')} of the run: all are equal."
+            f"{self._besides}"
         )
+
+    @property
+    def _besides(self) -> str:
+        said = ""
+        if self.num_refused:
+            said += f" In {self.num_refused} of them the policy failed, as it did in the run."
+        if self.num_late:
+            said += f" {many(self.num_late, 'decision')} more had not been in time."
+        if self.is_cut:
+            said += " The last line is half written, and was left out."
+        return said
 
 
 def replay_run(folder: Path) -> Replayed:
     """Raises NoDecisions, and ImportPathError when a policy of the user's own cannot be had any more."""
     if not folder.is_dir():
         raise NoDecisions(f"there is no run {folder}: write the output_dir of one")
-    rows = read_jsonl(folder / "decisions.jsonl")
+    file = folder / "decisions.jsonl"
+    rows = read_jsonl(file)
     if not rows:
         raise NoDecisions(
             f"{folder} has no decisions to replay: its decisions.jsonl is missing or empty. Runs with "
             "cluster.auto_scheduler write one"
         )
     try:
-        return replay(rows)
-    except (KeyError, IndexError, TypeError, msgspec.MsgspecError) as error:
-        raise NoDecisions(f"{folder / 'decisions.jsonl'} cannot be read: {error!r}") from error
+        return replace(replay(rows), is_cut=not file.read_bytes().endswith(b"\n"))
+    except NoDecisions as error:
+        raise NoDecisions(f"{file}: {error}") from error
+    except (KeyError, IndexError, TypeError, ValueError, StopIteration) as error:
+        raise NoDecisions(f"{file} cannot be read, or is no file of decisions: {error!r}") from error
 
 
 def replay(rows: Iterable[Row], policy_of: Callable[[Row], Policy] = lambda named: named_policy(**named)) -> Replayed:
     """rows: lines of decisions.jsonl. policy_of: makes the policy that a start of the run names."""
     policy: Policy = Home()
     states, policies = StateReader(), dict[str, None]()
-    num_decisions = num_starts = num_orders = 0
+    num_decisions = num_starts = num_orders = num_refused = num_late = number = 0
     difference = None
     for row in rows:
         if (named := row.get("policy")) is not None:
@@ -109,11 +128,19 @@ def replay(rows: Iterable[Row], policy_of: Callable[[Row], Policy] = lambda name
             policy, states = policy_of(named), StateReader()
             policies[described(**named)] = None
             num_starts += 1
+            number = 0
         if not num_starts:
             raise NoDecisions("the decisions begin in the middle: their first line names no policy")
+        number += 1
+        if row.get("number", number) != number:
+            raise NoDecisions(
+                f"of start {num_starts}, line {number} is missing or cannot be read; the next one is {row['number']}, "
+                "and what comes after a gap cannot be replayed"
+            )
         state = states.state(row["state"])
         if "late" in row:
             policy = Home()
+            num_late += 1
             continue
         num_decisions += 1
         try:
@@ -121,12 +148,13 @@ def replay(rows: Iterable[Row], policy_of: Callable[[Row], Policy] = lambda name
         except BadDecision as error:
             replayed = {"refused": str(error)}
             policy = Home()
+            num_refused += 1
         num_orders += bool(replayed.get("decision", {}).get("orders"))
         recorded = {name: row[name] for name in ("decision", "refused") if name in row}
         if recorded != replayed:
             difference = Difference(num_decisions, num_starts, state, recorded, replayed)
             break
-    return Replayed(num_decisions, num_starts, num_orders, tuple(policies), difference)
+    return Replayed(num_decisions, num_starts, num_orders, tuple(policies), difference, num_refused, num_late)
 
 
 def said(outcome: Row) -> str:

@@ -1,4 +1,4 @@
-"""The longest waits of a run, each of its own kind: no key of the configuration serves two."""
+"""The longest waits of a run for its slots, from the keys of `[cluster]`."""
 
 from dataclasses import dataclass
 
