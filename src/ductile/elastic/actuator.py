@@ -48,8 +48,6 @@ class LiveActuator:
         self._setting, self._cluster, self._fleet = setting, cluster, fleet
         self._trainer, self._generators = fleet.trainer, fleet.generators
         self._resizer, self._recovery, self._activity = resizer, recovery, activity
-        self._dp_replicate = fleet.trainer.layout.dims.dp_replicate
-        """Copies of the state that the run began with, as its config says."""
         self._accounting, self._measured, self._clock = accounting, measured, clock
         self._moves: tuple[RoleChange, ...] = ()
         self._held = False
@@ -91,7 +89,7 @@ class LiveActuator:
                 not self._resizer.under_way,
                 self._held,
                 self._setting.seq_len,
-                self._dp_replicate,
+                self._setting.rules,
             ),
             speeds=self._measured.speeds(),
             costs=self._measured.costs(),
@@ -191,7 +189,8 @@ class LiveActuator:
     def _on_micro_step(self, tokens_fullest: int, num_ranks: int, seconds: float, tokens_all: int) -> None:
         # By epoch: a resize there and back ends on the same slots, and micro-steps come before a resize is finalized.
         first, self._trained_in = self._trainer.epoch != self._trained_in, self._trainer.epoch
-        (self._measured.first_micro_step if first else self._measured.micro_step)(tokens_fullest, num_ranks, seconds)
+        measured = self._measured.first_micro_step if first else self._measured.micro_step
+        measured(tokens_fullest, num_ranks, seconds, self._trainer.layout.dims.rank_shape)
         self.on_change()
 
     def _on_event(self, slot: int, event: Event) -> None:

@@ -18,6 +18,7 @@ from ductile.core.layout.parallel_layout import FULLY_SHARDED
 from ductile.core.layout.parameters import parameters
 from ductile.core.layout.sharding import Shard, place
 from ductile.core.layout.spec import ModelSpec
+from ductile.core.layout.stages import contiguous_stages
 
 
 def tensor_parallel(spec: ModelSpec, vocab_rows: int) -> dict[str, Shard]:
@@ -70,10 +71,6 @@ def model_layout(
             known[what] = place(parameter.shape, mesh, steps, (("pp", what[2]),))
         tensors.append(Tensor(parameter.name, dtype, known[what]))
     return Layout(tensors, mesh.slots)
-
-
-def contiguous_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    return tuple(layer * num_stages // num_layers for layer in range(num_layers))
 
 
 def _kind(name: str) -> str:
