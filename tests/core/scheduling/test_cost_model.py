@@ -60,7 +60,7 @@ def test_a_stop_of_the_machine_does_not_bend_the_line_of_micro_steps():
         measured.micro_step(tokens, 3, 0.1 + tokens / 1000)
     measured.micro_step(700, 4, 6.0)
     measured.micro_step(700, 4, 0.1 + 0.7 * 1.05)
-    assert measured.speeds().train.seconds(1000, 3) == pytest.approx(1.1, rel=0.03)
+    assert measured.speeds().train.seconds(1000, 3) == pytest.approx(1.1, rel=0.05)
 
 
 def test_nearly_equal_numbers_of_slots_say_little_of_what_a_further_one_costs():
@@ -212,7 +212,7 @@ def test_ranks_of_several_slots_tell_their_speed_beside_those_of_one():
             measured.micro_step(tokens, ranks, truth.seconds(tokens, ranks, shape), shape)
     train = measured.speeds().train
     for ranks, shape in ((4, (1, 1, 1)), (2, (1, 1, 1)), (2, TP2)):
-        assert train.seconds(500, ranks, shape) == pytest.approx(truth.seconds(500, ranks, shape), rel=0.03)
+        assert train.seconds(500, ranks, shape) == pytest.approx(truth.seconds(500, ranks, shape), rel=0.05)
     assert [shape for shape, _ in train.rank_speeds] == [TP2]
     assert train.rank_speed(PP2) == pytest.approx(2 / 1.1)
 
