@@ -24,10 +24,10 @@ RULES = LayoutRules(QWEN, AskedLayout(tp=2), listed=("pp=2,tp=2,dp_shard=2", "cp
         (1, "", "one slot, the nearest that fits 1 slots: tp = 2 must divide the number of train slots, 1: write 1"),
         (2, "tp 2", "as asked"),
         (3, "dp_shard 3", "dp_shard 3, the nearest that fits 3 slots: tp = 2 must divide the number of train slots, 3"),
-        (4, "tp 4", "trainer.resize.layouts has 'tp=4' for 4 slots"),
+        (4, "tp 4", "tp=4 is listed for 4 slots"),
         (6, "dp_shard 3 · tp 2", "as asked"),
-        (8, "pp 2 · dp_shard 2 · tp 2", "trainer.resize.layouts has 'pp=2,tp=2,dp_shard=2' for 8 slots"),
-        (12, "dp_shard 3 · tp 4", "trainer.resize.layouts has 'tp=4' for 12 slots"),
+        (8, "pp 2 · dp_shard 2 · tp 2", "pp=2,tp=2,dp_shard=2 is listed for 8 slots"),
+        (12, "dp_shard 3 · tp 4", "tp=4 is listed for 12 slots"),
     ],
 )
 def test_listed_then_asked_for_then_what_fits(num_slots: int, words: str, why: str) -> None:
@@ -90,7 +90,7 @@ def test_there_is_a_layout_for_every_number_of_slots(spec, asked, listed, num_sl
         assert chosen.layout == layout
         for axis in ("pp", "dp_replicate", "cp", "tp"):
             wanted = getattr(asked, axis)
-            if "trainer.resize.layouts" not in chosen.reason and wanted != "auto":
+            if not chosen.listed and wanted != "auto":
                 assert wanted % getattr(dims, axis) == 0, "sizes are as asked, or divisors of that"
         model_layout(spec, layout.mesh, "float32", layout.stages or None)
 

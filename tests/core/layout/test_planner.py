@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ductile.core.layout.asked_layout import AskedLayout
-from ductile.core.layout.context_parallel import style_violations
+from ductile.core.layout.cp_style import why_not
 from ductile.core.layout.parallel_layout import AXES, ParallelDims
 from ductile.core.layout.planner import LayoutFinding, plan_layout
 from ductile.core.layout.spec import ModelSpec
@@ -104,8 +104,8 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
         (
             AskedLayout(),
             {"num_samples": 20},
-            "dp_shard = 48 leaves 28 of them without work: there are 48 data-parallel ranks for 20 samples of an "
-            "optimizer step. A larger tp or cp has fewer",
+            "dp_shard = 48 leaves 28 of 48 data-parallel ranks without work, as an optimizer step has 20 samples: "
+            "fewer slots do, or a larger tp or cp",
         ),
         (
             AskedLayout(pp=4),
@@ -234,7 +234,7 @@ def test_what_it_returns_is_a_layout_that_the_model_can_have(
     for axis in AXES:
         wanted = getattr(asked, axis)
         assert wanted in (None, "auto", getattr(dims, axis)), "a size that is asked for is what one gets"
-    assert not style_violations(planned.cp_style, spec.num_heads, dims.cp, dims.tp)
+    assert not why_not(planned.cp_style, spec, dims.tp, dims.cp)
     holdings = model_layout(spec, layout.mesh, "float32", layout.stages or None)
     if dims.dp_shard * dims.cp == 1:  # tensors may have fewer rows than FSDP2 has ranks
         on = {slot for tensor in holdings for slot, _, size in tensor.holdings.sizes if size}

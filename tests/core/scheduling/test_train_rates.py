@@ -18,7 +18,7 @@ TRAIN = TrainSpeed(1000, overhead=0.02)
 def test_slots_are_ranks_where_there_is_data_parallelism_alone():
     slots = np.arange(9.0)
     rates = TrainRates(TRAIN, NO_RULES, 8)
-    assert rates.ranks(slots).tolist() == slots.tolist()
+    assert rates.num_ranks(slots).tolist() == slots.tolist()
     assert rates.tokens_per_s(slots).tolist() == TRAIN.of(slots).tolist()
     assert rates.tokens_per_s_on(0) == 0.0
 
@@ -26,7 +26,7 @@ def test_slots_are_ranks_where_there_is_data_parallelism_alone():
 def test_slots_of_one_rank_are_as_fast_as_their_layout():
     rules = LayoutRules(asked=AskedLayout(tp=2), listed=("pp=2,tp=2",))
     rates = TrainRates(TRAIN, rules, 6)
-    assert rates.ranks(np.arange(7.0)).tolist() == [0, 1, 1, 3, 1, 5, 3]
+    assert rates.num_ranks(np.arange(7.0)).tolist() == [0, 1, 1, 3, 1, 5, 3]
     ranks, shapes = [1, 1, 3, 1, 5, 3], [(1, 1, 1), (1, 1, 2), (1, 1, 1), (2, 1, 2), (1, 1, 1), (1, 1, 2)]
     expected = [TRAIN.of(number, TRAIN.rank_speed(shape)) for number, shape in zip(ranks, shapes, strict=True)]
     assert rates.tokens_per_s(np.arange(1.0, 7.0)).tolist() == pytest.approx(expected)

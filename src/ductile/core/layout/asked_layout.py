@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ductile.core.layout.context_parallel import CpStyle
+from ductile.core.layout.cp_style import CpStyleAsked
 from ductile.core.layout.parallel_layout import ParallelDims
 
 Auto = Literal["auto"]
@@ -25,7 +25,7 @@ class AskedLayout:
     """Shards of a copy; None: what the slots leave."""
     cp: int = 1
     tp: int | Auto = 1
-    cp_style: CpStyle | Auto = "auto"
+    cp_style: CpStyleAsked = "auto"
     pp_schedule: PpSchedule = "1f1b"
     vpp: int | Auto = "auto"
     """Runs of layers on each slot of pp. "auto": 2 where the schedule is "interleaved", else 1."""

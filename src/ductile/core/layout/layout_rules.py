@@ -67,6 +67,8 @@ class ChosenLayout:
     planned: PlannedLayout
     """Plan without errors, for the slots 0, 1, ...; what it says of sizes holds for any others."""
     reason: str
+    listed: str = ""
+    """Listed layout that this is; "" where it is none."""
 
     @property
     def layout(self) -> ParallelLayout:
@@ -88,7 +90,7 @@ def choose_layout(num_slots: int, rules: LayoutRules) -> ChosenLayout:
     for text in rules.listed:
         planned = plan_listed(text, num_slots, rules)
         if planned is not None and not planned.errors:
-            return ChosenLayout(planned, f"trainer.resize.layouts has {text!r} for {num_slots} slots")
+            return ChosenLayout(planned, f"{text} is listed for {num_slots} slots", text)
     planned = _plan(num_slots, rules, rules.asked)
     if not planned.errors:
         return ChosenLayout(planned, "as asked")
@@ -129,15 +131,15 @@ def _smaller(num_slots: int, asked: AskedLayout) -> list[AskedLayout]:
     What the planner chooses stays its choice."""
     pp, tp = (1 if size == "auto" else size for size in (asked.pp, asked.tp))
     found: list[tuple[tuple[int, ...], AskedLayout]] = []
-    for sizes in product(*(_divisors(size) for size in (tp, asked.cp, pp))):
-        together = prod(sizes)
-        if num_slots % together == 0:
+    for sizes in product(*(_factors(size) for size in (tp, asked.cp, pp))):
+        of_a_rank = prod(sizes)
+        if num_slots % of_a_rank == 0:
             smaller = {"tp": sizes[0], "cp": sizes[1], "pp": sizes[2]}
             own = {axis: size for axis, size in smaller.items() if getattr(asked, axis) != "auto"}
-            copies = gcd(asked.dp_replicate, num_slots // together)
-            found.append(((together, *sizes), replace(asked, **own, dp_replicate=copies, dp_shard=None)))
+            copies = gcd(asked.dp_replicate, num_slots // of_a_rank)
+            found.append(((of_a_rank, *sizes), replace(asked, **own, dp_replicate=copies, dp_shard=None)))
     return [smaller for _, smaller in sorted(found, key=lambda each: each[0], reverse=True)]
 
 
-def _divisors(number: int) -> tuple[int, ...]:
+def _factors(number: int) -> tuple[int, ...]:
     return tuple(size for size in range(1, number + 1) if number % size == 0)

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from ductile.core.layout.asked_layout import AskedLayout
-from ductile.core.layout.context_parallel import CpStyle, style_violations, token_multiple
-from ductile.core.layout.cp_style import chosen_style
+from ductile.core.layout.cp_style import CpStyleChosen, chosen_style, token_multiple, why_not
 from ductile.core.layout.layout_text import in_words
 from ductile.core.layout.parallel_layout import ParallelDims, ParallelLayout
 from ductile.core.layout.slot_memory import USABLE, slot_bytes
@@ -54,7 +53,7 @@ class PlannedLayout:
     """What comes of a request: a layout or errors."""
 
     layout: ParallelLayout | None
-    cp_style: CpStyle = "ulysses"
+    cp_style: CpStyleChosen = "ulysses"
     """Style that the trainer has where cp is above 1."""
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
     """Why the planner chose what was left to it, by key; "stages" has who has which layers."""
@@ -153,9 +152,12 @@ class _Try:
             room = (self._device_bytes or 0) / GIB
             return f"a slot would need about {self.needed_bytes / GIB:.0f} GiB of {room:.0f}"
         if self.idle_ranks:
-            samples = f"{self._num_samples} sample{'' if self._num_samples == 1 else 's'}"
-            return f"there are {self.num_ranks} data-parallel ranks for {samples} of an optimizer step"
+            return f"there are {self.num_ranks} data-parallel ranks for {self._samples} of an optimizer step"
         return ""
+
+    @property
+    def _samples(self) -> str:
+        return f"{self._num_samples} sample{'' if self._num_samples == 1 else 's'}"
 
     def warnings(self) -> Iterator[LayoutFinding]:
         sizes = self.sizes
@@ -171,7 +173,10 @@ class _Try:
             )
         if self.idle_ranks:
             axis = "dp_replicate" if sizes["dp_replicate"] > 1 else "dp_shard"
-            what = f"leaves {self.idle_ranks} of them without work: {self.shortcoming}. A larger tp or cp has fewer"
+            what = (
+                f"leaves {self.idle_ranks} of {self.num_ranks} data-parallel ranks without work, as an optimizer step "
+                f"has {self._samples}: fewer slots do, or a larger tp or cp"
+            )
             yield LayoutFinding((axis,), getattr(self.dims, axis), what)
         elif self._num_samples and self._num_samples < sizes["pp"] * self.num_ranks:
             pp, most = sizes["pp"], -(-self._num_samples // self.num_ranks)
@@ -233,7 +238,7 @@ def _mesh_errors(
         others = product // sizes[axis]
         if num_slots % others:
             continue
-        fitting = [size for size in _divisors(num_slots // others) if _is_possible(axis, size, spec)]
+        fitting = [size for size in _factors(num_slots // others) if _is_possible(axis, size, spec)]
         keys = (axis, *(other for other in above_one if other != axis))
         if others == 1:
             what = f"must divide the number of train slots, {num_slots}: write {_listed(fitting)}"
@@ -263,10 +268,9 @@ def _model_errors(sized: AskedLayout, spec: ModelSpec | None) -> Iterator[Layout
     pp, cp, tp = int(sized.pp), sized.cp, int(sized.tp)
     if spec is not None and (reasons := why_not_tp(spec, tp)):
         yield LayoutFinding(("tp",), tp, f"{' and '.join(reasons)}: write {_listed(even_tp_sizes(spec))}")
-    elif spec is not None and sized.cp_style != "auto" and cp > 1:
-        for violation in style_violations(sized.cp_style, spec.num_heads, cp, tp):
-            what = violation.removeprefix(f'cp_style "{sized.cp_style}" ')
-            yield LayoutFinding(("cp_style", "cp", "tp"), sized.cp_style, what)
+    elif spec is not None and sized.cp_style != "auto":
+        for violation in why_not(sized.cp_style, spec, tp, cp):
+            yield LayoutFinding(("cp_style", "cp", "tp"), sized.cp_style, violation)
     if pp > 1:
         yield from _stage_errors(sized, pp, spec)
 
@@ -306,7 +310,7 @@ def _layers(spec: ModelSpec, stages: Sequence[int]) -> str:
     return f"{sizes} layers, where the output embeddings count as {head_layers(spec):.1f}"
 
 
-def _divisors(number: int) -> list[int]:
+def _factors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 

@@ -44,7 +44,7 @@ STATE = 4
 """A resize moves so many times the bytes of a published version: parameters, two moments and the gradient."""
 WINDOW = 64
 
-_Ranks = tuple[int, RankShape]
+_Layouts = tuple[int, RankShape]
 """Number of data-parallel ranks, and the slots of each."""
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -57,8 +57,8 @@ class CostModel:
         """cache_bytes_per_token: 0 where a cache cannot travel."""
         self._cache_bytes_per_token = cache_bytes_per_token
         self._decoded: dict[int, deque[tuple[float, float, float]]] = {}
-        self._micro_steps: dict[_Ranks, deque[tuple[float, float]]] = {}
-        self._first_micro_steps: dict[_Ranks, deque[tuple[float, float]]] = {}
+        self._micro_steps: dict[_Layouts, deque[tuple[float, float]]] = {}
+        self._first_micro_steps: dict[_Layouts, deque[tuple[float, float]]] = {}
         self._rates: dict[str, deque[tuple[float, float]]] = {}
         self._fixed_costs: dict[FixedCost, deque[float]] = {}
         self._migrations: deque[tuple[float, float]] = deque(maxlen=WINDOW)
@@ -157,7 +157,7 @@ class CostModel:
             return None
         first = max(by_shape, key=lambda shape: (shape == ONE_SLOT_RANK, len(by_shape[shape]), shape))
         base = assumed_rank_speed(first)
-        train = _fitted([(tokens / base, seconds, ranks) for tokens, seconds, ranks in by_shape.pop(first)])
+        train = _fitted([(tokens / base, seconds, num_ranks) for tokens, seconds, num_ranks in by_shape.pop(first)])
         if train is None:
             return None
         measured = {shape: _rank_speed(train, rows) for shape, rows in sorted(by_shape.items())}
@@ -192,15 +192,15 @@ class CostModel:
 
 
 def _fitted(rows: list[tuple[float, float, int]]) -> TrainSpeed | None:
-    """The speed that rows (tokens of the fullest rank, seconds, ranks) tell of; None where they tell of none."""
+    """The speed that rows (tokens of the fullest rank, seconds, num_ranks) tell of; None where they tell of none."""
     start_s, per_token_s = line(rows)
     if per_token_s <= 0:
         return None
     # A ratio to the line is taken: a short micro-step may be shorter than its start, and leave less than nothing.
     per_ranks = {
         number: per_token_s
-        * fsum(seconds for _, seconds, ranks in rows if ranks == number)
-        / fsum(start_s + per_token_s * tokens for tokens, _, ranks in rows if ranks == number)
+        * fsum(seconds for _, seconds, num_ranks in rows if num_ranks == number)
+        / fsum(start_s + per_token_s * tokens for tokens, _, num_ranks in rows if num_ranks == number)
         for number in {row[2] for row in rows}
     }
     alone_s, overhead = by_slots(per_ranks)
@@ -209,6 +209,6 @@ def _fitted(rows: list[tuple[float, float, int]]) -> TrainSpeed | None:
 
 def _rank_speed(train: TrainSpeed, rows: list[tuple[float, float, int]]) -> float:
     """How many times as fast as one slot the ranks of these rows are; 0 where the rows do not tell."""
-    expected_s = fsum(train.seconds(tokens, ranks) - train.micro_step_s for tokens, _, ranks in rows)
+    expected_s = fsum(train.seconds(tokens, num_ranks) - train.micro_step_s for tokens, _, num_ranks in rows)
     took_s = fsum(seconds for _, seconds, _ in rows) - train.micro_step_s * len(rows)
     return expected_s / took_s if took_s > 0 else 0.0

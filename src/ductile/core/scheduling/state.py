@@ -264,8 +264,10 @@ class ClusterState:
     def resize_wait_s(self) -> float:
         """Seconds from the decision until the trainer's slots can change: messages wait for the micro-steps that were
         sent before, on average for half of the one that runs, and the slots say once more that they are ready."""
-        ranks, seq_len = self.trainer.layout.num_data_parallel, self.trainer.seq_len
-        micro_steps = 0.0 if self.trainer.held else min(IN_FLIGHT + 0.5, self.batch.ready_tokens / (ranks * seq_len))
+        num_ranks, seq_len = self.trainer.layout.num_data_parallel, self.trainer.seq_len
+        micro_steps = (
+            0.0 if self.trainer.held else min(IN_FLIGHT + 0.5, self.batch.ready_tokens / (num_ranks * seq_len))
+        )
         return micro_steps * self.micro_step_s + self.costs.prepare_s
 
     @property

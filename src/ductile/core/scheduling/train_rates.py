@@ -17,12 +17,12 @@ class TrainRates:
 
     def __init__(self, train: TrainSpeed, rules: LayoutRules, num_slots: int) -> None:
         """num_slots: the most that will be asked about."""
-        num_ranks, shapes, which = _ranks(rules, num_slots)
+        num_ranks, shapes, which = _by_slots(rules, num_slots)
         speeds = np.array([train.rank_speed(shape) for shape in shapes])
         self._num_ranks = num_ranks
         self._tokens_per_s = train.of(num_ranks, speeds[which])
 
-    def ranks(self, slots: FloatArray) -> FloatArray:
+    def num_ranks(self, slots: FloatArray) -> FloatArray:
         """Data-parallel ranks: as many micro-batches run at a time."""
         return self._num_ranks[slots.astype(np.int64)]
 
@@ -41,8 +41,8 @@ def train_rates(state: ClusterState) -> TrainRates:
 
 
 @lru_cache(maxsize=16)
-def _ranks(rules: LayoutRules, num_slots: int) -> tuple[FloatArray, tuple[RankShape, ...], Ints]:
-    """Of 0, 1, ... slots: the number of ranks; all shapes of ranks that there are; which of them the ranks have."""
+def _by_slots(rules: LayoutRules, num_slots: int) -> tuple[FloatArray, tuple[RankShape, ...], Ints]:
+    """Ranks on 0, 1, ... slots: how many; all shapes that they have anywhere; which of these they have."""
     dims = choose_dims(num_slots, rules)
     shapes = tuple(sorted({each.rank_shape for each in dims}))
     places = {shape: place for place, shape in enumerate(shapes)}

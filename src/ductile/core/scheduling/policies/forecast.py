@@ -154,7 +154,7 @@ def forecast(state: ClusterState, todo: Work, plans: Plans, num_slots: int) -> F
         # Others train while generators take in what has migrated.
         seconds += stalled_s
         stalled_s = np.zeros(num_plans)
-        taken = _taken(state, todo, taken, left / total, rates.ranks(stage.trainers))
+        taken = _taken(state, todo, taken, left / total, rates.num_ranks(stage.trainers))
         tokens = np.maximum(0.0, seconds - busy_s) * _tokens_per_s(state, todo, rates, stage.trainers)
         trained += np.minimum(np.maximum(0.0, tokens), np.maximum(0.0, taken - trained))
         busy_s = np.maximum(0.0, busy_s - seconds)
@@ -178,7 +178,7 @@ def _rest_s(
     longest = np.where(rest > 0, todo.longest_tokens, 0.0)
 
     def seconds(slots: FloatArray) -> FloatArray:
-        whole = longest * rates.ranks(slots) / rates.tokens_per_s(slots)
+        whole = longest * rates.num_ranks(slots) / rates.tokens_per_s(slots)
         return np.maximum(rest / _tokens_per_s(state, todo, rates, slots), whole)
 
     most = np.full_like(stay, float(num_slots))
@@ -229,20 +229,22 @@ class _Stage:
         return np.where(may, wanted, self.generators) if may.any() else None
 
 
-def _taken(state: ClusterState, todo: Work, taken: FloatArray, share_left: FloatArray, ranks: FloatArray) -> FloatArray:
+def _taken(
+    state: ClusterState, todo: Work, taken: FloatArray, share_left: FloatArray, num_ranks: FloatArray
+) -> FloatArray:
     """Tokens that the trainer has taken by now, of those whose groups are whole."""
     whole = mixed_power(np.minimum(np.maximum(0.0, 1.0 - share_left), 1.0), todo.members)
     there = todo.ready_tokens + todo.coming_tokens * whole
     # It takes all there is, but not before there is a full micro-batch for every rank, or a quarter of the update: on
     # average, half of that waits.
-    enough = np.minimum(ranks * state.trainer.seq_len, todo.batch_tokens / (4 * state.batch.num_updates))
+    enough = np.minimum(num_ranks * state.trainer.seq_len, todo.batch_tokens / (4 * state.batch.num_updates))
     return np.maximum(taken, there - enough / 2)
 
 
 def _tokens_per_s(state: ClusterState, todo: Work, rates: TrainRates, slots: FloatArray) -> FloatArray:
     """Tokens that a trainer of so many slots takes per second. Its micro-steps have room left that is too small for
     another sample, and each costs something."""
-    per_s, ranks, seq_len = rates.tokens_per_s(slots), rates.ranks(slots), float(state.trainer.seq_len)
+    per_s, num_ranks, seq_len = rates.tokens_per_s(slots), rates.num_ranks(slots), float(state.trainer.seq_len)
     filled = max(seq_len / 2, seq_len - todo.sample_tokens / 2)
-    micro_step_s = seq_len * ranks / np.maximum(per_s, 1e-12) + state.speeds.train.micro_step_s
-    return np.where(per_s > 0, filled * ranks / np.maximum(micro_step_s, 1e-12), 0.0)
+    micro_step_s = seq_len * num_ranks / np.maximum(per_s, 1e-12) + state.speeds.train.micro_step_s
+    return np.where(per_s > 0, filled * num_ranks / np.maximum(micro_step_s, 1e-12), 0.0)
