@@ -18,7 +18,7 @@ from ductile.core.transfer.owners import owned_boxes
 
 
 class Parts:
-    """Where each of a slot's numbers belongs. `local` is always the slot's part of the tensor `name`, flat."""
+    """Knows where each of a slot's numbers belongs. `local` is always the slot's part of the tensor `name`, flat."""
 
     def __init__(self, layout: Layout, slot: int) -> None:
         self._layout, self._slot = layout, slot

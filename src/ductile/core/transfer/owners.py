@@ -1,4 +1,4 @@
-"""Of the slots that hold an element of a tensor, the one that owns it: it writes the element and counts it in a norm.
+"""Who owns an element of a tensor, among the slots that hold it: the owner writes it, and counts it in a norm.
 
     slots 0, 1   rows 0:4, both            slot 0 owns rows 0:4
     slots 2, 3   rows 4:8, both            slot 3 owns rows 4:8
