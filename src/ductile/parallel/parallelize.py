@@ -1,7 +1,8 @@
 """How a textbook model becomes a parallel one. The order of things, on one page:
 
-1. refuse the axes that are not built yet: all but dp_replicate and dp_shard, which are data parallelism
-2. describe it on the meta device, where it takes no memory
+1. refuse the axes that are not built yet
+2. describe it on the meta device, where it takes no memory: of the layers, those of this slot's stage
+   (`parallel.pipeline`)
 3. shard its parameters over the ranks (`parallel.data`)
 4. give memory to this rank's shards alone
 5. fill them from the full tensors, one at a time, so that no rank ever holds the whole model (`parallel.parts`)
@@ -21,7 +22,7 @@ from ductile.core.layout.parallel_layout import DATA_PARALLEL, ParallelDims
 from ductile.core.layout.peak import compute_dtype
 from ductile.core.layout.spec import ModelSpec
 from ductile.model.transformer import Transformer
-from ductile.parallel import data
+from ductile.parallel import data, pipeline
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.parts import Parts
 
@@ -44,6 +45,8 @@ class Precision:
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+BUILT = ("pp", *DATA_PARALLEL)
+"""Axes that are built."""
 
 
 def build(
@@ -84,15 +87,18 @@ def _describe(
     spec: ModelSpec, context: ParallelContext, precision: Precision, reshard_after_forward: bool
 ) -> Transformer:
     _refuse_unbuilt(context.layout.dims)
+    layers = pipeline.layers_of_slot(spec, context.layout, context.slot)
+    if len(layers) < spec.num_layers:
+        reshard_after_forward = False  # all micro-batches of a schedule need them
     with torch.device("meta"):
-        model = Transformer(spec).to(precision.parameters)
+        model = Transformer(spec, layers).to(precision.parameters)
     data.shard(model, context.mesh, precision.compute, precision.reduce, reshard_after_forward)
     return model
 
 
 def _refuse_unbuilt(dims: ParallelDims) -> None:
     """Raises ValueError for axes above 1 whose keys the config marks as not built."""
-    sizes = {axis: size for axis, size in asdict(dims).items() if size > 1 and axis not in DATA_PARALLEL}
+    sizes = {axis: size for axis, size in asdict(dims).items() if size > 1 and axis not in BUILT}
     marks = {axis: keys(TrainerModelConfig)[axis].not_built for axis in sizes}
     refused = [f"trainer.model.{axis} = {sizes[axis]}. {mark.sentence()}" for axis, mark in marks.items() if mark]
     if refused:
