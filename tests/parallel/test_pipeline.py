@@ -27,7 +27,7 @@ TOLERANCE = 1e-4
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     return {
-        "tied": make_model_folder(root / "qwen3", "qwen3", head_dim=2, hidden_size=30, num_hidden_layers=5),
+        "tied": make_model_folder(root / "qwen3", "qwen3", head_dim=2, hidden_size=30, num_hidden_layers=4),
         "untied": make_model_folder(root / "llama", "llama", tie_word_embeddings=False, num_hidden_layers=4),
     }
 
@@ -52,13 +52,16 @@ def gradients(
     return report.loss, report.grad_norm, report.num_tokens, found
 
 
-@pytest.mark.parametrize("options", [{}, {"reduce_every": "step"}], ids=["", "step"])
+@pytest.mark.parametrize("options", [{}, {"reduce_every": "step"}, {"pp_schedule": "zero_bubble"}, {"pp_schedule": "zero_bubble","reduce_every": "step"}], ids=["", "step", "zb", "zbstep"])
 @pytest.mark.parametrize(
     ("sizes", "stages"),
     [
         ({"pp": 2}, ()),
         ({"pp": 4}, ()),
-        ({"pp": 2, "dp_shard": 2}, ()),
+        ({"pp": 3}, (0,1,1,2)),
+        ({"pp": 2}, (0, 1, 0, 1)),
+        ({"pp": 2}, (0, 1, 1,1)),
+        ({"pp": 2, "dp_shard": 2}, (0,1,0,1)),
     ],
 )
 @pytest.mark.parametrize("model", ["tied", "untied"])

@@ -69,7 +69,7 @@ class Pipeline:
 
     def num_to_run(self, num_micro_batches: int) -> int:
         """How many micro-batches `run` takes, at least so many."""
-        return num_to_run(num_micro_batches, self._pp, len(self._runs))
+        return num_to_run(num_micro_batches, self._pp, len(self._runs), self._schedule)
 
     def run(self, micro_batches: Sequence[ModelInputs], loss: Loss) -> None:
         """Run all micro-batches forward and backward, and add to the gradients, divided by nothing. Collective.

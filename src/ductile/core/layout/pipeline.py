@@ -40,10 +40,10 @@ def runs_of_layers(parallel: ParallelLayout, num_layers: int) -> tuple[range, ..
     return tuple(layers for _, layers in found)
 
 
-def num_to_run(num_micro_batches: int, pp: int, runs_of_slot: int) -> int:
-    """The fewest micro-batches, at least so many, that a schedule takes. An interleaved one has rounds of equally many
+def num_to_run(num_micro_batches: int, pp: int, runs_of_slot: int, schedule: PipelineSchedule) -> int:
+    """The fewest micro-batches, at least so many, that a schedule takes. All but plain 1F1B have rounds of equally many
     micro-batches, as many rounds as pp goes into their number: more than pp are filled up to a multiple of it."""
-    if runs_of_slot == 1 or num_micro_batches <= pp:
+    if num_micro_batches <= pp or (schedule == "1f1b" and runs_of_slot == 1):
         return num_micro_batches
     return -(-num_micro_batches // pp) * pp
 
