@@ -38,7 +38,12 @@ def settings_for(folder: Path, **model: object) -> dict:
 
 
 def gradients(
-    groups: Groups, members: tuple[int, ...], sizes: dict, stages: tuple[int, ...], settings: dict, samples: list[Sample]
+    groups: Groups,
+    members: tuple[int, ...],
+    sizes: dict,
+    stages: tuple[int, ...],
+    settings: dict,
+    samples: list[Sample],
 ) -> tuple[float, float, int, dict[str, list]]:
     context = ParallelContext(groups, ParallelLayout.of(members, stages, **sizes))
     trainer = Trainer(TrainerConfig.model_validate(settings), context)
@@ -52,16 +57,25 @@ def gradients(
     return report.loss, report.grad_norm, report.num_tokens, found
 
 
-@pytest.mark.parametrize("options", [{}, {"reduce_every": "step"}, {"pp_schedule": "zero_bubble"}, {"pp_schedule": "zero_bubble","reduce_every": "step"}], ids=["", "step", "zb", "zbstep"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"reduce_every": "step"},
+        {"pp_schedule": "zero_bubble"},
+        {"pp_schedule": "zero_bubble", "reduce_every": "step"},
+    ],
+    ids=["", "step", "zb", "zbstep"],
+)
 @pytest.mark.parametrize(
     ("sizes", "stages"),
     [
         ({"pp": 2}, ()),
         ({"pp": 4}, ()),
-        ({"pp": 3}, (0,1,1,2)),
+        ({"pp": 3}, (0, 1, 1, 2)),
         ({"pp": 2}, (0, 1, 0, 1)),
-        ({"pp": 2}, (0, 1, 1,1)),
-        ({"pp": 2, "dp_shard": 2}, (0,1,0,1)),
+        ({"pp": 2}, (0, 1, 1, 1)),
+        ({"pp": 2, "dp_shard": 2}, (0, 1, 0, 1)),
     ],
 )
 @pytest.mark.parametrize("model", ["tied", "untied"])
