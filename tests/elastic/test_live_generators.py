@@ -46,7 +46,7 @@ class Harness:
         self.inference = InferenceConfig.model_validate(inference).model_dump(mode="json")
         self.runner = asyncio.Runner()
         self.cluster = LocalCluster([0, 1, 2, TRAINER], ClusterConfig(device="cpu"), folder, ROLES)
-        self.cluster.depends_on = lambda slot: slot == TRAINER
+        self.cluster.ends_without(lambda slot: slot == TRAINER)
         self.version = 0
         self.runner.run(self.cluster.__aenter__())
         self.mailbox = self.cluster.mailbox

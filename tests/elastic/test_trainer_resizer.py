@@ -14,6 +14,7 @@ from ductile.cluster.local import LocalCluster
 from ductile.config.cluster import ClusterConfig
 from ductile.config.trainer import TrainerConfig
 from ductile.core.layout.parallel_layout import ParallelLayout
+from ductile.elastic.loss_log import LossLog
 from ductile.elastic.trainer_resizer import TrainerResizer
 from ductile.elastic.transaction import ResizeOptions
 from ductile.fleet.assign_role import assign_role
@@ -56,7 +57,7 @@ class Harness:
     async def _from_scratch(self, story: Coroutine[Any, Any, None]) -> None:
         for point in self.points.iterdir():
             point.unlink()
-        self.cluster.depends_on = lambda slot: False
+        self.cluster.ends_without(lambda slot: False)
         for slot in self.cluster.slots:
             if slot not in self.mailbox.lost and "train" in self.mailbox.roles(slot):
                 await self.mailbox.ask(slot, ReleaseRole("train"), 10)
@@ -68,15 +69,14 @@ class Harness:
         self.trainer = RemoteTrainer(self.mailbox, LAYOUT, Deadlines.same(30))
         terms = ResizeOptions(self.settings, self.cluster.rendezvous, self.timeout_s, leave_s=5)
         self.resizer = TrainerResizer(self.cluster, self.trainer, terms, self.record, NUM_SLOTS)
-        unsubscribe = self.mailbox.subscribe(self.resizer.on_event)
         self.num_steps = 0
         training = asyncio.create_task(self._train())
         try:
-            await story
+            with LossLog(self.cluster, self.resizer, self.record):
+                await story
         finally:
             training.cancel()
             await asyncio.gather(training, return_exceptions=True)
-            unsubscribe()
             self.record.close()
 
     async def _train(self) -> None:
@@ -381,6 +381,7 @@ def test_a_slot_that_ends_at_once_is_told_of_and_nobody_goes_on_listening(
         with pytest.raises(Unfit, match=r"slot 6.* ended with exit code 1 \("):
             await echo.resizer.resize(echo.on([0, 6]))
         monkeypatch.undo()
+        assert 6 not in echo.cluster.slots  # it has never been there: no status shows it
         assert (await echo.resizer.resize(echo.on([0, 6]))).outcome == "resized"
         assert (await echo.resizer.resize(echo.on([0, 1]))).outcome == "resized"
         assert len(echo.mailbox._listeners) == listeners

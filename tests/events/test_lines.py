@@ -20,7 +20,7 @@ INSTANCE = instance_on("generate", (2, 3), birth=7)
 SETTING = Setting(Placement((0,), (1,), (), "as said"), Limits(), "model", 2, 4, 2, 64, 128, instances=(INSTANCE,))
 EVENTS = (
     slots.SlotStarted(0, ("train", "generate"), "cpu", 17),
-    slots.SlotWasLost(3),
+    slots.SlotWasLost(3, ("generate",)),
     slots.SlotRestarted(3, ("score",), "cuda:1", 18, 1.5, 2, (INSTANCE,)),
     slots.SlotGivenBack(3, ("score",)),
     steps.WorkBegan(SETTING),

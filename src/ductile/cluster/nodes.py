@@ -57,7 +57,16 @@ class NodesCluster(ABC):
     first, then with SIGKILL.
     """
 
+    mailbox: Mailbox
     _router: Router
+    _home: Node
+    """The node of this machine, which has the run's store."""
+    _nodes: list[SlotNode]
+    _devices: list[Devices]
+    """What each of the nodes has."""
+    _death: "asyncio.Future[str]"
+    # What is declared here begins with `start`: it needs a running event loop, or sockets and processes, which `stop`
+    # gives back.
 
     def __init__(
         self, slots: Sequence[int], config: ClusterConfig, logs: Path, roles: Mapping[RoleName, str], host: str
@@ -67,12 +76,13 @@ class NodesCluster(ABC):
         self.rendezvous = ""
         self.devices: dict[int, str] = {}
         self.processes: dict[int, ForkedProcess] = {}
-        self.depends_on: Callable[[int], bool] = lambda slot: True
+        self._needed: Callable[[int], bool] = lambda slot: True
         self._measured: Arithmetic | None = None
         """Arithmetic that the slots were measured at, as slots that are added later will be; None: not measured."""
         self._config, self._logs, self._roles, self._host = config, logs, roles, host
         self._starting: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         """One a slot: two that want the same slot get one process, and nobody else waits for it."""
+        self._token = secrets.token_bytes(32)
         self._stopping = True
         self._watching: asyncio.Task[None] | None = None
 
@@ -89,8 +99,7 @@ class NodesCluster(ABC):
         return self
 
     async def start(self) -> None:
-        self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._token = secrets.token_bytes(32)
+        self._death = asyncio.get_running_loop().create_future()
         self._home, self._nodes = self._open()
         self.mailbox = Mailbox(self._router, on_error=self.fail_with)
         self._stopping = False
@@ -108,6 +117,16 @@ class NodesCluster(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.stop()
+
+    def ends_without(self, needed: Callable[[int], bool]) -> None:
+        self._needed = needed
+
+    def depends_on(self, slot: int) -> bool:
+        return self._needed(slot)
+
+    @property
+    def has_failed(self) -> bool:
+        return self._death.done()
 
     async def death(self) -> str:
         return await asyncio.shield(self._death)
@@ -128,7 +147,6 @@ class NodesCluster(ABC):
                 await self._earlier_ended(new)
                 for slot in new:
                     self.mailbox.welcome(slot)
-                self.slots = tuple(sorted({*self.slots, *new}))
                 with self._greetings(new) as greeted:
                     for slot in new:
                         self.processes[slot] = await self._nodes[self._node_of(slot)].start_slot(slot)
@@ -142,6 +160,7 @@ class NodesCluster(ABC):
                     other = f"slot {slot} was not needed, as another one did not start"
                     self.condemn(slot, other if len(new) > 1 else why)
             raise StartFailed(why) from None
+        self.slots = tuple(sorted({*self.slots, *new}))
         return new
 
     def condemn(self, slot: int, sentence: str) -> None:
@@ -279,10 +298,10 @@ class NodesCluster(ABC):
     def _lose(self, slot: int, sentence: str) -> None:
         if slot in self.mailbox.lost:
             return
-        needed = self.depends_on(slot)
-        self.mailbox.lose(slot, sentence)
+        needed = self.depends_on(slot)  # asked once, and before anything else is done about the loss
         if needed:
             self.fail(sentence)
+        self.mailbox.lose(slot, sentence)
 
     async def _watch(self) -> None:
         """Lose slots that are silent for too long, by the second."""

@@ -9,19 +9,19 @@ import msgspec
 
 from ductile.cluster.cluster import Cluster, StartFailed
 from ductile.concurrency.change_signal import ChangeSignal
+from ductile.concurrency.listeners import Listeners
 from ductile.core.instances.membership import describe
 from ductile.core.instances.placement import slots_of
 from ductile.core.layout.parallel_layout import ParallelLayout
 from ductile.core.transfer.order import stays_put
 from ductile.elastic.transaction import ResizeOptions, Transaction
-from ductile.error_text import capitalised, error_text
+from ductile.error_text import error_text
 from ductile.events.resizes import ResizeRolledBack, TrainerResized
-from ductile.events.slots import SlotStarted, SlotWasLost
+from ductile.events.slots import SlotStarted
 from ductile.fleet.fleet import Fleet
 from ductile.fleet.release import Release
 from ductile.fleet.trainer import RemoteTrainer
 from ductile.messages.control import Resized, ResizeRequest, RunFailed, Unfit
-from ductile.messages.workers import Died, Event
 from ductile.observe import Recorder
 from ductile.roles import SlotLost
 
@@ -43,16 +43,16 @@ class TrainerResizer:
     ) -> None:
         """num_slots: how many slots this machine has. fleet: has the trainer; None where there is nothing else."""
         self.num_resized = 0
+        self.on_end = Listeners[[]]()
+        """Told when a resize has ended, whatever became of it."""
         self._cluster, self._trainer, self._options, self._record = cluster, trainer, options, record
         self._num_slots, self._fleet = num_slots, fleet
         self._target: ParallelLayout | None = None
         """Layout that the change under way leads to; None when no change is under way."""
         self._transaction: Transaction | None = None
-        self._judged: dict[int, str] = {}
-        """How slots have died whose deaths the resize under way judges."""
         self._paused_s = 0.0
         self._ended = ChangeSignal()
-        cluster.depends_on = self.depends_on
+        cluster.ends_without(self.depends_on)
 
     async def resize(self, after: ParallelLayout, release: Release | None = None) -> Resized:
         """Have the trainer go on in this layout, with its order of slots, and wait for what comes of it.
@@ -78,7 +78,6 @@ class TrainerResizer:
             )
             resized = await self._transaction.run()
         except SlotLost as error:
-            self._judged.clear()
             self._cluster.fail(str(error))
             raise RunFailed(str(error)) from error
         except (Unfit, RunFailed):
@@ -88,8 +87,7 @@ class TrainerResizer:
         finally:
             self._target = self._transaction = None
             self._ended.notify_all()
-            while self._judged:
-                self._note_lost(*self._judged.popitem())
+            self.on_end()
         return self._note(resized, time.monotonic() - began_s)
 
     async def resize_to(self, after: ParallelLayout, release: Release | None = None) -> Resized:
@@ -124,8 +122,12 @@ class TrainerResizer:
 
     async def change_over(self, slot: int) -> None:
         """Returns when no resize is under way that the slot has a part in."""
-        while self._target is not None and slot in {*self._target.slots, *self._trainer.layout.slots}:
+        while self.involves(slot):
             await self._ended.wait()
+
+    def involves(self, slot: int) -> bool:
+        """Whether a resize is under way that the slot has a part in."""
+        return self._target is not None and slot in {*self._target.slots, *self._trainer.layout.slots}
 
     def judges(self, slot: int) -> bool:
         """Whether a resize under way rules on what the slot's death means for the run."""
@@ -158,19 +160,6 @@ class TrainerResizer:
             device, pid = self._cluster.devices[slot], self._cluster.processes[slot].pid
             sentence = f"Slot {slot} runs on {device}, pid {pid}: it will join the trainer."
             self._record.event(SlotStarted(slot=slot, roles=(), device=device, pid=pid, sentence=sentence))
-
-    def on_event(self, slot: int, event: Event) -> None:
-        """Write down that a slot has died with which the run does not end. Where a resize judges that, it is written
-        once the resize has ruled that the run goes on; a death that ends the run is told at its end."""
-        if not isinstance(event, Died) or self.depends_on(slot):
-            return
-        if self.judges(slot):
-            self._judged[slot] = event.reason
-        else:
-            self._note_lost(slot, event.reason)
-
-    def _note_lost(self, slot: int, reason: str) -> None:
-        self._record.event(SlotWasLost(slot, sentence=f"{capitalised(reason)}."))
 
     def _note_failure(self, before: ParallelLayout, after: ParallelLayout, error: Exception) -> str:
         """Write the failure down. Returns its sentence without the full stop."""

@@ -23,6 +23,7 @@ from ductile.core.instances.placement import SPELLED, Placement
 from ductile.core.layout.peak import arithmetic_of, compute_dtype
 from ductile.core.scheduling.state import Limits, first_instances
 from ductile.elastic.activity import SlotActivity
+from ductile.elastic.loss_log import LossLog
 from ductile.elastic.recovery import Recovery
 from ductile.elastic.trainer_resizer import TrainerResizer
 from ductile.elastic.transaction import ResizeOptions
@@ -225,12 +226,9 @@ async def _live(
     resizer = TrainerResizer(cluster, trainer, options, session.record, num_slots, fleet)
     policy = policy_name(config.cluster) if config.cluster.auto_scheduler else ""
     live = LiveRun(session, cluster, trainer, activity, resizer, policy)
-    leave = cluster.mailbox.subscribe(resizer.on_event)
-    try:
+    with LossLog(cluster, resizer, session.record):
         async with Endpoint(session.folder, live.respond):
             yield resizer
-    finally:
-        leave()
 
 
 async def _take_roles(config: RLConfig, prepared: Prepared, placement: Placement, cluster: Cluster) -> Fleet:
