@@ -149,7 +149,7 @@ def test_joiners_have_the_live_weights_whoever_leases_them_out(harness: Harness)
         await harness.publish()
         says = (await harness.ask("a")).token_ids
         leased: list[int] = []
-        harness.mailbox.watch(lambda slot, command: leased.append(slot) if command == LeaseWeights.__name__ else None)
+        harness.mailbox.watch(lambda slot, command: leased.append(slot) if command is LeaseWeights else None)
         assert await harness.admit(2)
         assert leased == [0]
         await harness.dismiss(0)

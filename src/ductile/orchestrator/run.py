@@ -181,7 +181,8 @@ async def _slots(
 
 async def _start(cluster: Cluster, placement: Placement, session: Session) -> SlotActivity:
     await run_until(cluster.start(), session.interrupt.graceful, cancel_s=START_CANCEL_S)
-    activity = SlotActivity(cluster.mailbox, session.view)
+    activity = SlotActivity(cluster.mailbox)
+    activity.on_slot.add(session.view.on_slot)
     for slot in placement.slots:
         roles, device, pid = placement.roles(slot), cluster.devices[slot], cluster.processes[slot].pid
         sentence = f"Slot {slot} ({' and '.join(roles)}) runs on {device}, pid {pid}."
