@@ -20,10 +20,9 @@ from ductile.elastic.controller import NotDone
 from ductile.elastic.recovery import Recovery
 from ductile.elastic.situation import pending
 from ductile.elastic.step_accounting import StepAccounting
-from ductile.elastic.trainer_resizer import TrainerResizer
+from ductile.elastic.trainer_resizer import CannotResize, ResizeNotDone, TrainerResizer
 from ductile.fleet.fleet import Fleet
 from ductile.fleet.release import Release
-from ductile.messages.control import RunFailed, Unfit
 from ductile.messages.workers import Died, Event, Finished, SlotPhase
 from ductile.roles import Failure
 
@@ -148,7 +147,7 @@ class LiveActuator:
     async def resize(self, layout: ParallelLayout, release: Release) -> list[str]:
         try:
             resized = await self._resizer.resize_to(layout, release)
-        except (Unfit, RunFailed) as error:
+        except (CannotResize, ResizeNotDone) as error:
             raise NotDone(str(error)) from error
         if resized.outcome == "rolled_back":
             raise NotDone("; ".join([*resized.not_released, resized.sentence.rstrip(".")]))

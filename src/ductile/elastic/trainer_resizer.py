@@ -21,12 +21,21 @@ from ductile.events.slots import SlotStarted
 from ductile.fleet.fleet import Fleet
 from ductile.fleet.release import Release
 from ductile.fleet.trainer import RemoteTrainer
-from ductile.messages.control import Resized, ResizeRequest, RunFailed, Unfit
+from ductile.messages.control import Resized, ResizeRequest
 from ductile.observe import Recorder
 from ductile.roles import SlotLost
 
 MEASURED = ("pause_s", "took_s", "seconds", "slot_seconds", "beside", "num_bytes", "carrier")
 """Fields of `Resized` that its event has, too."""
+
+
+class CannotResize(Exception):
+    """What was asked for cannot be, and nothing was tried. The text is a sentence."""
+
+
+class ResizeNotDone(Exception):
+    """Another resize is under way, or the trainer is lost, or the resize failed in an unexpected way. The text is a
+    sentence."""
 
 
 class TrainerResizer:
@@ -59,13 +68,13 @@ class TrainerResizer:
 
         release: what is released once all is prepared and the trainer stands still, such as joiners' other roles.
 
-        Raises Unfit for slots that do not exist, and RunFailed when another change is under way, when a slot does not
-        start, when the trainer is lost, or when the change fails in an unexpected way.
+        Raises CannotResize for slots that do not exist or do not start, and ResizeNotDone when another change is under
+        way, when the trainer is lost, or when the change fails in an unexpected way.
         """
         self._refuse_unknown(after.slots)
         before = self._trainer.layout
         if self._target is not None:
-            raise RunFailed(f"the trainer is on its way to {describe(self._target)}: one resize at a time")
+            raise ResizeNotDone(f"the trainer is on its way to {describe(self._target)}: one resize at a time")
         if before == after:
             sentence = f"Trainer is on {describe(before)} already."
             return Resized("unchanged", sentence, self._cluster.mailbox.epoch, before, after)
@@ -79,11 +88,11 @@ class TrainerResizer:
             resized = await self._transaction.run()
         except SlotLost as error:
             self._cluster.fail(str(error))
-            raise RunFailed(str(error)) from error
-        except (Unfit, RunFailed):
+            raise ResizeNotDone(str(error)) from error
+        except (CannotResize, ResizeNotDone):
             raise
         except Exception as error:
-            raise RunFailed(self._note_failure(before, after, error)) from error
+            raise ResizeNotDone(self._note_failure(before, after, error)) from error
         finally:
             self._target = self._transaction = None
             self._ended.notify_all()
@@ -98,11 +107,11 @@ class TrainerResizer:
         return await self.resize(before if same else stays_put(before, after), release)
 
     def layout_of(self, request: ResizeRequest) -> ParallelLayout:
-        """The layout that is asked for. Raises Unfit for one that cannot be."""
+        """The layout that is asked for. Raises CannotResize for one that cannot be."""
         try:
             return self._trainer.layout.on(request.train, **request.sizes)
         except (TypeError, ValueError) as error:
-            raise Unfit(str(error)) from error
+            raise CannotResize(str(error)) from error
 
     @property
     def under_way(self) -> str:
@@ -146,7 +155,7 @@ class TrainerResizer:
         beyond = [slot for slot in slots if not 0 <= slot < self._num_slots]
         if beyond:
             verb = "does" if len(beyond) == 1 else "do"
-            raise Unfit(
+            raise CannotResize(
                 f"{slots_of(beyond)} {verb} not exist: this machine has slots 0 to {self._num_slots - 1}, as "
                 "deployment.gpus_per_node says; use these, or start the run with another number there"
             )
@@ -155,7 +164,7 @@ class TrainerResizer:
         try:
             started = await self._cluster.add(slots)
         except StartFailed as error:
-            raise Unfit(str(error)) from error
+            raise CannotResize(str(error)) from error
         for slot in started:
             device, pid = self._cluster.devices[slot], self._cluster.processes[slot].pid
             sentence = f"Slot {slot} runs on {device}, pid {pid}: it will join the trainer."

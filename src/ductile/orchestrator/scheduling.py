@@ -12,7 +12,7 @@ from ductile.config.slots import placement_of
 from ductile.core.scheduling.cost_model import CostModel
 from ductile.core.scheduling.policies.rules import Home
 from ductile.core.scheduling.profile import Setting
-from ductile.core.scheduling.state import Limits, may_share
+from ductile.core.scheduling.state import Limits
 from ductile.elastic.activity import SlotActivity
 from ductile.elastic.actuator import LiveActuator
 from ductile.elastic.controller import ElasticController
@@ -133,12 +133,7 @@ def setting_of(config: RLConfig, prepared: Prepared, fleet: Fleet, *, on_gpu: bo
     orchestrator, home = config.orchestrator, placement_of(config)
     return Setting(
         home=home,
-        limits=Limits(
-            min_train=1,
-            min_score=1 if home.score else 0,
-            max_num_seqs=config.inference.max_num_seqs,
-            may_share=may_share(home, on_gpu=on_gpu),
-        ),
+        limits=Limits(max_num_seqs=config.inference.max_num_seqs).at(home, on_gpu=on_gpu),
         policy=policy_name(config.cluster),
         num_steps=prepared.schedule.max_steps,
         groups_per_step=prepared.schedule.groups_per_step,
