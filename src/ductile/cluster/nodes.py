@@ -25,6 +25,7 @@ from ductile.error_text import capitalised
 from ductile.messages.agents import NodeSettings
 from ductile.messages.workers import Done, Event, Hello, RoleName, Stop, Surveyed
 from ductile.roles import Failure
+from ductile.transport.deadlines import Deadlines
 from ductile.transport.mailbox import Mailbox
 from ductile.transport.router import Router
 
@@ -80,6 +81,7 @@ class NodesCluster(ABC):
         self._measured: Arithmetic | None = None
         """Arithmetic that the slots were measured at, as slots that are added later will be; None: not measured."""
         self._config, self._logs, self._roles, self._host = config, logs, roles, host
+        self._command_s = Deadlines.of(config).command_s
         self._starting: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         """One a slot: two that want the same slot get one process, and nobody else waits for it."""
         self._token = secrets.token_bytes(32)
@@ -152,7 +154,7 @@ class NodesCluster(ABC):
                         self.processes[slot] = await self._nodes[self._node_of(slot)].start_slot(slot)
                     await self._greeted_or_ended(greeted, new)
             if self._measured:
-                await survey(self.mailbox, new, self._config.command_timeout_s, self._measured)
+                await survey(self.mailbox, new, self._command_s, self._measured)
         except (TimeoutError, StartFailed, CapNotPermitted, Failure) as error:
             why = str(error) or self._not_started(new)
             for slot in new:
@@ -182,7 +184,7 @@ class NodesCluster(ABC):
 
     async def survey(self, measure: Arithmetic | None = None) -> dict[int, Surveyed]:
         self._measured = measure or self._measured
-        return await survey(self.mailbox, self.slots, self._config.command_timeout_s, measure)
+        return await survey(self.mailbox, self.slots, self._command_s, measure)
 
     async def stop(self) -> None:
         """Stop all slots: `Stop` first, SIGKILL for those that do not follow."""
@@ -273,7 +275,8 @@ class NodesCluster(ABC):
         await all_ended(earlier, self._config.start_timeout_s / 2)
         if staying := [f"{process.name} (pid {process.pid})" for process in earlier if process.code is None]:
             limit_s = self._config.start_timeout_s / 2
-            raise StartFailed(f"{', '.join(staying)} had been killed, and had not ended {limit_s:g} s later")
+            after = f"{limit_s:g} s later (half of cluster.start_timeout_s)"
+            raise StartFailed(f"{', '.join(staying)} had been killed, and had not ended {after}")
 
     def _not_started(self, slots: Sequence[int]) -> str:
         silent = [slot for slot in slots if slot not in self.mailbox.heard_at_s]

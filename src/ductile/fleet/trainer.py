@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from ductile.concurrency.change_signal import ChangeSignal
+from ductile.concurrency.deadline import said
 from ductile.concurrency.listeners import Listeners
 from ductile.core.batch.packing import pack
 from ductile.core.layout.parallel_layout import ParallelLayout
@@ -245,8 +246,8 @@ class RemoteTrainer:
             await self._changed.wait_for(lambda: not self.is_held or self._end is not None, self._deadlines.patience_s)
         except TimeoutError:
             raise Late(
-                f"the scheduling policy held training back for {self._deadlines.patience_s:g} s "
-                f"(cluster.patience_timeout_s), with {given.num_samples} samples waiting"
+                f"the scheduling policy held training back for {said(self._deadlines.patience_s)}, with "
+                f"{given.num_samples} samples waiting"
             ) from None
 
     def _keeper(self, version: int) -> _Kept | None:

@@ -72,7 +72,8 @@ class LiveRun:
     def _slot(self, slot: int) -> SlotStatus:
         process, mailbox = self._cluster.processes.get(slot), self._cluster.mailbox
         lost = slot in mailbox.lost
-        gone = "given back" if slot in self._session.state.given_back else "lost"
+        state = self._session.state
+        gone = "given back" if slot in state.given_back else "restarting" if slot in state.restarting else "lost"
         account, now_s = self._activity.account(slot), time.monotonic()
         return SlotStatus(
             slot=slot,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from ductile.concurrency.deadline import said
 from ductile.messages.workers import (
     Command,
     Died,
@@ -246,7 +247,7 @@ class Mailbox:
             watcher(slot, self._running(slot))
 
     def _late_sentence(self, slot: int, command: Command, deadline_s: float) -> str:
-        sentence = f"{self.describe(slot)} did not reply to {type(command).__name__} within {deadline_s:g} s"
+        sentence = f"{self.describe(slot)} did not reply to {type(command).__name__} within {said(deadline_s)}"
         beat = self.heartbeats.get(slot)
         if beat and beat.busy_with:
             sentence += f"; it has been busy with {beat.busy_with} for {beat.busy_for_s:.0f} s"
