@@ -25,9 +25,6 @@ from ductile.messages.control import Resized, ResizeRequest
 from ductile.observe import Recorder
 from ductile.roles import SlotLost
 
-MEASURED = ("pause_s", "took_s", "seconds", "slot_seconds", "beside", "num_bytes", "carrier")
-"""Fields of `Resized` that its event has, too."""
-
 
 class CannotResize(Exception):
     """What was asked for cannot be, and nothing was tried. The text is a sentence."""
@@ -183,8 +180,20 @@ class TrainerResizer:
         is_resized = resized.outcome == "resized"
         self.num_resized += is_resized
         self._paused_s += resized.pause_s
-        measured = {name: getattr(resized, name) for name in MEASURED}
-        self._event(is_resized, resized.sentence, resized.epoch, resized.before, resized.after, **measured)
+        self._event(
+            is_resized,
+            resized.sentence,
+            resized.epoch,
+            resized.before,
+            resized.after,
+            pause_s=resized.pause_s,
+            took_s=resized.took_s,
+            seconds=resized.seconds,
+            slot_seconds=resized.slot_seconds,
+            beside=resized.beside,
+            num_bytes=resized.num_bytes,
+            carrier=resized.carrier,
+        )
         return resized
 
     def _event(
