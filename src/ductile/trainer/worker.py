@@ -35,8 +35,6 @@ from ductile.messages.workers import (
     Withdraw,
 )
 from ductile.model.checkpoint import dtype_named, save_model, stored_dtype
-from ductile.model.transformer import Transformer
-from ductile.parallel.data import full_tensors, gathered_tensors
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.state import StateError
 from ductile.roles import RoleAssignment, StateKept
@@ -92,7 +90,7 @@ class TrainRole:
             case Publish(version=version):
                 with self._keeping_state():
                     manifest = self._first_only(
-                        gathered_tensors, lambda tensors: self._transport.publish(version, tensors)
+                        Trainer.gathered_weights, lambda tensors: self._transport.publish(version, tensors)
                     )
                 return Published(manifest)
             case Withdraw(version=version):
@@ -183,9 +181,9 @@ class TrainRole:
         def save(tensors: Tensors) -> None:
             save_model(path, spec, _InOrder(tensors), source, dtype, eos_token_ids=eos)
 
-        self._first_only(lambda model: full_tensors(model, dtype), save)
+        self._first_only(lambda trainer: trainer.full_weights(dtype), save)
 
-    def _first_only(self, gather: Callable[[Transformer], Tensors], use: Callable[[Tensors], T]) -> T | None:
+    def _first_only(self, gather: Callable[[Trainer], Tensors], use: Callable[[Tensors], T]) -> T | None:
         """The layout's first slot does something with the whole tensors; the others help to gather them.
 
         When `use` fails half way, the first slot still gathers the rest: the others are spared its failure.
@@ -197,9 +195,9 @@ class TrainRole:
             for _ in tensors:
                 pass
 
-    def _gathered(self, gather: Callable[[Transformer], Tensors]) -> Tensors:
+    def _gathered(self, gather: Callable[[Trainer], Tensors]) -> Tensors:
         with self._in_step():
-            yield from gather(self._live.model)
+            yield from gather(self._live)
 
     @property
     def _live(self) -> Trainer:
