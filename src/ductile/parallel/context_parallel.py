@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ductile.core.layout.context_parallel import CPStyle, document_multiple, num_laid_out, tokens_of_slots
+from ductile.core.layout.context_parallel import CpStyle, document_multiple, num_laid_out, tokens_of_slots
 from ductile.model.attention import Attend, PackedAttention
 from ductile.model.packed import PackedSamples
 from ductile.parallel.ring import RingAttention
@@ -51,22 +51,28 @@ class ContextPart:
     def gather(self, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor]:
         """The slot's log-probs and entropies [n] -> those of all slots [N], fp32, in the order of the samples.
         Collective among the slots along cp."""
+        if self.group.size() == 1:
+            return logprobs, entropies
         return _Gather.apply(logprobs, entropies, self.scored, self.num_scored, self.group)  # pyright: ignore
 
 
-def aligned(packed: PackedSamples, style: CPStyle, cp: int, tp: int = 1) -> PackedSamples:
+def aligned(packed: PackedSamples, style: CpStyle, cp: int, tp: int = 1) -> PackedSamples:
     """The same samples, laid out so that `split` can part them, with as few tokens as that takes.
 
     They may be padded further, to any multiple of `token_multiple`.
     """
-    if style == "ring":
+    if style == "ring" and cp > 1:
         packed = packed.unshared(document_multiple(style, cp))
     return packed.padded(num_laid_out(style, (len(packed.token_ids),), cp, tp))
 
 
-def split(packed: PackedSamples, style: CPStyle, group: dist.ProcessGroup) -> ContextPart:
+def split(packed: PackedSamples, style: CpStyle, group: dist.ProcessGroup) -> ContextPart:
     """This slot's part of samples that are `aligned`. `group` has the slots along cp."""
     cp, rank, device = group.size(), group.rank(), packed.token_ids.device
+    attend: Attend = PackedAttention(packed.stems, packed.branches)
+    if cp == 1:
+        whole = (packed.token_ids, packed.positions, packed.rows, packed.targets, packed.temperatures, attend)
+        return ContextPart(*whole, torch.arange(len(packed.targets), device=device), len(packed.targets), group)
     documents = packed.stems if style == "ring" else (len(packed.token_ids),)
     tokens = torch.from_numpy(tokens_of_slots(style, documents, cp)).to(device)
     place = torch.empty(tokens.numel(), dtype=torch.int64, device=device)
@@ -74,9 +80,9 @@ def split(packed: PackedSamples, style: CPStyle, group: dist.ProcessGroup) -> Co
     owner, row = place[packed.rows] // tokens.shape[1], place[packed.rows] % tokens.shape[1]
     scored = (owner == rank).nonzero()[:, 0]
     if style == "ring":
-        attend: Attend = RingAttention([length // (2 * cp) for length in packed.stems], group)
+        attend = RingAttention([length // (2 * cp) for length in packed.stems], group)
     else:
-        attend = UlyssesAttention(PackedAttention(packed.stems, packed.branches), group)
+        attend = UlyssesAttention(attend, group)
     return ContextPart(
         token_ids=packed.token_ids[tokens[rank]],
         positions=packed.positions[tokens[rank]],

@@ -27,14 +27,16 @@ class UlyssesAttention:
     def __init__(self, attend: Attend, group: dist.ProcessGroup) -> None:
         self._attend = attend
         self._group = group
+        self._key_heads: Tensor | None = None
+        """The key heads that slots get, slot by slot; None until the first layer has come."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T / cp, H, D], k and v [T / cp, K, D] -> [T / cp, H, D]. Collective."""
         cp = self._group.size()
-        needed = key_heads(q.shape[1], k.shape[1], cp)
-        if needed != list(range(k.shape[1])):
-            indices = torch.tensor(needed, device=k.device)
-            k, v = select(k, 1, indices), select(v, 1, indices)
+        if self._key_heads is None:
+            self._key_heads = torch.tensor(key_heads(q.shape[1], k.shape[1], cp), device=k.device)
+        if len(self._key_heads) > k.shape[1]:
+            k, v = select(k, 1, self._key_heads), select(v, 1, self._key_heads)
         per_slot = [x.unflatten(1, (cp, -1)) for x in (q, k, v)]
         sizes = [x.shape[2] for x in per_slot]
         qkv = _all_to_all(torch.cat(per_slot, dim=2).transpose(0, 1), self._group)  # [cp, T / cp, h + 2 k, D]

@@ -19,21 +19,21 @@ from typing import Literal
 
 import numpy as np
 
-CPStyle = Literal["ring", "ulysses"]
+CpStyle = Literal["ring", "ulysses"]
 
 
-def document_multiple(style: CPStyle, cp: int) -> int:
+def document_multiple(style: CpStyle, cp: int) -> int:
     """What the number of tokens of each document must be a multiple of."""
-    return 2 * cp if style == "ring" else 1
+    return 2 * cp if style == "ring" and cp > 1 else 1
 
 
-def token_multiple(style: CPStyle, cp: int, tp: int = 1) -> int:
+def token_multiple(style: CpStyle, cp: int, tp: int = 1) -> int:
     """What the number of tokens of a micro-batch must be a multiple of: each slot along cp has equally many, in as many
     equal parts as there are slots along tp."""
     return lcm(document_multiple(style, cp), cp * tp)
 
 
-def num_laid_out(style: CPStyle, documents: Sequence[int], cp: int, tp: int = 1) -> int:
+def num_laid_out(style: CpStyle, documents: Sequence[int], cp: int, tp: int = 1) -> int:
     """Tokens that all slots along cp together run for documents of these lengths, those that only fill up among them.
 
     documents: with ulysses a beginning that is shared counts once, with ring as often as it is shared.
@@ -46,7 +46,7 @@ def num_laid_out(style: CPStyle, documents: Sequence[int], cp: int, tp: int = 1)
     return max(all_together, _round_up(num_tokens, all_together))
 
 
-def tokens_of_slots(style: CPStyle, documents: Sequence[int], cp: int) -> np.ndarray:
+def tokens_of_slots(style: CpStyle, documents: Sequence[int], cp: int) -> np.ndarray:
     """[cp, T / cp] int64: the tokens of each slot, in the order in which it runs them. T, the sum of the lengths of the
     documents, is a multiple of `token_multiple`; with ring each length is one of `document_multiple`.
 
@@ -61,17 +61,24 @@ def tokens_of_slots(style: CPStyle, documents: Sequence[int], cp: int) -> np.nda
     return np.concatenate((rows[:cp], rows[: cp - 1 : -1]), axis=1)
 
 
-def style_violations(style: CPStyle, num_heads: int, cp: int, tp: int = 1) -> list[str]:
-    """What keeps a model with these query heads from the style on such a layout, a sentence each. Nothing keeps one
-    from ring."""
-    if style == "ring" or num_heads % (cp * tp) == 0:
+def style_violations(style: CpStyle, num_heads: int, cp: int, tp: int = 1) -> list[str]:
+    """What keeps a model of so many query heads from the style on such a layout, a sentence each. Key heads keep none
+    from it, nor does anything keep one from ring."""
+    chunk = -(-num_heads // tp)
+    sizes = sorted({min(chunk, num_heads - start) for start in range(0, num_heads, chunk)})
+    fitting = [size for size in range(1, sizes[0] + 1) if all(heads % size == 0 for heads in sizes)]
+    if style == "ring" or cp in fitting:
         return []
-    product, name = (cp * tp, "cp · tp") if tp > 1 else (cp, "cp")
-    fitting = ", ".join(str(size) for size in range(1, num_heads + 1) if num_heads % size == 0)
+    each = f"the {sizes[-1]} query heads of a slot of tp {tp}" if tp > 1 else f"the model's {num_heads} query heads"
     return [
-        f'cp_style "ulysses" gives each slot equally many of the model\'s {num_heads} query heads, and {name} is '
-        f'{product}: write cp_style = "ring", or sizes whose {name} is one of {fitting}'
+        f'cp_style "ulysses" deals {each} out to the slots along cp, and cp is {cp}: write cp_style = "ring", or a cp '
+        f"of {_any_of(fitting)}"
     ]
+
+
+def _any_of(numbers: Sequence[int]) -> str:
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _round_up(number: int, multiple: int) -> int:
