@@ -87,12 +87,12 @@ class _Ring(torch.autograd.Function):
             (keys, values) = (x.chunk(2) for x in block)
             of_block = torch.zeros_like(block, dtype=wide_type(k))
             for query, key, causal in seen(group.rank(), source, group.size()):
-                terms = partial.gradients(
+                from_q, from_k, from_v = partial.gradients(
                     grads[query], queries[query], keys[key], values[key], outs[query], lses[query], causal
                 )
-                of_q.chunk(2)[query].add_(terms[0])
-                of_block[0].chunk(2)[key].add_(terms[1])
-                of_block[1].chunk(2)[key].add_(terms[2])
+                of_q.chunk(2)[query].add_(from_q)
+                of_block[0].chunk(2)[key].add_(from_k)
+                of_block[1].chunk(2)[key].add_(from_v)
             if on_its_way:
                 of_block += on_its_way.arrived()
             on_its_way = _OnItsWay(of_block, group)
