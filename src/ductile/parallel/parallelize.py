@@ -23,7 +23,7 @@ from ductile.core.layout.spec import ModelSpec
 from ductile.model.transformer import Transformer
 from ductile.parallel import data
 from ductile.parallel.parallel_context import ParallelContext
-from ductile.parallel.parts import Parts
+from ductile.parallel.parts import SlotParts
 
 BUILT = (*DATA_PARALLEL, "cp")
 """Axes that a model can be spread over."""
@@ -53,7 +53,7 @@ def build(
     spec: ModelSpec,
     tensors: Iterable[tuple[str, Tensor]],
     context: ParallelContext,
-    parts: Parts,
+    parts: SlotParts,
     device: str | torch.device,
     precision: Precision,
     reshard_after_forward: bool = True,

@@ -24,7 +24,7 @@ from ductile.model.transformer import Transformer
 from ductile.parallel import data, parallelize
 from ductile.parallel.gathered import full_tensors, gathered_tensors
 from ductile.parallel.parallel_context import ParallelContext
-from ductile.parallel.parts import Parts
+from ductile.parallel.parts import SlotParts
 from ductile.parallel.scoring import score
 from ductile.records import MicroBatch, StepReport, TrainProgress
 from ductile.trainer.collate import Batch, collate
@@ -78,7 +78,7 @@ class Trainer:
         dims = context.layout.dims
         if found := style_violations(config.model.cp_style, self.spec.num_heads, dims.cp, dims.tp):
             raise ValueError(f"trainer.model.{found[0]}")
-        self.parts = Parts.of(self.spec, context.layout, context.slot)
+        self.parts = SlotParts.of(self.spec, context.layout, context.slot)
         self.model = self._load() if buffers is None else self._build_over(buffers)
         self.optimizer_state = state_of(self._optim, config.model.optimization_dtype)
         self.optimizer = make_optimizer(self._optim, self.optimizer_state, self.model.named_parameters(), buffers)
