@@ -1,8 +1,8 @@
 """How a textbook model becomes a parallel one. The order of things, on one page:
 
-1. refuse the axes that are not built yet: all but dp_replicate and dp_shard, which are data parallelism
+1. refuse the axes that are not built yet (all but `BUILT`)
 2. describe it on the meta device, where it takes no memory
-3. shard its parameters over the ranks (`parallel.data`)
+3. shard its parameters over the ranks (`parallel.data`); cp does no more to them (`parallel.context_parallel`)
 4. give memory to this rank's shards alone
 5. fill them from the full tensors, one at a time, so that no rank ever holds the whole model (`parallel.parts`)
 
@@ -24,6 +24,9 @@ from ductile.model.transformer import Transformer
 from ductile.parallel import data
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.parts import SlotParts
+
+BUILT = (*DATA_PARALLEL, "cp")
+"""Axes that a model can be spread over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ def _describe(
 
 def _refuse_unbuilt(dims: ParallelDims) -> None:
     """Raises ValueError for axes above 1 whose keys the config marks as not built."""
-    sizes = {axis: size for axis, size in asdict(dims).items() if size > 1 and axis not in DATA_PARALLEL}
+    sizes = {axis: size for axis, size in asdict(dims).items() if size > 1 and axis not in BUILT}
     marks = {axis: keys(TrainerModelConfig)[axis].not_built for axis in sizes}
     refused = [f"trainer.model.{axis} = {sizes[axis]}. {mark.sentence()}" for axis, mark in marks.items() if mark]
     if refused:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ductile.config.trainer import TrainerConfig
 from ductile.config.weight_headers import ModelFolderError
+from ductile.core.layout.context_parallel import style_violations
 from ductile.core.layout.flops import ForwardWork, training_flops
 from ductile.core.layout.peak import Arithmetic, arithmetic_of, compute_dtype
 from ductile.core.layout.spec import ModelSpec
@@ -53,8 +54,8 @@ class Trainer:
         With `buffers` nothing is loaded: they are this rank's parts of parameters and moments, flat, by the names of
         `ductile.trainer.state`, and the trainer works on them. They are taken out of the mapping.
 
-        Raises ModelFolderError, ImportPathError (custom loss) or ValueError (optimizer, schedule) for what the config
-        asks for and cannot be had.
+        Raises ModelFolderError, ImportPathError (custom loss) or ValueError (optimizer, schedule, cp_style) for what
+        the config asks for and cannot be had.
         """
         self.config = config
         self.context = context
@@ -74,6 +75,9 @@ class Trainer:
             torch.set_float32_matmul_precision(config.matmul_precision)
 
         self.spec = spec_of(config)
+        dims = context.layout.dims
+        if found := style_violations(config.model.cp_style, self.spec.num_heads, dims.cp, dims.tp):
+            raise ValueError(f"trainer.model.{found[0]}")
         self.parts = SlotParts.of(self.spec, context.layout, context.slot)
         self.model = self._load() if buffers is None else self._build_over(buffers)
         self.optimizer_state = state_of(self._optim, config.model.optimization_dtype)
@@ -194,7 +198,10 @@ class Trainer:
 
     def _run(self, batch: Batch) -> str:
         """Run a batch forward and backward. Returns how the loss function failed, or ""."""
-        logprobs, entropies = score(self.model, batch.packed, self.context, self.config.model.head_chunk_tokens)
+        settings = self.config.model
+        logprobs, entropies = score(
+            self.model, batch.packed, self.context, settings.head_chunk_tokens, settings.cp_style
+        )
         try:
             outputs = self._loss(batch.loss_inputs(logprobs, entropies))
             # Without trained tokens: zeros for every parameter, whatever a custom loss made of the made-up token.
