@@ -1,7 +1,8 @@
 """How a textbook model becomes a parallel one. The order of things, on one page:
 
 1. refuse the axes that are not built yet (all but `BUILT`)
-2. describe it on the meta device, where it takes no memory
+2. describe it on the meta device, where it takes no memory: of the layers, those of this slot's stage
+   (`parallel.pipeline`)
 3. shard its parameters over the ranks (`parallel.data`); cp does no more to them (`parallel.context_parallel`)
 4. give memory to this rank's shards alone
 5. fill them from the full tensors, one at a time, so that no rank ever holds the whole model (`parallel.parts`)
@@ -21,11 +22,11 @@ from ductile.core.layout.parallel_layout import DATA_PARALLEL, ParallelDims
 from ductile.core.layout.peak import compute_dtype
 from ductile.core.layout.spec import ModelSpec
 from ductile.model.transformer import Transformer
-from ductile.parallel import data
+from ductile.parallel import data, pipeline
 from ductile.parallel.parallel_context import ParallelContext
 from ductile.parallel.parts import SlotParts
 
-BUILT = (*DATA_PARALLEL, "cp")
+BUILT = (*DATA_PARALLEL, "cp", "pp")
 """Axes that a model can be spread over."""
 
 
@@ -87,8 +88,11 @@ def _describe(
     spec: ModelSpec, context: ParallelContext, precision: Precision, reshard_after_forward: bool
 ) -> Transformer:
     _refuse_unbuilt(context.layout.dims)
+    layers = pipeline.layers_of_slot(spec, context.layout, context.slot)
+    if len(layers) < spec.num_layers:
+        reshard_after_forward = False  # all micro-batches of a schedule need them
     with torch.device("meta"):
-        model = Transformer(spec).to(precision.parameters)
+        model = Transformer(spec, layers).to(precision.parameters)
     data.shard(model, context.mesh, precision.compute, precision.reduce, reshard_after_forward)
     return model
 
